@@ -1,0 +1,43 @@
+# Everything starts here: `make quickstart` shows what ultrabench does, `make test` proves it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The CPU build of torch where the index has one; a machine with GPUs installs its own first.
+TORCH ?= torch==2.13.0
+
+.PHONY: quickstart test check env format parity bench clean
+
+env: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=24" "setuptools>=77" wheel
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --no-build-isolation -e ".[dev]"
+	touch $@
+
+quickstart: env
+	$(BIN)/ultrabench sweep launch
+	$(BIN)/ultrabench collect
+	$(BIN)/ultrabench heatmap
+
+check: env
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: check
+	$(BIN)/pytest
+
+format: env
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: env
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python benchmarks/restart.py
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Runs inside an allocation: starts ranks, watches, kills, cleans, classifies."""

@@ -1,0 +1,139 @@
+"""The agent's side of the fork server: ranks of the embedded kernel, forked warm."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KERNEL_MODULE = "ultrabench.kernel.worker"
+"""Named, not imported: torch is loaded by the fork server, never by the agent."""
+
+SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """A rank is gone; a negative code is the signal that ended it."""
+
+    rank: int
+    code: int
+
+
+class ForkServer:
+    """One warm process of this node; restarted when it is found dead."""
+
+    def __init__(self, log: Path, env: dict[str, str]) -> None:
+        self._log = log
+        self._env = {**env, **SINGLE_THREADED}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pending = b""
+        self._alive: set[int] = set()
+        self.ready = False
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, None before the first start."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Starts it unless it runs."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        command = [sys.executable, "-P", "-m", "ultrabench.agent.fork_server", KERNEL_MODULE]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._pending, self._alive, self.ready = b"", set(), False
+
+    def fork(self, rank: int, env: dict[str, str], log: Path) -> None:
+        """Asks for one rank; its exit comes through `exits`."""
+        self.start()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        request = {"rank": rank, "env": env, "log": str(log)}
+        self._alive.add(rank)
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return
+
+    def exits(self) -> Iterator[Exit]:
+        """Ranks that have ended since the last call."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        data = self._process.stdout.read() or b""
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for line in lines:
+            answer: dict[str, Any] = json.loads(line)
+            self.ready = self.ready or "ready" in answer
+            if "exited" in answer:
+                self._alive.discard(answer["exited"])
+                yield Exit(rank=answer["exited"], code=answer["code"])
+        if self._process.poll() is not None:
+            # Its ranks died with it (they ask the kernel for that when they start).
+            for rank in sorted(self._alive):
+                yield Exit(rank=rank, code=-signal.SIGKILL)
+            self._alive.clear()
+
+    def stop(self) -> None:
+        """Ends it and everything it forked."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@dataclass(slots=True)
+class Programs:
+    """Ranks that are the user's own program, started by exec."""
+
+    _running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(
+        self, rank: int, command: list[str], env: dict[str, str], log: Path, cwd: str
+    ) -> Exit | None:
+        """Starts one rank; an Exit at once when the program cannot be started."""
+        with log.open("ab") as out:
+            try:
+                # The wrapper asks to die with the agent, which a program of the user would not.
+                self._running[rank] = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "ultrabench.agent.bound",
+                        str(os.getpid()),
+                        *command,
+                    ],
+                    env=env,
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    process_group=0,
+                )
+            except OSError as error:
+                out.write(f"cannot start {command[0]}: {error}\n".encode())
+                return Exit(rank=rank, code=127)
+        return None
+
+    @property
+    def pids(self) -> set[int]:
+        """Processes whose exit is waited for."""
+        return {p.pid for p in self._running.values()}
+
+    def exits(self) -> Iterator[Exit]:
+        """Ranks that have ended since the last call."""
+        for rank, process in list(self._running.items()):
+            code = process.poll()
+            if code is not None:
+                del self._running[rank]
+                yield Exit(rank=rank, code=code)

@@ -1,0 +1,125 @@
+"""Agents of one allocation talk in JSON lines over TCP: the leader listens, the others call."""
+
+import json
+import selectors
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from ultrabench.errors import ClusterError
+from ultrabench.folder import write_whole
+
+Message = dict[str, Any]
+
+
+class Line:
+    """One connection; messages are JSON objects, one a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(20.0)
+        self._pending = b""
+        self.closed = False
+        self.heard = time.monotonic()
+        """When the other side last said anything."""
+
+    def fileno(self) -> int:
+        """For select."""
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Sends one message; a broken connection is marked closed."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.closed = True
+
+    def receive(self) -> list[Message]:
+        """The whole messages that have arrived; call it when the connection is readable."""
+        try:
+            data = self._socket.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            self.closed = True
+            return []
+        self.heard = time.monotonic()
+        whole, newline, rest = (self._pending + data).rpartition(b"\n")
+        self._pending = rest
+        return [json.loads(line) for line in whole.split(b"\n")] if newline else []
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.closed = True
+        self._socket.close()
+
+
+def wait_readable(lines: list[Line], seconds: float) -> list[Line]:
+    """The connections with something to receive, after at most `seconds`."""
+    open_lines = [line for line in lines if not line.closed]
+    if not open_lines:
+        time.sleep(seconds)
+        return []
+    with selectors.DefaultSelector() as selector:
+        for line in open_lines:
+            selector.register(line, selectors.EVENT_READ, line)
+        return [key.data for key, _ in selector.select(seconds)]
+
+
+class Meeting:
+    """The leader's side: a server whose address lies in the allocation's folder."""
+
+    def __init__(self, folder: Path, host: str, secret: str) -> None:
+        self._secret = secret
+        self._server = socket.create_server((host, 0), backlog=128)
+        self._server.settimeout(0.2)
+        address = {"host": host, "port": self._server.getsockname()[1]}
+        write_whole(folder / "leader.json", json.dumps(address))
+
+    def gather(self, nodes: int, patience_s: float) -> dict[int, Line]:
+        """The connections of nodes 1 .. nodes-1.
+
+        Raises:
+            ClusterError: some did not come in time.
+        """
+        lines: dict[int, Line] = {}
+        end = time.monotonic() + patience_s
+        while len(lines) < nodes - 1:
+            if time.monotonic() > end:
+                missing = sorted(set(range(1, nodes)) - set(lines))
+                raise ClusterError(
+                    f"agents of nodes {missing} did not come within {patience_s:g} s"
+                )
+            try:
+                connection, _ = self._server.accept()
+            except TimeoutError:
+                continue
+            line = Line(connection)
+            hello = next(iter(line.receive()), {})
+            if hello.get("secret") == self._secret and isinstance(hello.get("node"), int):
+                lines[hello["node"]] = line
+            else:
+                line.close()
+        return lines
+
+
+def call_leader(folder: Path, node: int, secret: str, patience_s: float) -> Line:
+    """A connection to the leader of the allocation in `folder`.
+
+    Raises:
+        ClusterError: it could not be reached in time.
+    """
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        try:
+            address = json.loads((folder / "leader.json").read_text())
+            connection = socket.create_connection((address["host"], address["port"]), timeout=5.0)
+        except (OSError, ValueError):
+            time.sleep(0.05)
+            continue
+        line = Line(connection)
+        line.send({"node": node, "secret": secret})
+        return line
+    raise ClusterError(f"node {node} found no leader in {folder} within {patience_s:g} s")

@@ -1,0 +1,193 @@
+"""The ranks of one node: started, followed, killed and cleaned up, run after run."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ultrabench.agent.forks import Exit, ForkServer, Programs
+from ultrabench.agent.log_steps import LogSteps
+from ultrabench.allocation import Allocation
+from ultrabench.folder import SweepFolder, write_whole
+from ultrabench.processes import TAG_VARIABLE, kill_until_gone, reap_adopted, start_time, tagged
+from ultrabench.record import to_dict
+from ultrabench.report import ReportReader, read_progress
+from ultrabench.run import Task
+
+News = dict[str, Any]
+"""About one rank: {rank, line} a report line, {rank, microbatches}, {rank, code} its exit, and
+{rank, tail} the end of its log with it."""
+
+TAIL_BYTES = 64 * 1024
+
+
+class Node:
+    """This node's part of an allocation."""
+
+    def __init__(self, allocation: Allocation, index: int) -> None:
+        self.allocation = allocation
+        self.index = index
+        self.host = f"local-{index}" if allocation.simulated else socket.gethostname().split(".")[0]
+        self.scratch = Path(tempfile.mkdtemp(prefix="ultrabench-"))
+        self.tag = f"{allocation.name}:{index}:{os.getpid()}:{start_time(os.getpid())}"
+        base = {**os.environ, TAG_VARIABLE: self.tag}
+        self._base = {k: v for k, v in base.items() if not k.startswith("SUBMITIT_")}
+        self._server = ForkServer(self.scratch / "fork_server.log", self._base)
+        self._programs = Programs()
+        self._readers: dict[int, ReportReader] = {}
+        self._progress: dict[int, int] = {}
+        self._log_steps: LogSteps | None = None
+        self._early: list[Exit] = []
+        self._task: Task | None = None
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of this node."""
+        per_node = self.allocation.gpus_per_node
+        return range(self.index * per_node, (self.index + 1) * per_node)
+
+    def warm_up(self) -> None:
+        """Starts the fork server while there is nothing else to do."""
+        if self.allocation.kernel_kind == "embedded":
+            self._server.start()
+
+    def start(self, task: Task, address: str, port: int) -> None:
+        """Starts this node's ranks of `task`; port 0: rank 0 will say which one it got."""
+        self._task = task
+        run = self.scratch / task.key
+        run.mkdir()
+        write_whole(run / "spec.json", json.dumps(to_dict(task), indent=1))
+        self._readers, self._progress, self._early = {}, {}, []
+        kernel = task.spec.kernel
+        self._log_steps = None
+        if kernel.step_line and self.index == 0:
+            self._log_steps = LogSteps(run / "rank0.log", kernel.step_line)
+        for rank in self.ranks:
+            env = self._rank_env(task, run, rank, address, port)
+            self._readers[rank] = ReportReader(run / f"rank{rank}.report")
+            log = run / f"rank{rank}.log"
+            log.touch()
+            if kernel.kind == "embedded":
+                self._server.fork(rank, env, log)
+            else:
+                command = fill_in(kernel.command, task)
+                program_env = {**self._base, **env, **kernel.env}
+                gone = self._programs.start(
+                    rank, command, program_env, log, self.allocation.work_dir
+                )
+                self._early += [gone] if gone else []
+
+    def _rank_env(
+        self, task: Task, run: Path, rank: int, address: str, port: int
+    ) -> dict[str, str]:
+        """torchrun's variables and ours."""
+        per_node = self.allocation.gpus_per_node
+        threads = str(self.allocation.threads)
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(task.spec.layout.world_size),
+            "LOCAL_RANK": str(rank % per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
+            "NODE_RANK": str(self.index),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "ULTRABENCH_SPEC": str(run / "spec.json"),
+            "ULTRABENCH_REPORT": str(run / f"rank{rank}.report"),
+            "ULTRABENCH_STORE": str(run / "store"),
+        }
+
+    def tell_port(self, port: int) -> None:
+        """Passes rank 0's port on to the ranks that wait for it."""
+        assert self._task is not None
+        write_whole(self.scratch / self._task.key / "store", str(port))
+
+    def news(self) -> list[News]:
+        """What happened since the last call."""
+        if self._task is None:
+            return []
+        exits = [*self._early, *self._programs.exits()]
+        self._early = []
+        if self._task.spec.kernel.kind == "embedded":
+            exits += self._server.exits()
+        found: list[News] = []
+        for rank, reader in self._readers.items():
+            found += [{"rank": rank, "line": line} for line in reader.new_lines()]
+            done = read_progress(reader.path)
+            if done != self._progress.get(rank, 0):
+                self._progress[rank] = done
+                found.append({"rank": rank, "microbatches": done})
+        if self._log_steps is not None:
+            found += [{"rank": 0, "line": line} for line in self._log_steps.new_steps()]
+        # Exits come last: what a rank said before it ended is heard before its end.
+        found += [{"rank": e.rank, "code": e.code, "tail": self._tail(e.rank)} for e in exits]
+        return found
+
+    def _tail(self, rank: int, size: int = 4096) -> str:
+        assert self._task is not None
+        own = read_tail(self.scratch / self._task.key / f"rank{rank}.log", size)
+        return own or read_tail(self.scratch / "fork_server.log", size)
+
+    def kill(self) -> list[int]:
+        """Kills every process of the current run on this node; gives back what would not die."""
+        left = kill_until_gone(
+            lambda: [p for p in tagged(lambda tag: tag == self.tag) if p != self._server.pid]
+        )
+        reap_adopted({self._server.pid or 0, *self._programs.pids})
+        return left
+
+    def finish(self, keep_all: bool) -> None:
+        """Saves logs of the run (all ranks of a failed one), then forgets it."""
+        if self._task is None:
+            return
+        task, run = self._task, self.scratch / self._task.key
+        self._task = None
+        to = SweepFolder(Path(self.allocation.sweep_dir)).log_folder(
+            task.run_id, task.repeat, task.attempt
+        )
+        if keep_all:
+            to.mkdir(parents=True, exist_ok=True)
+            for log in sorted(run.glob("rank*.log")):
+                shutil.copyfile(log, to / log.name)
+        elif self.index == 0:
+            to.mkdir(parents=True, exist_ok=True)
+            joined = "".join(
+                f"--- rank {rank}\n{read_tail(run / f'rank{rank}.log', TAIL_BYTES)}"
+                for rank in self.ranks
+            )
+            write_whole(to / "node0.log", joined)
+        shutil.rmtree(run, ignore_errors=True)
+
+    def close(self) -> None:
+        """Ends every process and removes the node-local folder."""
+        self._server.stop()
+        self.kill()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def read_tail(path: Path, size: int) -> str:
+    """The last `size` bytes of a text file; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - size))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def fill_in(command: tuple[str, ...], task: Task) -> list[str]:
+    """The user's command with `{word}` replaced by the task's numbers; `python` is our own."""
+    spec = to_dict(task.spec)
+    words = {**spec["shape"], **spec["workload"], **spec["layout"], **{
+        "nodes": task.spec.nodes, "gpus_per_node": task.spec.gpus_per_node, "run_id": task.run_id,
+        "repeat": task.repeat, "attempt": task.attempt, "precision": task.spec.kernel.precision,
+    }}  # fmt: skip
+    filled = [re.sub(r"\{(\w+)\}", lambda m: str(words.get(m[1], m[0])), word) for word in command]
+    return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]

@@ -1,0 +1,1 @@
+"""The Hydra tree that ships with ultrabench."""

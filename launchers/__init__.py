@@ -1,0 +1,1 @@
+"""Login-node side: submits allocations, follows them, recovers them."""

@@ -1,0 +1,64 @@
+"""An allocation: one job that runs many tasks one after another on the same nodes."""
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultrabench.errors import SweepFolderError
+from ultrabench.folder import write_whole
+from ultrabench.record import from_dict, to_dict
+from ultrabench.run import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """What the agents of one allocation read; written before the job is submitted."""
+
+    name: str
+    sweep_dir: str
+    """Absolute path of the sweep's folder."""
+    work_dir: str
+    """Where commands of the user run: the folder of `sweep launch`."""
+    nodes: int
+    gpus_per_node: int
+    simulated: bool
+    """All nodes are processes of one host."""
+    threads: int
+    """OMP_NUM_THREADS of a rank."""
+    heartbeat_s: float
+    limit_s: float
+    """Wall-clock limit of the whole allocation."""
+    kernel_digest: str
+    tasks: tuple[Task, ...]
+
+    @property
+    def kernel_kind(self) -> str:
+        """embedded or command; one for all tasks."""
+        return self.tasks[0].spec.kernel.kind
+
+    @property
+    def folder(self) -> Path:
+        """Its folder in the sweep's."""
+        return Path(self.sweep_dir) / "allocations" / self.name
+
+    def write(self) -> None:
+        """Writes allocation.json and a secret only this user can read."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        secret = os.open(self.folder / "secret", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(secret, "w") as file:
+            file.write(secrets.token_hex(16))
+        write_whole(self.folder / "allocation.json", json.dumps(to_dict(self)))
+
+
+def read_allocation(folder: Path) -> Allocation:
+    """The allocation whose folder this is.
+
+    Raises:
+        SweepFolderError: it cannot be read.
+    """
+    try:
+        return from_dict(Allocation, json.loads((folder / "allocation.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise SweepFolderError(f"cannot read {folder}/allocation.json: {error}") from error

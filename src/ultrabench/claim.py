@@ -1,0 +1,39 @@
+"""The claim of an attempt: made at most once, by whoever links its owner file first."""
+
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+
+def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
+    """Whether this process now owns the attempt `key`; False when somebody already does.
+
+    A unique file is written and link(2)ed to the owner file. On NFS the answer of link may get
+    lost after it was done, so not the answer but the link count of the unique file decides: 2 means
+    that the owner file is ours.
+    """
+    unique = claims / f".{key}.{uuid.uuid4().hex}"
+    with unique.open("w", encoding="utf-8") as file:
+        json.dump(owner, file)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(unique, claims / key)
+    except OSError:
+        pass
+    won = unique.stat().st_nlink == 2
+    unique.unlink()
+    return won
+
+
+def owner_of(claims: Path, key: str) -> str | None:
+    """Name of the allocation that claimed the attempt `key`; None when nobody did."""
+    try:
+        owner = json.loads((claims / key).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return "unreadable"
+    return str(owner.get("allocation"))

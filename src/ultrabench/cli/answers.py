@@ -1,0 +1,6 @@
+"""What `collect` and `heatmap` do."""
+
+
+
+def run_collect(*a): ...
+def run_heatmap(*a): ...

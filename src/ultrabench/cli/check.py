@@ -1,0 +1,105 @@
+"""`ultrabench kernel check`."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from ultrabench.cli.tables import out, print_json, say, table
+from ultrabench.errors import ConfigError, SweepFolderError, unknown_name
+from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckServer, CheckSpec
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import Layout, default_schedule
+from ultrabench.shape import ModelShape
+from ultrabench.support import refusal
+from ultrabench.sweep.config import load_model
+from ultrabench.sweep.rules import first_broken
+
+MOST_RANKS = 64
+OTHERS = ("model", "seq_len", "seed", "steps")
+
+
+def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
+    """Checks one layout on CPU processes; 0 when it equals one process, 1 when not."""
+    spec = check_spec(words, dump)
+    if not as_json:
+        say(f"checking {spec.layout.label()} on {spec.layout.world_size} processes against one")
+    with CheckServer() as server:
+        result = server.ask(spec)
+    if as_json:
+        print_json(result.to_json())
+        return int(not result.passed)
+    made = table(
+        f"{spec.layout.label()}, {spec.shape.name}", "largest difference of", "is", "allowed"
+    )
+    for name, value in (
+        ("loss", result.loss_diff),
+        ("gradients", result.grad_diff),
+        ("parameters", result.param_diff),
+    ):
+        made.add_row(name, "-" if value is None else f"{value:.3g}", f"{TOLERANCE:g}")
+    out().print(made)
+    for line in [*result.missing_gradients, *([result.error] if result.error else [])]:
+        say(f"  {line}")
+    where = (
+        f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
+    )
+    say(f"{'the same' if result.passed else 'NOT the same'} ({result.seconds:.1f} s){where}")
+    return int(not result.passed)
+
+
+def check_spec(words: list[str], dump: str | None = None) -> CheckSpec:
+    """The check that `dp=2 tp=2 ...` asks for.
+
+    Raises:
+        ConfigError: an unknown word, or a layout that cannot be.
+    """
+    known = [f.name for f in fields(Layout)]
+    values: dict[str, str] = {}
+    for word in words:
+        key, eq, value = word.partition("=")
+        if not eq:
+            raise ConfigError(f"{word!r} is no WORD=VALUE; write for example dp=2 tp=2 gas=4")
+        if key not in (*known, *OTHERS):
+            raise ConfigError(unknown_name("word", key, (*known, *OTHERS)))
+        values[key] = value
+    shape = load_model(values.pop("model")) if "model" in values else TINY
+    schedule = values.pop("pp_schedule", None)
+    numbers = {key: _whole(key, value) for key, value in values.items()}
+    rest = {key: numbers.pop(key) for key in ("seq_len", "seed", "steps") if key in numbers}
+    schedule = schedule or default_schedule(numbers.get("pp", 1), numbers.get("gas", 1))
+    layout = Layout(**{"dp": 1, **numbers}, pp_schedule=schedule)  # type: ignore[arg-type]
+    spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), **rest)
+    _require_possible(spec, shape)
+    return spec
+
+
+def _require_possible(spec: CheckSpec, shape: ModelShape) -> None:
+    layout = spec.layout
+    broken = first_broken(layout, shape)
+    reason = broken[1] if broken else None
+    reason = reason or refusal(KernelChoice(name="embedded"), layout, shape, spec.seq_len)
+    if reason:
+        raise ConfigError(f"{layout.label()} cannot run: {reason}; choose another layout")
+    if layout.world_size > MOST_RANKS:
+        raise ConfigError(
+            f"{layout.label()} needs {layout.world_size} processes; the check runs up to {MOST_RANKS} "
+            "on this machine: choose smaller degrees"
+        )
+
+
+def _whole(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"{key}={value!r} is no whole number") from None
+
+
+def _folder(dump: str | None) -> str | None:
+    if dump is None:
+        return None
+    try:
+        Path(dump).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SweepFolderError(
+            f"cannot write --dump {dump}: {error.strerror}; choose another folder"
+        ) from error
+    return str(Path(dump).absolute())

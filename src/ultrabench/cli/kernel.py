@@ -1,0 +1,33 @@
+"""`ultrabench kernel ...`: the embedded kernel by itself."""
+
+from typing import Annotated
+
+import typer
+
+kernel_app = typer.Typer(
+    help="Try the embedded training kernel by itself.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@kernel_app.callback()
+def kernel() -> None:
+    """Try the embedded training kernel by itself."""
+
+
+@kernel_app.command("check")
+def check(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[WORD=VALUE]...", help="dp=2 tp=2 pp=2 zero_stage=1 gas=4 model=tiny"
+        ),
+    ] = None,
+    dump: Annotated[
+        str | None, typer.Option("--dump", help="Folder for the gradients and parameters of both.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Hold one layout against one process in fp64: loss, gradients, parameters; exit 1 above 1e-10."""
+    from ultrabench.cli.check import run_check
+
+    raise typer.Exit(run_check(words or [], dump, json_))

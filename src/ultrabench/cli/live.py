@@ -1,0 +1,112 @@
+"""What a launch shows: a live table on a terminal, a line per finished run elsewhere."""
+
+import sys
+from statistics import median
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from ultrabench.cli.tables import duration, err, hours, table
+from ultrabench.result import Status
+from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.progress import PlannedRun, Progress, progress
+
+
+class Display:
+    """Shows the progress of a sweep on stderr; use it as a context."""
+
+    def __init__(self, sweep: str, planned: list[PlannedRun]) -> None:
+        self._sweep = sweep
+        self._planned = planned
+        self._labels = {r.run_id: r for r in planned}
+        self._told: set[AttemptKey] | None = None
+        self._console = err()
+        self._live = None
+        if sys.stderr.isatty():
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> "Display":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, state: SweepState, alive: frozenset[str] = frozenset()) -> None:
+        """Takes a new state."""
+        self._lines(state)
+        if self._live:
+            self._live.update(panel(progress(self._sweep, self._planned, state), bool(alive)))
+
+    def _lines(self, state: SweepState) -> None:
+        """A line for each attempt that has ended since the last call; none for old ones."""
+        ended = {k for k, a in state.attempts.items() if a.result is not None}
+        if self._told is None:
+            self._told = ended
+            return
+        for key in sorted(ended - self._told):
+            self._told.add(key)
+            run = self._labels.get(key.run_id)
+            if run is not None:
+                settled = sum(a.run_id in self._labels for a in self._told)
+                text = attempt_line(run, state.attempts[key])
+                self._console.print(
+                    f"[{settled}/{len(self._planned)}] {text}", markup=False, soft_wrap=True
+                )
+
+
+def attempt_line(run: PlannedRun, attempt: AttemptState) -> str:
+    """One line about an attempt that has ended."""
+    result = attempt.result
+    assert result is not None
+    head = f"{run.run_id} {run.model} {run.nodes} node{'s' * (run.nodes > 1)} {run.label}"
+    if attempt.key.attempt:
+        head += f" (attempt {attempt.key.attempt})"
+    if result.status == Status.OK:
+        rate = run.tokens_per_step / median(result.step_times_s) / run.gpus
+        return f"{head}: ok, {rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
+    return f"{head}: {result.status.value}, {result.reason}"
+
+
+def panel(now: Progress, busy: bool = True) -> RenderableType:
+    """The whole picture: counts, what runs, what leads, the last failures."""
+    return Group(counts_line(now), *_running(now, busy), *_best(now), *_failures(now))
+
+
+def counts_line(now: Progress) -> Text:
+    """`quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours, 4 % wasted`."""
+    settled = {k: v for k, v in now.by_status.items() if k not in ("pending", "running")}
+    shown = ", ".join(f"{v} {k}" for k, v in settled.items())
+    total = now.useful_gpu_hours + now.wasted_gpu_hours
+    wasted = f", {now.wasted_gpu_hours / total:.0%} wasted" if now.wasted_gpu_hours else ""
+    left = now.by_status.get("pending", 0) + now.by_status.get("running", 0)
+    eta = f", ETA {duration(now.eta_s)}" if left and now.eta_s is not None else ""
+    text = f"{now.sweep}: {sum(settled.values())} of {now.runs} runs settled"
+    return Text(f"{text}{f' ({shown})' if shown else ''}{eta}, {hours(total)} GPU hours{wasted}")
+
+
+def _running(now: Progress, busy: bool) -> list[RenderableType]:
+    lines = [f"  running  {r.model} {r.nodes}n {r.label}: {phase}" for r, phase in now.running]
+    if not lines and busy and now.by_status.get("pending"):
+        lines = ["  running  starting the next allocation"]
+    return [Text(line) for line in lines]
+
+
+def _best(now: Progress) -> list[RenderableType]:
+    if not now.best:
+        return []
+    made = table(
+        "best so far", "model", "nodes", "layout", "tokens/s/GPU", right=("nodes", "tokens/s/GPU")
+    )
+    for run, rate in now.best:
+        made.add_row(run.model, str(run.nodes), run.label, f"{rate:,.0f}")
+    return [made]
+
+
+def _failures(now: Progress) -> list[RenderableType]:
+    if not now.failures:
+        return []
+    return [Text("last failures"), *(Text(f"  {attempt_line(r, a)}") for r, a in now.failures)]

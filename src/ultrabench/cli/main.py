@@ -1,0 +1,77 @@
+"""The `ultrabench` command: every sub-command imports what it needs only when it runs."""
+
+import os
+import sys
+
+import typer
+
+from ultrabench.cli.kernel import kernel_app
+from ultrabench.cli.results import collect, heatmap
+from ultrabench.cli.sweep import sweep_app
+from ultrabench.errors import UltrabenchError
+
+PREFIX = "ultrabench: "
+
+app = typer.Typer(
+    help="Find the training layout that is fastest on your nodes, by measuring.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(sweep_app, name="sweep")
+app.add_typer(kernel_app, name="kernel")
+app.command("collect")(collect)
+app.command("heatmap")(heatmap)
+
+
+@app.command("configs")
+def configs(
+    group: str | None = typer.Argument(None, metavar="[GROUP]", help="One group, such as model."),
+    json_: bool = typer.Option(False, "--json", help="One JSON document on stdout."),
+) -> None:
+    """List what can be named in an override."""
+    from ultrabench.cli.tables import show_configs
+
+    show_configs(group, json_)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True),
+) -> None:
+    """Find the training layout that is fastest on your nodes, by measuring."""
+    if version:
+        import ultrabench
+
+        typer.echo(ultrabench.__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Runs the command line; a user's mistake is one line on stderr and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except UltrabenchError as error:
+        code = _fail(str(error), error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        code = _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except Exception as error:
+        # A wrong option; Typer brings its own copy of Click, so it is known by what it can do.
+        if not hasattr(error, "format_message"):
+            raise
+        text = error.format_message()
+        helped = type(error).__name__ == "NoArgsIsHelpError"
+        code = _fail(text if helped else f"{text} (see --help)", 2, prefix="" if helped else PREFIX)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int, prefix: str = PREFIX) -> int:
+    typer.echo(prefix + " ".join(message.split()) if prefix else message, err=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

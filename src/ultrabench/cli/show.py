@@ -1,0 +1,149 @@
+"""`ultrabench sweep show` and `logs`: everything about one run."""
+
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from ultrabench.cli.tables import out, print_json, say, table, warn
+from ultrabench.errors import SweepFolderError
+from ultrabench.folder import SweepFolder, find_sweep
+from ultrabench.journal import read_journal
+from ultrabench.record import to_dict
+from ultrabench.state import AttemptState, SweepState, fold
+from ultrabench.sweep.plan_table import read_rows
+
+FOLLOW_S = 0.3
+
+
+def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> None:
+    """Prints spec, prediction, attempts and evidence of one run."""
+    folder, run_id, state = _find(given, sweep, results)
+    attempts = state.attempts_of(run_id)
+    row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
+    document: dict[str, Any] = {
+        "sweep": folder.name,
+        "run_id": run_id,
+        "plan": row,
+        "spec": next((a.spec for a in attempts if a.spec), None),
+        "attempts": [_attempt(folder, a) for a in attempts],
+    }
+    if as_json:
+        print_json(document)
+        return
+    console = out()
+    shown = {k: v for k, v in (row or {}).items() if v is not None}
+    console.print(f"run {run_id} of {folder.name}", style="bold")
+    console.print(yaml.safe_dump(shown, sort_keys=False).rstrip(), markup=False)
+    made = table(
+        "\nattempts", "repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason"
+    )
+    for a in attempts:
+        made.add_row(*_columns(a))
+    console.print(made)
+    for a in attempts:
+        if a.result and a.result.evidence:
+            console.print(f"\nevidence of {a.key.repeat}.{a.key.attempt}", style="bold")
+            for rank in a.result.evidence.get("ranks", []):
+                console.print(_rank_line(rank), markup=False, soft_wrap=True)
+            console.print(f"logs: {folder.log_folder(*a.key)}", soft_wrap=True)
+
+
+def _attempt(folder: SweepFolder, attempt: AttemptState) -> dict[str, Any]:
+    return {
+        "repeat": attempt.key.repeat,
+        "attempt": attempt.key.attempt,
+        "allocation": attempt.allocation,
+        "phase": attempt.phase,
+        "result": to_dict(attempt.result) if attempt.result else None,
+        "logs": str(folder.log_folder(*attempt.key)),
+    }
+
+
+def _columns(attempt: AttemptState) -> list[str]:
+    key, result = attempt.key, attempt.result
+    if result is None:
+        return [str(key.repeat), str(key.attempt), f"running: {attempt.phase}", "", "", "", "", ""]
+    step = f"{median(result.step_times_s):.4g}" if result.step_times_s else ""
+    loss = "" if result.loss_final is None else f"{result.loss_final:.6f}"
+    took = "" if result.duration_s is None else f"{result.duration_s:.1f}"
+    hosts = ",".join(result.hostnames)
+    status = result.status.value
+    return [str(key.repeat), str(key.attempt), status, step, loss, took, hosts, result.reason or ""]
+
+
+def _rank_line(rank: dict[str, Any]) -> str:
+    code, end = rank.get("code"), "no exit"
+    if rank.get("killed_by_us"):
+        end = "killed by ultrabench"
+    elif isinstance(code, int):
+        end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    said = rank.get("error") or rank.get("last_line") or ""
+    return f"  rank {rank['rank']}: {end} in phase {rank['phase']} {said}".rstrip()
+
+
+def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> None:
+    """Prints the log of the latest attempt; with `follow`, until the attempt is over."""
+    folder, run_id, state = _find(given, sweep, results)
+    offsets: dict[Path, int] = {}
+    while True:
+        attempts = state.attempts_of(run_id)
+        if not attempts and not follow:
+            raise SweepFolderError(f"run {run_id} has not been attempted yet; follow it with -f")
+        over = bool(attempts) and attempts[-1].result is not None
+        for path in _log_files(folder, attempts[-1]) if attempts else []:
+            if over and offsets and path not in offsets:
+                continue  # the same text again, collected after the end
+            with path.open("rb") as file:
+                file.seek(offsets.get(path, 0))
+                sys.stdout.write(file.read().decode(errors="replace"))
+                offsets[path] = file.tell()
+            sys.stdout.flush()
+        if over or not follow:
+            break
+        time.sleep(FOLLOW_S)
+        state = fold(read_journal(folder.journal))
+    if not offsets:
+        say(f"run {run_id} left no log yet")
+
+
+def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
+    """Saved logs; while the attempt runs on this machine, those its ranks are writing."""
+    saved = sorted(folder.log_folder(*attempt.key).glob("*.log"))
+    if saved or attempt.scratch is None:
+        return saved
+    return sorted((Path(attempt.scratch) / str(attempt.key)).glob("rank*.log"))
+
+
+def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, str, SweepState]:
+    """The sweep and the run whose id begins with `given`.
+
+    Raises:
+        SweepFolderError: none or several.
+    """
+    folders = [find_sweep(sweep, results)] if sweep else _all_sweeps(results)
+    matches: list[tuple[SweepFolder, str, SweepState]] = []
+    for folder in folders:
+        folder.read_head()
+        state = fold(read_journal(folder.journal, warn))
+        ids = {k.run_id for k in state.attempts} | {row["run_id"] for row in read_rows(folder.plan)}
+        matches += [(folder, i, state) for i in sorted(ids) if i.startswith(given)]
+    if len(matches) == 1:
+        return matches[0]
+    where = sweep or f"{results}/"
+    if not matches:
+        raise SweepFolderError(
+            f"no run in {where} has an id that begins with {given!r}; see sweep plan -o"
+        )
+    several = ", ".join(f"{m[1]} ({m[0].name})" for m in matches[:5])
+    raise SweepFolderError(
+        f"{given!r} means {len(matches)} runs: {several}; give more digits or --sweep"
+    )
+
+
+def _all_sweeps(results: Path) -> list[SweepFolder]:
+    heads = sorted(results.glob("*/sweep.json"))
+    return [SweepFolder(h.parent) for h in heads] or [find_sweep(None, results)]

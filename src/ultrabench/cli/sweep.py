@@ -1,0 +1,122 @@
+"""`ultrabench sweep ...`: plan, launch and look after a sweep."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+sweep_app = typer.Typer(
+    help="Plan, launch and look after a sweep.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[OVERRIDES]...", help="Hydra overrides, such as sweep=playbook."),
+]
+Sweep = Annotated[
+    str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder of a sweep; the newest.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+ResultsDir = Annotated[Path, typer.Option("--results-dir", help="Where sweeps are.")]
+InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder; default: all here.")]
+RESULTS = Path("results")
+
+
+@sweep_app.command("plan")
+def plan(
+    overrides: Overrides = None,
+    json_: Json = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write every candidate to a parquet file.")
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option("--top", min=1, help="Name the K layouts to try first per cell.")
+    ] = None,
+) -> None:
+    """Enumerate every layout, reject with reasons, predict and price; touches nothing."""
+    from ultrabench.cli.plan import show_plan
+
+    show_plan(overrides or [], json_, output, top)
+
+
+@sweep_app.command("launch")
+def launch(
+    overrides: Overrides = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Start it and leave.")] = False,
+    max_gpu_hours: Annotated[
+        float | None, typer.Option("--max-gpu-hours", min=0.0, help="Submit nothing beyond this.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    reuse: Annotated[
+        str | None,
+        typer.Option("--reuse", help="Results of another environment: same (again) or any (keep)."),
+    ] = None,
+) -> None:
+    """Run a sweep until done; the same command again continues it."""
+    from ultrabench.cli.launch import run_launch
+
+    raise typer.Exit(run_launch(overrides or [], detach, max_gpu_hours, reuse))
+
+
+@sweep_app.command("status")
+def status(
+    sweep: Sweep = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow until it is over.")] = False,
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Show how far a sweep is, what runs, what failed and what leads."""
+    from ultrabench.cli.status import show_status
+
+    show_status(sweep, watch, json_, results_dir)
+
+
+@sweep_app.command("retry")
+def retry(
+    sweep: Sweep = None,
+    only: Annotated[
+        str | None, typer.Option("--only", help="Statuses to retry, such as crash,timeout.")
+    ] = None,
+    run: Annotated[str | None, typer.Option("--run", help="One run, by its id.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Run failed runs again as new attempts; finished ones are never touched."""
+    from ultrabench.cli.launch import run_retry
+
+    raise typer.Exit(run_retry(sweep, only, run, dry_run, json_, results_dir))
+
+
+@sweep_app.command("cancel")
+def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
+    """Cancel what is queued and running; results stay."""
+    from ultrabench.cli.launch import run_cancel
+
+    run_cancel(sweep, results_dir)
+
+
+@sweep_app.command("show")
+def show(
+    run_id: Annotated[str, typer.Argument(help="The id of a run, or its first digits.")],
+    sweep: InSweep = None,
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Show everything about one run: spec, prediction, attempts, evidence."""
+    from ultrabench.cli.show import show_run
+
+    show_run(run_id, sweep, json_, results_dir)
+
+
+@sweep_app.command("logs")
+def logs(
+    run_id: Annotated[str, typer.Argument(help="The id of a run, or its first digits.")],
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing.")] = False,
+    sweep: InSweep = None,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Print the log of a run's latest attempt."""
+    from ultrabench.cli.show import show_logs
+
+    show_logs(run_id, follow, sweep, results_dir)

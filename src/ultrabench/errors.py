@@ -1,0 +1,38 @@
+"""The errors a user can meet, and the exit code each one has.
+
+UltrabenchError        exit 2: the user's mistake; the message is the whole story, on one line
+|-- ConfigError        a name, an override or a value that cannot be used
+|-- SweepFolderError   a sweep folder that cannot be read, written or continued
+`-- ClusterError       exit 3: the cluster (or this machine) could not be used
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UltrabenchError(Exception):
+    """A failure told to the user in one line: what was given, the rule, what to do."""
+
+    exit_code = 2
+
+
+class ConfigError(UltrabenchError):
+    """A name, an override or a value that cannot be used."""
+
+
+class SweepFolderError(UltrabenchError):
+    """A sweep folder that cannot be read, written or continued."""
+
+
+class ClusterError(UltrabenchError):
+    """The cluster, or this machine's processes, could not be used."""
+
+    exit_code = 3
+
+
+def unknown_name(kind: str, given: object, known: Iterable[str]) -> str:
+    """One line saying that `given` is no `kind`: the nearest name first, then all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown {kind} {given!r}{hint} (known: {', '.join(names) or 'none'})"

@@ -1,0 +1,132 @@
+"""A sweep's folder: where its files lie and what its head, sweep.json, says."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrabench.errors import SweepFolderError, unknown_name
+from ultrabench.journal import SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class SweepFolder:
+    """Paths of one sweep: sweep.json, plan.parquet, journal/, claims/, allocations/, logs/."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Name of the sweep."""
+        return self.path.name
+
+    @property
+    def head(self) -> Path:
+        """sweep.json, written once: resolved config, provenance, schema_version."""
+        return self.path / "sweep.json"
+
+    @property
+    def plan(self) -> Path:
+        """plan.parquet: every candidate with its decision."""
+        return self.path / "plan.parquet"
+
+    @property
+    def journal(self) -> Path:
+        """One file a writer."""
+        return self.path / "journal"
+
+    @property
+    def claims(self) -> Path:
+        """One file an attempt, naming its owner."""
+        return self.path / "claims"
+
+    @property
+    def allocations(self) -> Path:
+        """One folder an allocation, written before it is submitted."""
+        return self.path / "allocations"
+
+    def log_folder(self, run_id: str, repeat: int, attempt: int) -> Path:
+        """Logs and evidence of one attempt."""
+        return self.path / "logs" / run_id / f"{repeat}.{attempt}"
+
+    def create(self) -> None:
+        """Makes the folder and its subfolders.
+
+        Raises:
+            SweepFolderError: it cannot be written.
+        """
+        try:
+            for folder in (self.journal, self.claims, self.allocations):
+                folder.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe-{os.getpid()}"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise SweepFolderError(
+                f"cannot write the results folder {self.path}: {error.strerror}; "
+                "choose another with results_dir=FOLDER"
+            ) from error
+
+    def read_head(self) -> dict[str, Any] | None:
+        """sweep.json, or None when there is none.
+
+        Raises:
+            SweepFolderError: unreadable, or of a newer schema.
+        """
+        try:
+            head: dict[str, Any] = json.loads(self.head.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise SweepFolderError(
+                f"cannot read {self.head}: {error}; is it a sweep folder?"
+            ) from error
+        version = head.get("schema_version")
+        if not isinstance(version, int) or version > SCHEMA_VERSION:
+            raise SweepFolderError(
+                f"{self.head} has schema {version}; this ultrabench reads up to {SCHEMA_VERSION}: upgrade it"
+            )
+        return head
+
+    def write_head(self, head: dict[str, Any]) -> None:
+        """Writes sweep.json."""
+        write_whole(
+            self.head, json.dumps({"schema_version": SCHEMA_VERSION, **head}, indent=1) + "\n"
+        )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes `text` beside `path` and renames it, so that no reader sees half a file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepFolder:
+    """The sweep a SWEEP argument means: a path, a name under `results_dir`, or the newest.
+
+    Raises:
+        SweepFolderError: there is none.
+    """
+    if given is not None:
+        for path in (Path(given), results_dir / given):
+            if (path / "sweep.json").is_file():
+                return SweepFolder(path)
+    heads = sorted(results_dir.glob("*/sweep.json"), key=lambda p: _age(p.parent), reverse=True)
+    if given is None and heads:
+        return SweepFolder(heads[0].parent)
+    if given is None:
+        raise SweepFolderError(
+            f"no sweep in {results_dir}/; start one with: ultrabench sweep launch"
+        )
+    raise SweepFolderError(unknown_name("sweep", given, (h.parent.name for h in heads)))
+
+
+def _age(folder: Path) -> float:
+    """When something last happened in a sweep: its newest journal file, else its head."""
+    times = [p.stat().st_mtime for p in folder.glob("journal/*.jsonl")]
+    return max(times, default=(folder / "sweep.json").stat().st_mtime)

@@ -1,0 +1,70 @@
+"""Which training program a run uses, and with which options."""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ultrabench
+from ultrabench.errors import ConfigError
+
+KERNEL_VERSION = 1
+"""Bumped by hand when the embedded kernel's numbers may change; part of run_id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChoice:
+    """The embedded kernel, or a command of the user's own."""
+
+    name: str
+    """Part of a cell: results of two kernels are never ranked against each other."""
+    kind: str = "embedded"
+    """embedded: ours, forked from a warm server; command: the user's program, started by exec."""
+    version: int = KERNEL_VERSION
+    precision: str = "fp32"
+    """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights) or fp64."""
+    compile: bool = False
+    """torch.compile of each decoder block."""
+    attention: str = "sdpa"
+    recompute: str = "none"
+    """Activation recomputation."""
+    command: tuple[str, ...] = ()
+    """Program and arguments; `{tp}` and the other words of a layout are filled in."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Extra environment of the command; declared here, so part of env_id."""
+    supports: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Layout word -> the values the command can do; a word left out can be anything."""
+    step_line: str | None = None
+    """For programs that only log: a regular expression with groups `seconds` and, optionally,
+    `loss`, matched against each line of rank 0."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("embedded", "command"):
+            raise ConfigError(f"kernel.kind={self.kind!r}; must be embedded or command")
+        if self.precision not in ("fp32", "bf16", "fp64"):
+            raise ConfigError(f"kernel.precision={self.precision!r}; must be fp32, bf16 or fp64")
+        if self.kind == "embedded" and (self.compile or self.recompute != "none"):
+            raise ConfigError(
+                f"kernel.compile={self.compile}, kernel.recompute={self.recompute}; the embedded "
+                "kernel of this version runs compile=false, recompute=none"
+            )
+        if self.kind == "command" and not self.command:
+            raise ConfigError(
+                "kernel.command is empty; give the program, such as kernel.command='[python,train.py]'"
+            )
+
+    def digest(self) -> str:
+        """First 16 hex digits of a hash of the code that runs.
+
+        The sources of the kernel room, or the command's words and the content of every file
+        among them.
+        """
+        seen = hashlib.sha256()
+        if self.kind == "embedded":
+            room = Path(ultrabench.__file__).parent / "kernel"
+            for path in sorted(room.glob("*.py")):
+                seen.update(path.name.encode() + b"\0" + path.read_bytes())
+        for word in self.command:
+            seen.update(word.encode() + b"\0")
+            if Path(word).is_file():
+                seen.update(Path(word).read_bytes())
+        return seen.hexdigest()[:16]

@@ -1,0 +1,41 @@
+"""How a run is measured: how many steps, how precisely, and for how long."""
+
+from dataclasses import dataclass
+
+from ultrabench.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """Measuring policy; not part of a run's identity."""
+
+    warmup_steps: int = 5
+    """Steps dropped before measuring."""
+    min_steps: int = 6
+    """Measured steps at least; fewer give no interval."""
+    max_steps: int = 50
+    """Measured steps at most."""
+    target_ci95_rel: float = 0.01
+    """Stop when the half-width of the 95 % interval of the median step time is below this."""
+    loss_step: int = 5
+    """The step whose loss is compared between layouts; every layout runs at least this many."""
+    deadline_floor_s: float = 30.0
+    """No silence shorter than this is called a hang."""
+    start_deadline_s: float = 300.0
+    """From the start of the ranks to the end of the first step, without any progress."""
+    max_run_s: float = 1800.0
+    """Wall-clock limit of one attempt."""
+
+    def __post_init__(self) -> None:
+        if not 6 <= self.min_steps <= self.max_steps:
+            raise ConfigError(
+                f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}; "
+                "needs 6 <= min_steps <= max_steps (an interval takes 6 samples)"
+            )
+        if self.warmup_steps < 1 or self.loss_step < 1:
+            raise ConfigError("measure.warmup_steps and measure.loss_step must be >= 1")
+        if self.warmup_steps + self.min_steps < self.loss_step:
+            raise ConfigError(
+                f"measure.loss_step={self.loss_step} is never reached with warmup_steps="
+                f"{self.warmup_steps} and min_steps={self.min_steps}"
+            )

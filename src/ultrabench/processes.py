@@ -1,0 +1,134 @@
+"""Processes of this host: who is alive, who belongs to whom, and how all of them end."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+TAG_VARIABLE = "ULTRABENCH_TAG"
+"""Set in every process an agent starts: allocation:node:agent pid:agent start time."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends (now, if it already has)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Makes orphans among this process's descendants its own children."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start_time(pid: int) -> int | None:
+    """Start of `pid` in clock ticks since boot, or None when it is gone (or a zombie).
+
+    With the pid it names a process for good: pids come round again, start times do not.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def alive(pid: int, started: int) -> bool:
+    """Whether the process that had `pid` and start time `started` still runs."""
+    return start_time(pid) == started
+
+
+def own_processes() -> Iterator[int]:
+    """Pids of this user, this process left out."""
+    user = os.getuid()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if entry.stat().st_uid == user:
+                    yield int(entry.name)
+            except OSError:
+                continue
+
+
+def command_line(pid: int) -> list[str]:
+    """Arguments of `pid`; empty when it is gone."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return raw.decode(errors="replace").split("\0")[:-1]
+
+
+def tag_of(pid: int) -> str | None:
+    """The tag in the environment `pid` was started with."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    start = f"{TAG_VARIABLE}=".encode()
+    for item in raw.split(b"\0"):
+        if item.startswith(start):
+            return item[len(start) :].decode(errors="replace")
+    return None
+
+
+def tagged(wanted: Callable[[str], bool]) -> list[int]:
+    """Living processes of this user whose tag `wanted` accepts."""
+    found = []
+    for pid in own_processes():
+        tag = tag_of(pid)
+        if tag is not None and wanted(tag) and start_time(pid) is not None:
+            found.append(pid)
+    return found
+
+
+def kill_until_gone(find: Callable[[], list[int]], *, patience_s: float = 10.0) -> list[int]:
+    """SIGKILLs what `find` returns until it returns nothing; gives back what would not die.
+
+    New children of the dying are found by asking again, so that no tree outgrows the killing.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        pids = find()
+        if not pids or time.monotonic() > end:
+            return pids
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.02)
+
+
+def reap_adopted(known: set[int]) -> None:
+    """Collects ended children that were adopted, so that they do not stay as zombies.
+
+    Args:
+        known: children whose exit somebody else (a subprocess.Popen) waits for.
+    """
+    try:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    except OSError:
+        return
+    for pid in (int(c) for c in children):
+        if pid not in known and start_time(pid) is None:
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                continue
+
+
+def orphaned(tag: str) -> bool:
+    """Whether the agent that made `tag` is gone."""
+    _, _, identity = tag.partition(":")
+    parts = identity.split(":")
+    if len(parts) != 3 or not (parts[1].isdigit() and parts[2].isdigit()):
+        return False
+    return not alive(int(parts[1]), int(parts[2]))

@@ -1,0 +1,85 @@
+"""Frozen dataclasses to JSON values and back, and the hash of their content."""
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from ultrabench.errors import ConfigError, unknown_name
+
+T = TypeVar("T")
+
+
+def to_dict(record: Any) -> dict[str, Any]:
+    """The record's fields as JSON values (nested records become objects, tuples become lists)."""
+    out: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(record)))
+    return out
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
+    """The record of type `cls` that `values` describe.
+
+    Args:
+        cls: a dataclass whose fields are JSON scalars, tuples, dicts or other records.
+        values: field name -> JSON value; fields with defaults may be left out.
+        where: what the error message calls the record, `cls.__name__` when empty.
+
+    Raises:
+        ConfigError: a field that does not exist, is missing, or has the wrong type.
+    """
+    name = where or cls.__name__
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise ConfigError(unknown_name(f"field of {name}", key, fields))
+    missing = [
+        key
+        for key, field in fields.items()
+        if key not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{name} lacks {', '.join(missing)}: give every field without a default")
+    return cls(**{k: _value(hints[k], v, f"{name}.{k}") for k, v in values.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """`value` turned into what `hint` asks for."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _value(next(a for a in args if a is not type(None)), value, where)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return from_dict(hint, value, where=where)  # type: ignore[arg-type]
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_value(args[0], v, where) for v in value)
+    if origin is dict and isinstance(value, Mapping):
+        return {str(k): _value(args[1], v, where) for k, v in value.items()}
+    if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
+        return hint(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    plain = origin or hint
+    fits = plain is Any or (isinstance(plain, type) and isinstance(value, plain))
+    if fits and not (plain in (int, float) and isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{where}={value!r} is not of type {getattr(hint, '__name__', hint)}")
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of `value`: sorted keys, no spaces, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def content_id(value: Any) -> str:
+    """First 16 hex digits of the sha256 of `canonical_json(value)`."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]

@@ -1,0 +1,83 @@
+"""What a rank tells its agent: JSON lines in a node-local file, and a counter of micro-batches."""
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PROGRESS_SUFFIX = ".progress"
+"""The counter lies beside the report: 8 bytes, little-endian, in shared memory."""
+
+
+class Report:
+    """Writes one rank's report.
+
+    A line is one JSON object with an `event`: phase {name}, store {port}, environment {...},
+    step {seconds, tokens, loss}, memory {allocated_bytes, reserved_bytes}, error {kind, message},
+    done {...}. Programs that are not ours may write the same lines themselves.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the rank
+        counter = os.open(f"{os.fspath(path)}{PROGRESS_SUFFIX}", os.O_RDWR | os.O_CREAT, 0o644)
+        os.ftruncate(counter, 8)
+        self._counter = mmap.mmap(counter, 8)
+        os.close(counter)
+        self._microbatches = 0
+
+    @classmethod
+    def from_environment(cls) -> "Report":
+        """The report of this rank, at ULTRABENCH_REPORT."""
+        return cls(os.environ["ULTRABENCH_REPORT"])
+
+    def write(self, event: str, **values: Any) -> None:
+        """Appends one line, at once visible to the agent."""
+        self._file.write(json.dumps({"event": event, **values}) + "\n")
+        self._file.flush()
+
+    def phase(self, name: str) -> None:
+        """Says what the rank does from now on."""
+        self.write("phase", name=name)
+
+    def microbatch(self) -> None:
+        """Counts one more finished micro-batch (no system call)."""
+        self._microbatches += 1
+        struct.pack_into("<q", self._counter, 0, self._microbatches)
+
+
+def read_progress(report: Path) -> int:
+    """Micro-batches the rank that writes `report` has finished."""
+    try:
+        raw = Path(f"{report}{PROGRESS_SUFFIX}").read_bytes()
+    except OSError:
+        return 0
+    return int(struct.unpack("<q", raw)[0]) if len(raw) == 8 else 0
+
+
+class ReportReader:
+    """Follows a report file that a rank is writing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def new_lines(self) -> Iterator[dict[str, Any]]:
+        """The whole lines written since the last call; what is no JSON object is passed over."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return
+        whole, newline, _ = data.rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        for line in whole.splitlines():
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict) and "event" in value:
+                yield value

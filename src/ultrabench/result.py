@@ -1,0 +1,69 @@
+"""How an attempt ended, and the facts that were measured."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """The end of an attempt; `rejected` and `skipped` mark candidates that were never attempted."""
+
+    OK = "ok"
+    OOM = "oom"
+    HANG = "hang"
+    TIMEOUT = "timeout"
+    COMM_ERROR = "comm_error"
+    CRASH = "crash"
+    NODE_FAIL = "node_fail"
+    PREEMPTED = "preempted"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+    INVALID = "invalid"
+    SKIPPED = "skipped"
+    REJECTED = "rejected"
+
+
+ANSWERS = frozenset({Status.OK, Status.OOM, Status.SKIPPED, Status.REJECTED})
+"""Ends that leave nothing to mend: a sweep with only these exits 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The facts of one attempt; what follows from them (mfu, rates) is computed when collected."""
+
+    status: Status
+    reason: str | None = None
+    """One line of evidence for anything but ok."""
+    measured_by: str | None = None
+    """report: the program's own report file; log: read from its log by a pattern."""
+    stopped: str | None = None
+    """Why measuring ended: interval, max_steps or program."""
+    ci_reached: bool | None = None
+    step_times_s: tuple[float, ...] = ()
+    """Measured steps in order, warm-up dropped."""
+    loss_final: float | None = None
+    """Loss at the step that all layouts of a cell have in common."""
+    hardware_flops_per_step: float | None = None
+    """Operations executed, all ranks together; None where nobody counted."""
+    peak_mem_allocated_bytes: int | None = None
+    """Largest of all ranks."""
+    peak_mem_reserved_bytes: int | None = None
+    """Largest of all ranks; on CPUs the resident set."""
+    peak_mem_reserved_rank0_bytes: int | None = None
+    init_time_s: float | None = None
+    """From the start of the ranks to the end of the first step."""
+    started_at: float | None = None
+    """Seconds since 1970, UTC."""
+    duration_s: float | None = None
+    """From the start of the ranks until all of them were gone."""
+    hostnames: tuple[str, ...] = ()
+    gpu_name: str | None = None
+    torch_version: str | None = None
+    cuda_version: str | None = None
+    nccl_version: str | None = None
+    driver_version: str | None = None
+    omp_num_threads: int | None = None
+    env_id: str | None = None
+    kernel_digest: str | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+    """Exit codes and signals by rank, last lines, phase: what the classification rests on."""

@@ -1,0 +1,124 @@
+"""One run: what is trained how on how many nodes, named by its content."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ultrabench.errors import ConfigError
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import Layout
+from ultrabench.measure import Measure
+from ultrabench.record import content_id, to_dict
+from ultrabench.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What one optimizer step trains on."""
+
+    seq_len: int
+    """Tokens of a sequence."""
+    gbs: int
+    """Sequences of a global batch."""
+    seed: int = 0
+    """Of parameters and tokens."""
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 1 or self.gbs < 1:
+            raise ConfigError(f"seq_len={self.seq_len}, gbs={self.gbs}; both must be >= 1")
+
+
+ADDED_LATER: dict[str, Any] = {}
+"""Identity fields (dotted) that joined after version 1, with defaults: left out of the hash there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """Everything that makes two measurements the same measurement."""
+
+    shape: ModelShape
+    workload: Workload
+    layout: Layout
+    kernel: KernelChoice
+    nodes: int
+    gpus_per_node: int
+
+    def __post_init__(self) -> None:
+        gpus = self.nodes * self.gpus_per_node
+        if self.layout.world_size != gpus:
+            raise ConfigError(
+                f"{self.layout.label()} has {self.layout.world_size} ranks; {self.nodes} nodes of "
+                f"{self.gpus_per_node} have {gpus}"
+            )
+        if self.layout.gbs != self.workload.gbs:
+            raise ConfigError(
+                f"{self.layout.label()} makes a global batch of dp*mbs*gas={self.layout.gbs} "
+                f"sequences; gbs={self.workload.gbs}"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """The JSON value that run_id hashes: defaults written out, names of things left out."""
+        kernel = to_dict(self.kernel)
+        options = ("name", "version", "precision", "compile", "attention", "recompute")
+        out: dict[str, Any] = {
+            "shape": {k: v for k, v in to_dict(self.shape).items() if k != "name"},
+            "workload": to_dict(self.workload),
+            "layout": to_dict(self.layout),
+            "kernel": {k: kernel[k] for k in options},
+            "nodes": self.nodes,
+            "gpus_per_node": self.gpus_per_node,
+        }
+        for dotted, default in ADDED_LATER.items():
+            group, _, name = dotted.partition(".")
+            if out[group].get(name) == default:
+                del out[group][name]
+        return out
+
+    @property
+    def run_id(self) -> str:
+        """First 16 hex digits of the sha256 of `identity()`."""
+        return content_id(self.identity())
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens one optimizer step trains on, all ranks together."""
+        return self.workload.gbs * self.workload.seq_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One attempt of one repeat of a run, as its agent and its ranks receive it."""
+
+    run_id: str
+    repeat: int
+    attempt: int
+    spec: RunSpec
+    measure: Measure
+    device: str
+    """The torch device type: cuda or cpu."""
+    rank_mem_bytes: int
+    """Memory of one rank: on CPUs enforced as a limit of the process."""
+    predicted_step_time_s: float
+    limit_s: float
+    """Wall-clock limit of the attempt."""
+
+    @property
+    def key(self) -> str:
+        """Name of the attempt in claims and folders: run_id.repeat.attempt."""
+        return f"{self.run_id}.{self.repeat}.{self.attempt}"
+
+
+def env_id(environment: dict[str, Any], kernel: KernelChoice, kernel_digest: str) -> str:
+    """Hash of where a result was made; results are reused only where it matches.
+
+    Args:
+        environment: what the kernel's environment probe reports: gpu_name, torch_version,
+            cuda_version, nccl_version, driver_version and declared NCCL_*/CUDA_* variables.
+    """
+    facts = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version")
+    return content_id(
+        {
+            **{k: environment.get(k) for k in facts},
+            "kernel_digest": kernel_digest,
+            "variables": {**environment.get("variables", {}), **kernel.env},
+        }
+    )

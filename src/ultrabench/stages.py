@@ -1,0 +1,71 @@
+"""How a decoder is cut into pipeline stages of about equal cost."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ultrabench.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The consecutive blocks one pipeline stage holds."""
+
+    index: int
+    first_layer: int
+    """Number of the first decoder layer here; meaningless when num_layers is 0."""
+    num_layers: int
+    has_embedding: bool
+    has_norm: bool
+    has_head: bool
+    num_blocks: int
+    """All blocks, the parameterless cast and loss included."""
+
+    def num_params(self, shape: ModelShape) -> int:
+        """Parameters on this stage; a tied embedding counts on the first and the last stage."""
+        tables = int(self.has_embedding) + int(self.has_head)
+        if self.has_embedding and self.has_head and shape.tie_word_embeddings:
+            tables = 1
+        body = self.num_layers * shape.layer_params + int(self.has_norm) * shape.hidden_size
+        return tables * shape.embedding_params + body
+
+    def matmul_params(self, shape: ModelShape) -> int:
+        """Parameters in matrix products on this stage."""
+        head = shape.embedding_params if self.has_head else 0
+        return self.num_layers * shape.layer_matmul_params + head
+
+
+@lru_cache(maxsize=4096)
+def split_stages(shape: ModelShape, pp: int) -> tuple[Stage, ...]:
+    """The `pp` stages of [embedding, decoder x L, norm, head, cast, loss].
+
+    Cost of a decoder is its matmul parameters, of the head V*h, of the rest 0. A block goes to the
+    current stage; when the cumulative cost then exceeds total*(stage+1)/pp the next stage begins.
+    This is the rule of nanotron, whose measurements are compared with (so its empty stages, too).
+    """
+    layers = shape.num_hidden_layers
+    kinds = ["embedding", *["layer"] * layers, "norm", "head", "cast", "loss"]
+    cost = {"layer": shape.layer_matmul_params, "head": shape.embedding_params}
+    total = layers * cost["layer"] + cost["head"]
+    blocks: list[list[str]] = [[] for _ in range(pp)]
+    stage = done = 0
+    for kind in kinds:
+        blocks[stage].append(kind)
+        done += cost.get(kind, 0)
+        if done * pp > total * (stage + 1):
+            stage += 1
+    stages, first = [], 0
+    for index, held in enumerate(blocks):
+        count = held.count("layer")
+        stages.append(
+            Stage(
+                index=index,
+                first_layer=first,
+                num_layers=count,
+                has_embedding="embedding" in held,
+                has_norm="norm" in held,
+                has_head="head" in held,
+                num_blocks=len(held),
+            )
+        )
+        first += count
+    return tuple(stages)

@@ -1,0 +1,184 @@
+"""The state of a sweep: a pure fold over its journal, whatever the order of the events."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ultrabench.journal import Event
+from ultrabench.record import canonical_json, from_dict
+from ultrabench.result import RunResult, Status
+
+
+class AttemptKey(NamedTuple):
+    """Name of one try of one repeat of a run."""
+
+    run_id: str
+    repeat: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.run_id}.{self.repeat}.{self.attempt}"
+
+
+@dataclass(slots=True, kw_only=True)
+class AttemptState:
+    """What is known of one attempt."""
+
+    key: AttemptKey
+    allocation: str | None = None
+    spec: dict[str, Any] | None = None
+    """The RunSpec as JSON, from the claim."""
+    predicted: dict[str, Any] = field(default_factory=dict)
+    started: bool = False
+    scratch: str | None = None
+    """Node-local folder of the leading agent, where logs grow."""
+    phase: str | None = None
+    result: RunResult | None = None
+    """None while it is running (or vanished without a word yet)."""
+    time: float | None = None
+    """When it was claimed, by the claimer's clock; for display only."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AllocationState:
+    """What is known of one allocation."""
+
+    name: str
+    nodes: int = 1
+    tasks: tuple[AttemptKey, ...] = ()
+    limit_s: float = 0.0
+    submitting: bool = False
+    job: dict[str, Any] | None = None
+    """How to find it: {host, pid, start_time} locally."""
+    agents: tuple[dict[str, Any], ...] = ()
+    """Agents that started: {node, host, pid, start_time}."""
+    ended: str | None = None
+    """Why it ended; None while it may be alive."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SweepState:
+    """Everything a journal says."""
+
+    attempts: dict[AttemptKey, AttemptState] = field(default_factory=dict)
+    allocations: dict[str, AllocationState] = field(default_factory=dict)
+    generation: int = 0
+    """Largest number of a config, pause or cancel event; the next one takes one more."""
+    config: dict[str, Any] | None = None
+    """The latest config event."""
+    paused: bool = False
+    cancelled: bool = False
+    """Cancelled and not launched again since."""
+    retried: frozenset[AttemptKey] = frozenset()
+    """Failed attempts that the user asked to have tried again."""
+
+    def attempts_of(self, run_id: str) -> list[AttemptState]:
+        """The attempts of one run, by repeat and attempt."""
+        return [a for k, a in sorted(self.attempts.items()) if k.run_id == run_id]
+
+
+_PRECEDENCE = {"agent": 2, "slurm": 1, "launcher": 0}
+
+
+def fold(events: Iterable[Event]) -> SweepState:
+    """The state after `events`; commutative and idempotent.
+
+    Events are one per (writer, seq). What can be said twice has a fixed precedence: an agent's
+    result, an agent's failure, what Slurm says, what a launcher concludes. Time stamps decide
+    nothing, since clocks differ.
+    """
+    unique: dict[tuple[str, int], Event] = {}
+    for event in events:
+        key = (str(event["writer"]), int(event["seq"]))
+        if key not in unique or canonical_json(event) < canonical_json(unique[key]):
+            unique[key] = event
+    state = SweepState()
+    ends: dict[AttemptKey, tuple[int, str]] = {}
+    controls: list[tuple[int, str, Event]] = []
+    for _, event in sorted(unique.items()):
+        name = event["event"]
+        if name in ("config", "pause", "cancel"):
+            controls.append((int(event["generation"]), canonical_json(event), event))
+        elif name in ("claimed", "started", "phase", "result", "failed"):
+            _fold_attempt(state, ends, event)
+        elif "allocation" in event:
+            _fold_allocation(state, event)
+    _fold_controls(state, controls)
+    return state
+
+
+def attempt_key(event: Event) -> AttemptKey:
+    """The attempt an event speaks of."""
+    return AttemptKey(event["run_id"], int(event["repeat"]), int(event["attempt"]))
+
+
+def _fold_attempt(state: SweepState, ends: dict[AttemptKey, tuple[int, str]], event: Event) -> None:
+    key = attempt_key(event)
+    attempt = state.attempts.setdefault(key, AttemptState(key=key))
+    name = event["event"]
+    attempt.allocation = attempt.allocation or event.get("allocation")
+    attempt.spec = attempt.spec or event.get("spec")
+    if name == "claimed":
+        attempt.predicted = event.get("predicted") or attempt.predicted
+        attempt.time = event.get("time")
+    elif name == "started":
+        attempt.started = True
+        attempt.scratch = event.get("scratch")
+    elif name == "phase":
+        # A single writer reports an attempt's phases, and its events are folded in order.
+        attempt.phase = event["name"]
+    else:
+        source = _PRECEDENCE.get(event.get("source", "agent"), 0)
+        rank = (10 if name == "result" else source, canonical_json(event))
+        if key not in ends or _stronger(rank, ends[key]):
+            ends[key] = rank
+            attempt.result = from_dict(RunResult, event["result"])
+
+
+def _stronger(new: tuple[int, str], old: tuple[int, str]) -> bool:
+    """Higher precedence wins; between equals the smaller text, so that order never matters."""
+    return new[0] > old[0] or (new[0] == old[0] and new[1] < old[1])
+
+
+def _fold_allocation(state: SweepState, event: Event) -> None:
+    name = event["allocation"]
+    allocation = state.allocations.setdefault(name, AllocationState(name=name))
+    kind = event["event"]
+    if kind == "allocation_planned":
+        allocation.nodes = int(event["nodes"])
+        allocation.limit_s = float(event["limit_s"])
+        allocation.tasks = tuple(AttemptKey(r, int(p), int(a)) for r, p, a in event["tasks"])
+    elif kind == "submitting":
+        allocation.submitting = True
+    elif kind in ("submitted", "adopted"):
+        allocation.job = allocation.job or event["job"]
+    elif kind == "allocation_started":
+        agents = {canonical_json(a): a for a in (*allocation.agents, event["agent"])}
+        allocation.agents = tuple(agents[k] for k in sorted(agents))
+    elif kind == "allocation_ended":
+        allocation.ended = min(allocation.ended or event["reason"], event["reason"])
+
+
+def _fold_controls(state: SweepState, controls: list[tuple[int, str, Event]]) -> None:
+    """The latest word of each kind counts; a later launch lifts a cancel, not a pause."""
+    retried: set[AttemptKey] = set()
+    for generation, _, event in sorted(controls, key=lambda control: control[:2]):
+        state.generation = max(state.generation, generation)
+        if event["event"] == "pause":
+            state.paused = bool(event["on"])
+        elif event["event"] == "cancel":
+            state.cancelled = True
+        else:
+            state.config, state.cancelled = event, False
+            retried.update(AttemptKey(r, int(p), int(a)) for r, p, a in event.get("retry", []))
+    state.retried = frozenset(retried)
+
+
+def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:
+    """The attempt that stands for each (run_id, repeat): the ok one, else the latest."""
+    final: dict[tuple[str, int], AttemptState] = {}
+    for key, attempt in sorted(state.attempts.items()):
+        held = final.get((key.run_id, key.repeat))
+        if held is None or not (held.result and held.result.status == Status.OK):
+            final[key.run_id, key.repeat] = attempt
+    return final

@@ -1,0 +1,34 @@
+"""Statistics of step times: the median and how well it is known."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import median
+
+MIN_SAMPLES = 6
+"""The smallest sample whose extremes hold the median with 95 % confidence (1 - 2/2**6)."""
+
+
+@lru_cache(maxsize=1024)
+def _lower_rank(n: int) -> int:
+    """Largest k such that the k-th smallest and k-th largest of n hold the median at 95 %."""
+    tail, k = 0.0, 0
+    while True:
+        tail += math.comb(n, k) / 2**n
+        if 2 * tail > 0.05:
+            return k
+        k += 1
+
+
+def ci95_rel(step_times_s: Sequence[float]) -> float | None:
+    """Half-width of the 95 % interval of the median step time, relative to the median.
+
+    Distribution-free: the interval lies between two order statistics whose ranks follow from the
+    binomial distribution. None below 6 samples.
+    """
+    n = len(step_times_s)
+    if n < MIN_SAMPLES:
+        return None
+    ordered = sorted(step_times_s)
+    k = _lower_rank(n)
+    return (ordered[n - k] - ordered[k - 1]) / 2 / median(ordered)

@@ -1,0 +1,1 @@
+"""Pure decisions of a sweep: configuration, grid, rules, prediction, plan."""

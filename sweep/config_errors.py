@@ -1,0 +1,57 @@
+"""What Hydra and OmegaConf complain about, said in one line of our own."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
+
+import ultrabench
+from ultrabench.errors import unknown_name
+
+
+def explain(
+    error: Exception,
+    overrides: Sequence[str],
+    known_names: Callable[[str], list[str]],
+    groups: Sequence[str],
+) -> str:
+    """One line for `error`: what was given, what is known, what to do."""
+    text = str(error)
+    missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
+    if missing and missing[1] in groups:
+        return unknown_name(missing[1], missing[2], known_names(missing[1]))
+    unused = re.search(r"Could not override '([^']+)'", text)
+    if unused:
+        return unknown_override(unused[1], groups)
+    value = re.search(r"Missing mandatory value: (\S+)", text)
+    if value:
+        key = getattr(error, "full_key", None) or value[1]
+        return f"{key} has no value; give it: {key}=..."
+    for override in overrides:
+        key, eq, _ = override.partition("=")
+        if not eq or not key.strip():
+            return f"{override!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
+    line = " ".join(text.split("\n")[0].split()) or type(error).__name__
+    return f"cannot use the overrides {' '.join(overrides)!r}: {line}"
+
+
+def unknown_override(key: str, groups: Sequence[str]) -> str:
+    """One line for an override whose key does not exist, naming the nearest that does."""
+    keys = set(groups)
+    folder = Path(ultrabench.__file__).parent / "configs"
+    for file in [folder / "config.yaml", *folder.glob("*/*.yaml")]:
+        group = file.parent.name if file.parent != folder else ""
+        values = yaml.safe_load(file.read_text()) or {}
+        if group != "model":
+            values = values.get(group) or values
+            prefix = f"{group}." if group else ""
+            keys |= {f"{prefix}{k}" for k in values if k not in ("defaults", "hydra")}
+    tail = key.rpartition(".")[2]
+    same_word = sorted(k for k in keys if k.rpartition(".")[2] == tail)
+    if same_word:
+        return f"unknown override {key!r}; did you mean {same_word[0]}?"
+    group = key.partition(".")[0]
+    if "." in key and group in groups:
+        keys = {k for k in keys if k.startswith(f"{group}.")}
+    return unknown_name("override", key, keys)

@@ -1,0 +1,52 @@
+"""Every candidate of a sweep: the product of its axes that fills the GPUs and the batch."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from ultrabench.errors import ConfigError
+from ultrabench.layout import Layout, default_schedule
+from ultrabench.run import Workload
+from ultrabench.sweep.config import Axes
+
+
+def layouts(axes: Axes, gpus: int, workload: Workload) -> Iterator[Layout]:
+    """The layouts of `gpus` ranks with dp*tp*pp*cp = gpus and dp*mbs*gas = gbs, each once.
+
+    dp follows from the other degrees. Nothing else is asked here; rules come after.
+    """
+    gas_values = frozenset(axes.gas)
+    for tp, pp, cp in product(sorted(set(axes.tp)), sorted(set(axes.pp)), sorted(set(axes.cp))):
+        if gpus % (tp * pp * cp):
+            continue
+        dp = gpus // (tp * pp * cp)
+        for mbs in sorted(set(axes.mbs)):
+            gas, rest = divmod(workload.gbs, dp * mbs)
+            if rest or gas not in gas_values:
+                continue
+            for zero_stage in sorted(set(axes.zero_stage)):
+                yield Layout(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    cp=cp,
+                    zero_stage=zero_stage,
+                    mbs=mbs,
+                    gas=gas,
+                    pp_schedule=default_schedule(pp, gas),
+                )
+
+
+def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> ConfigError:
+    """The error for axes that give no candidate at all."""
+    gpus = [n * gpus_per_node for n in axes.nodes]
+    products = sorted({a * b * c for a, b, c in product(axes.tp, axes.pp, axes.cp)})
+    degrees = sorted({g // p for g in gpus for p in products if g % p == 0})
+    if not degrees:
+        return ConfigError(
+            f"sweep.tp={list(axes.tp)}, sweep.pp={list(axes.pp)}, sweep.cp={list(axes.cp)}: no "
+            f"tp*pp*cp divides {' or '.join(map(str, gpus))} GPUs; choose divisors"
+        )
+    return ConfigError(
+        f"sweep.gbs={workload.gbs} is no dp*mbs*gas with dp in {degrees}, mbs in {list(axes.mbs)}, "
+        f"gas in {list(axes.gas)}; change sweep.gbs, sweep.mbs or sweep.gas"
+    )

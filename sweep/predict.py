@@ -1,0 +1,152 @@
+"""A first estimate of a layout's memory and step time, in closed form and without calibration.
+
+It orders runs, sizes allocations and scales deadlines; nothing is rejected because of it.
+"""
+
+from dataclasses import dataclass
+
+from ultrabench.hardware import Hardware, Peak
+from ultrabench.layout import Layout
+from ultrabench.shape import ModelShape
+from ultrabench.stages import Stage, split_stages
+
+BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+SUSTAINED_GEMM = 0.5
+"""Fraction of the peak that the matrix products of a whole step reach."""
+LINK_EFFICIENCY = 0.7
+LAYER_FLOOR_S = 0.002
+"""Launching one layer's forward and backward from Python; twice as long with tensor parallelism."""
+RANK_START_S = {"cuda": 20.0, "cpu": 0.6}
+"""From the start of a run to its first step: fixed part on GPUs, per rank of the host on CPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one layout is expected to need."""
+
+    step_time_s: float
+    peak_mem_bytes: float
+    """Largest stage's."""
+    start_s: float
+    """Before the first step."""
+
+
+def predict(
+    layout: Layout,
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    seq_len: int,
+    precision: str,
+    nodes: int,
+    peak: Peak,
+) -> Prediction:
+    """Step time in seconds and peak memory in bytes of one rank of the largest stage."""
+    stages = split_stages(shape, layout.pp)
+    memory = max(
+        static_bytes(stage, layout, shape, precision)
+        + activation_bytes(stage, layout, shape, seq_len, precision)
+        for stage in stages
+    )
+    ranks_on_host = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
+    start = RANK_START_S[hardware.device] * (ranks_on_host if hardware.device == "cpu" else 1)
+    return Prediction(
+        step_time_s=step_time_s(stages, layout, shape, hardware, seq_len, precision, nodes, peak),
+        peak_mem_bytes=memory,
+        start_s=start,
+    )
+
+
+def static_bytes(stage: Stage, layout: Layout, shape: ModelShape, precision: str) -> float:
+    """Parameters, gradients and optimizer state of one rank of `stage`, in bytes.
+
+    n = parameters of the stage / tp. Master weights and Adam's two moments (12 n in fp32) are
+    sharded from ZeRO-1 on, gradients (4 n) from ZeRO-2 on; the working copy (2 n in bf16, 4 n in
+    fp32) stays whole below ZeRO-3, which holds two gathered layers at a time.
+    """
+    word = BYTES[precision]
+    master = max(word, 4)
+    n = stage.num_params(shape) / layout.tp
+    shards = layout.dp * layout.cp
+    state, grads, working = 3 * master * n, master * n, word * n
+    if layout.zero_stage >= 1:
+        state /= shards
+    if layout.zero_stage >= 2:
+        grads /= shards
+    if layout.zero_stage == 3:
+        unit = max(shape.layer_params, shape.embedding_params if stage.has_embedding else 0)
+        working = 2 * word * unit / layout.tp
+    return state + grads + working
+
+
+def activation_bytes(
+    stage: Stage, layout: Layout, shape: ModelShape, seq_len: int, precision: str
+) -> float:
+    """Activations one rank of `stage` keeps for backward, without recomputation, in bytes.
+
+    T = mbs*seq_len/cp tokens. A layer keeps T/tp * (k_h*h + k_f*f) with k_h = 10 + 2*(1 + 2*kv/a)
+    and k_f = 8 at two bytes a number (flash attention, sequence parallelism), the gathered norm
+    outputs 4*T*h with tp > 1; the head 12 bytes a logit. In flight are min(gas, pp - stage)
+    micro-batches under 1F1B and gas under AFAB.
+    """
+    h, f = shape.hidden_size, shape.intermediate_size
+    scale = BYTES[precision] / 2
+    tokens = layout.mbs * seq_len / layout.cp
+    k_h = 10 + 2 * (1 + 2 * shape.num_key_value_heads / shape.num_attention_heads)
+    layer = tokens / layout.tp * (k_h * h + 8 * f)
+    if layout.tp > 1:
+        layer += 4 * tokens * h
+    in_flight = (
+        layout.gas if layout.pp_schedule == "afab" else min(layout.gas, layout.pp - stage.index)
+    )
+    if layout.pp == 1:
+        in_flight = 1
+    head = 12 * tokens * shape.vocab_size / layout.tp if stage.has_head else 0.0
+    return scale * (in_flight * stage.num_layers * layer + head)
+
+
+def step_time_s(
+    stages: tuple[Stage, ...],
+    layout: Layout,
+    shape: ModelShape,
+    hardware: Hardware,
+    seq_len: int,
+    precision: str,
+    nodes: int,
+    peak: Peak,
+) -> float:
+    """Seconds of one optimizer step.
+
+    t = gas*max_i(t_i) + sum_i(t_i) - max_i(t_i) + t_dp + t_optimizer: the slowest stage sets the
+    pace, the others are the bubble of filling and draining the pipeline.
+    """
+    acc = hardware.accelerator
+    word = BYTES[precision]
+    tokens = layout.mbs * seq_len / layout.cp
+    attention = 12 * shape.hidden_size * seq_len
+    tp_inside = layout.tp <= hardware.gpus_per_node
+    tp_link = (
+        acc.link_bytes_per_s if tp_inside else hardware.node_link_bytes_per_s
+    ) * LINK_EFFICIENCY
+    # Sequence parallelism: 4 all-gathers or reduce-scatters forward and 4 backward per layer.
+    tp_layer_s = 8 * (layout.tp - 1) / layout.tp * tokens * shape.hidden_size * word / tp_link
+    floor = LAYER_FLOOR_S * (2 if layout.tp > 1 else 1)
+    per_stage = []
+    for stage in stages:
+        flops = tokens * (6 * stage.matmul_params(shape) + stage.num_layers * attention) / layout.tp
+        compute = flops / (SUSTAINED_GEMM * peak.flops_per_s) + stage.num_layers * tp_layer_s
+        per_stage.append(max(compute, (stage.num_layers + 1) * floor))
+    slowest = max(per_stage)
+    params = max(stage.num_params(shape) for stage in stages) / layout.tp
+    dp_ranks = layout.dp * layout.cp
+    dp_link = acc.link_bytes_per_s if nodes == 1 else hardware.node_link_bytes_per_s
+    gathers = layout.gas if layout.zero_stage == 3 else 1
+    dp_bytes = 2 * (dp_ranks - 1) / dp_ranks * params * (4 + word * (gathers - 1))
+    optimizer = 30 * params / (dp_ranks if layout.zero_stage else 1) / acc.hbm_bytes_per_s
+    return (
+        layout.gas * slowest
+        + sum(per_stage)
+        - slowest
+        + dp_bytes / (dp_link * LINK_EFFICIENCY)
+        + optimizer
+    )

@@ -1,0 +1,158 @@
+"""How far a sweep is: counts, price and what leads, for `sweep status` and the live table."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from ultrabench.result import Status
+from ultrabench.state import AttemptState, SweepState, final_attempts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """What progress needs to know of one run of the plan."""
+
+    run_id: str
+    model: str
+    nodes: int
+    gpus: int
+    label: str
+    """The layout in short."""
+    tokens_per_step: int
+    duration_s: float
+    """Predicted, of one repeat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A sweep at one moment."""
+
+    sweep: str
+    runs: int
+    by_status: dict[str, int]
+    """Final status of each run; running and pending among them."""
+    by_nodes: dict[int, dict[str, int]]
+    running: tuple[tuple[PlannedRun, str], ...]
+    """Runs that have ranks now, with their phase."""
+    attempts: int
+    useful_gpu_hours: float
+    wasted_gpu_hours: float
+    wasted_by_status: dict[str, float]
+    eta_s: float | None
+    """Predicted rest, scaled by how long finished runs took; None before the first result."""
+    best: tuple[tuple[PlannedRun, float], ...]
+    """Fastest run of each (model, nodes) with its tokens/s/GPU."""
+    failures: tuple[tuple[PlannedRun, AttemptState], ...]
+    """Latest failed attempts, newest last."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The document of `sweep status --json`."""
+        return {
+            "sweep": self.sweep,
+            "runs": self.runs,
+            "by_status": self.by_status,
+            "gpu_hours": {
+                "useful": round(self.useful_gpu_hours, 6),
+                "wasted": round(self.wasted_gpu_hours, 6),
+                "wasted_by_status": {k: round(v, 6) for k, v in self.wasted_by_status.items()},
+            },
+            "attempts": self.attempts,
+            "running": [
+                {"run_id": r.run_id, "layout": r.label, "phase": p} for r, p in self.running
+            ],
+            "eta_s": self.eta_s,
+        }
+
+
+def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Progress:
+    """The progress of `planned` according to `state`."""
+    runs = {r.run_id: r for r in planned}
+    final = {k[0]: a for k, a in sorted(final_attempts(state).items()) if k[0] in runs}
+    status: dict[str, str] = {}
+    for run_id in runs:
+        held = final.get(run_id)
+        if held is None:
+            status[run_id] = "pending"
+        else:
+            status[run_id] = held.result.status.value if held.result else "running"
+    useful, wasted = _gpu_hours(runs, state)
+    by_nodes: dict[int, Counter[str]] = {}
+    for run in planned:
+        by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
+    failed = [
+        (runs[a.key.run_id], a)
+        for a in state.attempts.values()
+        if a.key.run_id in runs and a.result and a.result.status != Status.OK
+    ]
+    failed.sort(key=lambda pair: pair[1].time or 0.0)
+    return Progress(
+        sweep=sweep,
+        runs=len(runs),
+        by_status=dict(sorted(Counter(status.values()).items())),
+        by_nodes={n: dict(sorted(c.items())) for n, c in sorted(by_nodes.items())},
+        running=tuple(
+            (runs[i], final[i].phase or "start") for i, s in status.items() if s == "running"
+        ),
+        attempts=len(state.attempts),
+        useful_gpu_hours=useful,
+        wasted_gpu_hours=sum(wasted.values()),
+        wasted_by_status=wasted,
+        eta_s=_eta(runs, status, final),
+        best=_best(planned, state),
+        failures=tuple(failed[-5:]),
+    )
+
+
+def _gpu_hours(runs: dict[str, PlannedRun], state: SweepState) -> tuple[float, dict[str, float]]:
+    useful = 0.0
+    wasted: dict[str, float] = {}
+    for key, attempt in state.attempts.items():
+        if attempt.result is None or attempt.result.duration_s is None:
+            continue
+        spec = attempt.spec or {}
+        gpus = spec.get("nodes", 0) * spec.get("gpus_per_node", 0)
+        gpus = gpus or (runs[key.run_id].gpus if key.run_id in runs else 0)
+        hours = attempt.result.duration_s * gpus / 3600
+        if attempt.result.status == Status.OK:
+            useful += hours
+        else:
+            name = attempt.result.status.value
+            wasted[name] = wasted.get(name, 0.0) + hours
+    return useful, wasted
+
+
+def _eta(
+    runs: dict[str, PlannedRun], status: dict[str, str], final: dict[str, AttemptState]
+) -> float | None:
+    ratios = [
+        a.result.duration_s / runs[i].duration_s
+        for i, a in final.items()
+        if a.result and a.result.duration_s and a.result.status == Status.OK
+    ]
+    if not ratios:
+        return None
+    rest = sum(runs[i].duration_s for i, s in status.items() if s in ("pending", "running"))
+    return rest * median(ratios)
+
+
+def measured_rates(planned: Sequence[PlannedRun], state: SweepState) -> dict[str, float]:
+    """run_id -> tokens/s/GPU of the runs that have an ok result."""
+    runs = {r.run_id: r for r in planned}
+    rates = {}
+    for (run_id, _), attempt in sorted(final_attempts(state).items()):
+        run, result = runs.get(run_id), attempt.result
+        if run and result and result.status == Status.OK:
+            rates[run_id] = run.tokens_per_step / median(result.step_times_s) / run.gpus
+    return rates
+
+
+def _best(planned: Sequence[PlannedRun], state: SweepState) -> tuple[tuple[PlannedRun, float], ...]:
+    rates = measured_rates(planned, state)
+    best: dict[tuple[str, int], tuple[PlannedRun, float]] = {}
+    for run in planned:
+        rate, cell = rates.get(run.run_id, 0.0), (run.model, run.nodes)
+        if rate > best.get(cell, (run, 0.0))[1]:
+            best[cell] = (run, rate)
+    return tuple(best[cell] for cell in sorted(best))

@@ -1,0 +1,67 @@
+"""The structural rules of the grid: small functions that say why a layout cannot exist.
+
+Order matters: a candidate is counted under the first rule that rejects it.
+"""
+
+from collections.abc import Callable
+
+from ultrabench.layout import Layout
+from ultrabench.shape import ModelShape
+from ultrabench.stages import split_stages
+
+Rule = Callable[[Layout, ModelShape], str | None]
+
+
+def tp_divides_heads(layout: Layout, shape: ModelShape) -> str | None:
+    """Each tensor-parallel rank holds whole attention heads."""
+    if shape.num_attention_heads % layout.tp:
+        return f"tp={layout.tp} does not divide num_attention_heads={shape.num_attention_heads}"
+    return None
+
+
+def tp_divides_kv_heads(layout: Layout, shape: ModelShape) -> str | None:
+    """Each tensor-parallel rank holds whole key/value heads."""
+    if shape.num_key_value_heads % layout.tp:
+        return f"tp={layout.tp} does not divide num_key_value_heads={shape.num_key_value_heads}"
+    return None
+
+
+def zero_needs_dp(layout: Layout, shape: ModelShape) -> str | None:
+    """ZeRO shards over data-parallel ranks; with one of them it is ZeRO-0."""
+    if layout.zero_stage > 0 and layout.dp == 1:
+        return f"zero_stage={layout.zero_stage} needs dp > 1; dp=1"
+    return None
+
+
+def enough_micro_batches(layout: Layout, shape: ModelShape) -> str | None:
+    """A pipeline with fewer micro-batches than pp-1 never fills."""
+    if layout.gas < layout.pp - 1:
+        return f"gas={layout.gas} is less than pp-1={layout.pp - 1}"
+    return None
+
+
+def no_empty_stage(layout: Layout, shape: ModelShape) -> str | None:
+    """Every pipeline stage holds at least one block."""
+    for stage in split_stages(shape, layout.pp):
+        if stage.num_blocks == 0:
+            return f"pp={layout.pp} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
+    return None
+
+
+RULES: tuple[tuple[str, Rule], ...] = (
+    ("tp_divides_heads", tp_divides_heads),
+    ("tp_divides_kv_heads", tp_divides_kv_heads),
+    ("zero_needs_dp", zero_needs_dp),
+    ("enough_micro_batches", enough_micro_batches),
+    ("no_empty_stage", no_empty_stage),
+)
+"""Name and rule, in the order in which they are tried."""
+
+
+def first_broken(layout: Layout, shape: ModelShape) -> tuple[str, str] | None:
+    """Name and reason of the first rule that rejects `layout`, or None when it is valid."""
+    for name, rule in RULES:
+        reason = rule(layout, shape)
+        if reason is not None:
+            return name, reason
+    return None
