@@ -115,10 +115,10 @@ def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepF
     if given is not None:
         for path in (Path(given), results_dir / given):
             if (path / "sweep.json").is_file():
-                return SweepFolder(path)
+                return SweepFolder(path.absolute())
     heads = sorted(results_dir.glob("*/sweep.json"), key=lambda p: _age(p.parent), reverse=True)
     if given is None and heads:
-        return SweepFolder(heads[0].parent)
+        return SweepFolder(heads[0].parent.absolute())
     if given is None:
         raise SweepFolderError(
             f"no sweep in {results_dir}/; start one with: ultrabench sweep launch"

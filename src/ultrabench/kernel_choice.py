@@ -10,6 +10,8 @@ from ultrabench.errors import ConfigError
 KERNEL_VERSION = 1
 """Bumped by hand when the embedded kernel's numbers may change; part of run_id."""
 
+CODE_SUFFIXES = frozenset({".py", ".sh", ".yaml", ".yml", ".toml", ".json"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
@@ -55,8 +57,8 @@ class KernelChoice:
     def digest(self) -> str:
         """First 16 hex digits of a hash of the code that runs.
 
-        The sources of the kernel room, or the command's words and the content of every file
-        among them.
+        The sources of the kernel room, or the command's words and the content of every program
+        and configuration file among them (by their suffix: a log or a data file may change).
         """
         seen = hashlib.sha256()
         if self.kind == "embedded":
@@ -65,6 +67,7 @@ class KernelChoice:
                 seen.update(path.name.encode() + b"\0" + path.read_bytes())
         for word in self.command:
             seen.update(word.encode() + b"\0")
-            if Path(word).is_file():
-                seen.update(Path(word).read_bytes())
+            path = Path(word)
+            if path.suffix in CODE_SUFFIXES and path.is_file():
+                seen.update(path.read_bytes())
         return seen.hexdigest()[:16]

@@ -1,9 +1,10 @@
 """The state of a sweep: a pure fold over its journal, whatever the order of the events."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from ultrabench.errors import UltrabenchError
 from ultrabench.journal import Event
 from ultrabench.record import canonical_json, from_dict
 from ultrabench.result import RunResult, Status
@@ -97,12 +98,15 @@ def fold(events: Iterable[Event]) -> SweepState:
     controls: list[tuple[int, str, Event]] = []
     for _, event in sorted(unique.items()):
         name = event["event"]
-        if name in ("config", "pause", "cancel"):
-            controls.append((int(event["generation"]), canonical_json(event), event))
-        elif name in ("claimed", "started", "phase", "result", "failed"):
-            _fold_attempt(state, ends, event)
-        elif "allocation" in event:
-            _fold_allocation(state, event)
+        try:
+            if name in ("config", "pause", "cancel"):
+                controls.append((int(event["generation"]), canonical_json(event), event))
+            elif name in ("claimed", "started", "phase", "result", "failed"):
+                _fold_attempt(state, ends, event)
+            elif "allocation" in event:
+                _fold_allocation(state, event)
+        except (KeyError, TypeError, ValueError, UltrabenchError):
+            continue  # a line that was damaged and is JSON all the same says nothing
     _fold_controls(state, controls)
     return state
 
@@ -113,9 +117,9 @@ def attempt_key(event: Event) -> AttemptKey:
 
 
 def _fold_attempt(state: SweepState, ends: dict[AttemptKey, tuple[int, str]], event: Event) -> None:
-    key = attempt_key(event)
+    key, name = attempt_key(event), event["event"]
+    result = _result(event) if name in ("result", "failed") else None
     attempt = state.attempts.setdefault(key, AttemptState(key=key))
-    name = event["event"]
     attempt.allocation = attempt.allocation or event.get("allocation")
     attempt.spec = attempt.spec or event.get("spec")
     if name == "claimed":
@@ -132,7 +136,13 @@ def _fold_attempt(state: SweepState, ends: dict[AttemptKey, tuple[int, str]], ev
         rank = (10 if name == "result" else source, canonical_json(event))
         if key not in ends or _stronger(rank, ends[key]):
             ends[key] = rank
-            attempt.result = from_dict(RunResult, event["result"])
+            attempt.result = result
+
+
+def _result(event: Event) -> RunResult:
+    """The result an event carries; fields of later versions are passed over."""
+    known = {f.name for f in fields(RunResult)}
+    return from_dict(RunResult, {k: v for k, v in event["result"].items() if k in known})
 
 
 def _stronger(new: tuple[int, str], old: tuple[int, str]) -> bool:
@@ -145,9 +155,9 @@ def _fold_allocation(state: SweepState, event: Event) -> None:
     allocation = state.allocations.setdefault(name, AllocationState(name=name))
     kind = event["event"]
     if kind == "allocation_planned":
-        allocation.nodes = int(event["nodes"])
-        allocation.limit_s = float(event["limit_s"])
+        nodes, limit_s = int(event["nodes"]), float(event["limit_s"])
         allocation.tasks = tuple(AttemptKey(r, int(p), int(a)) for r, p, a in event["tasks"])
+        allocation.nodes, allocation.limit_s = nodes, limit_s
     elif kind == "submitting":
         allocation.submitting = True
     elif kind in ("submitted", "adopted"):

@@ -48,6 +48,8 @@ def _follow(sweep: OpenSweep, max_gpu_hours: float | None) -> int:
     now = progress(config.name, planned, state)
     out().print(panel(now, busy=False))
     if follower.stopped:
+        if state.cancelled:
+            interrupt(sweep, launcher)  # what was submitted while the cancel was being written
         say(f"stopped: {follower.stopped}")
         return 1
     say(f"next: ultrabench heatmap {config.name}" + _where(sweep.folder.path.parent))

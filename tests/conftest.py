@@ -1,0 +1,17 @@
+"""Settings of hypothesis: the same examples on every machine; `--hypothesis-profile=hunt` looks further."""
+
+from hypothesis import HealthCheck, settings
+
+# Machines that run tests are shared, so no example has a deadline.
+settings.register_profile(
+    "same",
+    deadline=None,
+    max_examples=50,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "hunt", settings.get_profile("same"), max_examples=1000, derandomize=False
+)
+settings.load_profile("same")

@@ -1,0 +1,59 @@
+"""A stand-in for a user's training program that misbehaves on demand; see the tests beside it.
+
+python program.py WITNESS BEHAVIOUR RUN_ID REPEAT ATTEMPT
+
+BEHAVIOUR is a word, or one for each micro-batch size such as 1:raise,2:kill.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+witness, behaviour, *key = sys.argv[1:]
+rank = int(os.environ["RANK"])
+spec = json.load(open(os.environ["ULTRABENCH_SPEC"]))["spec"]
+if ":" in behaviour:
+    behaviour = dict(b.split(":") for b in behaviour.split(","))[str(spec["layout"]["mbs"])]
+if rank == 0:
+    fd = os.open(witness, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(fd, (" ".join(key) + "\n").encode())
+    os.close(fd)
+report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
+
+
+def say(event, **values):
+    print(json.dumps({"event": event, **values}), file=report)
+
+
+say("phase", name="train")
+step_s = float(os.environ.get("STEP_S", "0.002"))
+for step in range(1, 13):
+    time.sleep(step_s)
+    loss = 10.0 / step
+    if step == 6 and rank == spec["layout"]["dp"] - 1:
+        if behaviour == "raise":
+            raise RuntimeError("planted error")
+        if behaviour == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "memory":
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, used + 2**26))
+            hog = bytearray(2**30)
+        if behaviour == "orphans":
+            subprocess.Popen(
+                [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN);"
+                 "time.sleep(1000)"], start_new_session=True)  # fmt: skip
+            raise RuntimeError("left an orphan")
+    if behaviour == "hang" and step == 6:
+        time.sleep(1000)
+    if behaviour == "crawl":
+        time.sleep(1.2)
+    if behaviour == "nan" and step > 4:
+        loss = float("nan")
+    say("step", step=step, seconds=step_s, loss=loss)
+say("memory", allocated_bytes=2**20, reserved_bytes=2**21)
+say("done")

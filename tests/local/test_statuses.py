@@ -1,0 +1,64 @@
+"""Every end of a run gets its own name, from evidence, and the sweep goes on."""
+
+import pytest
+
+pytestmark = pytest.mark.local
+
+# One run a behaviour: mbs names it.
+BEHAVIOURS = {1: "raise", 2: "kill", 4: "memory", 8: "nan", 16: "hang", 32: "crawl", 64: "fine"}
+EXPECTED = {
+    "raise": ("crash", "planted error"),
+    "kill": ("crash", "killed by SIGKILL"),
+    "memory": ("oom", "MemoryError"),
+    "nan": ("invalid", "loss is nan at step 5"),
+    "hang": ("hang", "no progress"),
+    "crawl": ("timeout", "still in phase train"),
+    "fine": ("ok", None),
+}
+
+
+def test_statuses_retry_and_table(bench):
+    gas = [128 // (2 * mbs) for mbs in BEHAVIOURS]
+    behaviour = ",".join(f"{mbs}:{name}" for mbs, name in BEHAVIOURS.items())
+    overrides = bench.overrides(
+        behaviour, "sweep.nodes=1", "sweep.gbs=128", "sweep.seq_len=8", "sweep.zero_stage=0",
+        f"sweep.mbs={list(BEHAVIOURS)}", f"sweep.gas={gas}", "measure.max_run_s=4",
+    )  # fmt: skip
+    bench.run("sweep", "launch", *overrides, code=1)
+    rows = bench.rows()
+    last = {BEHAVIOURS[r["mbs"]]: r for r in rows if r["is_final"]}
+    for behaviour, (status, text) in EXPECTED.items():
+        row = last[behaviour]
+        assert row["status"] == status, (behaviour, row["status"], row["reason"])
+        assert text is None or text in row["reason"]
+    attempts = {b: sum(BEHAVIOURS[r["mbs"]] == b for r in rows) for b in EXPECTED}
+    assert attempts == {
+        "raise": 1, "kill": 1, "memory": 1, "nan": 2, "hang": 3, "crawl": 2, "fine": 1
+    }  # fmt: skip
+    assert bench.status()["by_status"] == {
+        "crash": 2, "hang": 1, "invalid": 1, "ok": 1, "oom": 1, "timeout": 1
+    }  # fmt: skip
+
+    before = bench.executions()
+    dry = bench.run("sweep", "retry", "t", "--only", "crash", "--dry-run")
+    assert dry.count("planted error") == 1
+    assert bench.executions() == before
+    bench.run("sweep", "retry", "t", "--only", "crash", code=1)
+    rows = bench.rows()
+    again = [r for r in rows if r["attempt"] == 1 and r["status"] == "crash"]
+    assert sorted(BEHAVIOURS[r["mbs"]] for r in again) == ["kill", "raise"]
+    new = bench.executions()[len(before) :]
+    assert sorted(new) == sorted(f"{r['run_id']} 0 1" for r in again)
+    shown = bench.run("sweep", "show", again[0]["run_id"])
+    assert shown.count("crash") == 2
+    assert sorted(bench.executions()) == sorted(
+        f"{r['run_id']} {r['repeat']} {r['attempt']}" for r in rows
+    )
+
+
+def test_orphans_that_ignore_sigterm_are_gone_before_the_next_run(bench):
+    overrides = bench.overrides("orphans", "sweep.nodes=1", "sweep.gbs=4", "sweep.zero_stage=0")
+    bench.run("sweep", "launch", *overrides, code=1)
+    rows = bench.rows()
+    assert {r["status"] for r in rows} == {"crash"}
+    assert all("left an orphan" in r["reason"] for r in rows)

@@ -1,0 +1,95 @@
+"""What a step sends equals the formulas that dp.py, tp.py and pp.py state."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Server
+from test_layouts import spec_of
+
+from ultrabench.kernel.check_spec import TINY
+
+pytestmark = pytest.mark.parity
+
+Counts = dict[str, list[int]]
+"""`axis operation` -> calls and payload bytes of one step of one rank."""
+LAYERS = TINY.num_hidden_layers
+GROUPS = LAYERS + 1
+PARAM_BYTES = 4 * TINY.num_params
+GAS = 4
+NORM = [1, 16]
+"""The all-reduce of loss and gradient norm; an axis that spans the world shares its group."""
+
+
+@pytest.fixture(scope="module")
+def counted() -> Iterator[Callable[[str], list[Counts]]]:
+    """Counts of one step by rank, for a case of test_layouts."""
+    with Server((sys.executable, "-P", str(Path(__file__).with_name("counting.py")))) as server:
+        yield lambda case: server.ask(spec_of(case))  # type: ignore[no-any-return]
+
+
+ZERO = {
+    0: {"dp_replicate all_reduce": [GROUPS + 1, PARAM_BYTES + 16]},
+    1: {
+        "dp_shard all_gather": [GROUPS, PARAM_BYTES],
+        "dp_shard reduce_scatter": [GROUPS, PARAM_BYTES],
+        "dp_shard all_reduce": NORM,
+    },
+    2: {
+        "dp_shard all_gather": [GROUPS, PARAM_BYTES],
+        "dp_shard reduce_scatter": [GROUPS * GAS, PARAM_BYTES * GAS],
+        "dp_shard all_reduce": NORM,
+    },
+    3: {
+        "dp_shard all_gather": [2 * GROUPS * GAS, 2 * PARAM_BYTES * GAS],
+        "dp_shard reduce_scatter": [GROUPS * GAS, PARAM_BYTES * GAS],
+        "dp_shard all_reduce": NORM,
+    },
+}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_zero(counted: Callable[[str], list[Counts]], zero_stage: int) -> None:
+    """The table of dp.py, with payloads of whole parameters."""
+    for counts in counted(f"dp=2 gas={GAS} zero_stage={zero_stage}"):
+        assert counts == ZERO[zero_stage]
+
+
+@pytest.mark.parametrize("gas", [1, 2])
+def test_tensor_parallel(counted: Callable[[str], list[Counts]], gas: int) -> None:
+    """4 gathers and 4 reduce-scatters a layer, 2 for embedding and head, B*S*H elements each.
+
+    All-reduces: 3 for the loss of a micro-batch (its maximum, sum and target logit), one for each
+    norm's gradient when gradients are synchronised, and the norm's.
+    """
+    block = 4 * 64 * TINY.hidden_size
+    norms = 2 * LAYERS + 1
+    for counts in counted(f"tp=2 gas={gas}"):
+        for op in ("all_gather", "reduce_scatter"):
+            calls = (4 * LAYERS + 2) * gas
+            assert counts.pop(f"tp {op}") == [calls, calls * block]
+        calls, _ = counts.pop("tp all_reduce")
+        assert calls == 3 * gas + norms + 1
+        assert counts == {}
+
+
+def test_pipeline(counted: Callable[[str], list[Counts]]) -> None:
+    """Each of the two ranks sends and receives B*S*H elements once a micro-batch."""
+    calls = [GAS, GAS * 4 * 64 * TINY.hidden_size]
+    for counts in counted(f"pp=2 gas={GAS}"):
+        assert counts == {"pp send": calls, "pp recv": calls, "pp all_reduce": NORM}
+
+
+def test_tied_pipeline(counted: Callable[[str], list[Counts]]) -> None:
+    """The tied embedding's gradient is summed once a step."""
+    for counts in counted(f"pp=2 gas={GAS} tied"):
+        assert counts["tied all_reduce"] == [1, 4 * TINY.embedding_params]
+
+
+def test_zero3_pipeline(counted: Callable[[str], list[Counts]]) -> None:
+    """G*(1+gas) gathers and G reduce-scatters on a stage of G groups."""
+    first, *_, last = counted(f"dp=2 pp=2 gas={GAS} zero_stage=3")
+    for counts, groups in ((first, 4), (last, 2)):
+        assert counts["dp_shard all_gather"][0] == groups * (1 + GAS)
+        assert counts["dp_shard reduce_scatter"][0] == groups

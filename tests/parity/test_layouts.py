@@ -1,0 +1,62 @@
+"""Every form of parallelism and every pair of forms gives what one process gives, in fp64."""
+
+import dataclasses
+
+import pytest
+from conftest import Server
+
+from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec
+from ultrabench.layout import Layout, default_schedule
+from ultrabench.shape import ModelShape
+
+pytestmark = pytest.mark.parity
+
+TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
+MULTI_HEAD = dataclasses.replace(TINY, num_key_value_heads=4)
+SHAPES = {"": TINY, "tied": TIED, "mha": MULTI_HEAD}
+
+CASES = [
+    # One process, wrapped: the forms at degree 1.
+    "dp=1 gas=3 mbs=2", "dp=1 zero_stage=3 gas=2", "dp=1 gas=2 tied",
+    # Data parallel alone, every ZeRO stage, degrees that do not divide the parameters.
+    "dp=2 mbs=2", "dp=2 zero_stage=1 gas=4", "dp=2 zero_stage=2 gas=4", "dp=2 zero_stage=3 gas=4",
+    "dp=2 zero_stage=0 gas=4", "dp=3 zero_stage=0 gas=2", "dp=3 zero_stage=1 gas=2",
+    "dp=3 zero_stage=3 mbs=2", "dp=4 zero_stage=2 gas=2", "dp=2 zero_stage=3 tied",
+    # Tensor parallel alone, grouped and plain heads.
+    "tp=2", "tp=2 gas=2 mbs=2", "tp=2 mha", "tp=4 mha", "tp=2 tied gas=2",
+    # Pipelines alone; gas = pp - 1 only fills them as afab.
+    "pp=2 gas=2", "pp=2 gas=4 mbs=2", "pp=2 gas=1", "pp=2 gas=2 afab", "pp=4 gas=4", "pp=4 gas=3",
+    "pp=3 gas=3", "pp=2 gas=2 tied", "pp=4 gas=4 tied", "pp=3 gas=2 tied",
+    # dp x tp.
+    "dp=2 tp=2 zero_stage=0", "dp=2 tp=2 zero_stage=1 gas=2", "dp=2 tp=2 zero_stage=2 gas=2",
+    "dp=2 tp=2 zero_stage=3 mbs=2", "dp=3 tp=2 zero_stage=1", "dp=2 tp=2 zero_stage=3 tied",
+    # dp x pp.
+    "dp=2 pp=2 zero_stage=0 gas=2", "dp=2 pp=2 zero_stage=1 gas=2", "dp=2 pp=2 zero_stage=3 gas=4",
+    "dp=3 pp=2 zero_stage=1 gas=2", "dp=2 pp=2 zero_stage=1 gas=2 tied",
+    "dp=3 pp=2 zero_stage=3 gas=1 tied", "dp=2 pp=3 zero_stage=0 gas=3 tied",
+    # tp x pp.
+    "tp=2 pp=2 gas=2", "tp=2 pp=2 gas=1 mbs=2", "tp=2 pp=2 gas=2 tied",
+    # All three.
+    "dp=2 tp=2 pp=2 zero_stage=0 gas=2", "dp=2 tp=2 pp=2 zero_stage=1 gas=4",
+    "dp=2 tp=2 pp=2 zero_stage=3 gas=2", "dp=2 tp=2 pp=2 zero_stage=1 gas=2 tied",
+]  # fmt: skip
+
+
+def spec_of(case: str) -> CheckSpec:
+    """The check that a line of CASES describes."""
+    words = case.split()
+    numbers = {k: int(v) for k, _, v in (w.partition("=") for w in words if "=" in w)}
+    shape: ModelShape = next((SHAPES[w] for w in words if w in SHAPES), TINY)
+    pp, gas = numbers.get("pp", 1), numbers.get("gas", 1)
+    schedule = "afab" if "afab" in words else default_schedule(pp, gas)
+    layout = Layout(**{"dp": 1, **numbers}, pp_schedule=schedule)  # type: ignore[arg-type]
+    return CheckSpec(layout=layout, shape=shape)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layout_equals_one_process(server: Server, case: str) -> None:
+    """Loss of 3 steps, gradients of the first, parameters after the third."""
+    result = server.check(spec_of(case))
+    assert result.error is None
+    assert not result.missing_gradients
+    assert result.passed, f"{result} (tolerance {TOLERANCE})"

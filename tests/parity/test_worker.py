@@ -1,0 +1,133 @@
+"""Ranks as an agent starts them: two processes, a store's port passed on, a report each."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_layouts import spec_of
+
+from ultrabench.kernel.check_spec import TINY
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.measure import Measure
+from ultrabench.record import to_dict
+from ultrabench.report import ReportReader, read_progress
+from ultrabench.run import RunSpec, Task, Workload
+
+pytestmark = pytest.mark.parity
+GIB = 2**30
+
+
+def task_of(case: str, precision: str = "fp32", rank_mem_bytes: int = GIB) -> Task:
+    """A short run of the layout that `case` describes."""
+    layout = spec_of(case).layout
+    spec = RunSpec(
+        shape=TINY,
+        workload=Workload(seq_len=64, gbs=layout.gbs),
+        layout=layout,
+        kernel=KernelChoice(name="embedded", precision=precision),
+        nodes=1,
+        gpus_per_node=layout.world_size,
+    )
+    measure = Measure(warmup_steps=2, min_steps=6, max_steps=8, target_ci95_rel=1e-9, loss_step=5)
+    return Task(
+        run_id=spec.run_id,
+        repeat=0,
+        attempt=0,
+        spec=spec,
+        measure=measure,
+        device="cpu",
+        rank_mem_bytes=rank_mem_bytes,
+        predicted_step_time_s=0.1,
+        limit_s=60.0,
+    )
+
+
+Lines = list[dict[str, Any]]
+
+
+def run_ranks(task: Task, folder: Path) -> tuple[list[int], list[Lines]]:
+    """Exit codes and report lines of all ranks; the test is the agent that passes on the port."""
+    (folder / "task.json").write_text(json.dumps(to_dict(task)))
+    world_size = task.spec.layout.world_size
+    reports = [folder / f"report{rank}" for rank in range(world_size)]
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "ULTRABENCH_SPEC": str(folder / "task.json"),
+        "ULTRABENCH_STORE": str(folder / "port"),
+    }
+    command = [sys.executable, "-P", "-m", "ultrabench.kernel.worker"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={
+                **environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "ULTRABENCH_REPORT": str(reports[rank]),
+            },
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(world_size)
+    ]
+    readers, lines = [ReportReader(path) for path in reports], [Lines() for _ in reports]
+    deadline = time.monotonic() + 60
+    while any(rank.poll() is None for rank in ranks):
+        assert time.monotonic() < deadline, lines
+        for seen, reader in zip(lines, readers, strict=True):
+            for line in reader.new_lines():
+                seen.append(line)
+                if line["event"] == "store":
+                    (folder / "port.new").write_text(str(line["port"]))
+                    (folder / "port.new").rename(folder / "port")
+        time.sleep(0.01)
+    for seen, reader in zip(lines, readers, strict=True):
+        seen.extend(reader.new_lines())
+    return [rank.wait() for rank in ranks], lines
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"), [("dp=2 zero_stage=1 gas=2", "fp32"), ("pp=2 gas=2", "bf16")]
+)
+def test_a_run_from_start_to_end(tmp_path: Path, case: str, precision: str) -> None:
+    """Every event of a healthy run, in order, on both ranks."""
+    task = task_of(case, precision)
+    codes, lines = run_ranks(task, tmp_path)
+    assert codes == [0, 0]
+    for rank, seen in enumerate(lines):
+        phases = [line["name"] for line in seen if line["event"] == "phase"]
+        assert phases == ["process_group", "build", "first_step", "warmup", "measure", "teardown"]
+        steps = [line for line in seen if line["event"] == "step"]
+        assert [line["step"] for line in steps] == list(range(1, 11))
+        assert [line["measured"] for line in steps] == [False] * 2 + [True] * 8
+        assert all(line["tokens"] == task.spec.tokens_per_step for line in steps)
+        assert steps[-1]["loss"] < steps[0]["loss"]
+        (done,) = [line for line in seen if line["event"] == "done"]
+        assert done["stopped"] == "max_steps"
+        assert done["ci_reached"] is False
+        assert done["loss_final"] == steps[4]["loss"]
+        assert done["omp_num_threads"] == 1
+        (memory,) = [line for line in seen if line["event"] == "memory"]
+        assert memory["allocated_bytes"] is None
+        assert 2**26 < memory["reserved_bytes"] < GIB
+        assert read_progress(tmp_path / f"report{rank}") >= 10 * task.spec.layout.gas
+        assert sum(line["event"] == "environment" for line in seen) == (rank == 0)
+    losses = [[line["loss"] for line in seen if line["event"] == "step"] for seen in lines]
+    assert losses[0] == losses[1]
+
+
+def test_too_little_memory_is_oom(tmp_path: Path) -> None:
+    """The limit is enforced, and the report names it; peers may only see a lost connection."""
+    codes, lines = run_ranks(task_of("dp=2 mbs=64", rank_mem_bytes=40 * 2**20), tmp_path)
+    assert codes == [1, 1]
+    errors = [line for seen in lines for line in seen if line["event"] == "error"]
+    assert "oom" in {error["kind"] for error in errors}
+    assert {error["kind"] for error in errors} <= {"oom", "comm"}

@@ -1,0 +1,229 @@
+"""Hypothesis strategies for the words of ultrabench: layouts, shapes, specs, results, journals."""
+
+from hypothesis import strategies as st
+
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import Layout
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.run import RunSpec, Workload
+from ultrabench.shape import ModelShape
+
+FAILURES = tuple(s for s in Status if s not in (Status.OK, Status.SKIPPED, Status.REJECTED))
+RUN_IDS = ("aaaa000011112222", "bbbb000011112222", "cccc000011112222")
+ALLOCATIONS = ("n1-00000000", "n2-11111111")
+
+
+def powers(most):
+    """1, 2, 4 up to `most`."""
+    return st.integers(0, most.bit_length() - 1).map(lambda n: 2**n)
+
+
+def divisors(number):
+    """Whole divisors of `number`."""
+    return st.sampled_from([n for n in range(1, number + 1) if number % n == 0])
+
+
+@st.composite
+def layouts(draw, *, most=8, zero_stages=(0, 1, 2, 3)):
+    """Any layout that Layout accepts, cp and virtual stages included."""
+    small = st.integers(1, most)
+    pp = draw(small)
+    return Layout(
+        dp=draw(small),
+        tp=draw(small),
+        pp=pp,
+        cp=draw(st.integers(1, 3)),
+        zero_stage=draw(st.sampled_from(zero_stages)),
+        mbs=draw(small),
+        gas=draw(st.integers(1, 2 * most)),
+        pp_schedule="none" if pp == 1 else draw(st.sampled_from(("1f1b", "afab"))),
+        virtual_stages=draw(st.integers(1, 2)),
+    )
+
+
+@st.composite
+def shapes(draw):
+    """Any model that ModelShape accepts."""
+    heads = draw(st.integers(1, 32))
+    return ModelShape(
+        name=draw(st.text(min_size=1, max_size=8)),
+        hidden_size=heads * 2 * draw(st.integers(1, 64)),
+        num_hidden_layers=draw(st.integers(1, 96)),
+        num_attention_heads=heads,
+        num_key_value_heads=draw(divisors(heads)),
+        intermediate_size=draw(st.integers(1, 20000)),
+        vocab_size=draw(st.integers(1, 200000)),
+        tie_word_embeddings=draw(st.booleans()),
+        rope_theta=draw(st.floats(1.0, 1e7)),
+        rms_norm_eps=draw(st.floats(1e-9, 1e-3)),
+    )
+
+
+def embedded_kernels():
+    """Our own kernel."""
+    return st.builds(
+        KernelChoice,
+        name=st.just("embedded"),
+        version=st.integers(1, 9),
+        precision=st.sampled_from(("fp32", "bf16", "fp64")),
+    )
+
+
+def command_kernels():
+    """Programs of a user."""
+    words = st.text(max_size=12)
+    return st.builds(
+        KernelChoice,
+        name=st.just("command"),
+        kind=st.just("command"),
+        precision=st.sampled_from(("fp32", "bf16")),
+        compile=st.booleans(),
+        command=st.lists(words, min_size=1, max_size=4).map(tuple),
+        env=st.dictionaries(words, words, max_size=2),
+        supports=st.dictionaries(
+            st.sampled_from(("pp", "tp", "zero_stage")),
+            st.lists(st.integers(0, 8), max_size=3).map(tuple),
+            max_size=2,
+        ),
+        step_line=st.none() | st.just(r"(?P<seconds>\S+) s"),
+    )
+
+
+@st.composite
+def run_specs(draw):
+    """Any run: its nodes fit its layout, its batch the workload."""
+    layout = draw(layouts())
+    per_node = draw(divisors(layout.world_size))
+    return RunSpec(
+        shape=draw(shapes()),
+        workload=Workload(
+            seq_len=draw(st.integers(1, 8192)), gbs=layout.gbs, seed=draw(st.integers(0, 99))
+        ),
+        layout=layout,
+        kernel=draw(embedded_kernels() | command_kernels()),
+        nodes=layout.world_size // per_node,
+        gpus_per_node=per_node,
+    )
+
+
+@st.composite
+def results(draw, statuses=tuple(s for s in Status)):
+    """Any result of an attempt; an ok one has step times."""
+    status = draw(st.sampled_from(statuses))
+    ok = status == Status.OK
+    seconds = st.floats(1e-6, 1e4)
+    count = st.none() | st.integers(0, 2**40)
+    return RunResult(
+        status=status,
+        reason=None if ok else draw(st.text(max_size=20)),
+        measured_by=draw(st.sampled_from((None, "report", "log"))),
+        stopped=draw(st.sampled_from((None, "interval", "max_steps", "program"))),
+        ci_reached=draw(st.none() | st.booleans()),
+        step_times_s=tuple(draw(st.lists(seconds, min_size=int(ok), max_size=4))),
+        loss_final=draw(st.none() | st.floats(0, 20)),
+        peak_mem_allocated_bytes=draw(count),
+        peak_mem_reserved_bytes=draw(count),
+        init_time_s=draw(st.none() | seconds),
+        started_at=draw(st.none() | st.floats(0, 2e9)),
+        duration_s=draw(st.none() | seconds),
+        hostnames=tuple(draw(st.lists(st.text(max_size=5), max_size=2))),
+        env_id=draw(st.none() | st.just("e" * 16)),
+        evidence=draw(st.dictionaries(st.text(max_size=4), st.integers(), max_size=2)),
+    )
+
+
+def attempt_names():
+    """run_id, repeat and attempt, as an event carries them."""
+    return st.fixed_dictionaries(
+        {
+            "run_id": st.sampled_from(RUN_IDS),
+            "repeat": st.integers(0, 1),
+            "attempt": st.integers(0, 2),
+        }
+    )
+
+
+def attempt_events():
+    """What is said about attempts: an ok is a `result`, any other end is `failed`."""
+    names, allocation = attempt_names(), st.sampled_from(ALLOCATIONS)
+
+    def said(event, **values):
+        more = st.fixed_dictionaries({"event": st.just(event), **values})
+        return st.builds(lambda name, rest: {**name, **rest}, names, more)
+
+    return st.one_of(
+        said(
+            "claimed",
+            allocation=allocation,
+            spec=st.just({"nodes": 1, "gpus_per_node": 2}),
+            predicted=st.fixed_dictionaries({"step_time_s": st.floats(0, 9)}),
+        ),
+        said("started", allocation=allocation, scratch=st.sampled_from(("/a", "/b"))),
+        said("phase", name=st.sampled_from(("init", "warmup", "measure"))),
+        said(
+            "result",
+            source=st.just("agent"),
+            result=results(statuses=(Status.OK,)).map(to_dict),
+        ),
+        said(
+            "failed",
+            source=st.sampled_from(("agent", "slurm", "launcher")),
+            result=results(statuses=FAILURES).map(to_dict),
+        ),
+    )
+
+
+def allocation_events():
+    """What is said about allocations."""
+    key = st.tuples(st.sampled_from(RUN_IDS), st.integers(0, 1), st.integers(0, 2)).map(list)
+    number = st.integers(1, 99)
+
+    def said(event, **values):
+        return st.fixed_dictionaries(
+            {"event": st.just(event), "allocation": st.sampled_from(ALLOCATIONS), **values}
+        )
+
+    return st.one_of(
+        said("allocation_planned", nodes=number, limit_s=st.floats(1, 1e4), tasks=st.lists(key)),
+        said("submitting", token=st.text(max_size=4)),
+        said("submitted", job=st.fixed_dictionaries({"pid": number})),
+        said("adopted", job=st.fixed_dictionaries({"pid": number})),
+        said("allocation_started", agent=st.fixed_dictionaries({"node": number, "pid": number})),
+        said("allocation_ended", reason=st.sampled_from(("all tasks done", "vanished"))),
+    )
+
+
+def control_events():
+    """What the user said."""
+    generation = st.integers(1, 6)
+    return st.one_of(
+        st.fixed_dictionaries(
+            {
+                "event": st.just("config"),
+                "generation": generation,
+                "config": st.fixed_dictionaries({"name": st.text(max_size=3)}),
+                "retry": st.lists(
+                    st.tuples(st.sampled_from(RUN_IDS), st.just(0), st.integers(0, 2)).map(list),
+                    max_size=2,
+                ),
+            }
+        ),
+        st.fixed_dictionaries(
+            {"event": st.just("pause"), "generation": generation, "on": st.booleans()}
+        ),
+        st.fixed_dictionaries({"event": st.just("cancel"), "generation": generation}),
+    )
+
+
+@st.composite
+def journals(draw, most_writers=3, most_events=8):
+    """A list of whole journal files: the events of each writer, numbered from 0."""
+    events = attempt_events() | attempt_events() | allocation_events() | control_events()
+    files = []
+    for n in range(draw(st.integers(1, most_writers))):
+        said = draw(st.lists(events, max_size=most_events))
+        clock = draw(st.floats(0, 2e9))
+        head = {"v": 1, "writer": f"agent-host-{n}"}
+        files.append([{**head, "seq": i, "time": clock + i, **e} for i, e in enumerate(said)])
+    return files

@@ -1,0 +1,355 @@
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ultrabench.analysis.collect import collect, read_parquet, write_parquet
+from ultrabench.analysis.schema import SCHEMA, VERSION_KEY
+from ultrabench.errors import SweepFolderError
+from ultrabench.folder import SweepFolder
+from ultrabench.hardware import Hardware
+from ultrabench.journal import JournalWriter
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import Layout
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.run import RunSpec, Workload
+from ultrabench.shape import ModelShape
+
+TINY = ModelShape(
+    name="tiny", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+    intermediate_size=128, vocab_size=256, tie_word_embeddings=False,
+)  # fmt: skip
+GPUS = Hardware(name="h100x8", gpu="H100-SXM", gpus_per_node=8, node_link_bytes_per_s=5e10)
+LAPTOP = Hardware(
+    name="laptop",
+    gpu="cpu",
+    gpus_per_node=2,
+    node_link_bytes_per_s=1e9,
+    precision="fp32",
+    simulated=True,
+)
+LAYOUTS = tuple(
+    Layout(dp=8, zero_stage=z, mbs=m, gas=16 // m) for z in (0, 1) for m in (1, 2, 4, 8)
+)
+OK = RunResult(
+    status=Status.OK,
+    step_times_s=(0.3, 0.1, 0.2),
+    hardware_flops_per_step=4e12,
+    duration_s=90.0,
+    hostnames=("n0",),
+    started_at=0.0,
+)
+
+
+def spec_of(layout, kernel=None, nodes=1, gpus_per_node=8):
+    return RunSpec(
+        shape=TINY,
+        workload=Workload(seq_len=128, gbs=layout.gbs),
+        layout=layout,
+        kernel=kernel or KernelChoice(name="embedded", precision="bf16"),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+    )
+
+
+def candidate(spec, decision="run", rule=None, reason=None):
+    layout = to_dict(spec.layout)
+    return {
+        **layout,
+        "run_id": spec.run_id,
+        "model": spec.shape.name,
+        "nodes": spec.nodes,
+        "gpus_per_node": spec.gpus_per_node,
+        "gpus": spec.layout.world_size,
+        "gbs": spec.workload.gbs,
+        "seq_len": spec.workload.seq_len,
+        "decision": decision,
+        "rule": rule,
+        "reason": reason,
+        "predicted_step_time_s": 0.5,
+        "predicted_peak_mem_bytes": 1000,
+        "p_oom": 0.25,
+    }
+
+
+def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16"):
+    folder = SweepFolder(path)
+    folder.create()
+    head = {
+        "sweep": path.name,
+        "cluster": "local",
+        "hardware": to_dict(hardware),
+        "kernel": to_dict(KernelChoice(name="embedded", precision=precision)),
+        "kernel_digest": "digest",
+        "models": [to_dict(TINY)],
+        "workload": {"seq_len": 128, "gbs": 128, "seed": 0},
+        "peak": peak or {"core_flops_per_s": None, "cores": None},
+        "provenance": {"git_commit": "abc"},
+    }
+    folder.write_head(head)
+    pq.write_table(
+        pa.Table.from_pylist([{"order": i} | c for i, c in enumerate(candidates)]), folder.plan
+    )
+    return folder
+
+
+def claim(writer, spec, repeat=0, attempt=0, result=None, allocation="a0"):
+    key = {"run_id": spec.run_id, "repeat": repeat, "attempt": attempt}
+    predicted = {"step_time_s": 0.4, "peak_mem_bytes": 2000, "p_oom": 0.1}
+    writer.write("claimed", allocation=allocation, spec=to_dict(spec), predicted=predicted, **key)
+    if result is not None:
+        writer.write("result", source="agent", result=to_dict(result), **key)
+
+
+def rows_of(*folders, warn=lambda message: pytest.fail(message)):
+    return collect(folders, warn).to_pylist()
+
+
+@pytest.fixture
+def specs():
+    return [spec_of(layout) for layout in LAYOUTS]
+
+
+def test_speed_and_mfu_by_hand(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
+    writer = JournalWriter(folder.journal, "agent")
+    job = {"job_id": 4711, "host": "login"}
+    writer.write("submitted", allocation="a0", job=job)
+    claim(writer, specs[0], result=OK)
+    (row,) = rows_of(folder)
+    # 16,384 tokens in 0.2 s on 8 GPUs. A layer multiplies by 4*64*64 + 3*64*128 = 40,960
+    # parameters; two of them and a head of 256*64 have N = 98,304.
+    flops = 6 * 98_304 + 12 * 2 * 64 * 128
+    assert row["step_time_s"] == 0.2
+    assert row["tokens_per_s"] == pytest.approx(81_920)
+    assert row["tokens_per_s_per_gpu"] == pytest.approx(10_240)
+    assert row["model_flops_per_s_per_gpu"] == pytest.approx(flops * 10_240)
+    assert row["mfu"] == pytest.approx(flops * 10_240 / 989e12)
+    assert row["hfu"] == pytest.approx(4e12 / 0.2 / 8 / 989e12)
+    assert (row["flops_formula"], row["peak_flops_per_s"]) == ("matmul-v1", 989e12)
+    assert row["gpu_hours"] == pytest.approx(90 * 8 / 3600)
+    assert (row["num_steps_measured"], row["step_time_ci95_rel"]) == (3, None)
+    assert row["step_times_s"] == [0.3, 0.1, 0.2]
+    assert row["num_params"] == TINY.num_params
+    assert (row["job_id"], row["git_commit"], row["kernel_digest"]) == ("4711", "abc", "digest")
+    assert (row["predicted_step_time_s"], row["predicted_peak_mem_bytes"]) == (0.4, 2000)
+    assert row["started_at"].isoformat() == "1970-01-01T00:00:00+00:00"
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, measured):
+    spec = spec_of(Layout(dp=4, gas=4), KernelChoice(name="embedded"), nodes=2, gpus_per_node=2)
+    peak = {"core_flops_per_s": 1e9 if measured else None, "cores": 2}
+    folder = make_sweep(tmp_path / "s", [candidate(spec)], LAPTOP, peak, precision="fp32")
+    claim(
+        JournalWriter(folder.journal, "agent"),
+        spec,
+        result=replace(OK, hardware_flops_per_step=None),
+    )
+    (row,) = rows_of(folder)
+    assert row["tokens_per_s"] is not None
+    assert row["hfu"] is None
+    if measured:
+        assert (row["peak_flops_per_s"], row["peak_source"]) == (1e9 * 2 / 4, "measured")
+        assert row["mfu"] == pytest.approx(row["model_flops_per_s_per_gpu"] / 5e8)
+    else:
+        assert row["mfu"] is row["peak_flops_per_s"] is row["peak_source"] is None
+
+
+def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path, specs):
+    plan = [
+        candidate(specs[0]),
+        candidate(specs[1], "rejected", "tp_heads", "tp=3 does not divide heads=32"),
+        candidate(specs[2], "skipped", None, "predicted 112 GiB of 80"),
+    ]
+    rows = rows_of(make_sweep(tmp_path / "s", plan))
+    assert [row["status"] for row in rows] == [None, "rejected", "skipped"]
+    assert [row["rule"] for row in rows] == [None, "tp_heads", None]
+    assert rows[2]["reason"] == "predicted 112 GiB of 80"
+    for row in rows:
+        assert row["is_final"]
+        for name in ("repeat", "attempt", "mfu", "step_times_s", "gpu_hours", "hostnames", "env_id",
+                     "num_steps_measured", "peak_mem_reserved_bytes", "throttled"):  # fmt: skip
+            assert row[name] is None, name
+        assert row["predicted_step_time_s"] == 0.5
+        assert row["mbs"] is not None
+        assert row["num_params"] is not None
+
+
+def test_only_ok_attempts_have_speeds(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
+    writer = JournalWriter(folder.journal, "agent")
+    claim(writer, specs[0], result=replace(OK, status=Status.INVALID, reason="loss is NaN"))
+    claim(writer, specs[1], result=RunResult(status=Status.OOM))
+    claim(writer, specs[2])
+    rows = rows_of(folder)
+    assert [row["status"] for row in rows[:3]] == ["invalid", "oom", None]
+    assert rows[0]["gpu_hours"] is not None
+    for row in rows[:3]:
+        assert row["attempt"] == 0
+        assert (
+            row["step_time_s"] is row["mfu"] is row["step_times_s"] is row["flops_formula"] is None
+        )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, specs, seed):
+    choose = random.Random(seed)
+    planned = specs[:6]
+    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in planned])
+    writers = [JournalWriter(folder.journal, "agent") for _ in range(3)]
+    attempts = Counter()
+    for spec in specs:
+        for repeat in range(choose.randrange(3)):
+            for attempt in range(choose.randint(1, 3)):
+                result = choose.choice([None, OK, RunResult(status=Status.HANG, reason="silent")])
+                claim(choose.choice(writers), spec, repeat, attempt, result)
+                attempts[spec.run_id] += 1
+    rows = rows_of(folder)
+    assert rows == rows_of(folder)
+    by_run = Counter(row["run_id"] for row in rows)
+    for spec in planned:
+        assert by_run[spec.run_id] == max(1, attempts[spec.run_id])
+    assert sum(by_run.values()) == sum(max(1, attempts[s.run_id]) for s in planned) + sum(
+        attempts[s.run_id] for s in specs[6:]
+    )
+    finals = Counter((row["run_id"], row["repeat"]) for row in rows if row["is_final"])
+    assert set(finals) == {(row["run_id"], row["repeat"]) for row in rows}
+    assert set(finals.values()) == {1}
+    for row in rows:
+        if row["status"] == "ok" and not row["is_final"]:
+            others = [
+                r for r in rows if (r["run_id"], r["repeat"]) == (row["run_id"], row["repeat"])
+            ]
+            assert any(r["is_final"] and r["status"] == "ok" for r in others)
+
+
+def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
+    other = replace(specs[1], shape=replace(TINY, name="other", num_hidden_layers=3))
+    claim(JournalWriter(folder.journal, "agent"), other, result=OK)
+    row = rows_of(folder)[1]
+    assert (row["run_id"], row["model"], row["num_hidden_layers"]) == (other.run_id, "other", 3)
+    assert (row["dp"], row["mbs"], row["precision"], row["gpus"]) == (8, 2, "bf16", 8)
+    assert row["mfu"] is not None
+
+
+def test_models_that_a_later_launch_added_are_known(tmp_path):
+    added = replace(spec_of(LAYOUTS[0]), shape=replace(TINY, name="added", vocab_size=512))
+    folder = make_sweep(tmp_path / "s", [candidate(added)])
+    assert rows_of(folder)[0]["num_params"] is None
+    writer = JournalWriter(folder.journal, "launcher")
+    writer.write("config", generation=1, config={"models": [to_dict(added.shape)]})
+    assert rows_of(folder)[0]["num_params"] == added.shape.num_params
+
+
+def test_a_corrupt_line_is_told_and_nothing_else_is_lost(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs[:2]])
+    writer = JournalWriter(folder.journal, "agent")
+    claim(writer, specs[0], result=OK)
+    with writer.path.open("a") as file:
+        file.write('{"v":1,"wri\n')
+    claim(writer, specs[1], result=OK)
+    with writer.path.open("a") as file:
+        file.write('{"v":1,"torn at the e')
+    told = []
+    rows = rows_of(folder, warn=told.append)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert len(told) == 1
+    assert "corrupt" in told[0]
+
+
+def test_a_lost_claim_loses_no_result(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
+    writer = JournalWriter(folder.journal, "agent")
+    for run_id in (specs[0].run_id, "f" * 16):
+        writer.write("result", run_id=run_id, repeat=0, attempt=0, result=to_dict(OK))
+    told = []
+    known, unknown = rows_of(folder, warn=told.append)
+    assert known["mfu"] is not None
+    assert (unknown["status"], unknown["model"], unknown["mfu"]) == ("ok", None, None)
+    assert len(told) == 1
+
+
+def test_several_sweeps_follow_each_other(tmp_path, specs):
+    one = make_sweep(tmp_path / "one", [candidate(spec) for spec in specs])
+    two = make_sweep(tmp_path / "two", [candidate(specs[0])])
+    rows = rows_of(two, one)
+    assert [row["sweep"] for row in rows] == ["two"] + ["one"] * len(specs)
+    assert [row["run_id"] for row in rows[1:]] == [spec.run_id for spec in specs]
+
+
+def test_parquet_and_back(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
+    claim(JournalWriter(folder.journal, "agent"), specs[3], result=OK)
+    table = collect([folder], pytest.fail)
+    path = tmp_path / "runs.parquet"
+    write_parquet(table, path)
+    again = read_parquet(path)
+    assert again.equals(table)
+    assert again.schema.equals(SCHEMA, check_metadata=True)
+    assert pq.read_schema(path).field("mfu").metadata[b"description"]
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_file_that_went_through_pandas_is_still_ours(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
+    table = collect([folder], pytest.fail)
+    frame = table.to_pandas().drop(columns=["hfu"])
+    frame["mine"] = 1.5
+    frame.to_parquet(tmp_path / "p.parquet")
+    again = read_parquet(tmp_path / "p.parquet")
+    assert again.select(SCHEMA.names).equals(table)
+    assert again["mine"].to_pylist() == [1.5] * len(specs)
+
+
+def test_files_that_cannot_be_used_are_refused_in_one_line(tmp_path):
+    table = pa.Table.from_pylist([{"schema_version": 2}], schema=SCHEMA)
+    newer = tmp_path / "newer.parquet"
+    pq.write_table(table.replace_schema_metadata({VERSION_KEY: b"2"}), newer)
+    foreign = tmp_path / "foreign.parquet"
+    pq.write_table(pa.table({"x": [1]}), foreign)
+    garbage = tmp_path / "garbage.parquet"
+    garbage.write_text("no parquet")
+    wrong = tmp_path / "wrong.parquet"
+    pq.write_table(pa.table({"schema_version": [1], "mfu": ["much"]}), wrong)
+    for path, word in (
+        (newer, "schema 2"), (foreign, "no table of results"), (garbage, "cannot read"),
+        (tmp_path / "none.parquet", "cannot read"), (wrong, "column mfu"),
+    ):  # fmt: skip
+        with pytest.raises(SweepFolderError, match=word) as told:
+            read_parquet(path)
+        assert "\n" not in str(told.value)
+
+
+def test_folders_that_cannot_be_used_are_refused(tmp_path, specs):
+    with pytest.raises(SweepFolderError, match=r"no sweep\.json"):
+        collect([SweepFolder(tmp_path)], pytest.fail)
+    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
+    with pytest.raises(SweepFolderError, match="cannot write"):
+        write_parquet(collect([folder], pytest.fail), tmp_path / "missing" / "runs.parquet")
+    folder.plan.write_text("no parquet")
+    with pytest.raises(SweepFolderError, match="cannot read"):
+        collect([folder], pytest.fail)
+    folder.plan.unlink()
+    told = []
+    assert collect([folder], told.append).num_rows == 0
+    assert len(told) == 1
+    folder.head.write_text('{"schema_version": 1, "models": []}')
+    with pytest.raises(SweepFolderError, match="hardware"):
+        collect([folder], pytest.fail)
+
+
+def test_collect_imports_neither_torch_nor_figures():
+    code = (
+        "import sys, ultrabench.analysis.collect, ultrabench.analysis.ranking;"
+        "print(sorted({'torch', 'matplotlib', 'pandas', 'seaborn', 'hydra'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,184 @@
+import json
+
+import pyarrow as pa
+import pytest
+
+from ultrabench.analysis.captions import notes
+from ultrabench.analysis.cells import compare
+from ultrabench.analysis.ranking import rank
+from ultrabench.analysis.schema import SCHEMA
+from ultrabench.errors import ConfigError
+
+WORDS = (
+    "model", "nodes", "run_id", "status", "reason", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas",
+    "mfu", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "num_runs", "as_good_as_best",
+)  # fmt: skip
+
+
+def row(run_id, speed=None, **values):
+    defaults = {
+        "run_id": run_id,
+        "is_final": True,
+        "status": None if speed is None else "ok",
+        "model": "1B",
+        "num_params": 10,
+        "hidden_size": 8,
+        "nodes": 1,
+        "hardware": "h100x8",
+        "kernel": "embedded",
+        "dp": 8,
+        "repeat": 0,
+        "tokens_per_s_per_gpu": speed,
+        "mfu": None if speed is None else speed / 1000,
+    }
+    return defaults | values
+
+
+def cells_of(*rows, **options):
+    return rank(pa.Table.from_pylist(list(rows), schema=SCHEMA), **options)
+
+
+def test_json_holds_the_promised_words():
+    (cell,) = cells_of(row("a", 5.0))
+    value = json.loads(json.dumps(cell.to_json()))
+    assert set(WORDS) <= set(value)
+    assert (value["run_id"], value["dp"], value["status"], value["as_good_as_best"]) == (
+        "a",
+        8,
+        "ok",
+        [],
+    )
+
+
+def test_best_is_fastest_per_gpu_whatever_its_mfu_says():
+    (cell,) = cells_of(row("a", 5.0, mfu=0.9), row("b", 6.0, mfu=0.1), row("c", status="oom"))
+    assert (cell.run_id, cell.num_runs) == ("b", 3)
+    (cell,) = cells_of(row("a", 5.0, mfu=0.9), row("b", 6.0, mfu=0.1), rank_by="mfu")
+    assert cell.run_id == "a"
+
+
+@pytest.mark.parametrize(
+    ("other", "count"),
+    [
+        ({"nodes": 2}, 2),
+        ({"hardware": "a100x8"}, 2),
+        ({"kernel": "megatron"}, 2),
+        ({"num_params": 9}, 2),
+        ({"num_key_value_heads": 8}, 2),
+        ({"gbs": 512}, 2),
+        ({"dp": 4}, 1),
+    ],
+)
+def test_what_makes_another_cell(other, count):
+    assert len(cells_of(row("a", 5.0), row("b", 6.0, **other))) == count
+
+
+def test_as_good_as_best_follows_the_intervals():
+    rows = [
+        row("best", 100.0, step_time_ci95_rel=0.02),
+        row("close", 97.0, step_time_ci95_rel=0.02),
+        row("off", 95.0, step_time_ci95_rel=0.02),
+        row("unsure", 60.0, step_time_ci95_rel=0.8),
+    ]
+    (cell,) = cells_of(*rows)
+    assert cell.run_id == "best"
+    assert cell.as_good_as_best == ("close", "unsure")
+
+
+def test_a_repeated_run_counts_with_its_median():
+    lucky = [row("lucky", speed, repeat=i) for i, speed in enumerate((120.0, 80.0, 81.0))]
+    (cell,) = cells_of(*lucky, row("steady", 90.0))
+    assert cell.run_id == "steady"
+    assert cell.as_good_as_best == ("lucky",)
+    assert cell.num_runs == 2
+
+
+def test_suspects_and_losers_of_the_race_never_win():
+    rows = [
+        row("a", 5.0),
+        row("b", 6.0, suspect="throttled"),
+        row("c", 7.0, stopped="slower_than_best"),
+    ]
+    assert cells_of(*rows)[0].run_id == "a"
+    assert cells_of(*rows, include_suspects=True)[0].run_id == "b"
+    assert cells_of(row("a", 9.0, is_final=False), row("b", 1.0))[0].run_id == "b"
+
+
+def test_rank_by_a_column_where_less_is_better():
+    rows = [row("a", 5.0, peak_mem_reserved_bytes=10), row("b", 6.0, peak_mem_reserved_bytes=20)]
+    assert cells_of(*rows, rank_by="peak_mem_reserved_bytes")[0].run_id == "a"
+
+
+@pytest.mark.parametrize(
+    ("given", "near"), [("tokens_per_s_per_gpus", "tokens_per_s_per_gpu"), ("model", "")]
+)
+def test_rank_by_what_is_no_numeric_column(given, near):
+    with pytest.raises(ConfigError, match=f"did you mean {near}" if near else "unknown column"):
+        cells_of(row("a", 1.0), rank_by=given)
+
+
+def many(number, status, reason=None, **values):
+    return [row(f"{status}{i}", status=status, reason=reason, **values) for i in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "reason"),
+    [
+        (many(12, "oom", "tried 2 GiB"), "oom", "all 12 oom"),
+        (many(1, "oom"), "oom", "1 oom"),
+        (many(3, "crash", "rank 5: boom"), "crash", "all 3 crash: rank 5: boom"),
+        (many(9, "oom") + many(3, "crash", "boom"), "oom", "9 oom; 3 crash: boom"),
+        (many(4, None), None, "pending 4"),
+        (many(2, "hang", "silent") + many(4, None), None, "2 hang: silent; pending 4"),
+        (many(4, None) + many(5, "skipped", "dominated"), None, "pending 4; 5 skipped: dominated"),
+        (many(5, "skipped", "112 GiB") + many(9, "rejected", "x"), "skipped", "all 5 skipped: 112 GiB"),
+        (
+            [*many(2, "rejected", "tp=3 odd", rule="tp_heads"), row("z", status="rejected", rule="zero")],
+            "rejected",
+            "no valid layout: tp=3 odd (tp_heads, 2 of 3)",
+        ),
+        ([row("a", 1.0, suspect="throttled")], "ok", "1 ok but suspect: throttled"),
+    ],
+)  # fmt: skip
+def test_a_cell_without_a_winner_says_why(rows, status, reason):
+    (cell,) = cells_of(*rows)
+    assert cell.run_id is None
+    assert cell.dp is cell.mfu is cell.tokens_per_s_per_gpu is None
+    assert (cell.status, cell.reason) == (status, reason)
+
+
+def test_order_is_by_parameters_then_nodes_whatever_the_order_of_rows():
+    rows = [
+        row(f"{model}{nodes}", 1.0, model=model, nodes=nodes, num_params=size)
+        for model, size in (("big", 80), ("a-small", 1), ("unknown", None))
+        for nodes in (16, 2)
+    ]
+    order = [(c.model, c.nodes) for c in cells_of(*rows)]
+    assert order[2:] == [("a-small", 2), ("a-small", 16), ("big", 2), ("big", 16)]
+    assert order == [(c.model, c.nodes) for c in cells_of(*reversed(rows))]
+
+
+def test_compare_takes_the_same_work_and_prefers_the_same_machine():
+    ours = cells_of(
+        row("a", 10.0),
+        row("b", 10.0, nodes=2),
+        row("c", 10.0, nodes=4),
+        row("d", status="oom", nodes=8),
+    )
+    theirs = cells_of(
+        row("a", 5.0), row("a", 50.0, hardware="h200x8"), row("b", 8.0, nodes=2, kernel="megatron"),
+        row("d", 8.0, nodes=8), row("c", 5.0, nodes=4, gbs=77),
+    )  # fmt: skip
+    assert [c.compare_ratio for c in compare(ours, theirs)] == [2.0, 1.25, None, None]
+
+
+def test_notes_count_runs_once_and_name_versions():
+    rows = [
+        row("a", 1.0, torch_version="2.13.0"),
+        row("a", 2.0, repeat=1),
+        *many(3, "oom"),
+        *many(2, None),
+    ]
+    told = notes(pa.Table.from_pylist(rows, schema=SCHEMA))
+    assert told.startswith("Layouts: 1 ok, 3 oom, 2 pending.")
+    assert "torch 2.13.0" in told

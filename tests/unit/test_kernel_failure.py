@@ -1,0 +1,33 @@
+"""Failures are told apart by type and text, through the exceptions that wrap them."""
+
+import pytest
+import torch
+
+from ultrabench.kernel.failure import NonFiniteLossError, kind_of, one_line
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), "comm"),
+        (torch.distributed.DistBackendError("NCCL error in: x.cpp"), "comm"),
+        (NonFiniteLossError("loss is nan at step 3"), "non_finite"),
+        (ValueError("what"), "exception"),
+    ],
+)
+def test_kind(error: Exception, kind: str) -> None:
+    """Directly, and as the cause of what a pipeline stage raises."""
+    assert kind_of(error) == kind
+    wrapped = RuntimeError("failed to run forward")
+    wrapped.__cause__ = error
+    assert kind_of(wrapped) == kind
+    assert one_line(wrapped) == one_line(error)
+
+
+def test_one_line() -> None:
+    """Type and first line."""
+    assert one_line(ValueError("a\nb")) == "ValueError: a"
+    assert one_line(MemoryError()) == "MemoryError"

@@ -1,0 +1,65 @@
+"""The plain model: its size, its norm, and stages that add up to it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ultrabench.kernel.check_spec import TINY
+from ultrabench.kernel.mesh import take
+from ultrabench.kernel.model import Decoder, RmsNorm
+from ultrabench.stages import split_stages
+
+TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("shape", [TINY, TIED])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_stages_hold_the_parameters_of_the_model(shape, pp) -> None:  # type: ignore[no-untyped-def]
+    """Under the same names, as many as the shape says."""
+    with torch.device("meta"):
+        whole = Decoder(shape, split_stages(shape, 1)[0], 64)
+        stages = [Decoder(shape, stage, 64) for stage in split_stages(shape, pp)]
+    assert sum(p.numel() for p in whole.parameters()) == shape.num_params
+    for model, stage in zip(stages, split_stages(shape, pp), strict=True):
+        assert sum(p.numel() for p in model.parameters()) == stage.num_params(shape)
+    names = {name for model in stages for name, _ in model.named_parameters()}
+    tied_copy = {"head.weight"} if shape.tie_word_embeddings and pp > 1 else set()
+    assert names - tied_copy == {name for name, _ in whole.named_parameters()}
+
+
+def test_initial_values_depend_on_seed_and_name() -> None:
+    """Not on the stage, and not on the default dtype."""
+    cpu = torch.device("cpu")
+    whole = Decoder(TINY, split_stages(TINY, 1)[0], 64)
+    last = Decoder(TINY, split_stages(TINY, 2)[1], 64)
+    size = torch.Size((8, 8))
+    value = whole.initial_value("head.weight", size, 0, cpu)
+    assert torch.equal(last.initial_value("head.weight", size, 0, cpu), value)
+    assert not torch.equal(whole.initial_value("head.weight", size, 1, cpu), value)
+    assert not torch.equal(whole.initial_value("embedding.weight", size, 0, cpu), value)
+    tied = Decoder(TIED, split_stages(TIED, 2)[1], 64)
+    embedding = whole.initial_value("embedding.weight", size, 0, cpu)
+    assert torch.equal(tied.initial_value("head.weight", size, 0, cpu), embedding)
+
+
+def test_rms_norm_equals_torch() -> None:
+    """Values and both gradients, in fp64."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    norm = RmsNorm(8, 1e-5).double()
+    torch.nn.init.normal_(norm.weight)
+    grad = torch.randn(2, 3, 8, dtype=torch.float64)
+    ours = torch.autograd.grad(norm(x), (x, norm.weight), grad)
+    theirs = torch.autograd.grad(
+        torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-5), (x, norm.weight), grad
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_take_follows_the_cuts() -> None:
+    """Each cut is made in what the one before left."""
+    full = torch.arange(24).reshape(6, 4)
+    assert torch.equal(take(full, ((0, 2, 4), (0, 1, 2), (1, 0, 3))), full[3:5, :3])
+    assert take(full, ((0, 6, 0),)).numel() == 0

@@ -1,0 +1,114 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import layouts, powers
+from ultrabench.errors import ConfigError
+from ultrabench.layout import Coordinates, Layout, default_schedule
+
+
+@given(layouts(most=5))
+def test_ranks_and_coordinates_are_a_bijection(layout):
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert len(set(places)) == layout.world_size
+    assert [layout.rank(at) for at in places] == list(range(layout.world_size))
+    for at in places:
+        assert 0 <= at.pp < layout.pp
+        assert 0 <= at.dp < layout.dp
+        assert 0 <= at.cp < layout.cp
+        assert 0 <= at.tp < layout.tp
+
+
+@given(layout=layouts(most=4), gpus_per_node=powers(8), tp=powers(8))
+def test_a_tp_group_stays_on_a_node_when_it_fits(layout, gpus_per_node, tp):
+    if tp > gpus_per_node:
+        tp = gpus_per_node
+    layout = Layout(dp=layout.dp, tp=tp, pp=layout.pp, cp=layout.cp, pp_schedule=layout.pp_schedule)
+    nodes_of = {}
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        nodes_of.setdefault((at.pp, at.dp, at.cp), set()).add(rank // gpus_per_node)
+    assert all(len(nodes) == 1 for nodes in nodes_of.values())
+
+
+def test_tp_is_innermost_and_pp_outermost():
+    layout = Layout(dp=2, tp=2, pp=2, gas=2, pp_schedule="1f1b")
+    assert layout.coordinates(1) == Coordinates(pp=0, dp=0, cp=0, tp=1)
+    assert layout.coordinates(2) == Coordinates(pp=0, dp=1, cp=0, tp=0)
+    assert layout.coordinates(4) == Coordinates(pp=1, dp=0, cp=0, tp=0)
+
+
+def test_cp_stands_between_tp_and_dp():
+    layout = Layout(dp=2, tp=2, cp=2)
+    assert layout.coordinates(2) == Coordinates(pp=0, dp=0, cp=1, tp=0)
+    assert layout.coordinates(4) == Coordinates(pp=0, dp=1, cp=0, tp=0)
+
+
+@pytest.mark.parametrize("rank", [-1, 4, 100])
+def test_a_rank_outside_has_no_coordinates(rank):
+    with pytest.raises(ConfigError, match=rf"rank={rank}; must be in 0\.\.3"):
+        Layout(dp=4).coordinates(rank)
+
+
+def test_derived_numbers():
+    layout = Layout(dp=4, tp=2, pp=2, cp=3, mbs=2, gas=5, pp_schedule="1f1b")
+    assert layout.world_size == 48
+    assert layout.gbs == 40
+
+
+@pytest.mark.parametrize(
+    ("pp", "gas", "schedule"),
+    [
+        (1, 1, "none"),
+        (1, 8, "none"),
+        (2, 1, "afab"),
+        (2, 2, "1f1b"),
+        (4, 3, "afab"),
+        (4, 4, "1f1b"),
+    ],
+)
+def test_default_schedule(pp, gas, schedule):
+    assert default_schedule(pp, gas) == schedule
+
+
+@given(pp=st.integers(1, 64), gas=st.integers(1, 64))
+def test_a_default_schedule_is_always_allowed(pp, gas):
+    Layout(dp=1, pp=pp, gas=gas, pp_schedule=default_schedule(pp, gas))
+
+
+@pytest.mark.parametrize("word", ["dp", "tp", "pp", "cp", "mbs", "gas", "virtual_stages"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_degrees_are_at_least_one(word, value):
+    with pytest.raises(ConfigError, match=rf"^{word}={value}; must be >= 1$"):
+        Layout(**{"dp": 1, word: value})
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ({"zero_stage": 4}, "zero_stage=4; must be 0, 1, 2 or 3"),
+        ({"zero_stage": -1}, "zero_stage=-1; must be 0, 1, 2 or 3"),
+        ({"pp_schedule": "gpipe"}, "pp_schedule='gpipe'; must be one of none, 1f1b, afab"),
+        ({"pp": 2}, "pp_schedule='none' with pp=2; none goes with pp=1 only"),
+        ({"pp_schedule": "1f1b"}, "pp_schedule='1f1b' with pp=1; none goes with pp=1 only"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(words, line):
+    with pytest.raises(ConfigError) as raised:
+        Layout(**{"dp": 1, **words})
+    assert str(raised.value) == line
+
+
+@pytest.mark.parametrize(
+    ("layout", "label"),
+    [
+        (Layout(dp=4, mbs=2, gas=8), "dp4 tp1 pp1 z0 mbs2 gas8"),
+        (
+            Layout(dp=1, tp=2, pp=4, cp=2, zero_stage=1, gas=3, pp_schedule="afab"),
+            "dp1 tp2 pp4 cp2 z1 mbs1 gas3 afab",
+        ),
+        (Layout(dp=1, pp=2, gas=2, pp_schedule="1f1b"), "dp1 tp1 pp2 z0 mbs1 gas2"),
+    ],
+)
+def test_label(layout, label):
+    assert layout.label() == label

@@ -1,0 +1,217 @@
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import results, run_specs
+from ultrabench import run
+from ultrabench.errors import ConfigError
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import Layout
+from ultrabench.record import canonical_json, content_id, from_dict, to_dict
+from ultrabench.result import RunResult
+from ultrabench.run import RunSpec, Workload, env_id
+from ultrabench.shape import ModelShape
+
+SPEC = RunSpec(
+    shape=ModelShape(
+        name="small", hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=96, vocab_size=128, tie_word_embeddings=True,
+    ),
+    workload=Workload(seq_len=128, gbs=8),
+    layout=Layout(dp=2, tp=2, mbs=2, gas=2),
+    kernel=KernelChoice(name="embedded"),
+    nodes=2,
+    gpus_per_node=2,
+)  # fmt: skip
+FACTS = {
+    "gpu_name": "NVIDIA H100 80GB HBM3",
+    "torch_version": "2.13.0",
+    "cuda_version": "13.0",
+    "nccl_version": "2.27",
+    "driver_version": "580",
+    "variables": {"NCCL_ALGO": "Ring"},
+}
+
+
+def shuffled(value, random):
+    """The same JSON value with the keys of every object in another order."""
+    if isinstance(value, dict):
+        keys = list(value)
+        random.shuffle(keys)
+        return {k: shuffled(value[k], random) for k in keys}
+    return [shuffled(v, random) for v in value] if isinstance(value, list) else value
+
+
+@given(run_specs())
+def test_a_spec_survives_json(spec):
+    back = from_dict(RunSpec, json.loads(json.dumps(to_dict(spec))))
+    assert back == spec
+    assert back.run_id == spec.run_id
+
+
+@given(results())
+def test_a_result_survives_json(result):
+    assert from_dict(RunResult, json.loads(canonical_json(to_dict(result)))) == result
+
+
+@given(spec=run_specs(), random=st.randoms(use_true_random=False))
+def test_run_id_does_not_depend_on_the_order_of_keys(spec, random):
+    assert from_dict(RunSpec, shuffled(to_dict(spec), random)).run_id == spec.run_id
+
+
+def test_run_id_is_the_same_in_every_process():
+    code = (
+        "import json, sys\n"
+        "from ultrabench.record import from_dict\n"
+        "from ultrabench.run import RunSpec\n"
+        "print(from_dict(RunSpec, json.load(sys.stdin)).run_id)"
+    )
+    ids = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            input=json.dumps(to_dict(SPEC)),
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert ids == {SPEC.run_id}
+
+
+def test_run_id_is_sixteen_hex_digits_of_the_identity():
+    assert SPEC.run_id == content_id(SPEC.identity())
+    assert len(SPEC.run_id) == 16
+    assert int(SPEC.run_id, 16) >= 0
+
+
+def test_names_are_not_identity():
+    renamed = replace(SPEC, shape=replace(SPEC.shape, name="another"))
+    assert renamed.run_id == SPEC.run_id
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(SPEC, shape=replace(SPEC.shape, rope_theta=5e5)),
+        replace(SPEC, shape=replace(SPEC.shape, num_key_value_heads=4)),
+        replace(SPEC, shape=replace(SPEC.shape, tie_word_embeddings=False)),
+        replace(SPEC, workload=replace(SPEC.workload, seed=1)),
+        replace(SPEC, workload=replace(SPEC.workload, seq_len=256)),
+        replace(SPEC, layout=replace(SPEC.layout, zero_stage=1)),
+        replace(SPEC, layout=replace(SPEC.layout, mbs=4, gas=1)),
+        replace(SPEC, kernel=KernelChoice(name="embedded", precision="bf16")),
+        replace(SPEC, kernel=KernelChoice(name="embedded", version=99)),
+        replace(SPEC, kernel=KernelChoice(name="mine", kind="command", command=("a",))),
+        replace(SPEC, nodes=1, gpus_per_node=4),
+    ],
+)
+def test_whatever_changes_the_measurement_changes_run_id(other):
+    assert other.run_id != SPEC.run_id
+
+
+def test_defaults_are_written_out_before_hashing():
+    values = to_dict(SPEC)
+    for group, name in (
+        ("layout", "virtual_stages"),
+        ("kernel", "attention"),
+        ("workload", "seed"),
+    ):
+        del values[group][name]
+    assert from_dict(RunSpec, values).run_id == SPEC.run_id
+
+
+def test_a_field_added_later_keeps_old_ids(monkeypatch):
+    old = SPEC.run_id
+    cp2 = replace(SPEC, layout=Layout(dp=1, tp=2, cp=2, mbs=2, gas=4))
+    with_cp = cp2.run_id
+    monkeypatch.setattr(run, "ADDED_LATER", {"layout.cp": 1})
+    assert "cp" not in SPEC.identity()["layout"]
+    assert SPEC.run_id != old  # as if `cp` had never been hashed
+    assert cp2.identity()["layout"]["cp"] == 2
+    assert cp2.run_id == with_cp
+
+
+def test_every_field_added_later_exists():
+    for dotted in run.ADDED_LATER:
+        group, _, name = dotted.partition(".")
+        assert name in to_dict(SPEC)[group]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gpu_name": "NVIDIA H200"},
+        {"torch_version": "2.12.0"},
+        {"cuda_version": None},
+        {"nccl_version": "2.28"},
+        {"driver_version": "581"},
+        {"variables": {"NCCL_ALGO": "Tree"}},
+        {"variables": {}},
+    ],
+)
+def test_env_id_changes_with_each_fact(change):
+    kernel = KernelChoice(name="embedded")
+    assert env_id({**FACTS, **change}, kernel, "d") != env_id(FACTS, kernel, "d")
+
+
+def test_env_id_holds_the_kernel_and_its_declared_variables():
+    kernel = KernelChoice(name="mine", kind="command", command=("a",), env={"X": "1"})
+    here = env_id(FACTS, kernel, "d")
+    assert here == env_id(dict(reversed(FACTS.items())), kernel, "d")
+    assert here != env_id(FACTS, kernel, "e")
+    assert here != env_id(FACTS, replace(kernel, env={"X": "2"}), "d")
+
+
+def test_env_id_ignores_what_is_no_fact_of_the_environment():
+    kernel = KernelChoice(name="embedded")
+    assert env_id({**FACTS, "hostname": "n1"}, kernel, "d") == env_id(FACTS, kernel, "d")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            lambda v: v["layout"].update(ddp=2),
+            "unknown field of RunSpec.layout 'ddp'; did you mean",
+        ),
+        (lambda v: v.update(shap={}), "unknown field of RunSpec 'shap'; did you mean shape?"),
+        (lambda v: v["workload"].pop("gbs"), "RunSpec.workload lacks gbs"),
+        (lambda v: v["layout"].update(dp="2"), "RunSpec.layout.dp='2' is not of type int"),
+        (lambda v: v["layout"].update(dp=True), "RunSpec.layout.dp=True is not of type int"),
+        (lambda v: v["layout"].update(dp=2.5), "RunSpec.layout.dp=2.5 is not of type int"),
+        (lambda v: v["kernel"].update(compile=1), "RunSpec.kernel.compile=1 is not of type bool"),
+        (lambda v: v.update(layout=[]), "RunSpec.layout=[] is not of type Layout"),
+    ],
+)
+def test_what_is_no_spec_is_refused_in_one_line(change, line):
+    values = to_dict(SPEC)
+    change(values)
+    with pytest.raises(ConfigError) as raised:
+        from_dict(RunSpec, values)
+    assert line in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"nodes": 4}, "has 4 ranks; 4 nodes of 2 have 8"),
+        ({"workload": Workload(seq_len=128, gbs=9)}, "dp*mbs*gas=8 sequences; gbs=9"),
+    ],
+)
+def test_a_spec_fits_its_nodes_and_batch(change, line):
+    with pytest.raises(ConfigError) as raised:
+        replace(SPEC, **change)
+    assert line in str(raised.value)
+
+
+def test_tokens_per_step():
+    assert SPEC.tokens_per_step == 8 * 128

@@ -1,0 +1,326 @@
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import journals
+from ultrabench.errors import SweepFolderError
+from ultrabench.journal import JournalReader, JournalWriter, read_journal
+from ultrabench.record import canonical_json
+from ultrabench.result import Status
+from ultrabench.state import AttemptKey, final_attempts, fold
+
+KEY = AttemptKey("aaaa", 0, 0)
+NAME = {"run_id": "aaaa", "repeat": 0, "attempt": 0}
+
+
+def event(kind, *, writer="w", seq=0, **values):
+    return {"v": 1, "writer": writer, "seq": seq, "time": 0.0, "event": kind, **values}
+
+
+def ended(status, source="agent", *, writer="w", seq=0, name=NAME, **more):
+    kind = "result" if status == "ok" else "failed"
+    return event(
+        kind, writer=writer, seq=seq, **name, source=source, result={"status": status, **more}
+    )
+
+
+def lines(events):
+    return b"".join(canonical_json(e).encode() + b"\n" for e in events)
+
+
+def read(files, warn=lambda message: None):
+    """The events of files given as bytes, read by a real JournalReader."""
+    with tempfile.TemporaryDirectory() as folder:
+        for n, data in enumerate(files):
+            (Path(folder) / f"{n}.jsonl").write_bytes(data)
+        return read_journal(Path(folder), warn)
+
+
+@given(files=journals(), random=st.randoms(use_true_random=False))
+def test_order_does_not_matter(files, random):
+    events = [e for file in files for e in file]
+    state = fold(events)
+    random.shuffle(events)
+    assert fold(events) == state
+
+
+@given(files=journals(), data=st.data())
+def test_saying_it_twice_does_not_matter(files, data):
+    events = [e for file in files for e in file]
+    again = data.draw(st.lists(st.sampled_from(events))) if events else []
+    assert fold([*again, *events, *again]) == fold(events)
+
+
+@given(files=journals(), random=st.randoms(use_true_random=False))
+def test_the_split_over_files_does_not_matter(files, random):
+    events = [e for file in files for e in file]
+    parts = [[], [], []]
+    for e in events:
+        random.choice(parts).append(e)
+    assert fold(read([lines(part) for part in parts])) == fold(events)
+
+
+@given(files=journals())
+def test_events_survive_their_files(files):
+    events = [e for file in files for e in file]
+    found = read([lines(file) for file in files])
+    assert sorted(map(canonical_json, found)) == sorted(map(canonical_json, events))
+
+
+@given(files=journals(), data=st.data())
+def test_losing_the_ends_of_files_never_invents_a_result(files, data):
+    events = [e for file in files for e in file]
+    said = {}
+    for e in events:
+        if "result" in e:
+            said.setdefault(AttemptKey(e["run_id"], e["repeat"], e["attempt"]), []).append(e)
+    cut_files = [lines(file) for file in files]
+    cut_files = [f[: data.draw(st.integers(0, len(f)))] for f in cut_files]
+    full, cut = fold(events), fold(read(cut_files))
+    assert set(cut.attempts) <= set(full.attempts)
+    for key, attempt in cut.attempts.items():
+        if attempt.result is None:
+            continue
+        assert attempt.result.status in [e["result"]["status"] for e in said[key]]
+        if attempt.result.status == Status.OK:
+            assert full.attempts[key].result.status == Status.OK
+
+
+@given(files=journals(most_writers=1), data=st.data())
+def test_a_torn_last_line_equals_the_journal_without_it(files, data):
+    *whole, last = files[0] or [event("cancel", generation=1)]
+    line = lines([last])
+    torn = line[: data.draw(st.integers(0, len(line) - 1))]
+    warnings = []
+    assert fold(read([lines(whole) + torn], warnings.append)) == fold(whole)
+    assert warnings == []
+
+
+def test_a_torn_last_line_is_read_once_it_is_whole(tmp_path):
+    line = lines([event("cancel", generation=1)])
+    path = tmp_path / "w.jsonl"
+    reader = JournalReader(tmp_path)
+    path.write_bytes(line[:20])
+    assert reader.poll() == []
+    path.write_bytes(line)
+    assert [e["event"] for e in reader.poll()] == ["cancel"]
+    assert len(reader.poll()) == 1
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [b"{", b"\x00\xff\xfe", b"null", b"7", b'"text"', b"[]", b"{}", b'{"v": "one"}', b'{"v": 1}'],
+)
+def test_a_corrupt_line_is_skipped_with_a_warning(corrupt):
+    before, after = event("cancel", seq=0, generation=1), ended("ok", seq=1)
+    warnings = []
+    found = read([lines([before]) + corrupt + b"\n" + lines([after])], warnings.append)
+    assert found == [before, after]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("0.jsonl: skipped a corrupt line")
+
+
+@given(files=journals(), data=st.data())
+def test_an_event_that_lacks_fields_says_nothing_but_breaks_nothing(files, data):
+    events = [e for file in files for e in file]
+    for e in events:
+        gone = data.draw(st.sets(st.sampled_from(sorted(e)), max_size=2))
+        for field in gone:
+            del e[field]
+    final_attempts(fold(read([lines(events)])))
+
+
+@given(files=journals(), data=st.data())
+def test_an_event_with_nonsense_in_its_fields_breaks_nothing(files, data):
+    events = [e for file in files for e in file]
+    junk = st.sampled_from([None, "x", -1, 0.5, [], [1], [[1]], {}, {"status": "fine"}, True])
+    for e in events:
+        for field in data.draw(st.sets(st.sampled_from(sorted(e)), max_size=1)):
+            if field != "v":
+                e[field] = data.draw(junk)
+    final_attempts(fold(read([lines(events)])))
+
+
+@pytest.mark.parametrize("lacking", ["run_id", "repeat", "attempt", "result"])
+def test_a_damaged_event_leaves_the_others_alone(lacking):
+    damaged = ended("ok", name={"run_id": "bbbb", "repeat": 0, "attempt": 0}, seq=1)
+    del damaged[lacking]
+    state = fold([damaged, ended("ok")])
+    assert set(state.attempts) == {KEY}
+    assert state.attempts[KEY].result.status == Status.OK
+
+
+def test_a_newer_schema_is_refused():
+    with pytest.raises(SweepFolderError, match=r"0\.jsonl has schema 2; .* up to 1: upgrade it"):
+        read([lines([{**event("cancel", generation=1), "v": 2}])])
+
+
+def test_an_unknown_event_is_kept_and_ignored():
+    unknown = event("defragmented", seq=1, level=3)
+    found = read([lines([event("cancel", generation=1), unknown])])
+    assert unknown in found
+    assert fold(found) == fold([event("cancel", generation=1)])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("stronger", "weaker"),
+    [
+        (("ok", "agent"), ("crash", "agent")),
+        (("ok", "agent"), ("node_fail", "slurm")),
+        (("ok", "agent"), ("lost", "launcher")),
+        (("crash", "agent"), ("node_fail", "slurm")),
+        (("crash", "agent"), ("lost", "launcher")),
+        (("node_fail", "slurm"), ("lost", "launcher")),
+        (("hang", "agent"), ("timeout", "somebody")),
+    ],
+)
+def test_who_is_believed(stronger, weaker, first):
+    events = [ended(*stronger, writer=f"w{first}"), ended(*weaker, writer=f"w{1 - first}")]
+    assert fold(events).attempts[KEY].result.status == stronger[0]
+    assert fold(events[::-1]).attempts[KEY].result.status == stronger[0]
+
+
+def test_time_stamps_decide_nothing():
+    events = [ended("ok"), ended("lost", "launcher", writer="x")]
+    early = [{**events[0], "time": 1.0}, {**events[1], "time": 9e9}]
+    late = [{**events[0], "time": 9e9}, {**events[1], "time": 1.0}]
+    assert fold(early).attempts[KEY].result == fold(late).attempts[KEY].result
+
+
+def config(generation, **values):
+    return event("config", writer=f"c{generation}", generation=generation, config={}, **values)
+
+
+@pytest.mark.parametrize(
+    ("config_at", "cancel_at", "cancelled"), [(1, 2, True), (2, 1, False), (5, 4, False)]
+)
+def test_a_later_launch_lifts_a_cancel_an_earlier_does_not(config_at, cancel_at, cancelled):
+    state = fold([event("cancel", generation=cancel_at), config(config_at)])
+    assert state.cancelled is cancelled
+    assert state.generation == max(config_at, cancel_at)
+
+
+def test_a_launch_does_not_lift_a_pause():
+    pause, resume = (event("pause", seq=n, generation=n + 1, on=n == 0) for n in range(2))
+    assert fold([pause, config(2)]).paused is True
+    assert fold([pause, config(1), resume]).paused is False
+
+
+def test_the_latest_config_counts():
+    state = fold([config(3, n="c"), config(1, n="a"), config(2, n="b")])
+    assert state.config["n"] == "c"
+
+
+def test_every_retry_is_remembered():
+    other = AttemptKey("bbbb", 1, 2)
+    state = fold([config(1, retry=[list(KEY)]), config(2), config(3, retry=[list(other)])])
+    assert state.retried == {KEY, other}
+
+
+def test_what_an_attempt_says_of_itself():
+    state = fold(
+        [
+            event("claimed", **NAME, allocation="n1", spec={"nodes": 1}, predicted={"x": 1}),
+            event("started", seq=1, **NAME, allocation="n1", scratch="/node/local"),
+            event("phase", seq=2, **NAME, name="warmup"),
+            event("phase", seq=3, **NAME, name="measure"),
+        ]
+    )
+    attempt = state.attempts[KEY]
+    assert (attempt.allocation, attempt.spec, attempt.predicted) == ("n1", {"nodes": 1}, {"x": 1})
+    assert (attempt.started, attempt.scratch, attempt.phase) == (True, "/node/local", "measure")
+    assert attempt.result is None
+
+
+def test_what_an_allocation_says_of_itself():
+    agents = [{"node": n, "pid": 10 + n} for n in range(2)]
+    state = fold(
+        [
+            event("allocation_planned", allocation="n2", nodes=2, limit_s=60, tasks=[list(KEY)]),
+            event("submitting", seq=1, allocation="n2"),
+            event("submitted", seq=2, allocation="n2", job={"pid": 7}),
+            *(
+                event("allocation_started", writer=f"a{n}", allocation="n2", agent=agents[n])
+                for n in (1, 0)
+            ),
+        ]
+    )
+    held = state.allocations["n2"]
+    assert (held.nodes, held.limit_s, held.tasks) == (2, 60.0, (KEY,))
+    assert (held.submitting, held.job, held.ended) == (True, {"pid": 7}, None)
+    assert held.agents == tuple(agents)
+    over = fold([event("allocation_ended", allocation="n2", reason="all tasks done")])
+    assert over.allocations["n2"].ended == "all tasks done"
+
+
+def test_the_ok_attempt_stands_for_its_repeat():
+    def attempt(n, status):
+        return ended(status, seq=n, name={**NAME, "attempt": n})
+
+    events = [attempt(0, "hang"), attempt(1, "ok"), attempt(2, "crash")]
+    assert final_attempts(fold(events))["aaaa", 0].key.attempt == 1
+    assert final_attempts(fold([events[0], events[2]]))["aaaa", 0].key.attempt == 2
+
+
+def test_a_writer_numbers_its_events(tmp_path):
+    writer = JournalWriter(tmp_path, "launcher")
+    written = [writer.write("cancel", generation=n) for n in range(3)]
+    assert [e["seq"] for e in written] == [0, 1, 2]
+    assert read_journal(tmp_path) == written
+    assert JournalWriter(tmp_path, "launcher").path != writer.path
+
+
+def test_a_torn_write_is_told_and_the_next_event_starts_a_new_line(tmp_path, monkeypatch):
+    writer = JournalWriter(tmp_path, "agent")
+    writer.write("cancel", generation=1)
+    real_write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[: len(data) // 2]))
+    with pytest.raises(SweepFolderError, match="the disk is full"):
+        writer.write("cancel", generation=2)
+    monkeypatch.undo()
+    writer.write("cancel", generation=3)
+    warnings = []
+    found = read_journal(tmp_path, warnings.append)
+    assert [(e["seq"], e["generation"]) for e in found] == [(0, 1), (1, 3)]
+    assert len(warnings) == 1
+
+
+def test_a_write_that_fails_is_told_in_one_line(tmp_path, monkeypatch):
+    def full(fd, data):
+        raise OSError(28, "No space left on device")
+
+    writer = JournalWriter(tmp_path, "agent")
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(SweepFolderError, match="No space left on device") as raised:
+        writer.write("cancel", generation=1)
+    monkeypatch.undo()
+    assert "\n" not in str(raised.value)
+    writer.write("cancel", generation=2)
+    assert [e["generation"] for e in read_journal(tmp_path)] == [2]
+
+
+def test_a_journal_that_cannot_be_opened_is_told_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SweepFolderError) as raised:
+        JournalWriter(tmp_path / "file", "agent").write("cancel", generation=1)
+    assert "\n" not in str(raised.value)
+
+
+def test_lines_hold_no_nan(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        JournalWriter(tmp_path, "agent").write("cancel", generation=float("nan"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_is_one_json_object(tmp_path):
+    writer = JournalWriter(tmp_path, "agent")
+    writer.write("phase", **NAME, name="two\nlines \u2028 and more")
+    raw = writer.path.read_bytes()
+    assert raw.count(b"\n") == 1
+    assert json.loads(raw)["name"] == "two\nlines \u2028 and more"
