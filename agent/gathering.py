@@ -10,6 +10,8 @@ class RankStory:
     """What one rank said and how it ended."""
 
     phase: str = "start"
+    phase_at: float | None = None
+    """When it began, by the rank's clock."""
     microbatches: int = 0
     steps: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class Gathering:
     def _line(self, rank: RankStory, line: dict[str, Any]) -> None:
         event = line.get("event")
         if event == "phase":
-            rank.phase = str(line.get("name"))
+            rank.phase, rank.phase_at = str(line.get("name")), line.get("time")
         elif event == "step":
             rank.steps.append(line)
             if self.first_step is None:

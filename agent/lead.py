@@ -99,7 +99,9 @@ class Leader:
                 self._tell({"do": "store", "port": gathering.port})
             if gathering.phase != phase:
                 phase = gathering.phase
-                self._journal.write("phase", **name, name=phase)
+                self._journal.write(
+                    "phase", **name, name=phase, at=gathering.ranks[0].phase_at
+                )
             now = time.monotonic()
             if self._interrupted():
                 return None, self._interrupted()

@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ PROGRESS_SUFFIX = ".progress"
 class Report:
     """Writes one rank's report.
 
-    A line is one JSON object with an `event`: phase {name}, store {port}, environment {...},
+    A line is one JSON object with an `event` and, from us, the `time` in seconds since 1970: phase {name}, store {port}, environment {...},
     step {seconds, tokens, loss}, memory {allocated_bytes, reserved_bytes}, error {kind, message},
     done {...}. Programs that are not ours may write the same lines themselves.
     """
@@ -35,7 +36,7 @@ class Report:
 
     def write(self, event: str, **values: Any) -> None:
         """Appends one line, at once visible to the agent."""
-        self._file.write(json.dumps({"event": event, **values}) + "\n")
+        self._file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
         self._file.flush()
 
     def phase(self, name: str) -> None:
