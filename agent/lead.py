@@ -99,9 +99,7 @@ class Leader:
                 self._tell({"do": "store", "port": gathering.port})
             if gathering.phase != phase:
                 phase = gathering.phase
-                self._journal.write(
-                    "phase", **name, name=phase, at=gathering.ranks[0].phase_at
-                )
+                self._journal.write("phase", **name, name=phase, at=gathering.ranks[0].phase_at)
             now = time.monotonic()
             if self._interrupted():
                 return None, self._interrupted()

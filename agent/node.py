@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.agent.forks import Exit, ForkServer, Programs
-from ultrabench.agent.log_steps import LogSteps
 from ultrabench.allocation import Allocation
 from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.processes import TAG_VARIABLE, kill_until_gone, reap_adopted, start_time, tagged
 from ultrabench.record import to_dict
-from ultrabench.report import ReportReader, read_progress
+from ultrabench.report import NewLines, parse_line, parse_log_line, read_progress
 from ultrabench.run import Task
 
 News = dict[str, Any]
@@ -39,9 +38,9 @@ class Node:
         self._base = {k: v for k, v in base.items() if not k.startswith("SUBMITIT_")}
         self._server = ForkServer(self.scratch / "fork_server.log", self._base)
         self._programs = Programs()
-        self._readers: dict[int, ReportReader] = {}
+        self._reports: dict[int, NewLines] = {}
         self._progress: dict[int, int] = {}
-        self._log_steps: LogSteps | None = None
+        self._log: NewLines | None = None
         self._early: list[Exit] = []
         self._task: Task | None = None
 
@@ -62,14 +61,12 @@ class Node:
         run = self.scratch / task.key
         run.mkdir()
         write_whole(run / "spec.json", json.dumps(to_dict(task), indent=1))
-        self._readers, self._progress, self._early = {}, {}, []
+        self._reports, self._progress, self._early = {}, {}, []
         kernel = task.spec.kernel
-        self._log_steps = None
-        if kernel.step_line and self.index == 0:
-            self._log_steps = LogSteps(run / "rank0.log", kernel.step_line)
+        self._log = NewLines(run / "rank0.log") if kernel.step_line and self.index == 0 else None
         for rank in self.ranks:
             env = self._rank_env(task, run, rank, address, port)
-            self._readers[rank] = ReportReader(run / f"rank{rank}.report")
+            self._reports[rank] = NewLines(run / f"rank{rank}.report")
             log = run / f"rank{rank}.log"
             log.touch()
             if kernel.kind == "embedded":
@@ -118,14 +115,17 @@ class Node:
         if self._task.spec.kernel.kind == "embedded":
             exits += self._server.exits()
         found: list[News] = []
-        for rank, reader in self._readers.items():
-            found += [{"rank": rank, "line": line} for line in reader.new_lines()]
-            done = read_progress(reader.path)
+        for rank, report in self._reports.items():
+            lines = [parse_line(text) for text in report.read()]
+            found += [{"rank": rank, "line": line} for line in lines if line]
+            done = read_progress(report.path)
             if done != self._progress.get(rank, 0):
                 self._progress[rank] = done
                 found.append({"rank": rank, "microbatches": done})
-        if self._log_steps is not None:
-            found += [{"rank": 0, "line": line} for line in self._log_steps.new_steps()]
+        if self._log is not None:
+            pattern = re.compile(self._task.spec.kernel.step_line or "")
+            steps = [parse_log_line(text, pattern) for text in self._log.read()]
+            found += [{"rank": 0, "line": step} for step in steps if step]
         # Exits come last: what a rank said before it ended is heard before its end.
         found += [{"rank": e.rank, "code": e.code, "tail": self._tail(e.rank)} for e in exits]
         return found

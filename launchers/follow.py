@@ -16,6 +16,7 @@ from ultrabench.run import Task
 from ultrabench.state import SweepState
 from ultrabench.sweep.decide import Todo, decide
 from ultrabench.sweep.pack import pack, run_limit_s
+from ultrabench.sweep.progress import gpu_hours
 
 POLL_S = 0.3
 GRACE_S = 3.0
@@ -127,10 +128,11 @@ class Follower:
         group = pack(todo, config, steps)[0]
         price = sum(t.candidate.gpu_hours(steps) for t in group)
         if self.max_gpu_hours is not None:
-            used = used_gpu_hours(state)
+            useful, wasted = gpu_hours(state)
+            used = useful + sum(wasted.values())
             if used + price > self.max_gpu_hours:
                 self.stopped = (
-                    f"the next allocation would take {used:.2f} used GPU hours to {used + price:.2f}, "
+                    f"the next allocation would take {used:.3g} used GPU hours to {used + price:.3g}, "
                     f"over --max-gpu-hours {self.max_gpu_hours:g}"
                 )
                 return False
@@ -182,16 +184,6 @@ class Follower:
 def open_allocations(state: SweepState) -> list[str]:
     """Allocations that may have been submitted and have not said that they ended."""
     return sorted(n for n, a in state.allocations.items() if a.ended is None)
-
-
-def used_gpu_hours(state: SweepState) -> float:
-    """GPU hours of all attempts that have ended."""
-    hours = 0.0
-    for attempt in state.attempts.values():
-        if attempt.result and attempt.result.duration_s and attempt.spec:
-            gpus = attempt.spec["nodes"] * attempt.spec["gpus_per_node"]
-            hours += attempt.result.duration_s * gpus / 3600
-    return hours
 
 
 def interrupt(sweep: OpenSweep, launcher: LocalLauncher) -> None:

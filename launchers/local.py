@@ -91,6 +91,7 @@ class LocalLauncher:
 
 def _processes_of(folders: set[str]) -> list[int]:
     """Processes of ours that have one of these folders (or a file in it) as an argument."""
+
     def is_ours(words: list[str]) -> bool:
         return bool(OURS & set(words)) and any(
             word == folder or word.startswith(f"{folder}/") for word in words for folder in folders

@@ -58,7 +58,7 @@ class LauncherChoice:
     """Runs of one allocation at most; None: as many as fit allocation_minutes."""
     allocation_minutes: float = 20.0
     """Predicted duration that one allocation is filled up to."""
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = 5.0
     """How often the agents of one allocation show each other that they are alive."""
 
 

@@ -75,7 +75,7 @@ def static_bytes(stage: Stage, layout: Layout, shape: ModelShape, precision: str
         grads /= shards
     if layout.zero_stage == 3:
         unit = max(shape.layer_params, shape.embedding_params if stage.has_embedding else 0)
-        working = 2 * word * unit / layout.tp
+        working = min(working, 2 * word * unit / layout.tp)
     return state + grads + working
 
 

@@ -77,7 +77,7 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
             status[run_id] = "pending"
         else:
             status[run_id] = held.result.status.value if held.result else "running"
-    useful, wasted = _gpu_hours(runs, state)
+    useful, wasted = gpu_hours(state)
     by_nodes: dict[int, Counter[str]] = {}
     for run in planned:
         by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
@@ -105,21 +105,19 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
     )
 
 
-def _gpu_hours(runs: dict[str, PlannedRun], state: SweepState) -> tuple[float, dict[str, float]]:
+def gpu_hours(state: SweepState) -> tuple[float, dict[str, float]]:
+    """GPU hours of ok attempts, and of the others by status."""
     useful = 0.0
     wasted: dict[str, float] = {}
-    for key, attempt in state.attempts.items():
-        if attempt.result is None or attempt.result.duration_s is None:
+    for attempt in state.attempts.values():
+        result, spec = attempt.result, attempt.spec
+        if result is None or result.duration_s is None or spec is None:
             continue
-        spec = attempt.spec or {}
-        gpus = spec.get("nodes", 0) * spec.get("gpus_per_node", 0)
-        gpus = gpus or (runs[key.run_id].gpus if key.run_id in runs else 0)
-        hours = attempt.result.duration_s * gpus / 3600
-        if attempt.result.status == Status.OK:
+        hours = result.duration_s * spec["nodes"] * spec["gpus_per_node"] / 3600
+        if result.status == Status.OK:
             useful += hours
         else:
-            name = attempt.result.status.value
-            wasted[name] = wasted.get(name, 0.0) + hours
+            wasted[result.status.value] = wasted.get(result.status.value, 0.0) + hours
     return useful, wasted
 
 

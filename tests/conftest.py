@@ -1,14 +1,15 @@
 """Settings of hypothesis: the same examples on every machine; `--hypothesis-profile=hunt` looks further."""
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Machines that run tests are shared, so no example has a deadline.
 settings.register_profile(
     "same",
     deadline=None,
-    max_examples=50,
+    max_examples=25,
     derandomize=True,
     database=None,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(

@@ -31,9 +31,8 @@ def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
 def owner_of(claims: Path, key: str) -> str | None:
     """Name of the allocation that claimed the attempt `key`; None when nobody did."""
     try:
-        owner = json.loads((claims / key).read_text())
+        return str(json.loads((claims / key).read_text())["allocation"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError, TypeError):
         return "unreadable"
-    return str(owner.get("allocation"))

@@ -78,11 +78,15 @@ class SweepFolder:
             head: dict[str, Any] = json.loads(self.head.read_text())
         except FileNotFoundError:
             return None
+        except NotADirectoryError as error:
+            raise SweepFolderError(
+                f"cannot use {self.path}: a part of it is a file; choose another with results_dir=FOLDER"
+            ) from error
         except (OSError, ValueError) as error:
             raise SweepFolderError(
                 f"cannot read {self.head}: {error}; is it a sweep folder?"
             ) from error
-        version = head.get("schema_version")
+        version = head.get("schema_version") if isinstance(head, dict) else None
         if not isinstance(version, int) or version > SCHEMA_VERSION:
             raise SweepFolderError(
                 f"{self.head} has schema {version}; this ultrabench reads up to {SCHEMA_VERSION}: upgrade it"

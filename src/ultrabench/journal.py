@@ -107,7 +107,7 @@ class JournalReader:
                 continue
             try:
                 event = json.loads(line)
-                version, _ = int(event["v"]), (event["writer"], event["seq"], event["event"])
+                version, _ = int(event["v"]), (event["writer"], int(event["seq"]), event["event"])
             except (ValueError, TypeError, KeyError):
                 self.warn(f"{path.name}: skipped a corrupt line ({line[:40]!r}...)")
                 continue

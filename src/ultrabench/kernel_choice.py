@@ -1,6 +1,7 @@
 """Which training program a run uses, and with which options."""
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +50,8 @@ class KernelChoice:
                 f"kernel.compile={self.compile}, kernel.recompute={self.recompute}; the embedded "
                 "kernel of this version runs compile=false, recompute=none"
             )
+        if self.step_line is not None:
+            _require_pattern(self.step_line)
         if self.kind == "command" and not self.command:
             raise ConfigError(
                 "kernel.command is empty; give the program, such as kernel.command='[python,train.py]'"
@@ -71,3 +74,12 @@ class KernelChoice:
             if path.suffix in CODE_SUFFIXES and path.is_file():
                 seen.update(path.read_bytes())
         return seen.hexdigest()[:16]
+
+
+def _require_pattern(text: str) -> None:
+    try:
+        groups = re.compile(text).groupindex
+    except re.error as error:
+        raise ConfigError(f"kernel.step_line={text!r} is no regular expression: {error}") from None
+    if "seconds" not in groups:
+        raise ConfigError(f"kernel.step_line={text!r} lacks a group (?P<seconds>...)")

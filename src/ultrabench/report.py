@@ -3,9 +3,9 @@
 import json
 import mmap
 import os
+import re
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +58,42 @@ def read_progress(report: Path) -> int:
     return int(struct.unpack("<q", raw)[0]) if len(raw) == 8 else 0
 
 
-class ReportReader:
-    """Follows a report file that a rank is writing."""
+class NewLines:
+    """Follows a text file that somebody is writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
-    def new_lines(self) -> Iterator[dict[str, Any]]:
-        """The whole lines written since the last call; what is no JSON object is passed over."""
+    def read(self) -> list[str]:
+        """The whole lines written since the last call."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
-            return
+            return []
         whole, newline, _ = data.rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        for line in whole.splitlines():
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict) and "event" in value:
-                yield value
+        return whole.decode(errors="replace").splitlines()
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """A line of a report; None when it is no JSON object with an `event`."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and "event" in value else None
+
+
+def parse_log_line(line: str, pattern: re.Pattern[str]) -> dict[str, Any] | None:
+    """The step that a line of a program's log tells by `pattern`, as a report line marked so."""
+    match = pattern.search(line)
+    if match is None:
+        return None
+    try:
+        values = {k: float(v) for k, v in match.groupdict().items() if v is not None}
+    except ValueError:
+        return None
+    return {"event": "step", "measured_by": "log", **values}

@@ -105,7 +105,7 @@ def fold(events: Iterable[Event]) -> SweepState:
                 _fold_attempt(state, ends, event)
             elif "allocation" in event:
                 _fold_allocation(state, event)
-        except (KeyError, TypeError, ValueError, UltrabenchError):
+        except (AttributeError, KeyError, TypeError, ValueError, UltrabenchError):
             continue  # a line that was damaged and is JSON all the same says nothing
     _fold_controls(state, controls)
     return state
@@ -113,7 +113,7 @@ def fold(events: Iterable[Event]) -> SweepState:
 
 def attempt_key(event: Event) -> AttemptKey:
     """The attempt an event speaks of."""
-    return AttemptKey(event["run_id"], int(event["repeat"]), int(event["attempt"]))
+    return AttemptKey(str(event["run_id"]), int(event["repeat"]), int(event["attempt"]))
 
 
 def _fold_attempt(state: SweepState, ends: dict[AttemptKey, tuple[int, str]], event: Event) -> None:
@@ -175,7 +175,7 @@ def _fold_controls(state: SweepState, controls: list[tuple[int, str, Event]]) ->
     for generation, _, event in sorted(controls, key=lambda control: control[:2]):
         state.generation = max(state.generation, generation)
         if event["event"] == "pause":
-            state.paused = bool(event["on"])
+            state.paused = bool(event.get("on", state.paused))
         elif event["event"] == "cancel":
             state.cancelled = True
         else:

@@ -15,7 +15,7 @@ from ultrabench.kernel.check_spec import TINY
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.measure import Measure
 from ultrabench.record import to_dict
-from ultrabench.report import ReportReader, read_progress
+from ultrabench.report import read_progress
 from ultrabench.run import RunSpec, Task, Workload
 
 pytestmark = pytest.mark.parity
@@ -78,20 +78,21 @@ def run_ranks(task: Task, folder: Path) -> tuple[list[int], list[Lines]]:
         )
         for rank in range(world_size)
     ]
-    readers, lines = [ReportReader(path) for path in reports], [Lines() for _ in reports]
     deadline = time.monotonic() + 60
     while any(rank.poll() is None for rank in ranks):
-        assert time.monotonic() < deadline, lines
-        for seen, reader in zip(lines, readers, strict=True):
-            for line in reader.new_lines():
-                seen.append(line)
-                if line["event"] == "store":
-                    (folder / "port.new").write_text(str(line["port"]))
-                    (folder / "port.new").rename(folder / "port")
-        time.sleep(0.01)
-    for seen, reader in zip(lines, readers, strict=True):
-        seen.extend(reader.new_lines())
-    return [rank.wait() for rank in ranks], lines
+        assert time.monotonic() < deadline, [lines_of(report) for report in reports]
+        for line in lines_of(reports[0]):
+            if line["event"] == "store" and not (folder / "port").exists():
+                (folder / "port.new").write_text(str(line["port"]))
+                (folder / "port.new").rename(folder / "port")
+        time.sleep(0.02)
+    return [rank.wait() for rank in ranks], [lines_of(report) for report in reports]
+
+
+def lines_of(report: Path) -> Lines:
+    """The whole lines of a report so far."""
+    text = report.read_text() if report.exists() else ""
+    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.errors import ConfigError, SweepFolderError, unknown_name
-from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckServer, CheckSpec
+from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec, ask
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.layout import Layout, default_schedule
+from ultrabench.record import to_dict
 from ultrabench.shape import ModelShape
 from ultrabench.support import refusal
 from ultrabench.sweep.config import load_model
@@ -22,10 +23,9 @@ def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
     spec = check_spec(words, dump)
     if not as_json:
         say(f"checking {spec.layout.label()} on {spec.layout.world_size} processes against one")
-    with CheckServer() as server:
-        result = server.ask(spec)
+    result = ask(spec)
     if as_json:
-        print_json(result.to_json())
+        print_json(to_dict(result))
         return int(not result.passed)
     made = table(
         f"{spec.layout.label()}, {spec.shape.name}", "largest difference of", "is", "allowed"
@@ -66,7 +66,7 @@ def check_spec(words: list[str], dump: str | None = None) -> CheckSpec:
     numbers = {key: _whole(key, value) for key, value in values.items()}
     rest = {key: numbers.pop(key) for key in ("seq_len", "seed", "steps") if key in numbers}
     schedule = schedule or default_schedule(numbers.get("pp", 1), numbers.get("gas", 1))
-    layout = Layout(**{"dp": 1, **numbers}, pp_schedule=schedule)  # type: ignore[arg-type]
+    layout = Layout(**{"dp": 1, **numbers}, pp_schedule=schedule)
     spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), **rest)
     _require_possible(spec, shape)
     return spec

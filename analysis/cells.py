@@ -1,0 +1,93 @@
+"""A cell of the ranking: one model on some nodes of one hardware, with its best layout."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """What cells must share to stand in one picture."""
+
+    hardware: str | None
+    kernel: str | None
+    precision: str | None
+    seq_len: int | None
+    gbs: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """The best run of a cell, or why there is none; the fields are those of `heatmap --json`."""
+
+    model: str
+    nodes: int
+    run_id: str | None
+    status: str | None
+    """ok; else the commonest end, or null while runs are pending."""
+    reason: str | None
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    zero_stage: int | None = None
+    mbs: int | None = None
+    gas: int | None = None
+    pp_schedule: str | None = None
+    mfu: float | None = None
+    """A fraction."""
+    source_mfu: float | None = None
+    """As its publisher computed it."""
+    tokens_per_s_per_gpu: float | None = None
+    peak_mem_reserved_bytes: int | None = None
+    num_runs: int
+    """Runs of the cell that were tried to their end."""
+    as_good_as_best: tuple[str, ...] = ()
+    """Other runs that the 95 % intervals do not tell from the best."""
+    hardware: str | None
+    kernel: str | None
+    precision: str | None
+    seq_len: int | None
+    gbs: int | None
+    num_params: int | None
+    peak_source: str | None = None
+    compare_ratio: float | None = None
+    """tokens_per_s_per_gpu of this best over that of the other table's best."""
+
+    @property
+    def panel(self) -> Panel:
+        """The picture this cell belongs to."""
+        return Panel(
+            hardware=self.hardware,
+            kernel=self.kernel,
+            precision=self.precision,
+            seq_len=self.seq_len,
+            gbs=self.gbs,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The cell as JSON values."""
+        return asdict(self) | {"as_good_as_best": list(self.as_good_as_best)}
+
+
+def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:
+    """`cells` with compare_ratio filled in from the same model, nodes and batch in `others`.
+
+    A cell of the same hardware and kernel is preferred; else the fastest one stands for the rest.
+    """
+    fastest: dict[tuple[object, ...], float] = {}
+    for other in others:
+        speed = other.tokens_per_s_per_gpu
+        if speed is not None:
+            for key in (_workload(other), (_workload(other), other.panel)):
+                fastest[key] = max(speed, fastest.get(key, 0.0))
+    out = []
+    for cell in cells:
+        base = fastest.get((_workload(cell), cell.panel)) or fastest.get(_workload(cell))
+        speed = cell.tokens_per_s_per_gpu
+        out.append(replace(cell, compare_ratio=speed / base if speed and base else None))
+    return out
+
+
+def _workload(cell: Cell) -> tuple[object, ...]:
+    """What two cells of different tables must share to be compared."""
+    return (cell.num_params or cell.model, cell.nodes, cell.seq_len, cell.gbs)

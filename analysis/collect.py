@@ -1,0 +1,96 @@
+"""Sweeps to one table, and that table as a parquet file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ultrabench.analysis.output import write_bytes
+from ultrabench.analysis.rows import Row, Warn, sweep_rows
+from ultrabench.analysis.schema import COLUMNS, RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_KEY
+from ultrabench.errors import SweepFolderError
+from ultrabench.folder import SweepFolder
+
+
+def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
+    """The rows of all sweeps in the order given, finished or still running.
+
+    Args:
+        warn: told of what cannot be read, one line each; nothing else is lost by it.
+
+    Raises:
+        SweepFolderError: one of them is no sweep folder, or of a newer schema.
+    """
+    rows: list[Row] = [row for folder in folders for row in sweep_rows(folder, warn)]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def write_parquet(table: pa.Table, path: Path) -> None:
+    """Writes a result table with its schema version; no reader sees half of it.
+
+    Raises:
+        SweepFolderError: it cannot be written.
+    """
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer, compression="zstd")
+    write_bytes(path, buffer.getvalue().to_pybytes())
+
+
+def read_parquet(path: Path) -> pa.Table:
+    """A result table: all our columns first (null where the file lacks one), then its own.
+
+    A table that went through another program and lost its metadata is known by its column
+    schema_version.
+
+    Raises:
+        SweepFolderError: unreadable, not a table of results, or of a newer schema.
+    """
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        told = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise SweepFolderError(f"cannot read {path}: {told}") from error
+    version = _version(table)
+    if version is None:
+        raise SweepFolderError(
+            f"{path} is no table of results; make one with: ultrabench collect -o FILE.parquet"
+        )
+    if version > RESULTS_SCHEMA_VERSION:
+        raise SweepFolderError(
+            f"{path} has schema {version}; this ultrabench reads up to "
+            f"{RESULTS_SCHEMA_VERSION}: upgrade it"
+        )
+    return _conform(table, path)
+
+
+def _version(table: pa.Table) -> int | None:
+    """The newest schema version the table claims, None when it claims none."""
+    claims: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
+    if "schema_version" in table.column_names:
+        claims += table["schema_version"].unique().to_pylist()
+    try:
+        return max((int(str(c.decode() if isinstance(c, bytes) else c).removesuffix(".0"))
+                    for c in claims if c is not None), default=None)  # fmt: skip
+    except ValueError:
+        return None
+
+
+def _conform(table: pa.Table, path: Path) -> pa.Table:
+    """The table with every column of the schema in its type."""
+    arrays, fields = [], []
+    for column in COLUMNS:
+        given = table[column.name] if column.name in table.column_names else pa.nulls(len(table))
+        try:
+            arrays.append(given.cast(column.type))
+        except pa.ArrowException as error:
+            raise SweepFolderError(
+                f"{path}: column {column.name} holds {given.type}, needs {column.type}; "
+                "collect it again"
+            ) from error
+        fields.append(SCHEMA.field(column.name))
+    for name in table.column_names:
+        if name not in SCHEMA.names:
+            arrays.append(table[name])
+            fields.append(table.schema.field(name))
+    return pa.table(arrays, schema=pa.schema(fields, metadata=SCHEMA.metadata))

@@ -1,0 +1,74 @@
+"""What a sweep's head, sweep.json, says of every run in it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ultrabench.errors import ConfigError, SweepFolderError
+from ultrabench.folder import SweepFolder
+from ultrabench.hardware import Hardware, Peak, rank_peak
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.record import from_dict
+from ultrabench.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepHead:
+    """The facts that all runs of a sweep share."""
+
+    sweep: str
+    cluster: str | None
+    hardware: Hardware
+    kernel: KernelChoice
+    kernel_digest: str | None
+    shapes: Mapping[str, ModelShape]
+    """Model name -> shape."""
+    core_flops_per_s: float | None
+    """Measured rate of one CPU core, None on GPUs."""
+    cores: int | None
+    git_commit: str | None
+
+    def peak(self, nodes: int, precision: str) -> Peak | None:
+        """The rate mfu is a fraction of, for one rank; None where nobody knows it."""
+        if self.hardware.device == "cpu" and (self.core_flops_per_s is None or self.cores is None):
+            return None
+        return rank_peak(
+            self.hardware,
+            precision,
+            nodes=nodes,
+            core_flops_per_s=self.core_flops_per_s,
+            cores=self.cores or 1,
+        )
+
+
+def read_head(folder: SweepFolder) -> SweepHead:
+    """The head of a sweep.
+
+    Raises:
+        SweepFolderError: there is none, or it lacks something.
+    """
+    raw = folder.read_head()
+    if raw is None:
+        raise SweepFolderError(f"no sweep.json in {folder.path}; is it a sweep folder?")
+    try:
+        return _parse(folder.name, raw)
+    except (ConfigError, KeyError, TypeError, AttributeError) as error:
+        raise SweepFolderError(
+            f"cannot read {folder.head}: {error}; was it edited by hand?"
+        ) from error
+
+
+def _parse(name: str, raw: Mapping[str, Any]) -> SweepHead:
+    shapes = [from_dict(ModelShape, model) for model in raw["models"]]
+    peak = raw.get("peak") or {}
+    return SweepHead(
+        sweep=raw.get("sweep") or name,
+        cluster=raw.get("cluster"),
+        hardware=from_dict(Hardware, raw["hardware"]),
+        kernel=from_dict(KernelChoice, raw["kernel"]),
+        kernel_digest=raw.get("kernel_digest"),
+        shapes={shape.name: shape for shape in shapes},
+        core_flops_per_s=peak.get("core_flops_per_s"),
+        cores=peak.get("cores"),
+        git_commit=(raw.get("provenance") or {}).get("git_commit"),
+    )

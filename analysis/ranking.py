@@ -1,0 +1,129 @@
+"""The best layout of each cell, with those that are as good, or why there is none."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+import pyarrow as pa
+
+from ultrabench.analysis.cells import Cell
+from ultrabench.analysis.rows import Row
+from ultrabench.analysis.verdict import verdict
+from ultrabench.errors import ConfigError, unknown_name
+
+DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
+
+_PANEL = ("hardware", "kernel", "precision", "seq_len", "gbs")
+_SHAPE = (
+    "num_params", "model", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "intermediate_size", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+_KEY = (*_PANEL, *_SHAPE, "nodes")
+"""A cell: two models of one name and different shape are two cells, and so are two batches."""
+_WINNER = (
+    "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "pp_schedule", "mfu", "source_mfu",
+    "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source",
+)  # fmt: skip
+_OTHERS = ("run_id", "status", "rule", "reason", "suspect", "stopped", "step_time_ci95_rel")
+
+_LOWER_IS_BETTER = frozenset({
+    "step_time_s", "step_time_ci95_rel", "init_time_s", "duration_s", "gpu_hours", "loss_final",
+    "peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes",
+    "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
+})  # fmt: skip
+_AS_SURE_AS_STEP_TIME = frozenset({
+    "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "hfu", "source_mfu",
+    "model_flops_per_s_per_gpu", "control_ratio",
+})  # fmt: skip
+"""Columns proportional to the step time or its inverse: its relative interval is theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contender:
+    """A run with its goodness (larger is better) and the interval of it over its repeats."""
+
+    run_id: str
+    goodness: float
+    low: float
+    high: float
+    row: Row
+
+
+def rank(
+    table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False
+) -> list[Cell]:
+    """The cells of a result table, by hardware, kernel, workload, parameters, model and nodes.
+
+    Only final ok rows compete: no suspects unless asked for, and nothing that was stopped early
+    as slower than the best. A run that was repeated counts with the median of its repeats.
+
+    Raises:
+        ConfigError: `rank_by` is no numeric column.
+    """
+    numeric = [
+        f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)
+    ]
+    if rank_by not in numeric:
+        raise ConfigError(unknown_name("column to rank by", rank_by, numeric))
+    wanted = list(dict.fromkeys((*_KEY, *_WINNER, *_OTHERS, "is_final", rank_by)))
+    groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    for row in table.select(wanted).to_pylist():
+        if row["is_final"] and row["model"] is not None and row["nodes"] is not None:
+            groups[tuple(row[k] for k in _KEY)].append(row)
+    return [
+        _cell(groups[key], rank_by, include_suspects) for key in sorted(groups, key=_nulls_first)
+    ]
+
+
+def _nulls_first(key: tuple[object, ...]) -> tuple[tuple[bool, object], ...]:
+    return tuple((value is not None, value if value is not None else 0) for value in key)
+
+
+def _cell(rows: Sequence[Row], rank_by: str, include_suspects: bool) -> Cell:
+    ended = {r["run_id"] for r in rows if r["status"] not in (None, "rejected", "skipped")}
+    shared = {k: rows[0][k] for k in (*_PANEL, "model", "nodes", "num_params")}
+    contenders = _contenders(rows, rank_by, include_suspects)
+    if not contenders:
+        status, reason = verdict(rows)
+        return Cell(run_id=None, status=status, reason=reason, num_runs=len(ended), **shared)
+    best, *rest = sorted(contenders, key=lambda c: (-c.goodness, c.run_id))
+    return Cell(
+        run_id=best.run_id,
+        status="ok",
+        reason=None,
+        num_runs=len(ended),
+        as_good_as_best=tuple(c.run_id for c in rest if c.high >= best.low),
+        **shared,
+        **{k: best.row[k] for k in _WINNER},
+    )
+
+
+def _contenders(rows: Sequence[Row], rank_by: str, include_suspects: bool) -> list[_Contender]:
+    runs: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["status"] != "ok" or row[rank_by] is None or row["stopped"] == "slower_than_best":
+            continue
+        if include_suspects or row["suspect"] is None:
+            runs[row["run_id"]].append(row)
+    return [_contender(run_id, repeats, rank_by) for run_id, repeats in runs.items()]
+
+
+def _contender(run_id: str, repeats: Sequence[Row], rank_by: str) -> _Contender:
+    """The run at the (lower) median of its repeats; its interval holds those of all of them."""
+    sign = -1 if rank_by in _LOWER_IS_BETTER else 1
+    middle = median_low(row[rank_by] for row in repeats)
+    bounds = []
+    for row in repeats:
+        rel = row["step_time_ci95_rel"] if rank_by in _AS_SURE_AS_STEP_TIME else None
+        bounds += [
+            sign * row[rank_by] * (1 - (rel or 0.0)),
+            sign * row[rank_by] * (1 + (rel or 0.0)),
+        ]
+    return _Contender(
+        run_id=run_id,
+        goodness=sign * middle,
+        low=min(bounds),
+        high=max(bounds),
+        row=next(row for row in repeats if row[rank_by] == middle),
+    )

@@ -1,0 +1,215 @@
+"""The rows of one sweep: every attempt, and every candidate that was never attempted."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ultrabench.analysis.head import SweepHead, read_head
+from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION
+from ultrabench.analysis.speed import speed_columns
+from ultrabench.errors import ConfigError, SweepFolderError
+from ultrabench.folder import SweepFolder
+from ultrabench.journal import read_journal
+from ultrabench.record import from_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.run import RunSpec
+from ultrabench.shape import ModelShape
+from ultrabench.state import AttemptState, SweepState, final_attempts, fold
+
+Row = dict[str, Any]
+"""Column name -> value; an absent column is null."""
+
+Warn = Callable[[str], None]
+
+_LAYOUT = ("dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "pp_schedule", "virtual_stages")
+_PLANNED = ("run_id", "model", "nodes", "gpus_per_node", "gpus", "gbs", "seq_len", *_LAYOUT)
+_PREDICTED = {
+    "predicted_step_time_s": "step_time_s",
+    "predicted_peak_mem_bytes": "peak_mem_bytes",
+    "p_oom": "p_oom",
+}
+"""Column -> its name in what a claim carries."""
+_SHAPE = (
+    "num_params", "num_active_params", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "intermediate_size", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+_MEASURED = (
+    "env_id", "gpu_name", "reason", "stopped", "measured_by", "ci_reached", "loss_final",
+    "peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes",
+    "init_time_s", "duration_s", "torch_version", "cuda_version", "nccl_version", "driver_version",
+)  # fmt: skip
+_NOT_ATTEMPTED = {"rejected": Status.REJECTED, "skipped": Status.SKIPPED}
+"""Decision -> status of a candidate without an attempt; any other decision is pending."""
+
+
+def sweep_rows(folder: SweepFolder, warn: Warn) -> list[Row]:
+    """The rows of a sweep, finished or not: in the plan's order, then runs no longer in the plan.
+
+    Raises:
+        SweepFolderError: it is no sweep folder, or of a newer schema.
+    """
+    head = read_head(folder)
+    plan = _read_plan(folder, warn)
+    state = fold(read_journal(folder.journal, warn))
+    return list(_rows(head, plan, state, warn))
+
+
+def _read_plan(folder: SweepFolder, warn: Warn) -> list[Row]:
+    try:
+        rows: list[Row] = pq.read_table(folder.plan).to_pylist()
+    except FileNotFoundError:
+        warn(f"{folder.name}: no plan.parquet; candidates that were never attempted are missing")
+        return []
+    except (OSError, pa.ArrowException) as error:
+        raise SweepFolderError(f"cannot read {folder.plan}: {_first_line(error)}") from error
+    return rows
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _rows(head: SweepHead, plan: list[Row], state: SweepState, warn: Warn) -> Iterator[Row]:
+    attempts: dict[str, list[AttemptState]] = defaultdict(list)
+    for key, attempt in sorted(state.attempts.items()):
+        attempts[key.run_id].append(attempt)
+    final = {attempt.key for attempt in final_attempts(state).values()}
+    shapes = _planned_shapes(head, state)
+    for candidate in plan:
+        shape = shapes.get(candidate["model"])
+        base = _planned(head, candidate, shape)
+        tried = attempts.pop(candidate["run_id"], [])
+        if not tried:
+            yield {**base, **_not_attempted(candidate)}
+        for attempt in tried:
+            row = _attempted(base, attempt, state, attempt.key in final)
+            yield row | _speed(head, row, attempt, shape)
+    for run_id, tried in sorted(attempts.items()):
+        for attempt in tried:
+            base = _told(head, attempt, warn) | {"run_id": run_id}
+            row = _attempted(base, attempt, state, attempt.key in final)
+            yield row | _speed(head, row, attempt, _claimed_shape(attempt))
+
+
+def _planned_shapes(head: SweepHead, state: SweepState) -> dict[str, ModelShape]:
+    """Shapes by model name: the head's, and those of the latest launch, which made the plan."""
+    launched = ((state.config or {}).get("config") or {}).get("models") or []
+    try:
+        shapes = [from_dict(ModelShape, model) for model in launched]
+    except ConfigError:
+        shapes = []
+    return {**head.shapes, **{shape.name: shape for shape in shapes}}
+
+
+def _claimed_shape(attempt: AttemptState) -> ModelShape | None:
+    """The model an attempt was claimed for; None when the claim is lost or unreadable."""
+    try:
+        return from_dict(ModelShape, (attempt.spec or {})["shape"])
+    except (ConfigError, KeyError):
+        return None
+
+
+def _shared(head: SweepHead) -> Row:
+    return {
+        "schema_version": RESULTS_SCHEMA_VERSION,
+        "sweep": head.sweep,
+        "cluster": head.cluster,
+        "hardware": head.hardware.name,
+        "kernel": head.kernel.name,
+        "kernel_digest": head.kernel_digest,
+        "recompute": head.kernel.recompute,
+        "precision": head.kernel.precision,
+        "compile": head.kernel.compile,
+        "git_commit": head.git_commit,
+    }
+
+
+def _with_peak(head: SweepHead, row: Row) -> Row:
+    peak = head.peak(row["nodes"], row["precision"])
+    if peak is not None:
+        row |= {"peak_flops_per_s": peak.flops_per_s, "peak_source": peak.source}
+    return row
+
+
+def _planned(head: SweepHead, candidate: Row, shape: ModelShape | None) -> Row:
+    """What the plan says of a candidate."""
+    row = _shared(head) | {k: candidate.get(k) for k in (*_PLANNED, *_PREDICTED)}
+    return _with_peak(head, row | _shape_columns(shape))
+
+
+def _shape_columns(shape: ModelShape | None) -> Row:
+    return {} if shape is None else {k: getattr(shape, k) for k in _SHAPE}
+
+
+def _not_attempted(candidate: Row) -> Row:
+    """The outcome of a candidate without an attempt: a rule's, a decision's, or none yet."""
+    status = _NOT_ATTEMPTED.get(candidate.get("decision") or "")
+    told = ("rule", "reason", "dominated_by") if status else ()
+    return {"status": status and status.value, "is_final": True} | {
+        k: candidate.get(k) for k in told
+    }
+
+
+def _told(head: SweepHead, attempt: AttemptState, warn: Warn) -> Row:
+    """What the journal says of a run that the plan does not hold."""
+    try:
+        spec = from_dict(RunSpec, attempt.spec or {})
+    except ConfigError as error:
+        warn(f"attempt {attempt.key} is not in the plan and its claim cannot be read: {error}")
+        return _shared(head)
+    row = _shared(head) | {k: getattr(spec.layout, k) for k in _LAYOUT}
+    row |= {"kernel": spec.kernel.name, "precision": spec.kernel.precision}
+    row |= {"compile": spec.kernel.compile, "recompute": spec.kernel.recompute}
+    row |= {"model": spec.shape.name, "seq_len": spec.workload.seq_len, "gbs": spec.workload.gbs}
+    row |= {
+        "nodes": spec.nodes,
+        "gpus_per_node": spec.gpus_per_node,
+        "gpus": spec.layout.world_size,
+    }
+    return _with_peak(head, row | _shape_columns(spec.shape))
+
+
+def _attempted(base: Row, attempt: AttemptState, state: SweepState, final: bool) -> Row:
+    """The row of one attempt, speeds left out; without a result yet its status stays null."""
+    _, repeat, number = attempt.key
+    row = base | {"repeat": repeat, "attempt": number, "is_final": final}
+    row["allocation"] = attempt.allocation
+    for column, name in _PREDICTED.items():
+        if attempt.predicted.get(name) is not None:
+            row[column] = attempt.predicted[name]
+    allocation = state.allocations.get(attempt.allocation or "")
+    job = allocation.job if allocation is not None and allocation.job else {}
+    row["job_id"] = None if job.get("job_id") is None else str(job["job_id"])
+    return row if attempt.result is None else row | _measured(attempt.result, base.get("gpus"))
+
+
+def _measured(result: RunResult, gpus: int | None) -> Row:
+    row: Row = {k: getattr(result, k) for k in _MEASURED}
+    row["status"] = result.status.value
+    row["hostnames"] = list(result.hostnames) or None
+    if result.kernel_digest is not None:
+        row["kernel_digest"] = result.kernel_digest
+    if result.started_at is not None:
+        row["started_at"] = datetime.fromtimestamp(result.started_at, UTC)
+    if result.duration_s is not None and gpus is not None:
+        row["gpu_hours"] = result.duration_s * gpus / 3600
+    return row
+
+
+def _speed(head: SweepHead, row: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
+    """Speed columns of an ok attempt; none for any other."""
+    result = attempt.result
+    if result is None or result.status != Status.OK or row.get("gpus") is None:
+        return {}
+    return speed_columns(
+        result,
+        shape=shape,
+        peak=head.peak(row["nodes"], row["precision"]),
+        seq_len=row["seq_len"],
+        gbs=row["gbs"],
+        gpus=row["gpus"],
+    )

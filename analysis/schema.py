@@ -1,0 +1,173 @@
+"""The columns of runs.parquet: one table that gives the Arrow schema and docs/results-schema.md."""
+
+from typing import NamedTuple
+
+import pyarrow as pa
+
+RESULTS_SCHEMA_VERSION = 1
+"""Of result tables; new columns keep it, a changed meaning raises it, a newer one is refused."""
+
+VERSION_KEY = b"ultrabench.schema_version"
+"""Where a parquet file's metadata says its schema version."""
+
+TEXT, INT, FLOAT, BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+FLOATS, TEXTS, TIME = pa.list_(pa.float64()), pa.list_(pa.string()), pa.timestamp("us", tz="UTC")
+
+
+class Column(NamedTuple):
+    """One column: its name (with the unit), Arrow type and meaning."""
+
+    name: str
+    type: pa.DataType
+    description: str
+
+
+GROUPS: dict[str, tuple[Column, ...]] = {
+    "Identity": (
+        Column("schema_version", INT, "Version of this schema."),
+        Column("sweep", TEXT, "Name of the sweep."),
+        Column("run_id", TEXT, "First 16 hex digits of the hash of everything that makes the run."),
+        Column("env_id", TEXT, "Hash of where it ran: GPU, torch, CUDA, NCCL, driver, kernel."),
+        Column("repeat", INT, "Independent measurement of the run; null if never attempted."),
+        Column("attempt", INT, "Try of that repeat; null if never attempted."),
+        Column("kernel", TEXT, "Name of the training program."),
+        Column("kernel_digest", TEXT, "Hash of the program's sources."),
+        Column("cluster", TEXT, "Name of the site."),
+        Column("hardware", TEXT, "Name of the node type."),
+        Column("gpu_name", TEXT, "What the driver calls the accelerator."),
+        Column("nodes", INT, "Nodes of the run."),
+        Column("gpus_per_node", INT, "Ranks on each node."),
+        Column("gpus", INT, "Ranks altogether."),
+    ),
+    "Model": (
+        Column("model", TEXT, "What people call the model."),
+        Column("num_params", INT, "All trainable parameters, tied weights counted once."),
+        Column("num_active_params", INT, "Parameters used for one token."),
+        Column("hidden_size", INT, "Width of the residual stream."),
+        Column("num_hidden_layers", INT, "Decoder layers."),
+        Column("num_attention_heads", INT, "Query heads."),
+        Column("num_key_value_heads", INT, "Key and value heads; fewer than query heads in GQA."),
+        Column("intermediate_size", INT, "Width of the feed-forward block."),
+        Column("vocab_size", INT, "Rows of the embedding."),
+        Column("tie_word_embeddings", BOOL, "Whether embedding and lm_head are one matrix."),
+    ),
+    "Layout": (
+        Column("dp", INT, "Data-parallel degree."),
+        Column("tp", INT, "Tensor-parallel degree."),
+        Column("pp", INT, "Pipeline-parallel degree."),
+        Column("cp", INT, "Context-parallel degree."),
+        Column("zero_stage", INT, "What dp shards: 0 nothing, 1 optimizer, 2 gradients, 3 all."),
+        Column("mbs", INT, "Sequences of a micro-batch on one dp rank."),
+        Column("gas", INT, "Micro-batches of one optimizer step."),
+        Column("gbs", INT, "Sequences of a global batch: dp * mbs * gas."),
+        Column("seq_len", INT, "Tokens of a sequence."),
+        Column("pp_schedule", TEXT, "Order of micro-batches in the pipeline: none, 1f1b or afab."),
+        Column("virtual_stages", INT, "Pipeline stages on each rank."),
+        Column("recompute", TEXT, "Activation recomputation."),
+        Column("precision", TEXT, "Arithmetic of forward and backward."),
+        Column("compile", BOOL, "Whether torch.compile was used."),
+    ),
+    "Outcome": (
+        Column("status", TEXT, "How it ended; null while pending or running."),
+        Column("is_final", BOOL, "This row stands for its (run_id, repeat)."),
+        Column("rule", TEXT, "First rule that rejects the layout."),
+        Column("reason", TEXT, "One line of evidence for anything but ok."),
+        Column("suspect", TEXT, "Why the number is in doubt (throttled, disturbed); else null."),
+        Column("stopped", TEXT, "Why measuring ended."),
+        Column("dominated_by", TEXT, "The run_id whose outcome made this run pointless."),
+        Column("measured_by", TEXT, "report: the program's own report; log: read from its log."),
+        Column("ci_reached", BOOL, "Whether the interval of the step time met its target."),
+        Column("allocation", TEXT, "The allocation it ran in."),
+        Column("step_time_s", FLOAT, "Median time of an optimizer step."),
+        Column("step_times_s", FLOATS, "Measured steps in order, warm-up dropped."),
+        Column("step_time_ci95_rel", FLOAT, "Half 95 % interval of the median, relative; needs 6."),
+        Column("num_steps_measured", INT, "Length of step_times_s."),
+        Column("tokens_per_s", FLOAT, "gbs * seq_len / step_time_s."),
+        Column("tokens_per_s_per_gpu", FLOAT, "tokens_per_s / gpus."),
+        Column("mfu", FLOAT, "model_flops_per_s_per_gpu / peak_flops_per_s, a fraction."),
+        Column("hfu", FLOAT, "Executed FLOPs over the peak, a fraction; null if not counted."),
+        Column("flops_formula", TEXT, "FLOPs of a token; matmul-v1: 6*N_matmul + 12*L*h*seq_len."),
+        Column("peak_flops_per_s", FLOAT, "Dense peak rate of one rank."),
+        Column("peak_source", TEXT, "Where the peak comes from; measured: by this machine itself."),
+        Column("source_mfu", FLOAT, "MFU as its publisher computed it, a fraction."),
+        Column("model_flops_per_s_per_gpu", FLOAT, "FLOPs of a token * tokens_per_s_per_gpu."),
+        Column("control_ratio", FLOAT, "Speed over that of the allocation's control layout."),
+        Column("loss_final", FLOAT, "Loss at the step that all layouts of a cell have in common."),
+        Column("peak_mem_allocated_bytes", INT, "Largest of all ranks."),
+        Column("peak_mem_reserved_bytes", INT, "Largest of all ranks; on CPUs the resident set."),
+        Column("peak_mem_reserved_rank0_bytes", INT, "Of rank 0 alone, as others publish it."),
+        Column("init_time_s", FLOAT, "From the start of the ranks to the end of the first step."),
+        Column("predicted_step_time_s", FLOAT, "Prediction made before the run."),
+        Column("predicted_peak_mem_bytes", INT, "Prediction made before the run."),
+        Column("p_oom", FLOAT, "Predicted probability of running out of memory."),
+    ),
+    "State of the cluster": (
+        Column("allreduce_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
+        Column("allgather_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
+        Column("reducescatter_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
+        Column("allreduce_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
+        Column("allgather_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
+        Column("reducescatter_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
+        Column("gemm_flops_per_s", FLOAT, "Matrix product rate of the slowest device."),
+        Column("sm_clock_hz", FLOAT, "Median SM clock over the measured steps."),
+        Column("throttled", BOOL, "Whether a device was throttled over the measured steps."),
+    ),
+    "Provenance": (
+        Column("started_at", TIME, "Start of the ranks."),
+        Column("duration_s", FLOAT, "From the start of the ranks until all of them were gone."),
+        Column("gpu_hours", FLOAT, "duration_s * gpus / 3600."),
+        Column("job_id", TEXT, "Job id of the scheduler; null for local processes."),
+        Column("hostnames", TEXTS, "Hosts in node order."),
+        Column("git_commit", TEXT, "Commit of ultrabench that launched the sweep."),
+        Column("torch_version", TEXT, "Version of torch."),
+        Column("cuda_version", TEXT, "Version of CUDA."),
+        Column("nccl_version", TEXT, "Version of NCCL."),
+        Column("driver_version", TEXT, "Version of the GPU driver."),
+    ),
+}  # fmt: skip
+
+COLUMNS: tuple[Column, ...] = tuple(column for group in GROUPS.values() for column in group)
+
+SCHEMA: pa.Schema = pa.schema(
+    [pa.field(c.name, c.type, metadata={"description": c.description}) for c in COLUMNS],
+    metadata={VERSION_KEY: str(RESULTS_SCHEMA_VERSION).encode()},
+)
+
+_INTRODUCTION = f"""# The columns of runs.parquet
+
+Schema version {RESULTS_SCHEMA_VERSION}; printed by `python -m ultrabench.analysis.schema`.
+
+A row is one attempt of one repeat of a run, or a candidate that was never attempted (`repeat` and
+`attempt` are null). Every candidate of the plan has at least one row. `is_final` marks the one row
+that stands for a (run_id, repeat): its ok attempt, else its latest. Units are in the names; `mfu`
+and its like are fractions. What is not known is null, never 0 or -1.
+
+`status` is null while a run waits or runs; `rejected` when a rule forbids the layout (`rule`,
+`reason`); `skipped` when a decision made it pointless; else `ok`, `oom`, `hang`, `timeout`,
+`comm_error`, `crash`, `node_fail`, `preempted`, `cancelled`, `lost` or `invalid`. Speeds and `mfu`
+are given for `ok` only. The file's metadata holds the version (`{VERSION_KEY.decode()}`) and each
+column's description. New columns keep the version; a file of a newer version is refused.
+"""
+
+
+def markdown() -> str:
+    """The text of docs/results-schema.md."""
+    parts = [_INTRODUCTION]
+    for group, columns in GROUPS.items():
+        lines = [f"| `{c.name}` | {_type_name(c.type)} | {c.description} |" for c in columns]
+        parts.append(
+            "\n".join([f"## {group}\n", "| column | type | meaning |", "|---|---|---|", *lines, ""])
+        )
+    return "\n".join(parts)
+
+
+def _type_name(kind: pa.DataType) -> str:
+    """A column's type in everyday words."""
+    names = {INT: "integer", FLOAT: "number", BOOL: "true or false", TEXT: "text"}
+    if pa.types.is_list(kind):
+        return f"list of {names[kind.value_type]}"
+    return names.get(kind, "time (UTC)")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

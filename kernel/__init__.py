@@ -1,0 +1,1 @@
+"""The embedded training kernel: one plain decoder, and the forms of parallelism around it."""

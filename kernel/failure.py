@@ -1,0 +1,42 @@
+"""What kind of failure an exception is, in the words of a report."""
+
+import torch
+import torch.distributed as dist
+
+_OOM_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+_COMM_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Connection refused",
+               "Broken pipe", "gloo/transport", "Timed out waiting", "NCCL error")  # fmt: skip
+
+
+class NonFiniteLossError(RuntimeError):
+    """Training has diverged, or computes nonsense."""
+
+
+def kind_of(error: BaseException) -> str:
+    """oom, comm, non_finite or exception, by the first cause that tells.
+
+    The causes count because the pipeline wraps what a stage raises.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        text = str(link)
+        if isinstance(link, NonFiniteLossError):
+            return "non_finite"
+        if isinstance(link, torch.OutOfMemoryError | MemoryError) or _has(text, _OOM_TEXTS):
+            return "oom"
+        if isinstance(link, dist.DistError | ConnectionError) or _has(text, _COMM_TEXTS):
+            return "comm"
+        link = link.__cause__
+    return "exception"
+
+
+def _has(text: str, parts: tuple[str, ...]) -> bool:
+    return any(part in text for part in parts)
+
+
+def one_line(error: BaseException) -> str:
+    """`Type: text`, the first line of the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

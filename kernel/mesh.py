@@ -1,0 +1,65 @@
+"""The mesh of ranks, and which part of a full parameter a rank holds."""
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ultrabench.layout import Layout
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost first; the order of `Layout.coordinates`, with dp in one of its two axes."""
+
+Part = tuple[tuple[int, int, int], ...]
+"""Successive cuts (dim, start, length) that lead from a full tensor to one rank's part."""
+
+
+def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The mesh of `layout`: dp is dp_replicate for ZeRO-0, dp_shard for ZeRO-1, 2 and 3."""
+    replicate, shard = (layout.dp, 1) if layout.zero_stage == 0 else (1, layout.dp)
+    sizes = (layout.pp, replicate, shard, layout.cp, layout.tp)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+
+
+def part_of(param: Tensor) -> Part:
+    """The cuts that make the full tensor into this rank's part of `param`.
+
+    Tensor parallelism cuts first, then fully_shard cuts what is left into chunks of equal size
+    but for the last ones, which may be shorter or empty.
+    """
+    if not isinstance(param, DTensor):
+        return ()
+    cuts, sizes, mesh = [], list(param.shape), param.device_mesh
+    axes = mesh.mesh_dim_names or ()
+    for axis in ("tp", "dp_shard"):
+        if axis not in axes:
+            continue
+        placement = param.placements[axes.index(axis)]
+        if placement.is_replicate():
+            continue
+        dim = placement.dim if isinstance(placement, Shard) else 0
+        chunk = -(-sizes[dim] // mesh.size(axes.index(axis)))
+        start = min(chunk * mesh.get_local_rank(axis), sizes[dim])
+        sizes[dim] = min(chunk, sizes[dim] - start)
+        cuts.append((dim, start, sizes[dim]))
+    return tuple(cuts)
+
+
+def take(full: Tensor, part: Part) -> Tensor:
+    """The view of `full` that `part` describes."""
+    for dim, start, length in part:
+        full = full.narrow(dim, start, length)
+    return full
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's own values of `tensor`, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_shards(param: Tensor) -> int:
+    """Into how many different parts the ranks of a stage cut `param`."""
+    count = 1
+    if isinstance(param, DTensor):
+        for index, placement in enumerate(param.placements):
+            count *= 1 if placement.is_replicate() else param.device_mesh.size(index)
+    return count

@@ -1,0 +1,73 @@
+"""Tensor parallelism with sequence parallelism, put around a plain decoder.
+
+Column-parallel: Y = X W, W = [W_1, ..., W_tp], so rank i holds Y_i. Row-parallel: W is cut along
+its input, every rank holds a summand of Y, and the sum is scattered along the sequence. Between
+the blocks each rank holds S/tp tokens, where norms and residuals are computed
+(arXiv 2205.05198, section 4.2.2).
+"""
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ultrabench.kernel.model import Decoder
+
+
+def layer_plan() -> dict[str, ParallelStyle]:
+    """How one layer is cut.
+
+    Forward gathers B*S*H elements over tp before attention and before the feed-forward, and
+    reduce-scatters as many after each; backward does the mirror image. So a layer costs 4
+    all-gathers and 4 reduce-scatters of B*S*H elements, minus the gathers DTensor keeps.
+    """
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "attention.q": ColwiseParallel(),
+        "attention.k": ColwiseParallel(),
+        "attention.v": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "ffn.gate": ColwiseParallel(),
+        "ffn.up": ColwiseParallel(),
+        "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def outer_plan(model: Decoder) -> dict[str, ParallelStyle]:
+    """How embedding, last norm and head are cut, where this stage has them.
+
+    The embedding is cut by vocabulary (one reduce-scatter forward, one all-gather backward), and
+    so is the head, whose logits stay cut: the loss is computed on the parts.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    if model.embedding is not None:
+        plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    if model.norm is not None:
+        plan["norm"] = SequenceParallel()
+    if model.head is not None:
+        plan["head"] = ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        )
+    return plan
+
+
+def apply_tp(model: Decoder, tp_mesh: DeviceMesh) -> None:
+    """Cuts `model` over the tp axis, in place; nothing to do when it has one rank."""
+    if tp_mesh.size() == 1:
+        return
+    for layer in model.layers.values():
+        parallelize_module(layer, tp_mesh, layer_plan())
+    parallelize_module(model, tp_mesh, outer_plan(model))
+    # parallelize_module makes a new parameter of each name, which undoes the tie.
+    model.tie()

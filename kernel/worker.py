@@ -1,0 +1,157 @@
+"""One rank's life: `python -P -m ultrabench.kernel.worker`, or `main()` in a forked process.
+
+The environment holds the torchrun variables, ULTRABENCH_SPEC (a Task as JSON), ULTRABENCH_REPORT
+and, where an agent passes on the store's port, ULTRABENCH_STORE. Everything else is in the report.
+"""
+
+import faulthandler
+import gc
+import json
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ultrabench.kernel import environment, failure, memory, process_group
+from ultrabench.kernel.mesh import build_mesh
+from ultrabench.kernel.progress import DeviceProgress
+from ultrabench.kernel.step import TrainStep
+from ultrabench.record import from_dict
+from ultrabench.report import Report
+from ultrabench.run import Task
+from ultrabench.step_time import ci95_rel
+
+
+def _device(name: str) -> torch.device:
+    """This rank's own device, made the current one."""
+    if name != "cuda":
+        return torch.device(name)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+class Timing:
+    """Runs steps one by one, reports each, and decides when enough have been measured."""
+
+    def __init__(self, task: Task, trainer: TrainStep, report: Report) -> None:
+        self.task, self.trainer, self.report = task, trainer, report
+        self.measure = task.measure
+        self.device = trainer.device
+        self.step_times_s: list[float] = []
+        self.loss_final: float | None = None
+        self.done_steps = 0
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def step(self) -> None:
+        """One step; its data are made beforehand, its numbers read afterwards."""
+        number = self.done_steps + 1
+        batch = self.trainer.batch(number)
+        self._synchronize()
+        start = time.perf_counter()
+        loss, _ = self.trainer.update(self.trainer.accumulate(*batch))
+        self._synchronize()
+        self._record(number, time.perf_counter() - start, float(loss))
+
+    def _record(self, number: int, seconds: float, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise failure.NonFiniteLossError(f"loss is {loss} at step {number}")
+        measured = number > self.measure.warmup_steps
+        event = {"step": number, "seconds": seconds, "loss": loss, "measured": measured}
+        self.report.write("step", tokens=self.task.spec.tokens_per_step, **event)
+        self.done_steps = number
+        if measured:
+            self.step_times_s.append(seconds)
+        if number == self.measure.loss_step:
+            self.loss_final = loss
+
+    def ci_reached(self) -> bool:
+        """Whether the median step time is known as precisely as wanted: rank 0's word for all."""
+        width = ci95_rel(self.step_times_s)
+        reached = width is not None and width <= self.measure.target_ci95_rel
+        flag = torch.tensor([float(reached)], device=self.device)
+        dist.broadcast(flag, src=0)
+        return bool(flag.item())
+
+    def run(self) -> None:
+        """First step, warm-up, measuring; reports how it ended."""
+        self.report.phase("first_step")
+        self.step()
+        self.report.phase("warmup")
+        while self.done_steps < self.measure.warmup_steps:
+            self.step()
+        # A collection in the middle of a measured step would be one rank's, and all would wait.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self.report.phase("measure")
+        reached = False
+        while not reached and len(self.step_times_s) < self.measure.max_steps:
+            self.step()
+            reached = len(self.step_times_s) >= self.measure.min_steps and self.ci_reached()
+        gc.enable()
+        allocated, reserved = memory.peak_bytes(self.device)
+        self.report.write("memory", allocated_bytes=allocated, reserved_bytes=reserved)
+        self.report.write(
+            "done",
+            stopped="interval" if reached else "max_steps",
+            ci_reached=reached,
+            loss_final=self.loss_final,
+            hardware_flops_per_step=None,
+            omp_num_threads=torch.get_num_threads(),
+        )
+
+
+def train(task: Task, report: Report) -> None:
+    """Runs the task on this rank from joining the others to leaving them."""
+    report.phase("process_group")
+    device = _device(task.device)
+    process_group.join(report, device)
+    if dist.get_rank() == 0:
+        report.write("environment", **environment.facts())
+    report.phase("build")
+    mesh = build_mesh(task.spec.layout, device.type)
+    # After the groups, whose threads' stacks would count as the model's.
+    if device.type == "cpu":
+        memory.limit_cpu_memory(task.rank_mem_bytes)
+    progress = DeviceProgress(device, report.microbatch)
+    trainer = TrainStep(task.spec, device, mesh, progress=progress)
+    if device.type == "cuda":
+        memory.reset_peak(device)
+    Timing(task, trainer, report).run()
+    report.phase("teardown")
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """The rank's exit code: 0 when its run is done, 1 when it failed and the report says why."""
+    report = Report.from_environment()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        memory.reset_peak(torch.device("cpu"))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        task = from_dict(Task, json.loads(Path(os.environ["ULTRABENCH_SPEC"]).read_text()))
+        train(task, report)
+    except Exception as error:
+        kind, message = failure.kind_of(error), failure.one_line(error)
+        report.write("error", kind=kind, message=message, traceback=traceback.format_exc())
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A failed collective leaves threads behind that would keep the interpreter from ending.
+    os._exit(code)
