@@ -46,8 +46,10 @@ def classify(
     return RunResult(
         status=status,
         reason=reason,
-        measured_by=(rank0.steps[-1].get("measured_by") or "report") if rank0.steps else None,
-        stopped=done.get("stopped") or ("program" if status == Status.OK else None),
+        measured_by=("log" if "measured_by" in rank0.steps[-1] else "report")
+        if rank0.steps
+        else None,
+        stopped=_text(done.get("stopped")) or ("program" if status == Status.OK else None),
         ci_reached=None if reached is None else reached <= measure.target_ci95_rel,
         step_times_s=tuple(times),
         loss_final=_loss(rank0, measure),
@@ -57,11 +59,11 @@ def classify(
         peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),
         init_time_s=gathering.first_step - gathering.started if gathering.first_step else None,
         started_at=gathering.started_at,
-        gpu_name=environment.get("gpu_name"),
-        torch_version=environment.get("torch_version"),
-        cuda_version=environment.get("cuda_version"),
-        nccl_version=environment.get("nccl_version"),
-        driver_version=environment.get("driver_version"),
+        gpu_name=_text(environment.get("gpu_name")),
+        torch_version=_text(environment.get("torch_version")),
+        cuda_version=_text(environment.get("cuda_version")),
+        nccl_version=_text(environment.get("nccl_version")),
+        driver_version=_text(environment.get("driver_version")),
         omp_num_threads=environment.get("omp_num_threads"),
         evidence={} if status == Status.OK else evidence(gathering),
     )
@@ -71,7 +73,7 @@ def measured_steps(rank: RankStory, measure: Measure) -> list[float]:
     """Seconds of the measured steps; where a program does not mark them, all after warm-up."""
     marked = [s for s in rank.steps if "measured" in s]
     if marked:
-        return [float(s["seconds"]) for s in marked if s["measured"]]
+        return [float(s["seconds"]) for s in marked if s["measured"] and "seconds" in s]
     return [float(s["seconds"]) for s in rank.steps[measure.warmup_steps :] if "seconds" in s]
 
 
@@ -80,10 +82,13 @@ def _judge(
 ) -> tuple[Status, str | None]:
     ranks = gathering.ranks
     bad_loss = _non_finite(ranks[0])
-    if not gathering.failed and not gathering.running and stopped is None and ended is None:
+    if all(_finished(rank) for rank in ranks):
         times = measured_steps(ranks[0], measure)
         if bad_loss:
             return Status.INVALID, bad_loss
+        untimed = [i for i, step in enumerate(ranks[0].steps, start=1) if "seconds" not in step]
+        if untimed:
+            return Status.INVALID, f"step {untimed[0]} was reported without its seconds"
         if not times or min(times) <= 0 or median(times) <= 0:
             return (
                 Status.INVALID,
@@ -103,11 +108,18 @@ def _judge(
     return _failure(ranks)
 
 
+def _finished(rank: RankStory) -> bool:
+    """It said that it was done, or ended as if it was; what happens in its teardown is no news."""
+    return rank.error is None and (rank.done is not None or rank.code == 0)
+
+
 def _out_of_memory(ranks: list[RankStory]) -> tuple[Status, str] | None:
     for i, rank in enumerate(ranks):
         if rank.error and rank.error.get("kind") == "oom":
             return Status.OOM, f"rank {i}: {rank.error.get('message')}"
     for i, rank in enumerate(ranks):
+        if rank.oom_killed:
+            return Status.OOM, f"rank {i} was killed by the kernel, which was out of memory"
         if rank.error is None and rank.code not in (None, 0) and not rank.killed_by_us:
             line = _matching_line(rank.tail, OOM_TEXT)
             if line:
@@ -130,7 +142,7 @@ def _failure(ranks: list[RankStory]) -> tuple[Status, str]:
     own = [(i, r) for i, r in enumerate(ranks) if not r.killed_by_us and r.code not in (None, 0)]
     for i, rank in own:
         if rank.code is not None and rank.code < 0 and rank.error is None:
-            name = signal.Signals(-rank.code).name
+            name = _signal_name(-rank.code)
             return Status.CRASH, f"rank {i} was killed by {name}, which ultrabench did not send"
     for i, rank in own:
         if rank.error is None and not COMM_TEXT.search(rank.tail):
@@ -141,6 +153,13 @@ def _failure(ranks: list[RankStory]) -> tuple[Status, str]:
     for i, rank in own:
         return Status.COMM_ERROR, f"rank {i}: {_matching_line(rank.tail, COMM_TEXT)}"
     return Status.CRASH, "the ranks vanished without an exit code"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _non_finite(rank: RankStory) -> str | None:
@@ -158,9 +177,13 @@ def _loss(rank: RankStory, measure: Measure) -> float | None:
     return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
 
 
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
 def _largest(gathering: Gathering, name: str) -> int | None:
     values = [r.memory[name] for r in gathering.ranks if r.memory.get(name) is not None]
-    return max(values, default=None)
+    return max((int(v) for v in values), default=None)
 
 
 def _matching_line(text: str, pattern: re.Pattern[str]) -> str | None:

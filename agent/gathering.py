@@ -20,6 +20,8 @@ class RankStory:
     code: int | None = None
     """Exit code, negative for a signal; None while it runs."""
     killed_by_us: bool = False
+    oom_killed: bool = False
+    """The kernel's out-of-memory killer struck its node while it ran, and it died of SIGKILL."""
     tail: str = ""
     """End of its log."""
     spoke: bool = False
@@ -46,6 +48,7 @@ class Gathering:
             rank = self.ranks[item["rank"]]
             if "code" in item:
                 rank.code, rank.tail = item["code"], item.get("tail", "")
+                rank.oom_killed = item.get("oom_killed", False) and not rank.killed_by_us
                 self._progress()
             elif "microbatches" in item:
                 rank.microbatches, rank.spoke = item["microbatches"], True
@@ -69,7 +72,7 @@ class Gathering:
             rank.done = line
         elif event == "error":
             rank.error = rank.error or line
-        elif event == "store":
+        elif event == "store" and "port" in line:
             self.port = int(line["port"])
         elif event == "environment":
             self.environment = line

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -42,6 +43,7 @@ class Node:
         self._progress: dict[int, int] = {}
         self._log: NewLines | None = None
         self._early: list[Exit] = []
+        self._oom_kills = 0
         self._task: Task | None = None
 
     @property
@@ -62,6 +64,7 @@ class Node:
         run.mkdir()
         write_whole(run / "spec.json", json.dumps(to_dict(task), indent=1))
         self._reports, self._progress, self._early = {}, {}, []
+        self._oom_kills = oom_kills()
         kernel = task.spec.kernel
         self._log = NewLines(run / "rank0.log") if kernel.step_line and self.index == 0 else None
         for rank in self.ranks:
@@ -127,7 +130,11 @@ class Node:
             steps = [parse_log_line(text, pattern) for text in self._log.read()]
             found += [{"rank": 0, "line": step} for step in steps if step]
         # Exits come last: what a rank said before it ended is heard before its end.
-        found += [{"rank": e.rank, "code": e.code, "tail": self._tail(e.rank)} for e in exits]
+        struck = bool(exits) and oom_kills() > self._oom_kills
+        for end in exits:
+            killed = struck and end.code == -signal.SIGKILL
+            tail = self._tail(end.rank)
+            found.append({"rank": end.rank, "code": end.code, "tail": tail, "oom_killed": killed})
         return found
 
     def _tail(self, rank: int, size: int = 4096) -> str:
@@ -170,6 +177,12 @@ class Node:
         self._server.stop()
         self.kill()
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def oom_kills() -> int:
+    """How often the kernel of this host has killed for want of memory; 0 where it does not tell."""
+    match = re.search(r"^oom_kill (\d+)$", read_tail(Path("/proc/vmstat"), 2**20), re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def read_tail(path: Path, size: int) -> str:

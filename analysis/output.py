@@ -1,5 +1,6 @@
 """Files that people ask for with -o: whole or not at all."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -17,7 +18,8 @@ def write_bytes(path: Path, data: bytes) -> None:
         beside.write_bytes(data)
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise SweepFolderError(
             f"cannot write {path}: {error.strerror}; choose another with -o FILE"
         ) from error

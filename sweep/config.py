@@ -1,18 +1,9 @@
-"""From Hydra overrides to frozen values: the only module that knows Hydra."""
+"""A sweep as frozen values, from a composed configuration."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-import ultrabench
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_choice import KernelChoice
@@ -20,9 +11,7 @@ from ultrabench.measure import Measure
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Workload
 from ultrabench.shape import ModelShape
-from ultrabench.sweep.config_errors import explain
-
-GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "sweep")
+from ultrabench.sweep.compose import compose_tree, known_names, read_yaml, search_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +50,15 @@ class LauncherChoice:
     heartbeat_s: float = 5.0
     """How often the agents of one allocation show each other that they are alive."""
 
+    def __post_init__(self) -> None:
+        if self.pack is not None and self.pack < 1:
+            raise ConfigError(f"launcher.pack={self.pack}; must be >= 1, or null")
+        if self.allocation_minutes <= 0 or self.heartbeat_s < 0.5:
+            raise ConfigError(
+                f"launcher.allocation_minutes={self.allocation_minutes}, launcher.heartbeat_s="
+                f"{self.heartbeat_s}; must be > 0 and >= 0.5"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepConfig:
@@ -81,34 +79,16 @@ class SweepConfig:
     """The composed configuration as JSON, for the record."""
 
 
-def search_path() -> list[Path]:
-    """Folders that hold configuration, the strongest first.
-
-    `./ultrabench`, then $ULTRABENCH_CONFIG_DIR (by default ~/.config/ultrabench), then the package.
-    """
-    user = os.environ.get("ULTRABENCH_CONFIG_DIR", "~/.config/ultrabench")
-    folders = [Path.cwd() / "ultrabench", Path(user).expanduser()]
-    package = Path(ultrabench.__file__).parent / "configs"
-    return [f for f in folders if _is_config_folder(f)] + [package.resolve()]
-
-
-def _is_config_folder(folder: Path) -> bool:
-    return any(next((folder / group).glob("*.yaml"), None) for group in GROUPS)
-
-
-def known_names(group: str) -> list[str]:
-    """What can be named in a group such as `hardware`."""
-    return sorted({p.stem for folder in search_path() for p in (folder / group).glob("*.yaml")})
-
-
 def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     """The sweep that Hydra `overrides` describe; `model=NAME` means `sweep.models=[NAME]`.
 
     Raises:
         ConfigError: anything that cannot be used, in one line.
     """
-    tree = _compose([_model_list(o) for o in overrides])
+    tree = compose_tree([_model_list(o) for o in overrides])
     names = _as_list(tree["sweep"].pop("models"))
+    if not names:
+        raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
     tree["models"] = [to_dict(load_model(str(name))) for name in names]
     return config_from_tree(tree)
 
@@ -125,12 +105,14 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     _distinct(models)
     workload = {k: sweep.pop(k) for k in ("seq_len", "gbs", "seed") if k in sweep}
     axes = {name: _as_list(values) for name, values in sweep.items()}
-    kernel = {"name": names["kernel"], **tree["kernel"]}
-    if not isinstance(tree["repeats"], int) or tree["repeats"] < 1:
+    kernel = {"name": names["kernel"]} | {k: v for k, v in tree["kernel"].items() if v is not None}
+    if type(tree["repeats"]) is not int or tree["repeats"] < 1:
         raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
+    if not isinstance(tree["results_dir"], str) or not tree["results_dir"]:
+        raise ConfigError(f"results_dir={tree['results_dir']!r}; must be a folder")
     config = SweepConfig(
         name=str(tree["name"] or f"{names['sweep']}-{names['hardware']}"),
-        results_dir=str(tree["results_dir"]),
+        results_dir=tree["results_dir"],
         cluster=tree["cluster"]["name"],
         hardware=from_dict(
             Hardware, {"name": names["hardware"], **tree["hardware"]}, where="hardware"
@@ -157,17 +139,15 @@ def load_model(name: str) -> ModelShape:
     Raises:
         ConfigError: there is none, or it lacks something.
     """
-    for folder in search_path():
-        path = folder / "model" / f"{name}.yaml"
-        if path.is_file():
-            try:
-                values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-            except (OmegaConfBaseException, ValueError) as error:
-                raise ConfigError(f"{path} is no model: {str(error).splitlines()[0]}") from error
-            if not isinstance(values, dict):
-                raise ConfigError(f"{path} is no model: it holds no mapping of sizes")
-            return from_dict(ModelShape, {"name": name, **values}, where=f"model {name}")  # type: ignore[dict-item]
-    raise ConfigError(unknown_name("model", name, known_names("model")))
+    if name not in known_names("model"):
+        raise ConfigError(unknown_name("model", name, known_names("model")))
+    paths = [folder / "model" / f"{name}.yaml" for folder in search_path()]
+    path = next(path for path in paths if path.is_file())
+    values = read_yaml(path)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is no model: it holds no mapping of sizes; see configs/model/")
+    sizes = {str(key): value for key, value in values.items()}
+    return from_dict(ModelShape, {"name": name, **sizes}, where=f"model {name}")
 
 
 def _as_list(values: Any) -> list[Any]:
@@ -178,8 +158,10 @@ def _model_list(override: str) -> str:
     key, eq, value = override.partition("=")
     if key.lstrip("+") != "model" or not eq:
         return override
-    if value.startswith("["):
-        raise ConfigError(f"{override}: model takes one name; for several use sweep.models={value}")
+    if value.startswith("[") or not value:
+        raise ConfigError(
+            f"{override}: model takes one name; for several use sweep.models={value or '[A,B]'}"
+        )
     return f"sweep.models=[{value}]"
 
 
@@ -193,38 +175,3 @@ def _distinct(models: tuple[ModelShape, ...]) -> None:
                 f"sweep.models: {seen[key]} and {m.name} are the same model; name it once"
             )
         seen[key] = m.name
-
-
-def _compose(overrides: Sequence[str]) -> dict[str, Any]:
-    """The composed tree as plain values, with the chosen option of each group under `names`."""
-    folders = search_path()
-    others = ",".join(f"'file://{f}'" for f in folders[1:])
-    extra = [f"hydra.searchpath=[{others}]"] if others else []
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
-            composed = compose("config", overrides=[*overrides, *extra], return_hydra_config=True)
-            choices = dict(composed.hydra.runtime.choices)
-            OmegaConf.set_struct(composed, False)
-            composed.pop("hydra")
-            tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explain(error, overrides, known_names, GROUPS)) from error
-    assert isinstance(tree, dict)
-    values: dict[str, Any] = {str(k): v for k, v in tree.items()}
-    values["names"] = {str(k): v for k, v in choices.items() if k in GROUPS}
-    return values
-
-
-def describe(group: str) -> dict[str, str]:
-    """Names of a group with the first comment line of their files; the strongest folder wins."""
-    found: dict[str, str] = {}
-    for folder in search_path():
-        for path in sorted((folder / group).glob("*.yaml")):
-            comments = [
-                line.lstrip("# ").strip()
-                for line in path.read_text().splitlines()
-                if line.startswith("#") and "@package" not in line
-            ]
-            found.setdefault(path.stem, comments[0] if comments else "")
-    return dict(sorted(found.items()))

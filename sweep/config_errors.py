@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 import ultrabench
-from ultrabench.errors import unknown_name
+from ultrabench.errors import ConfigError, unknown_name
 
 
 def explain(
@@ -32,8 +32,26 @@ def explain(
         key, eq, _ = override.partition("=")
         if not eq or not key.strip():
             return f"{override!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
+    if isinstance(error, yaml.YAMLError):
+        return f"a configuration file is no YAML: {' '.join(text.split())}"
     line = " ".join(text.split("\n")[0].split()) or type(error).__name__
     return f"cannot use the overrides {' '.join(overrides)!r}: {line}"
+
+
+def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
+    """Raises for overrides that Hydra would take and we could not use.
+
+    Raises:
+        ConfigError: several options of one group, or a setting of Hydra itself.
+    """
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in groups and value.startswith("["):
+            raise ConfigError(
+                f"{override}: {key} takes one name (known: see ultrabench configs {key})"
+            )
+        if key.lstrip("+~").partition(".")[0] == "hydra":
+            raise ConfigError(f"{override}: Hydra's own settings have no effect here; leave it out")
 
 
 def unknown_override(key: str, groups: Sequence[str]) -> str:
@@ -47,6 +65,8 @@ def unknown_override(key: str, groups: Sequence[str]) -> str:
             values = values.get(group) or values
             prefix = f"{group}." if group else ""
             keys |= {f"{prefix}{k}" for k in values if k not in ("defaults", "hydra")}
+    if key in keys:
+        return f"{key} is no setting of the chosen {key.partition('.')[0]}; +{key}=... adds it"
     tail = key.rpartition(".")[2]
     same_word = sorted(k for k in keys if k.rpartition(".")[2] == tail)
     if same_word:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ultrabench
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.record import to_dict
 from ultrabench.sweep.config import SweepConfig
 
@@ -45,6 +45,8 @@ def require_same(head: dict[str, Any], config: SweepConfig, where: Path) -> None
         ConfigError: they differ; the message shows how.
     """
     for group in ("hardware", "kernel", "workload"):
+        if not isinstance(head.get(group), dict):
+            raise SweepFolderError(f"{where}/sweep.json lacks {group}; is it a sweep folder?")
         was, now = head[group], to_dict(getattr(config, group))
         changed = [k for k in sorted({*was, *now}) if was.get(k) != now.get(k)]
         if changed:

@@ -87,7 +87,9 @@ class SweepFolder:
                 f"cannot read {self.head}: {error}; is it a sweep folder?"
             ) from error
         version = head.get("schema_version") if isinstance(head, dict) else None
-        if not isinstance(version, int) or version > SCHEMA_VERSION:
+        if not isinstance(version, int):
+            raise SweepFolderError(f"{self.head} names no schema_version; is it a sweep folder?")
+        if version > SCHEMA_VERSION:
             raise SweepFolderError(
                 f"{self.head} has schema {version}; this ultrabench reads up to {SCHEMA_VERSION}: upgrade it"
             )

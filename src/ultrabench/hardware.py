@@ -95,6 +95,11 @@ class Hardware:
             raise ConfigError(unknown_name("gpu", self.gpu, ACCELERATORS))
         if self.gpus_per_node < 1:
             raise ConfigError(f"hardware.gpus_per_node={self.gpus_per_node}; must be >= 1")
+        if self.node_link_bytes_per_s <= 0 or self.rank_mem_bytes <= 0:
+            raise ConfigError(
+                f"hardware.node_link_bytes_per_s={self.node_link_bytes_per_s:g}, hardware.mem_bytes="
+                f"{self.rank_mem_bytes}; both must be > 0"
+            )
 
     @property
     def accelerator(self) -> Accelerator:

@@ -32,6 +32,10 @@ class Measure:
                 f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}; "
                 "needs 6 <= min_steps <= max_steps (an interval takes 6 samples)"
             )
+        limits = ("target_ci95_rel", "deadline_floor_s", "start_deadline_s", "max_run_s")
+        for name in limits:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"measure.{name}={getattr(self, name)}; must be > 0")
         if self.warmup_steps < 1 or self.loss_step < 1:
             raise ConfigError("measure.warmup_steps and measure.loss_step must be >= 1")
         if self.warmup_steps + self.min_steps < self.loss_step:

@@ -1,6 +1,7 @@
 """What a rank tells its agent: JSON lines in a node-local file, and a counter of micro-batches."""
 
 import json
+import math
 import mmap
 import os
 import re
@@ -78,13 +79,37 @@ class NewLines:
         return whole.decode(errors="replace").splitlines()
 
 
+NUMBERS = {
+    "step": ("seconds",),
+    "memory": ("allocated_bytes", "reserved_bytes"),
+    "store": ("port",),
+    "done": ("hardware_flops_per_step",),
+    "environment": ("omp_num_threads",),
+}
+"""Event -> fields that must be numbers; a program of the user may write anything."""
+
+
 def parse_line(line: str) -> dict[str, Any] | None:
-    """A line of a report; None when it is no JSON object with an `event`."""
+    """A line of a report; None when it is no JSON object with an `event`.
+
+    Fields that should be finite numbers and are not are left out. A loss stays as it is: one that
+    is not finite is news.
+    """
     try:
         value = json.loads(line)
     except ValueError:
         return None
-    return value if isinstance(value, dict) and "event" in value else None
+    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+        return None
+    for name in NUMBERS.get(value["event"], ()):
+        if not is_number(value.get(name)):
+            value.pop(name, None)
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite int or float."""
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def parse_log_line(line: str, pattern: re.Pattern[str]) -> dict[str, Any] | None:

@@ -25,6 +25,8 @@ class Workload:
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.gbs < 1:
             raise ConfigError(f"seq_len={self.seq_len}, gbs={self.gbs}; both must be >= 1")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}; must be >= 0")
 
 
 ADDED_LATER: dict[str, Any] = {}

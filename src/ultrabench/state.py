@@ -100,6 +100,7 @@ def fold(events: Iterable[Event]) -> SweepState:
         name = event["event"]
         try:
             if name in ("config", "pause", "cancel"):
+                _retried(event)
                 controls.append((int(event["generation"]), canonical_json(event), event))
             elif name in ("claimed", "started", "phase", "result", "failed"):
                 _fold_attempt(state, ends, event)
@@ -180,8 +181,13 @@ def _fold_controls(state: SweepState, controls: list[tuple[int, str, Event]]) ->
             state.cancelled = True
         else:
             state.config, state.cancelled = event, False
-            retried.update(AttemptKey(r, int(p), int(a)) for r, p, a in event.get("retry", []))
+            retried.update(_retried(event))
     state.retried = frozenset(retried)
+
+
+def _retried(event: Event) -> set[AttemptKey]:
+    """The failed attempts that a config event asks to try again."""
+    return {AttemptKey(str(r), int(p), int(a)) for r, p, a in event.get("retry", [])}
 
 
 def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:

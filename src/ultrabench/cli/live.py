@@ -53,9 +53,7 @@ class Display:
             if run is not None:
                 settled = sum(a.run_id in self._labels for a in self._told)
                 text = attempt_line(run, state.attempts[key])
-                self._console.print(
-                    f"[{settled}/{len(self._planned)}] {text}", markup=False, soft_wrap=True
-                )
+                self._console.print(f"[{settled}/{len(self._planned)}] {text}", soft_wrap=True)
 
 
 def attempt_line(run: PlannedRun, attempt: AttemptState) -> str:

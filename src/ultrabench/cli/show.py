@@ -37,7 +37,7 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
     console = out()
     shown = {k: v for k, v in (row or {}).items() if v is not None}
     console.print(f"run {run_id} of {folder.name}", style="bold")
-    console.print(yaml.safe_dump(shown, sort_keys=False).rstrip(), markup=False)
+    console.print(yaml.safe_dump(shown, sort_keys=False).rstrip())
     made = table(
         "\nattempts", "repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason"
     )
@@ -48,7 +48,7 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
         if a.result and a.result.evidence:
             console.print(f"\nevidence of {a.key.repeat}.{a.key.attempt}", style="bold")
             for rank in a.result.evidence.get("ranks", []):
-                console.print(_rank_line(rank), markup=False, soft_wrap=True)
+                console.print(_rank_line(rank), soft_wrap=True)
             console.print(f"logs: {folder.log_folder(*a.key)}", soft_wrap=True)
 
 

@@ -13,22 +13,24 @@ WIDE = 160
 
 def out() -> Console:
     """The console of tables."""
-    return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, soft_wrap=False)
+    return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False)
 
 
 def err() -> Console:
     """The console of progress and warnings."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, highlight=False)
+    return Console(
+        stderr=True, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False
+    )
 
 
 def say(message: str) -> None:
     """One line of progress."""
-    err().print(message, markup=False, soft_wrap=True)
+    err().print(message, soft_wrap=True)
 
 
 def warn(message: str) -> None:
     """One line of warning."""
-    err().print(f"warning: {message}", markup=False, soft_wrap=True, style="yellow")
+    err().print(f"warning: {message}", soft_wrap=True, style="yellow")
 
 
 def print_json(document: Any) -> None:
@@ -62,7 +64,7 @@ def duration(seconds: float) -> str:
 def show_configs(group: str | None, as_json: bool) -> None:
     """Prints what can be named in an override, with the first comment of each file."""
     from ultrabench.errors import ConfigError, unknown_name
-    from ultrabench.sweep.config import GROUPS, describe
+    from ultrabench.sweep.compose import GROUPS, describe
 
     if group is not None and group not in GROUPS:
         raise ConfigError(unknown_name("config group", group, GROUPS))

@@ -1,0 +1,99 @@
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ultrabench.claim import claim, owner_of
+
+KEY = "aaaa.0.0"
+
+
+def test_one_of_fifty_threads_wins(tmp_path):
+    start, won = threading.Barrier(50), []
+
+    def race(n):
+        start.wait()
+        if claim(tmp_path, KEY, {"allocation": f"n{n}"}):
+            won.append(n)
+
+    threads = [threading.Thread(target=race, args=(n,)) for n in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert owner_of(tmp_path, KEY) == f"n{won[0]}"
+    assert [p.name for p in tmp_path.iterdir()] == [KEY]
+
+
+def test_one_of_several_processes_wins_each_claim(tmp_path):
+    code = (
+        "import pathlib, sys\n"
+        "from ultrabench.claim import claim\n"
+        "claims, name = pathlib.Path(sys.argv[1]), sys.argv[2]\n"
+        "sys.stdout.write('ready\\n'); sys.stdout.flush(); sys.stdin.readline()\n"
+        "print([k for k in range(20) if claim(claims, f'k{k}', {'allocation': name})])"
+    )
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), f"n{n}"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for n in range(8)
+    ]  # fmt: skip
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    won = [(k, f"n{n}") for n, r in enumerate(racers) for k in json.loads(r.communicate()[0])]
+    assert sorted(k for k, _ in won) == list(range(20))
+    assert all(owner_of(tmp_path, f"k{k}") == name for k, name in won)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"k{k}" for k in range(20))
+
+
+def test_the_second_loses_and_leaves_no_litter(tmp_path):
+    assert claim(tmp_path, KEY, {"allocation": "first"})
+    assert not claim(tmp_path, KEY, {"allocation": "second"})
+    assert owner_of(tmp_path, KEY) == "first"
+    assert [p.name for p in tmp_path.iterdir()] == [KEY]
+
+
+def test_attempts_are_claimed_apart(tmp_path):
+    assert claim(tmp_path, "aaaa.0.0", {"allocation": "a"})
+    assert claim(tmp_path, "aaaa.0.1", {"allocation": "b"})
+
+
+def test_a_lost_answer_of_link_is_still_a_win(tmp_path, monkeypatch):
+    real_link = os.link
+
+    def link_and_fail(source, target):
+        real_link(source, target)
+        raise FileExistsError(target)
+
+    monkeypatch.setattr(os, "link", link_and_fail)
+    assert claim(tmp_path, KEY, {"allocation": "mine"})
+    assert [p.name for p in tmp_path.iterdir()] == [KEY]
+
+
+def test_a_link_that_fails_is_no_win(tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert not claim(tmp_path, KEY, {"allocation": "mine"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_owns_what_was_not_claimed(tmp_path):
+    assert owner_of(tmp_path, KEY) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "7", '"name"'])
+def test_an_unreadable_owner_is_somebody(tmp_path, text):
+    (tmp_path / KEY).write_text(text)
+    assert owner_of(tmp_path, KEY) == "unreadable"
+    assert not claim(tmp_path, KEY, {"allocation": "mine"})

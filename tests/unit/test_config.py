@@ -1,0 +1,181 @@
+from pathlib import Path
+
+import pytest
+
+from ultrabench.errors import ConfigError
+from ultrabench.sweep.compose import GROUPS, describe, known_names, search_path
+from ultrabench.sweep.config import config_from_tree, load_config, load_model
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    """No configuration but the package's, whatever this machine's user has."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "user"))
+
+
+def write(folder, name, text):
+    path = Path(folder) / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+MODEL = """# A model of mine.
+hidden_size: 128
+num_hidden_layers: {layers}
+num_attention_heads: 4
+num_key_value_heads: 4
+intermediate_size: 256
+vocab_size: 512
+tie_word_embeddings: false
+"""
+
+
+@pytest.mark.parametrize("where", ["ultrabench", "../user"])
+def test_a_model_of_the_user_is_found(where):
+    write(where, "model/mine", MODEL.format(layers=7))
+    assert load_model("mine").num_hidden_layers == 7
+    assert load_config(["model=mine"]).models == (load_model("mine"),)
+    assert describe("model")["mine"] == "A model of mine."
+
+
+def test_the_strongest_folder_wins():
+    assert load_model("tiny").num_hidden_layers == 4
+    write("../user", "model/tiny", MODEL.format(layers=8))
+    assert load_model("tiny").num_hidden_layers == 8
+    write("ultrabench", "model/tiny", MODEL.format(layers=9))
+    assert load_model("tiny").num_hidden_layers == 9
+    assert load_config(["model=tiny"]).models[0].num_hidden_layers == 9
+    assert known_names("model").count("tiny") == 1
+
+
+@pytest.mark.parametrize("where", ["ultrabench", "../user"])
+def test_other_groups_of_the_user_are_found(where):
+    write(
+        where, "hardware/ours", "gpu: A100-SXM\ngpus_per_node: 4\nnode_link_bytes_per_s: 2.5e10\n"
+    )
+    config = load_config(["hardware=ours", "kernel.precision=bf16", "sweep.nodes=[1]"])
+    assert (config.hardware.name, config.hardware.gpu) == ("ours", "A100-SXM")
+    assert config.name == "quick-ours"
+    assert load_config([]).hardware.name == "cpu"
+
+
+def test_a_folder_of_that_name_without_configuration_is_ignored():
+    write("ultrabench", "docs/readme", "x: 1")
+    Path("ultrabench/model").mkdir()
+    assert [p.name for p in search_path()] == ["configs"]
+    assert load_config([]).name == "quick-cpu"
+
+
+def test_the_playbook_brings_its_hardware_but_the_users_wins():
+    assert load_config(["sweep=playbook"]).hardware.name == "h100x8"
+    for overrides in (["sweep=playbook", "hardware=h200x8"], ["hardware=h200x8", "sweep=playbook"]):
+        config = load_config(overrides)
+        assert config.hardware.name == "h200x8"
+        assert config.name == "playbook-h200x8"
+
+
+def test_model_means_a_list_of_one():
+    assert [m.name for m in load_config(["model=tiny"]).models] == ["tiny"]
+    assert [m.name for m in load_config(["sweep.models=[tiny,mini]"]).models] == ["tiny", "mini"]
+
+
+def test_one_value_is_a_list_of_one():
+    assert load_config(["sweep.tp=2"]).axes.tp == (2,)
+
+
+def test_the_kernel_takes_the_precision_of_the_hardware():
+    assert load_config([]).kernel.precision == "fp32"
+    assert load_config(["sweep=playbook"]).kernel.precision == "bf16"
+
+
+def test_a_resolved_configuration_is_the_configuration():
+    config = load_config(["sweep=playbook", "model=8B", "repeats=3", "name=mine"])
+    assert config_from_tree(config.resolved) == config
+    assert (config.name, config.repeats) == ("mine", 3)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_of_every_group_says_what_it_is(group):
+    options = describe(group)
+    assert options
+    assert all(options.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model=tny"], "unknown model 'tny'; did you mean tiny? (known: 1B"),
+        (["sweep.models=[tiny,8b]"], "unknown model '8b'"),
+        (["model=[tiny,mini]"], "model takes one name; for several use sweep.models=[tiny,mini]"),
+        (["sweep.models=[tiny,tiny]"], "tiny and tiny are the same model; name it once"),
+        (["hardware=h100"], "unknown hardware 'h100'; did you mean h100x8? (known: cpu"),
+        (["sweep=playbok"], "unknown sweep 'playbok'; did you mean playbook?"),
+        (["launcher=slrm"], "unknown launcher 'slrm'"),
+        (["measure=slow"], "unknown measure 'slow'"),
+        (["kernel=mine"], "unknown kernel 'mine'"),
+        (["cluster=none"], "unknown cluster 'none'"),
+        (["nodes=[1]"], "unknown override 'nodes'; did you mean sweep.nodes?"),
+        (["sweep.node=[1]"], "unknown override 'sweep.node'; did you mean sweep.nodes?"),
+        (["hardware.gpu_per_node=2"], "did you mean hardware.gpus_per_node?"),
+        (["+sweep.node=[1]"], "unknown field of sweep 'node'; did you mean nodes?"),
+        (["nonsense"], "'nonsense' is no override; write KEY=VALUE"),
+        (["=1"], "'=1' is no override; write KEY=VALUE"),
+        (["sweep.nodes=0"], "sweep.nodes=[0]; each must be >= 1"),
+        (["sweep.nodes=[]"], "sweep.nodes=[]; each must be >= 1, and at least one is needed"),
+        (["sweep.tp=[1,-2]"], "sweep.tp=[1, -2]; each must be >= 1"),
+        (["sweep.zero_stage=[4]"], "sweep.zero_stage=[4]; each must be 0, 1, 2 or 3"),
+        (["sweep.nodes=two"], "sweep.nodes='two' is not of type int"),
+        (["sweep.nodes=1.5"], "sweep.nodes=1.5 is not of type int"),
+        (["sweep.nodes=null"], "sweep.nodes=None is not of type int"),
+        (["sweep.gbs=0"], "gbs=0; both must be >= 1"),
+        (["sweep.seq_len=many"], "seq_len='many' is not of type int"),
+        (["repeats=0"], "repeats=0; must be a whole number >= 1"),
+        (["repeats=2.5"], "repeats=2.5; must be a whole number >= 1"),
+        (["name=a/b"], "name='a/b'; a sweep's name is a folder's"),
+        (["name=.hidden"], "no leading '.'"),
+        (["hardware.gpu=RTX"], "unknown gpu 'RTX'"),
+        (["hardware.gpus_per_node=0"], "hardware.gpus_per_node=0; must be >= 1"),
+        (["kernel.precision=fp8"], "kernel.precision='fp8'; must be fp32, bf16 or fp64"),
+        (["kernel.compile=true"], "kernel.compile=True"),
+        (["kernel=command"], "kernel.command has no value; give it: kernel.command=..."),
+        (["kernel=command", "kernel.command=[]"], "kernel.command is empty; give the program"),
+        (["measure.min_steps=2"], "needs 6 <= min_steps <= max_steps"),
+        (["measure.warmup_steps=0"], "measure.warmup_steps and measure.loss_step must be >= 1"),
+        (["sweep.nodes=[1"], "sweep.nodes=[1"),
+        (["name=${nowhere}"], "nowhere"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
+    with pytest.raises(ConfigError) as raised:
+        load_config(overrides)
+    assert line in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("hidden_size: [", "broken.yaml: while parsing"),
+        ("- a\n- b\n", "broken.yaml is no model: it holds no mapping"),
+        ("", "model broken lacks hidden_size"),
+        (MODEL.format(layers=2) + "heads: 4\n", "unknown field of model broken 'heads'"),
+        (MODEL.format(layers="two"), "num_hidden_layers='two' is not of type int"),
+        (MODEL.format(layers=0), "num_hidden_layers=0; must be >= 1"),
+    ],
+)
+def test_a_broken_model_file_is_told_in_one_line(text, line):
+    write("ultrabench", "model/broken", text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(["model=broken"])
+    assert line in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["gpu: [", "gpu: cpu\n"])
+def test_a_broken_hardware_file_is_told_in_one_line(text):
+    write("ultrabench", "hardware/broken", text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(["hardware=broken"])
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,262 @@
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.strategies import divisors
+from ultrabench.errors import ConfigError
+from ultrabench.layout import Layout, default_schedule
+from ultrabench.run import Workload
+from ultrabench.sweep.config import Axes, load_config, load_model
+from ultrabench.sweep.grid import layouts
+from ultrabench.sweep.plan import make_plan, require_runs
+from ultrabench.sweep.plan_table import plan_table
+from ultrabench.sweep.rules import RULES, first_broken
+
+# layers, hidden, heads (kv heads alike), intermediate
+MODELS = {
+    "1B": (16, 2048, 32, 8192),
+    "3B": (28, 3072, 32, 8192),
+    "8B": (32, 4096, 32, 14336),
+    "80B": (80, 8192, 64, 28672),
+    "469B": (126, 16384, 128, 53248),
+}
+VOCABULARY = 131072
+
+
+@pytest.fixture(scope="module")
+def playbook():
+    return make_plan(load_config(["sweep=playbook"]))
+
+
+@pytest.fixture(scope="module")
+def one_model():
+    return load_config(["sweep=playbook", "model=1B"])
+
+
+def stages_used(layers, hidden, intermediate, pp):
+    """Stages that hold a block, by the rule of the playbook's own sweep."""
+    decoder = 4 * hidden**2 + 3 * hidden * intermediate
+    head = VOCABULARY * hidden
+    costs = [0] + [decoder] * layers + [0, head, 0, 0]
+    stage, done, used = 0, 0, set()
+    for cost in costs:
+        used.add(stage)
+        done += cost
+        if done * pp > sum(costs) * (stage + 1):
+            stage += 1
+    return len(used)
+
+
+def playbook_by_hand():
+    """(model, nodes, dp, tp, pp, zero, mbs, gas) -> valid, of every combination that fits."""
+    powers = [2**n for n in range(9)]
+    found = {}
+    for model, (layers, hidden, heads, intermediate) in MODELS.items():
+        full = {p: stages_used(layers, hidden, intermediate, p) == p for p in powers}
+        for nodes in powers[:7]:
+            for tp in powers[:6]:
+                for pp in powers[:8]:
+                    dp, rest = divmod(8 * nodes, tp * pp)
+                    if rest or dp == 0:
+                        continue
+                    for mbs in powers:
+                        for gas in powers:
+                            if dp * mbs * gas != 256:
+                                continue
+                            for zero in (0, 1):
+                                valid = heads % tp == 0 and (zero == 0 or dp > 1)
+                                valid = valid and gas >= pp - 1 and full[pp]
+                                found[model, nodes, dp, tp, pp, zero, mbs, gas] = valid
+    return found
+
+
+def words(c):
+    at = c.layout
+    return (c.shape.name, c.nodes, at.dp, at.tp, at.pp, at.zero_stage, at.mbs, at.gas)
+
+
+def test_the_playbook_grid_is_the_one_enumerated_by_hand(playbook):
+    by_hand = playbook_by_hand()
+    assert len(by_hand) == 12000
+    assert {words(c): c.valid for c in playbook.candidates} == by_hand
+    assert len(playbook.candidates) == 12000
+    assert all(c.layout.cp == 1 for c in playbook.candidates)
+
+
+def test_the_playbook_grid_has_the_published_counts(playbook):
+    valid = Counter(c.shape.name for c in playbook.candidates if c.valid)
+    assert valid == {"1B": 1178, "3B": 1288, "8B": 1348, "80B": 1376, "469B": 1386}
+    assert sum(valid.values()) == 6576
+    assert len(playbook.runs) == 6120
+
+
+def test_what_the_kernel_refuses_is_a_stage_without_parameters(playbook):
+    refused = [c for c in playbook.candidates if c.valid and not c.runs]
+    assert len(refused) == 456
+    assert {c.rule for c in refused} == {"kernel"}
+    assert all(c.reason.startswith("stage ") for c in refused)
+    assert all(c.reason.endswith(" has no parameters") for c in refused)
+
+
+def test_too_few_micro_batches_for_1f1b_run_as_afab(playbook):
+    afab = [c for c in playbook.runs if c.layout.pp_schedule == "afab"]
+    assert len(afab) == 340
+    assert all(c.layout.gas == c.layout.pp - 1 for c in afab)
+    winner = ("1B", 64, 128, 2, 2, 1, 2, 1)
+    assert winner in {words(c) for c in afab}
+
+
+def test_every_rejected_candidate_is_counted_under_one_rule(playbook):
+    summary = playbook.summary()
+    assert summary["candidates"] == summary["valid"] + sum(summary["rejected"].values())
+    assert summary["valid"] == summary["runs"] + sum(summary["refused_by_kernel"].values())
+    assert set(summary["rejected"]) <= {name for name, _ in RULES}
+    assert all(c.reason for c in playbook.candidates if not c.runs)
+    for number in ("candidates", "valid", "runs"):
+        assert sum(cell[number] for cell in summary["cells"]) == summary[number]
+    assert [(c["model"], c["nodes"]) for c in summary["cells"]] == [
+        (model, 2**n) for model in MODELS for n in range(7)
+    ]
+
+
+def test_no_run_id_twice(playbook):
+    assert len({c.spec.run_id for c in playbook.candidates}) == 12000
+
+
+def test_runs_come_first_and_cheapest_first(playbook):
+    runs = [c.runs for c in playbook.candidates]
+    assert runs == sorted(runs, reverse=True)
+    prices = [c.gpu_hours(playbook.steps) for c in playbook.runs]
+    assert prices == sorted(prices)
+
+
+def order(plan):
+    return [(c.shape.name, c.nodes, c.layout.label()) for c in plan.candidates]
+
+
+def test_the_same_input_plans_the_same():
+    overrides = ["sweep=playbook", "sweep.models=[8B,1B]", "sweep.nodes=[4,1]"]
+    code = (
+        "import json, sys\n"
+        "from ultrabench.sweep.config import load_config\n"
+        "from ultrabench.sweep.plan import make_plan\n"
+        "plan = make_plan(load_config(sys.argv[1:]))\n"
+        "print(json.dumps([(c.shape.name, c.nodes, c.layout.label()) for c in plan.candidates]))"
+    )
+    here = order(make_plan(load_config(overrides)))
+    assert order(make_plan(load_config(overrides))) == here
+    for seed in ("1", "2"):
+        there = subprocess.run(
+            [sys.executable, "-c", code, *overrides],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert [tuple(c) for c in json.loads(there.stdout)] == here
+
+
+small = st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple)
+axes = st.builds(
+    Axes, nodes=small, tp=small, pp=small, cp=small, mbs=small, gas=small,
+    zero_stage=st.lists(st.integers(0, 3), min_size=1, max_size=5).map(tuple),
+)  # fmt: skip
+
+
+@given(axes=axes, gpus=st.sampled_from((4, 12, 24)), gbs=st.sampled_from((8, 12, 48)))
+def test_the_grid_is_every_combination_that_fits_once(axes, gpus, gbs):
+    found = list(layouts(axes, gpus, Workload(seq_len=8, gbs=gbs)))
+    assert len(found) == len(set(found))
+    by_hand = {
+        (dp, tp, pp, cp, zero, mbs, gas)
+        for tp in axes.tp for pp in axes.pp for cp in axes.cp for mbs in axes.mbs for gas in axes.gas
+        for zero in axes.zero_stage for dp in range(1, gpus + 1)
+        if dp * tp * pp * cp == gpus and dp * mbs * gas == gbs
+    }  # fmt: skip
+    assert {(x.dp, x.tp, x.pp, x.cp, x.zero_stage, x.mbs, x.gas) for x in found} == by_hand
+    assert all(x.pp_schedule == default_schedule(x.pp, x.gas) for x in found)
+
+
+@settings(max_examples=10)
+@given(nodes=st.lists(divisors(8), min_size=1, max_size=3), mbs=small, gas=small, tp=small)
+def test_random_sweeps_have_no_run_twice(one_model, nodes, mbs, gas, tp):
+    # The ones make sure that there is a candidate at all: dp=8, mbs=1, gas=3.
+    some = replace(
+        one_model.axes, nodes=(1, *nodes), tp=(1, *tp), pp=(1, 2), mbs=(1, *mbs), gas=(3, *gas)
+    )
+    plan = make_plan(replace(one_model, axes=some, workload=Workload(seq_len=4096, gbs=24)))
+    ids = [c.spec.run_id for c in plan.candidates]
+    assert len(ids) == len(set(ids))
+    assert all(c.layout.gbs == 24 for c in plan.candidates)
+
+
+def test_the_default_sweep_is_small_and_covers_everything():
+    runs = make_plan(load_config([])).runs
+    assert 12 <= len(runs) <= 30
+    for values, wanted in (
+        ({c.layout.zero_stage for c in runs}, {0, 1, 2, 3}),
+        ({c.nodes for c in runs}, {1, 2}),
+        ({c.layout.tp for c in runs}, {1, 2}),
+        ({c.layout.pp for c in runs}, {1, 2}),
+        ({c.layout.mbs for c in runs}, {1, 2}),
+    ):
+        assert wanted <= values
+    assert any(c.layout.dp > 1 for c in runs)
+    assert len({c.layout.gas for c in runs}) > 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule", "reason"),
+    [
+        (Layout(dp=1, tp=3), "tp_divides_heads", "tp=3 does not divide num_attention_heads=4"),
+        (Layout(dp=1, tp=4), "tp_divides_kv_heads", "tp=4 does not divide num_key_value_heads=2"),
+        (Layout(dp=1, zero_stage=2), "zero_needs_dp", "zero_stage=2 needs dp > 1; dp=1"),
+        (
+            Layout(dp=1, pp=4, gas=2, pp_schedule="afab"),
+            "enough_micro_batches",
+            "gas=2 is less than pp-1=3",
+        ),
+        (
+            Layout(dp=1, pp=12, gas=12, pp_schedule="1f1b"),
+            "no_empty_stage",
+            "pp=12 leaves stage 8 empty (4 layers)",
+        ),
+    ],
+)
+def test_each_rule_gives_its_reason(layout, rule, reason):
+    shape = load_model("tiny-gqa")
+    assert first_broken(layout, shape) == (rule, reason)
+
+
+def test_the_first_broken_rule_counts():
+    shape = load_model("tiny-gqa")
+    both = Layout(dp=1, tp=3, zero_stage=1)
+    assert first_broken(both, shape)[0] == "tp_divides_heads"
+
+
+def test_a_layout_that_breaks_nothing():
+    shape = load_model("tiny-gqa")
+    assert first_broken(Layout(dp=2, tp=2, zero_stage=1), shape) is None
+
+
+def test_a_sweep_without_runs_says_why():
+    plan = make_plan(load_config(["sweep.nodes=[1]", "sweep.tp=[2]", "sweep.pp=[1]",
+                                  "sweep.zero_stage=[1]", "sweep.mbs=[1]", "sweep.gas=[8]"]))  # fmt: skip
+    with pytest.raises(ConfigError, match=r"none of 1 candidates can run; 1 because zero_stage=1"):
+        require_runs(plan)
+
+
+def test_the_plan_table_has_a_row_for_every_candidate(playbook):
+    plan = make_plan(load_config([]))
+    rows = plan_table(plan).to_pylist()
+    assert [r["run_id"] for r in rows] == [c.spec.run_id for c in plan.candidates]
+    assert [r["decision"] for r in rows] == [
+        "run" if c.runs else "rejected" for c in plan.candidates
+    ]
+    assert all((r["reason"] is None) == (r["decision"] == "run") for r in rows)
+    assert all(r["gbs"] == r["dp"] * r["mbs"] * r["gas"] for r in rows)

@@ -1,0 +1,102 @@
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.strategies import layouts, shapes
+from ultrabench.hardware import Hardware, Peak
+from ultrabench.layout import Layout
+from ultrabench.sweep.config import load_model
+from ultrabench.sweep.predict import predict
+
+GPUS = Hardware(name="h100x8", gpu="H100-SXM", gpus_per_node=8, node_link_bytes_per_s=5e10)
+PEAK = Peak(flops_per_s=989e12, source="table")
+PLAYBOOK = ("1B", "3B", "8B", "80B", "469B")
+
+real_shapes = st.sampled_from(PLAYBOOK).map(load_model)
+
+
+def predicted(layout, shape, *, seq_len=4096, precision="bf16", nodes=1):
+    return predict(
+        layout, shape, GPUS, seq_len=seq_len, precision=precision, nodes=nodes, peak=PEAK
+    )
+
+
+@given(layout=layouts(), shape=shapes(), precision=st.sampled_from(("bf16", "fp32", "fp64")))
+def test_everything_is_finite_and_positive(layout, shape, precision):
+    found = predicted(layout, shape, precision=precision, nodes=2)
+    for value in (found.step_time_s, found.peak_mem_bytes, found.start_s):
+        assert math.isfinite(value)
+        assert value > 0
+
+
+@given(layout=layouts(), shape=real_shapes, precision=st.sampled_from(("bf16", "fp32", "fp64")))
+def test_a_higher_zero_stage_never_needs_more_bytes(layout, shape, precision):
+    assume(layout.dp > 1)
+    needs = [
+        predicted(replace(layout, zero_stage=z), shape, precision=precision).peak_mem_bytes
+        for z in (0, 1, 2, 3)
+    ]
+    assert needs == sorted(needs, reverse=True)
+
+
+@given(layout=layouts(), shape=shapes(), smaller=st.integers(1, 8))
+def test_a_smaller_micro_batch_never_needs_more_bytes(layout, shape, smaller):
+    assume(smaller < layout.mbs)
+    less = predicted(replace(layout, mbs=smaller), shape)
+    assert less.peak_mem_bytes <= predicted(layout, shape).peak_mem_bytes
+
+
+@given(layout=layouts(), shape=shapes(), seq_len=st.integers(1, 8192), less=st.integers(1, 8192))
+def test_a_shorter_sequence_never_needs_more_bytes(layout, shape, seq_len, less):
+    short, long = sorted((seq_len, less))
+    assert (
+        predicted(layout, shape, seq_len=short).peak_mem_bytes
+        <= predicted(layout, shape, seq_len=long).peak_mem_bytes
+    )
+
+
+@given(layout=layouts(), shape=shapes(), more=st.integers(1, 64))
+def test_more_layers_never_take_less_time_without_a_pipeline(layout, shape, more):
+    layout = replace(layout, pp=1, pp_schedule="none")
+    deeper = replace(shape, num_hidden_layers=shape.num_hidden_layers + more)
+    assert predicted(layout, deeper).step_time_s > predicted(layout, shape).step_time_s
+
+
+@given(shape=real_shapes, pp=st.sampled_from((2, 4, 8)), times=st.integers(2, 4))
+def test_several_times_the_layers_take_longer_in_a_pipeline(shape, pp, times):
+    layout = Layout(dp=2, pp=pp, gas=16, pp_schedule="1f1b")
+    deeper = replace(shape, num_hidden_layers=shape.num_hidden_layers * times)
+    assert predicted(layout, deeper).step_time_s > predicted(layout, shape).step_time_s
+
+
+@given(layout=layouts(), shape=shapes(), more=st.integers(1, 8))
+def test_more_micro_batches_take_longer(layout, shape, more):
+    longer = replace(layout, gas=layout.gas + more)
+    assert predicted(longer, shape).step_time_s > predicted(layout, shape).step_time_s
+
+
+@pytest.mark.parametrize("name", PLAYBOOK)
+def test_afab_keeps_every_micro_batch_and_so_needs_more(name):
+    shape = load_model(name)
+    one = Layout(dp=1, pp=4, gas=16, pp_schedule="1f1b")
+    all_at_once = replace(one, pp_schedule="afab")
+    assert predicted(all_at_once, shape).peak_mem_bytes > predicted(one, shape).peak_mem_bytes
+
+
+def test_static_memory_of_one_process_by_hand():
+    # bf16 training with fp32 master weights, gradients and two moments: 18 bytes a parameter.
+    shape = replace(load_model("1B"), num_hidden_layers=1)
+    needed = predicted(Layout(dp=1), shape, seq_len=1).peak_mem_bytes
+    logits = 12 * shape.vocab_size
+    layer = (10 + 2 * 3) * shape.hidden_size + 8 * shape.intermediate_size
+    assert needed == pytest.approx(18 * shape.num_params + logits + layer)
+
+
+def test_zero_one_shards_the_optimizer():
+    shape = load_model("8B")
+    whole = predicted(Layout(dp=8), shape).peak_mem_bytes
+    sharded = predicted(Layout(dp=8, zero_stage=1), shape).peak_mem_bytes
+    assert whole - sharded == pytest.approx(12 * shape.num_params * 7 / 8)
