@@ -38,7 +38,7 @@ def main() -> int:
         if node.index == 0:
             lead(allocation, node, secret, stop)
         else:
-            leader = call_leader(folder, node.index, secret, MEETING_PATIENCE_S)
+            leader = call_leader(folder, node.index, node.host, secret, MEETING_PATIENCE_S)
             follow(allocation, node, leader, stop)
     except ClusterError as error:
         sys.stderr.write(f"{error}\n")

@@ -14,7 +14,6 @@ LOST_BEATS = 3
 
 def follow(allocation: Allocation, node: Node, leader: Line, stop: StopRequest) -> None:
     """Works for the leader until it says so, goes away, or this agent is told to stop."""
-    leader.send({"host": node.host})
     said = time.monotonic()
     told = False
     while not leader.closed:

@@ -42,7 +42,7 @@ class Leader:
         self._address = address
         self._folder = SweepFolder(Path(allocation.sweep_dir))
         self._ends = time.monotonic() + allocation.limit_s
-        self._hosts = [node.host] + [""] * len(peers)
+        self._hosts = [node.host, *(peers[n].host for n in sorted(peers))]
         self._lost: str | None = None
         self._ending_peer: str | None = None
 
@@ -159,9 +159,6 @@ class Leader:
         """Takes in what all nodes say within `seconds`, and notices who has gone silent."""
         for line in wait_readable(list(self._peers.values()), seconds):
             for message in line.receive():
-                if "host" in message:
-                    node = next(n for n, held in self._peers.items() if held is line)
-                    self._hosts[node] = message["host"]
                 self._ending_peer = message.get("ending", self._ending_peer)
                 gathering.hear(message.get("news", []))
         gathering.hear(self._node.news())

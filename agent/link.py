@@ -21,6 +21,8 @@ class Line:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(20.0)
         self._pending = b""
+        self.host = ""
+        """What the other side calls itself."""
         self.closed = False
         self.heard = time.monotonic()
         """When the other side last said anything."""
@@ -99,13 +101,14 @@ class Meeting:
             line = Line(connection)
             hello = next(iter(line.receive()), {})
             if hello.get("secret") == self._secret and isinstance(hello.get("node"), int):
+                line.host = str(hello.get("host"))
                 lines[hello["node"]] = line
             else:
                 line.close()
         return lines
 
 
-def call_leader(folder: Path, node: int, secret: str, patience_s: float) -> Line:
+def call_leader(folder: Path, node: int, host: str, secret: str, patience_s: float) -> Line:
     """A connection to the leader of the allocation in `folder`.
 
     Raises:
@@ -120,6 +123,6 @@ def call_leader(folder: Path, node: int, secret: str, patience_s: float) -> Line
             time.sleep(0.05)
             continue
         line = Line(connection)
-        line.send({"node": node, "secret": secret})
+        line.send({"node": node, "host": host, "secret": secret})
         return line
     raise ClusterError(f"node {node} found no leader in {folder} within {patience_s:g} s")

@@ -134,7 +134,7 @@ class TrainStep:
                 begin_microbatch(self.fsdp, self.layout.zero_stage, last=last)
                 loss = self.scaled_loss(self.model(x), y)
                 loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(loss)
+                losses.append(loss.detach())
                 self.progress()
         none = torch.zeros((), device=self.device)
         return sum((local(loss.detach()) for loss in losses), none)

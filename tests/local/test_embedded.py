@@ -1,0 +1,95 @@
+"""Small real sweeps of the embedded kernel: two nodes, a killed rank, memory that runs out."""
+
+import os
+import signal
+
+import pytest
+
+from ultrabench.processes import command_line, own_processes, tag_of
+
+pytestmark = pytest.mark.local
+
+QUICK = [
+    "model=tiny", "sweep.gbs=8", "sweep.seq_len=32", "measure.warmup_steps=1", "measure.loss_step=3",
+    "measure.max_steps=8", "measure.deadline_floor_s=20",
+]  # fmt: skip
+
+
+def test_layouts_on_one_and_two_nodes_train_alike_and_every_column_is_filled(bench):
+    bench.run(
+        "sweep", "launch", *QUICK, "name=t", "sweep.nodes=[1,2]", "sweep.zero_stage=[0,3]",
+        "sweep.mbs=2", "sweep.gas=[1,2,4]",
+    )  # fmt: skip
+    rows = bench.rows()
+    assert {r["status"] for r in rows} == {"ok"}
+    assert {(r["nodes"], r["tp"], r["pp"]) for r in rows} == {
+        (1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)
+    }  # fmt: skip
+    losses = [r["loss_final"] for r in rows]
+    assert max(losses) - min(losses) < 1e-6 * min(losses), "layouts that train differently"
+    for row in rows:
+        assert row["num_steps_measured"] >= 6
+        assert 0 < row["mfu"] < 1.5
+        assert row["peak_source"] == "measured"
+        assert row["hostnames"] == [f"local-{n}" for n in range(row["nodes"])]
+        for name in (
+            "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "init_time_s", "gpu_hours", "env_id",
+            "torch_version", "gpu_name", "kernel_digest", "allocation", "predicted_step_time_s",
+        ):  # fmt: skip
+            assert row[name] is not None, name
+    bench.run("heatmap", "t", "-o", "map.svg")
+    assert "nodes" in (bench.folder / "map.svg").read_text()
+    run_id = rows[0]["run_id"]
+    assert run_id in bench.run("sweep", "show", run_id)
+    assert "--- rank 0" in bench.run("sweep", "logs", run_id)
+
+
+def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
+    bench.run(
+        "sweep", "launch", *QUICK, "name=t", "model=mini", "hardware.mem_bytes=300000000",
+        "sweep.nodes=1", "sweep.tp=1", "sweep.pp=1", "sweep.zero_stage=1", "sweep.seq_len=1024",
+        "sweep.gbs=8", "sweep.mbs=[1,4]", "sweep.gas=[1,4]",
+    )  # fmt: skip
+    status = {r["mbs"]: (r["status"], r["reason"]) for r in bench.rows()}
+    assert status[1] == ("ok", None)
+    assert status[4][0] == "oom", status
+    assert "allocate memory" in status[4][1]
+
+
+def test_a_rank_killed_from_outside_is_a_crash_that_says_so(bench):
+    words = [
+        *QUICK, "name=t", "sweep.nodes=2", "sweep.tp=2", "sweep.pp=1", "sweep.mbs=1", "sweep.gas=4",
+        "sweep.zero_stage=[0,1]", "measure.max_steps=400", "measure.target_ci95_rel=1e-9",
+        "measure.min_steps=400",
+    ]  # fmt: skip
+    launcher = bench.start("sweep", "launch", *words)
+    bench.wait_for(lambda: _measuring(bench))
+    os.kill(_ranks(bench)[-1], signal.SIGKILL)
+    bench.wait_for(lambda: bench.status()["by_status"].get("crash"))
+    bench.run("sweep", "cancel", "t")
+    launcher.communicate(timeout=30)
+    crashed = [r for r in bench.rows() if r["status"] == "crash"]
+    assert len(crashed) == 1
+    assert "was killed by SIGKILL, which ultrabench did not send" in crashed[0]["reason"]
+
+
+def _measuring(bench):
+    running = (
+        bench.status()["running"] if (bench.folder / "results/t/plan.parquet").exists() else []
+    )
+    return any(r["phase"] == "measure" for r in running)
+
+
+def _ranks(bench):
+    """Forked ranks: children of the fork servers, which share their command line."""
+    servers = [
+        pid
+        for pid in own_processes()
+        if "ultrabench.agent.fork_server" in command_line(pid)
+        and (tag_of(pid) or "").split(":")[0] in bench.allocations()
+    ]
+    parents = {}
+    for pid in servers:
+        with open(f"/proc/{pid}/stat") as stat:
+            parents[pid] = int(stat.read().rpartition(")")[2].split()[1])
+    return sorted(pid for pid, parent in parents.items() if parent in parents)
