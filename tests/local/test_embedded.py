@@ -46,7 +46,7 @@ def test_layouts_on_one_and_two_nodes_train_alike_and_every_column_is_filled(ben
 
 def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
     bench.run(
-        "sweep", "launch", *QUICK, "name=t", "model=mini", "hardware.mem_bytes=300000000",
+        "sweep", "launch", *QUICK, "name=t", "model=mini", "hardware.mem_bytes=400000000",
         "sweep.nodes=1", "sweep.tp=1", "sweep.pp=1", "sweep.zero_stage=1", "sweep.seq_len=1024",
         "sweep.gbs=8", "sweep.mbs=[1,4]", "sweep.gas=[1,4]",
     )  # fmt: skip
