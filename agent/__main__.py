@@ -52,12 +52,7 @@ def lead(allocation: Allocation, node: Node, secret: str, stop: StopRequest) -> 
     """Node 0: gathers the others, runs the tasks, says why it ended."""
     address = "127.0.0.1" if allocation.simulated or allocation.nodes == 1 else node.host
     journal = JournalWriter(SweepFolder(Path(allocation.sweep_dir)).journal, "agent")
-    me = {
-        "node": node.index,
-        "host": node.host,
-        "pid": os.getpid(),
-        "start_time": start_time(os.getpid()),
-    }
+    me = {"node": node.index, "host": node.host, "pid": os.getpid(), "start_time": start_time(os.getpid())}
     journal.write("allocation_started", allocation=allocation.name, agent=me)
     reason = "crashed"
     try:

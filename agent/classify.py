@@ -46,9 +46,7 @@ def classify(
     return RunResult(
         status=status,
         reason=reason,
-        measured_by=("log" if "measured_by" in rank0.steps[-1] else "report")
-        if rank0.steps
-        else None,
+        measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
         stopped=_text(done.get("stopped")) or ("program" if status == Status.OK else None),
         ci_reached=None if reached is None else reached <= measure.target_ci95_rel,
         step_times_s=tuple(times),
@@ -90,10 +88,7 @@ def _judge(
         if untimed:
             return Status.INVALID, f"step {untimed[0]} was reported without its seconds"
         if not times or min(times) <= 0 or median(times) <= 0:
-            return (
-                Status.INVALID,
-                f"the program ended well but reported {len(times)} measured steps",
-            )
+            return (Status.INVALID, f"the program ended well but reported {len(times)} measured steps")
         return Status.OK, None
     for test in (_out_of_memory, _invalid):
         found = test(ranks)

@@ -40,8 +40,7 @@ def overdue(
     """
     if now - started > limit_s:
         return Overdue(
-            status=Status.TIMEOUT,
-            reason=f"still in phase {phase} after its limit of {limit_s:g} s",
+            status=Status.TIMEOUT, reason=f"still in phase {phase} after its limit of {limit_s:g} s"
         )
     if not spoke:
         return None

@@ -76,9 +76,7 @@ def _assert_forkable() -> None:
     assert torch is None or not torch.cuda.is_initialized(), "the fork server initialised CUDA"
 
 
-def _become_rank(
-    request: dict[str, object], main: Callable[[], int], server: int, close: list[int]
-) -> None:
+def _become_rank(request: dict[str, object], main: Callable[[], int], server: int, close: list[int]) -> None:
     """Turns the forked child into a rank; never returns."""
     code = 70
     try:

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from ultrabench.processes import die_with_parent
 
 KERNEL_MODULE = "ultrabench.kernel.worker"
 """Named, not imported: torch is loaded by the fork server, never by the agent."""
@@ -97,22 +100,15 @@ class Programs:
 
     _running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(
-        self, rank: int, command: list[str], env: dict[str, str], log: Path, cwd: str
-    ) -> Exit | None:
+    def start(self, rank: int, command: list[str], env: dict[str, str], log: Path, cwd: str) -> Exit | None:
         """Starts one rank; an Exit at once when the program cannot be started."""
         with log.open("ab") as out:
             try:
-                # The wrapper asks to die with the agent, which a program of the user would not.
+                # A program of the user would not ask to die with the agent; the agent has one
+                # thread, so preexec_fn is safe.
                 self._running[rank] = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "ultrabench.agent.bound",
-                        str(os.getpid()),
-                        *command,
-                    ],
+                    command,
+                    preexec_fn=partial(die_with_parent, os.getpid()),
                     env=env,
                     cwd=cwd,
                     stdin=subprocess.DEVNULL,

@@ -91,9 +91,7 @@ class Meeting:
         while len(lines) < nodes - 1:
             if time.monotonic() > end:
                 missing = sorted(set(range(1, nodes)) - set(lines))
-                raise ClusterError(
-                    f"agents of nodes {missing} did not come within {patience_s:g} s"
-                )
+                raise ClusterError(f"agents of nodes {missing} did not come within {patience_s:g} s")
             try:
                 connection, _ = self._server.accept()
             except TimeoutError:

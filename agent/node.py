@@ -77,14 +77,11 @@ class Node:
             else:
                 command = fill_in(kernel.command, task)
                 program_env = {**self._base, **env, **kernel.env}
-                gone = self._programs.start(
-                    rank, command, program_env, log, self.allocation.work_dir
-                )
+                program_env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
+                gone = self._programs.start(rank, command, program_env, log, self.allocation.work_dir)
                 self._early += [gone] if gone else []
 
-    def _rank_env(
-        self, task: Task, run: Path, rank: int, address: str, port: int
-    ) -> dict[str, str]:
+    def _rank_env(self, task: Task, run: Path, rank: int, address: str, port: int) -> dict[str, str]:
         """torchrun's variables and ours."""
         per_node = self.allocation.gpus_per_node
         threads = str(self.allocation.threads)
@@ -156,9 +153,7 @@ class Node:
             return
         task, run = self._task, self.scratch / self._task.key
         self._task = None
-        to = SweepFolder(Path(self.allocation.sweep_dir)).log_folder(
-            task.run_id, task.repeat, task.attempt
-        )
+        to = SweepFolder(Path(self.allocation.sweep_dir)).log_folder(task.run_id, task.repeat, task.attempt)
         if keep_all:
             to.mkdir(parents=True, exist_ok=True)
             for log in sorted(run.glob("rank*.log")):
@@ -166,8 +161,7 @@ class Node:
         elif self.index == 0:
             to.mkdir(parents=True, exist_ok=True)
             joined = "".join(
-                f"--- rank {rank}\n{read_tail(run / f'rank{rank}.log', TAIL_BYTES)}"
-                for rank in self.ranks
+                f"--- rank {rank}\n{read_tail(run / f'rank{rank}.log', TAIL_BYTES)}" for rank in self.ranks
             )
             write_whole(to / "node0.log", joined)
         shutil.rmtree(run, ignore_errors=True)

@@ -86,11 +86,7 @@ def notes(table: pa.Table) -> str:
     order = sorted(by_status, key=lambda s: (s != "ok", s in _ALWAYS_TOLD, -by_status[s], s))
     told = ", ".join(f"{by_status[status]:,} {status}" for status in order) or "no runs"
     versions = [f"ultrabench {ultrabench.__version__}"]
-    for column, name in (
-        ("torch_version", "torch"),
-        ("nccl_version", "NCCL"),
-        ("kernel_digest", "kernel"),
-    ):
+    for column, name in (("torch_version", "torch"), ("nccl_version", "NCCL"), ("kernel_digest", "kernel")):
         found = sorted(str(v) for v in table[column].unique().to_pylist() if v is not None)
         if found:
             versions.append(f"{name} {' / '.join(found[:3])}{' / ...' if len(found) > 3 else ''}")

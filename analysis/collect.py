@@ -58,8 +58,7 @@ def read_parquet(path: Path) -> pa.Table:
         )
     if version > RESULTS_SCHEMA_VERSION:
         raise SweepFolderError(
-            f"{path} has schema {version}; this ultrabench reads up to "
-            f"{RESULTS_SCHEMA_VERSION}: upgrade it"
+            f"{path} has schema {version}; this ultrabench reads up to {RESULTS_SCHEMA_VERSION}: upgrade it"
         )
     return _conform(table, path)
 
@@ -85,8 +84,7 @@ def _conform(table: pa.Table, path: Path) -> pa.Table:
             arrays.append(given.cast(column.type))
         except pa.ArrowException as error:
             raise SweepFolderError(
-                f"{path}: column {column.name} holds {given.type}, needs {column.type}; "
-                "collect it again"
+                f"{path}: column {column.name} holds {given.type}, needs {column.type}; collect it again"
             ) from error
         fields.append(SCHEMA.field(column.name))
     for name in table.column_names:

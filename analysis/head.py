@@ -53,9 +53,7 @@ def read_head(folder: SweepFolder) -> SweepHead:
     try:
         return _parse(folder.name, raw)
     except (ConfigError, KeyError, TypeError, AttributeError) as error:
-        raise SweepFolderError(
-            f"cannot read {folder.head}: {error}; was it edited by hand?"
-        ) from error
+        raise SweepFolderError(f"cannot read {folder.head}: {error}; was it edited by hand?") from error
 
 
 def _parse(name: str, raw: Mapping[str, Any]) -> SweepHead:

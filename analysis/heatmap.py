@@ -37,11 +37,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "ultrabench",
     "text.parse_math": False,
 }
-_METADATA: dict[str, dict[str, Any]] = {
-    ".png": {},
-    ".svg": {"Date": None},
-    ".pdf": {"CreationDate": None},
-}
+_METADATA: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _TOP, _TITLE_LINE, _NOTE_LINE = 0.2, 0.26, 0.17
 """Inches of the margin above the title, a line of the title, a line of the notes."""
 
@@ -53,12 +49,7 @@ def check_suffix(path: Path) -> None:
 
 
 def draw(
-    cells: Sequence[Cell],
-    path: Path,
-    *,
-    title: str,
-    notes: str = "",
-    compared_with: str | None = None,
+    cells: Sequence[Cell], path: Path, *, title: str, notes: str = "", compared_with: str | None = None
 ) -> None:
     """Writes the heatmap as PNG, SVG or PDF, by the suffix of `path`.
 
@@ -85,9 +76,7 @@ def draw(
     write_bytes(path, buffer.getvalue())
 
 
-def figure(
-    cells: Sequence[Cell], *, title: str, notes: str = "", compared_with: str | None = None
-) -> Figure:
+def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with: str | None = None) -> Figure:
     """The heatmap as a matplotlib figure: one panel for each hardware, kernel and workload.
 
     Raises:
@@ -99,10 +88,7 @@ def figure(
     left = _left_margin(cells)
     width = max(7.0, left + max(grid.width for grid in grids) + RIGHT)
     heading = textwrap.wrap(
-        f"Best layout per cell: {title}",
-        int((width - left) * 7.2),
-        max_lines=3,
-        placeholder=" ...",
+        f"Best layout per cell: {title}", int((width - left) * 7.2), max_lines=3, placeholder=" ..."
     )
     lines = _note_lines(cells, notes, compared_with, width - left)
     foot = 0.2 + _NOTE_LINE * len(lines)
@@ -144,9 +130,7 @@ def _scale_end(cells: Sequence[Cell]) -> float:
     return next((float(step) for step in steps if step >= most), most)
 
 
-def _note_lines(
-    cells: Sequence[Cell], notes: str, compared_with: str | None, room: float
-) -> list[str]:
+def _note_lines(cells: Sequence[Cell], notes: str, compared_with: str | None, room: float) -> list[str]:
     """Everything under the picture, wrapped to `room` inches."""
     sentences = [notes] if notes else []
     if any(cell.compare_ratio is not None for cell in cells):

@@ -48,9 +48,7 @@ def paint(
                   ha="center", va="center")  # fmt: skip
 
 
-def _lines(
-    at: Square, cell: Cell, compared_with: str | None
-) -> list[tuple[float, str, float, str]]:
+def _lines(at: Square, cell: Cell, compared_with: str | None) -> list[tuple[float, str, float, str]]:
     """Height in the square, text, font size and weight of each line of a result."""
     small = [text for text in (*layout_lines(cell), memory(cell)) if text is not None]
     weights = ["normal"] * len(small)
@@ -88,9 +86,7 @@ def _hatch(axes: Axes, at: Square) -> None:
         start = min(across, at.width), max(0.0, across - at.width)
         end = max(0.0, across - at.height), min(across, at.height)
         lines.append([(at.column + x / at.width, at.row + y / at.height) for x, y in (start, end)])
-    axes.add_collection(
-        LineCollection(lines, colors=_HATCH, linewidths=0.7, zorder=1), autolim=False
-    )
+    axes.add_collection(LineCollection(lines, colors=_HATCH, linewidths=0.7, zorder=1), autolim=False)
 
 
 def wrap_reason(reason: str, width: float) -> list[str]:

@@ -45,9 +45,7 @@ class Grid:
 
     def square_of(self, cell: Cell) -> Square:
         """Where `cell` is drawn."""
-        return Square(
-            self.nodes.index(cell.nodes), self.models.index(model_label(cell)), *self.square
-        )
+        return Square(self.nodes.index(cell.nodes), self.models.index(model_label(cell)), *self.square)
 
 
 def grids_of(cells: Sequence[Cell]) -> list[Grid]:
@@ -101,9 +99,7 @@ def draw_labels(axes: Axes, grid: Grid, room: float) -> None:
               color=GREY, va="center")  # fmt: skip
 
 
-def draw_scale(
-    picture: Figure, grid: Grid, left: float, top: float, cmap: Colormap, norm: Normalize
-) -> None:
+def draw_scale(picture: Figure, grid: Grid, left: float, top: float, cmap: Colormap, norm: Normalize) -> None:
     """The colour bar beside a panel."""
     width, height = picture.get_size_inches()
     place = (left + grid.width + 0.25) / width, (top - grid.height) / height
@@ -112,8 +108,6 @@ def draw_scale(
         ScalarMappable(norm=norm, cmap=cmap), cax=axes, ticks=MaxNLocator(5, steps=[1, 2, 5, 10])
     )
     label = scale_label(grid.cells)
-    scale.set_label(
-        label.replace("of ", "of\n") if grid.height < 2 else label, fontsize=9, color=GREY
-    )
+    scale.set_label(label.replace("of ", "of\n") if grid.height < 2 else label, fontsize=9, color=GREY)
     axes.tick_params(labelsize=8, length=2, color=GREY)
     scale.outline.set_visible(False)

@@ -50,9 +50,7 @@ class _Contender:
     row: Row
 
 
-def rank(
-    table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False
-) -> list[Cell]:
+def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False) -> list[Cell]:
     """The cells of a result table, by hardware, kernel, workload, parameters, model and nodes.
 
     Only final ok rows compete: no suspects unless asked for, and nothing that was stopped early
@@ -61,9 +59,7 @@ def rank(
     Raises:
         ConfigError: `rank_by` is no numeric column.
     """
-    numeric = [
-        f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)
-    ]
+    numeric = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if rank_by not in numeric:
         raise ConfigError(unknown_name("column to rank by", rank_by, numeric))
     wanted = list(dict.fromkeys((*_KEY, *_WINNER, *_OTHERS, "is_final", rank_by)))
@@ -71,9 +67,7 @@ def rank(
     for row in table.select(wanted).to_pylist():
         if row["is_final"] and row["model"] is not None and row["nodes"] is not None:
             groups[tuple(row[k] for k in _KEY)].append(row)
-    return [
-        _cell(groups[key], rank_by, include_suspects) for key in sorted(groups, key=_nulls_first)
-    ]
+    return [_cell(groups[key], rank_by, include_suspects) for key in sorted(groups, key=_nulls_first)]
 
 
 def _nulls_first(key: tuple[object, ...]) -> tuple[tuple[bool, object], ...]:
@@ -116,10 +110,7 @@ def _contender(run_id: str, repeats: Sequence[Row], rank_by: str) -> _Contender:
     bounds = []
     for row in repeats:
         rel = row["step_time_ci95_rel"] if rank_by in _AS_SURE_AS_STEP_TIME else None
-        bounds += [
-            sign * row[rank_by] * (1 - (rel or 0.0)),
-            sign * row[rank_by] * (1 + (rel or 0.0)),
-        ]
+        bounds += [sign * row[rank_by] * (1 - (rel or 0.0)), sign * row[rank_by] * (1 + (rel or 0.0))]
     return _Contender(
         run_id=run_id,
         goodness=sign * middle,

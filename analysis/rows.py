@@ -149,9 +149,7 @@ def _not_attempted(candidate: Row) -> Row:
     """The outcome of a candidate without an attempt: a rule's, a decision's, or none yet."""
     status = _NOT_ATTEMPTED.get(candidate.get("decision") or "")
     told = ("rule", "reason", "dominated_by") if status else ()
-    return {"status": status and status.value, "is_final": True} | {
-        k: candidate.get(k) for k in told
-    }
+    return {"status": status and status.value, "is_final": True} | {k: candidate.get(k) for k in told}
 
 
 def _told(head: SweepHead, attempt: AttemptState, warn: Warn) -> Row:
@@ -165,11 +163,7 @@ def _told(head: SweepHead, attempt: AttemptState, warn: Warn) -> Row:
     row |= {"kernel": spec.kernel.name, "precision": spec.kernel.precision}
     row |= {"compile": spec.kernel.compile, "recompute": spec.kernel.recompute}
     row |= {"model": spec.shape.name, "seq_len": spec.workload.seq_len, "gbs": spec.workload.gbs}
-    row |= {
-        "nodes": spec.nodes,
-        "gpus_per_node": spec.gpus_per_node,
-        "gpus": spec.layout.world_size,
-    }
+    row |= {"nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "gpus": spec.layout.world_size}
     return _with_peak(head, row | _shape_columns(spec.shape))
 
 

@@ -155,9 +155,7 @@ def markdown() -> str:
     parts = [_INTRODUCTION]
     for group, columns in GROUPS.items():
         lines = [f"| `{c.name}` | {_type_name(c.type)} | {c.description} |" for c in columns]
-        parts.append(
-            "\n".join([f"## {group}\n", "| column | type | meaning |", "|---|---|---|", *lines, ""])
-        )
+        parts.append("\n".join([f"## {group}\n", "| column | type | meaning |", "|---|---|---|", *lines, ""]))
     return "\n".join(parts)
 
 

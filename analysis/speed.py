@@ -12,13 +12,7 @@ FLOPS_FORMULA = "matmul-v1"
 
 
 def speed_columns(
-    result: RunResult,
-    *,
-    shape: ModelShape | None,
-    peak: Peak | None,
-    seq_len: int,
-    gbs: int,
-    gpus: int,
+    result: RunResult, *, shape: ModelShape | None, peak: Peak | None, seq_len: int, gbs: int, gpus: int
 ) -> dict[str, Any]:
     """Columns from `step_time_s` to `model_flops_per_s_per_gpu` of an ok result.
 

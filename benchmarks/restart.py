@@ -61,13 +61,7 @@ def cold(folder: Path, specs: list[Path]) -> list[float]:
             "ULTRABENCH_REPORT": str(report),
             "OMP_NUM_THREADS": "1",
         }
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=4",
-        ]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         subprocess.run([*command, str(wrapper)], env=env, check=True)
         lines = [json.loads(line) for line in Path(f"{report}0").read_text().splitlines()]
         at = {line["name"]: line["time"] for line in lines if line["event"] == "phase"}

@@ -3,10 +3,7 @@
 from timing import medians, python, ultrabench
 
 found = medians(
-    {"python": python("pass"), "typer": python("import typer, rich"), "help": ultrabench("--help")},
-    15,
+    {"python": python("pass"), "typer": python("import typer, rich"), "help": ultrabench("--help")}, 15
 )
 for name, seconds in found.items():
-    print(
-        f"{name:8} {seconds * 1000:7.1f} ms  {seconds / found['typer']:5.2f} x import typer, rich"
-    )
+    print(f"{name:8} {seconds * 1000:7.1f} ms  {seconds / found['typer']:5.2f} x import typer, rich")

@@ -30,9 +30,7 @@ def run_reference(spec: CheckSpec, folder: Path) -> None:
     with torch.no_grad():
         for name, param in params.items():
             param.copy_(model.initial_value(name, param.shape, spec.seed, _CPU))
-    optimizer = torch.optim.AdamW(
-        params.values(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY
-    )
+    optimizer = torch.optim.AdamW(params.values(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
     found: Found = {"losses": [], "grads": {}}
     for step in range(1, spec.steps + 1):
         everything = range(spec.layout.gbs)

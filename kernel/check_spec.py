@@ -21,15 +21,9 @@ SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 SERVER_COMMAND = (sys.executable, "-P", "-m", "ultrabench.kernel.check")
 
 TINY = ModelShape(
-    name="tiny",
-    hidden_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=128,
-    vocab_size=256,
-    tie_word_embeddings=False,
-)
+    name="tiny", hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=128, vocab_size=256, tie_word_embeddings=False,
+)  # fmt: skip
 """Small enough for a second, and every axis up to 4 cuts it: grouped heads, uneven thirds."""
 
 

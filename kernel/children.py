@@ -12,9 +12,7 @@ from ultrabench.processes import die_with_parent
 _POLL_S = 0.005
 
 
-def run_forked(
-    bodies: Mapping[str, Callable[[], None]], folder: Path, timeout_s: float
-) -> str | None:
+def run_forked(bodies: Mapping[str, Callable[[], None]], folder: Path, timeout_s: float) -> str | None:
     """Runs each body in a child of its own; what went wrong first, or None.
 
     A child that raises leaves its last words in `folder`.

@@ -14,16 +14,11 @@ from torch.utils._pytree import tree_leaves
 from ultrabench.kernel.compat import group_name
 
 _OPS = {
-    "all_gather_into_tensor": "all_gather",
-    "_allgather_base_": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "allreduce_": "all_reduce",
-    "broadcast_": "broadcast",
-    "send": "send",
-    "recv_": "recv",
-}
+    "all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "all_reduce": "all_reduce", "allreduce_": "all_reduce", "broadcast_": "broadcast",
+    "send": "send", "recv_": "recv",
+}  # fmt: skip
 """Operator -> what we call it; an all-gather's first tensor may be its output or its input."""
 
 

@@ -37,9 +37,7 @@ def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) 
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.layers.values(), model):
-        fully_shard(
-            module, mesh=mesh[axes], reshard_after_forward=zero_stage == 3, mp_policy=policy
-        )
+        fully_shard(module, mesh=mesh[axes], reshard_after_forward=zero_stage == 3, mp_policy=policy)
 
 
 def begin_microbatch(model: FSDPModule, zero_stage: int, *, last: bool) -> None:

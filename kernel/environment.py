@@ -15,8 +15,7 @@ import torch
 PEAK_SIZE = 2048
 """Edge of the square matrices whose product measures a core."""
 PEAK_S = 3.0
-NOT_DECLARED = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_MODULE_LOADING"})
-"""Set by launchers and by torch itself, so no part of what the user asked for."""
+NOT_DECLARED = ("CUDA_VISIBLE_DEVICES", "CUDA_MODULE_LOADING")  # set by launchers and by torch itself
 
 
 def facts() -> dict[str, Any]:

@@ -22,16 +22,12 @@ def kind_of(error: BaseException) -> str:
         text = str(link)
         if isinstance(link, NonFiniteLossError):
             return "non_finite"
-        if isinstance(link, torch.OutOfMemoryError | MemoryError) or _has(text, _OOM_TEXTS):
+        if isinstance(link, torch.OutOfMemoryError | MemoryError) or any(t in text for t in _OOM_TEXTS):
             return "oom"
-        if isinstance(link, dist.DistError | ConnectionError) or _has(text, _COMM_TEXTS):
+        if isinstance(link, dist.DistError | ConnectionError) or any(t in text for t in _COMM_TEXTS):
             return "comm"
         link = link.__cause__
     return "exception"
-
-
-def _has(text: str, parts: tuple[str, ...]) -> bool:
-    return any(part in text for part in parts)
 
 
 def one_line(error: BaseException) -> str:

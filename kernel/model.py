@@ -86,10 +86,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attended x_BSH; the number of heads is read from the projections, so shards fit."""
-        q, k, v = (
-            project(x_BSH).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q, self.k, self.v)
-        )
+        q, k, v = (project(x_BSH).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         q_BNSD, k_BKSD = (rotate(t, cos, sin).transpose(1, 2) for t in (q, k))
         mixed = functional.scaled_dot_product_attention(
             q_BNSD, k_BKSD, v.transpose(1, 2), is_causal=True, enable_gqa=q.shape[2] != k.shape[2]

@@ -34,9 +34,7 @@ class CountedStage(PipelineStage):
         return out
 
 
-def _stage_shapes(
-    model: Decoder, layout: Layout, index: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _stage_shapes(model: Decoder, layout: Layout, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What goes into and out of stage `index`, without memory.
 
     A rank sends B * S/tp * H elements of the compute dtype to the next stage for each

@@ -30,9 +30,7 @@ def join(report: Report, device: torch.device) -> None:
         while not Path(path).exists():
             time.sleep(STORE_POLL_S)
         store = _store(int(Path(path).read_text()), size, is_master=False)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=PATIENCE, device_id=pin
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE, device_id=pin)
 
 
 def _store(port: int, size: int, *, is_master: bool) -> dist.TCPStore:  # type: ignore[name-defined]

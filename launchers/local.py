@@ -12,14 +12,7 @@ from typing import Any
 
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
-from ultrabench.processes import (
-    command_line,
-    kill_until_gone,
-    orphaned,
-    own_processes,
-    start_time,
-    tagged,
-)
+from ultrabench.processes import command_line, kill_until_gone, orphaned, own_processes, start_time, tagged
 
 SUBMIT_TIMEOUT_S = 60.0
 STOP_PATIENCE_S = 10.0
@@ -38,13 +31,7 @@ class LocalLauncher:
         Raises:
             ClusterError: they could not be started.
         """
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "ultrabench.launchers.submit_local",
-            str(allocation.folder),
-        ]
+        command = [sys.executable, "-P", "-m", "ultrabench.launchers.submit_local", str(allocation.folder)]
         try:
             done = subprocess.run(
                 command,

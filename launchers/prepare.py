@@ -46,11 +46,7 @@ class OpenSweep:
 
 
 def open_sweep(
-    config: SweepConfig,
-    *,
-    reuse: str | None,
-    warn: Callable[[str], None],
-    say: Callable[[str], None],
+    config: SweepConfig, *, reuse: str | None, warn: Callable[[str], None], say: Callable[[str], None]
 ) -> OpenSweep:
     """Creates or continues the sweep of `config`.
 
@@ -74,9 +70,7 @@ def open_sweep(
     say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = look_at_machine(needs_peak)
     peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
-    plan = make_plan(
-        config, core_flops_per_s=peak.get("core_flops_per_s"), cores=peak.get("cores") or 1
-    )
+    plan = make_plan(config, core_flops_per_s=peak.get("core_flops_per_s"), cores=peak.get("cores") or 1)
     reader = JournalReader(folder.journal, warn)
     state = fold(reader.poll())
     accepts = _reuse(config, environment, state, reuse)
@@ -114,17 +108,9 @@ def look_at_machine(peak: bool) -> dict[str, Any]:
     Raises:
         ClusterError: it failed.
     """
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "ultrabench.kernel.environment",
-        *(["--peak"] if peak else []),
-    ]
+    command = [sys.executable, "-P", "-m", "ultrabench.kernel.environment", *(["--peak"] if peak else [])]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
         found: dict[str, Any] = json.loads(done.stdout)
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]

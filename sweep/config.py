@@ -33,9 +33,7 @@ class Axes:
             bad = [v for v in values if v < least or (name == "zero_stage" and v > 3)]
             if not values or bad:
                 rule = "each must be 0, 1, 2 or 3" if name == "zero_stage" else "each must be >= 1"
-                raise ConfigError(
-                    f"sweep.{name}={list(values)}; {rule}, and at least one is needed"
-                )
+                raise ConfigError(f"sweep.{name}={list(values)}; {rule}, and at least one is needed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +112,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         name=str(tree["name"] or f"{names['sweep']}-{names['hardware']}"),
         results_dir=tree["results_dir"],
         cluster=tree["cluster"]["name"],
-        hardware=from_dict(
-            Hardware, {"name": names["hardware"], **tree["hardware"]}, where="hardware"
-        ),
+        hardware=from_dict(Hardware, {"name": names["hardware"], **tree["hardware"]}, where="hardware"),
         kernel=from_dict(KernelChoice, kernel, where="kernel"),
         launcher=from_dict(LauncherChoice, tree["launcher"], where="launcher"),
         measure=from_dict(Measure, tree["measure"], where="measure"),
@@ -127,9 +123,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         resolved=tree,
     )
     if "/" in config.name or config.name.startswith("."):
-        raise ConfigError(
-            f"name={config.name!r}; a sweep's name is a folder's: no '/', no leading '.'"
-        )
+        raise ConfigError(f"name={config.name!r}; a sweep's name is a folder's: no '/', no leading '.'")
     return config
 
 
@@ -171,7 +165,5 @@ def _distinct(models: tuple[ModelShape, ...]) -> None:
         key = (m.hidden_size, m.num_hidden_layers, m.num_attention_heads, m.num_key_value_heads,
                m.intermediate_size, m.vocab_size, m.tie_word_embeddings, m.rope_theta, m.rms_norm_eps)  # fmt: skip
         if key in seen:
-            raise ConfigError(
-                f"sweep.models: {seen[key]} and {m.name} are the same model; name it once"
-            )
+            raise ConfigError(f"sweep.models: {seen[key]} and {m.name} are the same model; name it once")
         seen[key] = m.name

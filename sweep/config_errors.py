@@ -11,10 +11,7 @@ from ultrabench.errors import ConfigError, unknown_name
 
 
 def explain(
-    error: Exception,
-    overrides: Sequence[str],
-    known_names: Callable[[str], list[str]],
-    groups: Sequence[str],
+    error: Exception, overrides: Sequence[str], known_names: Callable[[str], list[str]], groups: Sequence[str]
 ) -> str:
     """One line for `error`: what was given, what is known, what to do."""
     text = str(error)
@@ -47,9 +44,7 @@ def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
     for override in overrides:
         key, _, value = override.partition("=")
         if key in groups and value.startswith("["):
-            raise ConfigError(
-                f"{override}: {key} takes one name (known: see ultrabench configs {key})"
-            )
+            raise ConfigError(f"{override}: {key} takes one name (known: see ultrabench configs {key})")
         if key.lstrip("+~").partition(".")[0] == "hydra":
             raise ConfigError(f"{override}: Hydra's own settings have no effect here; leave it out")
 

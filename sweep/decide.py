@@ -70,10 +70,7 @@ def decide(
     todo: list[Todo] = []
     for repeat in range(repeats):
         todo += [t for run in runs if (t := _next_attempt(run, repeat, repeats, state, accepts))]
-    return Decision(
-        todo=tuple(t for t in todo if t.key not in on_their_way),
-        waiting=len(on_their_way),
-    )
+    return Decision(todo=tuple(t for t in todo if t.key not in on_their_way), waiting=len(on_their_way))
 
 
 def _tasks(state: SweepState, allocation: str) -> Iterable[AttemptKey]:
@@ -86,11 +83,7 @@ def _unfinished(attempt: AttemptState | None) -> bool:
 
 
 def _next_attempt(
-    run: Candidate,
-    nth: int,
-    repeats: int,
-    state: SweepState,
-    accepts: Callable[[RunResult], bool],
+    run: Candidate, nth: int, repeats: int, state: SweepState, accepts: Callable[[RunResult], bool]
 ) -> Todo | None:
     """The attempt that the nth counted repeat of `run` still needs, or None."""
     run_id = run.spec.run_id
@@ -109,9 +102,7 @@ def _next_attempt(
     return None
 
 
-def _after(
-    run: Candidate, repeat: int, attempts: list[AttemptState], state: SweepState
-) -> Todo | None:
+def _after(run: Candidate, repeat: int, attempts: list[AttemptState], state: SweepState) -> Todo | None:
     """The attempt that follows `attempts`, none of which is ok."""
     run_id = run.spec.run_id
     if not attempts:

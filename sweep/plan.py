@@ -99,9 +99,7 @@ class Plan:
         }
 
 
-def make_plan(
-    config: SweepConfig, *, core_flops_per_s: float | None = None, cores: int = 2
-) -> Plan:
+def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cores: int = 2) -> Plan:
     """Enumerates, rejects with reasons, predicts and orders.
 
     Args:

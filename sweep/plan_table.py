@@ -60,9 +60,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         pq.write_table(plan_table(plan), beside)
         beside.replace(path)
     except OSError as error:
-        raise SweepFolderError(
-            f"cannot write {path}: {error.strerror}; choose another place"
-        ) from error
+        raise SweepFolderError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
 def planned_runs(plan: Plan) -> list[PlannedRun]:

@@ -79,9 +79,7 @@ def static_bytes(stage: Stage, layout: Layout, shape: ModelShape, precision: str
     return state + grads + working
 
 
-def activation_bytes(
-    stage: Stage, layout: Layout, shape: ModelShape, seq_len: int, precision: str
-) -> float:
+def activation_bytes(stage: Stage, layout: Layout, shape: ModelShape, seq_len: int, precision: str) -> float:
     """Activations one rank of `stage` keeps for backward, without recomputation, in bytes.
 
     T = mbs*seq_len/cp tokens. A layer keeps T/tp * (k_h*h + k_f*f) with k_h = 10 + 2*(1 + 2*kv/a)
@@ -96,9 +94,7 @@ def activation_bytes(
     layer = tokens / layout.tp * (k_h * h + 8 * f)
     if layout.tp > 1:
         layer += 4 * tokens * h
-    in_flight = (
-        layout.gas if layout.pp_schedule == "afab" else min(layout.gas, layout.pp - stage.index)
-    )
+    in_flight = layout.gas if layout.pp_schedule == "afab" else min(layout.gas, layout.pp - stage.index)
     if layout.pp == 1:
         in_flight = 1
     head = 12 * tokens * shape.vocab_size / layout.tp if stage.has_head else 0.0
@@ -125,9 +121,7 @@ def step_time_s(
     tokens = layout.mbs * seq_len / layout.cp
     attention = 12 * shape.hidden_size * seq_len
     tp_inside = layout.tp <= hardware.gpus_per_node
-    tp_link = (
-        acc.link_bytes_per_s if tp_inside else hardware.node_link_bytes_per_s
-    ) * LINK_EFFICIENCY
+    tp_link = (acc.link_bytes_per_s if tp_inside else hardware.node_link_bytes_per_s) * LINK_EFFICIENCY
     # Sequence parallelism: 4 all-gathers or reduce-scatters forward and 4 backward per layer.
     tp_layer_s = 8 * (layout.tp - 1) / layout.tp * tokens * shape.hidden_size * word / tp_link
     floor = LAYER_FLOOR_S * (2 if layout.tp > 1 else 1)
@@ -144,9 +138,5 @@ def step_time_s(
     dp_bytes = 2 * (dp_ranks - 1) / dp_ranks * params * (4 + word * (gathers - 1))
     optimizer = 30 * params / (dp_ranks if layout.zero_stage else 1) / acc.hbm_bytes_per_s
     return (
-        layout.gas * slowest
-        + sum(per_stage)
-        - slowest
-        + dp_bytes / (dp_link * LINK_EFFICIENCY)
-        + optimizer
+        layout.gas * slowest + sum(per_stage) - slowest + dp_bytes / (dp_link * LINK_EFFICIENCY) + optimizer
     )

@@ -59,9 +59,7 @@ class Progress:
                 "wasted_by_status": {k: round(v, 6) for k, v in self.wasted_by_status.items()},
             },
             "attempts": self.attempts,
-            "running": [
-                {"run_id": r.run_id, "layout": r.label, "phase": p} for r, p in self.running
-            ],
+            "running": [{"run_id": r.run_id, "layout": r.label, "phase": p} for r, p in self.running],
             "eta_s": self.eta_s,
         }
 
@@ -92,9 +90,7 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
         runs=len(runs),
         by_status=dict(sorted(Counter(status.values()).items())),
         by_nodes={n: dict(sorted(c.items())) for n, c in sorted(by_nodes.items())},
-        running=tuple(
-            (runs[i], final[i].phase or "start") for i, s in status.items() if s == "running"
-        ),
+        running=tuple((runs[i], final[i].phase or "start") for i, s in status.items() if s == "running"),
         attempts=len(state.attempts),
         useful_gpu_hours=useful,
         wasted_gpu_hours=sum(wasted.values()),
@@ -121,9 +117,7 @@ def gpu_hours(state: SweepState) -> tuple[float, dict[str, float]]:
     return useful, wasted
 
 
-def _eta(
-    runs: dict[str, PlannedRun], status: dict[str, str], final: dict[str, AttemptState]
-) -> float | None:
+def _eta(runs: dict[str, PlannedRun], status: dict[str, str], final: dict[str, AttemptState]) -> float | None:
     ratios = [
         a.result.duration_s / runs[i].duration_s
         for i, a in final.items()

@@ -12,7 +12,5 @@ settings.register_profile(
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile(
-    "hunt", settings.get_profile("same"), max_examples=1000, derandomize=False
-)
+settings.register_profile("hunt", settings.get_profile("same"), max_examples=1000, derandomize=False)
 settings.load_profile("same")

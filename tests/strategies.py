@@ -97,9 +97,7 @@ def run_specs(draw):
     per_node = draw(divisors(layout.world_size))
     return RunSpec(
         shape=draw(shapes()),
-        workload=Workload(
-            seq_len=draw(st.integers(1, 8192)), gbs=layout.gbs, seed=draw(st.integers(0, 99))
-        ),
+        workload=Workload(seq_len=draw(st.integers(1, 8192)), gbs=layout.gbs, seed=draw(st.integers(0, 99))),
         layout=layout,
         kernel=draw(embedded_kernels() | command_kernels()),
         nodes=layout.world_size // per_node,
@@ -136,11 +134,7 @@ def results(draw, statuses=tuple(s for s in Status)):
 def attempt_names():
     """run_id, repeat and attempt, as an event carries them."""
     return st.fixed_dictionaries(
-        {
-            "run_id": st.sampled_from(RUN_IDS),
-            "repeat": st.integers(0, 1),
-            "attempt": st.integers(0, 2),
-        }
+        {"run_id": st.sampled_from(RUN_IDS), "repeat": st.integers(0, 1), "attempt": st.integers(0, 2)}
     )
 
 
@@ -161,11 +155,7 @@ def attempt_events():
         ),
         said("started", allocation=allocation, scratch=st.sampled_from(("/a", "/b"))),
         said("phase", name=st.sampled_from(("init", "warmup", "measure"))),
-        said(
-            "result",
-            source=st.just("agent"),
-            result=results(statuses=(Status.OK,)).map(to_dict),
-        ),
+        said("result", source=st.just("agent"), result=results(statuses=(Status.OK,)).map(to_dict)),
         said(
             "failed",
             source=st.sampled_from(("agent", "slurm", "launcher")),
@@ -204,14 +194,11 @@ def control_events():
                 "generation": generation,
                 "config": st.fixed_dictionaries({"name": st.text(max_size=3)}),
                 "retry": st.lists(
-                    st.tuples(st.sampled_from(RUN_IDS), st.just(0), st.integers(0, 2)).map(list),
-                    max_size=2,
+                    st.tuples(st.sampled_from(RUN_IDS), st.just(0), st.integers(0, 2)).map(list), max_size=2
                 ),
             }
         ),
-        st.fixed_dictionaries(
-            {"event": st.just("pause"), "generation": generation, "on": st.booleans()}
-        ),
+        st.fixed_dictionaries({"event": st.just("pause"), "generation": generation, "on": st.booleans()}),
         st.fixed_dictionaries({"event": st.just("cancel"), "generation": generation}),
     )
 

@@ -83,9 +83,7 @@ class SweepFolder:
                 f"cannot use {self.path}: a part of it is a file; choose another with results_dir=FOLDER"
             ) from error
         except (OSError, ValueError) as error:
-            raise SweepFolderError(
-                f"cannot read {self.head}: {error}; is it a sweep folder?"
-            ) from error
+            raise SweepFolderError(f"cannot read {self.head}: {error}; is it a sweep folder?") from error
         version = head.get("schema_version") if isinstance(head, dict) else None
         if not isinstance(version, int):
             raise SweepFolderError(f"{self.head} names no schema_version; is it a sweep folder?")
@@ -97,9 +95,7 @@ class SweepFolder:
 
     def write_head(self, head: dict[str, Any]) -> None:
         """Writes sweep.json."""
-        write_whole(
-            self.head, json.dumps({"schema_version": SCHEMA_VERSION, **head}, indent=1) + "\n"
-        )
+        write_whole(self.head, json.dumps({"schema_version": SCHEMA_VERSION, **head}, indent=1) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -126,9 +122,7 @@ def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepF
     if given is None and heads:
         return SweepFolder(heads[0].parent.absolute())
     if given is None:
-        raise SweepFolderError(
-            f"no sweep in {results_dir}/; start one with: ultrabench sweep launch"
-        )
+        raise SweepFolderError(f"no sweep in {results_dir}/; start one with: ultrabench sweep launch")
     raise SweepFolderError(unknown_name("sweep", given, (h.parent.name for h in heads)))
 
 

@@ -47,16 +47,6 @@ _TABLE = (
         source="https://www.nvidia.com/en-us/data-center/h200/",
     ),
     Accelerator(
-        name="A100-SXM",
-        device="cuda",
-        peak_flops_per_s={"bf16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12},
-        mem_bytes=80 * GIB,
-        hbm_bytes_per_s=2.039e12,
-        link_bytes_per_s=300e9,
-        reported_as=("NVIDIA A100-SXM4-80GB",),
-        source="https://www.nvidia.com/en-us/data-center/a100/",
-    ),
-    Accelerator(
         name="cpu",
         device="cpu",
         peak_flops_per_s={},
@@ -141,9 +131,7 @@ def rank_peak(
     row = hardware.accelerator
     if row.peak_flops_per_s:
         if precision not in row.peak_flops_per_s:
-            raise ConfigError(
-                unknown_name(f"precision of {row.name}", precision, row.peak_flops_per_s)
-            )
+            raise ConfigError(unknown_name(f"precision of {row.name}", precision, row.peak_flops_per_s))
         return Peak(flops_per_s=row.peak_flops_per_s[precision], source=row.source)
     ranks = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
     if core_flops_per_s is None:

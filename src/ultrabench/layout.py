@@ -47,13 +47,9 @@ class Layout:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"zero_stage={self.zero_stage}; must be 0, 1, 2 or 3")
         if self.pp_schedule not in PP_SCHEDULES:
-            raise ConfigError(
-                f"pp_schedule={self.pp_schedule!r}; must be one of {', '.join(PP_SCHEDULES)}"
-            )
+            raise ConfigError(f"pp_schedule={self.pp_schedule!r}; must be one of {', '.join(PP_SCHEDULES)}")
         if (self.pp_schedule == "none") != (self.pp == 1):
-            raise ConfigError(
-                f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; none goes with pp=1 only"
-            )
+            raise ConfigError(f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; none goes with pp=1 only")
 
     @property
     def world_size(self) -> int:
@@ -86,10 +82,7 @@ class Layout:
         """Short text such as `dp4 tp1 pp2 z1 mbs2 gas4`; the schedule only when it is afab."""
         cp = f" cp{self.cp}" if self.cp > 1 else ""
         afab = " afab" if self.pp_schedule == "afab" else ""
-        return (
-            f"dp{self.dp} tp{self.tp} pp{self.pp}{cp} z{self.zero_stage} "
-            f"mbs{self.mbs} gas{self.gas}{afab}"
-        )
+        return f"dp{self.dp} tp{self.tp} pp{self.pp}{cp} z{self.zero_stage} mbs{self.mbs} gas{self.gas}{afab}"
 
 
 def default_schedule(pp: int, gas: int) -> str:

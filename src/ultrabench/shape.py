@@ -29,9 +29,7 @@ class ModelShape:
                  "intermediate_size", "vocab_size")  # fmt: skip
         for field in sizes:
             if getattr(self, field) < 1:
-                raise ConfigError(
-                    f"model {self.name}: {field}={getattr(self, field)}; must be >= 1"
-                )
+                raise ConfigError(f"model {self.name}: {field}={getattr(self, field)}; must be >= 1")
         if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
             raise ConfigError(
                 f"model {self.name}: num_attention_heads={self.num_attention_heads} must cut "

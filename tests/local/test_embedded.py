@@ -74,9 +74,7 @@ def test_a_rank_killed_from_outside_is_a_crash_that_says_so(bench):
 
 
 def _measuring(bench):
-    running = (
-        bench.status()["running"] if (bench.folder / "results/t/plan.parquet").exists() else []
-    )
+    running = bench.status()["running"] if (bench.folder / "results/t/plan.parquet").exists() else []
     return any(r["phase"] == "measure" for r in running)
 
 

@@ -51,9 +51,7 @@ def test_statuses_retry_and_table(bench):
     assert sorted(new) == sorted(f"{r['run_id']} 0 1" for r in again)
     shown = bench.run("sweep", "show", again[0]["run_id"])
     assert shown.count("crash") == 2
-    assert sorted(bench.executions()) == sorted(
-        f"{r['run_id']} {r['repeat']} {r['attempt']}" for r in rows
-    )
+    assert sorted(bench.executions()) == sorted(f"{r['run_id']} {r['repeat']} {r['attempt']}" for r in rows)
 
 
 def test_orphans_that_ignore_sigterm_are_gone_before_the_next_run(bench):

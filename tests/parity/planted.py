@@ -85,14 +85,7 @@ def frozen_rank() -> None:
 
 FAULTS = {
     fault.__name__: fault
-    for fault in (
-        drop_tp_all_reduce,
-        wrong_divisor,
-        untied_sum,
-        drop_microbatch,
-        dead_rank,
-        frozen_rank,
-    )
+    for fault in (drop_tp_all_reduce, wrong_divisor, untied_sum, drop_microbatch, dead_rank, frozen_rank)
 }
 
 if __name__ == "__main__":

@@ -95,9 +95,7 @@ def lines_of(report: Path) -> Lines:
     return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("case", "precision"), [("dp=2 zero_stage=1 gas=2", "fp32"), ("pp=2 gas=2", "bf16")]
-)
+@pytest.mark.parametrize(("case", "precision"), [("dp=2 zero_stage=1 gas=2", "fp32"), ("pp=2 gas=2", "bf16")])
 def test_a_run_from_start_to_end(tmp_path: Path, case: str, precision: str) -> None:
     """Every event of a healthy run, in order, on both ranks."""
     task = task_of(case, precision)

@@ -27,16 +27,9 @@ TINY = ModelShape(
 )  # fmt: skip
 GPUS = Hardware(name="h100x8", gpu="H100-SXM", gpus_per_node=8, node_link_bytes_per_s=5e10)
 LAPTOP = Hardware(
-    name="laptop",
-    gpu="cpu",
-    gpus_per_node=2,
-    node_link_bytes_per_s=1e9,
-    precision="fp32",
-    simulated=True,
+    name="laptop", gpu="cpu", gpus_per_node=2, node_link_bytes_per_s=1e9, precision="fp32", simulated=True
 )
-LAYOUTS = tuple(
-    Layout(dp=8, zero_stage=z, mbs=m, gas=16 // m) for z in (0, 1) for m in (1, 2, 4, 8)
-)
+LAYOUTS = tuple(Layout(dp=8, zero_stage=z, mbs=m, gas=16 // m) for z in (0, 1) for m in (1, 2, 4, 8))
 OK = RunResult(
     status=Status.OK,
     step_times_s=(0.3, 0.1, 0.2),
@@ -93,9 +86,7 @@ def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16"):
         "provenance": {"git_commit": "abc"},
     }
     folder.write_head(head)
-    pq.write_table(
-        pa.Table.from_pylist([{"order": i} | c for i, c in enumerate(candidates)]), folder.plan
-    )
+    pq.write_table(pa.Table.from_pylist([{"order": i} | c for i, c in enumerate(candidates)]), folder.plan)
     return folder
 
 
@@ -147,11 +138,7 @@ def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, measured):
     spec = spec_of(Layout(dp=4, gas=4), KernelChoice(name="embedded"), nodes=2, gpus_per_node=2)
     peak = {"core_flops_per_s": 1e9 if measured else None, "cores": 2}
     folder = make_sweep(tmp_path / "s", [candidate(spec)], LAPTOP, peak, precision="fp32")
-    claim(
-        JournalWriter(folder.journal, "agent"),
-        spec,
-        result=replace(OK, hardware_flops_per_step=None),
-    )
+    claim(JournalWriter(folder.journal, "agent"), spec, result=replace(OK, hardware_flops_per_step=None))
     (row,) = rows_of(folder)
     assert row["tokens_per_s"] is not None
     assert row["hfu"] is None
@@ -193,9 +180,7 @@ def test_only_ok_attempts_have_speeds(tmp_path, specs):
     assert rows[0]["gpu_hours"] is not None
     for row in rows[:3]:
         assert row["attempt"] == 0
-        assert (
-            row["step_time_s"] is row["mfu"] is row["step_times_s"] is row["flops_formula"] is None
-        )
+        assert row["step_time_s"] is row["mfu"] is row["step_times_s"] is row["flops_formula"] is None
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -224,9 +209,7 @@ def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, specs, seed):
     assert set(finals.values()) == {1}
     for row in rows:
         if row["status"] == "ok" and not row["is_final"]:
-            others = [
-                r for r in rows if (r["run_id"], r["repeat"]) == (row["run_id"], row["repeat"])
-            ]
+            others = [r for r in rows if (r["run_id"], r["repeat"]) == (row["run_id"], row["repeat"])]
             assert any(r["is_final"] and r["status"] == "ok" for r in others)
 
 

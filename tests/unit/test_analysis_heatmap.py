@@ -63,9 +63,7 @@ def test_no_text_is_clipped_and_none_overlap(models, nodes, compared):
     if compared:
         cells = [c if c.mfu is None else cell(c.model, c.nodes, num_params=c.num_params, compare_ratio=1.08)
                  for c in cells]  # fmt: skip
-    picture = figure(
-        cells, title="playbook-h100x8", notes="Layouts: 3 ok. " * 12, compared_with=compared
-    )
+    picture = figure(cells, title="playbook-h100x8", notes="Layouts: 3 ok. " * 12, compared_with=compared)
     boxes = texts_of(picture)
     width, height = picture.bbox.width, picture.bbox.height
     for text, box in boxes:
@@ -95,11 +93,7 @@ def test_svg_holds_the_words(tmp_path):
     ]
     path = tmp_path / "f.svg"
     draw(cells, path, title="quick & <dirty>", notes="Layouts: 2 ok.", compared_with="old")
-    words = [
-        " ".join("".join(e.itertext()).split())
-        for e in ET.parse(path).iter()
-        if e.tag.endswith("text")
-    ]
+    words = [" ".join("".join(e.itertext()).split()) for e in ET.parse(path).iter() if e.tag.endswith("text")]
     for expected in (
         "Best layout per cell: quick & <dirty>", "43.2 %", "dp128 tp32 pp16 z1", "mbs256 gas256 afab",
         "41.8 GiB", "all 12 oom", "1.34 G params", "1.23 ktok/s", "1.08x of old", "MFU (% of peak)",

@@ -42,12 +42,7 @@ def test_json_holds_the_promised_words():
     (cell,) = cells_of(row("a", 5.0))
     value = json.loads(json.dumps(cell.to_json()))
     assert set(WORDS) <= set(value)
-    assert (value["run_id"], value["dp"], value["status"], value["as_good_as_best"]) == (
-        "a",
-        8,
-        "ok",
-        [],
-    )
+    assert (value["run_id"], value["dp"], value["status"], value["as_good_as_best"]) == ("a", 8, "ok", [])
 
 
 def test_best_is_fastest_per_gpu_whatever_its_mfu_says():
@@ -94,11 +89,7 @@ def test_a_repeated_run_counts_with_its_median():
 
 
 def test_suspects_and_losers_of_the_race_never_win():
-    rows = [
-        row("a", 5.0),
-        row("b", 6.0, suspect="throttled"),
-        row("c", 7.0, stopped="slower_than_best"),
-    ]
+    rows = [row("a", 5.0), row("b", 6.0, suspect="throttled"), row("c", 7.0, stopped="slower_than_best")]
     assert cells_of(*rows)[0].run_id == "a"
     assert cells_of(*rows, include_suspects=True)[0].run_id == "b"
     assert cells_of(row("a", 9.0, is_final=False), row("b", 1.0))[0].run_id == "b"
@@ -160,10 +151,7 @@ def test_order_is_by_parameters_then_nodes_whatever_the_order_of_rows():
 
 def test_compare_takes_the_same_work_and_prefers_the_same_machine():
     ours = cells_of(
-        row("a", 10.0),
-        row("b", 10.0, nodes=2),
-        row("c", 10.0, nodes=4),
-        row("d", status="oom", nodes=8),
+        row("a", 10.0), row("b", 10.0, nodes=2), row("c", 10.0, nodes=4), row("d", status="oom", nodes=8)
     )
     theirs = cells_of(
         row("a", 5.0), row("a", 50.0, hardware="h200x8"), row("b", 8.0, nodes=2, kernel="megatron"),
@@ -173,12 +161,7 @@ def test_compare_takes_the_same_work_and_prefers_the_same_machine():
 
 
 def test_notes_count_runs_once_and_name_versions():
-    rows = [
-        row("a", 1.0, torch_version="2.13.0"),
-        row("a", 2.0, repeat=1),
-        *many(3, "oom"),
-        *many(2, None),
-    ]
+    rows = [row("a", 1.0, torch_version="2.13.0"), row("a", 2.0, repeat=1), *many(3, "oom"), *many(2, None)]
     told = notes(pa.Table.from_pylist(rows, schema=SCHEMA))
     assert told.startswith("Layouts: 1 ok, 3 oom, 2 pending.")
     assert "torch 2.13.0" in told

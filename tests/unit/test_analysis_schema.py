@@ -24,10 +24,7 @@ def test_types_hold_what_units_promise():
     for column in COLUMNS:
         if column.name.endswith("_bytes"):
             assert column.type == pa.int64(), column.name
-        elif (
-            column.name.endswith(("_s", "_per_s", "_rel", "mfu", "hfu"))
-            and column.name != "step_times_s"
-        ):
+        elif column.name.endswith(("_s", "_per_s", "_rel", "mfu", "hfu")) and column.name != "step_times_s":
             assert column.type == pa.float64(), column.name
     assert SCHEMA.field("step_times_s").type == pa.list_(pa.float64())
     assert SCHEMA.field("hostnames").type == pa.list_(pa.string())

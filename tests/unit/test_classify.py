@@ -12,8 +12,7 @@ from ultrabench.result import Status
 
 MEASURE = Measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5, target_ci95_rel=0.05)
 STEPS = [
-    {"event": "step", "seconds": 0.1 + 0.001 * n, "loss": 5.0 - n / 10, "measured": n >= 2}
-    for n in range(8)
+    {"event": "step", "seconds": 0.1 + 0.001 * n, "loss": 5.0 - n / 10, "measured": n >= 2} for n in range(8)
 ]
 HANG = Overdue(status=Status.HANG, reason="no progress for 31.0 s")
 TIMEOUT = Overdue(status=Status.TIMEOUT, reason="still in phase measure")
@@ -57,10 +56,7 @@ def steps_with(n, **change):
         ([RankStory(code=1, tail="  File\nMemoryError\n"), ok()], "oom", "rank 0: MemoryError"),
         ([ok(), RankStory(code=-6, tail="std::bad_alloc")], "oom", "rank 1: std::bad_alloc"),
         (
-            [
-                RankStory(code=1, tail="RuntimeError: DefaultCPUAllocator: can't allocate memory"),
-                ok(),
-            ],
+            [RankStory(code=1, tail="RuntimeError: DefaultCPUAllocator: can't allocate memory"), ok()],
             "oom",
             "DefaultCPUAllocator",
         ),
@@ -76,20 +72,12 @@ def steps_with(n, **change):
         # Nothing else explains it.
         ([PEER, PEER], "comm_error", "rank 0: RuntimeError: Connection closed"),
         ([killed(), PEER], "comm_error", "rank 1: RuntimeError: Connection closed"),
-        (
-            [RankStory(code=1, tail="Connection reset by peer"), killed()],
-            "comm_error",
-            "rank 0: Conn",
-        ),
+        ([RankStory(code=1, tail="Connection reset by peer"), killed()], "comm_error", "rank 0: Conn"),
         ([RankStory(code=1, tail="x\nNCCL error: unhandled\n")], "comm_error", "NCCL error"),
         # Numbers that are none.
         ([ok(steps=steps_with(4, loss=math.nan)), ok()], "invalid", "loss is nan at step 5"),
         ([ok(steps=steps_with(0, loss=math.inf)), ok()], "invalid", "loss is inf at step 1"),
-        (
-            [ok(steps=steps_with(2, loss=math.nan, step=7)), PEER],
-            "invalid",
-            "loss is nan at step 7",
-        ),
+        ([ok(steps=steps_with(2, loss=math.nan, step=7)), PEER], "invalid", "loss is nan at step 7"),
         ([failing("non_finite", "loss is nan at step 3"), PEER], "invalid", "rank 0: loss is nan"),
         # Ended well without saying anything.
         ([ok(steps=[]), ok()], "invalid", "reported 0 measured steps"),
@@ -114,12 +102,7 @@ def test_how_it_ended(ranks, status, reason):
         ([killed(), killed()], {"ended": "cancelled by the user"}, "cancelled", "cancelled by the"),
         ([killed(), killed()], {"ended": "no time left", "stopped": HANG}, "cancelled", "no time"),
         # A cause found among the ranks is believed before the deadline it led to.
-        (
-            [killed(), failing("oom", "MemoryError")],
-            {"stopped": HANG},
-            "oom",
-            "rank 1: MemoryError",
-        ),
+        ([killed(), failing("oom", "MemoryError")], {"stopped": HANG}, "oom", "rank 1: MemoryError"),
         ([killed(), failing("non_finite", "inf")], {"ended": "x"}, "invalid", "rank 1: inf"),
         ([killed(steps=steps_with(1, loss=math.nan))], {"stopped": HANG}, "invalid", "loss is nan"),
         # The log of a rank that we killed proves nothing.
@@ -203,10 +186,7 @@ def said(line):
 def test_step_times_that_are_no_numbers_are_invalid(seconds):
     steps = [said({"event": "step", **s}) for s in steps_with(4, seconds=seconds)]
     found = judged(ok(steps=steps))
-    assert (found.status, found.reason) == (
-        Status.INVALID,
-        "step 5 was reported without its seconds",
-    )
+    assert (found.status, found.reason) == (Status.INVALID, "step 5 was reported without its seconds")
 
 
 def test_a_measured_step_without_seconds_is_invalid():

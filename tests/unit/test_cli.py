@@ -52,9 +52,7 @@ def sweep(tmp_path):
     writer.write("config", generation=1, config=QUICK.config.resolved)
     ends = (
         RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0, loss_final=3.0),
-        RunResult(
-            status=Status.CRASH, reason="rank 1: ValueError: [bold]no[/bold]", duration_s=4.0
-        ),
+        RunResult(status=Status.CRASH, reason="rank 1: ValueError: [bold]no[/bold]", duration_s=4.0),
     )
     for run, result in zip(QUICK.runs, ends, strict=False):
         name = {"run_id": run.spec.run_id, "repeat": 0, "attempt": 0}
@@ -80,11 +78,7 @@ def one_line(run, *words, code=2):
     ("command", "overrides", "line"),
     [
         ("plan", ["model=tny"], "unknown model 'tny'; did you mean tiny?"),
-        (
-            "plan",
-            ["model=[tiny,mini]"],
-            "model takes one name; for several use sweep.models=[tiny,mini]",
-        ),
+        ("plan", ["model=[tiny,mini]"], "model takes one name; for several use sweep.models=[tiny,mini]"),
         ("plan", ["hardware=h100"], "unknown hardware 'h100'; did you mean h100x8?"),
         ("plan", ["sweep=playbok"], "unknown sweep 'playbok'; did you mean playbook?"),
         ("plan", ["sweep.node=[1]"], "unknown override 'sweep.node'; did you mean sweep.nodes?"),
@@ -95,16 +89,8 @@ def one_line(run, *words, code=2):
         ("plan", ["sweep.nodes=[1]", "sweep.gbs=7", "sweep.tp=2"], "sweep.gbs=7 is no dp*mbs*gas"),
         ("plan", ["kernel=command", "kernel.command=[]"], "kernel.command is empty"),
         ("plan", ["kernel=command"], "kernel.command has no value; give it"),
-        (
-            "plan",
-            ["model=tiny", "sweep.tp=[2]", "sweep.seq_len=3"],
-            "tp=2 does not divide seq_len=3",
-        ),
-        (
-            "plan",
-            ["model=1B", "sweep.cp=[2]", "sweep.tp=[1]"],
-            "the embedded kernel supports cp=1 only",
-        ),
+        ("plan", ["model=tiny", "sweep.tp=[2]", "sweep.seq_len=3"], "tp=2 does not divide seq_len=3"),
+        ("plan", ["model=1B", "sweep.cp=[2]", "sweep.tp=[1]"], "the embedded kernel supports cp=1 only"),
         ("plan", ["nonsense"], "'nonsense' is no override"),
         ("launch", ["model=tny"], "unknown model 'tny'; did you mean tiny?"),
         ("launch", ["sweep.tp=[3]"], "no tp*pp*cp divides 2 or 4 GPUs; choose divisors"),
@@ -164,15 +150,9 @@ def test_commands_that_cannot_be_done(ultrabench, tmp_path, words, line):
     [
         (["sweep", "status", "quik-cpu"], "unknown sweep 'quik-cpu'; did you mean quick-cpu?"),
         (["sweep", "status", "--results-dir", "other"], "no sweep in other/"),
-        (
-            ["sweep", "retry", "--only", "crsh"],
-            "unknown status to retry 'crsh'; did you mean crash?",
-        ),
+        (["sweep", "retry", "--only", "crsh"], "unknown status to retry 'crsh'; did you mean crash?"),
         (["sweep", "retry", "--only", "ok"], "unknown status to retry 'ok'"),
-        (
-            ["sweep", "retry", "--run", "zzzz"],
-            "no run of quick-cpu has an id that begins with 'zzzz'",
-        ),
+        (["sweep", "retry", "--run", "zzzz"], "no run of quick-cpu has an id that begins with 'zzzz'"),
         (["sweep", "show", "zzzz"], "has an id that begins with 'zzzz'"),
         (["sweep", "logs", "zzzz"], "has an id that begins with 'zzzz'"),
         (["sweep", "show", ""], "runs: "),
@@ -416,10 +396,7 @@ def test_collect_never_imports_torch(tmp_path, sweep):
 
 @pytest.mark.parametrize(
     ("override", "word"),
-    [
-        ("hardware.node_link_bytes_per_s=0", "node_link_bytes_per_s"),
-        ("sweep=[quick,playbook]", "sweep"),
-    ],
+    [("hardware.node_link_bytes_per_s=0", "node_link_bytes_per_s"), ("sweep=[quick,playbook]", "sweep")],
 )
 def test_overrides_that_nobody_thought_of(ultrabench, override, word):
     assert word in one_line(ultrabench, "sweep", "plan", override)

@@ -83,9 +83,7 @@ def test_what_is_to_do_is_new_and_named_once(state, repeats, data):
 @given(state=states(), repeats=st.integers(1, 3))
 def test_a_repeat_that_is_ok_is_never_run_again(state, repeats):
     done = {
-        (k.run_id, k.repeat)
-        for k, a in state.attempts.items()
-        if a.result and a.result.status == Status.OK
+        (k.run_id, k.repeat) for k, a in state.attempts.items() if a.result and a.result.status == Status.OK
     }
     decision = decide([ONE, TWO, THREE], state, NOBODY, repeats=repeats)
     assert not done & {(t.key.run_id, t.key.repeat) for t in decision.todo}

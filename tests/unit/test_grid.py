@@ -186,9 +186,7 @@ def test_the_grid_is_every_combination_that_fits_once(axes, gpus, gbs):
 @given(nodes=st.lists(divisors(8), min_size=1, max_size=3), mbs=small, gas=small, tp=small)
 def test_random_sweeps_have_no_run_twice(one_model, nodes, mbs, gas, tp):
     # The ones make sure that there is a candidate at all: dp=8, mbs=1, gas=3.
-    some = replace(
-        one_model.axes, nodes=(1, *nodes), tp=(1, *tp), pp=(1, 2), mbs=(1, *mbs), gas=(3, *gas)
-    )
+    some = replace(one_model.axes, nodes=(1, *nodes), tp=(1, *tp), pp=(1, 2), mbs=(1, *mbs), gas=(3, *gas))
     plan = make_plan(replace(one_model, axes=some, workload=Workload(seq_len=4096, gbs=24)))
     ids = [c.spec.run_id for c in plan.candidates]
     assert len(ids) == len(set(ids))
@@ -216,11 +214,7 @@ def test_the_default_sweep_is_small_and_covers_everything():
         (Layout(dp=1, tp=3), "tp_divides_heads", "tp=3 does not divide num_attention_heads=4"),
         (Layout(dp=1, tp=4), "tp_divides_kv_heads", "tp=4 does not divide num_key_value_heads=2"),
         (Layout(dp=1, zero_stage=2), "zero_needs_dp", "zero_stage=2 needs dp > 1; dp=1"),
-        (
-            Layout(dp=1, pp=4, gas=2, pp_schedule="afab"),
-            "enough_micro_batches",
-            "gas=2 is less than pp-1=3",
-        ),
+        (Layout(dp=1, pp=4, gas=2, pp_schedule="afab"), "enough_micro_batches", "gas=2 is less than pp-1=3"),
         (
             Layout(dp=1, pp=12, gas=12, pp_schedule="1f1b"),
             "no_empty_stage",
@@ -255,8 +249,6 @@ def test_the_plan_table_has_a_row_for_every_candidate(playbook):
     plan = make_plan(load_config([]))
     rows = plan_table(plan).to_pylist()
     assert [r["run_id"] for r in rows] == [c.spec.run_id for c in plan.candidates]
-    assert [r["decision"] for r in rows] == [
-        "run" if c.runs else "rejected" for c in plan.candidates
-    ]
+    assert [r["decision"] for r in rows] == ["run" if c.runs else "rejected" for c in plan.candidates]
     assert all((r["reason"] is None) == (r["decision"] == "run") for r in rows)
     assert all(r["gbs"] == r["dp"] * r["mbs"] * r["gas"] for r in rows)

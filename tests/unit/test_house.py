@@ -12,9 +12,7 @@ SOURCES = sorted(
     + [path for room in ROOMS for path in (ROOT / room).glob("**/*.py")]
 )
 OUR_FOLDERS = (*ROOMS, "src", "docs", "tests", "examples", "benchmarks", ".ci")
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *(p for f in ("docs", "results") for p in (ROOT / f).glob("**/*.md"))]
-)
+PAGES = sorted([*ROOT.glob("*.md"), *(p for f in ("docs", "results") for p in (ROOT / f).glob("**/*.md"))])
 MACHINE_PATH = re.compile(r"(?<![\w./$~}])/(?:work|root|Users|home/\w+|workspace)/")
 
 
@@ -79,11 +77,7 @@ def our_files():
     inside = [p for folder in OUR_FOLDERS for p in (ROOT / folder).rglob("*")]
     names = {".py", ".yaml", ".yml", ".toml", ".md", ".sh", ".txt", ".cfg", ""}
     return sorted(
-        {
-            p
-            for p in (*tops, *inside)
-            if p.is_file() and p.suffix in names and "__pycache__" not in p.parts
-        }
+        {p for p in (*tops, *inside) if p.is_file() and p.suffix in names and "__pycache__" not in p.parts}
     )
 
 

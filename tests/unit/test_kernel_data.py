@@ -22,9 +22,7 @@ def test_tokens_depend_on_seed_step_and_index_only() -> None:
     """The same sample read alone or in a batch; another in another step or with another seed."""
 
     def batch(indices: range, seed: int = 1, step: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        return data.load(
-            indices, step, Workload(seq_len=16, gbs=4, seed=seed), 100, torch.device("cpu")
-        )
+        return data.load(indices, step, Workload(seq_len=16, gbs=4, seed=seed), 100, torch.device("cpu"))
 
     inputs, targets = batch(range(4))
     assert inputs.shape == targets.shape == (4, 16)

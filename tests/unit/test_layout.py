@@ -58,14 +58,7 @@ def test_derived_numbers():
 
 @pytest.mark.parametrize(
     ("pp", "gas", "schedule"),
-    [
-        (1, 1, "none"),
-        (1, 8, "none"),
-        (2, 1, "afab"),
-        (2, 2, "1f1b"),
-        (4, 3, "afab"),
-        (4, 4, "1f1b"),
-    ],
+    [(1, 1, "none"), (1, 8, "none"), (2, 1, "afab"), (2, 2, "1f1b"), (4, 3, "afab"), (4, 4, "1f1b")],
 )
 def test_default_schedule(pp, gas, schedule):
     assert default_schedule(pp, gas) == schedule

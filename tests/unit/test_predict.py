@@ -19,9 +19,7 @@ real_shapes = st.sampled_from(PLAYBOOK).map(load_model)
 
 
 def predicted(layout, shape, *, seq_len=4096, precision="bf16", nodes=1):
-    return predict(
-        layout, shape, GPUS, seq_len=seq_len, precision=precision, nodes=nodes, peak=PEAK
-    )
+    return predict(layout, shape, GPUS, seq_len=seq_len, precision=precision, nodes=nodes, peak=PEAK)
 
 
 @given(layout=layouts(), shape=shapes(), precision=st.sampled_from(("bf16", "fp32", "fp64")))

@@ -119,11 +119,7 @@ def test_whatever_changes_the_measurement_changes_run_id(other):
 
 def test_defaults_are_written_out_before_hashing():
     values = to_dict(SPEC)
-    for group, name in (
-        ("layout", "virtual_stages"),
-        ("kernel", "attention"),
-        ("workload", "seed"),
-    ):
+    for group, name in (("layout", "virtual_stages"), ("kernel", "attention"), ("workload", "seed")):
         del values[group][name]
     assert from_dict(RunSpec, values).run_id == SPEC.run_id
 
@@ -178,10 +174,7 @@ def test_env_id_ignores_what_is_no_fact_of_the_environment():
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (
-            lambda v: v["layout"].update(ddp=2),
-            "unknown field of RunSpec.layout 'ddp'; did you mean",
-        ),
+        (lambda v: v["layout"].update(ddp=2), "unknown field of RunSpec.layout 'ddp'; did you mean"),
         (lambda v: v.update(shap={}), "unknown field of RunSpec 'shap'; did you mean shape?"),
         (lambda v: v["workload"].pop("gbs"), "RunSpec.workload lacks gbs"),
         (lambda v: v["layout"].update(dp="2"), "RunSpec.layout.dp='2' is not of type int"),

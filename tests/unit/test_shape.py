@@ -95,9 +95,7 @@ def test_flops_of_a_published_model():
 
 
 def test_an_unknown_formula_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"unknown FLOPs formula 'chinchilla'.*matmul-v1, nanotron"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown FLOPs formula 'chinchilla'.*matmul-v1, nanotron"):
         ModelShape(**SMALL).flops_per_token(128, "chinchilla")
 
 

@@ -75,9 +75,7 @@ def test_stages_hold_every_parameter_once_but_a_tied_copy(shape, pp):
 def test_largest_pipeline_without_an_empty_stage(model, largest):
     shape = load_model(model)
     full = [
-        pp
-        for pp in (1, 2, 4, 8, 16, 32, 64, 128, 256)
-        if all(s.num_blocks for s in split_stages(shape, pp))
+        pp for pp in (1, 2, 4, 8, 16, 32, 64, 128, 256) if all(s.num_blocks for s in split_stages(shape, pp))
     ]
     assert max(full) == largest
 

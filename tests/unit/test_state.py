@@ -24,9 +24,7 @@ def event(kind, *, writer="w", seq=0, **values):
 
 def ended(status, source="agent", *, writer="w", seq=0, name=NAME, **more):
     kind = "result" if status == "ok" else "failed"
-    return event(
-        kind, writer=writer, seq=seq, **name, source=source, result={"status": status, **more}
-    )
+    return event(kind, writer=writer, seq=seq, **name, source=source, result={"status": status, **more})
 
 
 def lines(events):
@@ -113,8 +111,7 @@ def test_a_torn_last_line_is_read_once_it_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "corrupt",
-    [b"{", b"\x00\xff\xfe", b"null", b"7", b'"text"', b"[]", b"{}", b'{"v": "one"}', b'{"v": 1}'],
+    "corrupt", [b"{", b"\x00\xff\xfe", b"null", b"7", b'"text"', b"[]", b"{}", b'{"v": "one"}', b'{"v": 1}']
 )
 def test_a_corrupt_line_is_skipped_with_a_warning(corrupt):
     before, after = event("cancel", seq=0, generation=1), ended("ok", seq=1)
@@ -159,11 +156,7 @@ def test_an_event_that_lacks_a_field_breaks_nothing(whole):
         breaks_nothing({k: v for k, v in whole.items() if k != field})
 
 
-@pytest.mark.parametrize(
-    "whole",
-    EACH_EVENT,
-    ids=lambda e: e["event"],
-)
+@pytest.mark.parametrize("whole", EACH_EVENT, ids=lambda e: e["event"])
 def test_an_event_with_nonsense_in_a_field_breaks_nothing(whole):
     for field in whole:
         for junk in JUNK if field != "v" else [None, "x", [], {}]:
@@ -269,10 +262,7 @@ def test_what_an_allocation_says_of_itself():
             event("allocation_planned", allocation="n2", nodes=2, limit_s=60, tasks=[list(KEY)]),
             event("submitting", seq=1, allocation="n2"),
             event("submitted", seq=2, allocation="n2", job={"pid": 7}),
-            *(
-                event("allocation_started", writer=f"a{n}", allocation="n2", agent=agents[n])
-                for n in (1, 0)
-            ),
+            *(event("allocation_started", writer=f"a{n}", allocation="n2", agent=agents[n]) for n in (1, 0)),
         ]
     )
     held = state.allocations["n2"]

@@ -27,9 +27,7 @@ def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
     if as_json:
         print_json(to_dict(result))
         return int(not result.passed)
-    made = table(
-        f"{spec.layout.label()}, {spec.shape.name}", "largest difference of", "is", "allowed"
-    )
+    made = table(f"{spec.layout.label()}, {spec.shape.name}", "largest difference of", "is", "allowed")
     for name, value in (
         ("loss", result.loss_diff),
         ("gradients", result.grad_diff),
@@ -39,9 +37,7 @@ def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
     out().print(made)
     for line in [*result.missing_gradients, *([result.error] if result.error else [])]:
         say(f"  {line}")
-    where = (
-        f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
-    )
+    where = f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
     say(f"{'the same' if result.passed else 'NOT the same'} ({result.seconds:.1f} s){where}")
     return int(not result.passed)
 

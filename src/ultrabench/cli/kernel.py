@@ -18,9 +18,7 @@ def kernel() -> None:
 def check(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[WORD=VALUE]...", help="dp=2 tp=2 pp=2 zero_stage=1 gas=4 model=tiny"
-        ),
+        typer.Argument(metavar="[WORD=VALUE]...", help="dp=2 tp=2 pp=2 zero_stage=1 gas=4 model=tiny"),
     ] = None,
     dump: Annotated[
         str | None, typer.Option("--dump", help="Folder for the gradients and parameters of both.")

@@ -20,9 +20,7 @@ from ultrabench.sweep.plan_table import planned_runs, read_plan
 from ultrabench.sweep.progress import progress
 
 
-def run_launch(
-    overrides: list[str], detach: bool, max_gpu_hours: float | None, reuse: str | None
-) -> int:
+def run_launch(overrides: list[str], detach: bool, max_gpu_hours: float | None, reuse: str | None) -> int:
     """Launches and follows a sweep; the exit code."""
     config = load_config(overrides)
     if detach:
@@ -53,18 +51,14 @@ def _follow(sweep: OpenSweep, max_gpu_hours: float | None) -> int:
         say(f"stopped: {follower.stopped}")
         return 1
     say(f"next: ultrabench heatmap {config.name}" + _where(sweep.folder.path.parent))
-    return int(
-        any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending"))
-    )
+    return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
 
 
 def _where(parent: Path) -> str:
     return "" if parent == Path("results").absolute() else f" --results-dir {parent}"
 
 
-def _detach(
-    config: SweepConfig, overrides: list[str], max_gpu_hours: float | None, reuse: str | None
-) -> int:
+def _detach(config: SweepConfig, overrides: list[str], max_gpu_hours: float | None, reuse: str | None) -> int:
     """Leaves a launcher in the background; its output goes to launcher.log in the sweep's folder."""
     require_runs(make_plan(config))
     folder = SweepFolder(Path(config.results_dir).absolute() / config.name)
@@ -77,20 +71,13 @@ def _detach(
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    say(
-        f"launching in the background (process {process.pid}, output in {folder.path}/launcher.log)"
-    )
+    say(f"launching in the background (process {process.pid}, output in {folder.path}/launcher.log)")
     say(f"look with: ultrabench sweep status {config.name} --watch" + _where(folder.path.parent))
     return 0
 
 
 def run_retry(
-    sweep: str | None,
-    only: str | None,
-    run: str | None,
-    dry_run: bool,
-    as_json: bool,
-    results: Path,
+    sweep: str | None, only: str | None, run: str | None, dry_run: bool, as_json: bool, results: Path
 ) -> int:
     """Runs failed runs again, whatever the policy had settled; the exit code."""
     folder = find_sweep(sweep, results)
@@ -101,9 +88,7 @@ def run_retry(
     if as_json:
         print_json([_retry_row(a) for a in chosen])
     elif chosen:
-        made = table(
-            f"{'would run' if dry_run else 'runs'} again", "run", "attempt", "was", "reason"
-        )
+        made = table(f"{'would run' if dry_run else 'runs'} again", "run", "attempt", "was", "reason")
         for a in chosen:
             made.add_row(*(str(v) for v in _retry_row(a).values()))
         out().print(made)
@@ -132,9 +117,7 @@ def _retry_row(attempt: AttemptState) -> dict[str, object]:
     }
 
 
-def _failed(
-    folder: SweepFolder, state: SweepState, only: str | None, run: str | None
-) -> list[AttemptState]:
+def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
     """The final attempts that failed and were asked for."""
     answers = {Status.OK, Status.SKIPPED, Status.REJECTED}
     names = [s.value for s in Status if s not in answers]
@@ -144,16 +127,11 @@ def _failed(
             raise ConfigError(unknown_name("status to retry", name, names))
     planned = {r.run_id for r in read_plan(folder.plan)}
     if run is not None and not any(r.startswith(run) for r in planned):
-        raise ConfigError(
-            f"no run of {folder.name} has an id that begins with {run!r}; see sweep status"
-        )
+        raise ConfigError(f"no run of {folder.name} has an id that begins with {run!r}; see sweep status")
     return [
         a
         for (run_id, _), a in sorted(final_attempts(state).items())
-        if a.result
-        and a.result.status.value in wanted
-        and run_id in planned
-        and run_id.startswith(run or "")
+        if a.result and a.result.status.value in wanted and run_id in planned and run_id.startswith(run or "")
     ]
 
 

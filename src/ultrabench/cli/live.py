@@ -96,9 +96,7 @@ def _running(now: Progress, busy: bool) -> list[RenderableType]:
 def _best(now: Progress) -> list[RenderableType]:
     if not now.best:
         return []
-    made = table(
-        "best so far", "model", "nodes", "layout", "tokens/s/GPU", right=("nodes", "tokens/s/GPU")
-    )
+    made = table("best so far", "model", "nodes", "layout", "tokens/s/GPU", right=("nodes", "tokens/s/GPU"))
     for run, rate in now.best:
         made.add_row(run.model, str(run.nodes), run.label, f"{rate:,.0f}")
     return [made]

@@ -36,9 +36,7 @@ def configs(
 
 
 @app.callback(invoke_without_command=True)
-def root(
-    version: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True),
-) -> None:
+def root(version: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True)) -> None:
     """Find the training layout that is fastest on your nodes, by measuring."""
     if version:
         import ultrabench

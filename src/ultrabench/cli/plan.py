@@ -58,9 +58,7 @@ def _print_cells(plan: Plan) -> None:
 def _print_reasons(plan: Plan) -> None:
     summary = plan.summary()
     if summary["rejected"]:
-        made = table(
-            "\nrejected, by rule", "rule", "candidates", "for example", right=("candidates",)
-        )
+        made = table("\nrejected, by rule", "rule", "candidates", "for example", right=("candidates",))
         for rule, count in summary["rejected"].items():
             example = next(c.reason for c in plan.candidates if c.rule == rule)
             made.add_row(rule, f"{count:,}", example)
@@ -118,14 +116,7 @@ def _measured(plan: Plan) -> dict[str, float]:
 def _print_top(best: list[dict[str, Any]]) -> None:
     numbers = ("nodes", "tokens/s/GPU", "step s", "peak GiB")
     made = table(
-        "\nlayouts to try first",
-        "model",
-        "nodes",
-        "layout",
-        *numbers[1:],
-        "why",
-        "run",
-        right=numbers,
+        "\nlayouts to try first", "model", "nodes", "layout", *numbers[1:], "why", "run", right=numbers
     )
     for row in best:
         made.add_row(

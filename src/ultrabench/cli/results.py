@@ -1,33 +1,44 @@
 """`ultrabench collect` and `ultrabench heatmap`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 RESULTS = Path("results")
+ResultsDir = Annotated[Path, typer.Option("--results-dir", help="Where sweeps are.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write.")]
 
 
 def collect(
     sweeps: Annotated[
         list[str] | None, typer.Argument(metavar="[SWEEP]...", help="Names or folders; the newest.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The parquet file.")] = None,
-    results_dir: Annotated[Path, typer.Option("--results-dir", help="Where sweeps are.")] = RESULTS,
+    output: Output = None,
+    results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Collect the journals of sweeps into one parquet file."""
-    from ultrabench.cli.answers import run_collect
+    from ultrabench.analysis.collect import collect as rows_of
+    from ultrabench.analysis.collect import write_parquet
+    from ultrabench.cli.tables import say, warn
+    from ultrabench.folder import find_sweep
 
-    run_collect(sweeps or [], output, results_dir)
+    folders = [find_sweep(name, results_dir) for name in sweeps or []] or [find_sweep(None, results_dir)]
+    table = rows_of(folders, warn)
+    path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
+    write_parquet(table, path)
+    attempts = len(table) - table["attempt"].null_count
+    say(f"wrote {len(table)} rows ({attempts} attempts) of {', '.join(f.name for f in folders)} to {path}")
 
 
 def heatmap(
     source: Annotated[
         str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="The newest sweep.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="A .png, .svg or .pdf file.")
-    ] = None,
+    output: Output = None,
     rank_by: Annotated[
         str, typer.Option("--rank-by", help="A numeric column of the result table.")
     ] = "tokens_per_s_per_gpu",
@@ -35,13 +46,43 @@ def heatmap(
         bool, typer.Option("--include-suspects", help="Let suspect runs win, too.")
     ] = False,
     compare: Annotated[
-        str | None,
-        typer.Option("--compare", metavar="SWEEP or FILE", help="Show ratios to its bests."),
+        str | None, typer.Option("--compare", metavar="SWEEP or FILE", help="Show ratios to its bests.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
-    results_dir: Annotated[Path, typer.Option("--results-dir", help="Where sweeps are.")] = RESULTS,
+    results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Draw the best layout of each model and node count."""
-    from ultrabench.cli.answers import run_heatmap
+    """Draw the best layout of each model and node count, as .png, .svg or .pdf."""
+    from ultrabench.analysis.captions import notes
+    from ultrabench.analysis.cells import compare as compare_cells
+    from ultrabench.analysis.ranking import rank
+    from ultrabench.cli.tables import print_json, say
 
-    run_heatmap(source, output, rank_by, include_suspects, compare, json_, results_dir)
+    name, default, table = _open(source, results_dir)
+    cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), None
+    if compare is not None:
+        label, _, others = _open(compare, results_dir)
+        bests = rank(others, rank_by=rank_by, include_suspects=include_suspects)
+        cells = compare_cells(cells, bests)
+    if json_:
+        print_json([cell.to_json() for cell in cells])
+    if json_ and output is None:
+        return
+    from ultrabench.analysis.heatmap import draw
+
+    path = output or default
+    draw(cells, path, title=name, notes=notes(table), compared_with=label)
+    say(f"drew {len(cells)} cells to {path}")
+
+
+def _open(source: str | None, results: Path) -> "tuple[str, Path, pa.Table]":
+    """Label, default picture and rows of a sweep or a parquet file."""
+    from ultrabench.analysis.collect import collect as rows_of
+    from ultrabench.analysis.collect import read_parquet
+    from ultrabench.cli.tables import warn
+    from ultrabench.folder import find_sweep
+
+    if source is not None and source.endswith(".parquet"):
+        path = Path(source)
+        return path.stem, path.with_suffix(".png"), read_parquet(path)
+    folder = find_sweep(source, results)
+    return folder.name, folder.path / "heatmap.png", rows_of([folder], warn)

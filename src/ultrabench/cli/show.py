@@ -38,9 +38,7 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
     shown = {k: v for k, v in (row or {}).items() if v is not None}
     console.print(f"run {run_id} of {folder.name}", style="bold")
     console.print(yaml.safe_dump(shown, sort_keys=False).rstrip())
-    made = table(
-        "\nattempts", "repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason"
-    )
+    made = table("\nattempts", "repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
     for a in attempts:
         made.add_row(*_columns(a))
     console.print(made)
@@ -135,13 +133,9 @@ def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, st
         return matches[0]
     where = sweep or f"{results}/"
     if not matches:
-        raise SweepFolderError(
-            f"no run in {where} has an id that begins with {given!r}; see sweep plan -o"
-        )
+        raise SweepFolderError(f"no run in {where} has an id that begins with {given!r}; see sweep plan -o")
     several = ", ".join(f"{m[1]} ({m[0].name})" for m in matches[:5])
-    raise SweepFolderError(
-        f"{given!r} means {len(matches)} runs: {several}; give more digits or --sweep"
-    )
+    raise SweepFolderError(f"{given!r} means {len(matches)} runs: {several}; give more digits or --sweep")
 
 
 def _all_sweeps(results: Path) -> list[SweepFolder]:

@@ -18,9 +18,7 @@ def out() -> Console:
 
 def err() -> Console:
     """The console of progress and warnings."""
-    return Console(
-        stderr=True, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False
-    )
+    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False)
 
 
 def say(message: str) -> None:
