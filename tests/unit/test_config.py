@@ -52,9 +52,9 @@ def test_the_strongest_folder_wins():
 
 @pytest.mark.parametrize("where", ["ultrabench", "../user"])
 def test_other_groups_of_the_user_are_found(where):
-    write(where, "hardware/ours", "gpu: A100-SXM\ngpus_per_node: 4\nnode_link_bytes_per_s: 2.5e10\n")
+    write(where, "hardware/ours", "gpu: H200-SXM\ngpus_per_node: 4\nnode_link_bytes_per_s: 2.5e10\n")
     config = load_config(["hardware=ours", "kernel.precision=bf16", "sweep.nodes=[1]"])
-    assert (config.hardware.name, config.hardware.gpu) == ("ours", "A100-SXM")
+    assert (config.hardware.name, config.hardware.gpu) == ("ours", "H200-SXM")
     assert config.name == "quick-ours"
     assert load_config([]).hardware.name == "cpu"
 
