@@ -34,6 +34,7 @@ class OpenSweep:
     environment: dict[str, Any]
     accepts: Callable[[RunResult], bool]
     """Whether an ok result counts here."""
+    _folded: tuple[int, SweepState] | None = None
 
     @property
     def config(self) -> SweepConfig:
@@ -41,8 +42,11 @@ class OpenSweep:
         return self.plan.config
 
     def state(self) -> SweepState:
-        """The state now."""
-        return fold(self.reader.poll())
+        """The state now; folded anew only when the journal has grown."""
+        events = self.reader.poll()
+        if self._folded is None or self._folded[0] != len(events):
+            self._folded = (len(events), fold(events))
+        return self._folded[1]
 
 
 def open_sweep(

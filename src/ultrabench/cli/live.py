@@ -51,7 +51,7 @@ class Display:
             self._told.add(key)
             run = self._labels.get(key.run_id)
             if run is not None:
-                settled = sum(a.run_id in self._labels for a in self._told)
+                settled = len({k.run_id for k in self._told} & self._labels.keys())
                 text = attempt_line(run, state.attempts[key])
                 self._console.print(f"[{settled}/{len(self._planned)}] {text}", soft_wrap=True)
 
