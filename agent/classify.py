@@ -3,7 +3,6 @@
 import math
 import re
 import signal
-from statistics import median
 from typing import Any
 
 from ultrabench.agent.deadline import Overdue
@@ -25,7 +24,12 @@ COMM_TEXT = re.compile(
 
 
 def classify(
-    gathering: Gathering, measure: Measure, *, stopped: Overdue | None, ended: str | None
+    gathering: Gathering,
+    measure: Measure,
+    *,
+    stopped: Overdue | None,
+    ended: str | None,
+    gpu_names: tuple[str, ...] = (),
 ) -> RunResult:
     """The result of an attempt whose ranks are all gone.
 
@@ -36,8 +40,12 @@ def classify(
     Args:
         stopped: the deadline for which the ranks were killed, if it was that.
         ended: why the allocation ended under the run, if it did.
+        gpu_names: what the accelerators may call themselves; empty: anything.
     """
     status, reason = _judge(gathering, measure, stopped, ended)
+    gpu = gathering.environment.get("gpu_name")
+    if status == Status.OK and gpu_names and gpu is not None and gpu not in gpu_names:
+        status, reason = Status.INVALID, f"it ran on {gpu!r}; this hardware has {' or '.join(gpu_names)}"
     rank0 = gathering.ranks[0]
     times = measured_steps(rank0, measure)
     done = rank0.done or {}
@@ -81,15 +89,8 @@ def _judge(
     ranks = gathering.ranks
     bad_loss = _non_finite(ranks[0])
     if all(_finished(rank) for rank in ranks):
-        times = measured_steps(ranks[0], measure)
-        if bad_loss:
-            return Status.INVALID, bad_loss
-        untimed = [i for i, step in enumerate(ranks[0].steps, start=1) if "seconds" not in step]
-        if untimed:
-            return Status.INVALID, f"step {untimed[0]} was reported without its seconds"
-        if not times or min(times) <= 0 or median(times) <= 0:
-            return (Status.INVALID, f"the program ended well but reported {len(times)} measured steps")
-        return Status.OK, None
+        fault = bad_loss or _unmeasured(ranks[0], measure)
+        return (Status.INVALID, fault) if fault else (Status.OK, None)
     for test in (_out_of_memory, _invalid):
         found = test(ranks)
         if found:
@@ -101,6 +102,17 @@ def _judge(
     if stopped is not None:
         return stopped.status, stopped.reason
     return _failure(ranks)
+
+
+def _unmeasured(rank: RankStory, measure: Measure) -> str | None:
+    """Why the steps of a program that ended well are no measurement."""
+    untimed = [i for i, step in enumerate(rank.steps, start=1) if "seconds" not in step]
+    if untimed:
+        return f"step {untimed[0]} was reported without its seconds"
+    times = measured_steps(rank, measure)
+    if not times or min(times) <= 0:
+        return f"the program ended well but reported {len(times)} measured steps"
+    return None
 
 
 def _finished(rank: RankStory) -> bool:

@@ -135,7 +135,7 @@ class Leader:
         end = time.monotonic() + EXIT_GRACE_S
         while gathering.running and not self._lost and time.monotonic() < end:
             self._listen(gathering, POLL_S)
-        result = classify(gathering, task.measure, stopped=missed, ended=ended)
+        result = classify(gathering, task.measure, stopped=missed, ended=ended, gpu_names=task.gpu_names)
         if self._lost and result.status != Status.OK:
             result = replace(result, status=Status.NODE_FAIL, reason=self._lost)
         if left:

@@ -1,5 +1,6 @@
 """Takes an open sweep to its end: reconcile, decide, submit, wait, again."""
 
+import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class Follower:
         self._missing: dict[str, float] = {}
         self._audited: set[str] = set()
         self._mine: set[str] = set()
+        self._adopted: set[str] = set()
         self._specs = {c.spec.run_id: to_dict(c.spec) for c in self.sweep.plan.runs}
         self._barren = 0
 
@@ -78,6 +80,9 @@ class Follower:
         # Processes first, journal second: what ended in between has written its last words.
         unended = open_allocations(self.sweep.state())
         alive = self.launcher.alive(self.sweep.folder.allocations / name for name in unended)
+        for name in alive - self._mine - self._adopted:
+            self._adopted.add(name)
+            self.sweep.journal.write("adopted", allocation=name, job={"host": socket.gethostname()})
         state = self.sweep.state()
         now = time.monotonic()
         unended = open_allocations(state)
@@ -160,6 +165,7 @@ class Follower:
                 measure=config.measure,
                 device=config.hardware.device,
                 rank_mem_bytes=config.hardware.rank_mem_bytes,
+                gpu_names=config.hardware.accelerator.reported_as,
                 predicted_step_time_s=t.candidate.prediction.step_time_s,
                 limit_s=run_limit_s(t, config, steps),
             )

@@ -1,7 +1,6 @@
 """Opens a sweep for launching: its folder, its plan, and what this machine is."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -151,8 +150,3 @@ def rank_threads(config: SweepConfig, nodes: int, cores: int) -> int:
     """OMP_NUM_THREADS of a rank: the host's cores shared by the ranks on it."""
     hosts_nodes = nodes if config.hardware.simulated else 1
     return max(1, cores // (config.hardware.gpus_per_node * hosts_nodes))
-
-
-def work_dir() -> str:
-    """Where the user's commands run."""
-    return os.getcwd()

@@ -102,6 +102,8 @@ class Task:
     predicted_step_time_s: float
     limit_s: float
     """Wall-clock limit of the attempt."""
+    gpu_names: tuple[str, ...] = ()
+    """What the accelerators may call themselves; a result on another is invalid. Empty: anything."""
 
     @property
     def key(self) -> str:

@@ -73,6 +73,7 @@ def test_a_launcher_killed_at_once_after_submission_adopts_its_agents(bench, mon
     judge(bench, runs=18)
     journals = "".join(p.read_text() for p in bench.folder.glob("results/t/journal/*.jsonl"))
     assert journals.count('"event":"allocation_planned"') == 2, "the first one was not adopted"
+    assert journals.count('"event":"adopted"') == 1
 
 
 def test_ctrl_c_stops_everything_and_the_same_command_goes_on(bench, monkeypatch):

@@ -235,3 +235,20 @@ def test_gathering_follows_the_ranks():
     gathering.hear([{"rank": 1, "line": {"event": "error", "kind": "comm", "message": "later"}}])
     assert gathering.failed
     assert gathering.ranks[1].error["message"] == "first"
+
+
+def test_a_result_of_another_accelerator_is_invalid():
+    gathering = Gathering(1)
+    gathering.ranks = [ok()]
+    gathering.environment = {"gpu_name": "NVIDIA A10"}
+    for names, status in [((), "ok"), (("NVIDIA A10",), "ok"), (("NVIDIA H200",), "invalid")]:
+        found = classify(gathering, MEASURE, stopped=None, ended=None, gpu_names=names)
+        assert found.status == status
+    assert found.reason == "it ran on 'NVIDIA A10'; this hardware has NVIDIA H200"
+
+
+def test_what_happens_after_every_rank_is_done_is_no_news():
+    done = {"event": "done"}
+    ranks = [ok(done=done), ok(done=done, code=-9)]
+    assert judged(*ranks, stopped=HANG).status == Status.OK
+    assert judged(ok(done=done), ok(code=-11)).status == Status.CRASH

@@ -46,7 +46,9 @@ def launch(
     max_gpu_hours: Annotated[
         float | None, typer.Option("--max-gpu-hours", min=0.0, help="Submit nothing beyond this.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask (on this machine nothing is asked).")
+    ] = False,
     reuse: Annotated[
         str | None,
         typer.Option("--reuse", help="Results of another environment: same (again) or any (keep)."),
