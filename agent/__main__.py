@@ -13,7 +13,7 @@ from ultrabench.allocation import Allocation, read_allocation
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalWriter
-from ultrabench.processes import become_subreaper, kill_until_gone, orphaned, start_time, tagged
+from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
 
 MEETING_PATIENCE_S = 120.0
 
@@ -30,7 +30,7 @@ def main() -> int:
     stop = StopRequest()
     become_subreaper()
     # What earlier agents of this host left behind when they were killed.
-    kill_until_gone(lambda: tagged(orphaned), patience_s=5.0)
+    clean_up_after_the_dead()
     secret = (folder / "secret").read_text()
     node = Node(allocation, node_index())
     node.warm_up()

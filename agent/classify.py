@@ -106,12 +106,16 @@ def _judge(
 
 def _unmeasured(rank: RankStory, measure: Measure) -> str | None:
     """Why the steps of a program that ended well are no measurement."""
-    untimed = [i for i, step in enumerate(rank.steps, start=1) if "seconds" not in step]
-    if untimed:
-        return f"step {untimed[0]} was reported without its seconds"
+    for i, step in enumerate(rank.steps, start=1):
+        if step.get("seconds", 0) <= 0:
+            return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
     times = measured_steps(rank, measure)
-    if not times or min(times) <= 0:
-        return f"the program ended well but reported {len(times)} measured steps"
+    if not times:
+        steps = len(rank.steps)
+        return (
+            f"the program ended well but reported {steps} steps, of which {len(times)} count; it has to "
+            "write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
+        )
     return None
 
 

@@ -6,18 +6,16 @@ import re
 import shutil
 import signal
 import socket
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from ultrabench.agent.forks import Exit, ForkServer, Programs
 from ultrabench.allocation import Allocation
 from ultrabench.folder import SweepFolder, write_whole
-from ultrabench.processes import TAG_VARIABLE, kill_until_gone, reap_adopted, start_time, tagged
+from ultrabench.processes import TAG_VARIABLE, kill_until_gone, make_scratch, reap_adopted, start_time, tagged
 from ultrabench.record import to_dict
 from ultrabench.report import NewLines, parse_line, parse_log_line, read_progress
-from ultrabench.run import Task
+from ultrabench.run import Task, fill_in
 
 News = dict[str, Any]
 """About one rank: {rank, line} a report line, {rank, microbatches}, {rank, code} its exit, and
@@ -33,7 +31,7 @@ class Node:
         self.allocation = allocation
         self.index = index
         self.host = f"local-{index}" if allocation.simulated else socket.gethostname().split(".")[0]
-        self.scratch = Path(tempfile.mkdtemp(prefix="ultrabench-"))
+        self.scratch = make_scratch()
         self.tag = f"{allocation.name}:{index}:{os.getpid()}:{start_time(os.getpid())}"
         base = {**os.environ, TAG_VARIABLE: self.tag}
         self._base = {k: v for k, v in base.items() if not k.startswith("SUBMITIT_")}
@@ -75,7 +73,7 @@ class Node:
             if kernel.kind == "embedded":
                 self._server.fork(rank, env, log)
             else:
-                command = fill_in(kernel.command, task)
+                command = fill_in(task.spec, task.repeat, task.attempt)
                 program_env = {**self._base, **env, **kernel.env}
                 program_env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
                 gone = self._programs.start(rank, command, program_env, log, self.allocation.work_dir)
@@ -187,14 +185,3 @@ def read_tail(path: Path, size: int) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-def fill_in(command: tuple[str, ...], task: Task) -> list[str]:
-    """The user's command with `{word}` replaced by the task's numbers; `python` is our own."""
-    spec = to_dict(task.spec)
-    words = {**spec["shape"], **spec["workload"], **spec["layout"], **{
-        "nodes": task.spec.nodes, "gpus_per_node": task.spec.gpus_per_node, "run_id": task.run_id,
-        "repeat": task.repeat, "attempt": task.attempt, "precision": task.spec.kernel.precision,
-    }}  # fmt: skip
-    filled = [re.sub(r"\{(\w+)\}", lambda m: str(words.get(m[1], m[0])), word) for word in command]
-    return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]

@@ -87,12 +87,19 @@ def _rows(head: SweepHead, plan: list[Row], state: SweepState, warn: Warn) -> It
             yield {**base, **_not_attempted(candidate)}
         for attempt in tried:
             row = _attempted(base, attempt, state, attempt.key in final)
-            yield row | _speed(head, row, attempt, shape)
+            yield _marked(row | _speed(head, row, attempt, shape))
     for run_id, tried in sorted(attempts.items()):
         for attempt in tried:
             base = _told(head, attempt, warn) | {"run_id": run_id}
             row = _attempted(base, attempt, state, attempt.key in final)
-            yield row | _speed(head, row, attempt, _claimed_shape(attempt))
+            yield _marked(row | _speed(head, row, attempt, _claimed_shape(attempt)))
+
+
+def _marked(row: Row) -> Row:
+    """The row with its reason for suspicion, if it has one."""
+    if (row.get("mfu") or 0) > 1:
+        row["suspect"] = f"mfu {row['mfu']:.2f} is above 1: steps or peak are measured wrongly"
+    return row
 
 
 def _planned_shapes(head: SweepHead, state: SweepState) -> dict[str, ModelShape]:

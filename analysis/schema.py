@@ -142,7 +142,7 @@ A row is one attempt of one repeat of a run, or a candidate that was never attem
 that stands for a (run_id, repeat): its ok attempt, else its latest. Units are in the names; `mfu`
 and its like are fractions. What is not known is null, never 0 or -1.
 
-`status` is null while a run waits or runs; `rejected` when a rule forbids the layout (`rule`,
+`status` is null while a run waits or runs; `rejected` when a rule or the kernel forbids the layout (`rule`,
 `reason`); `skipped` when a decision made it pointless; else `ok`, `oom`, `hang`, `timeout`,
 `comm_error`, `crash`, `node_fail`, `preempted`, `cancelled`, `lost` or `invalid`. Speeds and `mfu`
 are given for `ok` only. The file's metadata holds the version (`{VERSION_KEY.decode()}`) and each

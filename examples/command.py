@@ -7,8 +7,8 @@ import json
 import os
 import time
 
-spec = json.load(open(os.environ["ULTRABENCH_SPEC"]))["spec"]
-layout, workload = spec["layout"], spec["workload"]
+task = json.load(open(os.environ["ULTRABENCH_SPEC"]))
+layout, workload, measure = task["spec"]["layout"], task["spec"]["workload"], task["measure"]
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
 
 
@@ -18,8 +18,8 @@ def say(event, **values):
 
 say("phase", name="train")
 tokens = workload["gbs"] * workload["seq_len"]
-seconds = 1e-5 * tokens / (layout["dp"] * layout["tp"] * layout["pp"])
-for step in range(1, 21):
+seconds = 1e-3 * tokens / (layout["dp"] * layout["tp"] * layout["pp"])
+for step in range(1, measure["warmup_steps"] + measure["min_steps"] + 1):
     start = time.perf_counter()
     time.sleep(seconds * (1 + 0.1 * layout["tp"]))  # your training step
     say("step", step=step, seconds=time.perf_counter() - start, tokens=tokens, loss=10 / step)

@@ -12,7 +12,13 @@ from typing import Any
 
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
-from ultrabench.processes import command_line, kill_until_gone, orphaned, own_processes, start_time, tagged
+from ultrabench.processes import (
+    clean_up_after_the_dead,
+    command_line,
+    kill_until_gone,
+    own_processes,
+    start_time,
+)
 
 SUBMIT_TIMEOUT_S = 60.0
 STOP_PATIENCE_S = 10.0
@@ -72,8 +78,8 @@ class LocalLauncher:
         self.clean()
 
     def clean(self) -> None:
-        """Kills what agents that are no more have left running."""
-        kill_until_gone(lambda: tagged(orphaned))
+        """Removes what agents that are no more have left."""
+        clean_up_after_the_dead()
 
 
 def _processes_of(folders: set[str]) -> list[int]:

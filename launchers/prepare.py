@@ -62,16 +62,19 @@ def open_sweep(
         ClusterError: this machine could not be looked at.
     """
     require_local(config)
+    if reuse not in (None, "same", "any"):
+        raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
     require_runs(make_plan(config))
     folder = SweepFolder(Path(config.results_dir).absolute() / config.name)
     head = folder.read_head()
     if head is not None:
         require_same(head, config, folder.path)
-    folder.create()
     measured = head["peak"] if head else {}
     needs_peak = not config.hardware.accelerator.peak_flops_per_s and not measured
     say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = look_at_machine(needs_peak)
+    _require_gpus(config, int(environment.get("gpus") or 0))
+    folder.create()
     peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
     plan = make_plan(config, core_flops_per_s=peak.get("core_flops_per_s"), cores=peak.get("cores") or 1)
     reader = JournalReader(folder.journal, warn)
@@ -105,6 +108,15 @@ def require_local(config: SweepConfig) -> None:
         )
 
 
+def _require_gpus(config: SweepConfig, gpus: int) -> None:
+    hardware = config.hardware
+    if hardware.device == "cuda" and gpus < hardware.gpus_per_node:
+        raise ConfigError(
+            f"hardware={hardware.name} has {hardware.gpus_per_node} GPUs a node; this machine has {gpus}: "
+            "use hardware=cpu, or hardware.gpus_per_node"
+        )
+
+
 def look_at_machine(peak: bool) -> dict[str, Any]:
     """What the kernel's environment probe reports, run in a process of its own (it needs torch).
 
@@ -127,8 +139,6 @@ def _reuse(
     config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None
 ) -> Callable[[RunResult], bool]:
     """Which ok results count, given where they were measured."""
-    if reuse not in (None, "same", "any"):
-        raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
     facts = environment if config.kernel.kind == "embedded" else {}
     here = env_id(facts, config.kernel, config.kernel.digest())
     oks = [a.result for a in state.attempts.values() if a.result and a.result.status == Status.OK]
@@ -138,7 +148,7 @@ def _reuse(
         raise ConfigError(
             f"{len(others)} of {len(oks)} results were measured in another environment (kernel sources, "
             f"torch or machine; theirs: kernel_digest {', '.join(what)}, torch {others[0].torch_version}; "
-            f"here: {config.kernel.digest()}, torch {environment.get('torch_version')}); "
+            f"here: {config.kernel.digest()}, torch {facts.get('torch_version')}); "
             "--reuse any counts them, --reuse same measures those runs again"
         )
     if reuse == "any":

@@ -13,6 +13,10 @@ from ultrabench.run import Workload
 from ultrabench.shape import ModelShape
 from ultrabench.sweep.compose import compose_tree, known_names, read_yaml, search_path
 
+KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "sweep", "name",
+                  "results_dir", "repeats", "names", "models"})  # fmt: skip
+"""Of a composed tree."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
@@ -97,6 +101,9 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     Raises:
         ConfigError: a value that cannot be used.
     """
+    strangers = sorted(set(tree) - KEYS)
+    if strangers:
+        raise ConfigError(unknown_name("override", strangers[0], KEYS - {"names", "models"}))
     names = tree["names"]
     sweep = dict(tree["sweep"])
     models = tuple(from_dict(ModelShape, m, where=f"model {m['name']}") for m in tree["models"])

@@ -61,7 +61,8 @@ def unknown_override(key: str, groups: Sequence[str]) -> str:
             prefix = f"{group}." if group else ""
             keys |= {f"{prefix}{k}" for k in values if k not in ("defaults", "hydra")}
     if key in keys:
-        return f"{key} is no setting of the chosen {key.partition('.')[0]}; +{key}=... adds it"
+        group = key.partition(".")[0]
+        return f"{key} is no setting of the {group} that is chosen; choose another with {group}=NAME"
     tail = key.rpartition(".")[2]
     same_word = sorted(k for k in keys if k.rpartition(".")[2] == tail)
     if same_word:

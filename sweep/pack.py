@@ -6,13 +6,13 @@ from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.decide import Todo
 
 RUN_LIMIT_FACTOR = 3.0
-"""A run may take this many times its predicted duration, if that is more than measure.max_run_s."""
+"""A run may take this many times its predicted duration, if that is more than measure.run_limit_s."""
 
 
 def run_limit_s(todo: Todo, config: SweepConfig, steps: int) -> float:
     """Wall-clock limit of one attempt, in seconds."""
     predicted = RUN_LIMIT_FACTOR * todo.candidate.duration_s(steps)
-    return max(config.measure.max_run_s, predicted) * todo.patience
+    return max(config.measure.run_limit_s, predicted) * todo.patience
 
 
 def pack(todo: Sequence[Todo], config: SweepConfig, steps: int) -> list[tuple[Todo, ...]]:

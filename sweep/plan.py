@@ -7,7 +7,7 @@ from typing import Any
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import rank_peak
 from ultrabench.layout import Layout
-from ultrabench.run import RunSpec
+from ultrabench.run import RunSpec, fill_in
 from ultrabench.shape import ModelShape
 from ultrabench.support import refusal
 from ultrabench.sweep.config import SweepConfig
@@ -132,6 +132,8 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
                 found.append(_candidate(config, shape, nodes, layout, prediction))
     if not found:
         raise why_none(config.axes, config.hardware.gpus_per_node, config.workload)
+    if config.kernel.command:
+        fill_in(found[0].spec, 0, 0)  # names a wrong word now, not on the nodes
     steps = Plan(config=config, candidates=()).steps
     # sorted() is stable: equal prices keep the order of the grid, so the same input plans the same.
     runs = sorted((c for c in found if c.runs), key=lambda c: c.gpu_hours(steps))
@@ -174,6 +176,5 @@ def require_runs(plan: Plan) -> None:
     counts = Counter((c.rule, c.reason) for c in plan.candidates)
     (_, reason), number = counts.most_common(1)[0]
     raise ConfigError(
-        f"none of {len(plan.candidates)} candidates can run; {number} because {reason}: "
-        "change the axes (see ultrabench sweep plan)"
+        f"none of {len(plan.candidates)} candidates can run; {number} because {reason}: change the axes"
     )

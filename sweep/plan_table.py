@@ -69,7 +69,7 @@ def planned_runs(plan: Plan) -> list[PlannedRun]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a plan.parquet; empty when there is none.
+    """The rows of a plan.parquet.
 
     Raises:
         SweepFolderError: the file cannot be read.
@@ -77,7 +77,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
     except FileNotFoundError:
-        return []
+        raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None
     except (OSError, pa.ArrowInvalid) as error:
         raise SweepFolderError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
     return rows

@@ -45,7 +45,7 @@ class Progress:
     best: tuple[tuple[PlannedRun, float], ...]
     """Fastest run of each (model, nodes) with its tokens/s/GPU."""
     failures: tuple[tuple[PlannedRun, AttemptState], ...]
-    """Latest failed attempts, newest last."""
+    """Runs whose latest attempt failed; the last five, newest last."""
 
     def as_json(self) -> dict[str, Any]:
         """The document of `sweep status --json`."""
@@ -79,11 +79,7 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
     by_nodes: dict[int, Counter[str]] = {}
     for run in planned:
         by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
-    failed = [
-        (runs[a.key.run_id], a)
-        for a in state.attempts.values()
-        if a.key.run_id in runs and a.result and a.result.status != Status.OK
-    ]
+    failed = [(runs[i], a) for i, a in final.items() if a.result and a.result.status != Status.OK]
     failed.sort(key=lambda pair: pair[1].time or 0.0)
     return Progress(
         sweep=sweep,

@@ -23,8 +23,9 @@ class Measure:
     """No silence shorter than this is called a hang."""
     start_deadline_s: float = 300.0
     """From the start of the ranks to the end of the first step, without any progress."""
-    max_run_s: float = 1800.0
-    """Wall-clock limit of one attempt."""
+    run_limit_s: float = 1800.0
+    """Wall-clock limit of one attempt; three times the predicted duration where that is longer,
+    and doubled after each time-out."""
 
     def __post_init__(self) -> None:
         if not 6 <= self.min_steps <= self.max_steps:
@@ -32,7 +33,7 @@ class Measure:
                 f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}; "
                 "needs 6 <= min_steps <= max_steps (an interval takes 6 samples)"
             )
-        limits = ("target_ci95_rel", "deadline_floor_s", "start_deadline_s", "max_run_s")
+        limits = ("target_ci95_rel", "deadline_floor_s", "start_deadline_s", "run_limit_s")
         for name in limits:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"measure.{name}={getattr(self, name)}; must be > 0")

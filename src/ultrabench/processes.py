@@ -2,13 +2,17 @@
 
 import ctypes
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 TAG_VARIABLE = "ULTRABENCH_TAG"
 """Set in every process an agent starts: allocation:node:agent pid:agent start time."""
+
+SCRATCH_PREFIX = "ultrabench-"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -123,6 +127,21 @@ def reap_adopted(known: set[int]) -> None:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
                 continue
+
+
+def make_scratch() -> Path:
+    """A node-local folder of this process, whose name tells when nobody needs it any more."""
+    pid = os.getpid()
+    return Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{pid}-{start_time(pid)}-"))
+
+
+def clean_up_after_the_dead() -> None:
+    """Kills what agents that are no more have left running, and removes their folders."""
+    kill_until_gone(lambda: tagged(orphaned), patience_s=5.0)
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*-*-*"):
+        pid, started, _ = folder.name.removeprefix(SCRATCH_PREFIX).split("-", 2)
+        if pid.isdigit() and started.isdigit() and not alive(int(pid), int(started)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def orphaned(tag: str) -> bool:

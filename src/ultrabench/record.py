@@ -69,6 +69,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     plain = origin or hint
+    if origin is tuple:
+        raise ConfigError(f"{where}={value!r} is no list; write [A,B]")
     fits = plain is Any or (isinstance(plain, type) and isinstance(value, plain))
     if fits and not (plain in (int, float) and isinstance(value, bool)):
         return value

@@ -1,9 +1,11 @@
 """One run: what is trained how on how many nodes, named by its content."""
 
+import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
@@ -109,6 +111,27 @@ class Task:
     def key(self) -> str:
         """Name of the attempt in claims and folders: run_id.repeat.attempt."""
         return f"{self.run_id}.{self.repeat}.{self.attempt}"
+
+
+def fill_in(spec: RunSpec, repeat: int, attempt: int) -> list[str]:
+    """The user's command with `{word}` replaced by the run's own; a first `python` is ours.
+
+    Raises:
+        ConfigError: a word that does not exist.
+    """
+    values = to_dict(spec)
+    words = {**values["shape"], **values["workload"], **values["layout"], **{
+        "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "run_id": spec.run_id,
+        "repeat": repeat, "attempt": attempt, "precision": spec.kernel.precision,
+    }}  # fmt: skip
+
+    def word(match: re.Match[str]) -> str:
+        if match[1] not in words:
+            raise ConfigError(unknown_name("word in kernel.command", match[0], words))
+        return str(words[match[1]])
+
+    filled = [re.sub(r"\{(\w+)\}", word, part) for part in spec.kernel.command]
+    return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]
 
 
 def env_id(environment: dict[str, Any], kernel: KernelChoice, kernel_digest: str) -> str:

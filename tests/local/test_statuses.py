@@ -22,7 +22,7 @@ def test_statuses_retry_and_table(bench):
     behaviour = ",".join(f"{mbs}:{name}" for mbs, name in BEHAVIOURS.items())
     overrides = bench.overrides(
         behaviour, "sweep.nodes=1", "sweep.gbs=128", "sweep.seq_len=8", "sweep.zero_stage=0",
-        f"sweep.mbs={list(BEHAVIOURS)}", f"sweep.gas={gas}", "measure.max_run_s=4",
+        f"sweep.mbs={list(BEHAVIOURS)}", f"sweep.gas={gas}", "measure.run_limit_s=4",
     )  # fmt: skip
     bench.run("sweep", "launch", *overrides, code=1)
     rows = bench.rows()

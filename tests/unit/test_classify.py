@@ -80,10 +80,10 @@ def steps_with(n, **change):
         ([ok(steps=steps_with(2, loss=math.nan, step=7)), PEER], "invalid", "loss is nan at step 7"),
         ([failing("non_finite", "loss is nan at step 3"), PEER], "invalid", "rank 0: loss is nan"),
         # Ended well without saying anything.
-        ([ok(steps=[]), ok()], "invalid", "reported 0 measured steps"),
-        ([ok(steps=STEPS[:2]), ok()], "invalid", "reported 0 measured steps"),
-        ([ok(steps=steps_with(3, seconds=0.0))], "invalid", "reported 6 measured steps"),
-        ([ok(steps=steps_with(3, seconds=-1.0))], "invalid", "reported 6 measured steps"),
+        ([ok(steps=[]), ok()], "invalid", "reported 0 steps, of which 0 count"),
+        ([ok(steps=STEPS[:2]), ok()], "invalid", "reported 2 steps, of which 0 count"),
+        ([ok(steps=steps_with(3, seconds=0.0))], "invalid", "step 4 was reported with 0.0 sec"),
+        ([ok(steps=steps_with(3, seconds=-1.0))], "invalid", "step 4 was reported with -1.0 sec"),
         ([RankStory(), RankStory()], "crash", "vanished without an exit code"),
     ],
 )
@@ -186,7 +186,7 @@ def said(line):
 def test_step_times_that_are_no_numbers_are_invalid(seconds):
     steps = [said({"event": "step", **s}) for s in steps_with(4, seconds=seconds)]
     found = judged(ok(steps=steps))
-    assert (found.status, found.reason) == (Status.INVALID, "step 5 was reported without its seconds")
+    assert (found.status, found.reason) == (Status.INVALID, "step 5 was reported with no seconds")
 
 
 def test_a_measured_step_without_seconds_is_invalid():

@@ -405,3 +405,25 @@ def test_overrides_that_nobody_thought_of(ultrabench, override, word):
 def test_a_head_that_lacks_its_hardware_is_not_continued(ultrabench, sweep):
     sweep.head.write_text(json.dumps({"schema_version": 1}))
     assert "sweep.json" in one_line(ultrabench, "sweep", "launch", "model=tiny")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["sweep", "plan", "+foo=1"], "unknown override 'foo'"),
+        (["sweep", "plan", "kernel.command=[a]"], "choose another with kernel=NAME"),
+        (["sweep", "plan", "kernel=command", "kernel.command=python"], "is no list; write [A,B]"),
+        (
+            ["sweep", "plan", "kernel=command", 'kernel.command=[python,"--tp={tpp}"]'],
+            "unknown word in kernel.command '{tpp}'; did you mean tp?",
+        ),
+        (["sweep", "launch", "hardware=h100x8", "sweep.nodes=[1]"], "this machine has 0: use"),
+        (["sweep", "plan", "-o", "x.csv"], "choose a name ending in .parquet"),
+        (["sweep", "launch", "--reuse", "some"], "--reuse some; must be same"),
+    ],
+)
+def test_more_mistakes_are_one_line(ultrabench, words, text):
+    code, _, said = ultrabench(*words)
+    assert code == 2
+    assert text in said
+    assert said.replace("looking at this machine\n", "").count("\n") == 1

@@ -291,7 +291,7 @@ def test_a_run_longer_than_an_allocation_gets_one_of_its_own():
 def test_the_limit_of_a_run_follows_prediction_and_patience():
     todo = todos([(0, 0)])[0]
     short = run_limit_s(todo, CONFIG, 1)
-    assert short == CONFIG.measure.max_run_s
+    assert short == CONFIG.measure.run_limit_s
     assert run_limit_s(replace(todo, patience=2.0), CONFIG, 1) == 2 * short
     many = 10**6
     predicted = todo.candidate.duration_s(many)

@@ -1,8 +1,11 @@
 """`ultrabench sweep launch`, `retry` and `cancel`."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from rich.console import Console
 
 from ultrabench.cli.live import Display, counts_line, panel
 from ultrabench.cli.tables import err, hours, out, print_json, say, table, warn
@@ -28,29 +31,30 @@ def run_launch(overrides: list[str], detach: bool, max_gpu_hours: float | None, 
     return _follow(open_sweep(config, reuse=reuse, warn=warn, say=say), max_gpu_hours)
 
 
-def _follow(sweep: OpenSweep, max_gpu_hours: float | None) -> int:
+def _follow(sweep: OpenSweep, max_gpu_hours: float | None, console: Console | None = None) -> int:
     config, launcher = sweep.config, LocalLauncher()
     planned = planned_runs(sweep.plan)
     price = hours(sweep.plan.gpu_hours())
     say(f"{config.name}: {len(planned)} runs, {price} GPU hours predicted, in {sweep.folder.path}")
-    with Display(config.name, planned) as display:
-        follower = Follower(sweep, launcher, display.show, max_gpu_hours)
-        try:
+    try:
+        with Display(config.name, planned) as display:
+            follower = Follower(sweep, launcher, display.show, max_gpu_hours)
             state = follower.run()
-        except KeyboardInterrupt:
-            say("stopping what runs on this machine")
-            interrupt(sweep, launcher)
-            again = " ".join(["ultrabench", *sys.argv[1:]])
-            say(f"interrupted; nothing that finished is lost, go on with: {again}")
-            return 130
+    except KeyboardInterrupt:
+        say("stopping what runs on this machine")
+        interrupt(sweep, launcher)
+        again = shlex.join(["ultrabench", *sys.argv[1:]])
+        say(f"interrupted; nothing that finished is lost, go on with: {again}")
+        return 130
     now = progress(config.name, planned, state)
-    out().print(panel(now, busy=False))
+    (console or out()).print(panel(now, busy=False))
     if follower.stopped:
         if state.cancelled:
             interrupt(sweep, launcher)  # what was submitted while the cancel was being written
         say(f"stopped: {follower.stopped}")
         return 1
-    say(f"next: ultrabench heatmap {config.name}" + _where(sweep.folder.path.parent))
+    if Status.OK in now.by_status:
+        say(f"next: ultrabench heatmap {config.name}" + _where(sweep.folder.path.parent))
     return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
 
 
@@ -103,7 +107,7 @@ def run_retry(
         "config", generation=state.generation + 2, config=config.resolved,
         retry=[list(a.key) for a in chosen],
     )  # fmt: skip
-    return _follow(opened, None)
+    return _follow(opened, None, err() if as_json else None)
 
 
 def _retry_row(attempt: AttemptState) -> dict[str, object]:
@@ -140,6 +144,10 @@ def run_cancel(sweep: str | None, results: Path) -> None:
     folder = find_sweep(sweep, results)
     folder.read_head()
     state = fold(read_journal(folder.journal, warn))
+    left = progress(folder.name, read_plan(folder.plan), state).by_status
+    if not (left.get("pending") or left.get("running") or open_allocations(state)):
+        say(f"nothing to cancel: every run of {folder.name} is settled")
+        return
     JournalWriter(folder.journal, "cancel").write("cancel", generation=state.generation + 1)
     launcher = LocalLauncher()
     for name in open_allocations(state):

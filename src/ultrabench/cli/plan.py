@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.cli.tables import hours, out, print_json, say, table
+from ultrabench.errors import ConfigError
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
 
 GIB = 2**30
+MEASURED, PREDICTED, TOO_LARGE = ORDER = ("measured", "predicted", "predicted, too large for memory")
+"""Why a layout is recommended, the best reason first."""
 
 
 def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int | None) -> None:
@@ -15,6 +18,8 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
     plan = make_plan(load_config(overrides))
     require_runs(plan)
     if output is not None:
+        if output.suffix != ".parquet":
+            raise ConfigError(f"-o {output}: the plan is a parquet file; choose a name ending in .parquet")
         from ultrabench.sweep.plan_table import write_plan
 
         write_plan(plan, output)
@@ -72,18 +77,24 @@ def _print_reasons(plan: Plan) -> None:
 
 
 def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
-    """The `top` runs of each cell: by measured tokens/s/GPU where this sweep has them, else predicted."""
+    """The `top` runs of each cell: by measured tokens/s/GPU where this sweep has them, else predicted.
+
+    Layouts whose predicted memory exceeds the accelerator's come last.
+    """
     rates = _measured(plan)
-    cells: dict[tuple[str, int], list[tuple[int, float, Candidate]]] = {}
+    cells: dict[tuple[str, int], list[tuple[str, float, Candidate]]] = {}
+    limit = plan.config.hardware.rank_mem_bytes
     for run in plan.runs:
         tokens = run.spec.tokens_per_step / run.layout.world_size
         measured = rates.get(run.spec.run_id)
         rate = measured if measured is not None else tokens / run.prediction.step_time_s
-        cells.setdefault((run.shape.name, run.nodes), []).append((measured is None, rate, run))
+        fits = run.prediction.peak_mem_bytes <= limit
+        why = MEASURED if measured is not None else (PREDICTED if fits else TOO_LARGE)
+        cells.setdefault((run.shape.name, run.nodes), []).append((why, rate, run))
     found = []
     for (model, nodes), options in cells.items():
-        options.sort(key=lambda option: (option[0], -option[1]))
-        for predicted, rate, run in options[:top]:
+        options.sort(key=lambda option: (ORDER.index(option[0]), -option[1]))
+        for why, rate, run in options[:top]:
             found.append(
                 {
                     "model": model,
@@ -93,7 +104,7 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
                     "tokens_per_s_per_gpu": rate,
                     "step_time_s": run.spec.tokens_per_step / run.layout.world_size / rate,
                     "peak_mem_bytes": run.prediction.peak_mem_bytes,
-                    "why": "predicted" if predicted else "measured",
+                    "why": why,
                 }
             )
     return found

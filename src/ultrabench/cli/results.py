@@ -54,7 +54,7 @@ def heatmap(
     """Draw the best layout of each model and node count, as .png, .svg or .pdf."""
     from ultrabench.analysis.captions import notes
     from ultrabench.analysis.cells import compare as compare_cells
-    from ultrabench.analysis.ranking import rank
+    from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say
 
     name, default, table = _open(source, results_dir)
@@ -70,7 +70,8 @@ def heatmap(
     from ultrabench.analysis.heatmap import draw
 
     path = output or default
-    draw(cells, path, title=name, notes=notes(table), compared_with=label)
+    note = notes(table) if rank_by == DEFAULT_RANK_BY else f"Ranked by {rank_by}. {notes(table)}"
+    draw(cells, path, title=name, notes=note, compared_with=label)
     say(f"drew {len(cells)} cells to {path}")
 
 

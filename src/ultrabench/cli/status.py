@@ -23,6 +23,9 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     folder.read_head()
     reader = JournalReader(folder.journal, warn)
     now = _look(folder, reader)
+    while as_json and watch and _unsettled(now):
+        time.sleep(WATCH_S)
+        now = _look(folder, reader)
     if as_json:
         print_json(now.as_json())
         return
@@ -30,10 +33,14 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
         out().print(_page(now))
         return
     with Live(_page(now), console=out(), auto_refresh=False) as live:
-        while now.by_status.get("pending") or now.by_status.get("running"):
+        while _unsettled(now):
             time.sleep(WATCH_S)
             now = _look(folder, reader)
             live.update(_page(now), refresh=True)
+
+
+def _unsettled(now: Progress) -> bool:
+    return bool(now.by_status.get("pending") or now.by_status.get("running"))
 
 
 def _look(folder: SweepFolder, reader: JournalReader) -> Progress:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-WIDE = 160
+WIDE = 1000
 """Columns when stdout is no terminal, so that nothing is cut in a pipe."""
 
 
