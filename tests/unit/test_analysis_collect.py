@@ -1,105 +1,25 @@
 import random
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from ultrabench.analysis.collect import collect, read_parquet, write_parquet
-from ultrabench.analysis.schema import SCHEMA, VERSION_KEY
-from ultrabench.errors import SweepFolderError
-from ultrabench.folder import SweepFolder
-from ultrabench.hardware import Hardware
+from tests.unit.analysis_sweeps import (
+    LAPTOP,
+    LAYOUTS,
+    OK,
+    TINY,
+    candidate,
+    claim,
+    make_sweep,
+    rows_of,
+    spec_of,
+)
 from ultrabench.journal import JournalWriter
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.run import RunSpec, Workload
-from ultrabench.shape import ModelShape
-
-TINY = ModelShape(
-    name="tiny", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-    intermediate_size=128, vocab_size=256, tie_word_embeddings=False,
-)  # fmt: skip
-GPUS = Hardware(name="h100x8", gpu="H100-SXM", gpus_per_node=8, node_link_bytes_per_s=5e10)
-LAPTOP = Hardware(
-    name="laptop", gpu="cpu", gpus_per_node=2, node_link_bytes_per_s=1e9, precision="fp32", simulated=True
-)
-LAYOUTS = tuple(Layout(dp=8, zero_stage=z, mbs=m, gas=16 // m) for z in (0, 1) for m in (1, 2, 4, 8))
-OK = RunResult(
-    status=Status.OK,
-    step_times_s=(0.3, 0.1, 0.2),
-    hardware_flops_per_step=4e12,
-    duration_s=90.0,
-    hostnames=("n0",),
-    started_at=0.0,
-)
-
-
-def spec_of(layout, kernel=None, nodes=1, gpus_per_node=8):
-    return RunSpec(
-        shape=TINY,
-        workload=Workload(seq_len=128, gbs=layout.gbs),
-        layout=layout,
-        kernel=kernel or KernelChoice(name="embedded", precision="bf16"),
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-    )
-
-
-def candidate(spec, decision="run", rule=None, reason=None):
-    layout = to_dict(spec.layout)
-    return {
-        **layout,
-        "run_id": spec.run_id,
-        "model": spec.shape.name,
-        "nodes": spec.nodes,
-        "gpus_per_node": spec.gpus_per_node,
-        "gpus": spec.layout.world_size,
-        "gbs": spec.workload.gbs,
-        "seq_len": spec.workload.seq_len,
-        "decision": decision,
-        "rule": rule,
-        "reason": reason,
-        "predicted_step_time_s": 0.5,
-        "predicted_peak_mem_bytes": 1000,
-        "p_oom": 0.25,
-    }
-
-
-def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16"):
-    folder = SweepFolder(path)
-    folder.create()
-    head = {
-        "sweep": path.name,
-        "cluster": "local",
-        "hardware": to_dict(hardware),
-        "kernel": to_dict(KernelChoice(name="embedded", precision=precision)),
-        "kernel_digest": "digest",
-        "models": [to_dict(TINY)],
-        "workload": {"seq_len": 128, "gbs": 128, "seed": 0},
-        "peak": peak or {"core_flops_per_s": None, "cores": None},
-        "provenance": {"git_commit": "abc"},
-    }
-    folder.write_head(head)
-    pq.write_table(pa.Table.from_pylist([{"order": i} | c for i, c in enumerate(candidates)]), folder.plan)
-    return folder
-
-
-def claim(writer, spec, repeat=0, attempt=0, result=None, allocation="a0"):
-    key = {"run_id": spec.run_id, "repeat": repeat, "attempt": attempt}
-    predicted = {"step_time_s": 0.4, "peak_mem_bytes": 2000, "p_oom": 0.1}
-    writer.write("claimed", allocation=allocation, spec=to_dict(spec), predicted=predicted, **key)
-    if result is not None:
-        writer.write("result", source="agent", result=to_dict(result), **key)
-
-
-def rows_of(*folders, warn=lambda message: pytest.fail(message)):
-    return collect(folders, warn).to_pylist()
 
 
 @pytest.fixture
@@ -258,81 +178,3 @@ def test_a_lost_claim_loses_no_result(tmp_path, specs):
     assert known["mfu"] is not None
     assert (unknown["status"], unknown["model"], unknown["mfu"]) == ("ok", None, None)
     assert len(told) == 1
-
-
-def test_several_sweeps_follow_each_other(tmp_path, specs):
-    one = make_sweep(tmp_path / "one", [candidate(spec) for spec in specs])
-    two = make_sweep(tmp_path / "two", [candidate(specs[0])])
-    rows = rows_of(two, one)
-    assert [row["sweep"] for row in rows] == ["two"] + ["one"] * len(specs)
-    assert [row["run_id"] for row in rows[1:]] == [spec.run_id for spec in specs]
-
-
-def test_parquet_and_back(tmp_path, specs):
-    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
-    claim(JournalWriter(folder.journal, "agent"), specs[3], result=OK)
-    table = collect([folder], pytest.fail)
-    path = tmp_path / "runs.parquet"
-    write_parquet(table, path)
-    again = read_parquet(path)
-    assert again.equals(table)
-    assert again.schema.equals(SCHEMA, check_metadata=True)
-    assert pq.read_schema(path).field("mfu").metadata[b"description"]
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-
-
-def test_a_file_that_went_through_pandas_is_still_ours(tmp_path, specs):
-    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
-    table = collect([folder], pytest.fail)
-    frame = table.to_pandas().drop(columns=["hfu"])
-    frame["mine"] = 1.5
-    frame.to_parquet(tmp_path / "p.parquet")
-    again = read_parquet(tmp_path / "p.parquet")
-    assert again.select(SCHEMA.names).equals(table)
-    assert again["mine"].to_pylist() == [1.5] * len(specs)
-
-
-def test_files_that_cannot_be_used_are_refused_in_one_line(tmp_path):
-    table = pa.Table.from_pylist([{"schema_version": 2}], schema=SCHEMA)
-    newer = tmp_path / "newer.parquet"
-    pq.write_table(table.replace_schema_metadata({VERSION_KEY: b"2"}), newer)
-    foreign = tmp_path / "foreign.parquet"
-    pq.write_table(pa.table({"x": [1]}), foreign)
-    garbage = tmp_path / "garbage.parquet"
-    garbage.write_text("no parquet")
-    wrong = tmp_path / "wrong.parquet"
-    pq.write_table(pa.table({"schema_version": [1], "mfu": ["much"]}), wrong)
-    for path, word in (
-        (newer, "schema 2"), (foreign, "no table of results"), (garbage, "cannot read"),
-        (tmp_path / "none.parquet", "cannot read"), (wrong, "column mfu"),
-    ):  # fmt: skip
-        with pytest.raises(SweepFolderError, match=word) as told:
-            read_parquet(path)
-        assert "\n" not in str(told.value)
-
-
-def test_folders_that_cannot_be_used_are_refused(tmp_path, specs):
-    with pytest.raises(SweepFolderError, match=r"no sweep\.json"):
-        collect([SweepFolder(tmp_path)], pytest.fail)
-    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
-    with pytest.raises(SweepFolderError, match="cannot write"):
-        write_parquet(collect([folder], pytest.fail), tmp_path / "missing" / "runs.parquet")
-    folder.plan.write_text("no parquet")
-    with pytest.raises(SweepFolderError, match="cannot read"):
-        collect([folder], pytest.fail)
-    folder.plan.unlink()
-    told = []
-    assert collect([folder], told.append).num_rows == 0
-    assert len(told) == 1
-    folder.head.write_text('{"schema_version": 1, "models": []}')
-    with pytest.raises(SweepFolderError, match="hardware"):
-        collect([folder], pytest.fail)
-
-
-def test_collect_imports_neither_torch_nor_figures():
-    code = (
-        "import sys, ultrabench.analysis.collect, ultrabench.analysis.ranking;"
-        "print(sorted({'torch', 'matplotlib', 'pandas', 'seaborn', 'hydra'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -1,0 +1,95 @@
+"""Sweeps made by hand, for tests of the analysis."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ultrabench.analysis.collect import collect
+from ultrabench.folder import SweepFolder
+from ultrabench.hardware import Hardware
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import Layout
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.run import RunSpec, Workload
+from ultrabench.shape import ModelShape
+
+TINY = ModelShape(
+    name="tiny", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+    intermediate_size=128, vocab_size=256, tie_word_embeddings=False,
+)  # fmt: skip
+GPUS = Hardware(name="h100x8", gpu="H100-SXM", gpus_per_node=8, node_link_bytes_per_s=5e10)
+LAPTOP = Hardware(
+    name="laptop", gpu="cpu", gpus_per_node=2, node_link_bytes_per_s=1e9, precision="fp32", simulated=True
+)
+LAYOUTS = tuple(Layout(dp=8, zero_stage=z, mbs=m, gas=16 // m) for z in (0, 1) for m in (1, 2, 4, 8))
+OK = RunResult(
+    status=Status.OK,
+    step_times_s=(0.3, 0.1, 0.2),
+    hardware_flops_per_step=4e12,
+    duration_s=90.0,
+    hostnames=("n0",),
+    started_at=0.0,
+)
+
+
+def spec_of(layout, kernel=None, nodes=1, gpus_per_node=8):
+    return RunSpec(
+        shape=TINY,
+        workload=Workload(seq_len=128, gbs=layout.gbs),
+        layout=layout,
+        kernel=kernel or KernelChoice(name="embedded", precision="bf16"),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+    )
+
+
+def candidate(spec, decision="run", rule=None, reason=None):
+    layout = to_dict(spec.layout)
+    return {
+        **layout,
+        "run_id": spec.run_id,
+        "model": spec.shape.name,
+        "nodes": spec.nodes,
+        "gpus_per_node": spec.gpus_per_node,
+        "gpus": spec.layout.world_size,
+        "gbs": spec.workload.gbs,
+        "seq_len": spec.workload.seq_len,
+        "decision": decision,
+        "rule": rule,
+        "reason": reason,
+        "predicted_step_time_s": 0.5,
+        "predicted_peak_mem_bytes": 1000,
+        "p_oom": 0.25,
+    }
+
+
+def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16"):
+    folder = SweepFolder(path)
+    folder.create()
+    head = {
+        "sweep": path.name,
+        "cluster": "local",
+        "hardware": to_dict(hardware),
+        "kernel": to_dict(KernelChoice(name="embedded", precision=precision)),
+        "kernel_digest": "digest",
+        "models": [to_dict(TINY)],
+        "workload": {"seq_len": 128, "gbs": 128, "seed": 0},
+        "peak": peak or {"core_flops_per_s": None, "cores": None},
+        "provenance": {"git_commit": "abc"},
+    }
+    folder.write_head(head)
+    pq.write_table(pa.Table.from_pylist([{"order": i} | c for i, c in enumerate(candidates)]), folder.plan)
+    return folder
+
+
+def claim(writer, spec, repeat=0, attempt=0, result=None, allocation="a0"):
+    key = {"run_id": spec.run_id, "repeat": repeat, "attempt": attempt}
+    predicted = {"step_time_s": 0.4, "peak_mem_bytes": 2000, "p_oom": 0.1}
+    writer.write("claimed", allocation=allocation, spec=to_dict(spec), predicted=predicted, **key)
+    if result is not None:
+        writer.write("result", source="agent", result=to_dict(result), **key)
+
+
+def rows_of(*folders, warn=lambda message: pytest.fail(message)):
+    return collect(folders, warn).to_pylist()

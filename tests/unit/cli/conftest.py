@@ -1,0 +1,79 @@
+import json
+import sys
+
+import pytest
+
+from ultrabench.cli import main as cli
+from ultrabench.folder import SweepFolder
+from ultrabench.journal import JournalWriter
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.sweep.config import load_config
+from ultrabench.sweep.head import make_head
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.plan_table import write_plan
+
+QUICK = make_plan(load_config(["model=tiny"]))
+
+
+HEAD = make_head(QUICK.config, {"core_flops_per_s": 1e10, "cores": 2})
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "nobody"))
+
+
+@pytest.fixture
+def ultrabench(monkeypatch, capsys):
+    """Runs a command line in this process: exit code, stdout, stderr."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["ultrabench", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        said = capsys.readouterr()
+        return left.value.code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A sweep of which one run is ok, one crashed and the rest was never tried."""
+    folder = SweepFolder(tmp_path / "results" / "quick-cpu")
+    folder.create()
+    folder.write_head(HEAD)
+    write_plan(QUICK, folder.plan)
+    writer = JournalWriter(folder.journal, "agent")
+    writer.write("config", generation=1, config=QUICK.config.resolved)
+    ends = (
+        RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0, loss_final=3.0),
+        RunResult(status=Status.CRASH, reason="rank 1: ValueError: [bold]no[/bold]", duration_s=4.0),
+    )
+    for run, result in zip(QUICK.runs, ends, strict=False):
+        name = {"run_id": run.spec.run_id, "repeat": 0, "attempt": 0}
+        writer.write("claimed", **name, allocation="n1", spec=to_dict(run.spec), predicted={})
+        event = "result" if result.status == Status.OK else "failed"
+        writer.write(event, **name, source="agent", result=to_dict(result))
+    return folder
+
+
+def one_line(run, *words, code=2):
+    """The one line on stderr of a command that the user got wrong."""
+    got, out, err = run(*words)
+    assert got == code, err
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert "Traceback" not in err
+    assert err.startswith("ultrabench: ")
+    return err[len("ultrabench: ") : -1]
+
+
+def as_json(run, *words):
+    code, out, err = run(*words, "--json")
+    assert code == 0, err
+    return json.loads(out)

@@ -1,0 +1,191 @@
+import json
+
+import pytest
+
+from tests.unit.cli.conftest import HEAD, QUICK, one_line
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "line"),
+    [
+        ("plan", ["model=tny"], "unknown model 'tny'; did you mean tiny?"),
+        ("plan", ["model=[tiny,mini]"], "model takes one name; for several use sweep.models=[tiny,mini]"),
+        ("plan", ["hardware=h100"], "unknown hardware 'h100'; did you mean h100x8?"),
+        ("plan", ["sweep=playbok"], "unknown sweep 'playbok'; did you mean playbook?"),
+        ("plan", ["sweep.node=[1]"], "unknown override 'sweep.node'; did you mean sweep.nodes?"),
+        ("plan", ["nodes=[1]"], "unknown override 'nodes'; did you mean sweep.nodes?"),
+        ("plan", ["sweep.nodes=0"], "sweep.nodes=[0]; each must be >= 1"),
+        ("plan", ["sweep.tp=[3]"], "no tp*pp*cp divides 2 or 4 GPUs; choose divisors"),
+        ("plan", ["sweep.gbs=7"], "sweep.gbs=7 is no dp*mbs*gas"),
+        ("plan", ["sweep.nodes=[1]", "sweep.gbs=7", "sweep.tp=2"], "sweep.gbs=7 is no dp*mbs*gas"),
+        ("plan", ["kernel=command", "kernel.command=[]"], "kernel.command is empty"),
+        ("plan", ["kernel=command"], "kernel.command has no value; give it"),
+        ("plan", ["model=tiny", "sweep.tp=[2]", "sweep.seq_len=3"], "tp=2 does not divide seq_len=3"),
+        ("plan", ["model=1B", "sweep.cp=[2]", "sweep.tp=[1]"], "the embedded kernel supports cp=1 only"),
+        ("plan", ["nonsense"], "'nonsense' is no override"),
+        ("launch", ["model=tny"], "unknown model 'tny'; did you mean tiny?"),
+        ("launch", ["sweep.tp=[3]"], "no tp*pp*cp divides 2 or 4 GPUs; choose divisors"),
+        ("launch", ["kernel=command", "kernel.command=[]"], "kernel.command is empty"),
+        ("launch", ["model=tiny", "sweep.tp=[2]", "sweep.seq_len=3"], "does not divide seq_len=3"),
+    ],
+)
+def test_overrides_that_cannot_be_used(ultrabench, tmp_path, command, overrides, line):
+    assert line in one_line(ultrabench, "sweep", command, *overrides)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["sweep", "launch", "sweep=playbook"], "hardware=h100x8 with launcher=local"),
+        (["sweep", "launch", "results_dir=FILE/r"], "FILE/r"),
+        (["sweep", "launch", "--detach", "results_dir=FILE/r"], "FILE/r"),
+        (["sweep", "launch", "--max-gpu-hours", "-1"], "--max-gpu-hours"),
+        (["sweep", "plan", "-o", "FILE/plan.parquet"], "cannot write FILE/plan.parquet"),
+        (["sweep", "plan", "-o", "nowhere/plan.parquet"], "cannot write nowhere/plan.parquet"),
+        (["sweep", "plan", "--top", "0"], "--top"),
+        (["sweep", "plan", "--jsn"], "--jsn"),
+        (["sweep", "status"], "no sweep in results/; start one with: ultrabench sweep launch"),
+        (["sweep", "retry"], "no sweep in results/"),
+        (["sweep", "cancel"], "no sweep in results/"),
+        (["sweep", "show", "abc"], "no sweep in results/"),
+        (["sweep", "logs", "abc"], "no sweep in results/"),
+        (["collect"], "no sweep in results/"),
+        (["heatmap"], "no sweep in results/"),
+        (["heatmap", "none.parquet"], "none.parquet"),
+        (["heatmap", "FILE.parquet"], "FILE.parquet"),
+        (["configs", "modl"], "unknown config group 'modl'; did you mean model?"),
+        (["swep"], "No such command 'swep'"),
+        (["sweep", "plann"], "No such command 'plann'"),
+        (["sweep", "show"], "run_id"),
+        (["--nonsense"], "--nonsense"),
+        (["kernel", "check", "dp"], "'dp' is no WORD=VALUE"),
+        (["kernel", "check", "zero_stge=1"], "unknown word 'zero_stge'; did you mean zero_stage?"),
+        (["kernel", "check", "dp=two"], "dp='two' is no whole number"),
+        (["kernel", "check", "dp=0"], "dp=0; must be >= 1"),
+        (["kernel", "check", "model=tny"], "unknown model 'tny'; did you mean tiny?"),
+        (["kernel", "check", "dp=1", "zero_stage=1"], "zero_stage=1 needs dp > 1"),
+        (["kernel", "check", "dp=128"], "the check runs up to 64"),
+        (["kernel", "check", "dp=2", "--dump", "FILE/d"], "cannot write --dump FILE/d"),
+    ],
+)
+def test_commands_that_cannot_be_done(ultrabench, tmp_path, words, line):
+    for name in ("FILE", "FILE.parquet"):
+        (tmp_path / name).write_text("a regular file\n")
+    assert line in one_line(ultrabench, *words)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["FILE", "FILE.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["sweep", "status", "quik-cpu"], "unknown sweep 'quik-cpu'; did you mean quick-cpu?"),
+        (["sweep", "status", "--results-dir", "other"], "no sweep in other/"),
+        (["sweep", "retry", "--only", "crsh"], "unknown status to retry 'crsh'; did you mean crash?"),
+        (["sweep", "retry", "--only", "ok"], "unknown status to retry 'ok'"),
+        (["sweep", "retry", "--run", "zzzz"], "no run of quick-cpu has an id that begins with 'zzzz'"),
+        (["sweep", "show", "zzzz"], "has an id that begins with 'zzzz'"),
+        (["sweep", "logs", "zzzz"], "has an id that begins with 'zzzz'"),
+        (["sweep", "show", ""], "runs: "),
+        (["sweep", "logs", "PENDING"], "has not been attempted yet; follow it with -f"),
+        (["sweep", "launch", "model=tiny", "sweep.seq_len=32"], "workload.seq_len: "),
+        (["sweep", "launch", "model=tiny", "hardware.gpus_per_node=1"], "gpus_per_node: 2 -> 1"),
+        (["sweep", "launch", "model=tiny", "kernel.precision=bf16"], "another kernel (kernel.prec"),
+        (["collect", "nothing"], "unknown sweep 'nothing'"),
+        (
+            ["collect", "-o", "results/quick-cpu/sweep.json/x.parquet"],
+            "cannot write results/quick-cpu/sweep.json/x.parquet",
+        ),
+        (["heatmap", "-o", "map.docx"], "unknown kind of picture '.docx'"),
+        (["heatmap", "--rank-by", "speed"], "speed"),
+    ],
+)
+def test_sweeps_that_cannot_be_used(ultrabench, sweep, words, line):
+    before = sorted(p.read_bytes() for p in sweep.path.rglob("*") if p.is_file())
+    words = [w.replace("PENDING", QUICK.runs[5].spec.run_id) for w in words]
+    assert line in one_line(ultrabench, *words)
+    assert sorted(p.read_bytes() for p in sweep.path.rglob("*") if p.is_file()) == before
+
+
+READERS = (
+    ["sweep", "status"],
+    ["sweep", "retry", "--dry-run"],
+    ["sweep", "cancel"],
+    ["sweep", "show", QUICK.runs[0].spec.run_id],
+    ["sweep", "plan", "model=tiny", "--top", "1"],
+    ["sweep", "launch", "model=tiny"],
+    ["collect"],
+    ["heatmap", "--json"],
+)
+
+
+@pytest.mark.parametrize("words", READERS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{", "cannot read "),
+        ("[]", "sweep.json"),
+        ("{}", "sweep.json"),
+        (json.dumps({**HEAD, "schema_version": 2}), "has schema 2; this ultrabench reads up to 1"),
+    ],
+    ids=["torn", "list", "empty", "newer"],
+)
+def test_a_head_that_cannot_be_read(ultrabench, sweep, words, text, line):
+    sweep.head.write_text(text)
+    before = sorted(p.name for p in sweep.path.rglob("*"))
+    assert line in one_line(ultrabench, *words)
+    assert sorted(p.name for p in sweep.path.rglob("*")) == before
+
+
+def test_a_journal_of_a_newer_schema_is_refused(ultrabench, sweep):
+    (sweep.journal / "new.jsonl").write_text('{"v":2,"writer":"w","seq":0,"event":"cancel"}\n')
+    assert "has schema 2" in one_line(ultrabench, "sweep", "status")
+
+
+def test_a_plan_that_cannot_be_read(ultrabench, sweep):
+    sweep.plan.write_bytes(b"no parquet")
+    assert "cannot read" in one_line(ultrabench, "sweep", "status")
+
+
+def test_corrupt_journal_lines_are_warned_of(ultrabench, sweep):
+    (sweep.journal / "bad.jsonl").write_text("garbage\n")
+    code, out, err = ultrabench("sweep", "status", "--json")
+    assert code == 0
+    assert json.loads(out)["by_status"]["ok"] == 1
+    assert err.startswith("warning: bad.jsonl: skipped a corrupt line")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [("hardware.node_link_bytes_per_s=0", "node_link_bytes_per_s"), ("sweep=[quick,playbook]", "sweep")],
+)
+def test_overrides_that_nobody_thought_of(ultrabench, override, word):
+    assert word in one_line(ultrabench, "sweep", "plan", override)
+
+
+def test_a_head_that_lacks_its_hardware_is_not_continued(ultrabench, sweep):
+    sweep.head.write_text(json.dumps({"schema_version": 1}))
+    assert "sweep.json" in one_line(ultrabench, "sweep", "launch", "model=tiny")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["sweep", "plan", "+foo=1"], "unknown override 'foo'"),
+        (["sweep", "plan", "kernel.command=[a]"], "choose another with kernel=NAME"),
+        (["sweep", "plan", "kernel=command", "kernel.command=python"], "is no list; write [A,B]"),
+        (
+            ["sweep", "plan", "kernel=command", 'kernel.command=[python,"--tp={tpp}"]'],
+            "unknown word in kernel.command '{tpp}'; did you mean tp?",
+        ),
+        (["sweep", "launch", "hardware=h100x8", "sweep.nodes=[1]"], "this machine has 0: use"),
+        (["sweep", "plan", "-o", "x.csv"], "choose a name ending in .parquet"),
+        (["sweep", "launch", "--reuse", "some"], "--reuse some; must be same"),
+    ],
+)
+def test_more_mistakes_are_one_line(ultrabench, words, text):
+    code, _, said = ultrabench(*words)
+    assert code == 2
+    assert text in said
+    assert said.replace("looking at this machine\n", "").count("\n") == 1

@@ -1,0 +1,96 @@
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.unit.analysis_sweeps import LAYOUTS, OK, candidate, claim, make_sweep, rows_of, spec_of
+from ultrabench.analysis.collect import collect, read_parquet, write_parquet
+from ultrabench.analysis.schema import SCHEMA, VERSION_KEY
+from ultrabench.errors import SweepFolderError
+from ultrabench.folder import SweepFolder
+from ultrabench.journal import JournalWriter
+
+
+@pytest.fixture
+def specs():
+    return [spec_of(layout) for layout in LAYOUTS]
+
+
+def test_several_sweeps_follow_each_other(tmp_path, specs):
+    one = make_sweep(tmp_path / "one", [candidate(spec) for spec in specs])
+    two = make_sweep(tmp_path / "two", [candidate(specs[0])])
+    rows = rows_of(two, one)
+    assert [row["sweep"] for row in rows] == ["two"] + ["one"] * len(specs)
+    assert [row["run_id"] for row in rows[1:]] == [spec.run_id for spec in specs]
+
+
+def test_parquet_and_back(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
+    claim(JournalWriter(folder.journal, "agent"), specs[3], result=OK)
+    table = collect([folder], pytest.fail)
+    path = tmp_path / "runs.parquet"
+    write_parquet(table, path)
+    again = read_parquet(path)
+    assert again.equals(table)
+    assert again.schema.equals(SCHEMA, check_metadata=True)
+    assert pq.read_schema(path).field("mfu").metadata[b"description"]
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_file_that_went_through_pandas_is_still_ours(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
+    table = collect([folder], pytest.fail)
+    frame = table.to_pandas().drop(columns=["hfu"])
+    frame["mine"] = 1.5
+    frame.to_parquet(tmp_path / "p.parquet")
+    again = read_parquet(tmp_path / "p.parquet")
+    assert again.select(SCHEMA.names).equals(table)
+    assert again["mine"].to_pylist() == [1.5] * len(specs)
+
+
+def test_files_that_cannot_be_used_are_refused_in_one_line(tmp_path):
+    table = pa.Table.from_pylist([{"schema_version": 2}], schema=SCHEMA)
+    newer = tmp_path / "newer.parquet"
+    pq.write_table(table.replace_schema_metadata({VERSION_KEY: b"2"}), newer)
+    foreign = tmp_path / "foreign.parquet"
+    pq.write_table(pa.table({"x": [1]}), foreign)
+    garbage = tmp_path / "garbage.parquet"
+    garbage.write_text("no parquet")
+    wrong = tmp_path / "wrong.parquet"
+    pq.write_table(pa.table({"schema_version": [1], "mfu": ["much"]}), wrong)
+    for path, word in (
+        (newer, "schema 2"), (foreign, "no table of results"), (garbage, "cannot read"),
+        (tmp_path / "none.parquet", "cannot read"), (wrong, "column mfu"),
+    ):  # fmt: skip
+        with pytest.raises(SweepFolderError, match=word) as told:
+            read_parquet(path)
+        assert "\n" not in str(told.value)
+
+
+def test_folders_that_cannot_be_used_are_refused(tmp_path, specs):
+    with pytest.raises(SweepFolderError, match=r"no sweep\.json"):
+        collect([SweepFolder(tmp_path)], pytest.fail)
+    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
+    with pytest.raises(SweepFolderError, match="cannot write"):
+        write_parquet(collect([folder], pytest.fail), tmp_path / "missing" / "runs.parquet")
+    folder.plan.write_text("no parquet")
+    with pytest.raises(SweepFolderError, match="cannot read"):
+        collect([folder], pytest.fail)
+    folder.plan.unlink()
+    told = []
+    assert collect([folder], told.append).num_rows == 0
+    assert len(told) == 1
+    folder.head.write_text('{"schema_version": 1, "models": []}')
+    with pytest.raises(SweepFolderError, match="hardware"):
+        collect([folder], pytest.fail)
+
+
+def test_collect_imports_neither_torch_nor_figures():
+    code = (
+        "import sys, ultrabench.analysis.collect, ultrabench.analysis.ranking;"
+        "print(sorted({'torch', 'matplotlib', 'pandas', 'seaborn', 'hydra'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
