@@ -91,3 +91,27 @@ def _ranks(bench):
         with open(f"/proc/{pid}/stat") as stat:
             parents[pid] = int(stat.read().rpartition(")")[2].split()[1])
     return sorted(pid for pid, parent in parents.items() if parent in parents)
+
+
+def test_an_agent_killed_from_outside_takes_its_ranks_along_and_the_run_is_made_again(bench):
+    words = [
+        *QUICK, "name=t", "sweep.nodes=2", "sweep.tp=1", "sweep.pp=1", "sweep.mbs=1", "sweep.gas=2",
+        "sweep.zero_stage=[0,1]", "measure.max_steps=60", "measure.min_steps=60",
+    ]  # fmt: skip
+    launcher = bench.start("sweep", "launch", *words)
+    bench.wait_for(lambda: _measuring(bench))
+    agents = [
+        pid
+        for pid in own_processes()
+        if {"ultrabench.agent", *command_line(pid)} == set(command_line(pid))
+        and any(str(bench.folder) in word for word in command_line(pid))
+    ]
+    assert len(agents) == 2
+    os.kill(max(agents), signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, output
+    rows = bench.rows()
+    assert sorted(r["status"] for r in rows if r["is_final"]) == ["ok", "ok"]
+    failed = [r for r in rows if not r["is_final"]]
+    assert len(failed) == 1
+    assert failed[0]["status"] in ("node_fail", "lost")
