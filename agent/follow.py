@@ -9,7 +9,6 @@ from ultrabench.agent.stop import StopRequest
 from ultrabench.allocation import Allocation
 
 POLL_S = 0.05
-LOST_BEATS = 3
 
 
 def follow(allocation: Allocation, node: Node, leader: Line, stop: StopRequest) -> None:

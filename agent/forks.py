@@ -11,12 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ultrabench.processes import die_with_parent
+from ultrabench.processes import die_with_parent, thread_variables
 
 KERNEL_MODULE = "ultrabench.kernel.worker"
 """Named, not imported: torch is loaded by the fork server, never by the agent."""
-
-SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,7 @@ class ForkServer:
 
     def __init__(self, log: Path, env: dict[str, str]) -> None:
         self._log = log
-        self._env = {**env, **SINGLE_THREADED}
+        self._env = {**env, **thread_variables(1)}
         self._process: subprocess.Popen[bytes] | None = None
         self._pending = b""
         self._alive: set[int] = set()

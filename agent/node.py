@@ -12,7 +12,15 @@ from typing import Any
 from ultrabench.agent.forks import Exit, ForkServer, Programs
 from ultrabench.allocation import Allocation
 from ultrabench.folder import SweepFolder, write_whole
-from ultrabench.processes import TAG_VARIABLE, kill_until_gone, make_scratch, reap_adopted, start_time, tagged
+from ultrabench.processes import (
+    TAG_VARIABLE,
+    kill_until_gone,
+    make_scratch,
+    reap_adopted,
+    start_time,
+    tagged,
+    thread_variables,
+)
 from ultrabench.record import to_dict
 from ultrabench.report import NewLines, parse_line, parse_log_line, read_progress
 from ultrabench.run import Task, fill_in
@@ -82,7 +90,6 @@ class Node:
     def _rank_env(self, task: Task, run: Path, rank: int, address: str, port: int) -> dict[str, str]:
         """torchrun's variables and ours."""
         per_node = self.allocation.gpus_per_node
-        threads = str(self.allocation.threads)
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(task.spec.layout.world_size),
@@ -91,9 +98,7 @@ class Node:
             "NODE_RANK": str(self.index),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": threads,
-            "OPENBLAS_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
+            **thread_variables(self.allocation.threads),
             "ULTRABENCH_SPEC": str(run / "spec.json"),
             "ULTRABENCH_REPORT": str(run / f"rank{rank}.report"),
             "ULTRABENCH_STORE": str(run / "store"),

@@ -1,10 +1,9 @@
 """Files that people ask for with -o: whole or not at all."""
 
-import contextlib
-import os
 from pathlib import Path
 
 from ultrabench.errors import SweepFolderError
+from ultrabench.folder import write_whole
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -13,13 +12,9 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         SweepFolderError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(data)
-        beside.replace(path)
+        write_whole(path, data)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         raise SweepFolderError(
             f"cannot write {path}: {error.strerror}; choose another with -o FILE"
         ) from error

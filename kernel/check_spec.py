@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.layout import Layout
+from ultrabench.processes import thread_variables
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import RunSpec, Workload
 from ultrabench.shape import ModelShape
@@ -15,7 +16,7 @@ from ultrabench.shape import ModelShape
 TOLERANCE = 1e-10
 """Rounding in fp64 gives 1e-13; the smallest real fault seen is 1e-5."""
 
-SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SINGLE_THREADED = thread_variables(1)
 """Environment of the server: numpy's BLAS starts threads when imported, and then forks may hang."""
 
 SERVER_COMMAND = (sys.executable, "-P", "-m", "ultrabench.kernel.check")

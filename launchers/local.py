@@ -62,19 +62,16 @@ class LocalLauncher:
         Command lines are looked at, not remembered pids: that holds whenever a launcher died, and
         when a pid has come round again.
         """
-        wanted = {str(folder): folder.name for folder in folders}
-        if not wanted:
-            return frozenset()
-        return frozenset(name for path, name in wanted.items() if _processes_of({path}))
+        return frozenset(folder.name for folder in folders if _processes_of(folder))
 
     def kill(self, folder: Path) -> None:
         """Ends an allocation: asks its agents, then kills whatever is left of it."""
-        for pid in _processes_of({str(folder)}):
+        for pid in _processes_of(folder):
             _signal(pid, signal.SIGTERM)
         end = time.monotonic() + STOP_PATIENCE_S
-        while _processes_of({str(folder)}) and time.monotonic() < end:
+        while _processes_of(folder) and time.monotonic() < end:
             time.sleep(0.05)
-        kill_until_gone(lambda: _processes_of({str(folder)}))
+        kill_until_gone(lambda: _processes_of(folder))
         self.clean()
 
     def clean(self) -> None:
@@ -82,13 +79,12 @@ class LocalLauncher:
         clean_up_after_the_dead()
 
 
-def _processes_of(folders: set[str]) -> list[int]:
-    """Processes of ours that have one of these folders (or a file in it) as an argument."""
+def _processes_of(folder: Path) -> list[int]:
+    """Processes of ours that have this folder, or a file in it, as an argument."""
 
     def is_ours(words: list[str]) -> bool:
-        return bool(OURS & set(words)) and any(
-            word == folder or word.startswith(f"{folder}/") for word in words for folder in folders
-        )
+        inside = any(word == str(folder) or word.startswith(f"{folder}/") for word in words)
+        return inside and bool(OURS & set(words))
 
     return [p for p in own_processes() if is_ours(command_line(p)) and start_time(p) is not None]
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.result import RunResult, Status
 from ultrabench.run import env_id
-from ultrabench.state import SweepState, fold
+from ultrabench.state import AttemptKey, SweepState, fold
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.head import make_head, provenance, require_same
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
@@ -49,13 +49,19 @@ class OpenSweep:
 
 
 def open_sweep(
-    config: SweepConfig, *, reuse: str | None, warn: Callable[[str], None], say: Callable[[str], None]
+    config: SweepConfig,
+    *,
+    reuse: str | None,
+    warn: Callable[[str], None],
+    say: Callable[[str], None],
+    retry: Sequence[AttemptKey] = (),
 ) -> OpenSweep:
     """Creates or continues the sweep of `config`.
 
     Args:
         reuse: what to do with ok results of another environment: `any` counts them, `same` measures
             again, None asks.
+        retry: failed attempts to try again, whatever the policy had settled.
 
     Raises:
         ConfigError, SweepFolderError: it cannot be launched like this; nothing was written.
@@ -64,19 +70,22 @@ def open_sweep(
     require_local(config)
     if reuse not in (None, "same", "any"):
         raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
-    require_runs(make_plan(config))
+    plan = make_plan(config)
+    require_runs(plan)
     folder = SweepFolder(Path(config.results_dir).absolute() / config.name)
     head = folder.read_head()
     if head is not None:
         require_same(head, config, folder.path)
     measured = head["peak"] if head else {}
-    needs_peak = not config.hardware.accelerator.peak_flops_per_s and not measured
+    in_table = bool(config.hardware.accelerator.peak_flops_per_s)
+    needs_peak = not in_table and not measured
     say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = look_at_machine(needs_peak)
     _require_gpus(config, int(environment.get("gpus") or 0))
     folder.create()
     peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
-    plan = make_plan(config, core_flops_per_s=peak.get("core_flops_per_s"), cores=peak.get("cores") or 1)
+    if not in_table:
+        plan = make_plan(config, core_flops_per_s=peak.get("core_flops_per_s"), cores=peak.get("cores") or 1)
     reader = JournalReader(folder.journal, warn)
     state = fold(reader.poll())
     accepts = _reuse(config, environment, state, reuse)
@@ -85,7 +94,7 @@ def open_sweep(
     journal = JournalWriter(folder.journal, "launcher")
     journal.write(
         "config", generation=state.generation + 1, config=config.resolved, provenance=provenance(),
-        kernel_digest=config.kernel.digest(), reuse=reuse,
+        kernel_digest=config.kernel.digest(), reuse=reuse, retry=[list(key) for key in retry],
     )  # fmt: skip
     write_plan(plan, folder.plan)
     return OpenSweep(

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ultrabench.errors import SweepFolderError
+from ultrabench.folder import write_whole
 from ultrabench.layout import Layout
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.progress import PlannedRun
@@ -55,10 +56,10 @@ def write_plan(plan: Plan, path: Path) -> None:
     Raises:
         SweepFolderError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.tmp")
+    buffer = pa.BufferOutputStream()
+    pq.write_table(plan_table(plan), buffer)
     try:
-        pq.write_table(plan_table(plan), beside)
-        beside.replace(path)
+        write_whole(path, buffer.getvalue().to_pybytes())
     except OSError as error:
         raise SweepFolderError(f"cannot write {path}: {error.strerror}; choose another place") from error
 

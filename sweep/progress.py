@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ultrabench.result import Status
+from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptState, SweepState, final_attempts
 
 
@@ -23,6 +23,10 @@ class PlannedRun:
     tokens_per_step: int
     duration_s: float
     """Predicted, of one repeat."""
+
+    def tokens_per_s_per_gpu(self, result: RunResult) -> float:
+        """The rate of an ok result."""
+        return self.tokens_per_step / median(result.step_times_s) / self.gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +136,7 @@ def measured_rates(planned: Sequence[PlannedRun], state: SweepState) -> dict[str
     for (run_id, _), attempt in sorted(final_attempts(state).items()):
         run, result = runs.get(run_id), attempt.result
         if run and result and result.status == Status.OK:
-            rates[run_id] = run.tokens_per_step / median(result.step_times_s) / run.gpus
+            rates[run_id] = run.tokens_per_s_per_gpu(result)
     return rates
 
 

@@ -1,5 +1,6 @@
 """A sweep's folder: where its files lie and what its head, sweep.json, says."""
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -98,14 +99,23 @@ class SweepFolder:
         write_whole(self.head, json.dumps({"schema_version": SCHEMA_VERSION, **head}, indent=1) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes `text` beside `path` and renames it, so that no reader sees half a file."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes `content` beside `path` and renames it, so that no reader sees half a file.
+
+    Raises:
+        OSError: it could not be written; nothing is left beside it.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
 
 
 def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepFolder:

@@ -19,6 +19,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def thread_variables(threads: int) -> dict[str, str]:
+    """The environment that gives a process and its libraries so many threads."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return dict.fromkeys(names, str(threads))
+
+
 def die_with_parent(parent: int) -> None:
     """Has the kernel kill this process when its parent ends (now, if it already has)."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -102,11 +102,7 @@ def run_retry(
         return 0
     tree = dict((state.config or head)["config"])
     config = config_from_tree(tree | {"name": folder.name, "results_dir": str(folder.path.parent)})
-    opened = open_sweep(config, reuse="any", warn=warn, say=say)
-    opened.journal.write(
-        "config", generation=state.generation + 2, config=config.resolved,
-        retry=[list(a.key) for a in chosen],
-    )  # fmt: skip
+    opened = open_sweep(config, reuse="any", warn=warn, say=say, retry=[a.key for a in chosen])
     return _follow(opened, None, err() if as_json else None)
 
 

@@ -64,7 +64,7 @@ def attempt_line(run: PlannedRun, attempt: AttemptState) -> str:
     if attempt.key.attempt:
         head += f" (attempt {attempt.key.attempt})"
     if result.status == Status.OK:
-        rate = run.tokens_per_step / median(result.step_times_s) / run.gpus
+        rate = run.tokens_per_s_per_gpu(result)
         return f"{head}: ok, {rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
     return f"{head}: {result.status.value}, {result.reason}"
 
