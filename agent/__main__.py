@@ -2,12 +2,15 @@
 
 import os
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from ultrabench.agent.follow import follow
 from ultrabench.agent.lead import Leader
 from ultrabench.agent.link import Meeting, call_leader
 from ultrabench.agent.node import Node
+from ultrabench.agent.place import Place, here
 from ultrabench.agent.stop import StopRequest
 from ultrabench.allocation import Allocation, read_allocation
 from ultrabench.errors import ClusterError
@@ -18,27 +21,25 @@ from ultrabench.processes import become_subreaper, clean_up_after_the_dead, star
 MEETING_PATIENCE_S = 120.0
 
 
-def node_index() -> int:
-    """Which node of the allocation this is, from the launcher's environment."""
-    return int(os.environ.get("SUBMITIT_LOCAL_GLOBALID") or os.environ.get("SLURM_NODEID") or 0)
-
-
 def main() -> int:
     """Meets the other agents and leads or follows; 0 when the allocation ended in order."""
-    folder = Path(sys.argv[1])
+    place = here(os.environ)
+    folder = place.folder(sys.argv[1])
     allocation = read_allocation(folder)
+    if place.job_id is None:
+        place = replace(place, host=here(os.environ, allocation.simulated).host)
     stop = StopRequest()
     become_subreaper()
     # What earlier agents of this host left behind when they were killed.
     clean_up_after_the_dead()
     secret = (folder / "secret").read_text()
-    node = Node(allocation, node_index())
+    node = Node(allocation, place)
     node.warm_up()
     try:
-        if node.index == 0:
-            lead(allocation, node, secret, stop)
+        if place.node == 0:
+            lead(allocation, node, place, secret, stop)
         else:
-            leader = call_leader(folder, node.index, node.host, secret, MEETING_PATIENCE_S)
+            leader = call_leader(folder / place.meeting, node.facts(), secret, MEETING_PATIENCE_S)
             follow(allocation, node, leader, stop)
     except ClusterError as error:
         sys.stderr.write(f"{error}\n")
@@ -48,18 +49,21 @@ def main() -> int:
     return 0
 
 
-def lead(allocation: Allocation, node: Node, secret: str, stop: StopRequest) -> None:
+def lead(allocation: Allocation, node: Node, place: Place, secret: str, stop: StopRequest) -> None:
     """Node 0: gathers the others, runs the tasks, says why it ended."""
-    address = "127.0.0.1" if allocation.simulated or allocation.nodes == 1 else node.host
+    started = time.monotonic()
+    address = place.address(allocation.simulated or allocation.nodes == 1)
     journal = JournalWriter(SweepFolder(Path(allocation.sweep_dir)).journal, "agent")
-    me = {"node": node.index, "host": node.host, "pid": os.getpid(), "start_time": start_time(os.getpid())}
-    journal.write("allocation_started", allocation=allocation.name, agent=me)
-    reason = "crashed"
+    me = {"node": place.node, "host": place.host, "pid": os.getpid(), "start_time": start_time(os.getpid())}
+    name = {"allocation": allocation.name, "restart": place.restart}
+    journal.write("allocation_started", **name, agent=me | {"job": place.job})
+    reason, avoid = "crashed", list[str]()
     try:
-        meeting = Meeting(allocation.folder, address, secret)
+        meeting = Meeting(allocation.folder / place.meeting, address, secret)
         peers = meeting.gather(allocation.nodes, MEETING_PATIENCE_S)
-        leader = Leader(allocation, node, peers, journal, stop, address)
+        leader = Leader(allocation, node, place, peers, journal, stop, address)
         reason = leader.run()
+        avoid = leader.avoid
         for line in peers.values():
             line.send({"do": "end"})
     except ClusterError as error:
@@ -67,7 +71,12 @@ def lead(allocation: Allocation, node: Node, secret: str, stop: StopRequest) -> 
         raise
     finally:
         node.close()
-        journal.write("allocation_ended", allocation=allocation.name, reason=reason)
+        elapsed_s = time.monotonic() - started
+        journal.write(
+            "allocation_ended", **name, reason=reason, source="agent", elapsed_s=elapsed_s, avoid=avoid
+        )
+        # Its address and its secret are of no use to anybody now.
+        (allocation.folder / place.meeting).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def follow(allocation: Allocation, node: Node, leader: Line, stop: StopRequest) 
 def _obey(allocation: Allocation, node: Node, message: dict[str, Any]) -> None:
     do = message.get("do")
     if do == "start":
-        node.start(allocation.tasks[message["task"]], message["address"], message["port"])
+        node.start(allocation.task(message["task"]), message["address"], message["port"])
     elif do == "store":
         node.tell_port(message["port"])
     elif do == "kill":

@@ -1,7 +1,7 @@
 """A warm process that has imported the kernel and forks ranks on request.
 
 Run as `python -P -m ultrabench.agent.fork_server MODULE`: imports MODULE once, then reads one JSON
-request a line from stdin ({rank, env, log}) and forks a process that calls MODULE.main(). Answers on
+request a line from stdin ({rank, env, log, cpus}) and forks a process that calls MODULE.main(). Answers on
 stdout: {ready}, {forked: rank, pid}, {exited: rank, code}. It never runs a tensor operation nor
 touches CUDA, since a forked child would inherit broken threads or contexts.
 """
@@ -93,6 +93,9 @@ def _become_rank(request: dict[str, object], main: Callable[[], int], server: in
         env = request["env"]
         assert isinstance(env, dict)
         os.environ.update(env)
+        cpus = request.get("cpus")
+        if isinstance(cpus, list):
+            os.sched_setaffinity(0, cpus)
         code = main()
     except BaseException:
         traceback.print_exc()

@@ -1,5 +1,6 @@
 """The agent's side of the fork server: ranks of the embedded kernel, forked warm."""
 
+import contextlib
 import json
 import os
 import signal
@@ -54,12 +55,12 @@ class ForkServer:
         os.set_blocking(self._process.stdout.fileno(), False)
         self._pending, self._alive, self.ready = b"", set(), False
 
-    def fork(self, rank: int, env: dict[str, str], log: Path) -> None:
-        """Asks for one rank; its exit comes through `exits`."""
+    def fork(self, rank: int, env: dict[str, str], log: Path, cpus: tuple[int, ...] | None = None) -> None:
+        """Asks for one rank, bound to `cpus` if given; its exit comes through `exits`."""
         self.start()
         assert self._process is not None
         assert self._process.stdin is not None
-        request = {"rank": rank, "env": env, "log": str(log)}
+        request = {"rank": rank, "env": env, "log": str(log), "cpus": cpus}
         self._alive.add(rank)
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -88,8 +89,9 @@ class ForkServer:
     def stop(self) -> None:
         """Ends it and everything it forked."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            # Leaving it closes the pipes, also one that holds a request nobody has read.
+            with contextlib.suppress(BrokenPipeError), self._process:
+                self._process.kill()
 
 
 @dataclass(slots=True)
@@ -98,15 +100,23 @@ class Programs:
 
     _running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(self, rank: int, command: list[str], env: dict[str, str], log: Path, cwd: str) -> Exit | None:
-        """Starts one rank; an Exit at once when the program cannot be started."""
+    def start(
+        self,
+        rank: int,
+        command: list[str],
+        env: dict[str, str],
+        log: Path,
+        cwd: str,
+        cpus: tuple[int, ...] | None = None,
+    ) -> Exit | None:
+        """Starts one rank, bound to `cpus` if given; an Exit at once when it cannot be started."""
         with log.open("ab") as out:
             try:
                 # A program of the user would not ask to die with the agent; the agent has one
                 # thread, so preexec_fn is safe.
                 self._running[rank] = subprocess.Popen(
                     command,
-                    preexec_fn=partial(die_with_parent, os.getpid()),
+                    preexec_fn=partial(_before_exec, os.getpid(), cpus),
                     env=env,
                     cwd=cwd,
                     stdin=subprocess.DEVNULL,
@@ -114,7 +124,7 @@ class Programs:
                     stderr=out,
                     process_group=0,
                 )
-            except OSError as error:
+            except (OSError, subprocess.SubprocessError) as error:
                 out.write(f"cannot start {command[0]}: {error}\n".encode())
                 return Exit(rank=rank, code=127)
         return None
@@ -131,3 +141,9 @@ class Programs:
             if code is not None:
                 del self._running[rank]
                 yield Exit(rank=rank, code=code)
+
+
+def _before_exec(agent: int, cpus: tuple[int, ...] | None) -> None:
+    die_with_parent(agent)
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)

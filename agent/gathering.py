@@ -34,6 +34,8 @@ class Gathering:
         self.ranks = [RankStory() for _ in range(world_size)]
         self.environment: dict[str, Any] = {}
         self.port: int | None = None
+        self.probe: dict[str, Any] = {}
+        """What a preflight found."""
         self.started = time.monotonic()
         self.started_at = time.time()
         self.moved = self.started
@@ -76,6 +78,8 @@ class Gathering:
             self.port = int(line["port"])
         elif event == "environment":
             self.environment = line
+        elif event == "probe":
+            self.probe = {k: v for k, v in line.items() if k not in ("event", "time")}
 
     def _progress(self) -> None:
         now = time.monotonic()

@@ -21,8 +21,8 @@ class Line:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(20.0)
         self._pending = b""
-        self.host = ""
-        """What the other side calls itself."""
+        self.facts: dict[str, Any] = {}
+        """What the other side said of its node."""
         self.closed = False
         self.heard = time.monotonic()
         """When the other side last said anything."""
@@ -71,14 +71,14 @@ def wait_readable(lines: list[Line], seconds: float) -> list[Line]:
 
 
 class Meeting:
-    """The leader's side: a server whose address lies in the allocation's folder."""
+    """The leader's side: a server whose address lies in a file of the allocation's folder."""
 
-    def __init__(self, folder: Path, host: str, secret: str) -> None:
+    def __init__(self, file: Path, host: str, secret: str) -> None:
         self._secret = secret
         self._server = socket.create_server((host, 0), backlog=128)
         self._server.settimeout(0.2)
         address = {"host": host, "port": self._server.getsockname()[1]}
-        write_whole(folder / "leader.json", json.dumps(address))
+        write_whole(file, json.dumps(address))
 
     def gather(self, nodes: int, patience_s: float) -> dict[int, Line]:
         """The connections of nodes 1 .. nodes-1.
@@ -98,16 +98,20 @@ class Meeting:
                 continue
             line = Line(connection)
             hello = next(iter(line.receive()), {})
-            if hello.get("secret") == self._secret and isinstance(hello.get("node"), int):
-                line.host = str(hello.get("host"))
-                lines[hello["node"]] = line
+            facts = hello.get("facts")
+            if hello.get("secret") == self._secret and isinstance(facts, dict):
+                line.facts = facts
+                lines[int(facts["node"])] = line
             else:
                 line.close()
         return lines
 
 
-def call_leader(folder: Path, node: int, host: str, secret: str, patience_s: float) -> Line:
-    """A connection to the leader of the allocation in `folder`.
+def call_leader(file: Path, facts: dict[str, Any], secret: str, patience_s: float) -> Line:
+    """A connection to the leader whose address lies in `file`.
+
+    Args:
+        facts: what the leader has to know of this node; `node` is its index.
 
     Raises:
         ClusterError: it could not be reached in time.
@@ -115,12 +119,12 @@ def call_leader(folder: Path, node: int, host: str, secret: str, patience_s: flo
     end = time.monotonic() + patience_s
     while time.monotonic() < end:
         try:
-            address = json.loads((folder / "leader.json").read_text())
+            address = json.loads(file.read_text())
             connection = socket.create_connection((address["host"], address["port"]), timeout=5.0)
         except (OSError, ValueError):
             time.sleep(0.05)
             continue
         line = Line(connection)
-        line.send({"node": node, "host": host, "secret": secret})
+        line.send({"secret": secret, "facts": facts})
         return line
-    raise ClusterError(f"node {node} found no leader in {folder} within {patience_s:g} s")
+    raise ClusterError(f"node {facts['node']} found no leader in {file} within {patience_s:g} s")

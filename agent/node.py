@@ -1,15 +1,19 @@
 """The ranks of one node: started, followed, killed and cleaned up, run after run."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
+from ultrabench import checkout
+from ultrabench.agent.binding import cpu_text, gpu_bus_ids, rank_cpus
 from ultrabench.agent.forks import Exit, ForkServer, Programs
+from ultrabench.agent.gpus import foreign_processes
+from ultrabench.agent.place import Place
 from ultrabench.allocation import Allocation
 from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.processes import (
@@ -18,6 +22,7 @@ from ultrabench.processes import (
     make_scratch,
     reap_adopted,
     start_time,
+    tag_of,
     tagged,
     thread_variables,
 )
@@ -30,19 +35,26 @@ News = dict[str, Any]
 {rank, tail} the end of its log with it."""
 
 TAIL_BYTES = 64 * 1024
+LAUNCHERS_OWN = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI", "PMIX_")
 
 
 class Node:
     """This node's part of an allocation."""
 
-    def __init__(self, allocation: Allocation, index: int) -> None:
+    def __init__(self, allocation: Allocation, place: Place) -> None:
         self.allocation = allocation
-        self.index = index
-        self.host = f"local-{index}" if allocation.simulated else socket.gethostname().split(".")[0]
+        self.index = place.node
+        self.host = place.host
         self.scratch = make_scratch()
-        self.tag = f"{allocation.name}:{index}:{os.getpid()}:{start_time(os.getpid())}"
+        self.tag = f"{allocation.name}:{self.index}:{os.getpid()}:{start_time(os.getpid())}"
         base = {**os.environ, TAG_VARIABLE: self.tag}
-        self._base = {k: v for k, v in base.items() if not k.startswith("SUBMITIT_")}
+        # A rank is no task of Slurm's: programs that find its variables would take it for one.
+        self._base = {k: v for k, v in base.items() if k == "SLURM_JOB_ID" or not k.startswith(LAUNCHERS_OWN)}
+        self._on_gpus = allocation.tasks[0].device == "cuda"
+        buses = gpu_bus_ids() if self._on_gpus else []
+        self._cpus = rank_cpus(allocation.gpus_per_node, self._on_gpus, gpu_bus_ids=buses)
+        cores = len(os.sched_getaffinity(0)) // allocation.gpus_per_node
+        self._threads = allocation.threads or max(1, cores)
         self._server = ForkServer(self.scratch / "fork_server.log", self._base)
         self._programs = Programs()
         self._reports: dict[int, NewLines] = {}
@@ -52,6 +64,23 @@ class Node:
         self._oom_kills = 0
         self._task: Task | None = None
 
+    def facts(self) -> dict[str, Any]:
+        """What the leader has to know of this node before the first run."""
+        return {
+            "node": self.index,
+            "host": self.host,
+            "threads": self._threads,
+            "bindings": [cpu_text(cpus) for cpus in self._cpus or ()],
+            "foreign": foreign_processes(lambda pid: tag_of(pid) == self.tag) if self._on_gpus else [],
+            "kernel_digest": self.digest(),
+            "git_commit": checkout.commit(),
+        }
+
+    def digest(self) -> str:
+        """Hash of the training program's sources as this node sees them now."""
+        with contextlib.chdir(self.allocation.work_dir):
+            return self.allocation.tasks[0].spec.kernel.digest()
+
     @property
     def ranks(self) -> range:
         """Global ranks of this node."""
@@ -60,7 +89,7 @@ class Node:
 
     def warm_up(self) -> None:
         """Starts the fork server while there is nothing else to do."""
-        if self.allocation.kernel_kind == "embedded":
+        if self.allocation.kernel_kind == "embedded" or self.allocation.preflight:
             self._server.start()
 
     def start(self, task: Task, address: str, port: int) -> None:
@@ -72,19 +101,21 @@ class Node:
         self._reports, self._progress, self._early = {}, {}, []
         self._oom_kills = oom_kills()
         kernel = task.spec.kernel
-        self._log = NewLines(run / "rank0.log") if kernel.step_line and self.index == 0 else None
+        only_logs = kernel.step_line and self.index == 0 and not task.forked
+        self._log = NewLines(run / "rank0.log") if only_logs else None
         for rank in self.ranks:
             env = self._rank_env(task, run, rank, address, port)
             self._reports[rank] = NewLines(run / f"rank{rank}.report")
             log = run / f"rank{rank}.log"
             log.touch()
-            if kernel.kind == "embedded":
-                self._server.fork(rank, env, log)
+            cpus = self._cpus[rank % self.allocation.gpus_per_node] if self._cpus else None
+            if task.forked:
+                self._server.fork(rank, env, log, cpus)
             else:
                 command = fill_in(task.spec, task.repeat, task.attempt)
                 program_env = {**self._base, **env, **kernel.env}
                 program_env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
-                gone = self._programs.start(rank, command, program_env, log, self.allocation.work_dir)
+                gone = self._programs.start(rank, command, program_env, log, self.allocation.work_dir, cpus)
                 self._early += [gone] if gone else []
 
     def _rank_env(self, task: Task, run: Path, rank: int, address: str, port: int) -> dict[str, str]:
@@ -98,7 +129,7 @@ class Node:
             "NODE_RANK": str(self.index),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            **thread_variables(self.allocation.threads),
+            **thread_variables(self._threads),
             "ULTRABENCH_SPEC": str(run / "spec.json"),
             "ULTRABENCH_REPORT": str(run / f"rank{rank}.report"),
             "ULTRABENCH_STORE": str(run / "store"),
@@ -115,7 +146,7 @@ class Node:
             return []
         exits = [*self._early, *self._programs.exits()]
         self._early = []
-        if self._task.spec.kernel.kind == "embedded":
+        if self._task.forked:
             exits += self._server.exits()
         found: list[News] = []
         for rank, report in self._reports.items():
@@ -161,7 +192,7 @@ class Node:
             to.mkdir(parents=True, exist_ok=True)
             for log in sorted(run.glob("rank*.log")):
                 shutil.copyfile(log, to / log.name)
-        elif self.index == 0:
+        elif self.index == 0 and not task.probe:
             to.mkdir(parents=True, exist_ok=True)
             joined = "".join(
                 f"--- rank {rank}\n{read_tail(run / f'rank{rank}.log', TAIL_BYTES)}" for rank in self.ranks

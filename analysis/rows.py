@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any
 
 import pyarrow as pa
@@ -14,11 +15,12 @@ from ultrabench.analysis.speed import speed_columns
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
+from ultrabench.preflight import summary
 from ultrabench.record import from_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec
 from ultrabench.shape import ModelShape
-from ultrabench.state import AttemptState, SweepState, final_attempts, fold
+from ultrabench.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 
 Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
@@ -78,6 +80,7 @@ def _rows(head: SweepHead, plan: list[Row], state: SweepState, warn: Warn) -> It
     for key, attempt in sorted(state.attempts.items()):
         attempts[key.run_id].append(attempt)
     final = {attempt.key for attempt in final_attempts(state).values()}
+    control = _control_times(state)
     shapes = _planned_shapes(head, state)
     for candidate in plan:
         shape = shapes.get(candidate["model"])
@@ -87,16 +90,18 @@ def _rows(head: SweepHead, plan: list[Row], state: SweepState, warn: Warn) -> It
             yield {**base, **_not_attempted(candidate)}
         for attempt in tried:
             row = _attempted(base, attempt, state, attempt.key in final)
-            yield _marked(row | _speed(head, row, attempt, shape))
+            yield _marked(row | _speed(head, row, attempt, shape), control)
     for run_id, tried in sorted(attempts.items()):
         for attempt in tried:
             base = _told(head, attempt, warn) | {"run_id": run_id}
             row = _attempted(base, attempt, state, attempt.key in final)
-            yield _marked(row | _speed(head, row, attempt, _claimed_shape(attempt)))
+            yield _marked(row | _speed(head, row, attempt, _claimed_shape(attempt)), control)
 
 
-def _marked(row: Row) -> Row:
-    """The row with its reason for suspicion, if it has one."""
+def _marked(row: Row, control: dict[str, float]) -> Row:
+    """The row with its speed over the control's, and its reason for suspicion, if it has one."""
+    time_s, base_s = row.get("step_time_s"), control.get(row.get("allocation") or "")
+    row["control_ratio"] = base_s / time_s if time_s and base_s else None
     if (row.get("mfu") or 0) > 1:
         row["suspect"] = f"mfu {row['mfu']:.2f} is above 1: steps or peak are measured wrongly"
     return row
@@ -183,9 +188,33 @@ def _attempted(base: Row, attempt: AttemptState, state: SweepState, final: bool)
         if attempt.predicted.get(name) is not None:
             row[column] = attempt.predicted[name]
     allocation = state.allocations.get(attempt.allocation or "")
-    job = allocation.job if allocation is not None and allocation.job else {}
+    if allocation is not None:
+        row |= _circumstances(allocation)
+    job = attempt.job or (allocation and allocation.job) or {}
     row["job_id"] = None if job.get("job_id") is None else str(job["job_id"])
     return row if attempt.result is None else row | _measured(attempt.result, base.get("gpus"))
+
+
+def _circumstances(allocation: AllocationState) -> Row:
+    """What the allocation's nodes could do and which sources they had."""
+    found = allocation.preflight
+    nodes = found.get("nodes")
+    first = nodes[0] if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict) else {}
+    row: Row = {k: v for k, v in summary(found.get("probe") or {}).items() if v is not None}
+    return row | ({"git_commit": first["git_commit"]} if first.get("git_commit") else {})
+
+
+def _control_times(state: SweepState) -> dict[str, float]:
+    """Allocation -> median step time of its control layout."""
+    return {
+        a.allocation: median(a.result.step_times_s)
+        for a in state.attempts.values()
+        if a.allocation in state.allocations
+        and state.allocations[a.allocation].control == a.key.run_id
+        and a.result is not None
+        and a.result.status == Status.OK
+        and a.result.step_times_s
+    }
 
 
 def _measured(result: RunResult, gpus: int | None) -> Row:

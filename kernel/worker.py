@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ultrabench.kernel import environment, failure, memory, process_group
 from ultrabench.kernel.mesh import build_mesh
+from ultrabench.kernel.probe import probe
 from ultrabench.kernel.progress import DeviceProgress
 from ultrabench.kernel.step import TrainStep
 from ultrabench.record import from_dict
@@ -118,6 +119,23 @@ def train(task: Task, report: Report) -> None:
     process_group.join(report, device)
     if dist.get_rank() == 0:
         report.write("environment", **environment.facts())
+    if task.probe:
+        _probe(task, device, report)
+    else:
+        _train(task, device, report)
+    report.phase("teardown")
+    dist.destroy_process_group()
+
+
+def _probe(task: Task, device: torch.device, report: Report) -> None:
+    report.phase("probe")
+    found = probe(device, task.spec.gpus_per_node, report.microbatch)
+    if dist.get_rank() == 0:
+        report.write("probe", **found)
+    report.write("done", stopped="probe")
+
+
+def _train(task: Task, device: torch.device, report: Report) -> None:
     report.phase("build")
     mesh = build_mesh(task.spec.layout, device.type)
     # After the groups, whose threads' stacks would count as the model's.
@@ -128,8 +146,6 @@ def train(task: Task, report: Report) -> None:
     if device.type == "cuda":
         memory.reset_peak(device)
     Timing(task, trainer, report).run()
-    report.phase("teardown")
-    dist.destroy_process_group()
 
 
 def main() -> int:

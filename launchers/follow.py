@@ -1,29 +1,30 @@
 """Takes an open sweep to its end: reconcile, decide, submit, wait, again."""
 
+import os
 import socket
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 
-from ultrabench.allocation import Allocation
 from ultrabench.claim import owner_of
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.local import LocalLauncher
-from ultrabench.launchers.prepare import OpenSweep, rank_threads
+from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
+from ultrabench.launchers.launcher import Gone, Launcher, Sighting
+from ultrabench.launchers.prepare import OpenSweep
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.run import Task
-from ultrabench.state import SweepState
-from ultrabench.sweep.decide import Todo, decide
-from ultrabench.sweep.pack import pack, run_limit_s
-from ultrabench.sweep.progress import gpu_hours
+from ultrabench.state import AllocationState, SweepState
+from ultrabench.sweep.decide import Decision, decide
+from ultrabench.window import inside
 
-POLL_S = 0.3
-GRACE_S = 3.0
-"""An allocation is gone when no process of it was seen for this long."""
+SIGN_OF_LIFE_S = 30.0
+"""How often a launcher touches its journal, so that another one knows that it follows."""
 MOST_BARREN = 3
 """Allocations in a row that may end without having claimed a run."""
+ORDERLY = ("all tasks done", "the sweep is paused", "outside the window")
+"""Ends of allocations that need not have claimed anything."""
+
+Show = Callable[[SweepState, frozenset[str]], None]
 
 
 class Follower:
@@ -32,159 +33,203 @@ class Follower:
     def __init__(
         self,
         sweep: OpenSweep,
-        launcher: LocalLauncher,
-        show: Callable[[SweepState, frozenset[str]], None],
+        launcher: Launcher,
+        show: Show,
         max_gpu_hours: float | None = None,
+        say: Callable[[str], None] = lambda note: None,
     ) -> None:
-        """`show` is called at every look with the state and the living allocations."""
+        """`show` is called at every look with the state and the living allocations, `say` with news."""
         self.sweep = sweep
         self.launcher = launcher
         self.show = show
+        self.say = say
         self.max_gpu_hours = max_gpu_hours
         self.stopped: str | None = None
         """Why it ended before everything was done."""
-        self._missing: dict[str, float] = {}
-        self._audited: set[str] = set()
+        self.submitted = 0
+        """Allocations submitted by this launch."""
+        self._told: set[str] = set()
+        self._audited: set[tuple[str, int]] = set()
         self._mine: set[str] = set()
         self._adopted: set[str] = set()
         self._specs = {c.spec.run_id: to_dict(c.spec) for c in self.sweep.plan.runs}
         self._barren = 0
+        self._touched = 0.0
 
     def run(self) -> SweepState:
-        """Until nothing is left to do or the sweep is cancelled; gives the last state.
+        """Until nothing is left to do, or somebody stops the sweep; gives the last state.
 
         Raises:
             ClusterError: allocations end again and again without running anything.
         """
         while True:
-            alive, state = self.look()
-            self.show(state, alive)
-            if state.cancelled:
-                self.stopped = "cancelled"
+            state, busy = self.once()
+            if not busy:
                 return state
-            decision = decide(
-                self.sweep.plan.runs, state, alive,
-                repeats=self.sweep.config.repeats, accepts=self.sweep.accepts,
-            )  # fmt: skip
-            busy = alive or self._missing
-            if decision.over and not busy:
-                return state
-            if decision.todo and len(alive) + len(self._missing) < self.launcher.max_in_flight:
-                if not self._submit(decision.todo, state):
-                    return state
-                continue
-            time.sleep(POLL_S)
+            time.sleep(self.launcher.rest_s)
 
-    def look(self) -> tuple[frozenset[str], SweepState]:
-        """The living allocations and the state, after burying the dead."""
-        # Processes first, journal second: what ended in between has written its last words.
-        unended = open_allocations(self.sweep.state())
-        alive = self.launcher.alive(self.sweep.folder.allocations / name for name in unended)
-        for name in alive - self._mine - self._adopted:
-            self._adopted.add(name)
-            self.sweep.journal.write("adopted", allocation=name, job={"host": socket.gethostname()})
+    def once(self) -> tuple[SweepState, bool]:
+        """Looks, decides and submits; gives the state and whether there is anything to wait for."""
+        self._sign_of_life()
+        sight, state = self.look()
+        self.show(state, sight.alive)
+        self._tell(sight)
+        self.stopped = None
+        if state.cancelled:
+            self.stopped = "cancelled"
+            return state, False
+        decision = decide(
+            self.sweep.plan.runs, state, sight.alive, repeats=self.sweep.config.repeats,
+            accepts=self.sweep.accepts, canary=self.sweep.config.launcher.control,
+        )  # fmt: skip
+        if not decision.todo:
+            return state, bool(sight.alive)
+        self.stopped = self._may_not_submit(state)
+        if self.stopped is None:
+            self._submit(decision, state, sight)
+        return state, bool(sight.alive) or self.stopped is None
+
+    def look(self) -> tuple[Sighting, SweepState]:
+        """What lives and the state, after burying the dead."""
+        # The launcher's word first, the journal second: what ended in between has written its end.
+        sight = self.launcher.look(self.sweep.state().allocations)
         state = self.sweep.state()
-        now = time.monotonic()
-        unended = open_allocations(state)
-        self._missing = {n: self._missing.get(n, now) for n in unended if n not in alive}
-        for name in sorted(state.allocations):
-            vanished = now - self._missing.get(name, now) > GRACE_S
-            if name not in self._audited and (name not in unended or vanished):
-                self._audit(name, state, vanished)
-        return alive, self.sweep.state()
+        revived = {n for n in sight.queued if n in state.allocations and state.allocations[n].ended}
+        open_now = set(open_allocations(state)) | revived
+        sight = Sighting(
+            alive=sight.alive & open_now,
+            queued=sight.queued,
+            gone=sight.gone,
+            jobs=sight.jobs,
+            notes=sight.notes,
+        )
+        for name in sorted(sight.alive - self._mine - self._adopted):
+            self._adopted.add(name)
+            self.sweep.journal.write("adopted", allocation=name, job=sight.jobs.get(name, {}))
+        for name, held in sorted(state.allocations.items()):
+            over = name not in sight.alive and (held.ended is not None or name in sight.gone)
+            if over and (name, held.restart) not in self._audited:
+                self._audit(held, None if held.ended is not None else sight.gone[name], state)
+        return sight, self.sweep.state()
 
     def bury_all(self) -> None:
         """Ends every open allocation at once; call it when their processes are known to be gone."""
         state = self.sweep.state()
         for name in open_allocations(state):
-            self._audit(name, state, True)
+            gone = Gone(status=Status.LOST, reason=f"the agents of {name} were ended")
+            self._audit(state.allocations[name], gone, state)
 
-    def _audit(self, name: str, state: SweepState, vanished: bool) -> None:
-        """Settles an allocation that is over: what it claimed and did not finish is lost."""
-        self._audited.add(name)
-        self._missing.pop(name, None)
-        if vanished:
-            self.launcher.clean()
-        held = state.allocations[name]
+    def _audit(self, held: AllocationState, gone: Gone | None, state: SweepState) -> None:
+        """Settles an allocation that is over: what it claimed and did not finish is lost.
+
+        Args:
+            gone: how it ended by the launcher's word, when its agents said nothing.
+        """
+        name = held.name
+        self._audited.add((name, held.restart))
         owned = [k for k in held.tasks if owner_of(self.sweep.folder.claims, str(k)) == name]
+        end = gone or Gone(status=Status.LOST, reason=f"the agents of {name} ended ({held.ended})")
         for key in owned:
             attempt = state.attempts.get(key)
             if attempt is None or attempt.result is None:
-                lost = RunResult(status=Status.LOST, reason=f"the agents of {name} vanished")
                 self.sweep.journal.write(
-                    "failed", run_id=key.run_id, repeat=key.repeat, attempt=key.attempt,
-                    allocation=name, source="launcher", spec=self._specs.get(key.run_id),
-                    result=to_dict(lost),
+                    "failed", run_id=key.run_id, repeat=key.repeat, attempt=key.attempt, allocation=name,
+                    source="slurm" if self.launcher.outlives_us else "launcher",
+                    spec=self._specs.get(key.run_id),
+                    result=to_dict(RunResult(status=end.status, reason=end.reason)),
                 )  # fmt: skip
-        if vanished:
-            self.sweep.journal.write("allocation_ended", allocation=name, reason="vanished")
-        if name in self._mine:
-            self._barren = 0 if owned else self._barren + 1
-            if self._barren >= MOST_BARREN:
-                folder = self.sweep.folder.allocations / name
-                raise ClusterError(
-                    f"{self._barren} allocations in a row ended without running anything "
-                    f"({held.ended or 'vanished'}); see {folder}/submitit/"
-                )
+        if gone is not None:
+            self.sweep.journal.write(
+                "allocation_ended", allocation=name, restart=held.restart, reason=gone.reason,
+                elapsed_s=gone.elapsed_s, source="launcher",
+            )  # fmt: skip
+        reason = held.ended or end.reason
+        if name in self._mine and not (state.paused or reason.startswith(ORDERLY)):
+            self._count_barren(name, bool(owned), reason)
 
-    def _submit(self, todo: tuple[Todo, ...], state: SweepState) -> bool:
-        """Submits the first group of attempts; False when the budget does not allow it."""
-        config, steps = self.sweep.config, self.sweep.plan.steps
-        group = pack(todo, config, steps)[0]
-        price = sum(t.candidate.gpu_hours(steps) for t in group)
-        if self.max_gpu_hours is not None:
-            useful, wasted = gpu_hours(state)
-            used = useful + sum(wasted.values())
-            if used + price > self.max_gpu_hours:
+    def _count_barren(self, name: str, ran: bool, reason: str) -> None:
+        self._barren = 0 if ran else self._barren + 1
+        if self._barren >= MOST_BARREN:
+            raise ClusterError(
+                f"{self._barren} allocations in a row ended without running anything ({reason}); "
+                f"see {self.sweep.folder.allocations / name}, then launch again"
+            )
+
+    def _may_not_submit(self, state: SweepState) -> str | None:
+        """Why nothing is submitted now, whatever is left to do."""
+        config = self.sweep.config
+        if state.paused:
+            return f"paused; go on with: ultrabench sweep resume {config.name}"
+        if config.kernel.digest() != self.sweep.kernel_digest:
+            return (
+                f"the training program changed under the sweep (kernel_digest {self.sweep.kernel_digest} -> "
+                f"{config.kernel.digest()}); launch again to go on with the new one"
+            )
+        return None
+
+    def _submit(self, decision: Decision, state: SweepState, sight: Sighting) -> None:
+        """Submits as many allocations as may be in flight and the budget holds."""
+        config, launcher = self.sweep.config, self.launcher
+        if not inside(config.launcher.window, time.time()):
+            self._tell(
+                Sighting(notes=(f"outside the window {config.launcher.window}: nothing is submitted",))
+            )
+            return
+        # Refilled when half of them are gone, so that submissions come in arrays and not one by one.
+        if len(sight.alive) > launcher.max_jobs // 2:
+            return
+        room = launcher.max_jobs - len(sight.alive)
+        free = launcher.max_nodes - sum(state.allocations[n].nodes for n in sight.alive)
+        used = committed_gpu_hours(self.sweep.plan, state, sorted(sight.alive))
+        chosen: list[Draft] = []
+        for draft in drafts(self.sweep, decision, state, launcher.max_limit_s):
+            if len(chosen) >= room or draft.nodes > free:
+                break
+            if self.max_gpu_hours is not None and used + draft.gpu_hours > self.max_gpu_hours:
                 self.stopped = (
-                    f"the next allocation would take {used:.3g} used GPU hours to {used + price:.3g}, "
+                    f"the next allocation would take {used:.3g} used GPU hours to {used + draft.gpu_hours:.3g}, "
                     f"over --max-gpu-hours {self.max_gpu_hours:g}"
                 )
-                return False
-        allocation = self._allocation(group)
-        allocation.write()
-        journal, name = self.sweep.journal, allocation.name
-        self._mine.add(name)
-        journal.write(
-            "allocation_planned", allocation=name, nodes=allocation.nodes, limit_s=allocation.limit_s,
-            tasks=[list(t.key) for t in group],
-        )  # fmt: skip
-        journal.write("submitting", allocation=name, token=uuid.uuid4().hex)
-        journal.write("submitted", allocation=name, job=self.launcher.submit(allocation))
-        return True
+                break
+            chosen.append(draft)
+            free -= draft.nodes
+            used += draft.gpu_hours
+        avoid = sorted(
+            {n for a in state.allocations.values() for end in a.ends.values() for n in end["avoid"]}
+        )
+        for array in shapes(chosen, launcher.max_array):
+            self._submit_array(array, avoid)
+        if chosen:
+            self.stopped = None
 
-    def _allocation(self, group: tuple[Todo, ...]) -> Allocation:
-        config, environment = self.sweep.config, self.sweep.environment
-        steps = self.sweep.plan.steps
-        tasks = tuple(
-            Task(
-                run_id=t.key.run_id,
-                repeat=t.key.repeat,
-                attempt=t.key.attempt,
-                spec=t.candidate.spec,
-                measure=config.measure,
-                device=config.hardware.device,
-                rank_mem_bytes=config.hardware.rank_mem_bytes,
-                gpu_names=config.hardware.accelerator.reported_as,
-                predicted_step_time_s=t.candidate.prediction.step_time_s,
-                limit_s=run_limit_s(t, config, steps),
-            )
-            for t in group
-        )
-        nodes = group[0].candidate.nodes
-        return Allocation(
-            name=f"n{nodes}-{uuid.uuid4().hex[:8]}",
-            sweep_dir=str(self.sweep.folder.path),
-            work_dir=str(Path.cwd()),
-            nodes=nodes,
-            gpus_per_node=config.hardware.gpus_per_node,
-            simulated=config.hardware.simulated,
-            threads=rank_threads(config, nodes, int(environment.get("cores") or 1)),
-            heartbeat_s=config.launcher.heartbeat_s,
-            limit_s=120.0 + sum(t.limit_s for t in tasks),
-            kernel_digest=config.kernel.digest(),
-            tasks=tasks,
-        )
+    def _submit_array(self, array: list[Draft], avoid: list[str]) -> None:
+        made, journal = allocations(self.sweep, array), self.sweep.journal
+        token = uuid.uuid4().hex
+        for allocation in made:
+            allocation.write()
+            self._mine.add(allocation.name)
+            journal.write(
+                "allocation_planned", allocation=allocation.name, nodes=allocation.nodes,
+                limit_s=allocation.limit_s, control=allocation.control,
+                tasks=[[t.run_id, t.repeat, t.attempt] for t in allocation.tasks],
+            )  # fmt: skip
+            journal.write("submitting", allocation=allocation.name, token=token)
+        jobs = self.launcher.submit(made, avoid)
+        self.submitted += len(made)
+        for name, job in jobs.items():
+            journal.write("submitted", allocation=name, job=job)
+
+    def _tell(self, sight: Sighting) -> None:
+        """Says what is new, once."""
+        for note in sight.notes:
+            if note not in self._told:
+                self._told.add(note)
+                self.say(note)
+
+    def _sign_of_life(self) -> None:
+        if time.monotonic() - self._touched > SIGN_OF_LIFE_S:
+            self._touched = time.monotonic()
+            os.utime(self.sweep.journal.path)
 
 
 def open_allocations(state: SweepState) -> list[str]:
@@ -192,8 +237,23 @@ def open_allocations(state: SweepState) -> list[str]:
     return sorted(n for n, a in state.allocations.items() if a.ended is None)
 
 
-def interrupt(sweep: OpenSweep, launcher: LocalLauncher) -> None:
+def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
     """Ends what runs on this machine and settles it; the sweep can be continued."""
-    for name in open_allocations(sweep.state()):
-        launcher.kill(sweep.folder.allocations / name)
+    state = sweep.state()
+    launcher.cancel({name: state.allocations[name] for name in open_allocations(state)})
     Follower(sweep, launcher, lambda state, alive: None).bury_all()
+
+
+def other_launchers(sweep: OpenSweep) -> list[str]:
+    """Launchers that seem to follow this sweep now, each as `process P on HOST`."""
+    now = sweep.journal.path.stat().st_mtime
+    own_host = socket.gethostname().split(".")[0]
+    found = []
+    for path in sorted(sweep.folder.journal.glob("launcher-*.jsonl")):
+        host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
+        if path == sweep.journal.path:
+            continue
+        lives = os.path.exists(f"/proc/{pid}") if host == own_host else True
+        if lives and now - path.stat().st_mtime < 3 * SIGN_OF_LIFE_S:
+            found.append(f"process {pid} on {host}")
+    return found

@@ -6,12 +6,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
+from ultrabench.folder import SweepFolder
+from ultrabench.launchers.launcher import Gone, Job, Sighting
 from ultrabench.processes import (
     clean_up_after_the_dead,
     command_line,
@@ -19,24 +20,39 @@ from ultrabench.processes import (
     own_processes,
     start_time,
 )
+from ultrabench.result import Status
+from ultrabench.state import AllocationState
 
 SUBMIT_TIMEOUT_S = 60.0
 STOP_PATIENCE_S = 10.0
+GRACE_S = 3.0
+"""An allocation is gone when no process of it was seen for this long."""
 OURS = {"ultrabench.agent", "ultrabench.launchers.submit_local", "submitit.local._local"}
 
 
 class LocalLauncher:
     """Starts, finds and kills allocations that are processes of this host."""
 
-    max_in_flight = 1
-    """Two at once would disturb each other's measurements."""
+    max_jobs = 1  # two at once would disturb each other's measurements
+    max_nodes = sys.maxsize
+    max_array = 1
+    max_limit_s = float("inf")
+    outlives_us = False
+    rest_s = 0.3
 
-    def submit(self, allocation: Allocation) -> dict[str, Any]:
-        """Starts the agents; gives back how to find them.
+    def __init__(self, folder: SweepFolder) -> None:
+        self._folder = folder
+        self._missing: dict[str, float] = {}
+
+    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str]) -> dict[str, Job]:
+        """Starts the agents of each; gives back how to find them.
 
         Raises:
             ClusterError: they could not be started.
         """
+        return {a.name: self._submit(a) for a in allocations}
+
+    def _submit(self, allocation: Allocation) -> Job:
         command = [sys.executable, "-P", "-m", "ultrabench.launchers.submit_local", str(allocation.folder)]
         try:
             done = subprocess.run(
@@ -56,27 +72,38 @@ class LocalLauncher:
         pid = int(done.stdout.split()[-1])
         return {"host": socket.gethostname(), "pid": pid, "start_time": start_time(pid)}
 
-    def alive(self, folders: Iterable[Path]) -> frozenset[str]:
-        """Names of the allocations, of these folders, that have a process on this host.
+    def look(self, allocations: Mapping[str, AllocationState]) -> Sighting:
+        """Allocations are alive while they have a process on this host, and a moment longer.
 
         Command lines are looked at, not remembered pids: that holds whenever a launcher died, and
         when a pid has come round again.
         """
-        return frozenset(folder.name for folder in folders if _processes_of(folder))
+        unended = [name for name, held in allocations.items() if held.ended is None]
+        found = {n for n in unended if _processes_of(self._folder.allocations / n)}
+        now = time.monotonic()
+        self._missing = {n: self._missing.get(n, now) for n in unended if n not in found}
+        lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
+        gone = {n: Gone(status=Status.LOST, reason=f"the agents of {n} vanished") for n in sorted(lost)}
+        if lost:
+            clean_up_after_the_dead()
+        host = socket.gethostname()
+        jobs: dict[str, Job] = {name: {"host": host} for name in found}
+        return Sighting(alive=frozenset(unended) - lost, gone=gone, jobs=jobs)
 
-    def kill(self, folder: Path) -> None:
-        """Ends an allocation: asks its agents, then kills whatever is left of it."""
+    def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:
+        """Ends allocations: asks their agents, then kills whatever is left."""
+        if not queued_only:
+            for name in allocations:
+                self._kill(self._folder.allocations / name)
+            clean_up_after_the_dead()
+
+    def _kill(self, folder: Path) -> None:
         for pid in _processes_of(folder):
             _signal(pid, signal.SIGTERM)
         end = time.monotonic() + STOP_PATIENCE_S
         while _processes_of(folder) and time.monotonic() < end:
             time.sleep(0.05)
         kill_until_gone(lambda: _processes_of(folder))
-        self.clean()
-
-    def clean(self) -> None:
-        """Removes what agents that are no more have left."""
-        clean_up_after_the_dead()
 
 
 def _processes_of(folder: Path) -> list[int]:

@@ -1,5 +1,6 @@
 """Opens a sweep for launching: its folder, its plan, and what this machine is."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -8,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.folder import SweepFolder
+from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.result import RunResult, Status
 from ultrabench.run import env_id
@@ -33,6 +35,9 @@ class OpenSweep:
     environment: dict[str, Any]
     accepts: Callable[[RunResult], bool]
     """Whether an ok result counts here."""
+    kernel_digest: str
+    """Of the training program when it was launched."""
+    git_commit: str | None
     _folded: tuple[int, SweepState] | None = None
 
     @property
@@ -55,12 +60,14 @@ def open_sweep(
     warn: Callable[[str], None],
     say: Callable[[str], None],
     retry: Sequence[AttemptKey] = (),
+    max_gpu_hours: float | None = None,
 ) -> OpenSweep:
     """Creates or continues the sweep of `config`.
 
     Args:
         reuse: what to do with ok results of another environment: `any` counts them, `same` measures
             again, None asks.
+        max_gpu_hours: the budget of this launch, for the record.
         retry: failed attempts to try again, whatever the policy had settled.
 
     Raises:
@@ -78,10 +85,7 @@ def open_sweep(
         require_same(head, config, folder.path)
     measured = head["peak"] if head else {}
     in_table = bool(config.hardware.accelerator.peak_flops_per_s)
-    needs_peak = not in_table and not measured
-    say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
-    environment = look_at_machine(needs_peak)
-    _require_gpus(config, int(environment.get("gpus") or 0))
+    environment = _look(config, needs_peak=not in_table and not measured, say=say)
     folder.create()
     peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
     if not in_table:
@@ -92,15 +96,37 @@ def open_sweep(
     if head is None:
         folder.write_head(make_head(config, environment))
     journal = JournalWriter(folder.journal, "launcher")
+    digest, origin = config.kernel.digest(), provenance()
     journal.write(
-        "config", generation=state.generation + 1, config=config.resolved, provenance=provenance(),
-        kernel_digest=config.kernel.digest(), reuse=reuse, retry=[list(key) for key in retry],
+        "config", generation=state.generation + 1, config=config.resolved, provenance=origin,
+        kernel_digest=digest, reuse=reuse, retry=[list(key) for key in retry], max_gpu_hours=max_gpu_hours,
     )  # fmt: skip
+    _keep_difference(folder)
     write_plan(plan, folder.plan)
     return OpenSweep(
         folder=folder, plan=plan, journal=journal, reader=reader, environment=environment,
-        accepts=accepts,
+        accepts=accepts, kernel_digest=digest, git_commit=origin["git_commit"],
     )  # fmt: skip
+
+
+def _look(config: SweepConfig, needs_peak: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """What this machine is; nothing where the runs are elsewhere and their peak is in the table."""
+    local = config.launcher.name == "local"
+    if not local and config.hardware.accelerator.peak_flops_per_s:
+        return {}
+    say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
+    environment = look_at_machine(needs_peak)
+    if local:
+        _require_gpus(config, int(environment.get("gpus") or 0))
+    return environment
+
+
+def _keep_difference(folder: SweepFolder) -> None:
+    """What the sources had that their commit has not, as a patch named by its content."""
+    patch = checkout.difference()
+    if patch:
+        name = hashlib.sha256(patch.encode()).hexdigest()[:16]
+        write_whole(folder.path / f"changes-{name}.patch", patch + "\n")
 
 
 def require_local(config: SweepConfig) -> None:
@@ -149,23 +175,35 @@ def _reuse(
 ) -> Callable[[RunResult], bool]:
     """Which ok results count, given where they were measured."""
     facts = environment if config.kernel.kind == "embedded" else {}
-    here = env_id(facts, config.kernel, config.kernel.digest())
+    digest = config.kernel.digest()
+    here = env_id(facts, config.kernel, digest)
+    # What nodes of a cluster are made of, this host does not know: there the sources decide.
+    on_nodes = config.launcher.name != "local"
+
+    def same(result: RunResult) -> bool:
+        return result.kernel_digest == digest if on_nodes else result.env_id == here
+
     oks = [a.result for a in state.attempts.values() if a.result and a.result.status == Status.OK]
-    others = [r for r in oks if r.env_id != here]
+    others = [r for r in oks if not same(r)]
     if others and reuse is None:
         what = sorted({r.kernel_digest or "?" for r in others})
         raise ConfigError(
             f"{len(others)} of {len(oks)} results were measured in another environment (kernel sources, "
             f"torch or machine; theirs: kernel_digest {', '.join(what)}, torch {others[0].torch_version}; "
-            f"here: {config.kernel.digest()}, torch {facts.get('torch_version')}); "
+            f"here: {digest}, torch {facts.get('torch_version')}); "
             "--reuse any counts them, --reuse same measures those runs again"
         )
     if reuse == "any":
         return lambda result: True
-    return lambda result: result.env_id == here
+    return same
 
 
-def rank_threads(config: SweepConfig, nodes: int, cores: int) -> int:
-    """OMP_NUM_THREADS of a rank: the host's cores shared by the ranks on it."""
+def rank_threads(config: SweepConfig, nodes: int, cores: int | None) -> int | None:
+    """OMP_NUM_THREADS of a rank: the host's cores shared by the ranks on it.
+
+    None where the nodes are other hosts than this one: their agents count for themselves.
+    """
+    if cores is None or (config.launcher.name != "local" and not config.hardware.simulated):
+        return None
     hosts_nodes = nodes if config.hardware.simulated else 1
     return max(1, cores // (config.hardware.gpus_per_node * hosts_nodes))

@@ -12,6 +12,7 @@ from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Workload
 from ultrabench.shape import ModelShape
 from ultrabench.sweep.compose import compose_tree, known_names, read_yaml, search_path
+from ultrabench.sweep.launcher_choice import LauncherChoice
 
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "sweep", "name",
                   "results_dir", "repeats", "names", "models"})  # fmt: skip
@@ -38,28 +39,6 @@ class Axes:
             if not values or bad:
                 rule = "each must be 0, 1, 2 or 3" if name == "zero_stage" else "each must be >= 1"
                 raise ConfigError(f"sweep.{name}={list(values)}; {rule}, and at least one is needed")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LauncherChoice:
-    """How allocations are submitted."""
-
-    name: str
-    pack: int | None = None
-    """Runs of one allocation at most; None: as many as fit allocation_minutes."""
-    allocation_minutes: float = 20.0
-    """Predicted duration that one allocation is filled up to."""
-    heartbeat_s: float = 5.0
-    """How often the agents of one allocation show each other that they are alive."""
-
-    def __post_init__(self) -> None:
-        if self.pack is not None and self.pack < 1:
-            raise ConfigError(f"launcher.pack={self.pack}; must be >= 1, or null")
-        if self.allocation_minutes <= 0 or self.heartbeat_s < 0.5:
-            raise ConfigError(
-                f"launcher.allocation_minutes={self.allocation_minutes}, launcher.heartbeat_s="
-                f"{self.heartbeat_s}; must be > 0 and >= 0.5"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +100,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         cluster=tree["cluster"]["name"],
         hardware=from_dict(Hardware, {"name": names["hardware"], **tree["hardware"]}, where="hardware"),
         kernel=from_dict(KernelChoice, kernel, where="kernel"),
-        launcher=from_dict(LauncherChoice, tree["launcher"], where="launcher"),
+        launcher=_launcher(tree["launcher"]),
         measure=from_dict(Measure, tree["measure"], where="measure"),
         models=models,
         workload=from_dict(Workload, workload, where="sweep"),
@@ -132,6 +111,16 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     if "/" in config.name or config.name.startswith("."):
         raise ConfigError(f"name={config.name!r}; a sweep's name is a folder's: no '/', no leading '.'")
     return config
+
+
+def _launcher(values: dict[str, Any]) -> LauncherChoice:
+    """The launcher's values; a null stands for the default, but for what null turns off."""
+    given = {k: v for k, v in values.items() if v is not None or k in ("nice", "window")}
+    if isinstance(given.get("python"), str):
+        given["python"] = [given["python"]]
+    if isinstance(given.get("sbatch"), dict):
+        given["sbatch"] = {k: str(v) for k, v in given["sbatch"].items()}
+    return from_dict(LauncherChoice, given, where="launcher")
 
 
 def load_model(name: str) -> ModelShape:

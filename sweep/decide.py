@@ -41,6 +41,8 @@ class Decision:
     """Attempts to submit, in the plan's order."""
     waiting: int
     """Attempts that are queued or running."""
+    untried: frozenset[int] = frozenset()
+    """Numbers of nodes on which nothing has passed yet: one allocation of each at a time."""
 
     @property
     def over(self) -> bool:
@@ -55,6 +57,7 @@ def decide(
     *,
     repeats: int,
     accepts: Callable[[RunResult], bool] = lambda result: True,
+    canary: bool = False,
 ) -> Decision:
     """The attempts to make and how many are on their way.
 
@@ -63,6 +66,8 @@ def decide(
         alive: names of the allocations that are queued or running.
         repeats: independent measurements wanted of each run.
         accepts: whether an ok result counts (it may come from another environment).
+        canary: hold back the runs of a number of nodes while the first allocation of that size is on
+            its way and no run of that size has passed.
     """
     on_their_way = {
         key for name in alive for key in _tasks(state, name) if _unfinished(state.attempts.get(key))
@@ -70,7 +75,23 @@ def decide(
     todo: list[Todo] = []
     for repeat in range(repeats):
         todo += [t for run in runs if (t := _next_attempt(run, repeat, repeats, state, accepts))]
-    return Decision(todo=tuple(t for t in todo if t.key not in on_their_way), waiting=len(on_their_way))
+    todo = [t for t in todo if t.key not in on_their_way]
+    untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
+    busy = {state.allocations[name].nodes for name in alive if name in state.allocations}
+    held_back = untried & busy
+    return Decision(
+        todo=tuple(t for t in todo if t.candidate.nodes not in held_back),
+        waiting=len(on_their_way) + sum(t.candidate.nodes in held_back for t in todo),
+        untried=untried,
+    )
+
+
+def _passed(state: SweepState) -> set[int]:
+    """Numbers of nodes on which some run has ended ok."""
+    return {
+        int(a.spec["nodes"]) for a in state.attempts.values()
+        if a.spec is not None and a.result is not None and a.result.status == Status.OK
+    }  # fmt: skip
 
 
 def _tasks(state: SweepState, allocation: str) -> Iterable[AttemptKey]:

@@ -2,13 +2,13 @@
 
 import os
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import ultrabench
+from ultrabench import checkout
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.record import to_dict
 from ultrabench.sweep.config import SweepConfig
@@ -58,11 +58,10 @@ def require_same(head: dict[str, Any], config: SweepConfig, where: Path) -> None
 
 def provenance() -> dict[str, Any]:
     """Who launched what from where."""
-    package = Path(ultrabench.__file__).resolve().parent
-    commit = _git(package, "rev-parse", "HEAD")
+    commit = checkout.commit()
     return {
         "git_commit": commit,
-        "git_dirty": bool(_git(package, "status", "--porcelain", "-uno")) if commit else None,
+        "git_dirty": bool(checkout.difference()) if commit else None,
         "version": ultrabench.__version__,
         "python": platform.python_version(),
         "argv": sys.argv[1:],
@@ -70,13 +69,3 @@ def provenance() -> dict[str, Any]:
         "host": platform.node(),
         "created_at": time.time(),
     }
-
-
-def _git(folder: Path, *words: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

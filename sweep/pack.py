@@ -1,10 +1,16 @@
 """Which attempts share an allocation, and how long it may take."""
 
+import math
 from collections.abc import Sequence
 
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.decide import Todo
 
+START_S = 120.0
+"""For starting agents, their meeting and the preflight."""
+MARGIN = 1.5
+ROUND_S = 300.0
+"""Limits are rounded up to this, so that jobs of one shape are alike."""
 RUN_LIMIT_FACTOR = 3.0
 """A run may take this many times its predicted duration, if that is more than measure.run_limit_s."""
 
@@ -15,18 +21,33 @@ def run_limit_s(todo: Todo, config: SweepConfig, steps: int) -> float:
     return max(config.measure.run_limit_s, predicted) * todo.patience
 
 
+def allocation_limit_s(group: Sequence[Todo], config: SweepConfig, steps: int) -> float:
+    """Wall-clock limit of an allocation: its predicted duration with a margin, and one slow run.
+
+    A run that is cut off by the end of its allocation is run again, so the margin need not hold
+    the limits of all runs together.
+    """
+    if config.launcher.time_minutes is not None:
+        return 60.0 * config.launcher.time_minutes
+    predicted = sum(t.candidate.duration_s(steps) for t in group)
+    slowest = max(run_limit_s(t, config, steps) for t in group)
+    return ROUND_S * math.ceil((START_S + MARGIN * predicted + slowest) / ROUND_S)
+
+
 def pack(todo: Sequence[Todo], config: SweepConfig, steps: int) -> list[tuple[Todo, ...]]:
     """The attempts in groups, one allocation each, in order.
 
-    A group holds one number of nodes and at most one repeat of a run, and is filled up to
-    launcher.allocation_minutes of predicted duration or launcher.pack runs.
+    A group holds one number of nodes and at most one repeat of a run, of one model where a control
+    layout is run beside them, and is filled up to launcher.allocation_minutes of predicted duration
+    or launcher.pack runs.
     """
     groups: list[list[Todo]] = []
     filled: dict[int, float] = {}
-    latest: dict[tuple[int, int], int] = {}
+    latest: dict[tuple[object, ...], int] = {}
     minutes, most = config.launcher.allocation_minutes, config.launcher.pack
     for item in todo:
-        kind = (item.candidate.nodes, item.key.repeat)
+        model = item.candidate.shape.name if config.launcher.control else None
+        kind = (item.candidate.nodes, item.key.repeat, model)
         at = latest.get(kind)
         duration = item.candidate.duration_s(steps)
         if at is not None:

@@ -1,7 +1,7 @@
 """How far a sweep is: counts, price and what leads, for `sweep status` and the live table."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -71,7 +71,7 @@ class Progress:
 def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Progress:
     """The progress of `planned` according to `state`."""
     runs = {r.run_id: r for r in planned}
-    final = {k[0]: a for k, a in sorted(final_attempts(state).items()) if k[0] in runs}
+    final = _standing(state, runs)
     status: dict[str, str] = {}
     for run_id in runs:
         held = final.get(run_id)
@@ -101,20 +101,37 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
     )
 
 
+def _standing(state: SweepState, runs: Container[str]) -> dict[str, AttemptState]:
+    """The attempt that stands for each run: an ok one of any repeat, else the latest."""
+    found: dict[str, AttemptState] = {}
+    for (run_id, _), attempt in sorted(final_attempts(state).items()):
+        held = found.get(run_id)
+        if run_id in runs and not (held and held.result and held.result.status == Status.OK):
+            found[run_id] = attempt
+    return found
+
+
 def gpu_hours(state: SweepState) -> tuple[float, dict[str, float]]:
-    """GPU hours of ok attempts, and of the others by status."""
+    """GPU hours of ok attempts, and of the others by status; `between_runs` is what allocations held beyond."""
     useful = 0.0
     wasted: dict[str, float] = {}
+    gpus: dict[str, int] = {}
+    ran: dict[str, float] = {}
     for attempt in state.attempts.values():
         result, spec = attempt.result, attempt.spec
         if result is None or result.duration_s is None or spec is None:
             continue
         hours = result.duration_s * spec["nodes"] * spec["gpus_per_node"] / 3600
+        allocation = attempt.allocation or ""
+        gpus[allocation] = spec["nodes"] * spec["gpus_per_node"]
+        ran[allocation] = ran.get(allocation, 0.0) + hours
         if result.status == Status.OK:
             useful += hours
         else:
             wasted[result.status.value] = wasted.get(result.status.value, 0.0) + hours
-    return useful, wasted
+    held = {n: a.elapsed_s * gpus[n] / 3600 for n, a in state.allocations.items() if n in gpus}
+    between = sum(max(0.0, hours - ran[name]) for name, hours in held.items())
+    return useful, wasted | ({"between_runs": between} if between else {})
 
 
 def _eta(runs: dict[str, PlannedRun], status: dict[str, str], final: dict[str, AttemptState]) -> float | None:

@@ -3,13 +3,15 @@
 import json
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ultrabench.errors import SweepFolderError
 from ultrabench.folder import write_whole
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Task
+
+PROBE_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,18 +27,42 @@ class Allocation:
     gpus_per_node: int
     simulated: bool
     """All nodes are processes of one host."""
-    threads: int
-    """OMP_NUM_THREADS of a rank."""
+    threads: int | None
+    """OMP_NUM_THREADS of a rank; None: the cores of the node shared by its ranks."""
     heartbeat_s: float
     limit_s: float
     """Wall-clock limit of the whole allocation."""
     kernel_digest: str
+    git_commit: str | None = None
+    """Of ultrabench when it was submitted."""
+    preflight: bool = False
+    """Measure devices and links before the first task."""
+    control: str | None = None
+    """run_id of the control layout, if that is the first task."""
+    window: str | None = None
+    """Local time of day in which runs may start, such as 19:00-07:00."""
     tasks: tuple[Task, ...]
 
     @property
     def kernel_kind(self) -> str:
         """embedded or command; one for all tasks."""
         return self.tasks[0].spec.kernel.kind
+
+    @property
+    def probe(self) -> Task:
+        """The preflight, as a task like the others; it stands under index -1."""
+        return replace(
+            self.tasks[0],
+            run_id=f"preflight-{self.name}",
+            repeat=0,
+            attempt=0,
+            probe=True,
+            limit_s=PROBE_LIMIT_S,
+        )
+
+    def task(self, index: int) -> Task:
+        """The task that agents know by this number."""
+        return self.probe if index < 0 else self.tasks[index]
 
     @property
     def folder(self) -> Path:

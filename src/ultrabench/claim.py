@@ -28,11 +28,18 @@ def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
     return won
 
 
-def owner_of(claims: Path, key: str) -> str | None:
-    """Name of the allocation that claimed the attempt `key`; None when nobody did."""
+def owner(claims: Path, key: str) -> dict[str, Any] | None:
+    """What the owner of the attempt `key` wrote; None when nobody claimed it, empty if unreadable."""
     try:
-        return str(json.loads((claims / key).read_text())["allocation"])
+        held = json.loads((claims / key).read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError):
-        return "unreadable"
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
+def owner_of(claims: Path, key: str) -> str | None:
+    """Name of the allocation that claimed the attempt `key`; None when nobody did."""
+    held = owner(claims, key)
+    return None if held is None else str(held.get("allocation", "unreadable"))

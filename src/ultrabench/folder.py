@@ -47,6 +47,16 @@ class SweepFolder:
         """One folder an allocation, written before it is submitted."""
         return self.path / "allocations"
 
+    @property
+    def scripts(self) -> Path:
+        """Job scripts as they were submitted."""
+        return self.path / "scripts"
+
+    @property
+    def pause(self) -> Path:
+        """While this file exists, agents begin no further run; `sweep pause` makes it."""
+        return self.path / "pause"
+
     def log_folder(self, run_id: str, repeat: int, attempt: int) -> Path:
         """Logs and evidence of one attempt."""
         return self.path / "logs" / run_id / f"{repeat}.{attempt}"

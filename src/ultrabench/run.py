@@ -106,6 +106,13 @@ class Task:
     """Wall-clock limit of the attempt."""
     gpu_names: tuple[str, ...] = ()
     """What the accelerators may call themselves; a result on another is invalid. Empty: anything."""
+    probe: bool = False
+    """Only measure the devices and links of the allocation; train nothing."""
+
+    @property
+    def forked(self) -> bool:
+        """Its ranks are forked from the warm server; those of a user's program are exec'd."""
+        return self.probe or self.spec.kernel.kind == "embedded"
 
     @property
     def key(self) -> str:

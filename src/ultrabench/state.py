@@ -27,6 +27,8 @@ class AttemptState:
 
     key: AttemptKey
     allocation: str | None = None
+    job: dict[str, Any] | None = None
+    """The job it ran in: {job_id, restart}; None for local processes."""
     spec: dict[str, Any] | None = None
     """The RunSpec as JSON, from the claim."""
     predicted: dict[str, Any] = field(default_factory=dict)
@@ -50,11 +52,28 @@ class AllocationState:
     limit_s: float = 0.0
     submitting: bool = False
     job: dict[str, Any] | None = None
-    """How to find it: {host, pid, start_time} locally."""
+    """How to find it: {host, pid, start_time} locally, {job_id, cluster} on Slurm."""
+    control: str | None = None
+    """run_id of its cell's control layout, when it began with that."""
     agents: tuple[dict[str, Any], ...] = ()
-    """Agents that started: {node, host, pid, start_time}."""
-    ended: str | None = None
-    """Why it ended; None while it may be alive."""
+    """Leading agents that started: {node, host, pid, start_time, job}."""
+    preflight: dict[str, Any] = field(default_factory=dict)
+    """What its devices and links could do when it started."""
+    restart: int = 0
+    """How often its job was requeued and started again."""
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Restart count -> how that start of the job ended: {reason, elapsed_s, avoid}."""
+
+    @property
+    def ended(self) -> str | None:
+        """Why it ended; None while it may be alive."""
+        end = self.ends.get(self.restart)
+        return None if end is None else str(end["reason"])
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long its nodes were held, as far as is known."""
+        return sum(float(end["elapsed_s"]) for end in self.ends.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +143,7 @@ def _fold_attempt(state: SweepState, ends: dict[AttemptKey, tuple[int, str]], ev
     attempt.allocation = attempt.allocation or event.get("allocation")
     attempt.spec = attempt.spec or event.get("spec")
     if name == "claimed":
+        attempt.job = event.get("job") or attempt.job
         attempt.predicted = event.get("predicted") or attempt.predicted
         attempt.time = event.get("time")
     elif name == "started":
@@ -159,6 +179,7 @@ def _fold_allocation(state: SweepState, event: Event) -> None:
         nodes, limit_s = int(event["nodes"]), float(event["limit_s"])
         allocation.tasks = tuple(AttemptKey(r, int(p), int(a)) for r, p, a in event["tasks"])
         allocation.nodes, allocation.limit_s = nodes, limit_s
+        allocation.control = event.get("control")
     elif kind == "submitting":
         allocation.submitting = True
     elif kind in ("submitted", "adopted"):
@@ -166,8 +187,28 @@ def _fold_allocation(state: SweepState, event: Event) -> None:
     elif kind == "allocation_started":
         agents = {canonical_json(a): a for a in (*allocation.agents, event["agent"])}
         allocation.agents = tuple(agents[k] for k in sorted(agents))
+        allocation.restart = max(allocation.restart, int(event.get("restart", 0)))
+    elif kind == "preflight":
+        allocation.preflight = max(allocation.preflight, event["found"], key=canonical_json)
     elif kind == "allocation_ended":
-        allocation.ended = min(allocation.ended or event["reason"], event["reason"])
+        restart, end = int(event.get("restart", 0)), _end(event)
+        held = allocation.ends.get(restart, end)
+        allocation.ends[restart] = min(held, end, key=_first_word)
+        allocation.restart = max(allocation.restart, restart)
+
+
+def _end(event: Event) -> dict[str, Any]:
+    return {
+        "reason": str(event["reason"]),
+        "elapsed_s": float(event.get("elapsed_s") or 0.0),
+        "avoid": [str(node) for node in event.get("avoid") or ()],
+        "source": str(event.get("source")),
+    }
+
+
+def _first_word(end: dict[str, Any]) -> tuple[bool, str]:
+    """The agent's word on its own end comes before a launcher's."""
+    return (end.get("source") != "agent", canonical_json(end))
 
 
 def _fold_controls(state: SweepState, controls: list[tuple[int, str, Event]]) -> None:

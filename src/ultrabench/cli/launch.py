@@ -1,55 +1,113 @@
-"""`ultrabench sweep launch`, `retry` and `cancel`."""
+"""`ultrabench sweep launch`: opens a sweep, asks for its price on a cluster, and follows it."""
 
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from ultrabench.cli.live import Display, counts_line, panel
-from ultrabench.cli.tables import err, hours, out, print_json, say, table, warn
-from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.folder import SweepFolder, find_sweep
-from ultrabench.journal import JournalWriter, read_journal
-from ultrabench.launchers.follow import Follower, interrupt, open_allocations
-from ultrabench.launchers.local import LocalLauncher
+from ultrabench.cli.consent import ask_for_budget
+from ultrabench.cli.live import Display, panel
+from ultrabench.cli.tables import hours, out, say, warn
+from ultrabench.errors import SweepFolderError
+from ultrabench.folder import SweepFolder
+from ultrabench.journal import read_journal
+from ultrabench.launchers.allocate import committed_gpu_hours
+from ultrabench.launchers.choose import choose_launcher
+from ultrabench.launchers.follow import Follower, interrupt, other_launchers
+from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.prepare import OpenSweep, open_sweep
 from ultrabench.result import ANSWERS, Status
-from ultrabench.state import AttemptState, SweepState, final_attempts, fold
+from ultrabench.state import AttemptKey, SweepState, fold
 from ultrabench.sweep.config import SweepConfig, config_from_tree, load_config
+from ultrabench.sweep.decide import decide
 from ultrabench.sweep.plan import make_plan, require_runs
-from ultrabench.sweep.plan_table import planned_runs, read_plan
+from ultrabench.sweep.plan_table import planned_runs
 from ultrabench.sweep.progress import progress
 
 
-def run_launch(overrides: list[str], detach: bool, max_gpu_hours: float | None, reuse: str | None) -> int:
+def run_launch(
+    overrides: list[str], detach: bool, max_gpu_hours: float | None, yes: bool, reuse: str | None
+) -> int:
     """Launches and follows a sweep; the exit code."""
     config = load_config(overrides)
-    if detach:
-        return _detach(config, overrides, max_gpu_hours, reuse)
-    return _follow(open_sweep(config, reuse=reuse, warn=warn, say=say), max_gpu_hours)
+    if detach and config.launcher.name == "local":
+        return _leave_in_background(config, overrides, max_gpu_hours, reuse)
+    folder = folder_of(config)
+    launcher = choose_launcher(config, folder)
+    if launcher.outlives_us:
+        max_gpu_hours = _budget(config, folder, launcher, max_gpu_hours, yes)
+    sweep = open_sweep(config, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
+    return follow(sweep, launcher, max_gpu_hours, detach=detach)
 
 
-def _follow(sweep: OpenSweep, max_gpu_hours: float | None, console: Console | None = None) -> int:
-    config, launcher = sweep.config, LocalLauncher()
+def folder_of(config: SweepConfig) -> SweepFolder:
+    """Where the sweep of a configuration lies."""
+    return SweepFolder(Path(config.results_dir).absolute() / config.name)
+
+
+def _budget(
+    config: SweepConfig, folder: SweepFolder, launcher: Launcher, given: float | None, yes: bool
+) -> float:
+    """The GPU hours that the user agrees to; nothing has been written before that."""
+    plan = make_plan(config)
+    require_runs(plan)
+    state = fold(read_journal(folder.journal, warn)) if folder.read_head() else SweepState()
+    todo = decide(plan.runs, state, frozenset(), repeats=config.repeats).todo
+    used = committed_gpu_hours(plan, state, ())
+    return ask_for_budget(plan, todo, used, launcher, given, yes)
+
+
+def continue_sweep(
+    folder: SweepFolder,
+    *,
+    retry: Sequence[AttemptKey] = (),
+    reuse: str = "any",
+    console: Console | None = None,
+    detach: bool = False,
+) -> int:
+    """Goes on with a sweep as it was launched last, within the GPU hours agreed to then."""
+    head = folder.read_head()
+    if head is None:
+        raise SweepFolderError(f"no sweep.json in {folder.path}; is it a sweep folder?")
+    state = fold(read_journal(folder.journal, warn))
+    tree = dict((state.config or head)["config"])
+    config = config_from_tree(tree | {"name": folder.name, "results_dir": str(folder.path.parent)})
+    budget = (state.config or {}).get("max_gpu_hours")
+    launcher = choose_launcher(config, folder)
+    sweep = open_sweep(config, reuse=reuse, warn=warn, say=say, retry=retry, max_gpu_hours=budget)
+    return follow(sweep, launcher, budget, console=console, detach=detach)
+
+
+def follow(
+    sweep: OpenSweep,
+    launcher: Launcher,
+    max_gpu_hours: float | None,
+    *,
+    console: Console | None = None,
+    detach: bool = False,
+) -> int:
+    """Follows an open sweep to its end, or leaves it after the first submission; the exit code."""
+    config = sweep.config
     planned = planned_runs(sweep.plan)
     price = hours(sweep.plan.gpu_hours())
     say(f"{config.name}: {len(planned)} runs, {price} GPU hours predicted, in {sweep.folder.path}")
+    for other in other_launchers(sweep):
+        say(f"{other} follows this sweep, too; both may go on: no run is made twice")
     try:
         with Display(config.name, planned) as display:
-            follower = Follower(sweep, launcher, display.show, max_gpu_hours)
-            state = follower.run()
+            follower = Follower(sweep, launcher, display.show, max_gpu_hours, display.say)
+            state = follower.once()[0] if detach else follower.run()
     except KeyboardInterrupt:
-        say("stopping what runs on this machine")
-        interrupt(sweep, launcher)
-        again = shlex.join(["ultrabench", *sys.argv[1:]])
-        say(f"interrupted; nothing that finished is lost, go on with: {again}")
-        return 130
+        return _interrupted(sweep, launcher)
+    if detach and follower.submitted:
+        return _left(sweep, follower.submitted)
     now = progress(config.name, planned, state)
     (console or out()).print(panel(now, busy=False))
     if follower.stopped:
-        if state.cancelled:
+        if state.cancelled and not launcher.outlives_us:
             interrupt(sweep, launcher)  # what was submitted while the cancel was being written
         say(f"stopped: {follower.stopped}")
         return 1
@@ -58,14 +116,40 @@ def _follow(sweep: OpenSweep, max_gpu_hours: float | None, console: Console | No
     return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
 
 
+def _interrupted(sweep: OpenSweep, launcher: Launcher) -> int:
+    again = shlex.join(["ultrabench", *sys.argv[1:]])
+    if launcher.outlives_us:
+        name = sweep.config.name
+        say(
+            f"no longer followed; its jobs go on. Follow again: {again}; end them: ultrabench sweep cancel {name}"
+        )
+        return 130
+    say("stopping what runs on this machine")
+    interrupt(sweep, launcher)
+    say(f"interrupted; nothing that finished is lost, go on with: {again}")
+    return 130
+
+
+def _left(sweep: OpenSweep, jobs: int) -> int:
+    name = sweep.config.name
+    where = _where(sweep.folder.path.parent)
+    say(
+        f"submitted {jobs} job{'s' * (jobs > 1)} and left; what comes after them is submitted by whoever follows: "
+        f"ultrabench sweep status {name}{where} --watch, on any host that has Slurm and this folder"
+    )
+    return 0
+
+
 def _where(parent: Path) -> str:
     return "" if parent == Path("results").absolute() else f" --results-dir {parent}"
 
 
-def _detach(config: SweepConfig, overrides: list[str], max_gpu_hours: float | None, reuse: str | None) -> int:
+def _leave_in_background(
+    config: SweepConfig, overrides: list[str], max_gpu_hours: float | None, reuse: str | None
+) -> int:
     """Leaves a launcher in the background; its output goes to launcher.log in the sweep's folder."""
     require_runs(make_plan(config))
-    folder = SweepFolder(Path(config.results_dir).absolute() / config.name)
+    folder = folder_of(config)
     folder.read_head()
     folder.create()
     command = [sys.executable, "-P", "-m", "ultrabench.cli.main", "sweep", "launch", *overrides]
@@ -78,76 +162,3 @@ def _detach(config: SweepConfig, overrides: list[str], max_gpu_hours: float | No
     say(f"launching in the background (process {process.pid}, output in {folder.path}/launcher.log)")
     say(f"look with: ultrabench sweep status {config.name} --watch" + _where(folder.path.parent))
     return 0
-
-
-def run_retry(
-    sweep: str | None, only: str | None, run: str | None, dry_run: bool, as_json: bool, results: Path
-) -> int:
-    """Runs failed runs again, whatever the policy had settled; the exit code."""
-    folder = find_sweep(sweep, results)
-    head = folder.read_head()
-    assert head is not None
-    state = fold(read_journal(folder.journal, warn))
-    chosen = _failed(folder, state, only, run)
-    if as_json:
-        print_json([_retry_row(a) for a in chosen])
-    elif chosen:
-        made = table(f"{'would run' if dry_run else 'runs'} again", "run", "attempt", "was", "reason")
-        for a in chosen:
-            made.add_row(*(str(v) for v in _retry_row(a).values()))
-        out().print(made)
-    if not chosen:
-        say("nothing to retry: no run ended in " + (only or "a failure"))
-    if dry_run or not chosen:
-        return 0
-    tree = dict((state.config or head)["config"])
-    config = config_from_tree(tree | {"name": folder.name, "results_dir": str(folder.path.parent)})
-    opened = open_sweep(config, reuse="any", warn=warn, say=say, retry=[a.key for a in chosen])
-    return _follow(opened, None, err() if as_json else None)
-
-
-def _retry_row(attempt: AttemptState) -> dict[str, object]:
-    result = attempt.result
-    assert result is not None
-    return {
-        "run_id": attempt.key.run_id,
-        "attempt": attempt.key.attempt + 1,
-        "was": result.status.value,
-        "reason": result.reason,
-    }
-
-
-def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
-    """The final attempts that failed and were asked for."""
-    answers = {Status.OK, Status.SKIPPED, Status.REJECTED}
-    names = [s.value for s in Status if s not in answers]
-    wanted = [w.strip() for w in only.split(",")] if only else names
-    for name in wanted:
-        if name not in names:
-            raise ConfigError(unknown_name("status to retry", name, names))
-    planned = {r.run_id for r in read_plan(folder.plan)}
-    if run is not None and not any(r.startswith(run) for r in planned):
-        raise ConfigError(f"no run of {folder.name} has an id that begins with {run!r}; see sweep status")
-    return [
-        a
-        for (run_id, _), a in sorted(final_attempts(state).items())
-        if a.result and a.result.status.value in wanted and run_id in planned and run_id.startswith(run or "")
-    ]
-
-
-def run_cancel(sweep: str | None, results: Path) -> None:
-    """Cancels a sweep: no new allocation, and what runs on this machine ends."""
-    folder = find_sweep(sweep, results)
-    folder.read_head()
-    state = fold(read_journal(folder.journal, warn))
-    left = progress(folder.name, read_plan(folder.plan), state).by_status
-    if not (left.get("pending") or left.get("running") or open_allocations(state)):
-        say(f"nothing to cancel: every run of {folder.name} is settled")
-        return
-    JournalWriter(folder.journal, "cancel").write("cancel", generation=state.generation + 1)
-    launcher = LocalLauncher()
-    for name in open_allocations(state):
-        launcher.kill(folder.allocations / name)
-    state = fold(read_journal(folder.journal))
-    err().print(counts_line(progress(folder.name, read_plan(folder.plan), state)))
-    say("cancelled; results stay, and the same launch command goes on from here")

@@ -41,6 +41,10 @@ class Display:
         if self._live:
             self._live.update(panel(progress(self._sweep, self._planned, state), bool(alive)))
 
+    def say(self, note: str) -> None:
+        """A line above the table."""
+        self._console.print(note, soft_wrap=True)
+
     def _lines(self, state: SweepState) -> None:
         """A line for each attempt that has ended since the last call; none for old ones."""
         ended = {k for k, a in state.attempts.items() if a.result is not None}

@@ -32,22 +32,29 @@ def plan(
     top: Annotated[
         int | None, typer.Option("--top", min=1, help="Name the K layouts to try first per cell.")
     ] = None,
+    show_script: Annotated[
+        bool, typer.Option("--show-script", help="Print the first job script for Slurm, nothing else.")
+    ] = False,
 ) -> None:
     """Enumerate every layout, reject with reasons, predict and price; touches nothing."""
     from ultrabench.cli.plan import show_plan
+    from ultrabench.cli.script import print_script
 
+    if show_script:
+        print_script(overrides or [])
+        return
     show_plan(overrides or [], json_, output, top)
 
 
 @sweep_app.command("launch")
 def launch(
     overrides: Overrides = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Start it and leave.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit and leave.")] = False,
     max_gpu_hours: Annotated[
-        float | None, typer.Option("--max-gpu-hours", min=0.0, help="Submit nothing beyond this.")
+        float | None, typer.Option("--max-gpu-hours", min=0.0, help="The sweep may use so many in all.")
     ] = None,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask (on this machine nothing is asked).")
+        bool, typer.Option("--yes", help="Do not ask on a terminal; local sweeps never ask.")
     ] = False,
     reuse: Annotated[
         str | None,
@@ -57,7 +64,7 @@ def launch(
     """Run a sweep until done; the same command again continues it."""
     from ultrabench.cli.launch import run_launch
 
-    raise typer.Exit(run_launch(overrides or [], detach, max_gpu_hours, reuse))
+    raise typer.Exit(run_launch(overrides or [], detach, max_gpu_hours, yes, reuse))
 
 
 @sweep_app.command("status")
@@ -85,15 +92,35 @@ def retry(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Run failed runs again as new attempts; finished ones are never touched."""
-    from ultrabench.cli.launch import run_retry
+    from ultrabench.cli.retry import run_retry
 
     raise typer.Exit(run_retry(sweep, only, run, dry_run, json_, results_dir))
+
+
+@sweep_app.command("pause")
+def pause(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
+    """Finish the runs under way and give the nodes back."""
+    from ultrabench.cli.steer import run_pause
+
+    run_pause(sweep, results_dir)
+
+
+@sweep_app.command("resume")
+def resume(
+    sweep: Sweep = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit and leave.")] = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Go on with a paused sweep as it was launched."""
+    from ultrabench.cli.steer import run_resume
+
+    raise typer.Exit(run_resume(sweep, results_dir, detach))
 
 
 @sweep_app.command("cancel")
 def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
     """Cancel what is queued and running; results stay."""
-    from ultrabench.cli.launch import run_cancel
+    from ultrabench.cli.steer import run_cancel
 
     run_cancel(sweep, results_dir)
 

@@ -1,0 +1,130 @@
+"""Attempts to allocations: what shares a job, its control run, its limit and its price."""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultrabench.allocation import Allocation
+from ultrabench.launchers.prepare import OpenSweep, rank_threads
+from ultrabench.run import Task
+from ultrabench.state import AttemptKey, SweepState
+from ultrabench.sweep.control import cell_of, controls, next_repeat
+from ultrabench.sweep.decide import Decision, Todo
+from ultrabench.sweep.pack import allocation_limit_s, pack, run_limit_s
+from ultrabench.sweep.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """An allocation that could be submitted."""
+
+    group: tuple[Todo, ...]
+    """In the order they run, the control first."""
+    control: str | None
+    limit_s: float
+    gpu_hours: float
+    """Predicted price."""
+
+    @property
+    def nodes(self) -> int:
+        """Its size."""
+        return self.group[0].candidate.nodes
+
+
+def drafts(sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s: float) -> list[Draft]:
+    """The allocations that a decision asks for, in its order; of an untried size only one."""
+    config, steps = sweep.config, sweep.plan.steps
+    groups = pack(decision.todo, config, steps)
+    cells = controls(sweep.plan) if config.launcher.control and config.launcher.pack != 1 else {}
+    known = [*state.attempts, *(key for held in state.allocations.values() for key in held.tasks)]
+    found, seen = [], set[int]()
+    for group in groups:
+        nodes = group[0].candidate.nodes
+        if nodes in decision.untried & seen:
+            continue
+        seen.add(nodes)
+        control = cells.get(cell_of(group[0].candidate))
+        if control is not None:
+            run_id = control.spec.run_id
+            own = [t for t in group if t.key.run_id == run_id]
+            if not own:
+                repeat = next_repeat(run_id, known, config.repeats)
+                own = [Todo(candidate=control, key=AttemptKey(run_id, repeat, 0))]
+                known.append(own[0].key)
+            group = (*own, *(t for t in group if t.key.run_id != run_id))
+        found.append(
+            Draft(
+                group=group,
+                control=control.spec.run_id if control else None,
+                limit_s=min(max_limit_s, allocation_limit_s(group, config, steps)),
+                gpu_hours=sum(t.candidate.gpu_hours(steps) for t in group),
+            )
+        )
+    return found
+
+
+def shapes(chosen: Sequence[Draft], max_array: int) -> list[list[Draft]]:
+    """The drafts that one submission each can hold: alike in nodes and time limit."""
+    alike: dict[tuple[int, float], list[Draft]] = {}
+    for draft in chosen:
+        alike.setdefault((draft.nodes, draft.limit_s), []).append(draft)
+    return [
+        group[start : start + max_array]
+        for group in alike.values()
+        for start in range(0, len(group), max_array)
+    ]
+
+
+def allocations(sweep: OpenSweep, array: Sequence[Draft]) -> list[Allocation]:
+    """What the agents of a submission's allocations will read; nothing is written yet."""
+    config = sweep.config
+    token = f"n{array[0].nodes}-{uuid.uuid4().hex[:8]}"
+    return [
+        Allocation(
+            name=f"{token}.{number}",
+            sweep_dir=str(sweep.folder.path),
+            work_dir=str(Path.cwd()),
+            nodes=draft.nodes,
+            gpus_per_node=config.hardware.gpus_per_node,
+            simulated=config.hardware.simulated,
+            threads=rank_threads(config, draft.nodes, sweep.environment.get("cores")),
+            heartbeat_s=config.launcher.heartbeat_s,
+            limit_s=draft.limit_s,
+            kernel_digest=sweep.kernel_digest,
+            git_commit=sweep.git_commit,
+            preflight=config.launcher.preflight,
+            control=draft.control,
+            window=config.launcher.window,
+            tasks=tuple(_task(sweep, todo) for todo in draft.group),
+        )
+        for number, draft in enumerate(array)
+    ]
+
+
+def _task(sweep: OpenSweep, todo: Todo) -> Task:
+    config = sweep.config
+    return Task(
+        run_id=todo.key.run_id,
+        repeat=todo.key.repeat,
+        attempt=todo.key.attempt,
+        spec=todo.candidate.spec,
+        measure=config.measure,
+        device=config.hardware.device,
+        rank_mem_bytes=config.hardware.rank_mem_bytes,
+        gpu_names=config.hardware.accelerator.reported_as,
+        predicted_step_time_s=todo.candidate.prediction.step_time_s,
+        limit_s=run_limit_s(todo, config, sweep.plan.steps),
+    )
+
+
+def committed_gpu_hours(plan: Plan, state: SweepState, open_names: Sequence[str]) -> float:
+    """GPU hours of ended allocations as they were held, and of open ones as predicted."""
+    per_node, steps = plan.config.hardware.gpus_per_node, plan.steps
+    price = {c.spec.run_id: c.gpu_hours(steps) for c in plan.runs}
+    total = 0.0
+    for name, held in state.allocations.items():
+        spent = held.elapsed_s * held.nodes * per_node / 3600
+        planned = sum(price.get(key.run_id, 0.0) for key in held.tasks) if name in open_names else 0.0
+        total += max(spent, planned)
+    return total

@@ -1,0 +1,70 @@
+"""What a follower needs of a launcher: submit allocations, see what became of them, end them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ultrabench.allocation import Allocation
+from ultrabench.result import Status
+from ultrabench.state import AllocationState
+
+Job = dict[str, Any]
+"""How to find an allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """An allocation is over, by the word of whoever ran it."""
+
+    status: Status
+    """Of attempts it had claimed and did not finish."""
+    reason: str
+    elapsed_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """What became of allocations."""
+
+    alive: frozenset[str] = frozenset()
+    """Queued or running, or not known to be over."""
+    queued: frozenset[str] = frozenset()
+    """Those of them that surely hold no nodes."""
+    gone: dict[str, Gone] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    """Where the living were found."""
+    notes: tuple[str, ...] = ()
+    """What a person should know or do: why jobs wait, what does not answer."""
+
+
+class Launcher(Protocol):
+    """Local processes or Slurm jobs."""
+
+    max_jobs: int
+    """Allocations queued or running at most."""
+    max_nodes: int
+    """Nodes of all of them at most."""
+    max_array: int
+    """Allocations of one submission at most."""
+    max_limit_s: float
+    """Wall-clock limit of one at most."""
+    outlives_us: bool
+    """Allocations go on after Ctrl-C."""
+    rest_s: float
+    """Between two looks at the journal."""
+
+    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str]) -> dict[str, Job]:
+        """Submits allocations of one shape at once; where each will be found.
+
+        Args:
+            avoid: nodes that must not be used.
+
+        Raises:
+            ClusterError: it cannot be done; whether some were submitted is for `look` to find out.
+        """
+
+    def look(self, allocations: Mapping[str, AllocationState]) -> Sighting:
+        """What became of `allocations` (of those that have ended, only what lives again)."""
+
+    def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:
+        """Ends allocations; those that run only if asked to."""

@@ -1,0 +1,206 @@
+"""Allocations as jobs of a Slurm cluster: one job array for those that are alike."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from ultrabench.allocation import Allocation
+from ultrabench.errors import ClusterError
+from ultrabench.folder import SweepFolder
+from ultrabench.hardware import Hardware
+from ultrabench.launchers.inherited import inherited
+from ultrabench.launchers.launcher import Gone, Job, Sighting
+from ultrabench.launchers.slurm_job import Job as SlurmJob
+from ultrabench.launchers.slurm_query import Answer, SlurmQuery
+from ultrabench.launchers.slurm_script import ArrayScript, array_name, array_script, job_prefix
+from ultrabench.launchers.slurm_state import Phase, pending_remedy
+from ultrabench.record import to_dict
+from ultrabench.result import Status
+from ultrabench.state import AllocationState
+from ultrabench.sweep.launcher_choice import LauncherChoice
+
+SUBMIT_TIMEOUT_S = 60.0
+SUBMIT_TRIES = 6
+SUBMIT_PAUSE_S = 2.0
+"""After a failed submission; doubled each time."""
+END_GRACE_S = 10.0
+"""Between Slurm's word that a job is over and ours that its agents said nothing: file systems lag."""
+STALE_ACCOUNTING_S = 300.0
+"""So long sacct is believed that calls a job active which squeue no longer knows."""
+_FOR_GOOD = re.compile(
+    r"invalid|not permitted|not available|violates|unrecognized|unable to open|not found|more processors|"
+    r"access/permission denied|cannot be satisfied",
+    re.IGNORECASE,
+)
+"""Refusals that come again however often one asks."""
+
+
+class SlurmLauncher:
+    """Submits, finds and ends allocations that are elements of job arrays."""
+
+    outlives_us = True
+    rest_s = 1.0
+
+    def __init__(
+        self, folder: SweepFolder, choice: LauncherChoice, hardware: Hardware, query: SlurmQuery,
+        *, max_jobs: int, max_nodes: int, max_array: int, max_limit_s: float,
+    ) -> None:  # fmt: skip
+        self.max_jobs, self.max_nodes, self.max_array = max_jobs, max_nodes, max_array
+        self.max_limit_s = max_limit_s
+        self.query = query
+        self._choice, self._hardware = choice, hardware
+        self._prefix = job_prefix(folder.path)
+        self._unseen: dict[str, float] = {}
+        """Allocation -> when squeue first did not list it, or listed it as over."""
+
+    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str]) -> dict[str, Job]:
+        """Submits one array; a submission whose answer was lost is found by its name.
+
+        Raises:
+            ClusterError: sbatch refuses it, or failed again and again.
+        """
+        script = array_script(allocations, self._choice, self._hardware, avoid)
+        name = f"{self._prefix}{array_name(allocations[0])}"
+        for number in range(SUBMIT_TRIES):
+            number_or_error = self._send(script)
+            if number_or_error.isdigit():
+                return {a.name: _job(f"{number_or_error}_{i}", name) for i, a in enumerate(allocations)}
+            if _FOR_GOOD.search(number_or_error):
+                break
+            found = self._find(name)
+            if found:
+                return {n: job for n, job in found.items() if n in {a.name for a in allocations}}
+            time.sleep(SUBMIT_PAUSE_S * 2**number)
+        raise ClusterError(
+            f"sbatch does not take a job of {allocations[0].nodes} nodes: {number_or_error}; mend launcher.* or "
+            "the cluster, then launch again: nothing is lost"
+        )
+
+    def _send(self, script: ArrayScript) -> str:
+        """The array's number, or else what went wrong."""
+        environ = {**inherited(os.environ, self._choice.environment), "PYTHONSAFEPATH": "1"}
+        self.query.counts["sbatch"] += 1
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "ultrabench.launchers.submit_slurm"],
+                input=json.dumps(to_dict(script)),
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=SUBMIT_TIMEOUT_S,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            return f"sbatch did not answer within {SUBMIT_TIMEOUT_S:g} s"
+        last = (done.stdout.split() or [""])[-1]
+        if done.returncode == 0 and last.isdigit():
+            return last
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        told = [line for line in lines if "error:" in line] or lines[-1:]
+        return "; ".join(told) or "sbatch gave no number"
+
+    def _find(self, name: str) -> dict[str, Job]:
+        """Jobs of this name, whose number never reached us, by allocation."""
+        asked = time.monotonic()
+        while time.monotonic() - asked < SUBMIT_TIMEOUT_S:
+            answer = self.query.jobs(self._prefix, fresh=True)
+            if answer is not None and not answer.stale and answer.age_s < time.monotonic() - asked:
+                seen = [job for job in answer.jobs.values() if job.name == name]
+                return {self._allocation(job): _job(job.job_id, name) for job in seen}
+            time.sleep(0.5)
+        return {}
+
+    def _allocation(self, job: SlurmJob) -> str:
+        return f"{job.name.removeprefix(self._prefix)}.{job.array_index}"
+
+    def look(self, allocations: Mapping[str, AllocationState]) -> Sighting:
+        """What squeue, and for jobs it has forgotten sacct, say of the sweep's jobs.
+
+        Raises:
+            ClusterError: Slurm has not answered for a long time.
+        """
+        unended = {name for name, held in allocations.items() if held.ended is None}
+        answer = self.query.jobs(self._prefix)
+        if answer is None:
+            return Sighting(alive=frozenset(unended), notes=("waiting for an answer of squeue",))
+        seen: dict[str, list[SlurmJob]] = {}
+        for job in answer.jobs.values():
+            seen.setdefault(self._allocation(job), []).append(job)
+        active = {n: j for n, jobs in seen.items() if (j := _active(jobs)) and n in allocations}
+        queued = {n for n, job in active.items() if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
+        since = time.monotonic() - answer.age_s
+        self._unseen = {n: self._unseen.get(n, since) for n in unended if n not in active}
+        gone = {
+            n: end for n in sorted(self._unseen) if (end := self._over(allocations[n], seen.get(n), since))
+        }
+        return Sighting(
+            alive=frozenset((unended | queued) - set(gone)),
+            queued=frozenset(queued),
+            gone=gone,
+            jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
+            notes=_notes(answer, active),
+        )
+
+    def _over(self, held: AllocationState, listed: list[SlurmJob] | None, now: float) -> Gone | None:
+        """How an allocation ended that squeue does not call active; None while that is not sure.
+
+        Args:
+            now: when squeue was asked; its silence about a job counts only from one answer to another.
+        """
+        waited = now - self._unseen[held.name]
+        grace = min(END_GRACE_S, self._choice.grace_s) if listed else self._choice.grace_s
+        if waited < grace:
+            return None
+        number = (held.job or {}).get("job_id")
+        job = listed[-1] if listed else self.query.accounting([number]).get(number) if number else None
+        if job is None:
+            named = f"job {number}" if number else f"a job of {held.name}"
+            return Gone(status=Status.LOST, reason=f"Slurm does not know {named}")
+        if job.meaning.phase is not Phase.OVER:
+            if waited < STALE_ACCOUNTING_S:
+                return None
+            return Gone(
+                status=Status.LOST, reason=f"squeue has forgotten job {job.job_id}, sacct says {job.state}"
+            )
+        return Gone(
+            status=job.meaning.status or Status.LOST,
+            reason=f"Slurm ended job {job.job_id}: {job.state}" + (f" ({job.reason})" if _tells(job) else ""),
+            elapsed_s=job.elapsed_s,
+        )
+
+    def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:
+        """scancel for all jobs of the arrays that hold `allocations`; their agents say how runs ended."""
+        for array in sorted({name.rpartition(".")[0] for name in allocations}):
+            self.query.cancel(name=f"{self._prefix}{array}", pending_only=queued_only)
+
+
+_USUAL = {"RUNNING", "CONFIGURING", "COMPLETING", "POWER_UP_NODE", "STAGE_OUT", "SIGNALING", "RESIZING"}
+
+
+def _job(job_id: str, name: str) -> Job:
+    return {"job_id": job_id, "name": name}
+
+
+def _active(jobs: Sequence[SlurmJob]) -> SlurmJob | None:
+    """One that is not over: a submission that was made twice has two of each."""
+    return next((job for job in jobs if job.meaning.phase is not Phase.OVER), None)
+
+
+def _tells(job: SlurmJob) -> bool:
+    return job.reason not in ("", "None")
+
+
+def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:
+    """What a person has to mend, and what cannot be known now."""
+    notes = [f"squeue does not answer ({answer.error}); jobs go on, asking again"] if answer.stale else []
+    for job in active.values():
+        remedy = pending_remedy(job.reason) if job.meaning.phase is Phase.QUEUED else None
+        if remedy:
+            notes.append(f"jobs wait for {job.reason}: {remedy}")
+        elif job.meaning.phase is not Phase.QUEUED and job.state not in _USUAL:
+            notes.append(f"job {job.job_id} is {job.state}: {job.meaning.note}")
+    return tuple(dict.fromkeys(notes))

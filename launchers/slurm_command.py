@@ -1,0 +1,50 @@
+"""Runs one program of Slurm's."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Sequence
+
+_KEPT = {"SLURM_CONF", "SLURM_JWT"}
+_DEFAULTS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL|SACCTMGR)_")
+
+
+class CommandError(Exception):
+    """A Slurm program failed, hung or talked nonsense; never leaves the launchers."""
+
+    def __init__(self, message: str, complaints: str = "") -> None:
+        super().__init__(message)
+        self.complaints = complaints
+        """All it wrote to stderr."""
+
+
+def ask(words: Sequence[str], timeout_s: float) -> str:
+    """What a Slurm program prints.
+
+    Raises:
+        CommandError: it cannot be started, fails, or takes longer than `timeout_s` (it is killed then).
+    """
+    # Those variables change what a program prints, or where it looks.
+    ours = {k: v for k, v in os.environ.items() if k in _KEPT or not _DEFAULTS.match(k)}
+    ours |= {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0: ranges of arrays are never cut short
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            words, env=ours, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe,
+            encoding="utf-8", errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise CommandError(f"{words[0]}: {error.strerror}") from error
+    with process:
+        try:
+            answer, complaints = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise CommandError(f"{words[0]}: no answer within {timeout_s:g} s") from error
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        last = [line.strip() for line in complaints.splitlines() if line.strip()][-1:] or ["no message"]
+        raise CommandError(f"{words[0]}: {last[0][:200]} (exit {process.returncode})", complaints)
+    return answer

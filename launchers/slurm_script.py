@@ -1,0 +1,129 @@
+"""The job script of an array of allocations: submitit writes it, our agent is what it runs."""
+
+import getpass
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from submitit import SlurmExecutor
+
+from ultrabench.allocation import Allocation
+from ultrabench.hardware import Hardware
+from ultrabench.sweep.launcher_choice import LauncherChoice
+
+SIGNAL_DELAY_S = 90
+"""Agents are told so long before the time limit: they end the current run and say how it was."""
+SRUN_WAIT_S = 60
+
+
+class ArrayExecutor(SlurmExecutor):
+    """submitit's Slurm executor with a command of its own; nothing is pickled."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Scripts can be written where there is no Slurm, too."""
+        return 2
+
+    def text(self, command: str) -> str:
+        """The script that would be submitted."""
+        return str(self._make_submission_file_text(command, ""))
+
+    def send(self, command: str) -> str:
+        """Submits `command` as a job array; gives back the array's job id.
+
+        Raises:
+            submitit.core.utils.FailedJobError: sbatch failed, with what it said.
+        """
+        return str(self._submit_command(command).job_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayScript:
+    """A submission, ready to be shown or sent to another process as JSON."""
+
+    folder: str
+    """Where submitit keeps the script."""
+    command: str
+    parameters: dict[str, Any]
+    count: int
+
+    def executor(self) -> ArrayExecutor:
+        """The executor that writes and submits it."""
+        made = ArrayExecutor(folder=self.folder)
+        made.update_parameters(**self.parameters)
+        made.parameters["map_count"] = self.count
+        return made
+
+
+def array_name(allocation: Allocation) -> str:
+    """What the allocations of one array share in their names, `n2-1a2b3c4d` of `n2-1a2b3c4d.0`."""
+    return allocation.name.rpartition(".")[0]
+
+
+def job_prefix(sweep_dir: Path) -> str:
+    """How the names of all jobs of a sweep begin: whose they are can be read in squeue."""
+    return f"ub-{sweep_dir.name}-"
+
+
+def array_script(
+    array: Sequence[Allocation], choice: LauncherChoice, hardware: Hardware, avoid: Sequence[str] = ()
+) -> ArrayScript:
+    """The submission of allocations that are alike in nodes and time limit."""
+    first = array[0]
+    shared = first.folder.parent / array_name(first)
+    log = f"{shared}.%a/job.log"
+    # Without --cpu-bind=none a single task of a node is bound to a single core on many clusters.
+    steps = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log}",
+             "--cpu-bind=none", *([f"--cpus-per-task={choice.cpus}"] if choice.cpus else [])]  # fmt: skip
+    python = choice.python or (sys.executable,)
+    return ArrayScript(
+        folder=str(Path(first.sweep_dir) / "scripts"),
+        command=shlex.join([*python, "-P", "-m", "ultrabench.agent", str(shared)]),
+        count=len(array),
+        parameters={
+            "additional_parameters": {"output": log, **_options(first, choice, hardware, avoid)},
+            "setup": ["export PYTHONSAFEPATH=1", *choice.setup],
+            "srun_args": [*steps, *choice.srun],
+            "signal_delay_s": SIGNAL_DELAY_S,
+            "stderr_to_stdout": True,
+            "wckey": None,
+        },
+    )
+
+
+def _options(
+    first: Allocation, choice: LauncherChoice, hardware: Hardware, avoid: Sequence[str]
+) -> dict[str, Any]:
+    """The options of sbatch; what the user names himself comes last and wins."""
+    sweep_dir = Path(first.sweep_dir)
+    gpus = hardware.gpus_per_node if hardware.device == "cuda" and choice.gres is None else None
+    options: dict[str, Any] = {
+        "job_name": f"{job_prefix(sweep_dir)}{array_name(first)}",
+        "comment": _comment(sweep_dir),
+        "nodes": first.nodes,
+        "ntasks-per-node": 1,
+        "time": math.ceil(first.limit_s / 60),
+        "chdir": first.work_dir,
+        "exclude": ",".join([*([choice.exclude] if choice.exclude else []), *avoid]) or None,
+        "cpus-per-task": choice.cpus,
+        "gpus-per-node": gpus,
+        "exclusive": choice.exclusive or None,
+        "requeue" if choice.requeue else "no-requeue": True,
+        **{k: getattr(choice, k) for k in _SAME_NAME},
+        **{k: True if v == "" else v for k, v in choice.sbatch.items()},
+    }
+    return {k: v for k, v in options.items() if v is not None}
+
+
+_SAME_NAME = ("partition", "account", "qos", "reservation", "constraint", "mem", "nice", "gres")
+
+
+def _comment(sweep_dir: Path) -> str:
+    return (
+        f"ultrabench sweep {sweep_dir.name} of {getpass.getuser()}, results in {sweep_dir}; "
+        f"to give the nodes back: ultrabench sweep pause {sweep_dir.name}"
+    )

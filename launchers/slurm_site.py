@@ -1,0 +1,65 @@
+"""What a sweep may take of a cluster: the site's limits, held against what the sweep asks for."""
+
+from ultrabench.errors import ConfigError
+from ultrabench.folder import SweepFolder
+from ultrabench.launchers.slurm import SlurmLauncher
+from ultrabench.launchers.slurm_limits import Limits, read_limits
+from ultrabench.launchers.slurm_query import SlurmQuery
+from ultrabench.sweep.config import SweepConfig
+
+SHARE = 4
+"""By default a sweep takes a quarter of its partition."""
+
+
+def slurm_launcher(config: SweepConfig, folder: SweepFolder) -> SlurmLauncher:
+    """A launcher that keeps to what the site allows.
+
+    Raises:
+        ConfigError: the sweep asks for what the site does not give.
+        ClusterError: Slurm cannot be asked.
+    """
+    choice = config.launcher
+    limits = read_limits(choice.partition, choice.account, choice.qos)
+    return SlurmLauncher(
+        folder, choice, config.hardware, SlurmQuery(poll_s=choice.poll_s),
+        max_jobs=min(choice.max_jobs, limits.max_submit or choice.max_jobs),
+        max_nodes=node_share(config, limits),
+        max_array=limits.max_array_size,
+        max_limit_s=60.0 * (_max_minutes(config, limits) or float("inf")),
+    )  # fmt: skip
+
+
+def node_share(config: SweepConfig, limits: Limits) -> int:
+    """Nodes that the sweep may hold or queue for at a time.
+
+    Raises:
+        ConfigError: its largest runs need more.
+    """
+    choice, largest = config.launcher, max(config.axes.nodes)
+    most = limits.max_nodes or limits.total_nodes
+    share = choice.max_nodes or max(1, limits.total_nodes // SHARE)
+    where = f"partition {limits.partition} has {limits.total_nodes} nodes"
+    if limits.max_nodes is not None:
+        where += f" and gives a job {limits.max_nodes}"
+    if largest > most:
+        raise ConfigError(f"sweep.nodes up to {largest}; {where}: leave out what is larger")
+    if largest > share:
+        given = f"launcher.max_nodes={share}" if choice.max_nodes else f"by default a sweep takes {share}"
+        raise ConfigError(f"sweep.nodes up to {largest}; {where}, {given}: set launcher.max_nodes={largest}")
+    return min(share, limits.max_nodes_per_user or share)
+
+
+def _max_minutes(config: SweepConfig, limits: Limits) -> int | None:
+    """The longest time limit a job may have; None: any.
+
+    Raises:
+        ConfigError: more is asked for.
+    """
+    known = [m for m in (limits.max_time_minutes, limits.max_wall_minutes) if m is not None]
+    most = min(known, default=None)
+    asked = config.launcher.time_minutes
+    if most is not None and asked is not None and asked > most:
+        raise ConfigError(
+            f"launcher.time_minutes={asked}; partition {limits.partition} allows {most}: set at most that"
+        )
+    return most

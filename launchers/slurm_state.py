@@ -1,0 +1,130 @@
+"""Slurm's words for the state of a job, and for why it waits, in ours.
+
+Sources: squeue(1), sacct(1), slurm.schedmd.com/job_state_codes.html and job_reason_codes.html.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ultrabench.result import Status
+
+
+class Phase(StrEnum):
+    """Where a job stands."""
+
+    QUEUED = "queued"  # holds no node
+    RUNNING = "running"  # holds nodes, or may: its processes have to be reckoned with
+    HELD = "held"  # queued, but starts only when somebody releases it
+    OVER = "over"  # ended for good; holds nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """What a word of Slurm's tells us."""
+
+    phase: Phase
+    status: Status | None = None
+    """What an attempt that the job left unfinished gets; None unless it is over."""
+    note: str
+
+
+def _at(phase: Phase, note: str, status: Status | None = None) -> Meaning:
+    return Meaning(phase=phase, status=status, note=note)
+
+
+# A flag (CONFIGURING, COMPLETING, ...) hides the state below it, so each is read as "may hold nodes",
+# unless Slurm sets it on waiting jobs only.
+_MEANINGS = {
+    "PENDING": _at(Phase.QUEUED, "waits"),
+    "REQUEUE_FED": _at(Phase.QUEUED, "goes back to the queue of its federation"),
+    "EXPEDITING": _at(Phase.QUEUED, "goes back to the head of the queue"),
+    "REQUEUE_HOLD": _at(Phase.HELD, "went back to the queue and is held there"),
+    "SPECIAL_EXIT": _at(Phase.HELD, "went back to the queue by a rule of the site and is held there"),
+    "RESV_DEL_HOLD": _at(Phase.HELD, "is held because its reservation was deleted"),
+    "RUNNING": _at(Phase.RUNNING, "runs"),
+    "CONFIGURING": _at(Phase.RUNNING, "has nodes that are not ready yet"),
+    "POWER_UP_NODE": _at(Phase.RUNNING, "has nodes that are being powered up"),
+    "COMPLETING": _at(Phase.RUNNING, "ends; processes of it may be left"),
+    "REQUEUED": _at(Phase.RUNNING, "goes back to the queue; processes of it may be left"),
+    "STAGE_OUT": _at(Phase.RUNNING, "copies its files back"),
+    "SUSPENDED": _at(Phase.RUNNING, "is suspended; its processes are kept"),
+    "STOPPED": _at(Phase.RUNNING, "is stopped; its processes are kept"),
+    "SIGNALING": _at(Phase.RUNNING, "is being signalled"),
+    "RESIZING": _at(Phase.RUNNING, "changes its size"),
+    "UPDATE_DB": _at(Phase.RUNNING, "is being written to the accounting"),
+    "COMPLETED": _at(Phase.OVER, "ended by itself", Status.LOST),
+    "FAILED": _at(Phase.OVER, "ended with an error", Status.LOST),
+    "OUT_OF_MEMORY": _at(Phase.OVER, "was killed for using too much host memory", Status.LOST),
+    "CANCELLED": _at(Phase.OVER, "was cancelled", Status.CANCELLED),
+    "TIMEOUT": _at(Phase.OVER, "reached its time limit", Status.CANCELLED),
+    "DEADLINE": _at(Phase.OVER, "could not end before its deadline", Status.CANCELLED),
+    "REVOKED": _at(Phase.OVER, "was started by another cluster of the federation", Status.CANCELLED),
+    "PREEMPTED": _at(Phase.OVER, "was pre-empted", Status.PREEMPTED),
+    "NODE_FAIL": _at(Phase.OVER, "lost a node", Status.NODE_FAIL),
+    "BOOT_FAIL": _at(Phase.OVER, "had a node that did not boot", Status.NODE_FAIL),
+    "LAUNCH_FAILED": _at(Phase.OVER, "could not be started on its nodes", Status.NODE_FAIL),
+    "RECONFIG_FAIL": _at(Phase.OVER, "had a node that could not be configured", Status.NODE_FAIL),
+}
+
+_COMPACT = {
+    "BF": "BOOT_FAIL", "CA": "CANCELLED", "CD": "COMPLETED", "CF": "CONFIGURING", "CG": "COMPLETING",
+    "DL": "DEADLINE", "F": "FAILED", "NF": "NODE_FAIL", "OOM": "OUT_OF_MEMORY", "PD": "PENDING",
+    "PR": "PREEMPTED", "R": "RUNNING", "RD": "RESV_DEL_HOLD", "RF": "REQUEUE_FED", "RH": "REQUEUE_HOLD",
+    "RQ": "REQUEUED", "RS": "RESIZING", "RV": "REVOKED", "S": "SUSPENDED", "SE": "SPECIAL_EXIT",
+    "SI": "SIGNALING", "SO": "STAGE_OUT", "ST": "STOPPED", "TO": "TIMEOUT",
+}  # fmt: skip
+
+
+def meaning(word: str) -> Meaning:
+    """What a state as squeue, sacct or scontrol print it means: `R`, `CANCELLED by 1000`, `OUT_OF_ME+`.
+
+    A word nobody knows is read as running, for what is believed to run is not started a second time.
+    """
+    first = (word.upper().split() or ["?"])[0]
+    stem = first.rstrip("+")
+    known = _MEANINGS.get(_COMPACT.get(stem, stem))
+    if known is None and stem and first.endswith("+"):
+        # sacct cuts a word at the width of its column and says so by a plus.
+        whole = [name for name in _MEANINGS if name.startswith(stem)]
+        known = _MEANINGS[whole[0]] if len(whole) == 1 else None
+    return known or _at(Phase.RUNNING, f"is in the state {word.strip() or '(none)'}, which is not known here")
+
+
+# The first whose pattern the reason begins with. Limits shared with other jobs, our own among them (Grp,
+# PerUser, PerAccount, numbers of jobs), are left out: they clear when those end.
+_REMEDIES = (
+    (r"jobhelduser", "held by its owner: `scontrol release` it"),
+    (r"jobheldadmin", "held by the administrators: ask them, or cancel it"),
+    (r"jobholdmaxrequeue|.*\bheld\b", "held after a failed start: report the node, then `scontrol release` it"),
+    (r"partitiondown", "the partition is down: wait for the administrators or set launcher.partition="),
+    (r"partitioninactive", "the partition starts no jobs: set launcher.partition="),
+    (r"partitionnodelimit", "more nodes than one job may have there: lower launcher.max_nodes="),
+    (r"partitiontimelimit", "longer than jobs may run there: lower launcher.time_minutes="),
+    (r"partitionconfig", "outside a limit of the partition: set launcher.partition="),
+    (r"(qos|assoc)maxwall", "longer than jobs of its QOS or account may run: lower launcher.time_minutes="),
+    (r"(qos|assoc)max\w+minutesperjob", "more hours than one job may use: lower launcher.time_minutes="),
+    (r"(qos|assoc)max\w+perjob", "more than one job of its QOS or account may have: lower"
+     " launcher.max_nodes= or set launcher.qos= or launcher.account="),
+    (r"(qos|assoc)max\w+pernode", "more of a node than its QOS or account gives: set launcher.qos="),
+    (r"qosmin", "less than a job of its QOS must ask for: set launcher.qos="),
+    (r"(qos|assoc)grp(wall(?!run)|\w+(?<!run)minutes)|associationtimelimit|qostimelimit|qosusagethreshold",
+     "the hours of its account or QOS are used up: set launcher.account= or launcher.qos="),
+    (r"invalidaccount|accountnotallowed", "its account may not run there: set launcher.account="),
+    (r"invalidqos|qosnotallowed", "its QOS may not be used there: set launcher.qos="),
+    (r"badconstraints", "no node is as asked for: set launcher.constraint= or launcher.partition="),
+    (r"maxmemperlimit", "more memory than jobs may have there: lower launcher.mem="),
+    (r"reqnodenotavail.*maint", "kept free for maintenance: wait, or lower launcher.time_minutes="),
+    (r"reqnodenotavail|nodedown", "nodes are down or reserved (`sinfo -R`): wait, or lower launcher.max_nodes="),
+    (r"reservationdeleted|reservation .*deleted", "its reservation is gone: set launcher.reservation= and cancel it"),
+    (r"dependencyneversatisfied", "waits for a job that failed: cancel it"),
+)  # fmt: skip
+
+
+def pending_remedy(reason: str) -> str | None:
+    """One line on what to do about a job that waits for this reason; None when waiting is all it takes.
+
+    `reason` is squeue's: a code, or a sentence, with or without parentheses.
+    """
+    plain = reason.strip().strip("()").replace("_", " ").lower()
+    return next((remedy for pattern, remedy in _REMEDIES if re.match(pattern, plain)), None)

@@ -1,0 +1,67 @@
+"""What a launch on a cluster will cost, and the question whether it may."""
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from ultrabench.cli.tables import duration, err, hours, say, table
+from ultrabench.errors import ConfigError
+from ultrabench.launchers.launcher import Launcher
+from ultrabench.sweep.decide import Todo
+from ultrabench.sweep.pack import allocation_limit_s, pack
+from ultrabench.sweep.plan import Plan
+
+BUDGET_FACTOR = 1.5
+"""Without --max-gpu-hours a launch stops at this many times the predicted price."""
+
+
+def ask_for_budget(
+    plan: Plan, todo: Sequence[Todo], used: float, launcher: Launcher, given: float | None, yes: bool
+) -> float:
+    """Shows the price of what is left to do and asks; the GPU hours that the sweep may use in all.
+
+    Raises:
+        ConfigError: there is nobody to ask and no --max-gpu-hours.
+        typer.Abort: the answer is no.
+    """
+    config, steps = plan.config, plan.steps
+    per_node = config.hardware.gpus_per_node
+    cells: dict[tuple[str, int], list[float]] = {}
+    for item in todo:
+        run = item.candidate
+        cells.setdefault((run.shape.name, run.nodes), []).append(run.gpu_hours(steps))
+    price = sum(sum(prices) for prices in cells.values())
+    if not todo:
+        return given if given is not None else max(used, 1e-9)
+    numbers = ("nodes", "GPUs", "runs", "GPU hours")
+    made = table(f"sweep {config.name} on {config.cluster}", "model", *numbers, right=numbers)
+    for (model, nodes), prices in sorted(cells.items(), key=lambda cell: (cell[0][1], cell[0][0])):
+        made.add_row(model, str(nodes), str(nodes * per_node), f"{len(prices):,}", hours(sum(prices)))
+    made.add_section()
+    made.add_row("all", "", "", f"{len(todo):,}", hours(price))
+    err().print(made)
+    groups = pack(todo, config, steps)
+    nodes = max(run.candidate.nodes for run in todo)
+    limit_s = max(allocation_limit_s(group, config, steps) for group in groups)
+    earliest_s = max(
+        3600 * price / (per_node * min(launcher.max_nodes, sum(g[0].candidate.nodes for g in groups))),
+        max(sum(t.candidate.duration_s(steps) for t in group) for group in groups),
+    )
+    budget = given if given is not None else used + BUDGET_FACTOR * price
+    say(
+        f"{len(groups)} jobs, the largest of {nodes} nodes for up to {duration(limit_s)}; at most "
+        f"{launcher.max_jobs} jobs and {launcher.max_nodes} nodes at a time; done in {duration(earliest_s)} at "
+        f"the earliest; used so far: {hours(used)} GPU hours"
+    )
+    if given is not None:
+        return budget
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"no terminal to ask whether {hours(price)} predicted GPU hours may be used; "
+            f"give the most that may: --max-gpu-hours {BUDGET_FACTOR * price + used:.3g}"
+        )
+    if not yes:
+        text = f"Launch, and stop at {hours(budget)} GPU hours ({BUDGET_FACTOR} x predicted)?"
+        typer.confirm(text, abort=True, err=True)
+    return budget

@@ -1,0 +1,70 @@
+"""`ultrabench sweep pause`, `resume` and `cancel`."""
+
+from pathlib import Path
+
+from ultrabench.cli.launch import continue_sweep
+from ultrabench.cli.live import counts_line
+from ultrabench.cli.tables import err, say, warn
+from ultrabench.folder import SweepFolder, find_sweep, write_whole
+from ultrabench.journal import JournalWriter, read_journal
+from ultrabench.launchers.choose import choose_launcher
+from ultrabench.launchers.follow import open_allocations
+from ultrabench.state import SweepState, fold
+from ultrabench.sweep.config import config_from_tree
+from ultrabench.sweep.plan_table import read_plan
+from ultrabench.sweep.progress import progress
+
+
+def run_pause(sweep: str | None, results: Path) -> None:
+    """Has running allocations end after their current run and takes back what is queued."""
+    folder, state = _find(sweep, results)
+    if not _unsettled(folder, state):
+        say(f"nothing to pause: every run of {folder.name} is settled")
+        return
+    if not state.paused:
+        writer = JournalWriter(folder.journal, "pause")
+        writer.write("pause", generation=state.generation + 1, on=True)
+    # After the journal: a marker without its event would be taken away by the next resume only.
+    write_whole(folder.pause, "ultrabench sweep resume takes this file away\n")
+    _end(folder, state, queued_only=True)
+    say(f"paused: runs under way end, nothing begins; go on with: ultrabench sweep resume {folder.name}")
+
+
+def run_resume(sweep: str | None, results: Path, detach: bool) -> int:
+    """Lifts a pause and goes on with the sweep as it was launched; the exit code."""
+    folder, state = _find(sweep, results)
+    folder.pause.unlink(missing_ok=True)
+    if state.paused:
+        JournalWriter(folder.journal, "pause").write("pause", generation=state.generation + 1, on=False)
+    return continue_sweep(folder, detach=detach)
+
+
+def run_cancel(sweep: str | None, results: Path) -> None:
+    """Cancels a sweep: no new allocation, and what is queued or runs ends."""
+    folder, state = _find(sweep, results)
+    if not (_unsettled(folder, state) or open_allocations(state)):
+        say(f"nothing to cancel: every run of {folder.name} is settled")
+        return
+    JournalWriter(folder.journal, "cancel").write("cancel", generation=state.generation + 1)
+    _end(folder, state, queued_only=False)
+    state = fold(read_journal(folder.journal))
+    err().print(counts_line(progress(folder.name, read_plan(folder.plan), state)))
+    say("cancelled; results stay, and the same launch command goes on from here")
+
+
+def _find(sweep: str | None, results: Path) -> tuple[SweepFolder, SweepState]:
+    folder = find_sweep(sweep, results)
+    folder.read_head()
+    return folder, fold(read_journal(folder.journal, warn))
+
+
+def _unsettled(folder: SweepFolder, state: SweepState) -> bool:
+    left = progress(folder.name, read_plan(folder.plan), state).by_status
+    return bool(left.get("pending") or left.get("running"))
+
+
+def _end(folder: SweepFolder, state: SweepState, *, queued_only: bool) -> None:
+    head = folder.read_head() or {}
+    config = config_from_tree(dict((state.config or head)["config"]))
+    open_now = {name: state.allocations[name] for name in open_allocations(state)}
+    choose_launcher(config, folder).cancel(open_now, queued_only=queued_only)

@@ -1,0 +1,38 @@
+"""The control layout of a cell: measured in every allocation, so that allocations can be compared."""
+
+from collections.abc import Iterable
+
+from ultrabench.sweep.plan import Candidate, Plan
+
+SAFE_SHARE = 0.7
+"""Of an accelerator's memory: a control must not fail for want of it."""
+
+Cell = tuple[str, int]
+"""Model and nodes; hardware and kernel are the same in a whole sweep."""
+
+
+def cell_of(run: Candidate) -> Cell:
+    """The cell a run belongs to."""
+    return (run.shape.name, run.nodes)
+
+
+def controls(plan: Plan) -> dict[Cell, Candidate]:
+    """One run for each cell: the fastest by prediction of those that surely fit, else the smallest."""
+    limit = SAFE_SHARE * plan.config.hardware.rank_mem_bytes
+    chosen: dict[Cell, Candidate] = {}
+    for run in plan.runs:
+        held = chosen.get(cell_of(run))
+        if held is None or _rank(run, limit) < _rank(held, limit):
+            chosen[cell_of(run)] = run
+    return chosen
+
+
+def _rank(run: Candidate, limit: float) -> tuple[float, float, str]:
+    """Smaller is better; the id settles ties, so that every launch chooses the same."""
+    memory, time_s = run.prediction.peak_mem_bytes, run.prediction.step_time_s
+    return (0.0, time_s, run.spec.run_id) if memory <= limit else (memory, 0.0, run.spec.run_id)
+
+
+def next_repeat(run_id: str, known: Iterable[tuple[str, int, int]], repeats: int) -> int:
+    """The number of a further repeat of a control: behind those the plan asks for and all known ones."""
+    return max([repeats - 1, *(repeat for other, repeat, _ in known if other == run_id)]) + 1

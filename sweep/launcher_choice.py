@@ -1,0 +1,95 @@
+"""How allocations are packed, submitted and watched: the values of configs/launcher/."""
+
+import re
+from dataclasses import dataclass, field, fields
+
+from ultrabench.errors import ConfigError, unknown_name
+
+LAUNCHERS = ("local", "slurm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherChoice:
+    """Which launcher, and what it may do; everything from `partition` on is for Slurm."""
+
+    name: str
+    pack: int | None = None
+    """Runs of one allocation at most; None: as many as fit allocation_minutes; 1: no control run."""
+    allocation_minutes: float = 20.0
+    """Predicted duration that one allocation is filled up to."""
+    heartbeat_s: float = 5.0
+    """How often the agents of one allocation show each other that they are alive."""
+    preflight: bool = True
+    """Measure devices and links at the start of every allocation."""
+    control: bool = False
+    """Begin every allocation with its cell's control layout; until a run of a node count has
+    passed, only one allocation of that node count is submitted."""
+    window: str | None = None
+    """Local time of day in which nodes may be used, such as 19:00-07:00; None: always."""
+    max_jobs: int = 1
+    """Allocations queued or running at most."""
+    max_nodes: int | None = None
+    """Nodes of all of them together; None: a quarter of the partition."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    gres: str | None = None
+    """Instead of --gpus-per-node, which is asked for otherwise on hardware with GPUs."""
+    mem: str | None = None
+    cpus: int | None = None
+    """--cpus-per-task; one task, the agent, runs on each node."""
+    time_minutes: int | None = None
+    """Of an allocation; None: from the predictions."""
+    exclusive: bool = True
+    nice: int | None = 1000
+    requeue: bool = False
+    """Let Slurm start jobs again itself; lost runs are tried again without it."""
+    python: tuple[str, ...] = ()
+    """Python on the nodes; words before it, such as `apptainer exec IMAGE`, are kept apart."""
+    setup: tuple[str, ...] = ()
+    """Shell lines before the agents start, such as `module load cuda`."""
+    environment: tuple[str, ...] = ()
+    """Names of further variables that jobs inherit; a trailing * stands for any ending."""
+    sbatch: dict[str, str] = field(default_factory=dict)
+    """Further options of sbatch, without the dashes."""
+    srun: tuple[str, ...] = ()
+    """Further arguments of srun."""
+    poll_s: float = 30.0
+    """Slurm is asked about jobs at most this often."""
+    grace_s: float = 60.0
+    """A job that Slurm does not know is given up after this time."""
+
+    def __post_init__(self) -> None:
+        if self.name not in LAUNCHERS:
+            raise ConfigError(unknown_name("launcher.name", self.name, LAUNCHERS))
+        least = {"pack": 1, "max_jobs": 1, "max_nodes": 1, "cpus": 1, "time_minutes": 1, "heartbeat_s": 0.5,
+                 "poll_s": 0.5, "grace_s": 0.0}  # fmt: skip
+        for key, minimum in least.items():
+            value = getattr(self, key)
+            if value is not None and value < minimum:
+                raise ConfigError(f"launcher.{key}={value}; must be >= {minimum}")
+        if self.allocation_minutes <= 0:
+            raise ConfigError(f"launcher.allocation_minutes={self.allocation_minutes:g}; must be > 0")
+        if self.window is not None and not _WINDOW.fullmatch(self.window):
+            raise ConfigError(f"launcher.window={self.window!r}; write HH:MM-HH:MM, such as 19:00-07:00")
+        self._require_one_line()
+        for key in self.sbatch:
+            if not re.fullmatch(r"[a-z][a-z-]*", key):
+                raise ConfigError(f"launcher.sbatch.{key}; write an option's name without dashes in front")
+
+    def _require_one_line(self) -> None:
+        """A line break would end a line of the job script and start another."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            texts = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
+            )
+            for text in texts:
+                if isinstance(text, str) and ("\n" in text or "\r" in text or "\0" in text):
+                    raise ConfigError(f"launcher.{f.name}={text!r}; a value must be one line")
+
+
+_WINDOW = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")

@@ -1,0 +1,65 @@
+"""The preflight of an allocation on real ranks, started as an agent starts them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_worker import run_ranks, task_of
+
+from ultrabench.kernel.probe import SIZES_BYTES
+from ultrabench.preflight import summary
+from ultrabench.report import read_progress
+
+pytestmark = pytest.mark.parity
+
+
+def shares(ranks: int) -> dict[str, float]:
+    """The share of a tensor's bytes that crosses each link, from the definition of nccl-tests."""
+    part = (ranks - 1) / ranks
+    return {"allreduce": 2 * part, "allgather": part, "reducescatter": part}
+
+
+def check_rows(rows: list[dict[str, Any]], share: float, ranks: int) -> None:
+    """A row for each size, whose bandwidth follows from its bytes and seconds."""
+    assert [row["bytes"] for row in rows] == [size // 4 // ranks * 4 * ranks for size in SIZES_BYTES["cpu"]]
+    for row in rows:
+        assert 0 < row["seconds"] < 10
+        assert row["busbw_bytes_per_s"] == pytest.approx(row["bytes"] / row["seconds"] * share)
+
+
+@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 1), (1, 2), (3, 1), (2, 2)])
+def test_all_ranks_measure_and_rank_0_tells(tmp_path: Path, nodes: int, gpus_per_node: int) -> None:
+    """The dict has what its docstring says, its numbers fit each other, and every rank is done."""
+    ranks = nodes * gpus_per_node
+    task = task_of(f"dp={ranks}")
+    spec = replace(task.spec, nodes=nodes, gpus_per_node=gpus_per_node)
+    codes, lines = run_ranks(replace(task, spec=spec, probe=True), tmp_path)
+    assert codes == [0] * ranks
+    measurements = 1 + 6 * ((ranks > 1) + (1 < gpus_per_node < ranks))
+    for rank, seen in enumerate(lines):
+        phases = [line["name"] for line in seen if line["event"] == "phase"]
+        assert phases == ["process_group", "probe", "teardown"]
+        assert [line["stopped"] for line in seen if line["event"] == "done"] == ["probe"]
+        assert read_progress(tmp_path / f"report{rank}") == measurements
+        assert sum(line["event"] == "probe" for line in seen) == (rank == 0)
+    (found,) = [line for line in lines[0] if line["event"] == "probe"]
+    rates = found["gemm_flops_per_s"]
+    assert len(rates) == ranks
+    assert all(1e8 < rate < 1e13 for rate in rates)
+    assert list(found["collectives"]) == ["allreduce", "allgather", "reducescatter"]
+    for name, rows in found["collectives"].items():
+        if ranks == 1:
+            assert rows["all"] == []
+        else:
+            check_rows(rows["all"], shares(ranks)[name], ranks)
+        if gpus_per_node == 1:
+            assert rows["intra_node"] is None
+        elif nodes == 1:
+            assert rows["intra_node"] == rows["all"]
+        else:
+            check_rows(rows["intra_node"], shares(gpus_per_node)[name], gpus_per_node)
+    columns = summary(found)
+    assert columns["gemm_flops_per_s"] == min(rates)
+    assert (columns["allreduce_busbw_bytes_per_s"] is None) == (ranks == 1)
+    assert (columns["allreduce_intra_node_busbw_bytes_per_s"] is None) == (gpus_per_node == 1)

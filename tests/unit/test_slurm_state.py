@@ -1,0 +1,113 @@
+import pytest
+
+from ultrabench.launchers.slurm_state import Phase, meaning, pending_remedy
+from ultrabench.result import Status
+
+QUEUED, RUNNING, HELD, OVER = Phase.QUEUED, Phase.RUNNING, Phase.HELD, Phase.OVER
+
+
+@pytest.mark.parametrize(
+    ("words", "phase", "status"),
+    [
+        ("PENDING PD", QUEUED, None),
+        ("REQUEUE_FED RF EXPEDITING", QUEUED, None),
+        ("REQUEUE_HOLD RH SPECIAL_EXIT SE RESV_DEL_HOLD RD", HELD, None),
+        ("RUNNING R CONFIGURING CF COMPLETING CG SUSPENDED S STOPPED ST", RUNNING, None),
+        ("SIGNALING SI RESIZING RS STAGE_OUT SO REQUEUED RQ POWER_UP_NODE UPDATE_DB", RUNNING, None),
+        ("COMPLETED CD FAILED F OUT_OF_MEMORY OOM", OVER, Status.LOST),
+        ("CANCELLED CA TIMEOUT TO DEADLINE DL REVOKED RV", OVER, Status.CANCELLED),
+        ("PREEMPTED PR", OVER, Status.PREEMPTED),
+        ("NODE_FAIL NF BOOT_FAIL BF LAUNCH_FAILED RECONFIG_FAIL", OVER, Status.NODE_FAIL),
+    ],
+)
+def test_every_state_has_a_phase_and_the_status_of_what_it_left(words, phase, status):
+    for word in words.split():
+        told = meaning(word)
+        assert (told.phase, told.status) == (phase, status), word
+        assert told.note
+
+
+@pytest.mark.parametrize(
+    ("word", "same"),
+    [
+        ("CANCELLED by 1000", "CANCELLED"),
+        ("CANCELLED+", "CANCELLED"),
+        ("cancelled by 0", "CANCELLED"),
+        ("OUT_OF_ME+", "OUT_OF_MEMORY"),
+        ("NODE_FAIL+", "NODE_FAIL"),
+        (" running ", "RUNNING"),
+        ("pd", "PENDING"),
+    ],
+)
+def test_a_state_is_understood_however_it_is_written(word, same):
+    assert meaning(word) == meaning(same)
+
+
+@pytest.mark.parametrize("word", ["HIBERNATING", "COMPLET+", "+", "", "  ", "?"])
+def test_an_unknown_state_may_still_hold_nodes(word):
+    told = meaning(word)
+    assert (told.phase, told.status) == (RUNNING, None)
+    assert (word.strip() or "(none)") in told.note
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("JobHeldUser", "scontrol release"),
+        ("(JobHeldAdmin)", "administrators"),
+        ("launch failed requeued held", "scontrol release"),
+        ("(launch_failed_requeued_held)", "scontrol release"),
+        ("job requeued in held state", "scontrol release"),
+        ("JobHoldMaxRequeue", "scontrol release"),
+        ("PartitionDown", "launcher.partition="),
+        ("PartitionInactive", "launcher.partition="),
+        ("PartitionNodeLimit", "launcher.max_nodes="),
+        ("PartitionTimeLimit", "launcher.time_minutes="),
+        ("PartitionConfig", "launcher.partition="),
+        ("AssocMaxWallDurationPerJobLimit", "launcher.time_minutes="),
+        ("QOSMaxWallDurationPerJobLimit", "launcher.time_minutes="),
+        ("QOSMaxNodePerJobLimit", "launcher.max_nodes="),
+        ("AssocMaxNodePerJobLimit", "launcher.account="),
+        ("QOSMaxGRESPerJob", "launcher.qos="),
+        ("QOSMaxGRESMinutesPerJob", "launcher.time_minutes="),
+        ("AssocMaxGRESPerNode", "launcher.qos="),
+        ("QOSMinGRES", "launcher.qos="),
+        ("QOSMinCpuNotSatisfied", "launcher.qos="),
+        ("AssocGrpCPUMinutesLimit", "launcher.account="),
+        ("AssocGrpBillingMinutes", "launcher.account="),
+        ("QOSGrpWallLimit", "used up"),
+        ("QOSUsageThreshold", "launcher.qos="),
+        ("InvalidAccount", "launcher.account="),
+        ("AccountNotAllowed", "launcher.account="),
+        ("InvalidQOS", "launcher.qos="),
+        ("QOSNotAllowed", "launcher.qos="),
+        ("BadConstraints", "launcher.constraint="),
+        ("MaxMemPerLimit", "launcher.mem="),
+        ("ReqNodeNotAvail, Reserved for maintenance", "maintenance"),
+        ("ReqNodeNotAvail, UnavailableNodes:gpu[03,07]", "down or reserved"),
+        ("ReqNodeNotAvail", "launcher.max_nodes="),
+        ("ReservationDeleted", "launcher.reservation="),
+        ("Reservation weekend was deleted", "launcher.reservation="),
+        ("DependencyNeverSatisfied", "cancel it"),
+    ],
+)
+def test_a_reason_that_stays_has_a_remedy(reason, says):
+    remedy = pending_remedy(reason)
+    assert remedy is not None
+    assert says in remedy
+    assert "\n" not in remedy
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "None", "", "(null)", "Priority", "Resources", "Dependency", "BeginTime", "Reservation", "Licenses", "Prolog",
+        "Cleaning", "JobArrayTaskLimit", "AssociationJobLimit", "AssocMaxJobsLimit", "AssocGrpJobsLimit",
+        "AssocGrpGRES", "AssocGrpGRESRunMinutes", "QOSJobLimit", "QOSMaxJobsPerUserLimit", "QOSMaxNodePerUserLimit",
+        "QOSMaxGRESPerUser", "QOSMaxSubmitJobPerUserLimit", "QOSGrpNodeLimit", "QOSGrpCPURunMinutesLimit",
+        "MaxGRESPerAccount", "MaxJobsPerAccount", "WaitingForScheduling", "SomethingNew",
+        "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+    ],
+)  # fmt: skip
+def test_a_reason_that_clears_has_none(reason):
+    assert pending_remedy(reason) is None

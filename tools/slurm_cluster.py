@@ -1,0 +1,325 @@
+#!/usr/bin/env python3
+"""A real Slurm of simulated nodes on this machine: up, env, down.
+
+One slurmd a node, all on this host, each with a loopback port of its own; munged, slurmctld and, for
+accounting, mariadbd and slurmdbd. Only the hardware of the nodes is make-believe. Nothing of the
+system's own Slurm, munge or MariaDB is used: configuration, key, sockets, data and logs of every daemon
+are in one folder, so that clusters run side by side and `down` is: kill what is ours, remove the folder.
+
+Only root can do it: slurmd starts a job as the user who submitted it, and several slurmds of one host
+must agree on who may.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `python -P`
+from slurm_daemons import Cluster, ClusterError, Settings, write_files
+
+PACKAGES = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm"}
+ACCOUNTING = {"mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-server", "slurmdbd": "slurmdbd"}
+"""The Debian package of each program."""
+USABLE = ("idle", "mixed", "allocated", "completing")
+
+
+def wait(cluster: Cluster, what: str, test: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Return when the test holds; says on stderr what is waited for.
+
+    Raises:
+        ClusterError: it did not hold in time.
+    """
+    print(f"waiting for {what}", file=sys.stderr)
+    end = time.monotonic() + seconds
+    while not test():
+        if time.monotonic() > end:
+            raise ClusterError(f"waited {seconds:.0f} s for {what} in vain; see {cluster.folder}/log", 1)
+        time.sleep(0.1)
+
+
+def kill(cluster: Cluster, node: str | None = None) -> None:
+    """End every process of a cluster, or of one of its nodes, as a failing power supply would."""
+
+    def gone() -> bool:
+        found = cluster.processes(node)
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not found
+
+    wait(cluster, f"the processes of {node or 'the cluster'} to end", gone)
+
+
+def start(cluster: Cluster, node: str | None = None) -> list[str]:
+    """Start the daemons that do not run (of nodes, only that of `node` if given); return their names."""
+    at, running, started = cluster.folder, cluster.running(), []
+    ready: dict[str, Callable[[], bool]] = {
+        "munged": lambda: cluster.ask("munge", "-n", "-S", f"{at}/munge.socket") is not None,
+        "mariadbd": lambda: listening(cluster.port + 2),
+        "slurmdbd": lambda: listening(cluster.port + 1) and register(cluster),
+        "slurmctld": lambda: listening(cluster.port) and "UP" in (cluster.ask("scontrol", "ping") or ""),
+    }
+    for name, words in cluster.commands().items():
+        if node and name in cluster.nodes and name != node:
+            continue
+        if name not in running:
+            launch(cluster, name, words)
+            started.append(name)
+        if name in ready and not ready[name]():
+            wait(cluster, name, ready[name])
+    return started
+
+
+def launch(cluster: Cluster, name: str, words: list[str]) -> None:
+    """Start a daemon, which outlives us; what it says goes to a log of its name."""
+    if name == "mariadbd" and not (cluster.folder / "database").exists():
+        make_database(cluster)
+    with (cluster.folder / f"log/{name}.out").open("a") as log:
+        subprocess.Popen(
+            words,
+            cwd=cluster.folder,
+            env=cluster.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def listening(port: int) -> bool:
+    """Whether somebody answers at a port of this host."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def make_database(cluster: Cluster) -> None:
+    """Make the data folder of mariadbd, with slurmdbd's user in it."""
+    new = cluster.folder / "database.new"
+    shutil.rmtree(new, ignore_errors=True)
+    words = [f"--datadir={new}", "--user=root", "--skip-name-resolve", "--skip-test-db"]
+    made = cluster.ask(
+        "mariadb-install-db",
+        "--no-defaults",
+        *words,
+        f"--extra-file={cluster.folder}/database.sql",
+        seconds=60,
+    )
+    if made is None:
+        raise ClusterError("mariadb-install-db failed", 1)
+    new.rename(cluster.folder / "database")
+
+
+def register(cluster: Cluster) -> bool:
+    """Tell slurmdbd the cluster, an account and its user; whether it knows them."""
+    for words in [
+        ["cluster", cluster.name], ["account", "research"],
+        ["user", "root", "account=research", "defaultaccount=research"],
+    ]:  # fmt: skip
+        cluster.ask("sacctmgr", "-i", "add", *words)
+    return "research" in (cluster.ask("sacctmgr", "-n", "-P", "list", "assoc", "user=root") or "")
+
+
+def settled(cluster: Cluster, nodes: list[str]) -> bool:
+    """Whether these nodes can run jobs; resumes those that were set down or drained."""
+    states = cluster.states()
+    bad = [name for name in nodes if states.get(name) not in USABLE]
+    for name in bad:
+        if states.get(name, "").startswith(("down", "drain")):
+            cluster.ask("scontrol", "update", f"nodename={name}", "state=resume")
+    return not bad
+
+
+def load(folder: Path) -> Cluster | None:
+    """Return the cluster of a folder; None where there is no such folder or it is empty.
+
+    Raises:
+        ClusterError: the folder holds something else.
+    """
+    record = folder / "cluster.json"
+    if record.exists():
+        words = json.loads(record.read_text())
+        return Cluster(folder=folder, settings=Settings(**words["settings"]), port=words["port"])
+    if folder.exists() and any(folder.iterdir()):
+        raise ClusterError(f"{folder} is not empty and holds no cluster; name another folder with --dir")
+    return None
+
+
+def free_port(folder: Path, count: int) -> int:
+    """First of `count` ports in a row on which nobody listens; below those the kernel hands out."""
+    first = zlib.crc32(bytes(folder)) % 200
+    for block in range(200):
+        port = 10000 + (first + block) % 200 * 100
+        try:
+            for i in range(count):
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("", port + i))
+        except OSError:
+            continue
+        return port
+    raise ClusterError("no free ports between 10000 and 30000", 1)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other calls for this folder waiting."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+                yield
+                return
+        finally:
+            os.close(handle)
+
+
+def clear(cluster: Cluster) -> None:
+    """Kill a cluster and empty its folder."""
+    kill(cluster)
+    for path in cluster.folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def up(folder: Path, settings: Settings) -> str:
+    """Bring up the cluster, or what is missing of it, until it runs a job; return what was done."""
+    needed = PACKAGES | (ACCOUNTING if settings.accounting else {})
+    missing = {package for program, package in needed.items() if not shutil.which(program)}
+    if missing:
+        raise ClusterError(f"programs are missing: apt-get install {' '.join(sorted(missing))}")
+    cluster = load(folder)
+    if cluster and cluster.settings != settings:
+        print("other settings: the cluster that is here goes down first", file=sys.stderr)
+        clear(cluster)
+        cluster = None
+    known = cluster is not None
+    if cluster is None:
+        cluster = Cluster(folder=folder, settings=settings, port=free_port(folder, 3 + settings.nodes))
+        write_files(cluster)
+    started = start(cluster)
+    if known and not started and settled(cluster, cluster.nodes):
+        return f"already runs with these settings in {folder}"
+    wait(cluster, "all nodes", lambda: settled(cluster, cluster.nodes))
+    if "idle" in cluster.states().values():
+        wait(cluster, "a job", lambda: cluster.ask("srun", "-N1", "-t1", "true") is not None)
+    return f"repaired in {folder}: {', '.join(started)}" if known else f"runs in {folder}"
+
+
+def down(cluster: Cluster) -> str:
+    """Kill a cluster and remove its folder."""
+    clear(cluster)
+    cluster.folder.rmdir()
+    return f"gone from {cluster.folder}"
+
+
+def restart_slurmctld(cluster: Cluster) -> str:
+    """Kill the controller, if it runs, and start it again."""
+    pid = cluster.running().get("slurmctld")
+    if pid:
+        os.kill(pid, signal.SIGKILL)
+        wait(cluster, "slurmctld to end", lambda: "slurmctld" not in cluster.running())
+    start(cluster)
+    return "slurmctld has started again"
+
+
+def node_down(cluster: Cluster, node: str, silent: bool) -> str:
+    """Kill all processes of a node and, unless silent, tell Slurm, which else finds out by itself."""
+    kill(cluster, node)
+    if not silent:
+        cluster.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=node-down")
+    return f"{node} is dead"
+
+
+def node_up(cluster: Cluster, node: str) -> str:
+    """Start the slurmd of a node and have Slurm use it again."""
+    start(cluster, node)
+    wait(cluster, node, lambda: settled(cluster, [node]))
+    return f"{node} is back"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's."""
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
+    helps = {
+        "up": "bring up a cluster, or what is missing of it", "down": "kill it and remove its folder",
+        "env": "print shell lines to eval, after which Slurm's commands find it",
+        "restart-slurmctld": "kill -9 the controller and start it again",
+        "node-down": "kill -9 all of a node", "node-up": "bring it back",
+    }  # fmt: skip
+    found = {verb: verbs.add_parser(verb, help=text, description=text) for verb, text in helps.items()}
+    default = Path(os.environ.get("ULTRABENCH_SLURM_DIR", "/tmp/ultrabench-slurm"))
+    for each in found.values():
+        each.add_argument("--dir", type=Path, default=default, help="all of it is in here (%(default)s)")
+    numbers = {
+        "nodes": (8, "simulated nodes"), "gpus": (8, "GPUs a node; 0 for none"),
+        "max-array-size": (101, "MaxArraySize"), "min-job-age": (300, "MinJobAge in seconds"),
+        "slurmd-timeout": (10, "SlurmdTimeout in seconds"),
+    }  # fmt: skip
+    for name, (number, text) in numbers.items():
+        found["up"].add_argument(f"--{name}", type=int, default=number, help=f"{text} (%(default)s)")
+    found["up"].add_argument("--no-accounting", dest="accounting", action="store_false", help="no slurmdbd")
+    found["node-down"].add_argument("--silent", action="store_true", help="leave it to Slurm to find out")
+    for verb in ("node-down", "node-up"):
+        found[verb].add_argument("node", help="such as gpu01")
+    return made
+
+
+def run(given: argparse.Namespace) -> str:
+    """Do what a command line says; return what to print."""
+    folder = given.dir.absolute()
+    if os.geteuid() != 0:
+        raise ClusterError("only root can run several slurmd on one host: use sudo or a container")
+    if not re.fullmatch(r"/[\w./-]{1,64}", str(folder)):
+        raise ClusterError(
+            f"{folder} is no good: Slurm's sockets need at most 65 letters, digits, _ . / and -"
+        )
+    if given.verb == "up":
+        if not (1 <= given.nodes <= 64 and 0 <= given.gpus <= 16):
+            raise ClusterError(f"{given.nodes} nodes x {given.gpus} GPUs: nodes can be 1 to 64, GPUs 0 to 16")
+        with locked(folder):
+            return up(folder, Settings(**{f.name: getattr(given, f.name) for f in fields(Settings)}))
+    if given.verb == "down" and not folder.exists():
+        return f"nothing is in {folder}"
+    cluster = load(folder)
+    if cluster is None:
+        raise ClusterError(f"no cluster is in {folder}: slurm_cluster.py up makes one")
+    if given.verb == "env":
+        return f"export SLURM_CONF={cluster.conf}"
+    if getattr(given, "node", cluster.nodes[0]) not in cluster.nodes:
+        raise ClusterError(f"no node {given.node}: they are {', '.join(cluster.nodes)}")
+    with locked(folder):
+        if given.verb == "node-down":
+            return node_down(cluster, given.node, given.silent)
+        if given.verb == "node-up":
+            return node_up(cluster, given.node)
+        return down(cluster) if given.verb == "down" else restart_slurmctld(cluster)
+
+
+def main() -> int:
+    """Run the command line; return the exit code."""
+    os.environ["PATH"] = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
+    try:
+        print(run(parser().parse_args()))
+    except ClusterError as error:
+        print(f"slurm_cluster: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

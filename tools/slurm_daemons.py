@@ -1,0 +1,216 @@
+"""What a cluster of simulated nodes is made of: its settings, files, daemons and processes."""
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+DAEMONS = {"munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd"}
+
+SLURM_CONF = """\
+ClusterName={name}
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdLogFile={folder}/log/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=2
+SlurmdTimeout={slurmd_timeout}
+MinJobAge={min_job_age}
+MaxArraySize={max_array_size}
+{accounting}
+{gres}
+NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs=16 Sockets=1 \
+CoresPerSocket=16 ThreadsPerCore=1 RealMemory=2000 {node_gres}
+PartitionName=hopper Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=debug Nodes={debug_nodes} MaxTime=30 MaxNodes=2 State=UP
+"""
+
+SLURMDBD_CONF = """\
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+PidFile={folder}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={storage_port}
+StorageUser=slurm
+StoragePass={password}
+StorageLoc=slurm
+"""
+
+
+class ClusterError(Exception):
+    """What the user has to know, in a line, and the exit code: 2 is their mistake, 1 a cluster that fails."""
+
+    def __init__(self, message: str, code: int = 2) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a cluster is made of; two clusters of equal settings are the same."""
+
+    nodes: int
+    gpus: int
+    """GPUs a node."""
+    accounting: bool
+    max_array_size: int
+    min_job_age: int
+    """Seconds for which squeue and scontrol still know a finished job."""
+    slurmd_timeout: int
+    """Seconds until a node that does not answer is down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A cluster in a folder. From `port` on: slurmctld, slurmdbd, mariadbd, and one port a node."""
+
+    folder: Path
+    settings: Settings
+    port: int
+
+    @property
+    def conf(self) -> Path:
+        """slurm.conf, which Slurm's commands find through SLURM_CONF."""
+        return self.folder / "slurm.conf"
+
+    @property
+    def name(self) -> str:
+        """ClusterName: another one for each folder."""
+        return f"ultrabench{zlib.crc32(bytes(self.folder)):08x}"
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of the nodes."""
+        return [f"gpu{i:02d}" for i in range(1, self.settings.nodes + 1)]
+
+    def commands(self) -> dict[str, list[str]]:
+        """Command line of each daemon, in the order of their start; a slurmd is named after its node."""
+        at, conf = self.folder, str(self.conf)
+        found = {
+            "munged": [
+                "munged", "--foreground", f"--socket={at}/munge.socket", f"--key-file={at}/munge.key",
+                f"--pid-file={at}/munged.pid", f"--seed-file={at}/munge.seed", f"--log-file={at}/log/munge",
+            ]
+        }  # fmt: skip
+        if self.settings.accounting:
+            found["mariadbd"] = [
+                "mariadbd", "--no-defaults", "--user=root", f"--datadir={at}/database", "--skip-name-resolve",
+                f"--socket={at}/mariadb.socket", "--bind-address=127.0.0.1", f"--port={self.port + 2}",
+                f"--pid-file={at}/mariadb.pid", "--innodb-flush-log-at-trx-commit=0",
+            ]  # fmt: skip
+            found["slurmdbd"] = ["slurmdbd", "-D"]
+        found["slurmctld"] = ["slurmctld", "-D", "-f", conf]
+        return found | {node: ["slurmd", "-D", "-N", node, "-f", conf] for node in self.nodes}
+
+    def environment(self) -> dict[str, str]:
+        """Of daemons and Slurm's commands: without what an allocation or a user's defaults may have left."""
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SQUEUE", "SACCT"))
+        }
+        return kept | {"SLURM_CONF": str(self.conf), "LC_ALL": "C.UTF-8"}
+
+    def ask(self, *words: str, given: str | None = None, seconds: float = 20.0) -> str | None:
+        """Output of a command, or None where it failed."""
+        try:
+            done = subprocess.run(
+                words, env=self.environment(), input=given, capture_output=True, text=True, timeout=seconds
+            )
+        except subprocess.TimeoutExpired:
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+    def processes(self, node: str | None = None) -> dict[int, list[str]]:
+        """Command lines of our daemons and of the tasks of our jobs, by pid; of one node if given."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.owns(process, node):
+                    found[int(process.name)] = (process / "cmdline").read_text().rstrip("\0").split("\0")
+            except OSError:  # it has ended meanwhile, or is a zombie
+                continue
+        return found
+
+    def owns(self, process: Path, node: str | None) -> bool:
+        """Whether the process of this /proc folder is one of ours."""
+        # slurmstepd writes its title over its environment, but keeps the log of its slurmd open.
+        if Path(os.readlink(process / "exe")).name.split("-")[0] in DAEMONS:  # Debian: slurmd-wlm
+            opened = f"{self.folder}/log/{node}.log" if node else f"{self.folder}/"
+            return any(os.readlink(fd).startswith(opened) for fd in (process / "fd").iterdir())
+        # The shell of a user has SLURM_CONF, too, but is on no node.
+        words = (process / "environ").read_bytes().split(b"\0")
+        place = f"SLURMD_NODENAME={node or ''}".encode()
+        on_node = place in words if node else any(word.startswith(place) for word in words)
+        return on_node and f"SLURM_CONF={self.conf}".encode() in words
+
+    def running(self) -> dict[str, int]:
+        """Pids of the daemons that run, by the name `commands` gives them."""
+        wanted = {tuple(words): name for name, words in self.commands().items()}
+        ours = {tuple(words): pid for pid, words in self.processes().items()}
+        return {wanted[words]: pid for words, pid in ours.items() if words in wanted}
+
+    def states(self) -> dict[str, str]:
+        """State of each node as Slurm says it: idle, mixed, down*, ..."""
+        words = (self.ask("sinfo", "-h", "-N", "-p", "hopper", "-o", "%N %T") or "").split()
+        return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def write_files(cluster: Cluster) -> None:
+    """Make the folder of a cluster; cluster.json last, so that no half-made folder looks like one."""
+    folder, settings, names = cluster.folder, cluster.settings, f"gpu[01-{cluster.settings.nodes:02d}]"
+    for name in ["log", "state", "dev", *(f"spool/{node}" for node in cluster.nodes)]:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    devices = f"NodeName={names} Name=gpu Type=h100 File={folder}/dev/nvidia[0-{settings.gpus - 1}]\n"
+    for i in range(settings.gpus):
+        (folder / f"dev/nvidia{i}").symlink_to("/dev/null")  # slurmd wants a character device
+    accounting = [
+        "AccountingStorageType=accounting_storage/slurmdbd", "AccountingStorageHost=127.0.0.1",
+        f"AccountingStoragePort={cluster.port + 1}", f"AccountingStoragePass={folder}/munge.socket", "AccountingStorageTRES=gres/gpu" if settings.gpus else "",
+    ]  # fmt: skip
+    password = secrets.token_hex(16)
+    files = {
+        "slurm.conf": SLURM_CONF.format(
+            name=cluster.name, host=socket.gethostname().split(".")[0], folder=folder, port=cluster.port,
+            slurmd_timeout=settings.slurmd_timeout, min_job_age=settings.min_job_age,
+            max_array_size=settings.max_array_size, accounting="\n".join(accounting) * settings.accounting,
+            gres="GresTypes=gpu" if settings.gpus else "", nodes=names,
+            node_ports=f"[{cluster.port + 3}-{cluster.port + 2 + settings.nodes}]",
+            node_gres=f"Gres=gpu:h100:{settings.gpus}" if settings.gpus else "",
+            debug_nodes=",".join(cluster.nodes[:2]),
+        ),
+        "gres.conf": devices if settings.gpus else "",
+        "slurmdbd.conf": SLURMDBD_CONF.format(
+            port=cluster.port + 1, storage_port=cluster.port + 2, folder=folder, password=password
+        ),
+        "database.sql": f"FLUSH PRIVILEGES;\nGRANT ALL ON slurm.* TO slurm@127.0.0.1 IDENTIFIED BY '{password}';\n",
+        "munge.key": secrets.token_hex(64),
+        "cluster.json": json.dumps({"port": cluster.port, "settings": asdict(settings)}),
+    }  # fmt: skip
+    for name, text in files.items():
+        (folder / name).touch(0o644 if name in ("slurm.conf", "gres.conf") else 0o600)
+        (folder / name).write_text(text)
