@@ -1,7 +1,5 @@
 """Takes an open sweep to its end: reconcile, decide, submit, wait, again."""
 
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -11,14 +9,13 @@ from ultrabench.errors import ClusterError
 from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
 from ultrabench.launchers.launcher import Gone, Launcher, Sighting
 from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.presence import SIGN_OF_LIFE_S, show_presence
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, SweepState
 from ultrabench.sweep.decide import Decision, decide
 from ultrabench.window import inside
 
-SIGN_OF_LIFE_S = 30.0
-"""How often a launcher touches its journal, so that another one knows that it follows."""
 MOST_BARREN = 3
 """Allocations in a row that may end without having claimed a run."""
 ORDERLY = ("all tasks done", "the sweep is paused", "outside the window")
@@ -229,7 +226,7 @@ class Follower:
     def _sign_of_life(self) -> None:
         if time.monotonic() - self._touched > SIGN_OF_LIFE_S:
             self._touched = time.monotonic()
-            os.utime(self.sweep.journal.path)
+            show_presence(self.sweep.journal.path)
 
 
 def open_allocations(state: SweepState) -> list[str]:
@@ -242,18 +239,3 @@ def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
     state = sweep.state()
     launcher.cancel({name: state.allocations[name] for name in open_allocations(state)})
     Follower(sweep, launcher, lambda state, alive: None).bury_all()
-
-
-def other_launchers(sweep: OpenSweep) -> list[str]:
-    """Launchers that seem to follow this sweep now, each as `process P on HOST`."""
-    now = sweep.journal.path.stat().st_mtime
-    own_host = socket.gethostname().split(".")[0]
-    found = []
-    for path in sorted(sweep.folder.journal.glob("launcher-*.jsonl")):
-        host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
-        if path == sweep.journal.path:
-            continue
-        lives = os.path.exists(f"/proc/{pid}") if host == own_host else True
-        if lives and now - path.stat().st_mtime < 3 * SIGN_OF_LIFE_S:
-            found.append(f"process {pid} on {host}")
-    return found

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ultrabench.launchers.slurm_state import Meaning, Phase, meaning
+from ultrabench.launchers.slurm_state import Meaning, meaning
+from ultrabench.result import Status
 
 SQUEUE_FORMAT = "%i|%A|%T|%M|%N|%r|%j"
 SACCT_FORMAT = "JobID,JobIDRaw,State,ElapsedRaw,NodeList,Submit,JobName"
@@ -124,8 +125,8 @@ def find(jobs: Mapping[str, Job], job_id: str) -> Job | None:
 
     One that was cancelled alone has no row at all (tried with Slurm 22.05).
     """
-    job = jobs.get(job_id)
-    if job is None and (whole := jobs.get(job_id.partition("_")[0])) and whole.meaning.phase is Phase.OVER:
+    job, whole = jobs.get(job_id), jobs.get(job_id.partition("_")[0])
+    if job is None and whole and whole.meaning.status is Status.CANCELLED:
         return replace(whole, job_id=job_id)
     return job
 

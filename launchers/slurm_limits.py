@@ -79,7 +79,7 @@ def read_limits(
     config = dict(re.findall(r"^(\w+) *= *(.*?) *$", text, re.MULTILINE))
     place = _partition(partitions(ask), partition)
     rules = _rules(ask, config, place, account, qos)
-    most = [place.max_nodes, *(_nodes(r.get(k), place) for r in rules for k in ("MaxTRES", "GrpTRES"))]
+    most = [place.max_nodes, _nodes(rules, "MaxTRES", place), _nodes(rules, "GrpTRES", place)]
     enforced = config.get("AccountingStorageEnforce", "")
     return Limits(
         **{f.name: getattr(place, f.name) for f in fields(Partition) if f.name != "max_nodes"},
@@ -91,7 +91,7 @@ def read_limits(
         max_job_count=count(config.get("MaxJobCount")),
         max_submit=_first(rules, ("MaxSubmitPU", "MaxSubmit"), count),
         max_jobs=_first(rules, ("MaxJobsPU", "MaxJobs"), count),
-        max_nodes_per_user=_first(rules, ("MaxTRESPU",), lambda text: _nodes(text, place)),
+        max_nodes_per_user=_nodes(rules, "MaxTRESPU", place),
         max_wall_minutes=_first(rules, ("MaxWall",), minutes),
         kill_wait_s=count(config.get("KillWait")),
         min_job_age_s=count(config.get("MinJobAge")),
@@ -161,10 +161,15 @@ def _first(rules: Rules, keys: Sequence[str], read: Callable[[str], T | None]) -
     return next((value for value in values if value is not None), None)
 
 
-def _nodes(tres: str | None, place: Partition) -> int | None:
-    """Whole nodes within a limit such as `cpu=64,gres/gpu=16,node=4`; at least one."""
-    most = [int(n) for n in re.findall(r"(?:^|,)node=(\d+)", tres or "")]
-    gpus = [int(n) for n in re.findall(r"(?:^|,)gres/gpu(?::\w+)?=(\d+)", tres or "")]
-    if gpus and place.gpus_per_node:
-        most.append(max(1, min(gpus) // place.gpus_per_node))
-    return min(most, default=None)
+def _nodes(rules: Rules, key: str, place: Partition) -> int | None:
+    """Whole nodes within limits such as `cpu=64,gres/gpu=16,node=4`; at least one."""
+    most = [_first(rules, (key,), lambda text: _tres(text, "node"))]
+    gpus = _first(rules, (key,), lambda text: _tres(text, "gres/gpu"))
+    if gpus is not None and place.gpus_per_node:
+        most.append(max(1, gpus // place.gpus_per_node))
+    return min((n for n in most if n is not None), default=None)
+
+
+def _tres(text: str, name: str) -> int | None:
+    found = re.findall(rf"(?:^|,){name}(?::\w+)?=(\d+)", text)
+    return min((int(n) for n in found), default=None)

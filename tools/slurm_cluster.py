@@ -12,7 +12,6 @@ must agree on who may.
 
 import argparse
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -25,10 +24,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `python -P`
-from slurm_daemons import Cluster, ClusterError, Settings, write_files
+from slurm_daemons import Cluster, ClusterError, Settings, load, make_database, write_files
 
 PACKAGES = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm"}
 ACCOUNTING = {"mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-server", "slurmdbd": "slurmdbd"}
@@ -63,23 +63,38 @@ def kill(cluster: Cluster, node: str | None = None) -> None:
     wait(cluster, f"the processes of {node or 'the cluster'} to end", gone)
 
 
+def works(cluster: Cluster, name: str) -> bool:
+    """Whether a daemon answers.
+
+    Raises:
+        ClusterError: it has ended.
+    """
+    if name not in cluster.running():
+        said = (cluster.folder / f"log/{name}.out").read_text().strip().splitlines()
+        raise ClusterError(f"{name} ended at once: {said[-1] if said else 'without a word'}", 1)
+    match name:
+        case "munged":
+            return cluster.ask("munge", "-n", "-S", f"{cluster.folder}/munge.socket") is not None
+        case "mariadbd":
+            return listening(cluster.port + 2)
+        case "slurmdbd":
+            return listening(cluster.port + 1) and register(cluster)
+        case "slurmctld":
+            return listening(cluster.port) and "UP" in (cluster.ask("scontrol", "ping") or "")
+    return True  # a slurmd: `settled` asks slurmctld
+
+
 def start(cluster: Cluster, node: str | None = None) -> list[str]:
     """Start the daemons that do not run (of nodes, only that of `node` if given); return their names."""
-    at, running, started = cluster.folder, cluster.running(), []
-    ready: dict[str, Callable[[], bool]] = {
-        "munged": lambda: cluster.ask("munge", "-n", "-S", f"{at}/munge.socket") is not None,
-        "mariadbd": lambda: listening(cluster.port + 2),
-        "slurmdbd": lambda: listening(cluster.port + 1) and register(cluster),
-        "slurmctld": lambda: listening(cluster.port) and "UP" in (cluster.ask("scontrol", "ping") or ""),
-    }
+    running, started = cluster.running(), []
     for name, words in cluster.commands().items():
         if node and name in cluster.nodes and name != node:
             continue
         if name not in running:
             launch(cluster, name, words)
             started.append(name)
-        if name in ready and not ready[name]():
-            wait(cluster, name, ready[name])
+        if not works(cluster, name):
+            wait(cluster, name, partial(works, cluster, name))
     return started
 
 
@@ -89,37 +104,15 @@ def launch(cluster: Cluster, name: str, words: list[str]) -> None:
         make_database(cluster)
     with (cluster.folder / f"log/{name}.out").open("a") as log:
         subprocess.Popen(
-            words,
-            cwd=cluster.folder,
-            env=cluster.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+            words, cwd=cluster.folder, env=cluster.environment(), stdin=subprocess.DEVNULL, stdout=log,
+            stderr=log, start_new_session=True,
+        )  # fmt: skip
 
 
 def listening(port: int) -> bool:
     """Whether somebody answers at a port of this host."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def make_database(cluster: Cluster) -> None:
-    """Make the data folder of mariadbd, with slurmdbd's user in it."""
-    new = cluster.folder / "database.new"
-    shutil.rmtree(new, ignore_errors=True)
-    words = [f"--datadir={new}", "--user=root", "--skip-name-resolve", "--skip-test-db"]
-    made = cluster.ask(
-        "mariadb-install-db",
-        "--no-defaults",
-        *words,
-        f"--extra-file={cluster.folder}/database.sql",
-        seconds=60,
-    )
-    if made is None:
-        raise ClusterError("mariadb-install-db failed", 1)
-    new.rename(cluster.folder / "database")
 
 
 def register(cluster: Cluster) -> bool:
@@ -140,21 +133,6 @@ def settled(cluster: Cluster, nodes: list[str]) -> bool:
         if states.get(name, "").startswith(("down", "drain")):
             cluster.ask("scontrol", "update", f"nodename={name}", "state=resume")
     return not bad
-
-
-def load(folder: Path) -> Cluster | None:
-    """Return the cluster of a folder; None where there is no such folder or it is empty.
-
-    Raises:
-        ClusterError: the folder holds something else.
-    """
-    record = folder / "cluster.json"
-    if record.exists():
-        words = json.loads(record.read_text())
-        return Cluster(folder=folder, settings=Settings(**words["settings"]), port=words["port"])
-    if folder.exists() and any(folder.iterdir()):
-        raise ClusterError(f"{folder} is not empty and holds no cluster; name another folder with --dir")
-    return None
 
 
 def free_port(folder: Path, count: int) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import zlib
@@ -185,6 +186,7 @@ def write_files(cluster: Cluster) -> None:
     folder, settings, names = cluster.folder, cluster.settings, f"gpu[01-{cluster.settings.nodes:02d}]"
     for name in ["log", "state", "dev", *(f"spool/{node}" for node in cluster.nodes)]:
         (folder / name).mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)  # munged wants its socket within everybody's reach
     devices = f"NodeName={names} Name=gpu Type=h100 File={folder}/dev/nvidia[0-{settings.gpus - 1}]\n"
     for i in range(settings.gpus):
         (folder / f"dev/nvidia{i}").symlink_to("/dev/null")  # slurmd wants a character device
@@ -214,3 +216,29 @@ def write_files(cluster: Cluster) -> None:
     for name, text in files.items():
         (folder / name).touch(0o644 if name in ("slurm.conf", "gres.conf") else 0o600)
         (folder / name).write_text(text)
+
+
+def load(folder: Path) -> Cluster | None:
+    """Return the cluster of a folder; None where there is no such folder or it is empty.
+
+    Raises:
+        ClusterError: the folder holds something else.
+    """
+    record = folder / "cluster.json"
+    if record.exists():
+        words = json.loads(record.read_text())
+        return Cluster(folder=folder, settings=Settings(**words["settings"]), port=words["port"])
+    if folder.exists() and any(folder.iterdir()):
+        raise ClusterError(f"{folder} is not empty and holds no cluster; name another folder with --dir")
+    return None
+
+
+def make_database(cluster: Cluster) -> None:
+    """Make the data folder of mariadbd, with slurmdbd's user in it."""
+    new = cluster.folder / "database.new"
+    shutil.rmtree(new, ignore_errors=True)
+    options = ("--no-defaults", "--user=root", "--skip-name-resolve", "--skip-test-db")
+    places = (f"--datadir={new}", f"--extra-file={cluster.folder}/database.sql")
+    if cluster.ask("mariadb-install-db", *options, *places, seconds=60) is None:
+        raise ClusterError(f"mariadb-install-db failed; its folder is {new}", 1)
+    new.rename(cluster.folder / "database")

@@ -189,7 +189,8 @@ def _fold_allocation(state: SweepState, event: Event) -> None:
         allocation.agents = tuple(agents[k] for k in sorted(agents))
         allocation.restart = max(allocation.restart, int(event.get("restart", 0)))
     elif kind == "preflight":
-        allocation.preflight = max(allocation.preflight, event["found"], key=canonical_json)
+        found = [f for f in (allocation.preflight, dict(event["found"])) if f]
+        allocation.preflight = max(found, key=canonical_json, default={})
     elif kind == "allocation_ended":
         restart, end = int(event.get("restart", 0)), _end(event)
         held = allocation.ends.get(restart, end)

@@ -35,7 +35,7 @@ def ask_for_budget(
     if not todo:
         return given if given is not None else max(used, 1e-9)
     numbers = ("nodes", "GPUs", "runs", "GPU hours")
-    made = table(f"sweep {config.name} on {config.cluster}", "model", *numbers, right=numbers)
+    made = table(f"sweep {config.name}", "model", *numbers, right=numbers)
     for (model, nodes), prices in sorted(cells.items(), key=lambda cell: (cell[0][1], cell[0][0])):
         made.add_row(model, str(nodes), str(nodes * per_node), f"{len(prices):,}", hours(sum(prices)))
     made.add_section()

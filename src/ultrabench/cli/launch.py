@@ -16,9 +16,10 @@ from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
 from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.follow import Follower, interrupt, other_launchers
+from ultrabench.launchers.follow import Follower, interrupt
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.prepare import OpenSweep, open_sweep
+from ultrabench.presence import living_launchers
 from ultrabench.result import ANSWERS, Status
 from ultrabench.state import AttemptKey, SweepState, fold
 from ultrabench.sweep.config import SweepConfig, config_from_tree, load_config
@@ -94,7 +95,7 @@ def follow(
     planned = planned_runs(sweep.plan)
     price = hours(sweep.plan.gpu_hours())
     say(f"{config.name}: {len(planned)} runs, {price} GPU hours predicted, in {sweep.folder.path}")
-    for other in other_launchers(sweep):
+    for other in living_launchers(sweep.folder, sweep.journal.path):
         say(f"{other} follows this sweep, too; both may go on: no run is made twice")
     try:
         with Display(config.name, planned) as display:

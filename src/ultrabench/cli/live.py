@@ -65,6 +65,8 @@ def attempt_line(run: PlannedRun, attempt: AttemptState) -> str:
     result = attempt.result
     assert result is not None
     head = f"{run.run_id} {run.model} {run.nodes} node{'s' * (run.nodes > 1)} {run.label}"
+    if attempt.key.repeat:
+        head += f" (repeat {attempt.key.repeat})"
     if attempt.key.attempt:
         head += f" (attempt {attempt.key.attempt})"
     if result.status == Status.OK:

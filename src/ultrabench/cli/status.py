@@ -7,36 +7,53 @@ from rich.console import Group
 from rich.live import Live
 
 from ultrabench.cli.live import panel
-from ultrabench.cli.tables import out, print_json, table, warn
+from ultrabench.cli.tables import out, print_json, say, table, warn
 from ultrabench.folder import SweepFolder, find_sweep
 from ultrabench.journal import JournalReader
-from ultrabench.state import fold
+from ultrabench.presence import living_launchers
+from ultrabench.state import SweepState, fold
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import Progress, progress
 
 WATCH_S = 1.0
 
 
-def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) -> None:
-    """Prints how far a sweep is, once or until it is over."""
+def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) -> int:
+    """Prints how far a sweep is, once or until it is over; the exit code.
+
+    A sweep on a cluster that nobody follows is followed from here when it is watched.
+    """
     folder = find_sweep(sweep, results)
     folder.read_head()
     reader = JournalReader(folder.journal, warn)
     now = _look(folder, reader)
+    if watch and not as_json and _unsettled(now) and _nobody_follows(folder, fold(reader.poll())):
+        from ultrabench.cli.launch import continue_sweep
+
+        say("nobody follows this sweep: following it from here")
+        return continue_sweep(folder)
     while as_json and watch and _unsettled(now):
         time.sleep(WATCH_S)
         now = _look(folder, reader)
     if as_json:
         print_json(now.as_json())
-        return
+        return 0
     if not watch:
         out().print(_page(now))
-        return
+        return 0
     with Live(_page(now), console=out(), auto_refresh=False) as live:
         while _unsettled(now):
             time.sleep(WATCH_S)
             now = _look(folder, reader)
             live.update(_page(now), refresh=True)
+    return 0
+
+
+def _nobody_follows(folder: SweepFolder, state: SweepState) -> bool:
+    """Whether its jobs are on a cluster, may go on, and wait for a launcher."""
+    launched = (state.config or {}).get("config") or {}
+    on_cluster = (launched.get("launcher") or {}).get("name") == "slurm"
+    return on_cluster and not (state.paused or state.cancelled) and not living_launchers(folder)
 
 
 def _unsettled(now: Progress) -> bool:

@@ -74,10 +74,14 @@ def status(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show how far a sweep is, what runs, what failed and what leads."""
+    """Show how far a sweep is, what runs, what failed and what leads.
+
+    With --watch, a sweep on a cluster that nobody follows is followed from here: its next jobs are
+    submitted as they were agreed to when it was launched.
+    """
     from ultrabench.cli.status import show_status
 
-    show_status(sweep, watch, json_, results_dir)
+    raise typer.Exit(show_status(sweep, watch, json_, results_dir))
 
 
 @sweep_app.command("retry")

@@ -1,0 +1,36 @@
+"""Who follows a sweep: a launcher touches its journal file, and others look at the times."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+from ultrabench.folder import SweepFolder
+
+SIGN_OF_LIFE_S = 30.0
+"""How often a launcher touches its journal."""
+MISSED = 3
+"""Signs in a row that may be late before a launcher on another host counts as gone."""
+
+
+def show_presence(journal: Path) -> None:
+    """Says that the writer of this journal file still follows its sweep."""
+    os.utime(journal)
+
+
+def living_launchers(folder: SweepFolder, own: Path | None = None) -> list[str]:
+    """Launchers that seem to follow a sweep now, each as `process P on HOST`.
+
+    Args:
+        own: the journal file of the one who asks; its time stamp stands for now, since the clock of
+            a file server need not be that of this host.
+    """
+    now = own.stat().st_mtime if own else time.time()
+    here = socket.gethostname().split(".")[0]
+    found = []
+    for path in sorted(folder.journal.glob("launcher-*.jsonl")):
+        host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
+        lives = os.path.exists(f"/proc/{pid}") if host == here else True
+        if path != own and lives and now - path.stat().st_mtime < MISSED * SIGN_OF_LIFE_S:
+            found.append(f"process {pid} on {host}")
+    return found

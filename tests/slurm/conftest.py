@@ -1,0 +1,119 @@
+"""One real Slurm of simulated nodes for the session, and the proof that every test leaves it clean."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.sweeps import SlurmBench
+from ultrabench.processes import TAG_VARIABLE
+
+TOOL = Path(__file__).parents[2] / "tools/slurm_cluster.py"
+SETTINGS = ("--nodes", "8", "--gpus", "8", "--max-array-size", "101")
+
+
+@dataclass
+class Cluster:
+    """A cluster in a folder, its Slurm commands and its daemons."""
+
+    folder: Path
+
+    def tool(self, verb: str, *words: str, code: int = 0) -> str:
+        """Output of slurm_cluster.py for this cluster; skips the test where it cannot work here."""
+        command = [sys.executable, str(TOOL), verb, f"--dir={self.folder}", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if verb == "up" and done.returncode == 2 != code:
+            pytest.skip(done.stderr.strip().splitlines()[-1])
+        assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr * (code != 0)
+
+    def run(self, *words: str, code: int | None = 0, timeout: float = 60) -> str:
+        """Output of a Slurm command."""
+        # SLURM_CONF on the command line: another cluster's is in our environment.
+        command = ["env", f"SLURM_CONF={self.folder}/slurm.conf", *words]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=timeout)
+        if code is not None:
+            assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def nodes(self) -> dict[str, str]:
+        """State of each node: idle, mixed, completing, down, ..."""
+        lines = self.run("sinfo", "-h", "-N", "-p", "hopper", "-o", "%N %T").splitlines()
+        return dict(line.split() for line in lines)  # type: ignore[misc]
+
+    def jobs(self) -> list[str]:
+        """Ids of the jobs that are not over, each task of an array by itself."""
+        return self.run("squeue", "-h", "--array", "-o", "%i").split()
+
+    def clean(self) -> bool:
+        """Whether every node waits for work and no job is left."""
+        return set(self.nodes().values()) == {"idle"} and not self.jobs()
+
+    def wait_for(self, what: Callable[[], object], seconds: float = 30.0) -> None:
+        end = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < end, f"waited in vain; nodes {self.nodes()}, jobs {self.jobs()}"
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    """8 nodes of 8 GPUs with accounting, which Slurm's commands find."""
+    cluster = Cluster(Path(tempfile.mkdtemp(prefix="ultrabench-slurm-")))
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            cluster.tool("up", *SETTINGS)
+            patch.setenv("SLURM_CONF", str(cluster.folder / "slurm.conf"))
+            yield cluster
+        finally:
+            if not any(cluster.folder.iterdir()):
+                cluster.folder.rmdir()
+            else:
+                cluster.tool("down")
+
+
+@pytest.fixture(autouse=True)
+def cleanliness(slurm: Cluster) -> Iterator[None]:
+    """After each test: all nodes idle, none drained, no job left; the next test gets a clean one anyway."""
+    yield
+    try:
+        slurm.wait_for(slurm.clean)
+    except AssertionError:
+        jobs = slurm.jobs()
+        if jobs:
+            slurm.run("scancel", *jobs, code=None)
+        slurm.tool("up", *SETTINGS)
+        raise
+
+
+@pytest.fixture
+def sweeps(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmBench]:
+    """A folder for sweeps on the session's cluster; no process of theirs may be left."""
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setenv("STEP_S", "0.002")
+    monkeypatch.delenv(TAG_VARIABLE, raising=False)
+    made = SlurmBench(tmp_path)
+    yield made
+    slurm.wait_for(lambda: not made.leftovers())
+
+
+@pytest.fixture
+def bare(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SlurmBench]:
+    """The same on a second cluster, which has no accounting."""
+    cluster = Cluster(tmp_path_factory.mktemp("bare"))
+    try:
+        cluster.tool("up", "--nodes", "4", "--gpus", "0", "--no-accounting")
+        monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "slurm.conf"))
+        made = SlurmBench(tmp_path)
+        yield made
+        cluster.wait_for(lambda: cluster.clean() and not made.leftovers())
+    finally:
+        cluster.tool("down")

@@ -1,0 +1,70 @@
+"""Real sweeps on the Slurm of simulated nodes, driven through the command line."""
+
+import os
+import stat
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.local.conftest import Bench
+
+MANY = ("sweep.nodes=[1,2,4]", "sweep.gbs=32", "sweep.zero_stage=[0,1,2,3]", "sweep.mbs=[1,2,4,8]",
+        "sweep.gas=[1,2,4,8]", "launcher.allocation_minutes=0.2")  # fmt: skip
+"""40 runs on 1, 2 and 4 nodes."""
+FEW = ("sweep.nodes=[1,2]", "sweep.gbs=8", "sweep.zero_stage=[0,1]", "sweep.mbs=[1,2,4]",
+       "sweep.gas=[1,2,4]", "launcher.allocation_minutes=0.1")  # fmt: skip
+"""10 runs on 1 and 2 nodes."""
+
+
+@dataclass
+class SlurmBench(Bench):
+    """A folder with sweeps on a Slurm; `path` comes before PATH of what is started."""
+
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def overrides(self, behaviour: str, *more: str) -> list[str]:
+        return super().overrides(
+            behaviour, "launcher=slurm", "launcher.mem=150M", "launcher.poll_s=1", "launcher.grace_s=4",
+            "launcher.max_nodes=8", "measure.run_limit_s=60", *more,
+        )  # fmt: skip
+
+    def launch(self, behaviour: str, *more: str) -> list[str]:
+        """The words of a launch that asks nothing."""
+        return ["sweep", "launch", *self.overrides(behaviour, *more), "--max-gpu-hours", "100"]
+
+    def fake(self, program: str, script: str) -> None:
+        """Puts a program in front of Slurm's own, which it finds as $REAL."""
+        folder = self.folder / "bin"
+        folder.mkdir(exist_ok=True)
+        path = folder / program
+        path.write_text(f"#!/bin/bash\nREAL=/usr/bin/{program}\nCOUNT={self.folder}/{program}.count\n"
+                        f'echo x >> $COUNT; N=$(wc -l < $COUNT)\n{script}\n')  # fmt: skip
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        os.environ["PATH"] = f"{folder}:{self.environ['PATH']}"
+
+    def journal(self) -> str:
+        """All journal lines."""
+        return "".join(p.read_text() for p in sorted(self.folder.glob("results/t/journal/*.jsonl")))
+
+    def job_ids(self) -> list[str]:
+        """Jobs of the sweep that Slurm still knows as queued or running."""
+        return os.popen("squeue -h -r -o %i -t PD,R,CF").read().split()
+
+    def judge(self, runs: int, allowed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+        """Every run ended ok exactly once per repeat, nothing ran twice; gives all rows."""
+        rows = self.rows()
+        attempts = {f"{r['run_id']} {r['repeat']} {r['attempt']}": r["status"] for r in rows}
+        executions = self.executions()
+        assert max(Counter(executions).values()) == 1, "an attempt ran twice"
+        assert set(executions) <= set(attempts), "a run that is not recorded"
+        oks = Counter((r["run_id"], r["repeat"]) for r in rows if r["status"] == "ok")
+        assert len({run for run, _ in oks}) == runs
+        assert set(oks.values()) == {1}
+        assert {r["status"] for r in rows} <= {"ok", *allowed}, Counter(r["status"] for r in rows)
+        return rows
+
+
+def in_files(folder: Path, text: str) -> list[str]:
+    """Files under `folder` that hold `text`."""
+    return [str(p) for p in folder.rglob("*") if p.is_file() and text.encode() in p.read_bytes()]

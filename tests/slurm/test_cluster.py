@@ -1,0 +1,152 @@
+"""The cluster of simulated nodes itself: what the other tests of this folder stand on."""
+
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import SETTINGS, Cluster
+from ultrabench.processes import command_line, own_processes
+
+pytestmark = pytest.mark.slurm
+SMALL = ("--nodes=2", "--gpus=0", "--no-accounting", "--slurmd-timeout=5")
+
+
+@pytest.fixture
+def other(slurm: Cluster) -> Iterator[Cluster]:
+    """A second cluster beside the session's: no GPUs, no accounting."""
+    cluster = Cluster(Path(tempfile.mkdtemp(prefix="ultrabench-slurm-")) / "other")
+    cluster.tool("up", *SMALL)
+    yield cluster
+    cluster.tool("down")
+    cluster.folder.parent.rmdir()
+
+
+def daemon(cluster: Cluster, *words: str) -> int:
+    """Pid of the daemon whose command line holds these words."""
+    wanted = {*words, f"{cluster.folder}/slurm.conf"}
+    (pid,) = [pid for pid in own_processes() if wanted <= set(command_line(pid))]
+    return pid
+
+
+def mentions(folder: Path) -> list[str]:
+    """Processes with a folder in their command line or as their place."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_text() + " " + os.readlink(process / "cwd")
+        except OSError:
+            continue
+        if str(folder) in words:
+            found.append(f"{process.name} {words}")
+    return found
+
+
+def test_a_second_up_finds_it_running(slurm: Cluster) -> None:
+    before = daemon(slurm, "slurmctld")
+    assert "already runs" in slurm.tool("up", *SETTINGS)
+    assert daemon(slurm, "slurmctld") == before
+
+
+def test_a_step_sees_its_nodes_and_gpus(slurm: Cluster) -> None:
+    words = "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"
+    lines = slurm.run("srun", "-N4", "--gpus-per-node=8", "sh", "-c", words).splitlines()
+    assert sorted(lines) == [f"gpu0{i} 0,1,2,3,4,5,6,7" for i in range(1, 5)]
+    lines = slurm.run("srun", "-n2", "-N1", "--gpus-per-task=2", "sh", "-c", words).splitlines()
+    assert sorted(lines) == ["gpu01 0,1", "gpu01 2,3"]
+
+
+def test_partitions_and_their_limits(slurm: Cluster) -> None:
+    lines = slurm.run("sinfo", "-h", "-o", "%P %l %D %s").splitlines()
+    assert sorted(lines) == ["debug 30:00 2 1-2", "hopper* infinite 8 1-infinite"]
+    slurm.run("srun", "-p", "debug", "-N3", "true", code=1)
+
+
+def test_an_array_runs_and_sacct_knows_it(slurm: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran.$SLURM_ARRAY_TASK_ID\n")
+    job = slurm.run(
+        "sbatch", "--parsable", "--mem=100M", "--output=/dev/null", "--array=0-15", str(script)
+    ).strip()
+    slurm.wait_for(lambda: not slurm.jobs())
+    assert len(list(tmp_path.glob("ran.*"))) == 16
+    ask = ("sacct", "-n", "-P", "-X", "-j", job, "-o", "State,Account,Cluster")
+    slurm.wait_for(lambda: slurm.run(*ask).count("COMPLETED|research|ultrabench") == 16)
+    slurm.run("sbatch", "--array=0-101", str(script), code=1)
+
+
+def test_accounts(slurm: Cluster) -> None:
+    rows = slurm.run("sacctmgr", "-n", "-P", "show", "assoc", "user=root", "format=Account,QOS").split()
+    assert "research|normal" in rows
+
+
+def test_a_job_may_be_killed_with_its_node(slurm: Cluster) -> None:
+    job = slurm.run(
+        "sbatch", "--parsable", "--no-requeue", "-N2", "-o", "/dev/null", "--wrap", "srun sleep 60"
+    )
+    slurm.wait_for(lambda: slurm.nodes()["gpu02"] == "mixed")
+    slurm.tool("node-down", "gpu02")
+    assert slurm.nodes()["gpu02"] == "down"
+    ask = ("sacct", "-n", "-P", "-X", "-j", job.strip(), "-o", "State")
+    slurm.wait_for(lambda: slurm.run(*ask).strip() == "NODE_FAIL")
+    slurm.tool("node-up", "gpu02")
+    assert slurm.nodes()["gpu02"] == "idle"
+
+
+def test_without_accounting_and_beside_another(slurm: Cluster, other: Cluster) -> None:
+    assert other.nodes() == {"gpu01": "idle", "gpu02": "idle"}
+    assert other.run("srun", "-N2", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES").strip() == ""
+    other.run("squeue")
+    other.run("sacct", code=1)
+    assert len(slurm.nodes()) == 8
+
+
+def test_up_mends_and_replaces(other: Cluster) -> None:
+    for words in (["slurmctld"], ["gpu02"]):
+        os.kill(daemon(other, *words), signal.SIGKILL)
+    assert "repaired" in other.tool("up", *SMALL)
+    assert other.clean()
+    assert "already" not in other.tool("up", *SMALL, "--max-array-size=7")
+    assert "MaxArraySize            = 7" in other.run("scontrol", "show", "config")
+
+
+def test_a_controller_that_starts_again_knows_its_jobs(other: Cluster) -> None:
+    job = other.run("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 60").strip()
+    state = other.folder / "state/job_state"
+    before = state.stat().st_mtime_ns if state.exists() else 0
+    other.wait_for(lambda: state.exists() and state.stat().st_mtime_ns > before)
+    pid = daemon(other, "slurmctld")
+    other.tool("restart-slurmctld")
+    assert daemon(other, "slurmctld") != pid
+    assert other.jobs() == [job]
+
+
+def test_down_leaves_nothing(slurm: Cluster) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="ultrabench-slurm-"))
+    cluster = Cluster(folder)
+    before = set(os.listdir("/run"))
+    cluster.tool("up", *SMALL)
+    port = int(cluster.run("scontrol", "show", "config").split("SlurmctldPort")[1].split()[1])
+    job = f"cd {folder}; exec sleep 600"
+    cluster.run("sbatch", "-N2", "-o", "/dev/null", "--wrap", f"srun sh -c '{job}' & {job}")
+    cluster.wait_for(lambda: sum("sleep" in line for line in mentions(folder)) == 3)
+    cluster.tool("down")
+    assert mentions(folder) == []
+    assert not folder.exists()
+    assert set(os.listdir("/run")) == before
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+    assert "nothing" in cluster.tool("down")
+    assert len(slurm.nodes()) == 8
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    for verb in ("up", "down"):
+        assert "is not empty" in Cluster(tmp_path).tool(verb, code=2)
+    assert "no cluster" in Cluster(tmp_path / "nowhere").tool("env", code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]

@@ -1,0 +1,372 @@
+"""The programs of Slurm are shell scripts here; what they print was printed by Slurm 22.05."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from ultrabench.errors import ClusterError
+from ultrabench.launchers.slurm_command import CommandError, ask
+from ultrabench.launchers.slurm_job import collapse, duration_s, find, sacct_jobs, squeue_jobs
+from ultrabench.launchers.slurm_query import SlurmQuery
+from ultrabench.launchers.slurm_state import Phase
+
+QUEUE = """12|12|PENDING|0:00||PartitionNodeLimit|ub-c
+10_1|10|PENDING|0:00||Resources|ub-a
+10_2|10|PENDING|0:00||JobArrayTaskLimit|ub-a
+10_0|15|RUNNING|1-02:03:04|gpu[01-04]|None|ub-a
+11|11|PENDING|0:00||JobHeldUser|odd|name|
+of two lines
+14|14|COMPLETED|0:03|gpu08|None|other
+"""
+REFUSED = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+
+
+class Slurm:
+    """Fake programs on PATH, which write down how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def program(self, name: str, body: str) -> None:
+        path = self.folder / name
+        path.write_text(f'#!/bin/sh\necho "$*" >> {self.folder}/{name}.calls\n{body}\n')
+        path.chmod(0o755)
+
+    def prints(self, name: str, text: str) -> None:
+        (self.folder / f"{name}.out").write_text(text)
+        self.program(name, f"cat {self.folder}/{name}.out")
+
+    def fails(self, name: str, complaint: str, code: int = 1) -> None:
+        self.program(name, f"echo '{complaint}' >&2; exit {code}")
+
+    def calls(self, name: str) -> list[str]:
+        path = self.folder / f"{name}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
+    made = Slurm(fakes)
+    for name in ("squeue", "sacct", "scancel"):
+        made.fails(name, "nobody expects this call", 9)
+    return made
+
+
+@pytest.fixture
+def clock():
+    class Clock:
+        now = 1000.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    return Clock()
+
+
+@pytest.fixture
+def query(slurm, clock):
+    return SlurmQuery("1000", poll_s=30.0, timeout_s=5.0, budget_s=1800.0, clock=clock)
+
+
+def test_one_question_tells_of_all_jobs_of_a_prefix(slurm, query):
+    slurm.prints("squeue", QUEUE)
+    answer = query.jobs("ub-")
+    assert sorted(answer.jobs) == ["10_0", "10_1", "10_2", "12"]
+    job = answer.jobs["10_0"]
+    assert (job.array_id, job.array_index, job.raw_id, job.name) == ("10", 0, "15", "ub-a")
+    assert (job.state, job.nodes, job.elapsed_s) == ("RUNNING", "gpu[01-04]", 93784.0)
+    assert job.meaning.phase is Phase.RUNNING
+    assert answer.jobs["12"].array_index is None
+    assert answer.jobs["10_2"].reason == "JobArrayTaskLimit"
+    assert (answer.age_s, answer.stale, answer.error) == (0.0, False, None)
+    assert list(query.jobs("odd").jobs) == ["11"]
+    assert slurm.calls("squeue") == [
+        "--user=1000 --states=all --all --array --noheader --format=%i|%A|%T|%M|%N|%r|%j"
+    ]
+    assert query.counts == {"squeue": 1}
+
+
+def test_it_does_not_ask_again_before_its_time(slurm, query, clock):
+    slurm.prints("squeue", QUEUE)
+    for passed, age in ((0, 0), (29.9, 29.9), (0.2, 0), (10, 10)):
+        clock.now += passed
+        assert query.jobs("ub-").age_s == pytest.approx(age)
+    assert len(slurm.calls("squeue")) == 2
+
+
+def test_an_urgent_question_comes_sooner_but_not_at_once(slurm, query, clock):
+    slurm.prints("squeue", QUEUE)
+    query.jobs("ub-")
+    clock.now += 1.5
+    assert query.jobs("ub-", fresh=True).age_s == 1.5
+    clock.now += 0.5
+    assert query.jobs("ub-", fresh=True).age_s == 0
+    assert len(slurm.calls("squeue")) == 2
+
+
+def test_while_slurm_fails_the_last_answer_stays_and_questions_become_rare(slurm, query, clock):
+    slurm.prints("squeue", QUEUE)
+    query.jobs("ub-")
+    slurm.fails("squeue", REFUSED)
+    asked = []
+    for _ in range(1300):
+        clock.now += 1.0
+        before = query.counts["squeue"]
+        answer = query.jobs("ub-", fresh=clock.now > 1031)
+        asked += [clock.now - 1000] * (query.counts["squeue"] - before)
+    assert asked == [30, 60, 120, 240, 480, 780, 1080]
+    assert answer.stale
+    assert "connect failure" in answer.error
+    assert answer.age_s == 1300
+    assert "10_0" in answer.jobs
+    slurm.prints("squeue", "")
+    clock.now += 300
+    answer = query.jobs("ub-")
+    assert (answer.jobs, answer.stale, answer.age_s) == ({}, False, 0)
+    clock.now += 30
+    query.jobs("ub-")
+    assert query.counts["squeue"] == 10
+
+
+def test_three_failures_are_survived(slurm, query, clock):
+    body = f"""n=$(wc -l < {slurm.folder}/squeue.calls); if [ $n -le 3 ]; then echo '{REFUSED}' >&2; exit 1; fi
+    echo '7|7|RUNNING|0:05|gpu01|None|ub-z'"""
+    slurm.program("squeue", body)
+    answers = []
+    for _ in range(4):
+        answers.append(query.jobs("ub-"))
+        clock.now += 120
+    assert answers[:3] == [None, None, None]
+    assert list(answers[3].jobs) == ["7"]
+
+
+def test_silence_beyond_the_budget_ends_it_in_one_line(slurm, query, clock):
+    slurm.prints("squeue", "")
+    query.jobs("ub-")
+    slurm.fails("squeue", REFUSED)
+
+    def wait_forever():
+        while True:
+            clock.now += 10
+            query.jobs("ub-")
+
+    with pytest.raises(ClusterError) as caught:
+        wait_forever()
+    assert clock.now == pytest.approx(1000 + 30 + 1800, abs=300)
+    told = str(caught.value)
+    assert told.startswith("squeue: slurm_load_jobs error: Unable to contact slurm controller")
+    assert "minutes" in told
+    assert "same command continues" in told
+    assert "\n" not in told
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Welcome to the cluster!\n",
+        "Welcome!\n7|7|RUNNING|0:05|gpu01|None|ub-z\n",
+        "7|7|RUNN",
+        "\x00\x01\n",
+        "7\n",
+    ],
+)
+def test_nonsense_is_a_failure_not_an_empty_queue(slurm, query, clock, text):
+    slurm.prints("squeue", QUEUE)
+    query.jobs("ub-")
+    slurm.prints("squeue", text)
+    clock.now += 30
+    answer = query.jobs("ub-")
+    assert answer.stale
+    assert "not an answer" in answer.error
+    assert len(answer.jobs) == 4
+
+
+def test_a_program_that_hangs_is_killed_with_its_children(slurm, clock, tmp_path):
+    slurm.program("squeue", f"sleep 60 & echo $! > {tmp_path}/child; wait")
+    query = SlurmQuery("1000", timeout_s=0.2, clock=clock)
+    begun = time.monotonic()
+    assert query.jobs("ub-") is None
+    assert time.monotonic() - begun < 3
+    child = int((tmp_path / "child").read_text())
+    end = time.monotonic() + 3
+    while _runs(child) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not _runs(child)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_missing_program_is_a_failure(slurm, monkeypatch):
+    (slurm.folder / "squeue").unlink()
+    monkeypatch.setenv("PATH", str(slurm.folder))
+    with pytest.raises(CommandError, match="squeue: No such file"):
+        ask(["squeue"], 5)
+
+
+def test_variables_that_change_the_programs_are_left_out(slurm, monkeypatch):
+    slurm.program("squeue", "env")
+    theirs = "SLURM_TIME_FORMAT SQUEUE_FORMAT SACCT_FEDERATION SBATCH_QOS SCANCEL_INTERACTIVE"
+    for name in ("SLURM_CONF", "SLURM_JWT", *theirs.split()):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    monkeypatch.setenv("TZ", "UTC")
+    names = r"SLURM|SBATCH|SQUEUE|SACCT|SCANCEL|LC_ALL|TZ"
+    assert {line for line in ask(["squeue"], 5).splitlines() if re.match(names, line)} == {
+        "SLURM_CONF=x", "SLURM_JWT=x", "SLURM_BITSTR_LEN=0", "LC_ALL=C", "TZ=UTC",
+    }  # fmt: skip
+
+
+def test_elements_cancelled_with_their_array_are_found_in_its_row(slurm, query):
+    slurm.prints(
+        "squeue", "57|57|CANCELLED|0:00||JobArrayTaskLimit|ub-e\n57_0|58|RUNNING|0:09|gpu01|None|ub-e\n"
+    )
+    answer = query.jobs("ub-")
+    assert answer.find("57_0").state == "RUNNING"
+    assert (answer.find("57_3").job_id, answer.find("57_3").state) == ("57_3", "CANCELLED")
+    assert answer.find("58_3") is None
+
+
+@pytest.mark.parametrize("state", ["PENDING", "COMPLETED"])
+def test_another_row_of_an_array_says_nothing_of_its_elements(state):
+    jobs = squeue_jobs(f"57|57|{state}|0:00||None|ub-e\n")
+    assert jobs["57"].array_index is None
+    assert find(jobs, "57_3") is None
+
+
+def test_elements_that_share_a_row_are_told_apart():
+    assert list(squeue_jobs("10_[1,4-5,8-12:2%2]|10|PENDING|0:00||Resources|ub-a\n")) == [
+        "10_1", "10_4", "10_5", "10_8", "10_10", "10_12",
+    ]  # fmt: skip
+
+
+def test_what_squeue_has_forgotten_sacct_knows(slurm, query, clock):
+    slurm.prints(
+        "sacct",
+        """59_2|62|PENDING|0|None assigned|2026-11-21T09:21:14|ub-e
+59_4|59|RUNNING|7|gpu[01-02]|2026-11-21T09:21:14|ub-e
+59_0|60|REQUEUED|13|gpu01|2026-11-21T09:21:14|ub-e
+59_0|60|PENDING|0|None assigned|2026-11-21T09:21:27|ub-e
+59_[4-5%1]|59|CANCELLED by 0|0|None assigned|2026-11-21T09:21:14|ub-e
+7|7|OUT_OF_MEMORY|4711|gpu03|2026-11-20T01:00:00|bar|red
+""",
+    )
+    found = query.accounting(["59_0", "59_2", "59_4", "59_5", "59_9", "7", "8"])
+    assert {i: job.state for i, job in found.items()} == {
+        "59_0": "PENDING", "59_2": "PENDING", "59_4": "RUNNING", "59_5": "CANCELLED by 0", "7": "OUT_OF_MEMORY",
+    }  # fmt: skip
+    assert found["59_4"].nodes == "gpu[01-02]"
+    assert found["59_0"].nodes == ""
+    assert (found["7"].elapsed_s, found["7"].name) == (4711.0, "bar|red")
+    assert sorted(query.accounting(["59"])) == ["59_0", "59_2", "59_4", "59_5"]
+    assert slurm.calls("sacct") == [
+        "--parsable2 --noheader --allocations "
+        "--format=JobID,JobIDRaw,State,ElapsedRaw,NodeList,Submit,JobName --jobs=59,7,8"
+    ]
+    assert query.has_accounting
+    slurm.prints("sacct", "59_4|59|COMPLETED|9|gpu[01-02]|2026-11-21T09:21:14|ub-e\n")
+    clock.now += 30
+    assert {i: job.state for i, job in query.accounting(["59_4", "59_2"]).items()} == {"59_4": "COMPLETED"}
+
+
+def test_sacct_names_the_whole_array_that_was_cancelled():
+    found = sacct_jobs("57|57|CANCELLED by 0|0|None assigned|2026-11-21T09:20:16|ub-e\n")
+    assert found["57"].meaning.phase is Phase.OVER
+
+
+def test_many_ids_are_asked_for_in_parts(slurm, query):
+    slurm.prints("sacct", "")
+    assert query.accounting(str(i) for i in range(1000, 1450)) == {}
+    assert [call.count(",") - 6 + 1 for call in slurm.calls("sacct")] == [200, 200, 50]
+
+
+@pytest.mark.parametrize("complaint", ["Slurm accounting storage is disabled", "Connection refused"])
+def test_a_site_without_accounting_is_not_asked_all_the_time(slurm, query, clock, complaint):
+    slurm.fails("sacct", complaint)
+    assert query.accounting(["7"]) == {}
+    assert query.accounting_named(["ub-a"], 0) == {}
+    assert query.has_accounting is False
+    clock.now += 299
+    assert query.accounting(["8"]) == {}
+    assert query.counts["sacct"] == 1
+    slurm.prints("sacct", "8|8|FAILED|1|gpu01|2026-11-21T09:21:14|ub-a\n")
+    clock.now += 1
+    assert query.accounting(["8"])["8"].state == "FAILED"
+
+
+def test_jobs_are_looked_up_by_name_since_a_time(slurm, query):
+    slurm.prints("sacct", "8_3|9|TIMEOUT|60|gpu01|2026-11-21T09:21:14|ub-a\n")
+    since = time.mktime((2026, 11, 21, 10, 0, 0, 0, 0, -1))
+    assert list(query.accounting_named(["ub-b", "ub-a"], since)) == ["8_3"]
+    assert slurm.calls("sacct")[0].endswith("--user=1000 --starttime=2026-11-21T09:00:00 --name=ub-a,ub-b")
+
+
+def test_jobs_are_cancelled_in_few_words(slurm, query):
+    slurm.program("scancel", "")
+    query.cancel(["10_2", "10_0", "7", "10_11"])
+    query.cancel([f"{i}" for i in range(1000, 1300)])
+    query.cancel(name="ub-a")
+    calls = slurm.calls("scancel")
+    assert calls[0] == "10_[0,2,11] 7"
+    assert [len(call.split()) for call in calls[1:3]] == [200, 100]
+    assert calls[3:] == ["--user=1000 --name=ub-a"]
+    query.cancel([])
+    assert query.counts["scancel"] == 4
+
+
+def test_only_those_that_wait_are_cancelled_if_asked_to(slurm, query):
+    slurm.prints("squeue", QUEUE)
+    slurm.program("scancel", "")
+    query.cancel(["10_0", "10_2", "12", "14", "99"], pending_only=True)
+    query.cancel(["10"], pending_only=True)
+    query.cancel(name="ub-a", pending_only=True)
+    query.cancel(name="nothing", pending_only=True)
+    assert slurm.calls("scancel") == ["10_[2] 12", "10_[1,2]", "10_[1,2]"]
+
+
+def test_cancelling_what_is_over_is_no_error(slurm, query):
+    slurm.fails("scancel", "scancel: error: Kill job error on job id 7: Invalid job id specified")
+    query.cancel(["7"])
+    slurm.fails(
+        "scancel", "scancel: error: Kill job error on job id 7: Job/step already completing or completed"
+    )
+    query.cancel(["7"])
+
+
+def test_a_cancellation_that_did_not_arrive_is_told(slurm, query):
+    slurm.fails("scancel", "scancel: error: Kill job error on job id 7: Access/permission denied")
+    with pytest.raises(ClusterError, match="permission denied"):
+        query.cancel(["7"])
+    slurm.fails("squeue", REFUSED)
+    with pytest.raises(ClusterError, match="nothing was cancelled"):
+        query.cancel(["7"], pending_only=True)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [([], []), (["5"], ["5"]), (["5_1"], ["5_[1]"]), (["5_10", "5_9", "6"], ["5_[9,10]", "6"])],
+)
+def test_ids_are_collapsed(ids, words):
+    assert collapse(ids) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0:00", 0), ("30:00", 1800), ("30", 1800), ("01:02:03", 3723), ("1-02:03:04", 93784), ("2-00", 172800),
+        ("1-12:30", 131400), ("7-00:00:00", 604800), ("UNLIMITED", None), ("INFINITE", None), ("NONE", None),
+        ("", None), ("NOT_SET", None), ("INVALID", None), ("Partition_Limit", None), ("1:2:3:4", None),
+    ],
+)  # fmt: skip
+def test_times_are_read(text, seconds):
+    assert duration_s(text) == seconds
