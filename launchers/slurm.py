@@ -37,6 +37,8 @@ _FOR_GOOD = re.compile(
     re.IGNORECASE,
 )
 """Refusals that come again however often one asks."""
+_FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
+"""Refusals that sound like those and go away by themselves, or with our own jobs."""
 
 
 class SlurmLauncher:
@@ -69,7 +71,7 @@ class SlurmLauncher:
             number_or_error = self._send(script)
             if number_or_error.isdigit():
                 return {a.name: _job(f"{number_or_error}_{i}", name) for i, a in enumerate(allocations)}
-            if _FOR_GOOD.search(number_or_error):
+            if _FOR_GOOD.search(number_or_error) and not _FOR_NOW.search(number_or_error):
                 break
             found = self._find(name)
             if found:
@@ -135,7 +137,7 @@ class SlurmLauncher:
         since = time.monotonic() - answer.age_s
         self._unseen = {n: self._unseen.get(n, since) for n in unended if n not in active}
         gone = {
-            n: end for n in sorted(self._unseen) if (end := self._over(allocations[n], seen.get(n), since))
+            n: end for n in sorted(self._unseen) if (end := self._over(allocations[n], seen.get(n), answer))
         }
         return Sighting(
             alive=frozenset((unended | queued) - set(gone)),
@@ -145,18 +147,19 @@ class SlurmLauncher:
             notes=_notes(answer, active),
         )
 
-    def _over(self, held: AllocationState, listed: list[SlurmJob] | None, now: float) -> Gone | None:
+    def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> Gone | None:
         """How an allocation ended that squeue does not call active; None while that is not sure.
 
-        Args:
-            now: when squeue was asked; its silence about a job counts only from one answer to another.
+        squeue's silence about a job counts only from one answer to another.
         """
-        waited = now - self._unseen[held.name]
+        waited = time.monotonic() - answer.age_s - self._unseen[held.name]
         grace = min(END_GRACE_S, self._choice.grace_s) if listed else self._choice.grace_s
         if waited < grace:
             return None
         number = (held.job or {}).get("job_id")
-        job = listed[-1] if listed else self.query.accounting([number]).get(number) if number else None
+        job = listed[-1] if listed else answer.find(number) if number else None
+        if job is None and number:
+            job = self.query.accounting([number]).get(number)
         if job is None:
             named = f"job {number}" if number else f"a job of {held.name}"
             return Gone(status=Status.LOST, reason=f"Slurm does not know {named}")

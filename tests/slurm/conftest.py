@@ -100,6 +100,7 @@ def sweeps(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.delenv(TAG_VARIABLE, raising=False)
     made = SlurmBench(tmp_path)
     yield made
+    made.close()
     slurm.wait_for(lambda: not made.leftovers())
 
 
@@ -114,6 +115,7 @@ def bare(
         monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "slurm.conf"))
         made = SlurmBench(tmp_path)
         yield made
+        made.close()
         cluster.wait_for(lambda: cluster.clean() and not made.leftovers())
     finally:
         cluster.tool("down")

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import subprocess
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,18 @@ class SlurmBench(Bench):
     """A folder with sweeps on a Slurm; `path` comes before PATH of what is started."""
 
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    launchers: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        self.launchers.append(super().start(*words))
+        return self.launchers[-1]
+
+    def close(self) -> None:
+        """Ends launchers that a failed test has left."""
+        for launcher in self.launchers:
+            if launcher.returncode is None:
+                launcher.kill()
+                launcher.communicate()
 
     def overrides(self, behaviour: str, *more: str) -> list[str]:
         return super().overrides(

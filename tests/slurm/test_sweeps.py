@@ -142,7 +142,7 @@ def test_pause_gives_the_nodes_back_and_resume_goes_on(sweeps, monkeypatch):
 def test_no_secret_of_the_environment_reaches_a_file_and_odd_values_reach_no_shell(sweeps, monkeypatch):
     monkeypatch.setenv("MY_API_TOKEN", "planted-4711-secret")
     odd = 'it\'s "a" $(touch pwned); `touch pwned2` & x'
-    words = [w for w in sweeps.launch("fine", *FEW[1:], "sweep.nodes=1")]
+    words = sweeps.launch("fine", *FEW[1:], "sweep.nodes=1")
     quoted = odd.replace('"', '\\"')
     words += [f'+launcher.sbatch.comment="{quoted}"', "launcher.environment=[STEP_*]"]
     launcher = sweeps.start(*words)
