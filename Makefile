@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch where the index has one; a machine with GPUs installs its own first.
 TORCH ?= torch==2.13.0
 
-.PHONY: quickstart test check env format parity bench clean
+.PHONY: quickstart test check env format parity slurm-test bench clean
 
 env: $(VENV)/installed
 
@@ -29,6 +29,9 @@ check: env
 
 test: check
 	$(BIN)/pytest
+
+slurm-test: env
+	$(BIN)/pytest -m slurm
 
 format: env
 	$(BIN)/ruff format .

@@ -44,7 +44,7 @@ class Leader:
         self._stop = stop
         self._address = address
         self._folder = SweepFolder(Path(allocation.sweep_dir))
-        self._ends = time.monotonic() + allocation.limit_s
+        self._ends = time.monotonic() + allocation.limit_s - allocation.warning_s
         self._facts = [node.facts(), *(peers[n].facts for n in sorted(peers))]
         self._hosts = [str(facts["host"]) for facts in self._facts]
         self.avoid: list[str] = []
@@ -130,7 +130,7 @@ class Leader:
         """Why `task` must not begin."""
         self._listen(Gathering(task.spec.layout.world_size), 0.0)
         reason = self._interrupted()
-        if reason is None and time.monotonic() + min(task.limit_s, 60.0) > self._ends:
+        if reason is None and time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._ends:
             reason = "no time left"
         if reason is None and self._folder.pause.exists():
             reason = "the sweep is paused"
@@ -179,7 +179,6 @@ class Leader:
     ) -> tuple[Overdue | None, str | None]:
         """Until the ranks are gone, or have to go: (missed deadline, why the allocation ended)."""
         told_port, told_phase, failed_at = False, "", 0.0
-        limit_s = min(task.limit_s, self._ends - time.monotonic())
         while gathering.running:
             self._listen(gathering, POLL_S)
             if gathering.port is not None and not told_port:
@@ -191,8 +190,9 @@ class Leader:
                 told_phase = phase
                 self._journal.write("phase", **name, name=phase, at=gathering.ranks[0].phase_at)
             now = time.monotonic()
-            if self._interrupted():
-                return None, self._interrupted()
+            ended = self._interrupted() or ("the time of its allocation ended" if now > self._ends else None)
+            if ended:
+                return None, ended
             if gathering.failed:
                 failed_at = failed_at or now
                 if now - failed_at > PEER_GRACE_S:
@@ -207,7 +207,7 @@ class Leader:
                 phase=gathering.phase,
                 spoke=gathering.spoke or task.forked,
                 predicted_step_time_s=task.predicted_step_time_s,
-                limit_s=limit_s,
+                limit_s=task.limit_s,
                 measure=task.measure,
             )
             if missed:

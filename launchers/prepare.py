@@ -125,8 +125,8 @@ def _keep_difference(folder: SweepFolder) -> None:
     """What the sources had that their commit has not, as a patch named by its content."""
     patch = checkout.difference()
     if patch:
-        name = hashlib.sha256(patch.encode()).hexdigest()[:16]
-        write_whole(folder.path / f"changes-{name}.patch", patch + "\n")
+        name = hashlib.sha256(patch).hexdigest()[:16]
+        write_whole(folder.path / f"changes-{name}.patch", patch)
 
 
 def require_local(config: SweepConfig) -> None:

@@ -15,8 +15,6 @@ from ultrabench.allocation import Allocation
 from ultrabench.hardware import Hardware
 from ultrabench.sweep.launcher_choice import LauncherChoice
 
-SIGNAL_DELAY_S = 90
-"""Agents are told so long before the time limit: they end the current run and say how it was."""
 SRUN_WAIT_S = 60
 
 
@@ -88,7 +86,7 @@ def array_script(
             "additional_parameters": {"output": log, **_options(first, choice, hardware, avoid)},
             "setup": ["export PYTHONSAFEPATH=1", *choice.setup],
             "srun_args": [*steps, *choice.srun],
-            "signal_delay_s": SIGNAL_DELAY_S,
+            "signal_delay_s": int(first.warning_s),
             "stderr_to_stdout": True,
             "wckey": None,
         },

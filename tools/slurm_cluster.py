@@ -6,8 +6,8 @@ accounting, mariadbd and slurmdbd. Only the hardware of the nodes is make-believ
 system's own Slurm, munge or MariaDB is used: configuration, key, sockets, data and logs of every daemon
 are in one folder, so that clusters run side by side and `down` is: kill what is ours, remove the folder.
 
-Only root can do it: slurmd starts a job as the user who submitted it, and several slurmds of one host
-must agree on who may.
+Only root can do it, as on a real cluster: slurmd gives every job its user, groups and limits, and the many
+slurmds of this one host are alike in that.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -28,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `python -P`
-from slurm_daemons import Cluster, ClusterError, Settings, load, make_database, write_files
+from slurm_daemons import Cluster, ClusterError, Settings, free_port, load, make_database, write_files
 
 PACKAGES = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm"}
 ACCOUNTING = {"mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-server", "slurmdbd": "slurmdbd"}
@@ -63,13 +62,13 @@ def kill(cluster: Cluster, node: str | None = None) -> None:
     wait(cluster, f"the processes of {node or 'the cluster'} to end", gone)
 
 
-def works(cluster: Cluster, name: str) -> bool:
+def works(cluster: Cluster, name: str, started: subprocess.Popen[bytes] | None) -> bool:
     """Whether a daemon answers.
 
     Raises:
-        ClusterError: it has ended.
+        ClusterError: we have started it, and it has ended.
     """
-    if name not in cluster.running():
+    if started and started.poll() is not None:
         said = (cluster.folder / f"log/{name}.out").read_text().strip().splitlines()
         raise ClusterError(f"{name} ended at once: {said[-1] if said else 'without a word'}", 1)
     match name:
@@ -90,20 +89,21 @@ def start(cluster: Cluster, node: str | None = None) -> list[str]:
     for name, words in cluster.commands().items():
         if node and name in cluster.nodes and name != node:
             continue
+        process = None
         if name not in running:
-            launch(cluster, name, words)
+            process = launch(cluster, name, words)
             started.append(name)
-        if not works(cluster, name):
-            wait(cluster, name, partial(works, cluster, name))
+        if not works(cluster, name, process):
+            wait(cluster, name, partial(works, cluster, name, process))
     return started
 
 
-def launch(cluster: Cluster, name: str, words: list[str]) -> None:
+def launch(cluster: Cluster, name: str, words: list[str]) -> subprocess.Popen[bytes]:
     """Start a daemon, which outlives us; what it says goes to a log of its name."""
     if name == "mariadbd" and not (cluster.folder / "database").exists():
         make_database(cluster)
     with (cluster.folder / f"log/{name}.out").open("a") as log:
-        subprocess.Popen(
+        return subprocess.Popen(
             words, cwd=cluster.folder, env=cluster.environment(), stdin=subprocess.DEVNULL, stdout=log,
             stderr=log, start_new_session=True,
         )  # fmt: skip
@@ -116,13 +116,15 @@ def listening(port: int) -> bool:
 
 
 def register(cluster: Cluster) -> bool:
-    """Tell slurmdbd the cluster, an account and its user; whether it knows them."""
+    """Whether slurmdbd knows the cluster, an account and its user; tells it where not."""
+    if "research" in (cluster.ask("sacctmgr", "-n", "-P", "list", "assoc", "user=root") or ""):
+        return True
     for words in [
         ["cluster", cluster.name], ["account", "research"],
         ["user", "root", "account=research", "defaultaccount=research"],
     ]:  # fmt: skip
         cluster.ask("sacctmgr", "-i", "add", *words)
-    return "research" in (cluster.ask("sacctmgr", "-n", "-P", "list", "assoc", "user=root") or "")
+    return False
 
 
 def settled(cluster: Cluster, nodes: list[str]) -> bool:
@@ -133,22 +135,6 @@ def settled(cluster: Cluster, nodes: list[str]) -> bool:
         if states.get(name, "").startswith(("down", "drain")):
             cluster.ask("scontrol", "update", f"nodename={name}", "state=resume")
     return not bad
-
-
-def free_port(folder: Path, count: int) -> int:
-    """First of `count` ports in a row on which nobody listens; below those the kernel hands out."""
-    first = zlib.crc32(bytes(folder)) % 200
-    for block in range(200):
-        port = 10000 + (first + block) % 200 * 100
-        try:
-            for i in range(count):
-                with socket.socket() as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(("", port + i))
-        except OSError:
-            continue
-        return port
-    raise ClusterError("no free ports between 10000 and 30000", 1)
 
 
 @contextmanager
@@ -169,7 +155,8 @@ def locked(folder: Path) -> Iterator[None]:
 def clear(cluster: Cluster) -> None:
     """Kill a cluster and empty its folder."""
     kill(cluster)
-    for path in cluster.folder.iterdir():
+    # cluster.json last: without it the folder is not ours any more.
+    for path in sorted(cluster.folder.iterdir(), key=lambda path: path.name == "cluster.json"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -194,7 +181,8 @@ def up(folder: Path, settings: Settings) -> str:
     wait(cluster, "all nodes", lambda: settled(cluster, cluster.nodes))
     if "idle" in cluster.states().values():
         wait(cluster, "a job", lambda: cluster.ask("srun", "-N1", "-t1", "true") is not None)
-    return f"repaired in {folder}: {', '.join(started)}" if known else f"runs in {folder}"
+    mended = ", ".join(started) or "nodes"
+    return f"repaired in {folder}: {mended}" if known else f"runs in {folder}"
 
 
 def down(cluster: Cluster) -> str:
@@ -236,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
     helps = {
         "up": "bring up a cluster, or what is missing of it", "down": "kill it and remove its folder",
         "env": "print shell lines to eval, after which Slurm's commands find it",
-        "restart-slurmctld": "kill -9 the controller and start it again",
+        "restart-slurmctld": "kill -9 the controller, which forgets up to 5 s, and start it again",
         "node-down": "kill -9 all of a node", "node-up": "bring it back",
     }  # fmt: skip
     found = {verb: verbs.add_parser(verb, help=text, description=text) for verb, text in helps.items()}
@@ -259,12 +247,12 @@ def parser() -> argparse.ArgumentParser:
 
 def run(given: argparse.Namespace) -> str:
     """Do what a command line says; return what to print."""
-    folder = given.dir.absolute()
+    folder = given.dir.resolve()
     if os.geteuid() != 0:
         raise ClusterError("only root can run several slurmd on one host: use sudo or a container")
     if not re.fullmatch(r"/[\w./-]{1,64}", str(folder)):
         raise ClusterError(
-            f"{folder} is no good: Slurm's sockets need at most 65 letters, digits, _ . / and -"
+            f"{folder}: Slurm's sockets need a path of at most 65 letters, digits, _ . / and -"
         )
     if given.verb == "up":
         if not (1 <= given.nodes <= 64 and 0 <= given.gpus <= 16):

@@ -1,4 +1,4 @@
-"""What a cluster of simulated nodes is made of: its settings, files, daemons and processes."""
+"""What a cluster of simulated nodes is made of: its settings, ports, files, daemons and processes."""
 
 import json
 import os
@@ -36,6 +36,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=2
+InactiveLimit=10
 SlurmdTimeout={slurmd_timeout}
 MinJobAge={min_job_age}
 MaxArraySize={max_array_size}
@@ -115,7 +116,7 @@ class Cluster:
         at, conf = self.folder, str(self.conf)
         found = {
             "munged": [
-                "munged", "--foreground", f"--socket={at}/munge.socket", f"--key-file={at}/munge.key",
+                "munged", "--foreground", "--force", f"--socket={at}/munge.socket", f"--key-file={at}/munge.key",
                 f"--pid-file={at}/munged.pid", f"--seed-file={at}/munge.seed", f"--log-file={at}/log/munge",
             ]
         }  # fmt: skip
@@ -186,7 +187,6 @@ def write_files(cluster: Cluster) -> None:
     folder, settings, names = cluster.folder, cluster.settings, f"gpu[01-{cluster.settings.nodes:02d}]"
     for name in ["log", "state", "dev", *(f"spool/{node}" for node in cluster.nodes)]:
         (folder / name).mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o755)  # munged wants its socket within everybody's reach
     devices = f"NodeName={names} Name=gpu Type=h100 File={folder}/dev/nvidia[0-{settings.gpus - 1}]\n"
     for i in range(settings.gpus):
         (folder / f"dev/nvidia{i}").symlink_to("/dev/null")  # slurmd wants a character device
@@ -242,3 +242,19 @@ def make_database(cluster: Cluster) -> None:
     if cluster.ask("mariadb-install-db", *options, *places, seconds=60) is None:
         raise ClusterError(f"mariadb-install-db failed; its folder is {new}", 1)
     new.rename(cluster.folder / "database")
+
+
+def free_port(folder: Path, count: int) -> int:
+    """First of `count` ports in a row on which nobody listens; below those the kernel hands out."""
+    first = zlib.crc32(bytes(folder)) % 200
+    for block in range(200):
+        port = 10000 + (first + block) % 200 * 100
+        try:
+            for i in range(count):
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("", port + i))
+        except OSError:
+            continue
+        return port
+    raise ClusterError("no free ports between 10000 and 30000", 1)

@@ -49,6 +49,11 @@ class Allocation:
         return self.tasks[0].spec.kernel.kind
 
     @property
+    def warning_s(self) -> float:
+        """So long before its limit a job is told to end: its agents say how the current run was."""
+        return min(90.0, self.limit_s / 4)
+
+    @property
     def probe(self) -> Task:
         """The preflight, as a task like the others; it stands under index -1."""
         return replace(

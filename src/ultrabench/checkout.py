@@ -1,34 +1,43 @@
 """Which state of ultrabench's sources runs: the commit, and what was changed since."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import ultrabench
 
 GIT_TIMEOUT_S = 10.0
+_ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX"}
+"""Variables of a git hook, which would lead to the repository that the hook belongs to."""
 
 
 def commit() -> str | None:
-    """The commit of the clone that is imported; None for an installed package."""
-    return _git("rev-parse", "HEAD")
+    """The commit of the clone that is imported; None for an installed package, whatever lies around it."""
+    found = _git("rev-parse", "HEAD") if _in_clone() else None
+    return None if found is None else found.decode().strip()
 
 
-def difference() -> str:
+def difference() -> bytes:
     """What the tracked files of the clone have that its commit has not, as a patch."""
-    return _git("diff", "HEAD", "--no-color", "--no-ext-diff") or ""
+    words = ("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+    return (_git(*words) if _in_clone() else None) or b""
 
 
-def _git(*words: str) -> str | None:
+def _in_clone() -> bool:
+    """Whether git keeps our own sources; a package may be installed inside somebody else's clone."""
+    return _git("ls-files", "--error-unmatch", "__init__.py") is not None
+
+
+def _git(*words: str) -> bytes | None:
     folder = Path(ultrabench.__file__).resolve().parent
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words],
+            env={k: v for k, v in os.environ.items() if k not in _ELSEWHERE},
             capture_output=True,
-            text=True,
-            errors="replace",
             timeout=GIT_TIMEOUT_S,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout

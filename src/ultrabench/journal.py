@@ -108,7 +108,7 @@ class JournalReader:
             try:
                 event = json.loads(line)
                 version, _ = int(event["v"]), (event["writer"], int(event["seq"]), event["event"])
-            except (ValueError, TypeError, KeyError):
+            except (ArithmeticError, ValueError, TypeError, KeyError):
                 self.warn(f"{path.name}: skipped a corrupt line ({line[:40]!r}...)")
                 continue
             if version > SCHEMA_VERSION:

@@ -28,9 +28,17 @@ def living_launchers(folder: SweepFolder, own: Path | None = None) -> list[str]:
     now = own.stat().st_mtime if own else time.time()
     here = socket.gethostname().split(".")[0]
     found = []
-    for path in sorted(folder.journal.glob("launcher-*.jsonl")):
+    for path in sorted(folder.journal.glob("launcher-*-*-*.jsonl")):
         host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
         lives = os.path.exists(f"/proc/{pid}") if host == here else True
-        if path != own and lives and now - path.stat().st_mtime < MISSED * SIGN_OF_LIFE_S:
+        if path != own and lives and now - _touched(path) < MISSED * SIGN_OF_LIFE_S:
             found.append(f"process {pid} on {host}")
     return found
+
+
+def _touched(path: Path) -> float:
+    """When a file was last touched; long ago if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -102,6 +102,8 @@ class Task:
     rank_mem_bytes: int
     """Memory of one rank: on CPUs enforced as a limit of the process."""
     predicted_step_time_s: float
+    predicted_duration_s: float
+    """Of the whole attempt; one that does not fit what is left of its allocation is not begun."""
     limit_s: float
     """Wall-clock limit of the attempt."""
     gpu_names: tuple[str, ...] = ()

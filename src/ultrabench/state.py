@@ -1,5 +1,6 @@
 """The state of a sweep: a pure fold over its journal, whatever the order of the events."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -110,7 +111,7 @@ def fold(events: Iterable[Event]) -> SweepState:
     unique: dict[tuple[str, int], Event] = {}
     for event in events:
         key = (str(event["writer"]), int(event["seq"]))
-        if key not in unique or canonical_json(event) < canonical_json(unique[key]):
+        if key not in unique or _text(event) < _text(unique[key]):
             unique[key] = event
     state = SweepState()
     ends: dict[AttemptKey, tuple[int, str]] = {}
@@ -125,10 +126,15 @@ def fold(events: Iterable[Event]) -> SweepState:
                 _fold_attempt(state, ends, event)
             elif "allocation" in event:
                 _fold_allocation(state, event)
-        except (AttributeError, KeyError, TypeError, ValueError, UltrabenchError):
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UltrabenchError):
             continue  # a line that was damaged and is JSON all the same says nothing
     _fold_controls(state, controls)
     return state
+
+
+def _text(event: Event) -> str:
+    """Of an event that may be damaged and hold what is no JSON, such as NaN."""
+    return json.dumps(event, sort_keys=True)
 
 
 def attempt_key(event: Event) -> AttemptKey:
@@ -141,10 +147,10 @@ def _fold_attempt(state: SweepState, ends: dict[AttemptKey, tuple[int, str]], ev
     result = _result(event) if name in ("result", "failed") else None
     attempt = state.attempts.setdefault(key, AttemptState(key=key))
     attempt.allocation = attempt.allocation or event.get("allocation")
-    attempt.spec = attempt.spec or event.get("spec")
+    attempt.spec = attempt.spec or _object(event.get("spec"))
     if name == "claimed":
-        attempt.job = event.get("job") or attempt.job
-        attempt.predicted = event.get("predicted") or attempt.predicted
+        attempt.job = _object(event.get("job")) or attempt.job
+        attempt.predicted = _object(event.get("predicted")) or attempt.predicted
         attempt.time = event.get("time")
     elif name == "started":
         attempt.started = True
@@ -158,6 +164,10 @@ def _fold_attempt(state: SweepState, ends: dict[AttemptKey, tuple[int, str]], ev
         if key not in ends or _stronger(rank, ends[key]):
             ends[key] = rank
             attempt.result = result
+
+
+def _object(value: Any) -> dict[str, Any] | None:
+    return value if isinstance(value, dict) else None
 
 
 def _result(event: Event) -> RunResult:
@@ -183,7 +193,7 @@ def _fold_allocation(state: SweepState, event: Event) -> None:
     elif kind == "submitting":
         allocation.submitting = True
     elif kind in ("submitted", "adopted"):
-        allocation.job = allocation.job or event["job"]
+        allocation.job = allocation.job or _object(event["job"])
     elif kind == "allocation_started":
         agents = {canonical_json(a): a for a in (*allocation.agents, event["agent"])}
         allocation.agents = tuple(agents[k] for k in sorted(agents))

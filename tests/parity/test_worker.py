@@ -43,6 +43,7 @@ def task_of(case: str, precision: str = "fp32", rank_mem_bytes: int = GIB) -> Ta
         device="cpu",
         rank_mem_bytes=rank_mem_bytes,
         predicted_step_time_s=0.1,
+        predicted_duration_s=1.0,
         limit_s=60.0,
     )
 

@@ -39,7 +39,7 @@ class SlurmBench(Bench):
     def overrides(self, behaviour: str, *more: str) -> list[str]:
         return super().overrides(
             behaviour, "launcher=slurm", "launcher.mem=150M", "launcher.poll_s=1", "launcher.grace_s=4",
-            "launcher.max_nodes=8", "measure.run_limit_s=60", *more,
+            "launcher.max_nodes=8", "measure.run_limit_s=60", "launcher.environment=[STEP_S]", *more,
         )  # fmt: skip
 
     def launch(self, behaviour: str, *more: str) -> list[str]:
@@ -62,7 +62,7 @@ class SlurmBench(Bench):
 
     def job_ids(self) -> list[str]:
         """Jobs of the sweep that Slurm still knows as queued or running."""
-        return os.popen("squeue -h -r -o %i -t PD,R,CF").read().split()
+        return slurm_says("squeue", "-h", "-r", "-o", "%i", "-t", "PD,R,CF").split()
 
     def judge(self, runs: int, allowed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
         """Every run ended ok exactly once per repeat, nothing ran twice; gives all rows."""
@@ -81,3 +81,8 @@ class SlurmBench(Bench):
 def in_files(folder: Path, text: str) -> list[str]:
     """Files under `folder` that hold `text`."""
     return [str(p) for p in folder.rglob("*") if p.is_file() and text.encode() in p.read_bytes()]
+
+
+def slurm_says(*words: str) -> str:
+    """Output of a Slurm command; empty while Slurm does not answer."""
+    return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout

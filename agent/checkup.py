@@ -1,0 +1,112 @@
+"""Looks at a node for `ultrabench doctor`: `python -P -m ultrabench.agent.checkup FOLDER`.
+
+FOLDER is in the results folder and holds request.json; what is found becomes report.json beside it.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ultrabench
+from ultrabench import checkout
+from ultrabench.agent.gpus import foreign_processes, visible_gpus
+from ultrabench.agent.place import here
+from ultrabench.claim import claim
+from ultrabench.errors import UltrabenchError
+from ultrabench.folder import write_whole
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.record import from_dict
+
+CANNOT_WRITE = 73
+"""Exit code, that of sysexits.h for a file that cannot be made: the log may be as unreachable."""
+PROBE_TIMEOUT_S = 180.0
+"""The first import of torch from a shared file system takes its time."""
+
+
+def main() -> int:
+    """Looks, and writes the report; 0, or CANNOT_WRITE where the folder is not the one that was meant."""
+    began_s, folder = time.time(), Path(sys.argv[1])
+    try:
+        report = look(folder)
+        write_whole(
+            folder / "report.json", json.dumps({"began_s": began_s, **report, "ended_s": time.time()})
+        )
+    except OSError as error:
+        sys.stderr.write(f"cannot write {folder}: {error.strerror} on {here(os.environ).host}\n")
+        return CANNOT_WRITE
+    return 0
+
+
+def look(folder: Path) -> dict[str, Any]:
+    """What this node is; null stands for what could not be found out.
+
+    Raises:
+        OSError: `folder` cannot be written.
+    """
+    place = here(os.environ)
+    try:
+        request = json.loads((folder / "request.json").read_text())
+    except (OSError, ValueError):
+        request = {}
+    owner = {"host": place.host, "job": place.job}
+    digest, error = _digest(request)
+    # Before torch is tried, for that is a process on the GPUs, too.
+    foreign = foreign_processes(lambda pid: False)
+    return {
+        "host": place.host,
+        "job_id": place.job_id,
+        "token": request.get("token"),
+        "won_own_claim": claim(folder / "claims", "node", owner),
+        "won_taken_claim": claim(folder / "claims", "login", owner),
+        "python": sys.executable,
+        "python_version": platform.python_version(),
+        "ultrabench_version": ultrabench.__version__,
+        "ultrabench_path": str(Path(ultrabench.__file__).parent),
+        "kernel_digest": digest,
+        "kernel_error": error,
+        "git_commit": checkout.commit(),
+        "utc_offset": time.strftime("%z"),
+        "gpus": len(visible_gpus()),
+        "foreign": foreign,
+        "cores": len(os.sched_getaffinity(0)),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+        "temp_folder": tempfile.gettempdir(),
+        "temp_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
+        **_probe(),
+    }
+
+
+def _digest(request: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The digest of the sweep's training program as this node sees it, or why there is none."""
+    try:
+        with contextlib.chdir(request["work_dir"]):
+            return from_dict(KernelChoice, request["kernel"]).digest(), None
+    except (KeyError, OSError, UltrabenchError) as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _probe() -> dict[str, Any]:
+    """What torch says, asked in a process of its own: {torch: facts} or {torch: None, torch_error}."""
+    command = [sys.executable, "-P", "-m", "ultrabench.kernel.environment"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+        if done.returncode == 0:
+            return {"torch": json.loads(done.stdout), "torch_error": None}
+        error = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        error = f"no answer within {PROBE_TIMEOUT_S:.0f} s"
+    except (OSError, ValueError) as problem:
+        error = str(problem)
+    return {"torch": None, "torch_error": error[:300]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""The job of a checkup: submitted as a sweep's jobs are, on one node, and waited for."""
+
+import getpass
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ultrabench.allocation import Allocation
+from ultrabench.errors import ClusterError
+from ultrabench.launchers.check import Check, failed, passed
+from ultrabench.launchers.checkup_folder import CheckupFolder
+from ultrabench.launchers.inherited import inherited
+from ultrabench.launchers.slurm_command import CommandError
+from ultrabench.launchers.slurm_job import Job
+from ultrabench.launchers.slurm_query import SlurmQuery
+from ultrabench.launchers.slurm_script import ArrayScript, array_script
+from ultrabench.launchers.slurm_state import Phase, pending_remedy
+from ultrabench.record import to_dict
+from ultrabench.sweep.config import SweepConfig
+
+LIMIT_S = 600.0
+"""Time limit of the job; it takes seconds, but for the first import of torch on a node."""
+SUBMIT_TIMEOUT_S = 60.0
+LOOK_S = 0.3
+POLL_S = 3.0
+"""Between two questions to squeue."""
+LATE_S = 30.0
+"""So long after its job the report may come: file systems lag."""
+END_S = 10.0
+"""Patience for the end of a job whose report is here."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a node reported, and when that was by the clock of this host."""
+
+    report: dict[str, Any]
+    earliest_s: float
+    """The job had not begun yet."""
+    latest_s: float
+    """The report was here."""
+
+
+def checkup_script(folder: CheckupFolder, config: SweepConfig) -> ArrayScript:
+    """The submission of a sweep's allocation on one node, but for the module that runs."""
+    allocation = Allocation(
+        name="checkup.0", sweep_dir=str(folder.path), work_dir=os.getcwd(), nodes=1,
+        gpus_per_node=config.hardware.gpus_per_node, simulated=config.hardware.simulated, threads=None,
+        heartbeat_s=config.launcher.heartbeat_s, limit_s=LIMIT_S, kernel_digest="", tasks=(),
+    )  # fmt: skip
+    script = array_script([allocation], config.launcher, config.hardware)
+    python = config.launcher.python or (sys.executable,)
+    own = {
+        "job_name": f"ub-doctor-{folder.token[:8]}",
+        "comment": f"ultrabench doctor of {getpass.getuser()}: looks at one node, ends by itself",
+    }
+    options = {**script.parameters["additional_parameters"], **own, **config.launcher.sbatch}
+    return replace(
+        script,
+        command=shlex.join([*python, "-P", "-m", "ultrabench.agent.checkup", str(folder.path)]),
+        parameters={**script.parameters, "additional_parameters": options},
+    )
+
+
+class CheckupJob:
+    """One job, from its submission to its end."""
+
+    def __init__(self, folder: CheckupFolder, config: SweepConfig, say: Say) -> None:
+        self._folder, self._config, self._say = folder, config, say
+        self._script = checkup_script(folder, config)
+        self._query = SlurmQuery(poll_s=min(POLL_S, config.launcher.poll_s))
+        self._log = folder.path / "allocations" / "checkup.0" / "job.log"
+        self._number = ""
+        self._job: Job | None = None
+        self._over_since: float | None = None
+        self._told = ""
+        self._earliest_s = time.time()
+
+    def run(self, wait_s: float) -> tuple[Check, Seen | None]:
+        """Submits the job and waits; it is cancelled when it takes longer, or on Ctrl-C."""
+        self._log.parent.mkdir(parents=True)
+        self._earliest_s = time.time()
+        try:
+            answer = self._submit()
+            if not answer.isdigit():
+                told = f"sbatch does not take a job of one node: {answer}"
+                return failed("job", told, "mend the launcher.* or hardware.* that it names"), None
+            self._number = answer
+            self._say(f"submitted job {answer} of one node; waiting up to {wait_s:.0f} s for it")
+            return self._watch(wait_s)
+        finally:
+            # By name, too: the answer of sbatch may have been lost.
+            if self._over_since is None:
+                self._cancel()
+
+    def _submit(self) -> str:
+        """The array's number, or else what went wrong."""
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "ultrabench.launchers.submit_slurm"],
+                input=json.dumps(to_dict(self._script)),
+                env={**inherited(os.environ, self._config.launcher.environment), "PYTHONSAFEPATH": "1"},
+                capture_output=True,
+                text=True,
+                timeout=SUBMIT_TIMEOUT_S,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            return f"no answer within {SUBMIT_TIMEOUT_S:g} s"
+        last = (done.stdout.split() or [""])[-1]
+        if done.returncode == 0 and last.isdigit():
+            return last
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        return "; ".join([line for line in lines if "error:" in line] or lines[-1:]) or "it gave no number"
+
+    def _cancel(self) -> None:
+        name = str(self._script.parameters["additional_parameters"]["job_name"])
+        try:
+            self._query.cancel([self._number] if self._number else [], name=name)
+        except ClusterError as error:
+            self._say(f"job {self._number or name} could not be cancelled: {error}")
+
+    def _watch(self, wait_s: float) -> tuple[Check, Seen | None]:
+        submitted = time.monotonic()
+        while True:
+            report = self._folder.report()
+            if report is not None:
+                seen = Seen(report=report, earliest_s=self._earliest_s, latest_s=time.time())
+                took_s = time.monotonic() - submitted
+                self._wait_for_the_end()
+                told = f"job {self._number} ran on {report['host']}; its report was here after {took_s:.0f} s"
+                return passed("job", told), seen
+            self._look(submitted)
+            now = time.monotonic()
+            if self._over_since is not None and now - self._over_since > self._patience_s:
+                return self._ended(), None
+            if self._over_since is None and now - submitted > wait_s:
+                return self._too_late(wait_s), None
+            time.sleep(LOOK_S)
+
+    def _look(self, submitted: float) -> None:
+        """Asks squeue how the job is, and says so when that is new."""
+        answer = self._query.jobs("")
+        if answer is None or answer.stale:
+            return
+        asked = time.monotonic() - answer.age_s
+        job = answer.find(f"{self._number}_0")
+        phase = job.meaning.phase if job else None
+        gone = job is None and asked - submitted > self._config.launcher.grace_s
+        self._job = job or self._job
+        if phase in (Phase.QUEUED, Phase.HELD):
+            self._earliest_s = max(self._earliest_s, time.time() - answer.age_s)
+        if (phase is Phase.OVER or gone) and self._over_since is None:
+            self._over_since = time.monotonic()
+        told = self._state()
+        if told != self._told:
+            self._told = told
+            self._say(told)
+
+    def _state(self) -> str:
+        """How the job is, such as `job 12 waits (Resources)`."""
+        if self._job is None:
+            return f"job {self._number} is not listed by squeue"
+        job, reason = self._job, ""
+        if job.reason not in ("", "None"):
+            reason = f" ({job.reason})"
+        where = f" on {job.nodes}" if job.nodes else ""
+        remedy = pending_remedy(job.reason) if job.meaning.phase is Phase.QUEUED else None
+        return f"job {self._number} {job.meaning.note}{where}{reason}" + (f": {remedy}" if remedy else "")
+
+    @property
+    def _patience_s(self) -> float:
+        """Of waiting for the report of a job that is over."""
+        return LATE_S if self._job is not None and self._job.state == "COMPLETED" else END_S / 2
+
+    def _wait_for_the_end(self) -> None:
+        """A moment, so that nothing of the job is left when its folder goes."""
+        end = time.monotonic() + END_S
+        while self._over_since is None and time.monotonic() < end:
+            self._look(0.0)
+            time.sleep(LOOK_S)
+
+    def _too_late(self, wait_s: float) -> Check:
+        told = f"{self._state()}; not done after {wait_s:.0f} s, cancelled"
+        queued = self._job is None or self._job.meaning.phase in (Phase.QUEUED, Phase.HELD)
+        remedy = pending_remedy(self._job.reason) if self._job and queued else None
+        if not queued:
+            self._folder.keep = True
+            remedy = f"see {self._log}; if the node is only slow: --wait {3 * wait_s:.0f}"
+        return failed(
+            "job",
+            told,
+            remedy or f"the cluster is busy: give it time with --wait {max(3600, 3 * wait_s):.0f}",
+        )
+
+    def _ended(self) -> Check:
+        """The check of a job that is over and left no report; its folder stays as evidence."""
+        self._folder.keep = True
+        code, log = self._exit_code(), _lines(self._log)
+        told = f"{self._state()}; exit code {code or 'unknown'}, no report"
+        told += f"; its log ends: {' | '.join(log[-3:])}" if log else f"; it wrote no {self._log}"
+        return failed("job", told, _remedy(code, log, self._log, self._folder))
+
+    def _exit_code(self) -> str | None:
+        try:
+            text = self._query.ask("scontrol", "--oneliner", "show", "job", f"{self._number}_0")
+        except CommandError:
+            return None
+        found = re.search(r"\bExitCode=(\d+:\d+)", text)
+        return found[1] if found else None
+
+
+def _lines(log: Path) -> list[str]:
+    try:
+        return [line.strip()[:200] for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return []
+
+
+def _remedy(code: str | None, log: list[str], path: Path, folder: CheckupFolder) -> str:
+    """What to do about a job that left no report."""
+    text = "\n".join(log)
+    if code == "73:0" or not log:
+        return f"{folder.results_dir} has to be one folder for all nodes: choose a shared one with results_dir=FOLDER"
+    if re.search(r"No module named .?ultrabench", text):
+        return "have the same ultrabench in the Python of the nodes: launcher.python= names it, launcher.setup= loads it"
+    if re.search(r"No such file|not found|execve|Permission denied", text):
+        return f"a program is not on the nodes: set launcher.python=, launcher.setup= or launcher.srun=; see {path}"
+    return f"see {path}; launcher.python=, launcher.setup= and launcher.srun= make what runs there"

@@ -1,0 +1,82 @@
+"""Runs the checks of `ultrabench doctor` and shows them; writes cluster configurations."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.text import Text
+
+from ultrabench.cli.tables import out, print_json, say, table
+from ultrabench.errors import ClusterError, ConfigError
+from ultrabench.launchers.check import Check, Verdict, warned
+from ultrabench.launchers.cluster_file import cluster_files, write_cluster_files
+from ultrabench.launchers.doctor import examine, reachable, why_not_slurm
+from ultrabench.launchers.slurm_accounts import read_accounts
+from ultrabench.launchers.slurm_limits import read_limits
+from ultrabench.launchers.slurm_partition import ask_slurm, partitions
+from ultrabench.record import to_dict
+from ultrabench.sweep.config import SweepConfig, load_config
+
+STYLES = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.SKIP: "dim"}
+
+
+def run_doctor(overrides: Sequence[str], write: str | None, force: bool, wait_s: float, as_json: bool) -> int:
+    """Checks what `overrides` name; the exit code.
+
+    Args:
+        write: name of the cluster configuration to write first; None: none.
+    """
+    config, note = _configuration(overrides)
+    if write is not None:
+        _write(config, write, force, note)
+    checks = examine(config, wait_s=wait_s, say=say)
+    if note and "sbatch is here" in note:
+        checks.insert(0, warned("slurmctld", note, "if a cluster was meant: launcher=slurm looks at it"))
+    if as_json:
+        print_json([to_dict(check) for check in checks])
+    else:
+        _show(config, checks)
+    counts = {v: sum(c.status is v for c in checks) for v in Verdict}
+    say(", ".join(f"{counts[v]} {v}" for v in Verdict if counts[v]))
+    if not reachable(checks) and config.launcher.name == "slurm":
+        return ClusterError.exit_code
+    return int(counts[Verdict.FAIL] > 0)
+
+
+def _configuration(overrides: Sequence[str]) -> tuple[SweepConfig, str | None]:
+    """The configuration, of Slurm where it answers and no launcher is named; else why it is this machine's."""
+    if any(o.lstrip("+~").partition("=")[0] == "launcher" for o in overrides):
+        return load_config(overrides), None
+    why = why_not_slurm()
+    launcher = "slurm" if why is None else "local"
+    say(f"looking at launcher={launcher}: {why or 'Slurm answers here'}")
+    return load_config([*overrides, f"launcher={launcher}"]), why
+
+
+def _write(config: SweepConfig, name: str, force: bool, why_local: str | None) -> None:
+    """Writes the configurations of all partitions.
+
+    Raises:
+        ConfigError: they exist, or cannot be written.
+        ClusterError: there is no Slurm to ask.
+    """
+    choice = config.launcher
+    if choice.name == "local" and why_local:
+        raise ClusterError(f"--write asks Slurm, and {why_local}; run it on a login node")
+    if choice.name == "local":
+        raise ConfigError("--write asks Slurm; leave launcher=local out")
+    limits = read_limits(choice.partition, choice.account, choice.qos)
+    accounts, today = read_accounts(ask_slurm), time.strftime("%Y-%m-%d")
+    texts = cluster_files(name, limits, partitions(), accounts, choice, today)
+    for path in write_cluster_files(Path.cwd() / "ultrabench" / "cluster", texts, force):
+        say(f"wrote {path}")
+    say(f"use it with: ultrabench sweep plan cluster={name} launcher=slurm")
+
+
+def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
+    names = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
+    made = table(f"doctor: {names}", "check", "verdict", "found", "remedy")
+    for check in checks:
+        verdict = Text(check.status, style=STYLES[check.status])
+        made.add_row(check.name, verdict, check.told, check.remedy or "")
+    out().print(made)

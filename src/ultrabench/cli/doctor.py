@@ -1,0 +1,35 @@
+"""`ultrabench doctor`."""
+
+from typing import Annotated
+
+import typer
+
+WAIT_S = 300.0
+
+
+def doctor(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OVERRIDES]...", help="Hydra overrides, such as cluster=mine hardware=h100x8."
+        ),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write ./ultrabench/cluster/NAME.yaml from what Slurm says.")
+    ] = False,
+    name: Annotated[str, typer.Option("--name", help="Of what --write writes.")] = "mine",
+    force: Annotated[bool, typer.Option("--force", help="Let --write overwrite.")] = False,
+    wait: Annotated[
+        float,
+        typer.Option("--wait", min=0.0, metavar="SECONDS", help="For the job on a node; 0: submit none."),
+    ] = WAIT_S,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Tell whether this cluster is usable, each failure with its remedy.
+
+    A job of one node is submitted as a sweep's jobs are. Without launcher= it is Slurm that is looked
+    at where it answers, else this machine. Exit code: 1 when a check fails, 3 when Slurm cannot be asked.
+    """
+    from ultrabench.cli.checkup import run_doctor
+
+    raise typer.Exit(run_doctor(overrides or [], name if write else None, force, wait, json_))
