@@ -72,10 +72,7 @@ def slurm() -> Iterator[Cluster]:
             patch.setenv("SLURM_CONF", str(cluster.folder / "slurm.conf"))
             yield cluster
         finally:
-            if not any(cluster.folder.iterdir()):
-                cluster.folder.rmdir()
-            else:
-                cluster.tool("down")
+            cluster.tool("down")
 
 
 @pytest.fixture(autouse=True)

