@@ -38,6 +38,7 @@ def drafts(sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s:
     groups = pack(decision.todo, config, steps)
     cells = controls(sweep.plan) if config.launcher.control and config.launcher.pack != 1 else {}
     known = [*state.attempts, *(key for held in state.allocations.values() for key in held.tasks)]
+    known += [t.key for t in decision.todo]
     found, seen = [], set[int]()
     for group in groups:
         nodes = group[0].candidate.nodes

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ultrabench.claim import owner_of
 from ultrabench.errors import ClusterError
@@ -70,7 +70,7 @@ class Follower:
         self._sign_of_life()
         sight, state = self.look()
         self.show(state, sight.alive)
-        self._tell(sight)
+        self._tell((*sight.notes, *self._other_commits(state)))
         self.stopped = None
         if state.cancelled:
             self.stopped = "cancelled"
@@ -168,9 +168,7 @@ class Follower:
         """Submits as many allocations as may be in flight and the budget holds."""
         config, launcher = self.sweep.config, self.launcher
         if not inside(config.launcher.window, time.time()):
-            self._tell(
-                Sighting(notes=(f"outside the window {config.launcher.window}: nothing is submitted",))
-            )
+            self._tell((f"outside the window {config.launcher.window}: nothing is submitted",))
             return
         # Refilled when half of them are gone, so that submissions come in arrays and not one by one.
         if len(sight.alive) > launcher.max_jobs // 2:
@@ -216,9 +214,16 @@ class Follower:
         for name, job in jobs.items():
             journal.write("submitted", allocation=name, job=job)
 
-    def _tell(self, sight: Sighting) -> None:
+    def _other_commits(self, state: SweepState) -> list[str]:
+        """Nodes that run another commit than this launcher, with the same training program."""
+        own = self.sweep.git_commit
+        nodes = [n for a in state.allocations.values() for n in a.preflight.get("nodes") or ()]
+        others = {(n["host"], c) for n in nodes if own and (c := n.get("git_commit")) and c != own}
+        return [f"{host} runs commit {c[:12]}, this launcher {own[:12]}" for host, c in sorted(others) if own]
+
+    def _tell(self, notes: Iterable[str]) -> None:
         """Says what is new, once."""
-        for note in sight.notes:
+        for note in notes:
             if note not in self._told:
                 self._told.add(note)
                 self.say(note)

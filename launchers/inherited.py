@@ -5,10 +5,13 @@ from fnmatch import fnmatchcase
 
 ALLOWED = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LC_*", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV", "CONDA_PREFIX", "MODULEPATH", "MODULESHOME", "LMOD_*", "CUDA_HOME", "CUDA_PATH",
-    "SLURM_CONF", "NCCL_*", "FI_*", "UCX_*", "GLOO_*", "OFI_*",
+    "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "SLURM_CONF",
+    "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES*", "_LMFILES_*", "LMOD_*", "__LMOD_*",
+    "_ModuleTable*", "BASH_ENV", "BASH_FUNC_module*", "BASH_FUNC_ml*", "BASH_FUNC__module_raw*",
+    "NCCL_*", "FI_*", "UCX_*", "GLOO_*", "OFI_*",
 )  # fmt: skip
-"""Names, with * for any ending: what programs need to be found, and what steers collectives.
+"""Names, with * for any ending: what programs need to be found, `module` (in bash a function that comes
+through the environment), and what steers collectives.
 
 Everything else stays: an access token in the environment of a login shell has no business in a job.
 SLURM_* and SBATCH_* of an enclosing job would be taken for options of ours.

@@ -12,7 +12,7 @@ from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Workload
 from ultrabench.shape import ModelShape
 from ultrabench.sweep.compose import compose_tree, known_names, read_yaml, search_path
-from ultrabench.sweep.launcher_choice import LauncherChoice
+from ultrabench.sweep.launcher_choice import TEXTS, LauncherChoice
 
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "sweep", "name",
                   "results_dir", "repeats", "names", "models"})  # fmt: skip
@@ -97,7 +97,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     config = SweepConfig(
         name=str(tree["name"] or f"{names['sweep']}-{names['hardware']}"),
         results_dir=tree["results_dir"],
-        cluster=tree["cluster"]["name"],
+        cluster=str((tree["cluster"] or {}).get("name") or names["cluster"]),
         hardware=from_dict(Hardware, {"name": names["hardware"], **tree["hardware"]}, where="hardware"),
         kernel=from_dict(KernelChoice, kernel, where="kernel"),
         launcher=_launcher(tree["launcher"]),
@@ -114,12 +114,14 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
 
 
 def _launcher(values: dict[str, Any]) -> LauncherChoice:
-    """The launcher's values; a null stands for the default, but for what null turns off."""
-    given = {k: v for k, v in values.items() if v is not None or k in ("nice", "window")}
+    """The launcher's values; null and "" stand for the default, but for what null turns off."""
+    given = {k: v for k, v in values.items() if v not in (None, "") or k in ("nice", "window")}
+    given |= {k: str(given[k]) for k in TEXTS if type(given.get(k)) is int}  # an account may be 1234
     if isinstance(given.get("python"), str):
         given["python"] = [given["python"]]
     if isinstance(given.get("sbatch"), dict):
-        given["sbatch"] = {k: str(v) for k, v in given["sbatch"].items()}
+        flags = {k: "" if v is None or v is True else v for k, v in given["sbatch"].items()}
+        given["sbatch"] = {str(k): str(v) for k, v in flags.items() if v is not False}
     return from_dict(LauncherChoice, given, where="launcher")
 
 

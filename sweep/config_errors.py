@@ -19,6 +19,8 @@ def explain(
     if missing and missing[1] in groups:
         return unknown_name(missing[1], missing[2], known_names(missing[1]))
     unused = re.search(r"Could not override '([^']+)'", text)
+    if unused and re.match(r"launcher\.sbatch(\.|$)", unused[1]):
+        return f"{unused[1]}: options of sbatch are added; write +launcher.sbatch.NAME=VALUE"
     if unused:
         return unknown_override(unused[1], groups)
     value = re.search(r"Missing mandatory value: (\S+)", text)
@@ -29,6 +31,8 @@ def explain(
         key, eq, _ = override.partition("=")
         if not eq or not key.strip():
             return f"{override!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
+        if "launcher.sbatch.-" in key:
+            return f"{key}; write an option's name without dashes in front"
     if isinstance(error, yaml.YAMLError):
         return f"a configuration file is no YAML: {' '.join(text.split())}"
     line = " ".join(text.split("\n")[0].split()) or type(error).__name__

@@ -88,10 +88,8 @@ def decide(
 
 def _passed(state: SweepState) -> set[int]:
     """Numbers of nodes on which some run has ended ok."""
-    return {
-        int(a.spec["nodes"]) for a in state.attempts.values()
-        if a.spec is not None and a.result is not None and a.result.status == Status.OK
-    }  # fmt: skip
+    oks = (a for a in state.attempts.values() if a.result and a.result.status == Status.OK)
+    return {nodes for a in oks if isinstance(nodes := (a.spec or {}).get("nodes"), int)}
 
 
 def _tasks(state: SweepState, allocation: str) -> Iterable[AttemptKey]:

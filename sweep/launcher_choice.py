@@ -1,11 +1,17 @@
 """How allocations are packed, submitted and watched: the values of configs/launcher/."""
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 
 from ultrabench.errors import ConfigError, unknown_name
 
 LAUNCHERS = ("local", "slurm")
+TEXTS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "gres", "mem")
+"""Names and sizes in Slurm's own words."""
+_OURS = frozenset({"array", "job-name", "nodes", "ntasks", "ntasks-per-node", "parsable", "test-only", "wait",
+                   "wrap"})  # fmt: skip
+"""Options of sbatch that a launch rests on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +75,9 @@ class LauncherChoice:
                  "poll_s": 0.5, "grace_s": 0.0}  # fmt: skip
         for key, minimum in least.items():
             value = getattr(self, key)
-            if value is not None and value < minimum:
+            if value is not None and not minimum <= value < math.inf:
                 raise ConfigError(f"launcher.{key}={value}; must be >= {minimum}")
-        if self.allocation_minutes <= 0:
+        if not 0 < self.allocation_minutes < math.inf:
             raise ConfigError(f"launcher.allocation_minutes={self.allocation_minutes:g}; must be > 0")
         if self.window is not None and not _WINDOW.fullmatch(self.window):
             raise ConfigError(f"launcher.window={self.window!r}; write HH:MM-HH:MM, such as 19:00-07:00")
@@ -79,6 +85,8 @@ class LauncherChoice:
         for key in self.sbatch:
             if not re.fullmatch(r"[a-z][a-z-]*", key):
                 raise ConfigError(f"launcher.sbatch.{key}; write an option's name without dashes in front")
+            if key in _OURS:
+                raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets that itself: leave it out")
 
     def _require_one_line(self) -> None:
         """A line break would end a line of the job script and start another."""

@@ -40,12 +40,15 @@ class Progress:
     by_nodes: dict[int, dict[str, int]]
     running: tuple[tuple[PlannedRun, str], ...]
     """Runs that have ranks now, with their phase."""
+    waiting: int
+    """Allocations that were submitted and have not started."""
     attempts: int
     useful_gpu_hours: float
     wasted_gpu_hours: float
     wasted_by_status: dict[str, float]
     eta_s: float | None
-    """Predicted rest, scaled by how long finished runs took; None before the first result."""
+    """Predicted rest, scaled by how long finished runs took and shared by the allocations that run;
+    None before the first result."""
     best: tuple[tuple[PlannedRun, float], ...]
     """Fastest run of each (model, nodes) with its tokens/s/GPU."""
     failures: tuple[tuple[PlannedRun, AttemptState], ...]
@@ -63,6 +66,7 @@ class Progress:
                 "wasted_by_status": {k: round(v, 6) for k, v in self.wasted_by_status.items()},
             },
             "attempts": self.attempts,
+            "waiting_allocations": self.waiting,
             "running": [{"run_id": r.run_id, "layout": r.label, "phase": p} for r, p in self.running],
             "eta_s": self.eta_s,
         }
@@ -79,7 +83,7 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
             status[run_id] = "pending"
         else:
             status[run_id] = held.result.status.value if held.result else "running"
-    useful, wasted = gpu_hours(state)
+    useful, wasted = gpu_hours(state, planned[0].gpus // planned[0].nodes if planned else 0)
     by_nodes: dict[int, Counter[str]] = {}
     for run in planned:
         by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
@@ -91,11 +95,14 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
         by_status=dict(sorted(Counter(status.values()).items())),
         by_nodes={n: dict(sorted(c.items())) for n, c in sorted(by_nodes.items())},
         running=tuple((runs[i], final[i].phase or "start") for i, s in status.items() if s == "running"),
+        waiting=sum(a.ended is None and not a.agents for a in state.allocations.values()),
         attempts=len(state.attempts),
         useful_gpu_hours=useful,
         wasted_gpu_hours=sum(wasted.values()),
         wasted_by_status=wasted,
-        eta_s=_eta(runs, status, final),
+        eta_s=_eta(
+            runs, status, final, sum(a.ended is None and bool(a.agents) for a in state.allocations.values())
+        ),
         best=_best(planned, state),
         failures=tuple(failed[-5:]),
     )
@@ -111,30 +118,33 @@ def _standing(state: SweepState, runs: Container[str]) -> dict[str, AttemptState
     return found
 
 
-def gpu_hours(state: SweepState) -> tuple[float, dict[str, float]]:
-    """GPU hours of ok attempts, and of the others by status; `between_runs` is what allocations held beyond."""
+def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, float]]:
+    """GPU hours of ok attempts, and of the others by status.
+
+    `between_runs` is what allocations held beyond: starts, preflights, and runs that were lost with them.
+    """
     useful = 0.0
     wasted: dict[str, float] = {}
-    gpus: dict[str, int] = {}
     ran: dict[str, float] = {}
     for attempt in state.attempts.values():
         result, spec = attempt.result, attempt.spec
-        if result is None or result.duration_s is None or spec is None:
+        if result is None or result.duration_s is None or not spec:
             continue
         hours = result.duration_s * spec["nodes"] * spec["gpus_per_node"] / 3600
         allocation = attempt.allocation or ""
-        gpus[allocation] = spec["nodes"] * spec["gpus_per_node"]
         ran[allocation] = ran.get(allocation, 0.0) + hours
         if result.status == Status.OK:
             useful += hours
         else:
             wasted[result.status.value] = wasted.get(result.status.value, 0.0) + hours
-    held = {n: a.elapsed_s * gpus[n] / 3600 for n, a in state.allocations.items() if n in gpus}
-    between = sum(max(0.0, hours - ran[name]) for name, hours in held.items())
+    held = {n: a.elapsed_s * a.nodes * gpus_per_node / 3600 for n, a in state.allocations.items()}
+    between = sum(max(0.0, hours - ran.get(name, 0.0)) for name, hours in held.items())
     return useful, wasted | ({"between_runs": between} if between else {})
 
 
-def _eta(runs: dict[str, PlannedRun], status: dict[str, str], final: dict[str, AttemptState]) -> float | None:
+def _eta(
+    runs: dict[str, PlannedRun], status: dict[str, str], final: dict[str, AttemptState], at_once: int
+) -> float | None:
     ratios = [
         a.result.duration_s / runs[i].duration_s
         for i, a in final.items()
@@ -143,7 +153,7 @@ def _eta(runs: dict[str, PlannedRun], status: dict[str, str], final: dict[str, A
     if not ratios:
         return None
     rest = sum(runs[i].duration_s for i, s in status.items() if s in ("pending", "running"))
-    return rest * median(ratios)
+    return rest * median(ratios) / max(1, at_once)
 
 
 def measured_rates(planned: Sequence[PlannedRun], state: SweepState) -> dict[str, float]:

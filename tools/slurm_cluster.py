@@ -153,7 +153,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear(cluster: Cluster) -> None:
-    """Kill a cluster and empty its folder."""
+    """Cancel the jobs of a cluster, so that their srun ends as well, kill it and empty its folder."""
+    jobs = cluster.ask("squeue", "-h", "-o", "%A", seconds=5) if listening(cluster.port) else None
+    if jobs:
+        cluster.ask("scancel", *jobs.split(), seconds=5)
+        with suppress(ClusterError):
+            wait(cluster, "jobs to end", lambda: not cluster.ask("squeue", "-h"), seconds=5)
     kill(cluster)
     # cluster.json last: without it the folder is not ours any more.
     for path in sorted(cluster.folder.iterdir(), key=lambda path: path.name == "cluster.json"):
@@ -259,9 +264,11 @@ def run(given: argparse.Namespace) -> str:
             raise ClusterError(f"{given.nodes} nodes x {given.gpus} GPUs: nodes can be 1 to 64, GPUs 0 to 16")
         with locked(folder):
             return up(folder, Settings(**{f.name: getattr(given, f.name) for f in fields(Settings)}))
-    if given.verb == "down" and not folder.exists():
-        return f"nothing is in {folder}"
     cluster = load(folder)
+    if cluster is None and given.verb == "down":
+        if folder.exists():
+            folder.rmdir()  # it is empty, else `load` had refused it
+        return f"nothing is in {folder}"
     if cluster is None:
         raise ClusterError(f"no cluster is in {folder}: slurm_cluster.py up makes one")
     if given.verb == "env":

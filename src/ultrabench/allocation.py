@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ultrabench.errors import SweepFolderError
+from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import write_whole
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Task
@@ -91,5 +91,5 @@ def read_allocation(folder: Path) -> Allocation:
     """
     try:
         return from_dict(Allocation, json.loads((folder / "allocation.json").read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError, ConfigError) as error:
         raise SweepFolderError(f"cannot read {folder}/allocation.json: {error}") from error

@@ -227,7 +227,9 @@ def test_a_damaged_line_told_twice_breaks_nothing():
 
 @pytest.mark.parametrize("field", ["v", "seq"])
 def test_a_number_without_end_is_no_event(tmp_path, field):
-    (tmp_path / "w.jsonl").write_text(json.dumps({**event("cancel", generation=1), field: float("inf")}) + "\n")
+    (tmp_path / "w.jsonl").write_text(
+        json.dumps({**event("cancel", generation=1), field: float("inf")}) + "\n"
+    )
     told = []
     assert read_journal(tmp_path, told.append) == []
     assert "skipped a corrupt line" in told[0]

@@ -24,11 +24,13 @@ def run_doctor(overrides: Sequence[str], write: str | None, force: bool, wait_s:
     """Checks what `overrides` name; the exit code.
 
     Args:
-        write: name of the cluster configuration to write first; None: none.
+        write: name of the cluster configuration to write first, which is then what is checked; None: none.
     """
     config, note = _configuration(overrides)
     if write is not None:
         _write(config, write, force, note)
+        if not any(o.partition("=")[0] == "cluster" for o in overrides):
+            config = load_config([*overrides, f"launcher={config.launcher.name}", f"cluster={write}"])
     checks = examine(config, wait_s=wait_s, say=say)
     if note and "sbatch is here" in note:
         checks.insert(0, warned("slurmctld", note, "if a cluster was meant: launcher=slurm looks at it"))
@@ -76,6 +78,7 @@ def _write(config: SweepConfig, name: str, force: bool, why_local: str | None) -
 def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
     names = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
     made = table(f"doctor: {names}", "check", "verdict", "found", "remedy")
+    made.columns[0].no_wrap = made.columns[1].no_wrap = True
     for check in checks:
         verdict = Text(check.status, style=STYLES[check.status])
         made.add_row(check.name, verdict, check.told, check.remedy or "")

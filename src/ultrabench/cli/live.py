@@ -94,6 +94,8 @@ def counts_line(now: Progress) -> Text:
 
 def _running(now: Progress, busy: bool) -> list[RenderableType]:
     lines = [f"  running  {r.model} {r.nodes}n {r.label}: {phase}" for r, phase in now.running]
+    if now.waiting:
+        lines.append(f"  waiting  {now.waiting} allocation{'s' * (now.waiting > 1)} to start")
     if not lines and busy and now.by_status.get("pending"):
         lines = ["  running  starting the next allocation"]
     return [Text(line) for line in lines]

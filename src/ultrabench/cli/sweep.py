@@ -37,12 +37,13 @@ def plan(
     ] = False,
 ) -> None:
     """Enumerate every layout, reject with reasons, predict and price; touches nothing."""
-    from ultrabench.cli.plan import show_plan
-    from ultrabench.cli.script import print_script
-
     if show_script:
+        from ultrabench.cli.script import print_script
+
         print_script(overrides or [])
         return
+    from ultrabench.cli.plan import show_plan
+
     show_plan(overrides or [], json_, output, top)
 
 

@@ -1,0 +1,51 @@
+"""Open sweeps and allocations made by hand, for tests of what is submitted."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ultrabench.folder import SweepFolder
+from ultrabench.journal import JournalReader, JournalWriter
+from ultrabench.launchers.allocate import allocations, drafts
+from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.state import SweepState
+from ultrabench.sweep.config import load_config
+from ultrabench.sweep.decide import decide
+from ultrabench.sweep.plan import make_plan
+
+CONFIG = load_config(["launcher=slurm", "model=tiny"])
+PLAN = make_plan(CONFIG)
+
+
+def with_launcher(config=CONFIG, **words):
+    return replace(config, launcher=replace(config.launcher, **words))
+
+
+def open_sweep(path, plan=PLAN, **launcher):
+    """A sweep as `sweep launch` opens it; nothing is written."""
+    folder = SweepFolder(Path(path))
+    return OpenSweep(
+        folder=folder,
+        plan=replace(plan, config=with_launcher(plan.config, **launcher)),
+        journal=JournalWriter(folder.journal, "test"),
+        reader=JournalReader(folder.journal),
+        environment={},
+        accepts=lambda result: True,
+        kernel_digest="digest",
+        git_commit=None,
+    )
+
+
+def drafts_of(sweep, state=None, alive=frozenset(), max_limit_s=float("inf")):
+    """What a launch would submit next."""
+    state = state or SweepState()
+    config = sweep.config
+    decision = decide(
+        sweep.plan.runs, state, alive, repeats=config.repeats, accepts=sweep.accepts,
+        canary=config.launcher.control,
+    )  # fmt: skip
+    return drafts(sweep, decision, state, max_limit_s)
+
+
+def first_allocations(sweep, count=1):
+    """The allocations of the first drafts, which are alike enough for an array."""
+    return allocations(sweep, drafts_of(sweep)[:count])

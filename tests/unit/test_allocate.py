@@ -1,0 +1,207 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.allocations import PLAN, drafts_of, open_sweep
+from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.control import cell_of, controls
+from ultrabench.sweep.decide import Decision, Todo
+
+CONTROLS = {run.nodes: run.spec.run_id for run in controls(PLAN).values()}
+HOUR = 3600.0
+
+
+def todo_of(run, repeat=0, attempt=0):
+    return Todo(candidate=run, key=AttemptKey(run.spec.run_id, repeat, attempt))
+
+
+def decided(*todo, untried=()):
+    return Decision(todo=tuple(todo), waiting=0, untried=frozenset(untried))
+
+
+def others(nodes, count):
+    """Runs of a size that are not its control."""
+    return [r for r in PLAN.runs if r.nodes == nodes and r.spec.run_id != CONTROLS[nodes]][:count]
+
+
+def control(nodes):
+    return next(r for r in PLAN.runs if r.spec.run_id == CONTROLS[nodes])
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return open_sweep(tmp_path, pack=2)
+
+
+def keys(draft):
+    return [t.key for t in draft.group]
+
+
+def test_every_allocation_begins_with_its_control_in_a_new_repeat(sweep):
+    decision = decided(*(todo_of(r) for r in (*others(1, 4), *others(2, 1))))
+    made = drafts(sweep, decision, SweepState(), float("inf"))
+    assert [d.nodes for d in made] == [1, 1, 2]
+    assert [d.control for d in made] == [CONTROLS[1], CONTROLS[1], CONTROLS[2]]
+    assert [keys(d)[0] for d in made] == [
+        AttemptKey(CONTROLS[1], 1, 0), AttemptKey(CONTROLS[1], 2, 0), AttemptKey(CONTROLS[2], 1, 0)
+    ]  # fmt: skip
+    assert [len(d.group) for d in made] == [3, 3, 2]
+
+
+def test_a_control_that_is_to_be_done_anyway_goes_first(sweep):
+    (draft,) = drafts(sweep, decided(todo_of(others(1, 1)[0]), todo_of(control(1))), SweepState(), 9e9)
+    assert keys(draft) == [AttemptKey(CONTROLS[1], 0, 0), todo_of(others(1, 1)[0]).key]
+
+
+def test_a_control_that_is_all_there_is_to_do_is_not_run_twice(sweep):
+    (draft,) = drafts(sweep, decided(todo_of(control(1))), SweepState(), 9e9)
+    assert keys(draft) == [AttemptKey(CONTROLS[1], 0, 0)]
+    assert draft.control == CONTROLS[1]
+
+
+def test_repeats_of_controls_known_from_anywhere_are_not_taken_again(sweep):
+    state = SweepState()
+    done = AttemptKey(CONTROLS[1], 4, 0)
+    state.attempts[done] = AttemptState(key=done, result=RunResult(status=Status.OK, step_times_s=(1.0,)))
+    waiting = AttemptKey(CONTROLS[1], 6, 0)
+    state.allocations["n1-a.0"] = AllocationState(name="n1-a.0", tasks=(waiting,))
+    made = drafts(sweep, decided(*(todo_of(r) for r in others(1, 4))), state, 9e9)
+    assert [keys(d)[0].repeat for d in made] == [7, 8]
+
+
+def test_a_repeat_that_is_to_be_done_is_not_taken_for_a_control(sweep):
+    """Its first repeat was measured elsewhere, so the plan itself asks for the second."""
+    wanted = todo_of(control(1), repeat=1)
+    made = drafts(sweep, decided(*(todo_of(r) for r in others(1, 4)), wanted), SweepState(), 9e9)
+    chosen = [key for draft in made for key in keys(draft)]
+    assert len(chosen) == len(set(chosen))
+    assert wanted.key in chosen
+
+
+@pytest.mark.parametrize("launcher", [{"control": False, "pack": 2}, {"pack": 1}])
+def test_without_a_control_nothing_is_added(tmp_path, launcher):
+    todo = [todo_of(r) for r in others(1, 3)]
+    made = drafts(open_sweep(tmp_path, **launcher), decided(*todo), SweepState(), 9e9)
+    assert [key for d in made for key in keys(d)] == [t.key for t in todo]
+    assert {d.control for d in made} == {None}
+
+
+def test_of_an_untried_size_only_one_is_submitted(sweep):
+    todo = [todo_of(r) for r in (*others(1, 4), *others(2, 4))]
+    made = drafts(sweep, decided(*todo, untried={2}), SweepState(), 9e9)
+    assert [d.nodes for d in made] == [1, 1, 2]
+    made = drafts(sweep, decided(*todo, untried={1, 2}), SweepState(), 9e9)
+    assert [d.nodes for d in made] == [1, 2]
+
+
+def test_limit_and_price_hold_for_the_control_too(sweep):
+    todo = [todo_of(r) for r in others(1, 2)]
+    (draft,) = drafts(sweep, decided(*todo), SweepState(), 9e9)
+    assert draft.gpu_hours == pytest.approx(sum(t.candidate.gpu_hours(PLAN.steps) for t in draft.group))
+    assert draft.gpu_hours > sum(t.candidate.gpu_hours(PLAN.steps) for t in todo)
+    (short,) = drafts(sweep, decided(*todo), SweepState(), 60.0)
+    assert short.limit_s == 60.0 < draft.limit_s
+
+
+@given(data=st.data())
+def test_nothing_is_asked_for_twice_and_nothing_is_lost(data):
+    state = SweepState()
+    for run in PLAN.runs:
+        for repeat in data.draw(st.sets(st.integers(0, 3), max_size=2)):
+            status = data.draw(st.sampled_from((None, Status.OK, Status.LOST)))
+            key = AttemptKey(run.spec.run_id, repeat, 0)
+            result = RunResult(status=status) if status else None
+            state.attempts[key] = AttemptState(key=key, result=result, spec=to_dict(run.spec))
+    sweep = open_sweep("anywhere", pack=data.draw(st.sampled_from((None, 1, 2, 5))))
+    sweep.accepts = data.draw(st.sampled_from((lambda result: True, lambda result: False)))
+    made = drafts_of(sweep, state)
+    chosen = [t.key for d in made for t in d.group]
+    assert len(chosen) == len(set(chosen))
+    done = {k for k, a in state.attempts.items() if a.result}
+    assert not done & set(chosen)
+    for draft in made:
+        assert {cell_of(t.candidate) for t in draft.group} == {cell_of(draft.group[0].candidate)}
+        assert draft.control in (None, draft.group[0].key.run_id)
+        assert (draft.control is None) == (sweep.config.launcher.pack == 1)
+
+
+# submissions
+
+
+def draft(nodes, limit_s):
+    run = control(nodes)
+    return Draft(group=(todo_of(run),), control=None, limit_s=limit_s, gpu_hours=1.0)
+
+
+@given(
+    words=st.lists(st.tuples(st.sampled_from((1, 2)), st.sampled_from((300.0, 600.0))), max_size=20),
+    most=st.integers(1, 7),
+)
+def test_one_submission_holds_what_is_alike(words, most):
+    chosen = [draft(*word) for word in words]
+    arrays = shapes(chosen, most)
+    assert sorted(id(d) for array in arrays for d in array) == sorted(id(d) for d in chosen)
+    for array in arrays:
+        assert 1 <= len(array) <= most
+        assert len({(d.nodes, d.limit_s) for d in array}) == 1
+        assert [chosen.index(d) for d in array] == sorted(chosen.index(d) for d in array)
+    for word in set(words):
+        own = [len(a) for a in arrays if (a[0].nodes, a[0].limit_s) == word]
+        assert own == sorted(own, reverse=True)
+        assert len(own) == -(-words.count(word) // most)
+
+
+def test_what_the_agents_of_an_array_read(sweep):
+    made = allocations(sweep, drafts_of(sweep)[:1] * 3)
+    token = made[0].name.rpartition(".")[0]
+    assert [a.name for a in made] == [f"{token}.{n}" for n in range(3)]
+    assert token.startswith("n1-")
+    first = made[0]
+    assert first.control == first.tasks[0].run_id == CONTROLS[1]
+    assert (first.nodes, first.gpus_per_node, first.kernel_digest) == (1, 2, "digest")
+    assert (first.sweep_dir, first.work_dir) == (str(sweep.folder.path), str(Path.cwd()))
+    assert (first.preflight, first.window, first.git_commit) == (True, None, None)
+    assert all(task.limit_s <= first.limit_s for task in first.tasks)
+    assert not first.folder.exists()
+    assert allocations(sweep, drafts_of(sweep)[:1])[0].name.rpartition(".")[0] != token
+
+
+# what is committed
+
+
+def held(state, name, run, *seconds):
+    ends = {n: {"reason": "", "elapsed_s": s, "avoid": []} for n, s in enumerate(seconds)}
+    state.allocations[name] = AllocationState(
+        name=name, nodes=run.nodes, tasks=(AttemptKey(run.spec.run_id, 0, 0),), ends=ends
+    )
+    return state
+
+
+def test_what_ended_costs_what_it_held_and_what_is_open_what_is_predicted():
+    two = control(2)
+    price = two.gpu_hours(PLAN.steps)
+    state = held(held(SweepState(), "n2-a.0", two, HOUR), "n2-b.0", two)
+    assert committed_gpu_hours(PLAN, state, ()) == pytest.approx(4.0)
+    assert committed_gpu_hours(PLAN, state, ("n2-b.0",)) == pytest.approx(4.0 + price)
+    assert committed_gpu_hours(PLAN, held(state, "n2-b.0", two, 0.5 * HOUR, HOUR), ()) == pytest.approx(
+        4 + 6.0
+    )
+
+
+def test_a_requeued_allocation_costs_at_least_what_it_held():
+    two = control(2)
+    state = held(SweepState(), "n2-a.0", two, HOUR)
+    assert committed_gpu_hours(PLAN, state, ("n2-a.0",)) == pytest.approx(4.0)
+
+
+def test_runs_that_are_no_longer_planned_are_paid_for_all_the_same():
+    state = held(SweepState(), "n2-a.0", control(2), HOUR)
+    narrow = replace(PLAN, candidates=tuple(others(1, 2)))
+    assert committed_gpu_hours(narrow, state, ("n2-a.0",)) == pytest.approx(4.0)
+    assert committed_gpu_hours(PLAN, SweepState(), ("nobody",)) == 0.0

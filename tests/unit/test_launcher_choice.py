@@ -1,0 +1,221 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultrabench.errors import ConfigError
+from ultrabench.journal import JournalWriter
+from ultrabench.record import from_dict, to_dict
+from ultrabench.sweep.config import config_from_tree, load_config
+from ultrabench.sweep.launcher_choice import LauncherChoice
+
+TEXTS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "gres", "mem")
+
+
+TREE = load_config(["launcher=slurm"]).resolved
+
+
+def slurm(*overrides):
+    return load_config(["launcher=slurm", *overrides]).launcher
+
+
+def composed(**values):
+    """The launcher of a composed tree with these values in it."""
+    return config_from_tree({**TREE, "launcher": {**TREE["launcher"], **values}}).launcher
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Writes ./ultrabench/cluster/mine.yaml; gives the launcher's values that come of it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "nobody"))
+    path = tmp_path / "ultrabench/cluster/mine.yaml"
+    path.parent.mkdir(parents=True)
+
+    def choose(text, *overrides):
+        path.write_text(text)
+        return slurm("cluster=mine", *overrides)
+
+    return choose
+
+
+def test_the_defaults_are_kind_to_others():
+    choice = slurm()
+    assert (choice.name, choice.max_jobs, choice.max_nodes, choice.nice) == ("slurm", 8, None, 1000)
+    assert (choice.exclusive, choice.requeue, choice.control, choice.preflight) == (True, False, True, True)
+    assert {getattr(choice, key) for key in TEXTS} == {None}
+    assert (choice.python, choice.setup, choice.srun, choice.environment) == ((), (), (), ())
+    assert load_config([]).launcher == LauncherChoice(name="local", allocation_minutes=10)
+
+
+def test_a_cluster_feeds_the_launcher(cluster):
+    choice = cluster(
+        "name: mine\npartition: hopper\naccount: proj\nqos: low\nreservation: res\nconstraint: h100&nvme\n"
+        "exclude: gpu[03,07]\ngres: gpu:h100:8\nmem: 500G\ncpus: 96\npython: /opt/venv/bin/python\n"
+        "setup: ['module load cuda/12.8', 'ulimit -c 0']\n"
+    )
+    assert (choice.partition, choice.account, choice.qos, choice.reservation) == (
+        "hopper",
+        "proj",
+        "low",
+        "res",
+    )
+    assert (choice.constraint, choice.exclude, choice.gres) == ("h100&nvme", "gpu[03,07]", "gpu:h100:8")
+    assert (choice.mem, choice.cpus, choice.python) == ("500G", 96, ("/opt/venv/bin/python",))
+    assert choice.setup == ("module load cuda/12.8", "ulimit -c 0")
+
+
+def test_what_the_command_line_says_wins(cluster):
+    choice = cluster(
+        "name: mine\npartition: hopper\n", "launcher.partition=debug", "launcher.python=[env,python]"
+    )
+    assert (choice.partition, choice.python) == ("debug", ("env", "python"))
+
+
+@pytest.mark.parametrize("text", ["partition: hopper\n", "name: null\npartition: hopper\n"])
+def test_a_cluster_needs_no_name_in_its_file(cluster, text):
+    assert cluster(text).partition == "hopper"
+    assert load_config(["cluster=mine"]).cluster == "mine"
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "# nothing\n"])
+def test_an_empty_cluster_says_nothing(cluster, text):
+    assert cluster(text) == slurm()
+
+
+def test_names_of_digits_are_names(cluster):
+    assert cluster("name: mine\naccount: 1234\n", "launcher.mem=0").account == "1234"
+    for key in TEXTS:
+        assert getattr(composed(**{key: 1234}), key) == "1234"
+        assert getattr(composed(**{key: 0}), key) == "0"
+
+
+def test_an_empty_text_is_none():
+    assert slurm("launcher.partition=", "launcher.python=") == slurm()
+    for key in (*TEXTS, "python", "max_nodes", "time_minutes"):
+        assert composed(**{key: ""}) == composed(**{key: None}) == composed()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("partition", True), ("account", 1.5), ("mem", ["1"]), ("qos", {})]
+)
+def test_what_is_no_name_is_refused(key, value):
+    with pytest.raises(ConfigError, match=rf"launcher\.{key}="):
+        composed(**{key: value})
+
+
+@pytest.mark.parametrize(("value", "nice"), [(None, None), (0, 0), (-5, -5)])
+def test_nice_can_be_turned_off(value, nice):
+    assert composed(nice=value).nice == nice
+
+
+@pytest.mark.parametrize(
+    ("given", "sbatch"),
+    [
+        ({"mail-type": "FAIL", "switches": "1@10"}, {"mail-type": "FAIL", "switches": "1@10"}),
+        ({"requeue": ""}, {"requeue": ""}),
+        ({"requeue": None}, {"requeue": ""}),
+        ({"requeue": True}, {"requeue": ""}),
+        ({"requeue": False}, {}),
+        ({"priority": 5}, {"priority": "5"}),
+        (None, {}),
+    ],
+)
+def test_options_of_sbatch(given, sbatch):
+    assert composed(sbatch=given).sbatch == sbatch
+
+
+def test_options_of_sbatch_on_the_command_line():
+    assert slurm("+launcher.sbatch.mail-type=FAIL", "+launcher.sbatch.requeue=").sbatch == {
+        "mail-type": "FAIL", "requeue": ""
+    }  # fmt: skip
+    assert slurm("+launcher.sbatch={mail-type:FAIL,switches:1@10}").sbatch["switches"] == "1@10"
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("launcher.sbatch.foo=1", r"write \+launcher\.sbatch\.NAME=VALUE"),
+        ("launcher.sbatch={foo:1}", r"write \+launcher\.sbatch\.NAME=VALUE"),
+        ("launcher.sbatch.--foo=1", "without dashes in front"),
+        ("+launcher.sbatch.-f=1", "without dashes in front"),
+        ("+launcher.sbatch={--foo:1}", "without dashes in front"),
+        ("launcher.sbatch=[a]", "launcher.sbatch"),
+    ],
+)
+def test_options_written_differently_are_explained(override, text):
+    with pytest.raises(ConfigError, match=text):
+        slurm(override)
+
+
+@pytest.mark.parametrize("key", ["array", "job-name", "nodes", "ntasks-per-node", "parsable", "wait", "wrap"])
+def test_options_that_a_launch_rests_on_are_refused(key):
+    with pytest.raises(ConfigError, match=rf"launcher\.sbatch\.{key}"):
+        LauncherChoice(name="slurm", sbatch={key: "1"})
+
+
+@pytest.mark.parametrize("key", ["--foo", "-p", "Foo", "foo bar", "foo=1", "foo\n", "", "foo;x", "1"])
+def test_names_of_options_are_names(key):
+    with pytest.raises(ConfigError, match="without dashes in front"):
+        LauncherChoice(name="slurm", sbatch={key: "1"})
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("pack", 0), ("max_jobs", 0), ("max_nodes", 0), ("cpus", 0), ("time_minutes", 0), ("heartbeat_s", 0.4),
+        ("poll_s", 0.0), ("grace_s", -1.0), ("allocation_minutes", 0.0), ("allocation_minutes", -1.0),
+        *((word, value) for word in ("allocation_minutes", "heartbeat_s", "poll_s", "grace_s")
+          for value in (float("nan"), float("inf"))),
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_used(word, value):
+    with pytest.raises(ConfigError, match=rf"launcher\.{word}=.*must be"):
+        LauncherChoice(name="slurm", **{word: value})
+
+
+@pytest.mark.parametrize(
+    "window",
+    ["7-9", "24:00-07:00", "19:60-07:00", "19:00", "19:00-07:00 ", "19:00 - 07:00", "9:00-17:00", "", "\u0661\u0669:00-07:00"],
+)  # fmt: skip
+def test_windows_that_are_none(window):
+    with pytest.raises(ConfigError, match=r"write HH:MM-HH:MM"):
+        LauncherChoice(name="slurm", window=window)
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r", "\0"])
+@pytest.mark.parametrize(
+    ("word", "make"),
+    [
+        ("partition", str), ("exclude", str), ("setup", lambda s: (s,)), ("srun", lambda s: ("a", s)),
+        ("python", lambda s: (s,)), ("environment", lambda s: (s,)), ("sbatch", lambda s: {"comment": s}),
+    ],
+)  # fmt: skip
+def test_a_value_is_one_line(word, make, line_break):
+    with pytest.raises(ConfigError, match=rf"launcher\.{word}=.*must be one line"):
+        LauncherChoice(name="slurm", **{word: make(f"a{line_break}rm -r x")})
+
+
+@given(
+    choice=st.builds(
+        LauncherChoice,
+        name=st.just("slurm"),
+        partition=st.none() | st.text("ab1-_", min_size=1),
+        nice=st.none() | st.integers(-100, 10000),
+        python=st.lists(st.text("ab /$'", min_size=1), max_size=3).map(tuple),
+        setup=st.lists(st.text("ab;$( )'\""), max_size=2).map(tuple),
+        sbatch=st.dictionaries(st.sampled_from(("mail-type", "switches")), st.text("ab:@1 ")),
+        window=st.none() | st.just("19:00-07:00"),
+        pack=st.none() | st.integers(1, 9),
+    )
+)
+def test_it_survives_its_json(choice):
+    assert from_dict(LauncherChoice, to_dict(choice)) == choice
+
+
+def test_a_sweep_is_continued_with_the_same_launcher(tmp_path):
+    config = load_config(
+        ["launcher=slurm", "launcher.nice=null", "launcher.python=[a b,c]", "+launcher.sbatch.requeue=",
+         "launcher.mem=0", "launcher.window=19:00-07:00"]
+    )  # fmt: skip
+    line = JournalWriter(tmp_path, "launcher").write("config", generation=1, config=config.resolved)
+    assert config_from_tree(line["config"]).launcher == config.launcher

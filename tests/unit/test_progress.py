@@ -1,0 +1,171 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.allocations import PLAN
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.plan_table import planned_runs
+from ultrabench.sweep.progress import gpu_hours, measured_rates, progress
+
+PLANNED = planned_runs(PLAN)
+RUNS = PLAN.runs
+ONE = next(r for r in RUNS if r.nodes == 1)
+TWO = next(r for r in RUNS if r.nodes == 2)
+GPUS = PLAN.config.hardware.gpus_per_node
+ENDS = (None, *(s for s in Status if s not in (Status.SKIPPED, Status.REJECTED)))
+HOUR = 3600.0
+
+
+def told(state, run, status, repeat=0, attempt=0, seconds=None, allocation="a", spec=True):
+    key = AttemptKey(run.spec.run_id, repeat, attempt)
+    times = (0.1,) if status == Status.OK else ()
+    result = None if status is None else RunResult(status=status, step_times_s=times, duration_s=seconds)
+    state.attempts[key] = AttemptState(
+        key=key,
+        allocation=allocation,
+        spec=to_dict(run.spec) if spec else None,
+        result=result,
+        phase="warmup",
+    )
+    return state
+
+
+def held(state, name, nodes, *seconds):
+    ends = {n: {"reason": "", "elapsed_s": s, "avoid": []} for n, s in enumerate(seconds)}
+    state.allocations[name] = AllocationState(
+        name=name, nodes=nodes, ends=ends, restart=max(0, len(ends) - 1)
+    )
+    return state
+
+
+def standing(*attempts):
+    state = SweepState()
+    for repeat, attempt, status in attempts:
+        told(state, ONE, status, repeat, attempt)
+    return progress("s", PLANNED, state)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "status"),
+    [
+        ([], "pending"),
+        ([(0, 0, None)], "running"),
+        ([(0, 0, Status.CRASH)], "crash"),
+        ([(0, 0, Status.CRASH), (0, 1, None)], "running"),
+        ([(0, 0, Status.HANG), (0, 1, Status.OK)], "ok"),
+        ([(0, 0, Status.OK), (1, 0, Status.CRASH)], "ok"),
+        ([(0, 0, Status.CRASH), (1, 0, Status.OK)], "ok"),
+        ([(0, 0, Status.CRASH), (1, 0, Status.OK), (2, 0, None)], "ok"),
+        ([(0, 0, Status.CRASH), (3, 0, Status.LOST)], "lost"),
+        ([(0, 0, Status.CRASH), (1, 0, None)], "running"),
+    ],
+)
+def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
+    now = standing(*attempts)
+    rest = {"pending": len(PLANNED) - 1}
+    assert now.by_status == ({"pending": len(PLANNED)} if status == "pending" else {status: 1} | rest)
+    assert sum(now.by_nodes[ONE.nodes].values()) == sum(r.nodes == ONE.nodes for r in PLANNED)
+    assert [r.run_id for r, _ in now.running] == ([ONE.spec.run_id] if status == "running" else [])
+    failed = status not in ("pending", "running", "ok")
+    assert [r.run_id for r, _ in now.failures] == ([ONE.spec.run_id] if failed else [])
+    assert now.attempts == len(attempts)
+
+
+def test_runs_no_longer_planned_do_not_count():
+    state = told(SweepState(), ONE, Status.OK)
+    rest = [r for r in PLANNED if r.run_id != ONE.spec.run_id]
+    now = progress("s", rest, state)
+    assert now.by_status == {"pending": len(rest)}
+    assert measured_rates(rest, state) == {}
+    assert now.eta_s is None
+
+
+@given(
+    ends=st.lists(
+        st.tuples(st.sampled_from(RUNS), st.integers(0, 2), st.integers(0, 2), st.sampled_from(ENDS)),
+        max_size=12,
+    )
+)
+def test_every_planned_run_is_counted_once(ends):
+    state = SweepState()
+    for run, repeat, attempt, status in ends:
+        told(state, run, status, repeat, attempt, seconds=1.0)
+    now = progress("s", PLANNED, state)
+    assert sum(now.by_status.values()) == now.runs == len(PLANNED)
+    assert sum(sum(counts.values()) for counts in now.by_nodes.values()) == len(PLANNED)
+    oks = {k.run_id for k, a in state.attempts.items() if a.result and a.result.status == Status.OK}
+    assert now.by_status.get("ok", 0) == len(oks)
+    assert set(measured_rates(PLANNED, state)) == oks
+    done = sum(a.result is not None for a in state.attempts.values())
+    nodes = sum(k.nodes * (1 if a.result else 0) for k, a in _with_runs(state))
+    assert (now.useful_gpu_hours + now.wasted_gpu_hours) * 3600 == pytest.approx(nodes * GPUS)
+    assert (done == 0) == (nodes == 0)
+
+
+def _with_runs(state):
+    runs = {r.spec.run_id: r for r in RUNS}
+    return [(runs[k.run_id], a) for k, a in state.attempts.items()]
+
+
+def test_gpu_hours_by_hand():
+    state = held(held(SweepState(), "a", 1, HOUR), "b", 2, 2 * HOUR)
+    told(state, ONE, Status.OK, seconds=0.5 * HOUR, allocation="a")
+    told(state, ONE, Status.HANG, attempt=1, seconds=0.25 * HOUR, allocation="a")
+    told(state, TWO, Status.OK, seconds=1.5 * HOUR, allocation="b")
+    useful, wasted = gpu_hours(state, GPUS)
+    assert useful == pytest.approx(GPUS * (0.5 + 2 * 1.5))
+    assert wasted == {
+        "hang": pytest.approx(GPUS * 0.25),
+        "between_runs": pytest.approx(GPUS * (0.25 + 2 * 0.5)),
+    }
+
+
+@pytest.mark.parametrize("status", [None, Status.LOST, Status.NODE_FAIL])
+def test_nodes_that_were_held_for_nothing_are_wasted(status):
+    """Of a run that vanished with its nodes nobody told how long it took, or even that it began."""
+    state = held(SweepState(), "a", 2, HOUR)
+    assert gpu_hours(state, GPUS) == (0.0, {"between_runs": pytest.approx(2 * GPUS)})
+    told(state, TWO, status, spec=status is None)
+    assert gpu_hours(state, GPUS) == (0.0, {"between_runs": pytest.approx(2 * GPUS)})
+
+
+def test_every_start_of_a_job_holds_nodes():
+    state = held(SweepState(), "a", 1, HOUR, 0.5 * HOUR)
+    told(state, ONE, Status.OK, seconds=HOUR)
+    assert gpu_hours(state, GPUS) == (GPUS, {"between_runs": pytest.approx(0.5 * GPUS)})
+
+
+@pytest.mark.parametrize("seconds", [(), (0.0,), (10.0,)])
+def test_an_allocation_is_never_shorter_than_its_runs(seconds):
+    state = told(held(SweepState(), "a", 1, *seconds), ONE, Status.OK, seconds=HOUR)
+    assert gpu_hours(state, GPUS) == (GPUS, {})
+
+
+@given(
+    seconds=st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 1e5)), max_size=6),
+    elapsed=st.lists(st.floats(0, 1e5), min_size=3, max_size=3),
+)
+def test_what_was_held_is_useful_or_wasted(seconds, elapsed):
+    state = SweepState()
+    for name, time_s in zip("abc", elapsed, strict=True):
+        held(state, name, 1, time_s)
+    for n, (name, time_s) in enumerate(seconds):
+        told(state, ONE, (Status.OK, Status.CRASH)[n % 2], repeat=n, seconds=time_s, allocation=name)
+    useful, wasted = gpu_hours(state, GPUS)
+    ran = {name: sum(s for other, s in seconds if other == name) for name in "abc"}
+    total = sum(max(ran[name], time_s) for name, time_s in zip("abc", elapsed, strict=True))
+    assert (useful + sum(wasted.values())) * 3600 == pytest.approx(GPUS * total)
+    assert all(hours >= 0 for hours in wasted.values())
+
+
+def test_the_rest_is_scaled_by_what_was_measured():
+    planned = [replace(r, duration_s=10.0) for r in PLANNED]
+    state = told(SweepState(), RUNS[0], Status.OK, seconds=30.0)
+    assert progress("s", planned, state).eta_s == pytest.approx(30.0 * (len(planned) - 1))
+    document = progress("s", planned, state).as_json()
+    assert document["gpu_hours"]["wasted_by_status"] == {}
+    assert document["by_status"]["ok"] == 1
