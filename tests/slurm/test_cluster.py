@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,9 +139,12 @@ def test_down_leaves_nothing(slurm: Cluster, other: Cluster) -> None:
     folder = other.folder
     port = int(other.run("scontrol", "show", "config").split("SlurmctldPort")[1].split()[1])
     job = f"cd {folder}; exec sleep 600"
-    other.run("sbatch", "-N2", "-o", "/dev/null", "--wrap", f"srun sh -c '{job}' & {job}")
+    other.run("sbatch", "-N2", "-o", "/dev/null", "--wrap", f"trap '' TERM; srun sh -c '{job}' & {job}")
+    client = subprocess.Popen(["env", f"SLURM_CONF={folder}/slurm.conf", "srun", "sleep", "600"])
     other.wait_for(lambda: sum(" sleep\0" in line for line in mentions(folder)) == 3)
+    other.wait_for(lambda: len(other.jobs()) == 2)
     other.tool("down")
+    client.wait(timeout=10)
     assert mentions(folder) == []
     assert not folder.exists()
     assert not [path for path in Path("/run").rglob("*.sock*") if str(path.resolve()).startswith(str(folder))]
