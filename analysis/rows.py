@@ -200,8 +200,10 @@ def _circumstances(allocation: AllocationState) -> Row:
     found = allocation.preflight
     nodes = found.get("nodes")
     first = nodes[0] if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict) else {}
-    row: Row = {k: v for k, v in summary(found.get("probe") or {}).items() if v is not None}
-    return row | ({"git_commit": first["git_commit"]} if first.get("git_commit") else {})
+    probe = found.get("probe")
+    row: Row = summary(probe) if isinstance(probe, dict) else {}
+    commit = {"git_commit": first["git_commit"]} if isinstance(first.get("git_commit"), str) else {}
+    return {k: v for k, v in (row | commit).items() if v is not None}
 
 
 def _control_times(state: SweepState) -> dict[str, float]:

@@ -47,7 +47,7 @@ class CheckupFolder:
     def report(self) -> dict[str, Any] | None:
         """What the checkup found; None until it is here."""
         # A listing is fresh where NFS remembers for a while that a file is not there.
-        if not any(entry.name == "report.json" for entry in os.scandir(self.path)):
+        if "report.json" not in os.listdir(self.path):
             return None
         found: dict[str, Any] = json.loads((self.path / "report.json").read_text())
         return found

@@ -34,8 +34,22 @@ POLL_S = 3.0
 """Between two questions to squeue."""
 LATE_S = 30.0
 """So long after its job the report may come: file systems lag."""
+FAILED_S = 5.0
+"""The same for a job that failed, which hardly wrote one."""
 END_S = 10.0
 """Patience for the end of a job whose report is here."""
+
+_REFUSALS = {
+    "timed out|no answer|contact": "try again: slurmctld is slow or away",
+    "account": "set launcher.account=",
+    "qos": "set launcher.qos=",
+    "reservation": "set launcher.reservation=",
+    "feature": "set launcher.constraint=",
+    "memory": "set launcher.mem=",
+    "partition": "set launcher.partition=",
+    "node configuration|gres|processors": "set hardware.gpus_per_node=, launcher.gres= or launcher.cpus=",
+}
+"""What sbatch names when it refuses -> what to do; the first that fits."""
 
 Say = Callable[[str], None]
 
@@ -61,15 +75,21 @@ def checkup_script(folder: CheckupFolder, config: SweepConfig) -> ArrayScript:
     script = array_script([allocation], config.launcher, config.hardware)
     python = config.launcher.python or (sys.executable,)
     own = {
-        "job_name": f"ub-doctor-{folder.token[:8]}",
+        "job_name": job_name(folder),
         "comment": f"ultrabench doctor of {getpass.getuser()}: looks at one node, ends by itself",
     }
-    options = {**script.parameters["additional_parameters"], **own, **config.launcher.sbatch}
+    theirs = {name.replace("-", "_") for name in config.launcher.sbatch}
+    options = script.parameters["additional_parameters"] | {k: v for k, v in own.items() if k not in theirs}
     return replace(
         script,
         command=shlex.join([*python, "-P", "-m", "ultrabench.agent.checkup", str(folder.path)]),
         parameters={**script.parameters, "additional_parameters": options},
     )
+
+
+def job_name(folder: CheckupFolder) -> str:
+    """By which the job of a checkup is found in squeue, unless launcher.sbatch names it otherwise."""
+    return f"ub-doctor-{folder.token[:8]}"
 
 
 class CheckupJob:
@@ -94,7 +114,7 @@ class CheckupJob:
             answer = self._submit()
             if not answer.isdigit():
                 told = f"sbatch does not take a job of one node: {answer}"
-                return failed("job", told, "mend the launcher.* or hardware.* that it names"), None
+                return failed("job", told, _refusal_remedy(answer)), None
             self._number = answer
             self._say(f"submitted job {answer} of one node; waiting up to {wait_s:.0f} s for it")
             return self._watch(wait_s)
@@ -121,10 +141,11 @@ class CheckupJob:
         if done.returncode == 0 and last.isdigit():
             return last
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        return "; ".join([line for line in lines if "error:" in line] or lines[-1:]) or "it gave no number"
+        told = [line.partition("error: ")[2] for line in lines if "error: " in line] or lines[-1:]
+        return "; ".join(dict.fromkeys(told)) or "it gave no number"
 
     def _cancel(self) -> None:
-        name = str(self._script.parameters["additional_parameters"]["job_name"])
+        name = job_name(self._folder)
         try:
             self._query.cancel([self._number] if self._number else [], name=name)
         except ClusterError as error:
@@ -162,7 +183,8 @@ class CheckupJob:
             self._earliest_s = max(self._earliest_s, time.time() - answer.age_s)
         if (phase is Phase.OVER or gone) and self._over_since is None:
             self._over_since = time.monotonic()
-        told = self._state()
+        remedy = self._remedy()
+        told = self._state() + (f": {remedy}" if remedy else "")
         if told != self._told:
             self._told = told
             self._say(told)
@@ -175,13 +197,18 @@ class CheckupJob:
         if job.reason not in ("", "None"):
             reason = f" ({job.reason})"
         where = f" on {job.nodes}" if job.nodes else ""
-        remedy = pending_remedy(job.reason) if job.meaning.phase is Phase.QUEUED else None
-        return f"job {self._number} {job.meaning.note}{where}{reason}" + (f": {remedy}" if remedy else "")
+        return f"job {self._number} {job.meaning.note}{where}{reason}"
+
+    def _remedy(self) -> str | None:
+        """What to do about a job that waits; None when it does not, or waiting is all it takes."""
+        queued = self._job is not None and self._job.meaning.phase in (Phase.QUEUED, Phase.HELD)
+        return pending_remedy(self._job.reason) if self._job is not None and queued else None
 
     @property
     def _patience_s(self) -> float:
         """Of waiting for the report of a job that is over."""
-        return LATE_S if self._job is not None and self._job.state == "COMPLETED" else END_S / 2
+        late = LATE_S if self._job is not None and self._job.state == "COMPLETED" else FAILED_S
+        return min(late, self._config.launcher.grace_s)
 
     def _wait_for_the_end(self) -> None:
         """A moment, so that nothing of the job is left when its folder goes."""
@@ -192,24 +219,25 @@ class CheckupJob:
 
     def _too_late(self, wait_s: float) -> Check:
         told = f"{self._state()}; not done after {wait_s:.0f} s, cancelled"
-        queued = self._job is None or self._job.meaning.phase in (Phase.QUEUED, Phase.HELD)
-        remedy = pending_remedy(self._job.reason) if self._job and queued else None
-        if not queued:
-            self._folder.keep = True
-            remedy = f"see {self._log}; if the node is only slow: --wait {3 * wait_s:.0f}"
-        return failed(
-            "job",
-            told,
-            remedy or f"the cluster is busy: give it time with --wait {max(3600, 3 * wait_s):.0f}",
-        )
+        if self._job is None or self._job.meaning.phase in (Phase.QUEUED, Phase.HELD):
+            busy = f"the cluster is busy: give it time with --wait {max(3600, 3 * wait_s):.0f}"
+            return failed("job", told, self._remedy() or busy)
+        self._folder.keep = True
+        slow = f"see {self._log}; if the node is only slow: --wait {max(LIMIT_S, 3 * wait_s):.0f}"
+        return failed("job", told, slow)
 
     def _ended(self) -> Check:
         """The check of a job that is over and left no report; its folder stays as evidence."""
         self._folder.keep = True
         code, log = self._exit_code(), _lines(self._log)
         told = f"{self._state()}; exit code {code or 'unknown'}, no report"
-        told += f"; its log ends: {' | '.join(log[-3:])}" if log else f"; it wrote no {self._log}"
-        return failed("job", told, _remedy(code, log, self._log, self._folder))
+        # srun tells afterwards that it has ended what was left.
+        tail = [line for line in log or [] if not line.startswith("srun:")][-2:] or (log or [])[-2:]
+        if log is None:
+            told += f"; it wrote no {self._log}"
+        else:
+            told += f"; its log ends: {' | '.join(tail)}" if tail else "; its log is empty"
+        return failed("job", told, _remedy_of(code, log, self._log, self._folder))
 
     def _exit_code(self) -> str | None:
         try:
@@ -220,20 +248,26 @@ class CheckupJob:
         return found[1] if found else None
 
 
-def _lines(log: Path) -> list[str]:
+def _refusal_remedy(answer: str) -> str:
+    found = (remedy for pattern, remedy in _REFUSALS.items() if re.search(pattern, answer, re.IGNORECASE))
+    return next(found, "mend the launcher.* that it names, +launcher.sbatch.* among them")
+
+
+def _lines(log: Path) -> list[str] | None:
+    """What the job wrote, without empty lines; None when there is no such file."""
     try:
         return [line.strip()[:200] for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
-        return []
+        return None
 
 
-def _remedy(code: str | None, log: list[str], path: Path, folder: CheckupFolder) -> str:
+def _remedy_of(code: str | None, log: list[str] | None, path: Path, folder: CheckupFolder) -> str:
     """What to do about a job that left no report."""
-    text = "\n".join(log)
-    if code == "73:0" or not log:
-        return f"{folder.results_dir} has to be one folder for all nodes: choose a shared one with results_dir=FOLDER"
+    text = "\n".join(log or [])
+    if code == "73:0" or log is None:
+        return f"{folder.results_dir} is not one folder for all nodes: choose a shared one with results_dir=FOLDER"
     if re.search(r"No module named .?ultrabench", text):
-        return "have the same ultrabench in the Python of the nodes: launcher.python= names it, launcher.setup= loads it"
+        return "the nodes need the same ultrabench: launcher.python= names a Python that has it, launcher.setup= loads it"
     if re.search(r"No such file|not found|execve|Permission denied", text):
         return f"a program is not on the nodes: set launcher.python=, launcher.setup= or launcher.srun=; see {path}"
-    return f"see {path}; launcher.python=, launcher.setup= and launcher.srun= make what runs there"
+    return f"see {path}; launcher.setup=, launcher.srun= and launcher.python= say what runs there"

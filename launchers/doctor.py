@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers import node_checks
@@ -26,6 +27,7 @@ from ultrabench.launchers.site_checks import (
 from ultrabench.launchers.slurm_accounts import check_accounts, read_accounts
 from ultrabench.launchers.slurm_limits import read_limits
 from ultrabench.launchers.slurm_partition import ask_slurm, partitions
+from ultrabench.launchers.slurm_script import require_plain
 from ultrabench.sweep.config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0
@@ -37,9 +39,14 @@ def examine(config: SweepConfig, *, wait_s: float, say: Say) -> list[Check]:
 
     Args:
         wait_s: how long the job of the checkup may take; 0: none is submitted.
+
+    Raises:
+        ConfigError: a folder that no job script can name.
     """
     if config.launcher.name == "local":
         return _examine_here(config, say)
+    for path in (Path(config.results_dir).absolute(), Path.cwd()):
+        require_plain(path)
     say("asking Slurm's programs")
     checks = [check_programs(ask_slurm)]
     if checks[-1].status is not Verdict.FAIL:

@@ -123,9 +123,10 @@ def _fewer(seen: int, driver: int, hardware: Hardware, torch: dict[str, Any]) ->
         return "torch does not see what the driver has: install the build of torch that fits the driver"
     if seen:
         return f"set hardware.gpus_per_node={seen}, or ask for more with launcher.gres="
+    build = "" if torch.get("cuda_version") else ", a torch that is built with CUDA"
     return (
-        "there is no GPU for the job: set a launcher.partition= or launcher.gres= that gives GPUs, or the "
-        "hardware= that is there (hardware=cpu needs none)"
+        f"there is no GPU: set a launcher.partition= or launcher.gres= that gives some{build}, or the hardware= "
+        "that is there (hardware=cpu needs none)"
     )
 
 
@@ -133,7 +134,7 @@ def check_room(report: Report, hardware: Hardware, name: str) -> Check:
     """Whether there are cores for the ranks, and room for their files."""
     free = report["temp_free_bytes"]
     told = (
-        f"{report['cores']} cores, {report['numa_nodes']} NUMA nodes, {free / GIB:.1f} GiB free in "
+        f"{report['cores']} cores, NUMA nodes: {report['numa_nodes']}, {free / GIB:.1f} GiB free in "
         f"{report['temp_folder']}"
     )
     if free < LITTLE_TEMP_BYTES:

@@ -113,9 +113,7 @@ def check_nodes(ask: Ask, place: Partition, largest: int) -> Check:
 def _reasons(ask: Ask, partition: str) -> str:
     """Nodes that are out, with the reason somebody gave, such as `gpu03 drained (bad fan)`."""
     try:
-        text = ask(
-            "sinfo", "--all", "--list-reasons", "--noheader", f"--partition={partition}", "--format=%N|%T|%E"
-        )
+        text = ask("sinfo", "--list-reasons", "--noheader", f"--partition={partition}", "--format=%N|%T|%E")
     except CommandError:
         return ""
     rows = [fields for line in text.splitlines() if len(fields := line.split("|", 2)) == 3]
@@ -126,7 +124,8 @@ def check_gpus(hardware: Hardware, choice: LauncherChoice, place: Partition) -> 
     """Whether the GPUs that Slurm knows are those of the hardware."""
     own, seen = hardware.gpus_per_node, f"nodes of {place.partition} have {place.gres or 'no GPUs'}"
     if hardware.device != "cuda":
-        return passed("GPUs", f"hardware={hardware.name} needs none; {seen}")
+        other = "; to have them checked, name the hardware= of the sweep" if place.gpus_per_node else ""
+        return passed("GPUs", f"hardware={hardware.name} needs none; {seen}{other}")
     if place.gpus_per_node is None:
         return warned("GPUs", "sinfo does not tell what nodes have", "look at `sinfo -o '%N %G'` by hand")
     told = f"hardware={hardware.name} has {own} {hardware.gpu} a node; {seen}"
@@ -187,10 +186,9 @@ def check_limits(config: SweepConfig, limits: Limits) -> Check:
     times = [m for m in (limits.max_time_minutes, limits.max_wall_minutes) if m is not None]
     most, remedies = min(times, default=None), list[str]()
     told = (
-        f"MaxArraySize {limits.max_array_size}, jobs of a user {_any(limits.max_submit)} queued and "
-        f"{_any(limits.max_jobs)} running, nodes of a job {_any(limits.max_nodes)}, of a user "
-        f"{_any(limits.max_nodes_per_user)}, time {_any(most)}{' min' if most else ''}; the sweep: up to {largest} "
-        f"nodes a job, {choice.max_jobs} jobs"
+        f"MaxArraySize {limits.max_array_size}; a user: jobs queued {_any(limits.max_submit)}, running "
+        f"{_any(limits.max_jobs)}, nodes {_any(limits.max_nodes_per_user)}; a job: nodes {_any(limits.max_nodes)}, "
+        f"minutes {_any(most)}; the sweep: jobs {choice.max_jobs}, nodes of a job up to {largest}"
     )
     try:
         node_share(config, limits)

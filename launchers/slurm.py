@@ -58,6 +58,8 @@ class SlurmLauncher:
         self._prefix = job_prefix(folder.path)
         self._unseen: dict[str, float] = {}
         """Allocation -> when squeue first did not list it, or listed it as over."""
+        self._asked_for: dict[str, float] = {}
+        """Allocation -> when it was first looked for: what squeue said before says nothing of it."""
 
     def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str]) -> dict[str, Job]:
         """Submits one array; a submission whose answer was lost is found by its name.
@@ -126,6 +128,8 @@ class SlurmLauncher:
             ClusterError: Slurm has not answered for a long time.
         """
         unended = {name for name, held in allocations.items() if held.ended is None}
+        began = time.monotonic()
+        self._asked_for = {n: self._asked_for.get(n, began) for n in unended}
         answer = self.query.jobs(self._prefix)
         if answer is None:
             return Sighting(alive=frozenset(unended), notes=("waiting for an answer of squeue",))
@@ -135,7 +139,8 @@ class SlurmLauncher:
         active = {n: j for n, jobs in seen.items() if (j := _active(jobs)) and n in allocations}
         queued = {n for n, job in active.items() if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
         since = time.monotonic() - answer.age_s
-        self._unseen = {n: self._unseen.get(n, since) for n in unended if n not in active}
+        missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
+        self._unseen = {n: self._unseen.get(n, since) for n in missing}
         gone = {
             n: end for n in sorted(self._unseen) if (end := self._over(allocations[n], seen.get(n), answer))
         }

@@ -2,6 +2,7 @@
 
 import getpass
 import math
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from submitit import SlurmExecutor
 
 from ultrabench.allocation import Allocation
+from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
 from ultrabench.sweep.launcher_choice import LauncherChoice
 
@@ -67,13 +69,24 @@ def job_prefix(sweep_dir: Path) -> str:
     return f"ub-{sweep_dir.name}-"
 
 
+def require_plain(folder: Path) -> None:
+    """Raises for a folder that a job script cannot name.
+
+    Raises:
+        ConfigError: it has a backslash, which turns patterns of file names off, or a line break.
+    """
+    if re.search(r"[\\\r\n]", str(folder)):
+        raise ConfigError(f"{str(folder)!r} has a backslash or a line break; Slurm needs a folder without")
+
+
 def array_script(
     array: Sequence[Allocation], choice: LauncherChoice, hardware: Hardware, avoid: Sequence[str] = ()
 ) -> ArrayScript:
     """The submission of allocations that are alike in nodes and time limit."""
     first = array[0]
     shared = first.folder.parent / array_name(first)
-    log = f"{shared}.%a/job.log"
+    # A sign of percent that stands for itself is doubled in patterns of file names.
+    log = f"{str(shared).replace('%', '%%')}.%a/job.log"
     # Without --cpu-bind=none a single task of a node is bound to a single core on many clusters.
     steps = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log}",
              "--cpu-bind=none", *([f"--cpus-per-task={choice.cpus}"] if choice.cpus else [])]  # fmt: skip
@@ -114,7 +127,9 @@ def _options(
         **{k: getattr(choice, k) for k in _SAME_NAME},
         **{k: True if v == "" else v for k, v in choice.sbatch.items()},
     }
-    return {k: v for k, v in options.items() if v is not None}
+    # sbatch takes a backslash for an escape even within single quotes.
+    texts = {k: v.replace("\\", "\\\\") for k, v in options.items() if isinstance(v, str)}
+    return {k: v for k, v in (options | texts).items() if v is not None}
 
 
 _SAME_NAME = ("partition", "account", "qos", "reservation", "constraint", "mem", "nice", "gres")

@@ -1,10 +1,13 @@
 """What a sweep may take of a cluster: the site's limits, held against what the sweep asks for."""
 
+from pathlib import Path
+
 from ultrabench.errors import ConfigError
 from ultrabench.folder import SweepFolder
 from ultrabench.launchers.slurm import SlurmLauncher
 from ultrabench.launchers.slurm_limits import Limits, read_limits
 from ultrabench.launchers.slurm_query import SlurmQuery
+from ultrabench.launchers.slurm_script import require_plain
 from ultrabench.sweep.config import SweepConfig
 
 SHARE = 4
@@ -19,6 +22,8 @@ def slurm_launcher(config: SweepConfig, folder: SweepFolder) -> SlurmLauncher:
         ClusterError: Slurm cannot be asked.
     """
     choice = config.launcher
+    for path in (folder.path, Path.cwd()):
+        require_plain(path)
     limits = read_limits(choice.partition, choice.account, choice.qos)
     return SlurmLauncher(
         folder, choice, config.hardware, SlurmQuery(poll_s=choice.poll_s),
@@ -36,17 +41,20 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
         ConfigError: its largest runs need more.
     """
     choice, largest = config.launcher, max(config.axes.nodes)
-    most = limits.max_nodes or limits.total_nodes
+    per_user = limits.max_nodes_per_user
+    most = min(n for n in (limits.max_nodes, limits.total_nodes, per_user) if n is not None)
     share = choice.max_nodes or max(1, limits.total_nodes // SHARE)
     where = f"partition {limits.partition} has {limits.total_nodes} nodes"
     if limits.max_nodes is not None:
         where += f" and gives a job {limits.max_nodes}"
+    if per_user is not None:
+        where += f", a user {per_user} at a time"
     if largest > most:
         raise ConfigError(f"sweep.nodes up to {largest}; {where}: leave out what is larger")
     if largest > share:
         given = f"launcher.max_nodes={share}" if choice.max_nodes else f"by default a sweep takes {share}"
         raise ConfigError(f"sweep.nodes up to {largest}; {where}, {given}: set launcher.max_nodes={largest}")
-    return min(share, limits.max_nodes_per_user or share)
+    return share if per_user is None else min(share, per_user)
 
 
 def _max_minutes(config: SweepConfig, limits: Limits) -> int | None:

@@ -146,7 +146,7 @@ def _fold_attempt(state: SweepState, ends: dict[AttemptKey, tuple[int, str]], ev
     key, name = attempt_key(event), event["event"]
     result = _result(event) if name in ("result", "failed") else None
     attempt = state.attempts.setdefault(key, AttemptState(key=key))
-    attempt.allocation = attempt.allocation or event.get("allocation")
+    attempt.allocation = attempt.allocation or _text_or_none(event.get("allocation"))
     attempt.spec = attempt.spec or _object(event.get("spec"))
     if name == "claimed":
         attempt.job = _object(event.get("job")) or attempt.job
@@ -166,6 +166,10 @@ def _fold_attempt(state: SweepState, ends: dict[AttemptKey, tuple[int, str]], ev
             attempt.result = result
 
 
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
 def _object(value: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
@@ -183,6 +187,8 @@ def _stronger(new: tuple[int, str], old: tuple[int, str]) -> bool:
 
 def _fold_allocation(state: SweepState, event: Event) -> None:
     name = event["allocation"]
+    if not isinstance(name, str):
+        return
     allocation = state.allocations.setdefault(name, AllocationState(name=name))
     kind = event["event"]
     if kind == "allocation_planned":

@@ -1,0 +1,155 @@
+"""`ultrabench doctor` on a real Slurm."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.slurm.sweeps import SlurmBench
+
+pytestmark = pytest.mark.slurm
+LITTLE = ("launcher.mem=200M", "launcher.poll_s=1", "launcher.grace_s=2")
+
+
+def doctor(sweeps: SlurmBench, *words: str, code: int = 0):
+    """The checks by name."""
+    found = json.loads(sweeps.run("doctor", *LITTLE, *words, "--json", code=code))
+    assert not list(sweeps.folder.glob("*/.doctor-*")) or code
+    return {check["name"]: check for check in found}
+
+
+def test_all_checks_pass(sweeps):
+    checks = doctor(sweeps)
+    assert {c["status"] for c in checks.values()} == {"pass"}, checks
+    assert len(checks) == 17
+    assert "ran on gpu0" in checks["job"]["told"]
+    assert list(sweeps.folder.iterdir()) == [], "it leaves nothing behind"
+
+
+def test_without_accounting(bare):
+    checks = doctor(bare, "sweep.nodes=[1]")
+    assert {n for n, c in checks.items() if c["status"] != "pass"} == {"accounting"}
+    assert checks["accounting"]["status"] == "warn"
+    assert "works without" in checks["accounting"]["told"]
+
+
+def test_a_partition_that_is_down(sweeps, slurm):
+    slurm.run("scontrol", "update", "partitionname=hopper", "state=down")
+    try:
+        checks = doctor(sweeps, code=1)
+    finally:
+        slurm.run("scontrol", "update", "partitionname=hopper", "state=up")
+    assert checks["partition"]["status"] == "fail"
+    assert "launcher.partition= (debug)" in checks["partition"]["remedy"]
+    assert checks["job"]["status"] == "skip"
+
+
+def test_drained_nodes(sweeps, slurm):
+    slurm.run("scontrol", "update", "nodename=gpu[01,03]", "state=drain", "reason=bad fan")
+    try:
+        checks = doctor(sweeps)
+    finally:
+        slurm.run("scontrol", "update", "nodename=gpu[01,03]", "state=resume")
+    assert checks["nodes"]["status"] == "warn"
+    assert "6 of 8 up; gpu[01,03] drained (bad fan)" in checks["nodes"]["told"]
+    assert "ran on gpu02" in checks["job"]["told"]
+
+
+def test_gpus_that_are_not_there(sweeps):
+    """Slurm has eight files that it calls GPUs; torch sees none."""
+    words = ("hardware=h100x8", "sweep.nodes=[1]")
+    checks = doctor(sweeps, *words, code=1)
+    assert checks["GPUs"]["status"] == "pass"
+    assert checks["GPUs on the node"]["status"] == "fail"
+    assert "launcher.partition=" in checks["GPUs on the node"]["remedy"]
+    checks = doctor(sweeps, *words, "hardware.gpus_per_node=16", code=1)
+    assert checks["GPUs"]["remedy"].startswith("set hardware.gpus_per_node=8")
+    assert "Requested node configuration is not available" in checks["job"]["told"]
+
+
+@pytest.mark.parametrize(
+    ("word", "told", "remedy"),
+    [
+        ("launcher.python=/nowhere/python", "/nowhere/python", "launcher.python="),
+        ("launcher.python=/bin/false", "exit code 1:0", "launcher.python="),
+        ("launcher.setup=['exit 9']", "exit code 9:0", "launcher.setup="),
+        ("launcher.constraint=nowhere", "Invalid feature specification", "launcher.constraint="),
+        # The node has another folder under the name of ours.
+        ("launcher.python=[unshare,--mount,sh,-c,'mount -t tmpfs none {folder} && exec {python} \"$@\"',sh]",
+         "exit code 73:0", "results_dir="),
+    ],
+)  # fmt: skip
+def test_a_job_that_does_not_work(sweeps, word, told, remedy):
+    word = word.replace("{folder}", str(sweeps.folder)).replace("{python}", sys.executable)
+    checks = doctor(sweeps, word, code=1)
+    assert checks["job"]["status"] == "fail"
+    assert told in checks["job"]["told"]
+    assert remedy in checks["job"]["remedy"]
+    assert list(checks)[-1] == "job", "nothing is said of a node that nobody saw"
+
+
+def test_other_sources_on_the_node(sweeps, tmp_path):
+    """A node whose ultrabench has another kernel."""
+    import ultrabench
+
+    package, other = os.path.dirname(ultrabench.__file__), tmp_path / "other"
+    other.mkdir()
+    subprocess.run(["cp", "-rL", package, str(other / "ultrabench")], check=True)
+    with (other / "ultrabench/kernel/__init__.py").open("a") as file:
+        file.write("# older\n")
+    words = f"import sys; sys.path.insert(0, {str(other)!r}); sys.argv = sys.argv[1:]"
+    code = f"{words}; from ultrabench.agent.checkup import main; sys.exit(main())"
+    python = other / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -P -c "{code}" $3 $4\n')
+    python.chmod(0o755)
+    checks = doctor(sweeps, f"launcher.python={python}", code=1)
+    assert checks["Python on the node"]["status"] == "fail"
+    assert str(other / "ultrabench") in checks["Python on the node"]["told"]
+    assert "install the same version" in checks["Python on the node"]["remedy"]
+
+
+def test_a_full_cluster_is_waited_for_and_told(sweeps, slurm):
+    slurm.run("sbatch", "-N8", "--exclusive", "-o", "/dev/null", "--mem=100M", "--wrap", "sleep 60")
+    slurm.wait_for(lambda: set(slurm.nodes().values()) == {"allocated"})
+    done = subprocess.run(
+        sweeps.command("doctor", *LITTLE, "--wait", "4"), cwd=sweeps.folder, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "waits (" in done.stderr
+    assert "the cluster is busy" in done.stdout
+    assert len(slurm.jobs()) == 1, "ours was cancelled"
+    slurm.run("scancel", *slurm.jobs())
+
+
+def test_ctrl_c_cancels_the_job(sweeps, slurm):
+    process = sweeps.start("doctor", *LITTLE, "launcher.setup=['sleep 60']")
+    slurm.wait_for(lambda: slurm.jobs())
+    time.sleep(1)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    slurm.wait_for(lambda: not slurm.jobs(), 10)
+    assert list(sweeps.folder.iterdir()) == []
+
+
+def test_written_clusters_are_used(sweeps):
+    checks = doctor(sweeps, "--write", "sweep.nodes=[1]")
+    assert {c["status"] for c in checks.values()} == {"pass"}, "the job had what was written"
+    assert sorted(p.name for p in sweeps.folder.glob("ultrabench/cluster/*")) == [
+        "mine-debug.yaml",
+        "mine.yaml",
+    ]
+    for name, partition in (("mine", "hopper"), ("mine-debug", "debug")):
+        script = sweeps.run("sweep", "plan", f"cluster={name}", "launcher=slurm", "--show-script")
+        assert f"\n#SBATCH --partition={partition}\n" in script
+        assert "\n#SBATCH --gres=gpu:h100:8\n" in script
+    assert "exists; give --force" in subprocess.run(
+        sweeps.command("doctor", "--write"), cwd=sweeps.folder, capture_output=True, text=True
+    ).stderr  # fmt: skip
+    assert doctor(sweeps, "cluster=mine-debug", "sweep.nodes=[1]")["partition"]["told"].startswith(
+        "debug: UP"
+    )

@@ -1,0 +1,134 @@
+"""The local launcher's look at real processes that carry an allocation's folder in their command line."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ultrabench.folder import SweepFolder
+from ultrabench.launchers import local
+from ultrabench.launchers.local import LocalLauncher
+from ultrabench.result import Status
+from ultrabench.state import AllocationState
+
+NAME = "n1-0000aaaa.0"
+GRACE_S = 0.05
+SLEEP = "import sys, time; print('up', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = SweepFolder(tmp_path / "my sweep")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def start():
+    """Starts a process with these words in its command line."""
+    started = []
+
+    def run(*words, code=SLEEP):
+        process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout.readline() == b"up\n"
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def launcher(folder, monkeypatch):
+    monkeypatch.setattr(local, "GRACE_S", GRACE_S)
+    monkeypatch.setattr(local, "STOP_PATIENCE_S", 0.1)
+    return LocalLauncher(folder)
+
+
+def held(*names, **words):
+    return {name: AllocationState(name=name, **words) for name in names}
+
+
+def gone_within(launcher, allocations, seconds=3.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sight = launcher.look(allocations)
+        if sight.gone:
+            return sight
+        time.sleep(0.02)
+    return launcher.look(allocations)
+
+
+def test_an_allocation_lives_while_it_has_a_process(folder, launcher, start):
+    agent = start("ultrabench.agent", str(folder.allocations / NAME))
+    for _ in range(3):
+        sight = launcher.look(held(NAME))
+        assert (sight.alive, sight.queued, sight.gone) == ({NAME}, frozenset(), {})
+        assert set(sight.jobs) == {NAME}
+        time.sleep(GRACE_S)
+    agent.kill()
+    agent.wait()
+    sight = launcher.look(held(NAME))
+    assert (sight.alive, sight.gone) == ({NAME}, {})
+    sight = gone_within(launcher, held(NAME))
+    assert sight.alive == frozenset()
+    assert sight.gone[NAME].status == Status.LOST
+    assert sight.gone[NAME].reason == f"the agents of {NAME} vanished"
+
+
+def test_those_that_start_agents_count(folder, launcher, start):
+    names = ("n1-0000aaaa.0", "n1-0000aaaa.1")
+    modules = ("ultrabench.launchers.submit_local", "submitit.local._local")
+    for name, module in zip(names, modules, strict=True):
+        start(module, f"{folder.allocations / name}/submitit")
+    assert set(launcher.look(held(*names)).jobs) == set(names)
+
+
+def test_other_processes_do_not(folder, launcher, start):
+    mine = str(folder.allocations / NAME)
+    for words in (
+        ("ultrabench.agent", f"{mine}0"),
+        ("ultrabench.agent", f"prefix{mine}"),
+        ("tail", f"{mine}/job.log"),
+        (f"ultrabench.agent {mine}",),
+    ):
+        start(*words)
+    assert launcher.look(held(NAME)).jobs == {}
+    assert NAME in gone_within(launcher, held(NAME)).gone
+
+
+def test_one_that_appears_late_begins_anew(folder, launcher, start):
+    launcher.look(held(NAME))
+    time.sleep(GRACE_S)
+    agent = start("ultrabench.agent", str(folder.allocations / NAME))
+    assert launcher.look(held(NAME)).alive == {NAME}
+    agent.kill()
+    agent.wait()
+    time.sleep(GRACE_S)
+    assert launcher.look(held(NAME)).gone == {}
+    assert NAME in gone_within(launcher, held(NAME)).gone
+
+
+def test_what_has_ended_is_not_looked_for(folder, launcher, start):
+    start("ultrabench.agent", str(folder.allocations / NAME))
+    ends = {0: {"reason": "all tasks done", "elapsed_s": 1.0, "avoid": []}}
+    sight = launcher.look(held(NAME, ends=ends))
+    assert (sight.alive, sight.gone, sight.jobs) == (frozenset(), {}, {})
+
+
+def test_cancelling_asks_first_and_then_kills(folder, launcher, start):
+    mine = str(folder.allocations / NAME)
+    asked = start("ultrabench.agent", mine)
+    stubborn = start(
+        "ultrabench.agent", mine,
+        code="import signal, sys, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)",
+    )  # fmt: skip
+    other = start("ultrabench.agent", str(folder.allocations / "n1-0000bbbb.0"))
+    launcher.cancel(held(NAME), queued_only=True)
+    assert asked.poll() is stubborn.poll() is None
+    launcher.cancel(held(NAME))
+    assert (asked.wait(), stubborn.wait(), other.poll()) == (-15, -9, None)

@@ -1,0 +1,201 @@
+"""The job script: read as sbatch and as bash read it; nothing in a value may be taken for shell."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.allocations import CONFIG, drafts_of, open_sweep, with_launcher
+from ultrabench.errors import ConfigError
+from ultrabench.hardware import Hardware
+from ultrabench.launchers.allocate import allocations
+from ultrabench.launchers.slurm_script import array_name, array_script, job_prefix, require_plain
+from ultrabench.record import from_dict, to_dict
+
+NASTY = ["a b", "a'b", 'a"b', "a;touch PWNED", "$(touch PWNED)", "`touch PWNED`", "$HOME", "a\\b", "a\\", "#c", "a #c",
+         "*", "~", "{a,b}", "a&b|c>d<e", "%j%u%%", "-x", "--help", "=", "\u00fc\u4f60", "a\tb", "!x", "''"]  # fmt: skip
+SPY = r"""#!/bin/bash
+printf '%s\0' "$@" > argv; env -0 > env; printf '%s\0' "$PWD" > cwd
+"""
+GPUS = Hardware(name="h100x8", gpu="H100-SXM", gpus_per_node=8, node_link_bytes_per_s=5e10)
+
+
+def scripted(folder, count=1, hardware=CONFIG.hardware, avoid=(), **launcher):
+    """The script of an array, and its first allocation."""
+    sweep = open_sweep(folder / "sweep")
+    array = allocations(sweep, drafts_of(sweep)[:1] * count)
+    return array_script(array, with_launcher(**launcher).launcher, hardware, avoid), array[0]
+
+
+def text_of(script):
+    return script.executor().text(script.command)
+
+
+def options(script):
+    """What sbatch makes of the script's options: the last of a name counts."""
+    lines = [line for line in text_of(script).split("\n") if line.startswith("#SBATCH")]
+    pairs = (_words(line.removeprefix("#SBATCH")) for line in lines)
+    return {key: value if eq else True for (word,) in pairs for key, eq, value in [word[2:].partition("=")]}
+
+
+def _words(line):
+    """As sbatch splits a line of options (get_argument in its opt.c): a backslash escapes in quotes, too."""
+    words, word, quote, escaped = [], None, "", False
+    for c in line:
+        if escaped:
+            word, escaped = (word or "") + c, False
+        elif c == "\\":
+            word, escaped = word or "", True
+        elif quote:
+            word, quote = (word, "") if c == quote else (word + c, quote)
+        elif c in "'\"":
+            word, quote = word or "", c
+        elif c == "#":
+            break
+        elif c.isspace():
+            words, word = (words if word is None else [*words, word]), None
+        else:
+            word = (word or "") + c
+    assert not quote
+    assert not escaped
+    return words if word is None else [*words, word]
+
+
+def executed(script, folder):
+    """Runs the script with a fake srun on PATH: its words, environment and folder."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin/srun").write_text(SPY)
+    (folder / "bin/srun").chmod(0o755)
+    (folder / "job.sh").write_text(text_of(script))
+    subprocess.run(["bash", "-n", folder / "job.sh"], check=True)
+    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "HOME": "/nowhere", "LC_ALL": "C.UTF-8"}
+    done = subprocess.run(
+        ["bash", folder / "job.sh"], cwd=folder, env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    assert not (folder / "PWNED").exists()
+    told = {name: (folder / name).read_bytes().decode().split("\0")[:-1] for name in ("argv", "env", "cwd")}
+    return told["argv"], dict(line.split("=", 1) for line in told["env"]), told["cwd"][0]
+
+
+def test_the_options_of_a_plain_sweep(tmp_path):
+    script, first = scripted(tmp_path, count=3, partition="hopper", exclude="gpu[03,07]", avoid=("gpu05",))
+    found = options(script)
+    assert found.pop("comment").endswith("to give the nodes back: ultrabench sweep pause sweep")
+    assert found == {
+        "array": "0-2%3", "job-name": f"ub-sweep-{array_name(first)}", "nodes": "1", "ntasks-per-node": "1",
+        "time": str(-(-int(first.limit_s) // 60)), "chdir": str(Path.cwd()), "partition": "hopper",
+        "exclude": "gpu[03,07],gpu05", "exclusive": True, "nice": "1000", "no-requeue": True,
+        "open-mode": "append", "signal": found["signal"],
+        "output": f"{tmp_path}/sweep/allocations/{array_name(first)}.%a/job.log",
+    }  # fmt: skip
+    assert found["signal"].startswith("USR2@")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "hardware", "has", "lacks"),
+    [
+        ({}, GPUS, {"gpus-per-node": "8"}, {"gres"}),
+        ({"gres": "gpu:h100:8"}, GPUS, {"gres": "gpu:h100:8"}, {"gpus-per-node"}),
+        ({}, CONFIG.hardware, {}, {"gpus-per-node", "gres", "mem", "account", "cpus-per-task", "exclude"}),
+        ({"nice": None, "exclusive": False}, GPUS, {}, {"nice", "exclusive"}),
+        ({"nice": 0}, GPUS, {"nice": "0"}, set()),
+        ({"requeue": True}, GPUS, {"requeue": True}, {"no-requeue"}),
+        ({"cpus": 6, "mem": "0", "account": "1"}, GPUS, {"cpus-per-task": "6", "mem": "0", "account": "1"}, set()),
+        ({"sbatch": {"exclusive": "user", "mail-type": "FAIL", "hold": ""}}, GPUS,
+         {"exclusive": "user", "mail-type": "FAIL", "hold": True}, set()),
+    ],
+)  # fmt: skip
+def test_options_that_come_and_go(tmp_path, launcher, hardware, has, lacks):
+    found = options(scripted(tmp_path, hardware=hardware, **launcher)[0])
+    assert has.items() <= found.items()
+    assert not lacks & set(found)
+
+
+@pytest.mark.parametrize("value", NASTY)
+def test_sbatch_reads_every_value_as_it_was_given(tmp_path, value):
+    words = ("partition", "account", "qos", "reservation", "constraint", "mem", "gres", "exclude")
+    script, _ = scripted(tmp_path, **dict.fromkeys(words, value), sbatch={"mail-user": value})
+    found = options(script)
+    assert {found[word] for word in (*words, "mail-user")} == {value}
+
+
+@pytest.mark.parametrize("name", [n for n in NASTY if "\\" not in n])
+def test_folders_may_be_called_anything(tmp_path, name, monkeypatch):
+    folder = tmp_path / f"x{name}"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    script, first = scripted(folder)
+    found = options(script)
+    assert found["chdir"] == str(folder)
+    assert str(folder / "sweep") in found["comment"]
+    shared = str(first.folder).removesuffix(".0")
+    assert found["output"] == f"{shared.replace('%', '%%')}.%a/job.log"
+    argv, _, _ = executed(script, folder)
+    assert argv[-5:] == [sys.executable, "-P", "-m", "ultrabench.agent", shared]
+    assert [w for w in argv if w.startswith("--output=")] == [f"--output={found['output']}"]
+
+
+def test_bash_reads_every_word_as_it_was_given(tmp_path):
+    script, first = scripted(tmp_path, python=("apptainer", *NASTY, "python"), srun=("--a=1", *NASTY), cpus=3)
+    argv, environ, _ = executed(script, tmp_path)
+    assert argv[:2] == ["--unbuffered", "--output"]
+    ours = ["--kill-on-bad-exit=1", "--wait=60", "--open-mode=append", argv[6], "--cpu-bind=none",
+            "--cpus-per-task=3"]  # fmt: skip
+    agent = ["-P", "-m", "ultrabench.agent", str(first.folder).removesuffix(".0")]
+    assert argv[3:] == [*ours, "--a=1", *NASTY, "apptainer", *NASTY, "python", *agent]
+    assert environ["PYTHONSAFEPATH"] == "1"
+
+
+LINES = st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]), max_size=9)
+
+
+@settings(max_examples=10)
+@given(words=st.lists(LINES, max_size=5))
+def test_any_words_arrive(tmp_path_factory, words):
+    folder = tmp_path_factory.mktemp("any")
+    script, _ = scripted(folder, srun=tuple(words), partition=" ".join(words))
+    assert executed(script, folder)[0][8:][: len(words)] == words
+    assert options(script)["partition"] == " ".join(words)
+
+
+def test_only_setup_lines_are_shell(tmp_path):
+    setup = ("export A=$(echo made)", "B='b c'; export B", "cd /", "cd - > /dev/null")
+    _, environ, folder = executed(scripted(tmp_path, setup=setup)[0], tmp_path)
+    assert (environ["A"], environ["B"], folder) == ("made", "b c", str(tmp_path))
+    lines = text_of(scripted(tmp_path, setup=setup)[0]).splitlines()
+    at = lines.index(setup[0])
+    assert tuple(lines[at : at + 4]) == setup
+    assert at < lines.index("export SUBMITIT_EXECUTOR=slurm")
+
+
+def test_a_script_survives_the_way_to_the_process_that_submits_it(tmp_path):
+    script, _ = scripted(tmp_path, partition="a'b", srun=("a b",), sbatch={"hold": ""})
+    again = from_dict(type(script), json.loads(json.dumps(to_dict(script))))
+    assert text_of(again) == text_of(script)
+
+
+def test_names_tell_whose_jobs_they_are(tmp_path):
+    script, first = scripted(tmp_path)
+    name = options(script)["job-name"]
+    assert name == f"{job_prefix(tmp_path / 'sweep')}{first.name.rpartition('.')[0]}"
+    other = replace(first, name="n2-0123abcd.17")
+    assert array_name(other) == "n2-0123abcd"
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"), [("a b'$;%#", True), ("a\\b", False), ("a\nb", False), ("a\rb", False)]
+)
+def test_folders_that_slurm_cannot_write_to_are_refused(name, plain):
+    if plain:
+        require_plain(Path("/x") / name)
+        return
+    with pytest.raises(ConfigError, match="backslash or a line break") as caught:
+        require_plain(Path("/x") / name)
+    assert "\n" not in str(caught.value)
