@@ -47,7 +47,7 @@ def drafts(sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s:
         seen.add(nodes)
         control = cells.get(cell_of(group[0].candidate))
         if control is not None:
-            run_id = control.spec.run_id
+            run_id = control.run_id
             own = [t for t in group if t.key.run_id == run_id]
             if not own:
                 repeat = next_repeat(run_id, known, config.repeats)
@@ -57,7 +57,7 @@ def drafts(sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s:
         found.append(
             Draft(
                 group=group,
-                control=control.spec.run_id if control else None,
+                control=control.run_id if control else None,
                 limit_s=min(max_limit_s, allocation_limit_s(group, config, steps)),
                 gpu_hours=sum(t.candidate.gpu_hours(steps) for t in group),
             )
@@ -123,7 +123,7 @@ def _task(sweep: OpenSweep, todo: Todo) -> Task:
 def committed_gpu_hours(plan: Plan, state: SweepState, open_names: Sequence[str]) -> float:
     """GPU hours of ended allocations as they were held, and of open ones as predicted."""
     per_node, steps = plan.config.hardware.gpus_per_node, plan.steps
-    price = {c.spec.run_id: c.gpu_hours(steps) for c in plan.runs}
+    price = {c.run_id: c.gpu_hours(steps) for c in plan.runs}
     total = 0.0
     for name, held in state.allocations.items():
         spent = held.elapsed_s * held.nodes * per_node / 3600

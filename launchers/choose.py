@@ -6,8 +6,11 @@ from ultrabench.launchers.local import LocalLauncher
 from ultrabench.sweep.config import SweepConfig
 
 
-def choose_launcher(config: SweepConfig, folder: SweepFolder) -> Launcher:
+def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool = True) -> Launcher:
     """The launcher of `config`; of a cluster, its limits are read and held against the sweep.
+
+    Args:
+        submits: False for one that only ends what there is, whatever the limits have become.
 
     Raises:
         ConfigError: the configuration asks for what the cluster does not give.
@@ -17,4 +20,4 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder) -> Launcher:
         return LocalLauncher(folder)
     from ultrabench.launchers.slurm_site import slurm_launcher  # it needs submitit, which takes a while
 
-    return slurm_launcher(config, folder)
+    return slurm_launcher(config, folder, limited=submits)

@@ -49,7 +49,7 @@ class Follower:
         self._audited: set[tuple[str, int]] = set()
         self._mine: set[str] = set()
         self._adopted: set[str] = set()
-        self._specs = {c.spec.run_id: to_dict(c.spec) for c in self.sweep.plan.runs}
+        self._specs = {c.run_id: to_dict(c.spec) for c in self.sweep.plan.runs}
         self._barren = 0
         self._touched = 0.0
 

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.result import RunResult, Status
 from ultrabench.run import env_id
-from ultrabench.state import AttemptKey, SweepState, fold
+from ultrabench.state import AttemptKey, Fold, SweepState, fold
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.head import make_head, provenance, require_same
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
@@ -38,7 +38,9 @@ class OpenSweep:
     kernel_digest: str
     """Of the training program when it was launched."""
     git_commit: str | None
-    _folded: tuple[int, SweepState] | None = None
+    _fold: Fold = field(default_factory=Fold)
+    _folded: int = 0
+    """Events in the fold."""
 
     @property
     def config(self) -> SweepConfig:
@@ -46,11 +48,11 @@ class OpenSweep:
         return self.plan.config
 
     def state(self) -> SweepState:
-        """The state now; folded anew only when the journal has grown."""
+        """The state now; always the same object, which grows with the journal."""
         events = self.reader.poll()
-        if self._folded is None or self._folded[0] != len(events):
-            self._folded = (len(events), fold(events))
-        return self._folded[1]
+        new = events[self._folded :]
+        self._folded = len(events)
+        return self._fold.add(new) if new else self._fold.state
 
 
 def open_sweep(

@@ -14,19 +14,25 @@ SHARE = 4
 """By default a sweep takes a quarter of its partition."""
 
 
-def slurm_launcher(config: SweepConfig, folder: SweepFolder) -> SlurmLauncher:
-    """A launcher that keeps to what the site allows.
+def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = True) -> SlurmLauncher:
+    """A launcher that keeps to what the site allows; one that is not `limited` must not submit.
 
     Raises:
         ConfigError: the sweep asks for what the site does not give.
         ClusterError: Slurm cannot be asked.
     """
     choice = config.launcher
+    query = SlurmQuery(poll_s=choice.poll_s)
+    if not limited:
+        return SlurmLauncher(
+            folder, choice, config.hardware, query,
+            max_jobs=0, max_nodes=0, max_array=1, max_limit_s=float("inf"),
+        )  # fmt: skip
     for path in (folder.path, Path.cwd()):
         require_plain(path)
     limits = read_limits(choice.partition, choice.account, choice.qos)
     return SlurmLauncher(
-        folder, choice, config.hardware, SlurmQuery(poll_s=choice.poll_s),
+        folder, choice, config.hardware, query,
         max_jobs=min(choice.max_jobs, limits.max_submit or choice.max_jobs),
         max_nodes=node_share(config, limits),
         max_array=limits.max_array_size,

@@ -30,7 +30,7 @@ def controls(plan: Plan) -> dict[Cell, Candidate]:
 def _rank(run: Candidate, limit: float) -> tuple[float, float, str]:
     """Smaller is better; the id settles ties, so that every launch chooses the same."""
     memory, time_s = run.prediction.peak_mem_bytes, run.prediction.step_time_s
-    return (0.0, time_s, run.spec.run_id) if memory <= limit else (memory, 0.0, run.spec.run_id)
+    return (0.0, time_s, run.run_id) if memory <= limit else (memory, 0.0, run.run_id)
 
 
 def next_repeat(run_id: str, known: Iterable[tuple[str, int, int]], repeats: int) -> int:

@@ -72,10 +72,16 @@ def decide(
     on_their_way = {
         key for name in alive for key in _tasks(state, name) if _unfinished(state.attempts.get(key))
     }
-    todo: list[Todo] = []
-    for repeat in range(repeats):
-        todo += [t for run in runs if (t := _next_attempt(run, repeat, repeats, state, accepts))]
-    todo = [t for t in todo if t.key not in on_their_way]
+    tried: dict[str, list[AttemptState]] = {}
+    for key, attempt in sorted(state.attempts.items()):
+        tried.setdefault(key.run_id, []).append(attempt)
+    todo = [
+        todo
+        for repeat in range(repeats)
+        for run in runs
+        if (todo := _next_attempt(run, repeat, repeats, tried.get(run.run_id, []), state, accepts))
+        and todo.key not in on_their_way
+    ]
     untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
     busy = {state.allocations[name].nodes for name in alive if name in state.allocations}
     held_back = untried & busy
@@ -102,12 +108,16 @@ def _unfinished(attempt: AttemptState | None) -> bool:
 
 
 def _next_attempt(
-    run: Candidate, nth: int, repeats: int, state: SweepState, accepts: Callable[[RunResult], bool]
+    run: Candidate,
+    nth: int,
+    repeats: int,
+    tried: Sequence[AttemptState],
+    state: SweepState,
+    accepts: Callable[[RunResult], bool],
 ) -> Todo | None:
     """The attempt that the nth counted repeat of `run` still needs, or None."""
-    run_id = run.spec.run_id
     by_repeat: dict[int, list[AttemptState]] = {}
-    for attempt in state.attempts_of(run_id):
+    for attempt in tried:
         by_repeat.setdefault(attempt.key.repeat, []).append(attempt)
     counted = -1
     for repeat in range(len(by_repeat) + repeats):
@@ -123,7 +133,7 @@ def _next_attempt(
 
 def _after(run: Candidate, repeat: int, attempts: list[AttemptState], state: SweepState) -> Todo | None:
     """The attempt that follows `attempts`, none of which is ok."""
-    run_id = run.spec.run_id
+    run_id = run.run_id
     if not attempts:
         return Todo(candidate=run, key=AttemptKey(run_id, repeat, 0))
     last = attempts[-1]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ultrabench.errors import ConfigError
@@ -16,7 +17,7 @@ from ultrabench.sweep.predict import Prediction, predict
 from ultrabench.sweep.rules import first_broken
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One layout of one model on one number of nodes, and what is decided about it."""
 
@@ -28,6 +29,11 @@ class Candidate:
     reason: str | None
     prediction: Prediction
     spec: RunSpec
+
+    @cached_property
+    def run_id(self) -> str:
+        """Of its spec; hashed once, since a running sweep asks for it all the time."""
+        return self.spec.run_id
 
     @property
     def valid(self) -> bool:

@@ -24,7 +24,7 @@ def plan_table(plan: Plan) -> pa.Table:
         rows.append(
             {
                 "order": order,
-                "run_id": c.spec.run_id,
+                "run_id": c.run_id,
                 "model": c.shape.name,
                 "nodes": c.nodes,
                 "gpus_per_node": c.spec.gpus_per_node,

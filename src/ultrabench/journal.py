@@ -81,6 +81,8 @@ class JournalReader:
     events: list[Event] = field(default_factory=list)
     """Every event read so far."""
     _offsets: dict[Path, int] = field(default_factory=dict)
+    _closed: set[Path] = field(default_factory=set)
+    """Files of agents that have written their last word."""
 
     def poll(self) -> list[Event]:
         """All events so far, the new whole lines included.
@@ -91,14 +93,18 @@ class JournalReader:
         Raises:
             SweepFolderError: a line of a newer schema.
         """
-        for path in sorted(self.folder.glob("*.jsonl")):
+        for path in sorted(set(self.folder.glob("*.jsonl")) - self._closed):
             offset = self._offsets.get(path, 0)
             with path.open("rb") as file:
                 file.seek(offset)
                 data = file.read()
             whole, newline, _ = data.rpartition(b"\n")
             self._offsets[path] = offset + len(whole) + len(newline)
-            self.events.extend(self._parse(path, whole.split(b"\n")))
+            events = list(self._parse(path, whole.split(b"\n")))
+            self.events.extend(events)
+            over = events and events[-1]["event"] == "allocation_ended"
+            if over and path.name.startswith("agent-"):
+                self._closed.add(path)
         return self.events
 
     def _parse(self, path: Path, lines: Iterable[bytes]) -> Iterable[Event]:

@@ -102,34 +102,55 @@ _PRECEDENCE = {"agent": 2, "slurm": 1, "launcher": 0}
 
 
 def fold(events: Iterable[Event]) -> SweepState:
-    """The state after `events`; commutative and idempotent.
+    """The state after `events`; commutative and idempotent."""
+    return Fold().add(events)
+
+
+class Fold:
+    """A state that grows with its journal.
 
     Events are one per (writer, seq). What can be said twice has a fixed precedence: an agent's
     result, an agent's failure, what Slurm says, what a launcher concludes. Time stamps decide
     nothing, since clocks differ.
     """
-    unique: dict[tuple[str, int], Event] = {}
-    for event in events:
-        key = (str(event["writer"]), int(event["seq"]))
-        if key not in unique or _text(event) < _text(unique[key]):
-            unique[key] = event
-    state = SweepState()
-    ends: dict[AttemptKey, tuple[int, str]] = {}
-    controls: list[tuple[int, str, Event]] = []
-    for _, event in sorted(unique.items()):
+
+    def __init__(self) -> None:
+        self.state = SweepState()
+        """Changed in place by `add`."""
+        self._seen: dict[tuple[str, int], Event] = {}
+        self._ends: dict[AttemptKey, tuple[int, str]] = {}
+        self._controls: list[tuple[int, str, Event]] = []
+
+    def add(self, events: Iterable[Event]) -> SweepState:
+        """The state with `events`, which may come again and in any order."""
+        new: dict[tuple[str, int], Event] = {}
+        for event in events:
+            key = (str(event["writer"]), int(event["seq"]))
+            held = new.get(key, self._seen.get(key))
+            if held is None or (event != held and _text(event) < _text(held)):
+                new[key] = event
+        if not self._seen.keys().isdisjoint(new):  # another line of the same name: what it undoes is unknown
+            everything = [*(self._seen | new).values()]
+            self.__init__()  # type: ignore[misc]
+            return self.add(everything)
+        self._seen |= new
+        for _, event in sorted(new.items()):
+            try:
+                self._take(event)
+            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UltrabenchError):
+                continue  # a line that was damaged and is JSON all the same says nothing
+        _fold_controls(self.state, self._controls)
+        return self.state
+
+    def _take(self, event: Event) -> None:
         name = event["event"]
-        try:
-            if name in ("config", "pause", "cancel"):
-                _retried(event)
-                controls.append((int(event["generation"]), canonical_json(event), event))
-            elif name in ("claimed", "started", "phase", "result", "failed"):
-                _fold_attempt(state, ends, event)
-            elif "allocation" in event:
-                _fold_allocation(state, event)
-        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UltrabenchError):
-            continue  # a line that was damaged and is JSON all the same says nothing
-    _fold_controls(state, controls)
-    return state
+        if name in ("config", "pause", "cancel"):
+            _retried(event)
+            self._controls.append((int(event["generation"]), canonical_json(event), event))
+        elif name in ("claimed", "started", "phase", "result", "failed"):
+            _fold_attempt(self.state, self._ends, event)
+        elif "allocation" in event:
+            _fold_allocation(self.state, event)
 
 
 def _text(event: Event) -> str:
@@ -231,6 +252,7 @@ def _first_word(end: dict[str, Any]) -> tuple[bool, str]:
 def _fold_controls(state: SweepState, controls: list[tuple[int, str, Event]]) -> None:
     """The latest word of each kind counts; a later launch lifts a cancel, not a pause."""
     retried: set[AttemptKey] = set()
+    state.paused = state.cancelled = False
     for generation, _, event in sorted(controls, key=lambda control: control[:2]):
         state.generation = max(state.generation, generation)
         if event["event"] == "pause":

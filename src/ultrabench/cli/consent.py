@@ -1,5 +1,6 @@
 """What a launch on a cluster will cost, and the question whether it may."""
 
+import math
 import sys
 from collections.abc import Sequence
 
@@ -43,7 +44,8 @@ def ask_for_budget(
     err().print(made)
     groups = pack(todo, config, steps)
     nodes = max(run.candidate.nodes for run in todo)
-    limit_s = max(allocation_limit_s(group, config, steps) for group in groups)
+    longest_s = max(allocation_limit_s(group, config, steps) for group in groups)
+    limit_s = min(longest_s, launcher.max_limit_s)
     earliest_s = max(
         3600 * price / (per_node * min(launcher.max_nodes, sum(g[0].candidate.nodes for g in groups))),
         max(sum(t.candidate.duration_s(steps) for t in group) for group in groups),
@@ -56,10 +58,11 @@ def ask_for_budget(
     )
     if given is not None:
         return budget
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
+        number = f"{budget:.3g}" if budget < 100 else f"{math.ceil(budget)}"
         raise ConfigError(
             f"no terminal to ask whether {hours(price)} predicted GPU hours may be used; "
-            f"give the most that may: --max-gpu-hours {BUDGET_FACTOR * price + used:.3g}"
+            f"give the most that may: --max-gpu-hours {number}"
         )
     if not yes:
         text = f"Launch, and stop at {hours(budget)} GPU hours ({BUDGET_FACTOR} x predicted)?"

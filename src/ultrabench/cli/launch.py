@@ -1,5 +1,6 @@
 """`ultrabench sweep launch`: opens a sweep, asks for its price on a cluster, and follows it."""
 
+import math
 import shlex
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from rich.console import Console
 from ultrabench.cli.consent import ask_for_budget
 from ultrabench.cli.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
-from ultrabench.errors import SweepFolderError
+from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
 from ultrabench.launchers.allocate import committed_gpu_hours
@@ -33,6 +34,8 @@ def run_launch(
     overrides: list[str], detach: bool, max_gpu_hours: float | None, yes: bool, reuse: str | None
 ) -> int:
     """Launches and follows a sweep; the exit code."""
+    if max_gpu_hours is not None and not math.isfinite(max_gpu_hours):
+        raise ConfigError(f"--max-gpu-hours {max_gpu_hours}; must be a number, such as 100")
     config = load_config(overrides)
     if detach and config.launcher.name == "local":
         return _leave_in_background(config, overrides, max_gpu_hours, reuse)
@@ -70,16 +73,30 @@ def continue_sweep(
     detach: bool = False,
 ) -> int:
     """Goes on with a sweep as it was launched last, within the GPU hours agreed to then."""
-    head = folder.read_head()
-    if head is None:
-        raise SweepFolderError(f"no sweep.json in {folder.path}; is it a sweep folder?")
     state = fold(read_journal(folder.journal, warn))
-    tree = dict((state.config or head)["config"])
-    config = config_from_tree(tree | {"name": folder.name, "results_dir": str(folder.path.parent)})
+    config = as_launched(folder, state)
     budget = (state.config or {}).get("max_gpu_hours")
     launcher = choose_launcher(config, folder)
     sweep = open_sweep(config, reuse=reuse, warn=warn, say=say, retry=retry, max_gpu_hours=budget)
     return follow(sweep, launcher, budget, console=console, detach=detach)
+
+
+def as_launched(folder: SweepFolder, state: SweepState) -> SweepConfig:
+    """The configuration of a sweep's latest launch.
+
+    Raises:
+        SweepFolderError: nobody knows it.
+    """
+    told = (state.config or folder.read_head() or {}).get("config")
+    if not isinstance(told, dict):
+        raise SweepFolderError(f"{folder.head} holds no configuration; is {folder.path} a sweep folder?")
+    return config_from_tree(told | {"name": folder.name, "results_dir": str(folder.path.parent)})
+
+
+def unsettled(folder: SweepFolder, state: SweepState) -> bool:
+    """Whether a sweep as it was launched last has attempts to make or to wait for, in any repeat."""
+    config = as_launched(folder, state)
+    return not decide(make_plan(config).runs, state, frozenset(), repeats=config.repeats).over
 
 
 def follow(

@@ -86,7 +86,7 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
     limit = plan.config.hardware.rank_mem_bytes
     for run in plan.runs:
         tokens = run.spec.tokens_per_step / run.layout.world_size
-        measured = rates.get(run.spec.run_id)
+        measured = rates.get(run.run_id)
         rate = measured if measured is not None else tokens / run.prediction.step_time_s
         fits = run.prediction.peak_mem_bytes <= limit
         why = MEASURED if measured is not None else (PREDICTED if fits else TOO_LARGE)
@@ -99,7 +99,7 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
                 {
                     "model": model,
                     "nodes": nodes,
-                    "run_id": run.spec.run_id,
+                    "run_id": run.run_id,
                     "layout": run.layout.label(),
                     "tokens_per_s_per_gpu": rate,
                     "step_time_s": run.spec.tokens_per_step / run.layout.world_size / rate,

@@ -27,7 +27,7 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     folder.read_head()
     reader = JournalReader(folder.journal, warn)
     now = _look(folder, reader)
-    if watch and not as_json and _unsettled(now) and _nobody_follows(folder, fold(reader.poll())):
+    if watch and not as_json and _waits_for_a_launcher(folder, fold(reader.poll())):
         from ultrabench.cli.launch import continue_sweep
 
         say("nobody follows this sweep: following it from here")
@@ -49,11 +49,15 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     return 0
 
 
-def _nobody_follows(folder: SweepFolder, state: SweepState) -> bool:
-    """Whether its jobs are on a cluster, may go on, and wait for a launcher."""
+def _waits_for_a_launcher(folder: SweepFolder, state: SweepState) -> bool:
+    """Whether it is on a cluster, may go on, and nobody follows it."""
     launched = (state.config or {}).get("config") or {}
     on_cluster = (launched.get("launcher") or {}).get("name") == "slurm"
-    return on_cluster and not (state.paused or state.cancelled) and not living_launchers(folder)
+    if not on_cluster or state.paused or state.cancelled or living_launchers(folder):
+        return False
+    from ultrabench.cli.launch import unsettled
+
+    return unsettled(folder, state)
 
 
 def _unsettled(now: Progress) -> bool:

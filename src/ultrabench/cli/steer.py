@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ultrabench.cli.launch import continue_sweep
+from ultrabench.cli.launch import as_launched, continue_sweep, unsettled
 from ultrabench.cli.live import counts_line
 from ultrabench.cli.tables import err, say, warn
 from ultrabench.folder import SweepFolder, find_sweep, write_whole
@@ -10,7 +10,6 @@ from ultrabench.journal import JournalWriter, read_journal
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.follow import open_allocations
 from ultrabench.state import SweepState, fold
-from ultrabench.sweep.config import config_from_tree
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import progress
 
@@ -18,7 +17,7 @@ from ultrabench.sweep.progress import progress
 def run_pause(sweep: str | None, results: Path) -> None:
     """Has running allocations end after their current run and takes back what is queued."""
     folder, state = _find(sweep, results)
-    if not _unsettled(folder, state):
+    if not unsettled(folder, state):
         say(f"nothing to pause: every run of {folder.name} is settled")
         return
     if not state.paused:
@@ -42,7 +41,7 @@ def run_resume(sweep: str | None, results: Path, detach: bool) -> int:
 def run_cancel(sweep: str | None, results: Path) -> None:
     """Cancels a sweep: no new allocation, and what is queued or runs ends."""
     folder, state = _find(sweep, results)
-    if not (_unsettled(folder, state) or open_allocations(state)):
+    if not (unsettled(folder, state) or open_allocations(state)):
         say(f"nothing to cancel: every run of {folder.name} is settled")
         return
     JournalWriter(folder.journal, "cancel").write("cancel", generation=state.generation + 1)
@@ -58,13 +57,7 @@ def _find(sweep: str | None, results: Path) -> tuple[SweepFolder, SweepState]:
     return folder, fold(read_journal(folder.journal, warn))
 
 
-def _unsettled(folder: SweepFolder, state: SweepState) -> bool:
-    left = progress(folder.name, read_plan(folder.plan), state).by_status
-    return bool(left.get("pending") or left.get("running"))
-
-
 def _end(folder: SweepFolder, state: SweepState, *, queued_only: bool) -> None:
-    head = folder.read_head() or {}
-    config = config_from_tree(dict((state.config or head)["config"]))
+    config = as_launched(folder, state)
     open_now = {name: state.allocations[name] for name in open_allocations(state)}
-    choose_launcher(config, folder).cancel(open_now, queued_only=queued_only)
+    choose_launcher(config, folder, submits=False).cancel(open_now, queued_only=queued_only)
