@@ -55,7 +55,7 @@ class Leader:
     def run(self) -> str:
         """Runs every task that nobody else has claimed; gives the reason why it ended."""
         self._bury_earlier_start()
-        reason = self._unfit() or self._preflight()
+        reason = self._unfit() or self._not_now(self._allocation.tasks[0]) or self._preflight()
         for task in self._allocation.tasks:
             reason = reason or self._not_now(task)
             if reason:

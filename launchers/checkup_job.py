@@ -1,11 +1,9 @@
 """The job of a checkup: submitted as a sweep's jobs are, on one node, and waited for."""
 
 import getpass
-import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,18 +15,16 @@ from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.check import Check, failed, passed
 from ultrabench.launchers.checkup_folder import CheckupFolder
-from ultrabench.launchers.inherited import inherited
+from ultrabench.launchers.sbatch import SubmitError, submit
 from ultrabench.launchers.slurm_command import CommandError
 from ultrabench.launchers.slurm_job import Job
 from ultrabench.launchers.slurm_query import SlurmQuery
 from ultrabench.launchers.slurm_script import ArrayScript, array_script
 from ultrabench.launchers.slurm_state import Phase, pending_remedy
-from ultrabench.record import to_dict
 from ultrabench.sweep.config import SweepConfig
 
 LIMIT_S = 600.0
 """Time limit of the job; it takes seconds, but for the first import of torch on a node."""
-SUBMIT_TIMEOUT_S = 60.0
 LOOK_S = 0.3
 POLL_S = 3.0
 """Between two questions to squeue."""
@@ -111,38 +107,17 @@ class CheckupJob:
         self._log.parent.mkdir(parents=True)
         self._earliest_s = time.time()
         try:
-            answer = self._submit()
-            if not answer.isdigit():
-                told = f"sbatch does not take a job of one node: {answer}"
-                return failed("job", told, _refusal_remedy(answer)), None
-            self._number = answer
-            self._say(f"submitted job {answer} of one node; waiting up to {wait_s:.0f} s for it")
+            try:
+                self._number = submit(self._script, self._config.launcher.environment)
+            except SubmitError as error:
+                told = f"sbatch does not take a job of one node: {error}"
+                return failed("job", told, _refusal_remedy(str(error))), None
+            self._say(f"submitted job {self._number} of one node; waiting up to {wait_s:.0f} s for it")
             return self._watch(wait_s)
         finally:
             # By name, too: the answer of sbatch may have been lost.
             if self._over_since is None:
                 self._cancel()
-
-    def _submit(self) -> str:
-        """The array's number, or else what went wrong."""
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", "ultrabench.launchers.submit_slurm"],
-                input=json.dumps(to_dict(self._script)),
-                env={**inherited(os.environ, self._config.launcher.environment), "PYTHONSAFEPATH": "1"},
-                capture_output=True,
-                text=True,
-                timeout=SUBMIT_TIMEOUT_S,
-                start_new_session=True,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no answer within {SUBMIT_TIMEOUT_S:g} s"
-        last = (done.stdout.split() or [""])[-1]
-        if done.returncode == 0 and last.isdigit():
-            return last
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        told = [line.partition("error: ")[2] for line in lines if "error: " in line] or lines[-1:]
-        return "; ".join(dict.fromkeys(told)) or "it gave no number"
 
     def _cancel(self) -> None:
         name = job_name(self._folder)

@@ -1,10 +1,6 @@
 """Allocations as jobs of a Slurm cluster: one job array for those that are alike."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -12,20 +8,19 @@ from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
 from ultrabench.hardware import Hardware
-from ultrabench.launchers.inherited import inherited
 from ultrabench.launchers.launcher import Gone, Job, Sighting
+from ultrabench.launchers.sbatch import SubmitError, submit
 from ultrabench.launchers.slurm_job import Job as SlurmJob
 from ultrabench.launchers.slurm_query import Answer, SlurmQuery
-from ultrabench.launchers.slurm_script import ArrayScript, array_name, array_script, job_prefix
+from ultrabench.launchers.slurm_script import array_name, array_script, job_prefix
 from ultrabench.launchers.slurm_state import Phase, pending_remedy
-from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.state import AllocationState
 from ultrabench.sweep.launcher_choice import LauncherChoice
 
-SUBMIT_TIMEOUT_S = 60.0
+FIND_TIMEOUT_S = 60.0
 SUBMIT_TRIES = 6
-SUBMIT_PAUSE_S = 2.0
+SUBMIT_PAUSE_S = 1.0
 """After a failed submission; doubled each time."""
 END_GRACE_S = 10.0
 """Between Slurm's word that a job is over and ours that its agents said nothing: file systems lag."""
@@ -69,48 +64,29 @@ class SlurmLauncher:
         """
         script = array_script(allocations, self._choice, self._hardware, avoid)
         name = f"{self._prefix}{array_name(allocations[0])}"
+        told = ""
         for number in range(SUBMIT_TRIES):
-            number_or_error = self._send(script)
-            if number_or_error.isdigit():
-                return {a.name: _job(f"{number_or_error}_{i}", name) for i, a in enumerate(allocations)}
-            if _FOR_GOOD.search(number_or_error) and not _FOR_NOW.search(number_or_error):
+            self.query.counts["sbatch"] += 1
+            try:
+                job_id = submit(script, self._choice.environment)
+                return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
+            except SubmitError as error:
+                told = str(error)
+            if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
                 break
             found = self._find(name)
             if found:
                 return {n: job for n, job in found.items() if n in {a.name for a in allocations}}
             time.sleep(SUBMIT_PAUSE_S * 2**number)
         raise ClusterError(
-            f"sbatch does not take a job of {allocations[0].nodes} nodes: {number_or_error}; mend launcher.* or "
+            f"sbatch does not take a job of {allocations[0].nodes} nodes: {told}; mend launcher.* or "
             "the cluster, then launch again: nothing is lost"
         )
-
-    def _send(self, script: ArrayScript) -> str:
-        """The array's number, or else what went wrong."""
-        environ = {**inherited(os.environ, self._choice.environment), "PYTHONSAFEPATH": "1"}
-        self.query.counts["sbatch"] += 1
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", "ultrabench.launchers.submit_slurm"],
-                input=json.dumps(to_dict(script)),
-                env=environ,
-                capture_output=True,
-                text=True,
-                timeout=SUBMIT_TIMEOUT_S,
-                start_new_session=True,
-            )
-        except subprocess.TimeoutExpired:
-            return f"sbatch did not answer within {SUBMIT_TIMEOUT_S:g} s"
-        last = (done.stdout.split() or [""])[-1]
-        if done.returncode == 0 and last.isdigit():
-            return last
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        told = [line for line in lines if "error:" in line] or lines[-1:]
-        return "; ".join(told) or "sbatch gave no number"
 
     def _find(self, name: str) -> dict[str, Job]:
         """Jobs of this name, whose number never reached us, by allocation."""
         asked = time.monotonic()
-        while time.monotonic() - asked < SUBMIT_TIMEOUT_S:
+        while time.monotonic() - asked < FIND_TIMEOUT_S:
             answer = self.query.jobs(self._prefix, fresh=True)
             if answer is not None and not answer.stale and answer.age_s < time.monotonic() - asked:
                 seen = [job for job in answer.jobs.values() if job.name == name]

@@ -110,8 +110,8 @@ class Fold:
     """A state that grows with its journal.
 
     Events are one per (writer, seq). What can be said twice has a fixed precedence: an agent's
-    result, an agent's failure, what Slurm says, what a launcher concludes. Time stamps decide
-    nothing, since clocks differ.
+    result, an agent's failure, what Slurm says, what a launcher concludes; of anything else the
+    largest (writer, seq) counts, whenever it is heard. Time stamps decide nothing, since clocks differ.
     """
 
     def __init__(self) -> None:
@@ -120,6 +120,8 @@ class Fold:
         self._seen: dict[tuple[str, int], Event] = {}
         self._ends: dict[AttemptKey, tuple[int, str]] = {}
         self._controls: list[tuple[int, str, Event]] = []
+        self._told: dict[tuple[AttemptKey | str, str], tuple[str, int]] = {}
+        """Field of an attempt or an allocation -> whose word it is."""
 
     def add(self, events: Iterable[Event]) -> SweepState:
         """The state with `events`, which may come again and in any order."""
@@ -134,23 +136,41 @@ class Fold:
             self.__init__()  # type: ignore[misc]
             return self.add(everything)
         self._seen |= new
-        for _, event in sorted(new.items()):
+        for by, event in sorted(new.items()):
             try:
-                self._take(event)
+                self._take(event, by)
             except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UltrabenchError):
                 continue  # a line that was damaged and is JSON all the same says nothing
         _fold_controls(self.state, self._controls)
         return self.state
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event, by: tuple[str, int]) -> None:
         name = event["event"]
         if name in ("config", "pause", "cancel"):
             _retried(event)
             self._controls.append((int(event["generation"]), canonical_json(event), event))
         elif name in ("claimed", "started", "phase", "result", "failed"):
-            _fold_attempt(self.state, self._ends, event)
-        elif "allocation" in event:
-            _fold_allocation(self.state, event)
+            key = attempt_key(event)
+            result = _result(event) if name in ("result", "failed") else None
+            told = _attempt_fields(event)
+            attempt = self.state.attempts.setdefault(key, AttemptState(key=key))
+            self._put(key, attempt, by, told)
+            if result:
+                _fold_end(attempt, self._ends, result, event)
+        elif isinstance(event.get("allocation"), str):
+            held = AllocationState(name=event["allocation"])
+            held = self.state.allocations.setdefault(held.name, held)
+            self._put(held.name, held, by, _allocation_fields(event))
+            _fold_allocation(held, event)
+
+    def _put(
+        self, owner: AttemptKey | str, target: object, by: tuple[str, int], told: dict[str, Any]
+    ) -> None:
+        """Sets fields; None says nothing, and a later (writer, seq) stands."""
+        for name, value in told.items():
+            if value is not None and self._told.get((owner, name), by) <= by:
+                self._told[owner, name] = by
+                setattr(target, name, value)
 
 
 def _text(event: Event) -> str:
@@ -163,28 +183,29 @@ def attempt_key(event: Event) -> AttemptKey:
     return AttemptKey(str(event["run_id"]), int(event["repeat"]), int(event["attempt"]))
 
 
-def _fold_attempt(state: SweepState, ends: dict[AttemptKey, tuple[int, str]], event: Event) -> None:
-    key, name = attempt_key(event), event["event"]
-    result = _result(event) if name in ("result", "failed") else None
-    attempt = state.attempts.setdefault(key, AttemptState(key=key))
-    attempt.allocation = attempt.allocation or _text_or_none(event.get("allocation"))
-    attempt.spec = attempt.spec or _object(event.get("spec"))
-    if name == "claimed":
-        attempt.job = _object(event.get("job")) or attempt.job
-        attempt.predicted = _object(event.get("predicted")) or attempt.predicted
-        attempt.time = event.get("time")
-    elif name == "started":
-        attempt.started = True
-        attempt.scratch = event.get("scratch")
-    elif name == "phase":
-        # A single writer reports an attempt's phases, and its events are folded in order.
-        attempt.phase = event["name"]
-    else:
-        source = _PRECEDENCE.get(event.get("source", "agent"), 0)
-        rank = (10 if name == "result" else source, canonical_json(event))
-        if key not in ends or _stronger(rank, ends[key]):
-            ends[key] = rank
-            attempt.result = result
+def _attempt_fields(event: Event) -> dict[str, Any]:
+    """What an event says of an attempt, its end left out."""
+    told = {"allocation": _text_or_none(event.get("allocation")), "spec": _object(event.get("spec"))}
+    match event["event"]:
+        case "claimed":
+            job, predicted = _object(event.get("job")), _object(event.get("predicted"))
+            return told | {"job": job, "predicted": predicted, "time": event.get("time")}
+        case "started":
+            return told | {"started": True, "scratch": event.get("scratch")}
+        case "phase":
+            return told | {"phase": event["name"]}
+    return told
+
+
+def _fold_end(
+    attempt: AttemptState, ends: dict[AttemptKey, tuple[int, str]], result: RunResult, event: Event
+) -> None:
+    """Higher precedence wins; between equals the smaller text, so that order never matters."""
+    weight = 10 if event["event"] == "result" else _PRECEDENCE.get(event.get("source", "agent"), 0)
+    rank = (-weight, canonical_json(event))
+    if rank <= ends.get(attempt.key, rank):
+        ends[attempt.key] = rank
+        attempt.result = result
 
 
 def _text_or_none(value: Any) -> str | None:
@@ -192,7 +213,7 @@ def _text_or_none(value: Any) -> str | None:
 
 
 def _object(value: Any) -> dict[str, Any] | None:
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and value else None
 
 
 def _result(event: Event) -> RunResult:
@@ -201,27 +222,24 @@ def _result(event: Event) -> RunResult:
     return from_dict(RunResult, {k: v for k, v in event["result"].items() if k in known})
 
 
-def _stronger(new: tuple[int, str], old: tuple[int, str]) -> bool:
-    """Higher precedence wins; between equals the smaller text, so that order never matters."""
-    return new[0] > old[0] or (new[0] == old[0] and new[1] < old[1])
+def _allocation_fields(event: Event) -> dict[str, Any]:
+    """What an event says of an allocation, what adds up left out."""
+    match event["event"]:
+        case "allocation_planned":
+            tasks = tuple(AttemptKey(r, int(p), int(a)) for r, p, a in event["tasks"])
+            nodes, limit_s = int(event["nodes"]), float(event["limit_s"])
+            return {"tasks": tasks, "nodes": nodes, "limit_s": limit_s, "control": event.get("control")}
+        case "submitting":
+            return {"submitting": True}
+        case "submitted" | "adopted":
+            return {"job": _object(event["job"])}
+    return {}
 
 
-def _fold_allocation(state: SweepState, event: Event) -> None:
-    name = event["allocation"]
-    if not isinstance(name, str):
-        return
-    allocation = state.allocations.setdefault(name, AllocationState(name=name))
+def _fold_allocation(allocation: AllocationState, event: Event) -> None:
+    """Takes in what adds up: agents, starts, ends, and the preflight that says most."""
     kind = event["event"]
-    if kind == "allocation_planned":
-        nodes, limit_s = int(event["nodes"]), float(event["limit_s"])
-        allocation.tasks = tuple(AttemptKey(r, int(p), int(a)) for r, p, a in event["tasks"])
-        allocation.nodes, allocation.limit_s = nodes, limit_s
-        allocation.control = event.get("control")
-    elif kind == "submitting":
-        allocation.submitting = True
-    elif kind in ("submitted", "adopted"):
-        allocation.job = allocation.job or _object(event["job"])
-    elif kind == "allocation_started":
+    if kind == "allocation_started":
         agents = {canonical_json(a): a for a in (*allocation.agents, event["agent"])}
         allocation.agents = tuple(agents[k] for k in sorted(agents))
         allocation.restart = max(allocation.restart, int(event.get("restart", 0)))

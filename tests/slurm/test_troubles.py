@@ -24,7 +24,7 @@ def running(sweeps: SlurmBench) -> list[tuple[str, str]]:
 
 def started(sweeps: SlurmBench, *more: str):
     """A launch in the middle of its first runs."""
-    os.environ["STEP_S"] = "0.15"
+    os.environ["STEP_S"] = "0.08"
     launcher = sweeps.start(*sweeps.launch("fine", *FEW, *more))
     sweeps.wait_for(lambda: len(sweeps.executions()) >= 2)
     return launcher

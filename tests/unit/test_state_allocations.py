@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.strategies import ALLOCATIONS, allocation_events, attempt_events, attempt_names, control_events
 from ultrabench.journal import read_journal
 from ultrabench.result import Status
-from ultrabench.state import AttemptKey, fold
+from ultrabench.state import AttemptKey, Fold, fold
 
 NAME = {"run_id": "aaaa", "repeat": 0, "attempt": 0}
 KEY = AttemptKey("aaaa", 0, 0)
@@ -75,6 +75,16 @@ def test_order_and_repetition_do_not_matter(files, random):
     shuffled = [*events, *again]
     random.shuffle(shuffled)
     assert fold(shuffled) == state
+
+
+@given(files=journals(), data=st.data())
+def test_a_state_that_grows_with_its_journal_is_the_same(files, data):
+    events, growing = flat(files), Fold()
+    left = [list(file) for file in files]
+    while any(left):
+        pick = data.draw(st.sampled_from([n for n, file in enumerate(left) if file]))
+        growing.add([left[pick].pop(0)])
+    assert growing.state == fold(events)
 
 
 @given(files=journals())

@@ -35,12 +35,15 @@ class Cluster:
     max_limit_s: float = float("inf")
 
 
+CLUSTER = Cluster()
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
 
 
-def ask(given=None, *, todo=TODO, used=0.0, yes=False, cluster=Cluster()):
+def ask(given=None, *, todo=TODO, used=0.0, yes=False, cluster=CLUSTER):
     return ask_for_budget(PLAN, todo, used, cluster, given, yes)
 
 

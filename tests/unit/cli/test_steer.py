@@ -20,7 +20,8 @@ def state_of(sweep):
 
 
 def said(sweep, kind):
-    return [e for e in read_journal(sweep.journal) if e["event"] == kind]
+    found = [e for e in read_journal(sweep.journal) if e["event"] == kind]
+    return sorted(found, key=lambda e: e["generation"])
 
 
 def files(sweep):
@@ -123,9 +124,8 @@ def unreachable(sweep, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["pause", "cancel"])
-def test_agents_hear_of_it_where_slurm_does_not(ultrabench, unreachable, verb):
-    """They look at the sweep's folder before each run."""
-    assert "Slurm cannot be asked: scontrol" in one_line(ultrabench, "sweep", verb, code=3)
+def test_what_was_asked_for_is_written_down_before_slurm_is_asked(ultrabench, unreachable, verb):
+    assert "No such file or directory" in one_line(ultrabench, "sweep", verb, code=3)
     state = state_of(unreachable)
     assert (state.paused, state.cancelled) == (verb == "pause", verb == "cancel")
     assert unreachable.pause.exists() == (verb == "pause")

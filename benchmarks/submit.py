@@ -1,0 +1,201 @@
+"""What a sweep of tiny runs costs a Slurm cluster, its file system and the launcher's host.
+
+The same program is then submitted one by one with `sbatch --wrap`, for a sample of runs.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster import asked, cluster, output, rpcs
+
+PROGRAM = Path(__file__).parent / "tiny_run.sh"
+A_JOB = 80
+"""Runs of one model, and so of one job; predicted at 2 to 7 s each they fit the default 20 minutes."""
+GBS = 720720
+"""A number with many divisors, each a value of gas: one rank has no other axes."""
+SETTLE_S = 5.0
+"""After the last run, for the messages of daemons that end jobs."""
+CLIENTS = ("sbatch", "squeue", "sacct", "scontrol", "sacctmgr", "sinfo", "scancel")
+MODEL = """\
+hidden_size: 8
+num_hidden_layers: 1
+num_attention_heads: 2
+num_key_value_heads: 2
+intermediate_size: {size}
+vocab_size: 16
+tie_word_embeddings: false
+"""
+
+
+@dataclass
+class Cost:
+    """What a number of runs took."""
+
+    runs: int
+    wall_s: float
+    submit_s: float
+    """In calls of sbatch, from the submitter's side."""
+    calls: Counter[str]
+    """Slurm's commands that were run, by name."""
+    rpcs: Counter[str]
+    files: int
+    """That they left on the shared file system."""
+
+
+def overrides(folder: Path, runs: int) -> list[str]:
+    """A sweep of about `runs` runs on one rank each: models, which are written here, of 80 layouts each."""
+    models = [f"m{number}" for number in range(max(1, round(runs / A_JOB)))]
+    (folder / "ultrabench/model").mkdir(parents=True)
+    for number, name in enumerate(models):
+        (folder / f"ultrabench/model/{name}.yaml").write_text(MODEL.format(size=8 + number))
+    gas = [n for n in range(1, 1000) if GBS % n == 0][: min(A_JOB, runs)]
+    return [
+        "launcher=slurm", "launcher.max_nodes=8", "launcher.preflight=false", "hardware=cpu",
+        "hardware.gpus_per_node=1", "measure=quick", "name=submit", "kernel=command",
+        f"kernel.command=[/bin/sh,{PROGRAM}]", f"sweep.models=[{','.join(models)}]", "sweep.nodes=[1]",
+        "sweep.tp=[1]", "sweep.pp=[1]", "sweep.zero_stage=[0]", "sweep.seq_len=1", f"sweep.gbs={GBS}",
+        f"sweep.gas=[{','.join(map(str, gas))}]", f"sweep.mbs=[{','.join(str(GBS // g) for g in gas)}]",
+    ]  # fmt: skip
+
+
+def counting(folder: Path) -> Path:
+    """A folder of programs named like Slurm's, which note that they were called."""
+    shims = folder / "bin"
+    shims.mkdir()
+    for name in CLIENTS:
+        shim = shims / name
+        shim.write_text(f'#!/bin/sh\necho {name} >> {folder}/calls\nexec {shutil.which(name)} "$@"\n')
+        shim.chmod(0o755)
+    return shims
+
+
+def cpu_s(pid: int) -> tuple[float, float]:
+    """CPU seconds of an ended child, and of the children it has waited for."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    ticks = [int(t) for t in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]]
+    a_second = os.sysconf("SC_CLK_TCK")
+    return sum(ticks[:2]) / a_second, sum(ticks[2:]) / a_second
+
+
+def sweep(folder: Path, runs: int) -> tuple[Cost, dict[str, float]]:
+    """The cost of a sweep, and what is known of a launcher only."""
+    command = [sys.executable, "-m", "ultrabench.cli.main", "sweep", "launch", *overrides(folder, runs)]
+    environ = os.environ | {"PATH": f"{counting(folder)}:{os.environ['PATH']}"}
+    before, began = rpcs(), time.monotonic()
+    with (folder / "launch.log").open("w") as log:
+        launcher = subprocess.Popen(
+            [*command, "--max-gpu-hours", "100000"], cwd=folder, env=environ, stdout=log, stderr=log
+        )
+        own_s, children_s = cpu_s(launcher.pid)
+    wall_s = time.monotonic() - began
+    if launcher.wait():
+        sys.exit((folder / "launch.log").read_text())
+    time.sleep(SETTLE_S)
+    seen = rpcs() - before
+    results = folder / "results/submit"
+    journal = "".join(path.read_text() for path in results.glob("journal/*.jsonl"))
+    events = [json.loads(line) for line in journal.splitlines()]
+    done = Cost(
+        runs=len({e["run_id"] for e in events if e["event"] == "result"}),
+        wall_s=wall_s,
+        submit_s=submitting_s(events),
+        calls=Counter((folder / "calls").read_text().split()),
+        rpcs=seen,
+        files=sum(path.is_file() for path in results.rglob("*")),
+    )
+    at = [e["time"] for e in events if e["event"] == "claimed"]
+    return done, {
+        "own_s": own_s,
+        "children_s": children_s,
+        "journal_bytes": len(journal.encode()),
+        "attempts": len(at),
+        "jobs": sum(e["event"] == "submitted" for e in events),
+        "running_s": max(e["time"] for e in events if e["event"] == "result") - min(at),
+    }
+
+
+def submitting_s(events: list[dict[str, object]]) -> float:
+    """Seconds from `submitting` to `submitted`, each array once."""
+    spans: dict[object, list[float]] = {}
+    token = {e["allocation"]: e["token"] for e in events if e["event"] == "submitting"}
+    for event in events:
+        if event["event"] in ("submitting", "submitted"):
+            spans.setdefault(token[event["allocation"]], []).append(float(event["time"]))  # type: ignore[arg-type]
+    return sum(max(times) - min(times) for times in spans.values())
+
+
+def one_by_one(folder: Path, runs: int) -> Cost:
+    """The cost of a job for each run, of which nobody asks how it is: its output is its result."""
+    wrapped = f"ULTRABENCH_REPORT=/dev/stdout /bin/sh {PROGRAM}"
+    options = ["--exclusive", "--nodes=1", "--time=5", f"--output={folder}/%j.out", "--job-name=one"]
+    before, began, submit_s = rpcs(), time.monotonic(), 0.0
+    for _ in range(runs):
+        start = time.monotonic()
+        output("sbatch", *options, "--wrap", wrapped)
+        submit_s += time.monotonic() - start
+    while sum("done" in path.read_text() for path in folder.glob("*.out")) < runs:
+        time.sleep(0.2)
+    wall_s = time.monotonic() - began
+    time.sleep(SETTLE_S)
+    files = len(list(folder.glob("*.out")))
+    return Cost(runs, wall_s, submit_s, Counter(sbatch=runs), rpcs() - before, files)
+
+
+def table(swept: Cost, single: Cost) -> None:
+    """Prints what a run cost both ways, and the ratio."""
+    print(f"\n{'per run':34}{'sweep':>10}{'one by one':>12}{'ratio':>9}")
+    rows = {
+        "calls of sbatch": lambda c: c.calls["sbatch"],
+        "all calls of Slurm's commands": lambda c: c.calls.total(),
+        "time in sbatch (ms)": lambda c: 1000 * c.submit_s,
+        "RPCs of slurmctld": lambda c: c.rpcs.total(),
+        "  of them sent by commands": lambda c: asked(c.rpcs),
+        "files on the shared file system": lambda c: c.files,
+        "wall-clock time (ms)": lambda c: 1000 * c.wall_s,
+    }
+    for name, value in rows.items():
+        ours, theirs = value(swept) / swept.runs, value(single) / single.runs
+        print(f"{name:34}{ours:10.3f}{theirs:12.3f}{theirs / ours:8.1f}x")
+    print("\nRPCs by type:")
+    for name in sorted(swept.rpcs | single.rpcs, key=lambda n: -single.rpcs[n] / single.runs):
+        a_run = (swept.rpcs[name] / swept.runs, single.rpcs[name] / single.runs)
+        print(f"  {name:40}{a_run[0]:10.4f}{a_run[1]:12.4f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=4000, help="of the sweep, about (%(default)s)")
+    parser.add_argument("--sample", type=int, default=100, help="submitted one by one (%(default)s)")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, cluster():
+        folder, single = Path(name) / "sweep", Path(name) / "single"
+        folder.mkdir()
+        single.mkdir()
+        swept, more = sweep(folder, given.runs)
+        sampled = one_by_one(single, given.sample)
+    print(
+        f"{swept.runs} runs ok in {swept.wall_s:.1f} s, {60 * swept.runs / swept.wall_s:.0f} a minute; "
+        f"{more['jobs']:.0f} jobs of {swept.runs / more['jobs']:.0f} runs; from the first claim to the last "
+        f"result {more['running_s']:.1f} s"
+    )
+    print(
+        f"launcher: {more['own_s']:.1f} s of CPU time and {more['children_s']:.1f} s of its children; "
+        f"{swept.submit_s:.1f} s in {swept.calls['sbatch']} submissions ({swept.runs / swept.calls['sbatch']:.0f} "
+        f"runs each)"
+    )
+    print("calls: " + ", ".join(f"{name} {swept.calls[name]}" for name in CLIENTS))
+    print(f"{more['journal_bytes'] / swept.runs:.0f} bytes of journal a run, {swept.files} files")
+    table(swept, sampled)
+
+
+if __name__ == "__main__":
+    main()
