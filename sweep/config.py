@@ -17,6 +17,8 @@ from ultrabench.sweep.launcher_choice import TEXTS, LauncherChoice
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "sweep", "name",
                   "results_dir", "repeats", "names", "models"})  # fmt: skip
 """Of a composed tree."""
+CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", *TEXTS})
+"""Of a cluster: what configs/launcher/slurm.yaml takes from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     strangers = sorted(set(tree) - KEYS)
     if strangers:
         raise ConfigError(unknown_name("override", strangers[0], KEYS - {"names", "models"}))
-    names = tree["names"]
+    names, cluster = tree["names"], tree["cluster"] or {}
+    strangers = sorted(set(cluster) - CLUSTER_KEYS, key=str)
+    if strangers:
+        raise ConfigError(unknown_name(f"key of cluster={names['cluster']}", strangers[0], CLUSTER_KEYS))
     sweep = dict(tree["sweep"])
     models = tuple(from_dict(ModelShape, m, where=f"model {m['name']}") for m in tree["models"])
     _distinct(models)
@@ -97,7 +102,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     config = SweepConfig(
         name=str(tree["name"] or f"{names['sweep']}-{names['hardware']}"),
         results_dir=tree["results_dir"],
-        cluster=str((tree["cluster"] or {}).get("name") or names["cluster"]),
+        cluster=str(cluster.get("name") or names["cluster"]),
         hardware=from_dict(Hardware, {"name": names["hardware"], **tree["hardware"]}, where="hardware"),
         kernel=from_dict(KernelChoice, kernel, where="kernel"),
         launcher=_launcher(tree["launcher"]),

@@ -1,11 +1,15 @@
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ultrabench
 from ultrabench.errors import ConfigError
 from ultrabench.journal import JournalWriter
 from ultrabench.record import from_dict, to_dict
-from ultrabench.sweep.config import config_from_tree, load_config
+from ultrabench.sweep.config import CLUSTER_KEYS, config_from_tree, load_config
 from ultrabench.sweep.launcher_choice import LauncherChoice
 
 TEXTS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "gres", "mem")
@@ -39,7 +43,7 @@ def cluster(tmp_path, monkeypatch):
 
 
 def test_the_defaults_are_kind_to_others():
-    choice = slurm()
+    choice = composed()
     assert (choice.name, choice.max_jobs, choice.max_nodes, choice.nice) == ("slurm", 8, None, 1000)
     assert (choice.exclusive, choice.requeue, choice.control, choice.preflight) == (True, False, True, True)
     assert {getattr(choice, key) for key in TEXTS} == {None}
@@ -64,6 +68,15 @@ def test_a_cluster_feeds_the_launcher(cluster):
     assert choice.setup == ("module load cuda/12.8", "ulimit -c 0")
 
 
+def test_a_key_that_no_launcher_takes_is_told(cluster):
+    for key, hint in (("partion", "did you mean partition?"), ("nice", "known: ")):
+        with pytest.raises(ConfigError, match=rf"unknown key of cluster=mine '{key}'.*{hint}"):
+            cluster(f"{key}: hopper\n")
+    package = Path(ultrabench.__file__).parent / "configs"
+    taken = re.findall(r"cluster\.(\w+)", (package / "launcher/slurm.yaml").read_text())
+    assert {"name", *taken} == CLUSTER_KEYS
+
+
 def test_what_the_command_line_says_wins(cluster):
     choice = cluster(
         "name: mine\npartition: hopper\n", "launcher.partition=debug", "launcher.python=[env,python]"
@@ -71,15 +84,14 @@ def test_what_the_command_line_says_wins(cluster):
     assert (choice.partition, choice.python) == ("debug", ("env", "python"))
 
 
-@pytest.mark.parametrize("text", ["partition: hopper\n", "name: null\npartition: hopper\n"])
-def test_a_cluster_needs_no_name_in_its_file(cluster, text):
-    assert cluster(text).partition == "hopper"
+def test_a_cluster_needs_no_name_in_its_file(cluster):
+    assert cluster("partition: hopper\n").partition == "hopper"
     assert load_config(["cluster=mine"]).cluster == "mine"
 
 
-@pytest.mark.parametrize("text", ["", "{}\n", "# nothing\n"])
+@pytest.mark.parametrize("text", ["", "name: null\n"])
 def test_an_empty_cluster_says_nothing(cluster, text):
-    assert cluster(text) == slurm()
+    assert cluster(text) == composed()
 
 
 def test_names_of_digits_are_names(cluster):
@@ -90,7 +102,7 @@ def test_names_of_digits_are_names(cluster):
 
 
 def test_an_empty_text_is_none():
-    assert slurm("launcher.partition=", "launcher.python=") == slurm()
+    assert slurm("launcher.partition=", "launcher.python=") == composed()
     for key in (*TEXTS, "python", "max_nodes", "time_minutes"):
         assert composed(**{key: ""}) == composed(**{key: None}) == composed()
 

@@ -162,12 +162,7 @@ def test_a_no_writes_and_submits_nothing(ultrabench, site, typed):
     ("overrides", "line"),
     [
         (["sweep.nodes=[1,4]"], "by default a sweep takes 2: set launcher.max_nodes=4"),
-        (
-            ["sweep.nodes=[16]", "launcher.max_nodes=16"],
-            "partition hopper has 8 nodes: leave out what is larger",
-        ),
         (["launcher.partition=hoper"], "unknown launcher.partition 'hoper'; did you mean hopper?"),
-        (["launcher.time_minutes=241"], "partition hopper allows 240: set at most that"),
     ],
 )
 def test_what_the_site_does_not_give_is_said_first(ultrabench, site, overrides, line):

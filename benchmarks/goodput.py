@@ -1,0 +1,174 @@
+"""The share of allocated node time that lies inside measured steps: packed, a job a run, and cold.
+
+A real sweep of the embedded kernel on the two ranks of one node, three times: as `sweep launch` packs it,
+with `launcher.pack=1`, and as a job for each run that starts a cold `torchrun`. One job runs at a time,
+so that all three have the same cores.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cluster import cluster, output
+
+WRAPPER = """
+import os, sys
+os.environ["ULTRABENCH_REPORT"] += os.environ["RANK"]
+from ultrabench.kernel.worker import main
+sys.exit(main())
+"""
+OVERRIDES = [
+    "launcher=slurm", "launcher.max_jobs=1", "launcher.max_nodes=1", "launcher.poll_s=1", "hardware=cpu",
+    "model=tiny", "sweep.nodes=[1]", "sweep.tp=[1,2]", "sweep.pp=[1,2]", "sweep.zero_stage=[0,1,3]",
+    "sweep.mbs=[1,2,4]", "sweep.gas=[1,2,4]", "sweep.gbs=8", "sweep.seq_len=64", "measure=quick",
+    "measure.min_steps=15", "measure.max_steps=15",
+]  # fmt: skip
+ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+
+
+@dataclass
+class Way:
+    """One way to run the sweep."""
+
+    name: str
+    runs: int
+    jobs: int
+    node_s: float
+    """Held by its jobs, by Slurm's word."""
+    steps_s: float
+    """In measured steps."""
+
+    @property
+    def goodput(self) -> float:
+        """The share."""
+        return self.steps_s / self.node_s
+
+
+def held(job_names: Sequence[str]) -> list[float]:
+    """Node seconds of each of the jobs of these names, when all of them are over."""
+    names = f"--name={','.join(job_names)}"
+    while any(
+        state in ACTIVE for state in output("squeue", "-h", "-r", "-t", "all", names, "-o", "%T").split()
+    ):
+        time.sleep(0.5)
+    time.sleep(3)  # the accounting learns of it a little later
+    try:
+        said = output("sacct", "-X", "-n", "-P", names, "--format=State,ElapsedRaw,NNodes")
+        rows = [line.split("|") for line in said.splitlines()]
+        if rows and not any(state in ACTIVE for state, _, _ in rows):
+            return [float(seconds) * int(nodes) for _, seconds, nodes in rows]
+    except subprocess.CalledProcessError:
+        pass
+    said = output("squeue", "-h", "-r", "-t", "all", names, "-o", "%M %D")
+    return [seconds(clock) * int(nodes) for clock, nodes in (line.split() for line in said.splitlines())]
+
+
+def seconds(clock: str) -> float:
+    """Of squeue's [days-][hours:]minutes:seconds."""
+    *days, rest = clock.split("-")
+    parts = [int(part) for part in [*days, *rest.split(":")]]
+    units = (1, 60, 3600, 86400) if len(parts) < 4 or days else (1, 60, 3600)
+    return float(sum(part * unit for part, unit in zip(reversed(parts), units, strict=False)))
+
+
+def launch(folder: Path, name: str, *more: str) -> tuple[Way, list[dict[str, Any]]]:
+    """A sweep, and the events of its journal."""
+    command = [sys.executable, "-m", "ultrabench.cli.main", "sweep", "launch", *OVERRIDES, *more]
+    subprocess.run(
+        [*command, f"name={name}", "--max-gpu-hours", "1000"],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    lines = [p.read_text().splitlines() for p in folder.glob(f"results/{name}/journal/*.jsonl")]
+    events = sorted((json.loads(line) for some in lines for line in some), key=lambda e: e["time"])
+    results = [e["result"] for e in events if e["event"] == "result"]
+    jobs = {re.sub(r"\.\d+$", "", e["allocation"]) for e in events if e["event"] == "submitted"}
+    node_s = held([f"ub-{name}-{job}" for job in sorted(jobs)])
+    return Way(
+        name, len(results), len(node_s), sum(node_s), sum(sum(r["step_times_s"]) for r in results)
+    ), events
+
+
+def tasks(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What the ranks of a sweep were given."""
+    found = folder.glob(f"results/{name}/allocations/*/allocation.json")
+    return [task for path in found for task in json.loads(path.read_text())["tasks"]]
+
+
+def cold(folder: Path, specs: Sequence[dict[str, Any]]) -> Way:
+    """A job for each run, one after another."""
+    wrapper = folder / "wrapper.py"
+    wrapper.write_text(WRAPPER)
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 {wrapper}"
+    for number, task in enumerate(specs):
+        spec = folder / f"{number}.json"
+        spec.write_text(json.dumps(task))
+        environ = os.environ | {
+            "OMP_NUM_THREADS": "1", "ULTRABENCH_SPEC": str(spec), "ULTRABENCH_REPORT": f"{spec}.report"
+        }  # fmt: skip
+        options = ["--job-name=cold", "--dependency=singleton", "--exclusive", "--nodes=1", "--time=10"]
+        output("sbatch", *options, f"--output={spec}.log", "--wrap", f"srun {torchrun}", env=environ)
+    node_s = held(["cold"])
+    steps = []
+    for report in sorted(folder.glob("*.json.report0")):
+        lines = [json.loads(line) for line in report.read_text().splitlines()]
+        assert any(line["event"] == "done" for line in lines), Path(str(report)[:-8] + ".log").read_text()
+        steps.append(sum(line["seconds"] for line in lines if line["event"] == "step" and line["measured"]))
+    assert len(steps) == len(specs)
+    return Way("cold torchrun", len(steps), len(node_s), sum(node_s), sum(steps))
+
+
+def account(events: list[dict[str, Any]], node_s: float) -> str:
+    """Where the time of the one packed job goes, by the journal."""
+    at = {e["event"]: e["time"] for e in events if e["event"].startswith(("allocation_", "preflight"))}
+    claims = {e["run_id"]: e["time"] for e in events if e["event"] == "claimed"}
+    ends = {e["run_id"]: e["time"] for e in events if e["event"] == "result"}
+    phases: dict[str, list[float]] = {}
+    for run_id in claims:
+        told = [("fork", claims[run_id])]
+        told += [(e["name"], e["at"]) for e in events if e["event"] == "phase" and e["run_id"] == run_id]
+        for (name, start), (_, end) in pairwise([*told, ("", ends[run_id])]):
+            phases.setdefault(name, []).append(end - start)
+    first, last = min(claims.values()), max(ends.values())
+    outside = node_s - (at["allocation_ended"] - at["allocation_started"])
+    lines = [
+        f"job without its agents' journal {outside:.1f} s (start of the job and of Python, clean-up)",
+        f"before the first run {first - at['allocation_started']:.1f} s (import of torch, preflight)",
+        f"after the last run {at['allocation_ended'] - last:.1f} s",
+        "a run, median: " + ", ".join(f"{name} {median(spans):.2f} s" for name, spans in phases.items()),
+        f"between runs {(last - first - sum(ends[r] - claims[r] for r in claims)) / len(claims):.3f} s",
+    ]
+    return "\n  ".join(lines)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name, cluster():
+        folder = Path(name)
+        packed, events = launch(folder, "packed")
+        alone, _ = launch(folder, "alone", "launcher.pack=1")
+        torchrun = cold(folder, tasks(folder, "packed"))
+    print(f"{'':14}{'runs':>6}{'jobs':>6}{'node s':>9}{'in steps s':>12}{'goodput':>9}{'x cold':>8}")
+    for way in (packed, alone, torchrun):
+        print(
+            f"{way.name:14}{way.runs:6}{way.jobs:6}{way.node_s:9.0f}{way.steps_s:12.2f}{way.goodput:9.3f}"
+            f"{way.goodput / torchrun.goodput:8.1f}"
+        )
+    print(f"packed:\n  {account(events, packed.node_s)}")
+    print(
+        f"packed / pack=1 {packed.goodput / alone.goodput:.1f}; packed / cold {packed.goodput / torchrun.goodput:.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
