@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch where the index has one; a machine with GPUs installs its own first.
 TORCH ?= torch==2.13.0
 
-.PHONY: quickstart test check env format parity slurm-test bench clean
+.PHONY: quickstart test check env format parity slurm-test bench slurm-bench clean
 
 env: $(VENV)/installed
 
@@ -41,6 +41,10 @@ bench: env
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/restart.py
+
+slurm-bench: env
+	$(BIN)/python benchmarks/submit.py
+	$(BIN)/python benchmarks/goodput.py
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache

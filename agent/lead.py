@@ -123,7 +123,8 @@ class Leader:
             if failed:
                 return f"the preflight failed: {failed}"
             found["probe"], found["environment"] = gathering.probe, gathering.environment
-        self._journal.write("preflight", allocation=self._allocation.name, found=found)
+        name = {"allocation": self._allocation.name, "restart": self._place.restart}
+        self._journal.write("preflight", **name, found=found)
         return None
 
     def _not_now(self, task: Task) -> str | None:

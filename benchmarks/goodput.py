@@ -29,10 +29,11 @@ sys.exit(main())
 """
 OVERRIDES = [
     "launcher=slurm", "launcher.max_jobs=1", "launcher.max_nodes=1", "launcher.poll_s=1", "hardware=cpu",
-    "model=tiny", "sweep.nodes=[1]", "sweep.tp=[1,2]", "sweep.pp=[1,2]", "sweep.zero_stage=[0,1,3]",
-    "sweep.mbs=[1,2,4]", "sweep.gas=[1,2,4]", "sweep.gbs=8", "sweep.seq_len=64", "measure=quick",
-    "measure.min_steps=15", "measure.max_steps=15",
+    "model=tiny", "sweep.nodes=[1]", "sweep.tp=[1]", "sweep.pp=[1,2]", "sweep.zero_stage=[0,1,2,3]",
+    "sweep.mbs=[1,2,4,8]", "sweep.gas=[1,2,4,8]", "sweep.gbs=16", "sweep.seq_len=32", "measure=quick",
+    "measure.min_steps=10", "measure.max_steps=10",
 ]  # fmt: skip
+"""19 layouts, each of 10 measured steps of some 50 ms; preflight and control are those of any launch."""
 ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
 
 
@@ -52,6 +53,11 @@ class Way:
     def goodput(self) -> float:
         """The share."""
         return self.steps_s / self.node_s
+
+    @property
+    def overhead_s(self) -> float:
+        """Node seconds of a run that are not measured steps."""
+        return (self.node_s - self.steps_s) / self.runs
 
 
 def held(job_names: Sequence[str]) -> list[float]:
@@ -110,6 +116,7 @@ def cold(folder: Path, specs: Sequence[dict[str, Any]]) -> Way:
     """A job for each run, one after another."""
     wrapper = folder / "wrapper.py"
     wrapper.write_text(WRAPPER)
+    job = f"cold-{os.getpid()}"
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 {wrapper}"
     for number, task in enumerate(specs):
         spec = folder / f"{number}.json"
@@ -117,9 +124,9 @@ def cold(folder: Path, specs: Sequence[dict[str, Any]]) -> Way:
         environ = os.environ | {
             "OMP_NUM_THREADS": "1", "ULTRABENCH_SPEC": str(spec), "ULTRABENCH_REPORT": f"{spec}.report"
         }  # fmt: skip
-        options = ["--job-name=cold", "--dependency=singleton", "--exclusive", "--nodes=1", "--time=10"]
+        options = [f"--job-name={job}", "--dependency=singleton", "--exclusive", "--nodes=1", "--time=10"]
         output("sbatch", *options, f"--output={spec}.log", "--wrap", f"srun {torchrun}", env=environ)
-    node_s = held(["cold"])
+    node_s = held([job])
     steps = []
     for report in sorted(folder.glob("*.json.report0")):
         lines = [json.loads(line) for line in report.read_text().splitlines()]
@@ -132,8 +139,8 @@ def cold(folder: Path, specs: Sequence[dict[str, Any]]) -> Way:
 def account(events: list[dict[str, Any]], node_s: float) -> str:
     """Where the time of the one packed job goes, by the journal."""
     at = {e["event"]: e["time"] for e in events if e["event"].startswith(("allocation_", "preflight"))}
-    claims = {e["run_id"]: e["time"] for e in events if e["event"] == "claimed"}
     ends = {e["run_id"]: e["time"] for e in events if e["event"] == "result"}
+    claims = {e["run_id"]: e["time"] for e in events if e["event"] == "claimed" and e["run_id"] in ends}
     phases: dict[str, list[float]] = {}
     for run_id in claims:
         told = [("fork", claims[run_id])]
@@ -158,13 +165,16 @@ def main() -> None:
         packed, events = launch(folder, "packed")
         alone, _ = launch(folder, "alone", "launcher.pack=1")
         torchrun = cold(folder, tasks(folder, "packed"))
-    print(f"{'':14}{'runs':>6}{'jobs':>6}{'node s':>9}{'in steps s':>12}{'goodput':>9}{'x cold':>8}")
+    print(
+        f"{'':14}{'runs':>6}{'jobs':>6}{'node s':>9}{'in steps s':>12}{'goodput':>9}{'x cold':>8}{'rest s/run':>12}"
+    )
     for way in (packed, alone, torchrun):
         print(
             f"{way.name:14}{way.runs:6}{way.jobs:6}{way.node_s:9.0f}{way.steps_s:12.2f}{way.goodput:9.3f}"
-            f"{way.goodput / torchrun.goodput:8.1f}"
+            f"{way.goodput / torchrun.goodput:8.1f}{way.overhead_s:12.2f}"
         )
-    print(f"packed:\n  {account(events, packed.node_s)}")
+    if packed.jobs == 1:
+        print(f"packed:\n  {account(events, packed.node_s)}")
     print(
         f"packed / pack=1 {packed.goodput / alone.goodput:.1f}; packed / cold {packed.goodput / torchrun.goodput:.1f}"
     )

@@ -1,6 +1,5 @@
 """The job of a checkup: submitted as a sweep's jobs are, on one node, and waited for."""
 
-import getpass
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ from ultrabench.launchers.sbatch import SubmitError, submit
 from ultrabench.launchers.slurm_command import CommandError
 from ultrabench.launchers.slurm_job import Job
 from ultrabench.launchers.slurm_query import SlurmQuery
-from ultrabench.launchers.slurm_script import ArrayScript, array_script
+from ultrabench.launchers.slurm_script import ArrayScript, array_script, own_name
 from ultrabench.launchers.slurm_state import Phase, pending_remedy
 from ultrabench.sweep.config import SweepConfig
 
@@ -72,7 +71,7 @@ def checkup_script(folder: CheckupFolder, config: SweepConfig) -> ArrayScript:
     python = config.launcher.python or (sys.executable,)
     own = {
         "job_name": job_name(folder),
-        "comment": f"ultrabench doctor of {getpass.getuser()}: looks at one node, ends by itself",
+        "comment": f"ultrabench doctor of {own_name()}: looks at one node, ends by itself",
     }
     theirs = {name.replace("-", "_") for name in config.launcher.sbatch}
     options = script.parameters["additional_parameters"] | {k: v for k, v in own.items() if k not in theirs}

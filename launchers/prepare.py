@@ -102,6 +102,7 @@ def open_sweep(
     journal.write(
         "config", generation=state.generation + 1, config=config.resolved, provenance=origin,
         kernel_digest=digest, reuse=reuse, retry=[list(key) for key in retry], max_gpu_hours=max_gpu_hours,
+        work_dir=str(Path.cwd()),
     )  # fmt: skip
     _keep_difference(folder)
     write_plan(plan, folder.plan)

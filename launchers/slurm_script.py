@@ -1,7 +1,8 @@
 """The job script of an array of allocations: submitit writes it, our agent is what it runs."""
 
-import getpass
 import math
+import os
+import pwd
 import re
 import shlex
 import sys
@@ -135,8 +136,16 @@ def _options(
 _SAME_NAME = ("partition", "account", "qos", "reservation", "constraint", "mem", "nice", "gres")
 
 
+def own_name() -> str:
+    """Of the user, by number where nobody has written down the name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return f"user {os.getuid()}"
+
+
 def _comment(sweep_dir: Path) -> str:
     return (
-        f"ultrabench sweep {sweep_dir.name} of {getpass.getuser()}, results in {sweep_dir}; "
+        f"ultrabench sweep {sweep_dir.name} of {own_name()}, results in {sweep_dir}; "
         f"to give the nodes back: ultrabench sweep pause {sweep_dir.name}"
     )

@@ -9,8 +9,8 @@ from ultrabench.errors import ConfigError, unknown_name
 LAUNCHERS = ("local", "slurm")
 TEXTS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "gres", "mem")
 """Names and sizes in Slurm's own words."""
-_OURS = frozenset({"array", "job-name", "nodes", "ntasks", "ntasks-per-node", "parsable", "test-only", "wait",
-                   "wrap"})  # fmt: skip
+_OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
+                   "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
 """Options of sbatch that a launch rests on."""
 
 
@@ -86,7 +86,8 @@ class LauncherChoice:
             if not re.fullmatch(r"[a-z][a-z-]*", key):
                 raise ConfigError(f"launcher.sbatch.{key}; write an option's name without dashes in front")
             if key in _OURS:
-                raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets that itself: leave it out")
+                instead = "use launcher.time_minutes=" if key == "time" else "leave it out"
+                raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets that itself: {instead}")
 
     def _require_one_line(self) -> None:
         """A line break would end a line of the job script and start another."""

@@ -237,15 +237,16 @@ def _allocation_fields(event: Event) -> dict[str, Any]:
 
 
 def _fold_allocation(allocation: AllocationState, event: Event) -> None:
-    """Takes in what adds up: agents, starts, ends, and the preflight that says most."""
+    """Takes in what adds up: agents, starts, ends, and the preflight of the latest start."""
     kind = event["event"]
     if kind == "allocation_started":
         agents = {canonical_json(a): a for a in (*allocation.agents, event["agent"])}
         allocation.agents = tuple(agents[k] for k in sorted(agents))
         allocation.restart = max(allocation.restart, int(event.get("restart", 0)))
     elif kind == "preflight":
-        found = [f for f in (allocation.preflight, dict(event["found"])) if f]
-        allocation.preflight = max(found, key=canonical_json, default={})
+        told = {"restart": int(event.get("restart", 0)), **event["found"]}
+        found = [f for f in (allocation.preflight, told) if f]
+        allocation.preflight = max(found, key=lambda f: (f["restart"], canonical_json(f)))
     elif kind == "allocation_ended":
         restart, end = int(event.get("restart", 0)), _end(event)
         held = allocation.ends.get(restart, end)

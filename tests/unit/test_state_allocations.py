@@ -171,14 +171,11 @@ def test_a_result_of_an_earlier_start_beats_its_burial():
     assert fold([lost]).attempts[KEY].result.status == Status.LOST
 
 
-def test_a_preflight_is_kept_whoever_says_nothing_after_it():
-    found = {"probe": {"gemm_flops_per_s": [1.0]}, "nodes": [{"host": "gpu01"}]}
-    events = [
-        event("preflight", allocation="n1", found=found),
-        event("preflight", seq=1, allocation="n1", found={}),
-    ]
-    assert fold(events).allocations["n1"].preflight == found
-    assert fold(events[1:]).allocations["n1"].preflight == {}
+def test_the_preflight_of_the_latest_start_counts():
+    first = event("preflight", seq=1, allocation="n1", found={"nodes": [{"host": "gpu09"}]})
+    second = event("preflight", allocation="n1", restart=1, found={"nodes": [{"host": "gpu01"}]})
+    for events in ([first, second], [second, first]):
+        assert fold(events).allocations["n1"].preflight == {"restart": 1, "nodes": [{"host": "gpu01"}]}
 
 
 def test_the_control_is_told_with_the_plan():

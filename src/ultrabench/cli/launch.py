@@ -1,6 +1,7 @@
 """`ultrabench sweep launch`: opens a sweep, asks for its price on a cluster, and follows it."""
 
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from ultrabench.sweep.decide import decide
 from ultrabench.sweep.plan import make_plan, require_runs
 from ultrabench.sweep.plan_table import planned_runs
 from ultrabench.sweep.progress import progress
+
+STARTED_IN = Path.cwd()
 
 
 def run_launch(
@@ -75,7 +78,11 @@ def continue_sweep(
     """Goes on with a sweep as it was launched last, within the GPU hours agreed to then."""
     state = fold(read_journal(folder.journal, warn))
     config = as_launched(folder, state)
-    budget = (state.config or {}).get("max_gpu_hours")
+    launched = state.config or {}
+    budget = launched.get("max_gpu_hours")
+    work_dir = launched.get("work_dir")
+    if work_dir and Path(work_dir).is_dir():
+        os.chdir(work_dir)  # a command of the user's may name files beside it
     launcher = choose_launcher(config, folder)
     sweep = open_sweep(config, reuse=reuse, warn=warn, say=say, retry=retry, max_gpu_hours=budget)
     return follow(sweep, launcher, budget, console=console, detach=detach)
@@ -159,7 +166,7 @@ def _left(sweep: OpenSweep, jobs: int) -> int:
 
 
 def _where(parent: Path) -> str:
-    return "" if parent == Path("results").absolute() else f" --results-dir {parent}"
+    return "" if parent == STARTED_IN / "results" else f" --results-dir {parent}"
 
 
 def _leave_in_background(
