@@ -147,9 +147,12 @@ class Follower:
     def _count_barren(self, name: str, ran: bool, reason: str) -> None:
         self._barren = 0 if ran else self._barren + 1
         if self._barren >= MOST_BARREN:
+            log = self.sweep.folder.allocations / name / "job.log"
+            lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
+            said = [line.strip() for line in lines if line.strip()][-1:]
             raise ClusterError(
-                f"{self._barren} allocations in a row ended without running anything ({reason}); "
-                f"see {self.sweep.folder.allocations / name}, then launch again"
+                f"{self._barren} allocations in a row ended without running anything ({reason}"
+                f"{f'; its log ends: {said[0][:200]}' if said else ''}); see {log}, then launch again"
             )
 
     def _may_not_submit(self, state: SweepState) -> str | None:
@@ -209,7 +212,7 @@ class Follower:
                 tasks=[[t.run_id, t.repeat, t.attempt] for t in allocation.tasks],
             )  # fmt: skip
             journal.write("submitting", allocation=allocation.name, token=token)
-        jobs = self.launcher.submit(made, avoid)
+        jobs = self.launcher.submit(made, avoid, self.say)
         self.submitted += len(made)
         for name, job in jobs.items():
             journal.write("submitted", allocation=name, job=job)

@@ -1,6 +1,6 @@
 """What a follower needs of a launcher: submit allocations, see what became of them, end them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,11 +53,14 @@ class Launcher(Protocol):
     rest_s: float
     """Between two looks at the journal."""
 
-    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str]) -> dict[str, Job]:
+    def submit(
+        self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
+    ) -> dict[str, Job]:
         """Submits allocations of one shape at once; where each will be found.
 
         Args:
             avoid: nodes that must not be used.
+            say: told of what goes wrong and is tried again.
 
         Raises:
             ClusterError: it cannot be done; whether some were submitted is for `look` to find out.

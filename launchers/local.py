@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ultrabench.allocation import Allocation
@@ -44,7 +44,9 @@ class LocalLauncher:
         self._folder = folder
         self._missing: dict[str, float] = {}
 
-    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str]) -> dict[str, Job]:
+    def submit(
+        self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
+    ) -> dict[str, Job]:
         """Starts the agents of each; gives back how to find them.
 
         Raises:

@@ -42,5 +42,6 @@ def submit(script: ArrayScript, environment: Iterable[str]) -> str:
     if done.returncode == 0 and last.isdigit():
         return last
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    told = [line.partition("error: ")[2] for line in lines if "error: " in line] or lines[-1:]
+    told = [line.partition("error: ")[2] for line in lines if "error: " in line]
+    told = told or [line for line in lines if line.startswith("sbatch:")] or lines[-1:]
     raise SubmitError("; ".join(dict.fromkeys(told)) or "it gave no number")

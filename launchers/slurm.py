@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
@@ -56,7 +56,9 @@ class SlurmLauncher:
         self._asked_for: dict[str, float] = {}
         """Allocation -> when it was first looked for: what squeue said before says nothing of it."""
 
-    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str]) -> dict[str, Job]:
+    def submit(
+        self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
+    ) -> dict[str, Job]:
         """Submits one array; a submission whose answer was lost is found by its name.
 
         Raises:
@@ -74,6 +76,7 @@ class SlurmLauncher:
                 told = str(error)
             if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
                 break
+            say(f"sbatch failed ({told}); looking whether it took the job, and trying again")
             found = self._find(name)
             if found:
                 return {n: job for n, job in found.items() if n in {a.name for a in allocations}}

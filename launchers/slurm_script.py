@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from submitit import SlurmExecutor
+from submitit.core.utils import JobPaths
 
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ConfigError
@@ -31,7 +32,13 @@ class ArrayExecutor(SlurmExecutor):
 
     def text(self, command: str) -> str:
         """The script that would be submitted."""
-        return str(self._make_submission_file_text(command, ""))
+        return self._make_submission_file_text(command, "")
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        """submitit's, but for the log file of its own that our srun arguments override."""
+        text = str(super()._make_submission_file_text(command, uid))
+        own = str(JobPaths(folder=self.folder).stdout).replace("%j", "%A_%a")
+        return text.replace(f"--output {shlex.quote(own)} ", "")
 
     def send(self, command: str) -> str:
         """Submits `command` as a job array; gives back the array's job id.
@@ -98,13 +105,22 @@ def array_script(
         count=len(array),
         parameters={
             "additional_parameters": {"output": log, **_options(first, choice, hardware, avoid)},
-            "setup": ["export PYTHONSAFEPATH=1", *choice.setup],
+            "setup": ["export PYTHONSAFEPATH=1", *_checked(choice.setup)],
             "srun_args": [*steps, *choice.srun],
             "signal_delay_s": int(first.warning_s),
             "stderr_to_stdout": True,
             "wckey": None,
         },
     )
+
+
+def _checked(setup: Sequence[str]) -> list[str]:
+    """The user's lines, each followed by one that ends the job when it failed."""
+    lines = []
+    for number, line in enumerate(setup, start=1):
+        told = shlex.quote(f"line {number} of launcher.setup failed: {line}")
+        lines += [line, f"status=$?; [ $status -eq 0 ] || {{ echo {told} >&2; exit $status; }}"]
+    return lines
 
 
 def _options(

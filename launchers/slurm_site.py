@@ -31,6 +31,11 @@ def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = 
     for path in (folder.path, Path.cwd()):
         require_plain(path)
     limits = read_limits(choice.partition, choice.account, choice.qos)
+    if choice.cpus and limits.cpus_per_node and choice.cpus > limits.cpus_per_node:
+        raise ConfigError(
+            f"launcher.cpus={choice.cpus}; nodes of partition {limits.partition} have {limits.cpus_per_node}: "
+            "set at most that, or null"
+        )
     return SlurmLauncher(
         folder, choice, config.hardware, query,
         max_jobs=min(choice.max_jobs, limits.max_submit or choice.max_jobs),
@@ -56,7 +61,9 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
     if per_user is not None:
         where += f", a user {per_user} at a time"
     if largest > most:
-        raise ConfigError(f"sweep.nodes up to {largest}; {where}: leave out what is larger")
+        fitting = ",".join(str(n) for n in sorted(set(config.axes.nodes)) if n <= most)
+        instead = f", sweep.nodes=[{fitting}]" if fitting else ""
+        raise ConfigError(f"sweep.nodes up to {largest}; {where}: leave out what is larger{instead}")
     if largest > share:
         given = f"launcher.max_nodes={share}" if choice.max_nodes else f"by default a sweep takes {share}"
         raise ConfigError(f"sweep.nodes up to {largest}; {where}, {given}: set launcher.max_nodes={largest}")

@@ -101,7 +101,7 @@ _REMEDIES = (
     (r"partitioninactive", "the partition starts no jobs: set launcher.partition="),
     (r"partitionnodelimit", "more nodes than one job may have there: lower launcher.max_nodes="),
     (r"partitiontimelimit", "longer than jobs may run there: lower launcher.time_minutes="),
-    (r"partitionconfig", "outside a limit of the partition: set launcher.partition="),
+    (r"partitionconfig", "no node of the partition is as asked for: lower launcher.cpus= or launcher.mem=, or set launcher.partition="),
     (r"(qos|assoc)maxwall", "longer than jobs of its QOS or account may run: lower launcher.time_minutes="),
     (r"(qos|assoc)max\w+minutesperjob", "more hours than one job may use: lower launcher.time_minutes="),
     (r"(qos|assoc)max\w+perjob", "more than one job of its QOS or account may have: lower"

@@ -8,8 +8,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -95,8 +96,29 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
             composed.pop("hydra")
             tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        if isinstance(error, OverrideParseException):
+            raise ConfigError(_unreadable(overrides)) from error
         raise ConfigError(explain(error, overrides, known_names, GROUPS)) from error
     assert isinstance(tree, dict)
     values: dict[str, Any] = {str(k): v for k, v in tree.items()}
     values["names"] = {str(k): v for k, v in choices.items() if k in GROUPS}
     return values
+
+
+def _unreadable(overrides: Sequence[str]) -> str:
+    """One line on the first override that Hydra's grammar does not take."""
+    parser = OverridesParser.create()
+    for override in overrides:
+        try:
+            parser.parse_overrides([override])
+        except OverrideParseException:
+            key, eq, value = override.partition("=")
+            if not eq or not key.strip():
+                return f"{override!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
+            if "launcher.sbatch.-" in key:
+                return f"{key}; write an option's name without dashes in front"
+            return (
+                f"{override}: a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own, "
+                f"""such as '{key}="{value.replace(chr(34), "")}"'; a list is [A,B]"""
+            )
+    return f"cannot use the overrides {' '.join(overrides)!r}"

@@ -31,8 +31,6 @@ def explain(
         key, eq, _ = override.partition("=")
         if not eq or not key.strip():
             return f"{override!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
-        if "launcher.sbatch.-" in key:
-            return f"{key}; write an option's name without dashes in front"
     if isinstance(error, yaml.YAMLError):
         return f"a configuration file is no YAML: {' '.join(text.split())}"
     line = " ".join(text.split("\n")[0].split()) or type(error).__name__

@@ -5,9 +5,7 @@ One slurmd a node, all on this host, each with a loopback port of its own; munge
 accounting, mariadbd and slurmdbd. Only the hardware of the nodes is make-believe. Nothing of the
 system's own Slurm, munge or MariaDB is used: configuration, key, sockets, data and logs of every daemon
 are in one folder, so that clusters run side by side and `down` is: kill what is ours, remove the folder.
-
-Only root can do it, as on a real cluster: slurmd gives every job its user, groups and limits, and the many
-slurmds of this one host are alike in that.
+Only root can do it: several slurmd of one host must agree on who may start jobs as whom.
 """
 
 import argparse
@@ -173,6 +171,8 @@ def up(folder: Path, settings: Settings) -> str:
         raise ClusterError(f"programs are missing: apt-get install {' '.join(sorted(missing))}")
     cluster = load(folder)
     if cluster and cluster.settings != settings:
+        if listening(cluster.port) and cluster.ask("squeue", "-h"):
+            raise ClusterError(f"a cluster of other settings runs jobs in {folder}: take it down first")
         print("other settings: the cluster that is here goes down first", file=sys.stderr)
         clear(cluster)
         cluster = None
@@ -232,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
         "restart-slurmctld": "kill -9 the controller, which forgets up to 5 s, and start it again",
         "node-down": "kill -9 all of a node", "node-up": "bring it back",
     }  # fmt: skip
-    found = {verb: verbs.add_parser(verb, help=text, description=text) for verb, text in helps.items()}
+    found = {verb: verbs.add_parser(verb, help=text, allow_abbrev=False) for verb, text in helps.items()}
     default = Path(os.environ.get("ULTRABENCH_SLURM_DIR", "/tmp/ultrabench-slurm"))
     for each in found.values():
         each.add_argument("--dir", type=Path, default=default, help="all of it is in here (%(default)s)")
@@ -262,6 +262,8 @@ def run(given: argparse.Namespace) -> str:
     if given.verb == "up":
         if not (1 <= given.nodes <= 64 and 0 <= given.gpus <= 16):
             raise ClusterError(f"{given.nodes} nodes x {given.gpus} GPUs: nodes can be 1 to 64, GPUs 0 to 16")
+        if given.max_array_size < 2:
+            raise ClusterError("--max-array-size must be at least 2")
         with locked(folder):
             return up(folder, Settings(**{f.name: getattr(given, f.name) for f in fields(Settings)}))
     cluster = load(folder)

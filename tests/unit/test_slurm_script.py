@@ -145,11 +145,10 @@ def test_folders_may_be_called_anything(tmp_path, name, monkeypatch):
 def test_bash_reads_every_word_as_it_was_given(tmp_path):
     script, first = scripted(tmp_path, python=("apptainer", *NASTY, "python"), srun=("--a=1", *NASTY), cpus=3)
     argv, environ, _ = executed(script, tmp_path)
-    assert argv[:2] == ["--unbuffered", "--output"]
-    ours = ["--kill-on-bad-exit=1", "--wait=60", "--open-mode=append", argv[6], "--cpu-bind=none",
+    ours = ["--unbuffered", "--kill-on-bad-exit=1", "--wait=60", "--open-mode=append", argv[4], "--cpu-bind=none",
             "--cpus-per-task=3"]  # fmt: skip
     agent = ["-P", "-m", "ultrabench.agent", str(first.folder).removesuffix(".0")]
-    assert argv[3:] == [*ours, "--a=1", *NASTY, "apptainer", *NASTY, "python", *agent]
+    assert argv == [*ours, "--a=1", *NASTY, "apptainer", *NASTY, "python", *agent]
     assert environ["PYTHONSAFEPATH"] == "1"
 
 
@@ -161,7 +160,7 @@ LINES = st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["
 def test_any_words_arrive(tmp_path_factory, words):
     folder = tmp_path_factory.mktemp("any")
     script, _ = scripted(folder, srun=tuple(words), partition=" ".join(words))
-    assert executed(script, folder)[0][8:][: len(words)] == words
+    assert executed(script, folder)[0][6:][: len(words)] == words
     assert options(script)["partition"] == " ".join(words)
 
 
@@ -171,8 +170,18 @@ def test_only_setup_lines_are_shell(tmp_path):
     assert (environ["A"], environ["B"], folder) == ("made", "b c", str(tmp_path))
     lines = text_of(scripted(tmp_path, setup=setup)[0]).splitlines()
     at = lines.index(setup[0])
-    assert tuple(lines[at : at + 4]) == setup
+    assert tuple(lines[at : at + 8 : 2]) == setup
     assert at < lines.index("export SUBMITIT_EXECUTOR=slurm")
+
+
+def test_a_setup_line_that_fails_ends_the_job_and_is_named(tmp_path):
+    setup = ("true", "module load 'it'", "touch reached")
+    path = tmp_path / "job.sh"
+    path.write_text(text_of(scripted(tmp_path, setup=setup)[0]))
+    done = subprocess.run(["bash", path], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 127
+    assert done.stderr.splitlines()[-1] == "line 2 of launcher.setup failed: module load 'it'"
+    assert not (tmp_path / "reached").exists()
 
 
 def test_a_script_survives_the_way_to_the_process_that_submits_it(tmp_path):

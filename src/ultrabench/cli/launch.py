@@ -18,7 +18,7 @@ from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
 from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.follow import Follower, interrupt
+from ultrabench.launchers.follow import Follower, interrupt, open_allocations
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.prepare import OpenSweep, open_sweep
 from ultrabench.presence import living_launchers
@@ -64,7 +64,7 @@ def _budget(
     state = fold(read_journal(folder.journal, warn)) if folder.read_head() else SweepState()
     todo = decide(plan.runs, state, frozenset(), repeats=config.repeats).todo
     used = committed_gpu_hours(plan, state, ())
-    return ask_for_budget(plan, todo, used, launcher, given, yes)
+    return ask_for_budget(plan, todo, used, launcher, given, yes, bool(open_allocations(state)))
 
 
 def continue_sweep(

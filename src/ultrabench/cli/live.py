@@ -77,17 +77,17 @@ def attempt_line(run: PlannedRun, attempt: AttemptState) -> str:
 
 def panel(now: Progress, busy: bool = True) -> RenderableType:
     """The whole picture: counts, what runs, what leads, the last failures."""
-    return Group(counts_line(now), *_running(now, busy), *_best(now), *_failures(now))
+    return Group(counts_line(now, busy), *_running(now, busy), *_best(now), *_failures(now))
 
 
-def counts_line(now: Progress) -> Text:
+def counts_line(now: Progress, busy: bool = True) -> Text:
     """`quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours, 4 % wasted`."""
     settled = {k: v for k, v in now.by_status.items() if k not in ("pending", "running")}
     shown = ", ".join(f"{v} {k}" for k, v in settled.items())
     total = now.useful_gpu_hours + now.wasted_gpu_hours
     wasted = f", {now.wasted_gpu_hours / total:.0%} wasted" if now.wasted_gpu_hours else ""
     left = now.by_status.get("pending", 0) + now.by_status.get("running", 0)
-    eta = f", ETA {duration(now.eta_s)}" if left and now.eta_s is not None else ""
+    eta = f", ETA {duration(now.eta_s)}" if left and busy and now.eta_s is not None else ""
     text = f"{now.sweep}: {sum(settled.values())} of {now.runs} runs settled"
     return Text(f"{text}{f' ({shown})' if shown else ''}{eta}, {hours(total)} GPU hours{wasted}")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Group
 from rich.live import Live
+from rich.text import Text
 
 from ultrabench.cli.live import panel
 from ultrabench.cli.tables import out, print_json, say, table, warn
@@ -26,7 +27,7 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     folder = find_sweep(sweep, results)
     folder.read_head()
     reader = JournalReader(folder.journal, warn)
-    now = _look(folder, reader)
+    now, standing = _look(folder, reader)
     if watch and not as_json and _waits_for_a_launcher(folder, fold(reader.poll())):
         from ultrabench.cli.launch import continue_sweep
 
@@ -34,18 +35,18 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
         return continue_sweep(folder)
     while as_json and watch and _unsettled(now):
         time.sleep(WATCH_S)
-        now = _look(folder, reader)
+        now, standing = _look(folder, reader)
     if as_json:
-        print_json(now.as_json())
+        print_json(now.as_json() | {"standing": standing})
         return 0
     if not watch:
-        out().print(_page(now))
+        out().print(_page(now, standing))
         return 0
-    with Live(_page(now), console=out(), auto_refresh=False) as live:
+    with Live(_page(now, standing), console=out(), auto_refresh=False) as live:
         while _unsettled(now):
             time.sleep(WATCH_S)
-            now = _look(folder, reader)
-            live.update(_page(now), refresh=True)
+            now, standing = _look(folder, reader)
+            live.update(_page(now, standing), refresh=True)
     return 0
 
 
@@ -64,13 +65,29 @@ def _unsettled(now: Progress) -> bool:
     return bool(now.by_status.get("pending") or now.by_status.get("running"))
 
 
-def _look(folder: SweepFolder, reader: JournalReader) -> Progress:
-    return progress(folder.name, read_plan(folder.plan), fold(reader.poll()))
+def _look(folder: SweepFolder, reader: JournalReader) -> tuple[Progress, str | None]:
+    """How far it is, and why it stands still if it does."""
+    state = fold(reader.poll())
+    now = progress(folder.name, read_plan(folder.plan), state)
+    return now, _standing(folder, now, state) if _unsettled(now) else None
 
 
-def _page(now: Progress) -> Group:
+def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | None:
+    if state.paused:
+        return f"paused; go on with: ultrabench sweep resume {folder.name}"
+    if state.cancelled:
+        return "cancelled; the same launch command goes on"
+    if living_launchers(folder):
+        return None
+    if now.running or now.waiting:
+        return "no launcher follows it; what was submitted goes on, what comes next waits for one"
+    return "nothing runs and no launcher follows it; the same launch command goes on and says what stops it"
+
+
+def _page(now: Progress, standing: str | None) -> Group:
     names = sorted({name for counts in now.by_nodes.values() for name in counts})
     made = table("", "nodes", *names, right=("nodes", *names))
     for nodes, counts in now.by_nodes.items():
         made.add_row(str(nodes), *(str(counts.get(name, "")) for name in names))
-    return Group(panel(now), made)
+    told = [Text(standing, style="yellow")] if standing else []
+    return Group(*told, panel(now, busy=standing is None), made)

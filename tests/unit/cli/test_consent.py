@@ -131,8 +131,13 @@ def test_the_number_it_names_is_written_in_digits(monkeypatch):
 def test_who_gives_a_number_or_says_yes_is_not_asked(typed):
     typed("")
     assert ask(0.5) == 0.5
-    assert ask(0.0) == 0.0
     assert ask(yes=True) == pytest.approx(BUDGET_FACTOR * PRICE)
+
+
+def test_a_budget_that_the_first_job_would_break_is_refused_unless_jobs_are_under_way():
+    with pytest.raises(ConfigError, match="the first job needs"):
+        ask(0.0)
+    assert ask_for_budget(PLAN, TODO, 0.0, CLUSTER, 0.0, False, True) == 0.0
 
 
 @pytest.mark.parametrize(("given", "used", "budget"), [(None, 3.0, 3.0), (7.0, 3.0, 7.0)])
