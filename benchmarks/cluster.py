@@ -33,9 +33,9 @@ def cluster() -> Iterator[None]:
         subprocess.run([sys.executable, str(TOOL), "down", f"--dir={folder}"], check=True, stdout=2)
 
 
-def output(*words: str, **options: object) -> str:
+def output(*words: str, env: dict[str, str] | None = None) -> str:
     """What a program prints."""
-    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, **options).stdout  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
 
 
 def rpcs() -> Counter[str]:

@@ -78,12 +78,10 @@ def held(job_names: Sequence[str]) -> list[float]:
     return [seconds(clock) * int(nodes) for clock, nodes in (line.split() for line in said.splitlines())]
 
 
-def seconds(clock: str) -> float:
-    """Of squeue's [days-][hours:]minutes:seconds."""
-    *days, rest = clock.split("-")
-    parts = [int(part) for part in [*days, *rest.split(":")]]
-    units = (1, 60, 3600, 86400) if len(parts) < 4 or days else (1, 60, 3600)
-    return float(sum(part * unit for part, unit in zip(reversed(parts), units, strict=False)))
+def seconds(clock: str) -> int:
+    """Of squeue's [[days-]hours:]minutes:seconds."""
+    parts = [int(part) for part in re.split("[-:]", clock)]
+    return sum(part * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False))
 
 
 def launch(folder: Path, name: str, *more: str) -> tuple[Way, list[dict[str, Any]]]:
