@@ -6,6 +6,7 @@ stdout: {ready}, {forked: rank, pid}, {exited: rank, code}. It never runs a tens
 touches CUDA, since a forked child would inherit broken threads or contexts.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -23,6 +24,9 @@ def serve(module: str) -> None:
     parent = os.getppid()
     die_with_parent(parent)
     main: Callable[[], int] = importlib.import_module(module).main
+    # What is imported stays: the collections of a child then look at what it made itself.
+    gc.collect()
+    gc.freeze()
     ranks: dict[int, int] = {}
     answers = os.dup(1)
     os.dup2(2, 1)
