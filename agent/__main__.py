@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ultrabench.agent.follow import follow
+from ultrabench.agent.gang import Gang
 from ultrabench.agent.lead import Leader
 from ultrabench.agent.link import Meeting, call_leader
 from ultrabench.agent.node import Node
@@ -61,9 +62,9 @@ def lead(allocation: Allocation, node: Node, place: Place, secret: str, stop: St
     try:
         meeting = Meeting(allocation.folder / place.meeting, address, secret)
         peers = meeting.gather(allocation.nodes, MEETING_PATIENCE_S)
-        leader = Leader(allocation, node, place, peers, journal, stop, address)
-        reason = leader.run()
-        avoid = leader.avoid
+        gang = Gang(allocation, node, peers, stop, address)
+        reason = Leader(allocation, node, place, gang, journal).run()
+        avoid = gang.avoid
         for line in peers.values():
             line.send({"do": "end"})
     except ClusterError as error:

@@ -29,10 +29,20 @@ sys.exit(main())
 """
 OVERRIDES = [
     "launcher=slurm", "launcher.max_jobs=1", "launcher.max_nodes=1", "launcher.poll_s=1", "hardware=cpu",
-    "model=tiny", "sweep.nodes=[1]", "sweep.tp=[1]", "sweep.pp=[1,2]", "sweep.zero_stage=[0,1,2,3]",
-    "sweep.mbs=[1,2,4]", "sweep.gas=[1,2,4]", "sweep.gbs=8", "sweep.seq_len=32", "measure=quick",
+    "model=minute", "sweep.nodes=[1]", "sweep.tp=[1]", "sweep.pp=[1,2]", "sweep.zero_stage=[0,1,2,3]",
+    "sweep.mbs=[1,2,3,4,6,8,12,24]", "sweep.gas=[1,2,3,4,6]", "sweep.gbs=24", "sweep.seq_len=16", "measure=quick",
 ]  # fmt: skip
-"""14 layouts of some 50 ms a step, 6 to 10 of them measured; preflight and control as in any launch."""
+"""25 layouts of some 40 ms a step, 6 to 10 of them measured; preflight and control as in any launch."""
+MODEL = """
+hidden_size: 64
+num_hidden_layers: 2
+num_attention_heads: 4
+num_key_value_heads: 4
+intermediate_size: 256
+vocab_size: 512
+tie_word_embeddings: false
+rope_theta: 10000.0
+"""
 ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
 
 
@@ -141,7 +151,11 @@ def account(events: list[dict[str, Any]], node_s: float) -> str:
     phases: dict[str, list[float]] = {}
     for run_id in claims:
         told = [("fork", claims[run_id])]
-        told += [(e["name"], e["at"]) for e in events if e["event"] == "phase" and e["run_id"] == run_id]
+        told += [
+            (e["name"], e["at"] or e["time"])
+            for e in events
+            if e["event"] == "phase" and e["run_id"] == run_id
+        ]
         for (name, start), (_, end) in pairwise([*told, ("", ends[run_id])]):
             phases.setdefault(name, []).append(end - start)
     first, last = min(claims.values()), max(ends.values())
@@ -159,6 +173,9 @@ def account(events: list[dict[str, Any]], node_s: float) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name, cluster():
         folder = Path(name)
+        model = folder / "ultrabench" / "model" / "minute.yaml"
+        model.parent.mkdir(parents=True)
+        model.write_text(MODEL)
         packed, events = launch(folder, "packed")
         alone, _ = launch(folder, "alone", "launcher.pack=1")
         torchrun = cold(folder, tasks(folder, "packed"))
