@@ -34,6 +34,14 @@ class RunResult:
     status: Status
     reason: str | None = None
     """One line of evidence for anything but ok."""
+    cause: str | None = None
+    """What failed, more exactly than the status: cuda_oom, host_oom, import_error, segfault, ..."""
+    fingerprint: str | None = None
+    """Equal for the same failure wherever it happens: a hash of it without numbers, paths and ranks."""
+    confirmed: bool | None = None
+    """Of an oom: the memory was free when the run began and the allocator's own record tells of the request."""
+    suspects: tuple[str, ...] = ()
+    """Hosts that a failure points at."""
     measured_by: str | None = None
     """report: the program's own report file; log: read from its log by a pattern."""
     stopped: str | None = None
