@@ -9,7 +9,7 @@ from ultrabench.agent.deadline import Overdue
 from ultrabench.agent.gathering import Gathering, RankStory
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
-from ultrabench.step_time import ci95_rel
+from ultrabench.step_time import ci95_rel, extremes
 
 OOM_TEXT = re.compile(
     r"OutOfMemoryError|CUDA out of memory|DefaultCPUAllocator: (?:can't|not enough)|"
@@ -55,10 +55,12 @@ def classify(
         status=status,
         reason=reason,
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
-        stopped=_text(done.get("stopped")) or ("program" if status == Status.OK else None),
+        stopped=_text(done.get("stopped")) or _stopped_by(status, stopped),
         ci_reached=None if reached is None else reached <= measure.target_ci95_rel,
         step_times_s=tuple(times),
+        rank_step_times_s=extremes([measured_steps(rank, measure) for rank in gathering.ranks]),
         loss_final=_loss(rank0, measure),
+        loss_step=measure.loss_step,
         hardware_flops_per_step=done.get("hardware_flops_per_step"),
         peak_mem_allocated_bytes=_largest(gathering, "allocated_bytes"),
         peak_mem_reserved_bytes=_largest(gathering, "reserved_bytes"),
@@ -73,6 +75,13 @@ def classify(
         omp_num_threads=environment.get("omp_num_threads"),
         evidence={} if status == Status.OK else evidence(gathering),
     )
+
+
+def _stopped_by(status: Status, stopped: Overdue | None) -> str | None:
+    """Why the measuring of an ok run ended, when it did not say so itself."""
+    if status != Status.OK:
+        return None
+    return "slower_than_best" if stopped is not None else "program"
 
 
 def measured_steps(rank: RankStory, measure: Measure) -> list[float]:

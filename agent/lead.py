@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ultrabench.agent.classify import classify, last_line
@@ -13,11 +14,13 @@ from ultrabench.agent.place import Place
 from ultrabench.agent.watch import Watched, watch
 from ultrabench.allocation import Allocation
 from ultrabench.claim import claim, owner
+from ultrabench.dominance import dominates
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalWriter
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.run import Task, env_id
+from ultrabench.run import RunSpec, Task, env_id
+from ultrabench.shape import ModelShape
 from ultrabench.window import inside
 
 
@@ -34,6 +37,10 @@ class Leader:
         self._journal = journal
         self._folder = SweepFolder(Path(allocation.sweep_dir))
         self._ends = time.monotonic() + allocation.limit_s - allocation.warning_s
+        self._best_s: dict[ModelShape, float] = {}
+        """Fastest step time of each model in this allocation."""
+        self._misfits: list[RunSpec] = []
+        """What had not enough memory for sure."""
 
     def run(self) -> str:
         """Runs every task that nobody else has claimed; gives the reason why it ended."""
@@ -43,7 +50,7 @@ class Leader:
             reason = reason or self._not_now(task)
             if reason:
                 return reason
-            if claim(self._folder.claims, task.key, self._owner()):
+            if self._may_fit(task) and claim(self._folder.claims, task.key, self._owner()):
                 self._run(task)
             reason = self._gang.lost
         return reason or "all tasks done"
@@ -141,8 +148,29 @@ class Leader:
             at = gathering.ranks[0].phase_at
             self._journal.write("phase", **name, name=gathering.phase, at=at)
 
-        watched = watch(self._gang, task, gathering, self._ends, tell_phase)
-        self._tell_end(task, self._finish(task, gathering, watched), "agent")
+        watched = watch(self._gang, task, gathering, self._ends, tell_phase, self._race_s(task))
+        result = self._finish(task, gathering, watched)
+        self._tell_end(task, result, "agent")
+        self._learn(task.spec, result)
+
+    def _race_s(self, task: Task) -> float | None:
+        """The step time beyond which `task` has lost; controls and repeats are measured to the end."""
+        known = [t for t in (task.best_step_time_s, self._best_s.get(task.spec.shape)) if t is not None]
+        exempt = task.run_id == self._allocation.control or task.repeat > 0
+        return None if exempt or not known or task.measure.race is None else task.measure.race * min(known)
+
+    def _learn(self, spec: RunSpec, result: RunResult) -> None:
+        """Remembers what makes later tasks of this allocation short or needless."""
+        if result.status == Status.OK and result.step_times_s:
+            step_s = median(result.step_times_s)
+            self._best_s[spec.shape] = min(step_s, self._best_s.get(spec.shape, step_s))
+        elif result.status == Status.OOM and result.confirmed:
+            self._misfits.append(spec)
+
+    def _may_fit(self, task: Task) -> bool:
+        """False for what needs more memory than a run that had not enough; who follows the sweep decides
+        whether it is left out for good."""
+        return not any(dominates(misfit, task.spec) for misfit in self._misfits)
 
     def _tell_end(self, task: Task, result: RunResult, source: str) -> None:
         event = "result" if result.status == Status.OK else "failed"

@@ -4,13 +4,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ultrabench.agent.classify import measured_steps
 from ultrabench.agent.deadline import Overdue, overdue
 from ultrabench.agent.gang import POLL_S, Gang
 from ultrabench.agent.gathering import Gathering
+from ultrabench.result import Status
 from ultrabench.run import Task
 
 PEER_GRACE_S = 2.0
 """After the first failure of a rank its peers get this long to say what they know."""
+RACE_STEPS = 2
+"""Measured steps after which a run may be given up as too slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +28,19 @@ class Watched:
 
 
 def watch(
-    gang: Gang, task: Task, gathering: Gathering, ends: float, tell_phase: Callable[[Gathering], None]
+    gang: Gang,
+    task: Task,
+    gathering: Gathering,
+    ends: float,
+    tell_phase: Callable[[Gathering], None],
+    race_s: float | None = None,
 ) -> Watched:
     """Follows the ranks of `task`.
 
     Args:
         ends: end of the allocation by time.monotonic().
         tell_phase: called when rank 0 enters another phase.
+        race_s: a run whose fastest step takes longer cannot be the best, and is stopped.
     """
     told_port, told_phase, failed_at = False, "", 0.0
     while gathering.running:
@@ -50,7 +60,7 @@ def watch(
             if now - failed_at > PEER_GRACE_S:
                 return Watched()
             continue
-        missed = _overdue(task, gathering, now)
+        missed = _overdue(task, gathering, now) or _lost_race(task, gathering, race_s)
         if missed:
             return Watched(missed=missed)
     return Watched()
@@ -69,3 +79,14 @@ def _overdue(task: Task, gathering: Gathering, now: float) -> Overdue | None:
         limit_s=task.limit_s,
         measure=task.measure,
     )
+
+
+def _lost_race(task: Task, gathering: Gathering, race_s: float | None) -> Overdue | None:
+    """Whether it is clear that others are faster; the step whose loss is compared has to be done."""
+    rank = gathering.ranks[0]
+    times = measured_steps(rank, task.measure)
+    too_early = len(times) < RACE_STEPS or len(rank.steps) < task.measure.loss_step
+    if race_s is None or rank.done or too_early or min(times) <= race_s:
+        return None
+    reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; the best of its cell needs"
+    return Overdue(status=Status.OK, reason=f"{reason} {race_s / (task.measure.race or 1.0):.4g} s")

@@ -1,15 +1,16 @@
 """Attempts to allocations: what shares a job, its control run, its limit and its price."""
 
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ultrabench.allocation import Allocation
 from ultrabench.launchers.prepare import OpenSweep, rank_threads
 from ultrabench.run import Task
 from ultrabench.state import AttemptKey, SweepState
-from ultrabench.sweep.control import cell_of, controls, next_repeat
+from ultrabench.sweep.contenders import best_step_times_s
+from ultrabench.sweep.control import Cell, cell_of, controls, next_repeat
 from ultrabench.sweep.decide import Decision, Todo
 from ultrabench.sweep.pack import allocation_limit_s, pack, run_limit_s
 from ultrabench.sweep.plan import Plan
@@ -25,6 +26,8 @@ class Draft:
     limit_s: float
     gpu_hours: float
     """Predicted price."""
+    best_step_times_s: Mapping[Cell, float] = field(default_factory=dict)
+    """Of the cells so far: what is much slower need not be measured to the end."""
 
     @property
     def nodes(self) -> int:
@@ -39,6 +42,7 @@ def drafts(sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s:
     cells = controls(sweep.plan) if config.launcher.control and config.launcher.pack != 1 else {}
     known = [*state.attempts, *(key for held in state.allocations.values() for key in held.tasks)]
     known += [t.key for t in decision.todo]
+    best = best_step_times_s(state, sweep.plan.runs)
     found, seen = [], set[int]()
     for group in groups:
         nodes = group[0].candidate.nodes
@@ -60,6 +64,7 @@ def drafts(sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s:
                 control=control.run_id if control else None,
                 limit_s=min(max_limit_s, allocation_limit_s(group, config, steps)),
                 gpu_hours=sum(t.candidate.gpu_hours(steps) for t in group),
+                best_step_times_s=best,
             )
         )
     return found
@@ -97,13 +102,13 @@ def allocations(sweep: OpenSweep, array: Sequence[Draft]) -> list[Allocation]:
             preflight=config.launcher.preflight,
             control=draft.control,
             window=config.launcher.window,
-            tasks=tuple(_task(sweep, todo) for todo in draft.group),
+            tasks=tuple(_task(sweep, todo, draft.best_step_times_s) for todo in draft.group),
         )
         for number, draft in enumerate(array)
     ]
 
 
-def _task(sweep: OpenSweep, todo: Todo) -> Task:
+def _task(sweep: OpenSweep, todo: Todo, best: Mapping[Cell, float]) -> Task:
     config = sweep.config
     return Task(
         run_id=todo.key.run_id,
@@ -117,6 +122,7 @@ def _task(sweep: OpenSweep, todo: Todo) -> Task:
         predicted_step_time_s=todo.candidate.prediction.step_time_s,
         predicted_duration_s=todo.candidate.duration_s(sweep.plan.steps),
         limit_s=run_limit_s(todo, config, sweep.plan.steps),
+        best_step_time_s=best.get(cell_of(todo.candidate)),
     )
 
 

@@ -13,7 +13,8 @@ from ultrabench.presence import SIGN_OF_LIFE_S, show_presence
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, SweepState
-from ultrabench.sweep.decide import Decision, decide
+from ultrabench.sweep.decide import Decision, next_step
+from ultrabench.sweep.retry_policy import excluded
 from ultrabench.window import inside
 
 MOST_BARREN = 3
@@ -52,6 +53,9 @@ class Follower:
         self._specs = {c.run_id: to_dict(c.spec) for c in self.sweep.plan.runs}
         self._barren = 0
         self._touched = 0.0
+        attempts = self.sweep.state().attempts.items()
+        self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
+        """Attempts that ended before this launch."""
 
     def run(self) -> SweepState:
         """Until nothing is left to do, or somebody stops the sweep; gives the last state.
@@ -75,12 +79,15 @@ class Follower:
         if state.cancelled:
             self.stopped = "cancelled"
             return state, False
-        decision = decide(
-            self.sweep.plan.runs, state, sight.alive, repeats=self.sweep.config.repeats,
-            accepts=self.sweep.accepts, canary=self.sweep.config.launcher.control,
-        )  # fmt: skip
-        if not decision.todo:
+        decision = next_step(
+            self.sweep.plan, state, sight.alive, accepts=self.sweep.accepts, old=self._old, now=time.time()
+        )
+        if decision.broken:
+            self.stopped = decision.broken
+            self.launcher.cancel({n: state.allocations[n] for n in sight.alive})
             return state, bool(sight.alive)
+        if not decision.todo:
+            return state, bool(sight.alive) or not decision.over
         self.stopped = self._may_not_submit(state)
         if self.stopped is None:
             self._submit(decision, state, sight)
@@ -192,11 +199,10 @@ class Follower:
             chosen.append(draft)
             free -= draft.nodes
             used += draft.gpu_hours
-        avoid = sorted(
-            {n for a in state.allocations.values() for end in a.ends.values() for n in end["avoid"]}
-        )
+        avoid = excluded(state, config.retry)
+        self._tell(f"{node} is not used again: {why}" for node, why in avoid.items())
         for array in shapes(chosen, launcher.max_array):
-            self._submit_array(array, avoid)
+            self._submit_array(array, sorted(avoid))
         if chosen:
             self.stopped = None
 

@@ -20,7 +20,7 @@ import ultrabench
 from ultrabench.errors import ConfigError
 from ultrabench.sweep.config_errors import explain, require_usable
 
-GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "sweep")
+GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
 
 
 def search_path() -> list[Path]:

@@ -13,8 +13,9 @@ from ultrabench.run import Workload
 from ultrabench.shape import ModelShape
 from ultrabench.sweep.compose import compose_tree, known_names, read_yaml, search_path
 from ultrabench.sweep.launcher_choice import TEXTS, LauncherChoice
+from ultrabench.sweep.retry_policy import RetryPolicy
 
-KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "sweep", "name",
+KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
                   "results_dir", "repeats", "names", "models"})  # fmt: skip
 """Of a composed tree."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", *TEXTS})
@@ -57,6 +58,7 @@ class SweepConfig:
     models: tuple[ModelShape, ...]
     workload: Workload
     axes: Axes
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
     repeats: int = 1
     resolved: dict[str, Any] = field(default_factory=dict)
     """The composed configuration as JSON, for the record."""
@@ -110,6 +112,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         models=models,
         workload=from_dict(Workload, workload, where="sweep"),
         axes=from_dict(Axes, axes, where="sweep"),
+        retry=from_dict(RetryPolicy, tree.get("retry") or {}, where="retry"),
         repeats=tree["repeats"],
         resolved=tree,
     )

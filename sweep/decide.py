@@ -1,26 +1,16 @@
 """What a running sweep does next: a pure function of its plan, its state and what is alive."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from ultrabench.dominance import dominates
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
-from ultrabench.sweep.plan import Candidate
-
-FREE_TRIES = 5
-"""How often a run is tried again after something that was not its fault."""
-
-NOT_ITS_FAULT = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST})
-
-RETRIES = {
-    Status.HANG: 2,
-    Status.COMM_ERROR: 2,
-    Status.TIMEOUT: 1,
-    Status.INVALID: 1,
-    Status.CRASH: 0,
-    Status.OOM: 0,
-}
-"""Status -> how many attempts it may cost before it stands."""
+from ultrabench.sweep.contenders import contenders
+from ultrabench.sweep.control import cell_of
+from ultrabench.sweep.plan import Candidate, Plan
+from ultrabench.sweep.retry_policy import RetryPolicy, broken, judge, settled_oom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +21,8 @@ class Todo:
     key: AttemptKey
     patience: float = 1.0
     """Factor on the time limit: a run that timed out gets more."""
+    not_before: float = 0.0
+    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +35,10 @@ class Decision:
     """Attempts that are queued or running."""
     untried: frozenset[int] = frozenset()
     """Numbers of nodes on which nothing has passed yet: one allocation of each at a time."""
+    dominated: Mapping[str, str] = field(default_factory=dict)
+    """Runs that are left out, and the run whose lack of memory tells that they cannot fit."""
+    broken: str | None = None
+    """Why nothing more should be submitted."""
 
     @property
     def over(self) -> bool:
@@ -58,6 +54,11 @@ def decide(
     repeats: int,
     accepts: Callable[[RunResult], bool] = lambda result: True,
     canary: bool = False,
+    policy: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
+    confirm: int = 1,
+    rank_mem_bytes: float | None = None,
+    old: frozenset[AttemptKey] = frozenset(),
+    now: float = math.inf,
 ) -> Decision:
     """The attempts to make and how many are on their way.
 
@@ -68,6 +69,11 @@ def decide(
         accepts: whether an ok result counts (it may come from another environment).
         canary: hold back the runs of a number of nodes while the first allocation of that size is on
             its way and no run of that size has passed.
+        policy: what follows from failures.
+        confirm: measurements wanted of the contenders of a cell, once all its runs are settled.
+        rank_mem_bytes: what a rank has; an OOM that was not predicted by that is doubted.
+        old: attempts that ended before this launch.
+        now: seconds since 1970; earlier than the end of a pause, a run waits.
     """
     on_their_way = {
         key for name in alive for key in _tasks(state, name) if _unfinished(state.attempts.get(key))
@@ -75,21 +81,91 @@ def decide(
     tried: dict[str, list[AttemptState]] = {}
     for key, attempt in sorted(state.attempts.items()):
         tried.setdefault(key.run_id, []).append(attempt)
-    todo = [
-        todo
-        for repeat in range(repeats)
-        for run in runs
-        if (todo := _next_attempt(run, repeat, repeats, tried.get(run.run_id, []), state, accepts))
-        and todo.key not in on_their_way
-    ]
+    following = _Following(state, policy, old, rank_mem_bytes, accepts)
+    dominated = _dominated(runs, tried, following)
+    open_runs = [run for run in runs if run.run_id not in dominated]
+    todo = _wanted(open_runs, tried, following, range(repeats))
+    if confirm > repeats:
+        unsettled = {cell_of(t.candidate) for t in todo}
+        settled = [run for run in open_runs if cell_of(run) not in unsettled]
+        best = contenders(settled, tried, state)
+        todo += _wanted([r for r in settled if r.run_id in best], tried, following, range(repeats, confirm))
+    todo = [t for t in todo if t.key not in on_their_way]
+    resting = {t.key for t in todo if t.not_before > now}
     untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
     busy = {state.allocations[name].nodes for name in alive if name in state.allocations}
     held_back = untried & busy
+    ready = tuple(t for t in todo if t.candidate.nodes not in held_back and t.key not in resting)
     return Decision(
-        todo=tuple(t for t in todo if t.candidate.nodes not in held_back),
-        waiting=len(on_their_way) + sum(t.candidate.nodes in held_back for t in todo),
+        todo=ready,
+        waiting=len(on_their_way) + len(todo) - len(ready),
         untried=untried,
+        dominated=dominated,
+        broken=broken(state, policy, old),
     )
+
+
+def next_step(
+    plan: Plan,
+    state: SweepState,
+    alive: frozenset[str],
+    *,
+    accepts: Callable[[RunResult], bool] = lambda result: True,
+    old: frozenset[AttemptKey] = frozenset(),
+    now: float = math.inf,
+) -> Decision:
+    """`decide` with the values of the plan's configuration."""
+    config = plan.config
+    return decide(
+        plan.runs, state, alive, repeats=config.repeats, accepts=accepts, canary=config.launcher.control,
+        policy=config.retry, confirm=config.measure.confirm, rank_mem_bytes=config.hardware.rank_mem_bytes,
+        old=old, now=now,
+    )  # fmt: skip
+
+
+def _wanted(
+    runs: Sequence[Candidate],
+    tried: Mapping[str, list[AttemptState]],
+    following: "_Following",
+    repeats: range,
+) -> list[Todo]:
+    """The attempts that these repeats of `runs` still need, one repeat of all of them after another."""
+    return [
+        todo
+        for nth in repeats
+        for run in runs
+        if (todo := following.next_attempt(run, nth, repeats.stop, tried.get(run.run_id, [])))
+    ]
+
+
+def _dominated(
+    runs: Sequence[Candidate], tried: Mapping[str, list[AttemptState]], following: "_Following"
+) -> dict[str, str]:
+    """Runs that cannot fit because another did not -> that other run.
+
+    A run that was ok itself, or is asked for, is not left out; and one ok run that should not have
+    fitted shows that its dominator is no rule.
+    """
+    kin: dict[tuple[object, ...], list[Candidate]] = {}
+    for run in runs:
+        kin.setdefault((run.shape.name, run.nodes, run.layout.tp, run.layout.pp, run.layout.cp), []).append(
+            run
+        )
+    fitted = {run_id for run_id, attempts in tried.items() if any(_ok(a) for a in attempts)}
+    found: dict[str, str] = {}
+    for group in kin.values():
+        for run in group:
+            attempts = tried.get(run.run_id, [])
+            if run.run_id in fitted or not following.settled_oom(run, attempts):
+                continue
+            victims = {o.run_id for o in group if dominates(run.spec, o.spec)}
+            if not victims & fitted:
+                found |= dict.fromkeys(victims - following.asked - found.keys(), run.run_id)
+    return found
+
+
+def _ok(attempt: AttemptState) -> bool:
+    return attempt.result is not None and attempt.result.status == Status.OK
 
 
 def _passed(state: SweepState) -> set[int]:
@@ -107,51 +183,68 @@ def _unfinished(attempt: AttemptState | None) -> bool:
     return attempt is None or attempt.result is None
 
 
-def _next_attempt(
-    run: Candidate,
-    nth: int,
-    repeats: int,
-    tried: Sequence[AttemptState],
-    state: SweepState,
-    accepts: Callable[[RunResult], bool],
-) -> Todo | None:
-    """The attempt that the nth counted repeat of `run` still needs, or None."""
-    by_repeat: dict[int, list[AttemptState]] = {}
-    for attempt in tried:
-        by_repeat.setdefault(attempt.key.repeat, []).append(attempt)
-    counted = -1
-    for repeat in range(len(by_repeat) + repeats):
-        attempts = by_repeat.get(repeat, [])
-        oks = [a.result for a in attempts if a.result and a.result.status == Status.OK]
-        if oks and not any(accepts(r) for r in oks):
-            continue  # measured elsewhere: kept, but another repeat has to be made here
-        counted += 1
-        if counted == nth:
-            return None if oks else _after(run, repeat, attempts, state)
-    return None
+class _Following:
+    """What follows the attempts of one run, by the policy and the state of the whole sweep."""
 
+    def __init__(
+        self,
+        state: SweepState,
+        policy: RetryPolicy,
+        old: frozenset[AttemptKey],
+        rank_mem_bytes: float | None,
+        accepts: Callable[[RunResult], bool],
+    ) -> None:
+        self._state, self._policy, self._old = state, policy, old
+        self._rank_mem_bytes, self._accepts = rank_mem_bytes, accepts
+        self.asked = {key.run_id for key in state.retried}
 
-def _after(run: Candidate, repeat: int, attempts: list[AttemptState], state: SweepState) -> Todo | None:
-    """The attempt that follows `attempts`, none of which is ok."""
-    run_id = run.run_id
-    if not attempts:
-        return Todo(candidate=run, key=AttemptKey(run_id, repeat, 0))
-    last = attempts[-1]
-    if last.result is None:
-        # Still running, or its end is not told yet: the same attempt stays the one to wait for.
-        return Todo(candidate=run, key=last.key)
-    statuses = [a.result.status for a in attempts if a.result]
-    if not (last.key in state.retried or _may_retry(statuses)):
+    def settled_oom(self, run: Candidate, attempts: Sequence[AttemptState]) -> bool:
+        """Whether the run's answer is that it does not fit."""
+        return settled_oom(attempts, self._policy, self._memory_share(run))
+
+    def _memory_share(self, run: Candidate) -> float:
+        return run.prediction.peak_mem_bytes / self._rank_mem_bytes if self._rank_mem_bytes else 1.0
+
+    def next_attempt(
+        self, run: Candidate, nth: int, repeats: int, tried: Sequence[AttemptState]
+    ) -> Todo | None:
+        """The attempt that the nth counted repeat of `run` still needs, or None."""
+        by_repeat: dict[int, list[AttemptState]] = {}
+        for attempt in tried:
+            by_repeat.setdefault(attempt.key.repeat, []).append(attempt)
+        counted = -1
+        for repeat in range(len(by_repeat) + repeats):
+            attempts = by_repeat.get(repeat, [])
+            oks = [a.result for a in attempts if a.result and a.result.status == Status.OK]
+            if oks and not any(self._accepts(r) for r in oks):
+                continue  # measured elsewhere: kept, but another repeat has to be made here
+            counted += 1
+            if counted == nth:
+                return None if oks else self._after(run, repeat, attempts)
         return None
-    timeouts = statuses.count(Status.TIMEOUT)
-    key = AttemptKey(run_id, repeat, last.key.attempt + 1)
-    return Todo(candidate=run, key=key, patience=2.0**timeouts)
 
-
-def _may_retry(statuses: list[Status]) -> bool:
-    last = statuses[-1]
-    if last == Status.CANCELLED:
-        return True
-    if last in NOT_ITS_FAULT:
-        return sum(s in NOT_ITS_FAULT for s in statuses) <= FREE_TRIES
-    return statuses.count(last) <= RETRIES.get(last, 0)
+    def _after(self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]) -> Todo | None:
+        """The attempt that follows `attempts`, none of which is ok."""
+        run_id = run.run_id
+        if not attempts:
+            return Todo(candidate=run, key=AttemptKey(run_id, repeat, 0))
+        last = attempts[-1]
+        if last.result is None:
+            # Still running, or its end is not told yet: the same attempt stays the one to wait for.
+            return Todo(candidate=run, key=last.key)
+        verdict = judge(
+            attempts,
+            self._policy,
+            asked=last.key in self._state.retried,
+            old=self._old,
+            memory_share=self._memory_share(run),
+        )
+        if not verdict.again:
+            return None
+        timeouts = sum(a.result is not None and a.result.status == Status.TIMEOUT for a in attempts)
+        return Todo(
+            candidate=run,
+            key=AttemptKey(run_id, repeat, last.key.attempt + 1),
+            patience=2.0**timeouts,
+            not_before=verdict.not_before or 0.0,
+        )

@@ -19,6 +19,11 @@ class Measure:
     """Stop when the half-width of the 95 % interval of the median step time is below this."""
     loss_step: int = 5
     """The step whose loss is compared between layouts; every layout runs at least this many."""
+    race: float | None = 1.3
+    """Stop a run whose fastest step, of two measured ones at least, takes longer than this many times
+    the step of the best run of its cell; None: measure all of them to the end."""
+    confirm: int = 1
+    """Independent measurements of the contenders of a cell, each in another allocation."""
     deadline_floor_s: float = 30.0
     """No silence shorter than this is called a hang."""
     start_deadline_s: float = 300.0
@@ -37,6 +42,12 @@ class Measure:
         for name in limits:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"measure.{name}={getattr(self, name)}; must be > 0")
+        if self.race is not None and not self.race > 1:
+            raise ConfigError(
+                f"measure.race={self.race}; must be > 1, or null to measure every run to the end"
+            )
+        if self.confirm < 1:
+            raise ConfigError(f"measure.confirm={self.confirm}; must be >= 1")
         if self.warmup_steps < 1 or self.loss_step < 1:
             raise ConfigError("measure.warmup_steps and measure.loss_step must be >= 1")
         if self.warmup_steps + self.min_steps < self.loss_step:

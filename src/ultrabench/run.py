@@ -106,6 +106,8 @@ class Task:
     """Of the whole attempt; one that does not fit what is left of its allocation is not begun."""
     limit_s: float
     """Wall-clock limit of the attempt."""
+    best_step_time_s: float | None = None
+    """Of the cell when this was submitted."""
     gpu_names: tuple[str, ...] = ()
     """What the accelerators may call themselves; a result on another is invalid. Empty: anything."""
     probe: bool = False

@@ -25,7 +25,7 @@ from ultrabench.presence import living_launchers
 from ultrabench.result import ANSWERS, Status
 from ultrabench.state import AttemptKey, SweepState, fold
 from ultrabench.sweep.config import SweepConfig, config_from_tree, load_config
-from ultrabench.sweep.decide import decide
+from ultrabench.sweep.decide import next_step
 from ultrabench.sweep.plan import make_plan, require_runs
 from ultrabench.sweep.plan_table import planned_runs
 from ultrabench.sweep.progress import progress
@@ -62,7 +62,7 @@ def _budget(
     plan = make_plan(config)
     require_runs(plan)
     state = fold(read_journal(folder.journal, warn)) if folder.read_head() else SweepState()
-    todo = decide(plan.runs, state, frozenset(), repeats=config.repeats).todo
+    todo = next_step(plan, state, frozenset(), old=frozenset(state.attempts)).todo
     used = committed_gpu_hours(plan, state, ())
     return ask_for_budget(plan, todo, used, launcher, given, yes, bool(open_allocations(state)))
 
@@ -103,7 +103,7 @@ def as_launched(folder: SweepFolder, state: SweepState) -> SweepConfig:
 def unsettled(folder: SweepFolder, state: SweepState) -> bool:
     """Whether a sweep as it was launched last has attempts to make or to wait for, in any repeat."""
     config = as_launched(folder, state)
-    return not decide(make_plan(config).runs, state, frozenset(), repeats=config.repeats).over
+    return not next_step(make_plan(config), state, frozenset(), old=frozenset(state.attempts)).over
 
 
 def follow(

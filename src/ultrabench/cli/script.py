@@ -11,7 +11,7 @@ from ultrabench.launchers.prepare import OpenSweep
 from ultrabench.launchers.slurm_script import array_script
 from ultrabench.state import SweepState
 from ultrabench.sweep.config import load_config
-from ultrabench.sweep.decide import decide
+from ultrabench.sweep.decide import next_step
 from ultrabench.sweep.plan import make_plan, require_runs
 
 
@@ -37,8 +37,7 @@ def print_script(overrides: Sequence[str]) -> None:
         kernel_digest=config.kernel.digest(),
         git_commit=None,
     )
-    canary = config.launcher.control
-    decision = decide(plan.runs, SweepState(), frozenset(), repeats=config.repeats, canary=canary)
+    decision = next_step(plan, SweepState(), frozenset())
     first = shapes(
         drafts(sweep, decision, SweepState(), float("inf"))[: config.launcher.max_jobs], sys.maxsize
     )[0]

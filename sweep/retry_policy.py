@@ -1,0 +1,173 @@
+"""What follows from a failure: tried again, left standing, a node avoided, the sweep stopped."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.result import RunResult, Status
+from ultrabench.state import AttemptKey, AttemptState, SweepState
+
+OUTSIDE = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST, Status.CANCELLED})
+"""Ends that are not the run's fault: counted together, and only those of this launch."""
+AT_ONCE = OUTSIDE - {Status.NODE_FAIL} | {Status.OOM, Status.TIMEOUT}
+"""Ends after which waiting would not help."""
+NO_KIND = frozenset({Status.OK, Status.OOM, Status.CANCELLED, Status.PREEMPTED, Status.TIMEOUT})
+"""Ends that say nothing about the cluster or the program being broken."""
+FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}
+
+ATTEMPTS = {"hang": 2, "comm_error": 2, "timeout": 1, "invalid": 1, "crash": 0, "oom": 0,
+            "node_fail": 5, "preempted": 5, "lost": 5, "cancelled": 5}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """The table of configs/retry/, where each value is explained."""
+
+    attempts: dict[str, int] = field(default_factory=lambda: dict(ATTEMPTS))
+    causes: dict[str, int] = field(default_factory=dict)
+    backoff_s: float = 0.0
+    backoff_max_s: float = 600.0
+    exclude_after: int = 2
+    max_excluded: int = 8
+    forgive: tuple[str, ...] = ()
+    breaker: int | None = 10
+    sure_oom: float = 0.85
+
+    def __post_init__(self) -> None:
+        for name in self.attempts:
+            if name not in ATTEMPTS:
+                raise ConfigError(unknown_name("status in retry.attempts", name, ATTEMPTS))
+        numbers: dict[str, float] = {f"attempts.{k}": v for k, v in self.attempts.items()}
+        numbers |= {f"causes.{k}": v for k, v in self.causes.items()}
+        numbers |= {"backoff_s": self.backoff_s, "backoff_max_s": self.backoff_max_s,
+                    "max_excluded": self.max_excluded, "sure_oom": self.sure_oom}  # fmt: skip
+        for name, value in numbers.items():
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"retry.{name}={value}; must be >= 0")
+        for name, least in (("exclude_after", self.exclude_after), ("breaker", self.breaker)):
+            if least is not None and least < 1:
+                raise ConfigError(f"retry.{name}={least}; must be >= 1")
+
+    def kind(self, result: RunResult) -> str:
+        """What a failure is counted as."""
+        if result.cause in self.causes:
+            return str(result.cause)
+        return "outside" if result.status in OUTSIDE else result.status.value
+
+    def allowed(self, result: RunResult) -> int:
+        """Further attempts that failures of this kind may cost."""
+        if result.cause in self.causes:
+            return self.causes[str(result.cause)]
+        return self.attempts.get(result.status.value, ATTEMPTS.get(result.status.value, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a run is tried once more, and why."""
+
+    again: bool
+    why: str
+    not_before: float | None = None
+    """Seconds since 1970 by the node's clock; None: at once."""
+
+
+def judge(
+    attempts: Sequence[AttemptState],
+    policy: RetryPolicy,
+    *,
+    asked: bool = False,
+    old: frozenset[AttemptKey] = frozenset(),
+    memory_share: float = 1.0,
+) -> Verdict:
+    """What follows from the failed `attempts` of one repeat of a run, in their order.
+
+    Args:
+        asked: the user wants the latest tried again.
+        old: attempts that ended before this launch; ends that were not the run's fault are forgotten.
+        memory_share: predicted memory of the run, as a share of what a rank has.
+    """
+    results = [a.result for a in attempts if a.result is not None]
+    last = results[-1]
+    if asked:
+        return Verdict(again=True, why="asked for")
+    kind, allowed = policy.kind(last), policy.allowed(last)
+    alike = [a for a in attempts if a.result and policy.kind(a.result) == kind]
+    if kind == "outside":
+        alike = [a for a in alike if a.key not in old]
+    elif last.status == Status.OOM and not _sure(last, policy, memory_share):
+        allowed += 1
+    elif hosts := _deterministic(results):
+        return Verdict(again=False, why=f"the same failure on {hosts[0]} and on {hosts[1]}")
+    used = len(alike)
+    name = last.cause if kind == last.cause else last.status.value
+    if used > allowed:
+        return Verdict(again=False, why=f"{name}: {used} of it, {allowed + 1} at most")
+    why = f"{name}: attempt {used + 1} of {allowed + 1}"
+    return Verdict(again=True, why=why, not_before=_ready(last, used, policy))
+
+
+def _sure(result: RunResult, policy: RetryPolicy, memory_share: float) -> bool:
+    return bool(result.confirmed) and memory_share >= policy.sure_oom
+
+
+def settled_oom(attempts: Iterable[AttemptState], policy: RetryPolicy, memory_share: float) -> bool:
+    """Whether out of memory is this run's answer, on which others may be left out.
+
+    One confirmed end will do where it was predicted, else it takes two, one of them confirmed.
+    """
+    ooms = [a.result for a in attempts if a.result and a.result.status == Status.OOM]
+    return any(_sure(r, policy, memory_share) for r in ooms) or (
+        len(ooms) > 1 and any(r.confirmed for r in ooms)
+    )
+
+
+def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
+    """Two sets of nodes without a common one that saw the latest failure, if there are."""
+    last = results[-1]
+    for other in results[:-1]:
+        same = last.fingerprint is not None and other.fingerprint == last.fingerprint
+        if same and last.hostnames and other.hostnames and not set(last.hostnames) & set(other.hostnames):
+            return ",".join(other.hostnames), ",".join(last.hostnames)
+    return None
+
+
+def _ready(result: RunResult, used: int, policy: RetryPolicy) -> float | None:
+    if result.status in AT_ONCE or result.started_at is None or result.duration_s is None:
+        return None
+    pause = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (used - 1))
+    return result.started_at + result.duration_s + pause if pause else None
+
+
+def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
+    """Nodes that must not be used again, the worst first, and why."""
+    blamed: dict[str, set[str]] = {}
+    failed = {
+        node: "its agent gave it up" for a in state.allocations.values() for e in a.ends.values()
+        for node in e["avoid"]
+    }  # fmt: skip
+    for key, attempt in state.attempts.items():
+        for host in attempt.result.suspects if attempt.result else ():
+            blamed.setdefault(host, set()).add(key.run_id)
+            if attempt.result and attempt.result.status == Status.NODE_FAIL:
+                failed[host] = str(attempt.result.reason)
+    found = {h: f"suspected in {len(r)} runs" for h, r in blamed.items() if len(r) >= policy.exclude_after}
+    ranked = sorted(found | failed, key=lambda h: (h not in failed, -len(blamed.get(h, ())), h))
+    ranked = [h for h in ranked if h not in policy.forgive][: policy.max_excluded]
+    return {host: (found | failed)[host] for host in ranked}
+
+
+def broken(state: SweepState, policy: RetryPolicy, old: frozenset[AttemptKey]) -> str | None:
+    """Why the sweep has to stop: its latest runs of this launch all failed in one and the same way."""
+    if policy.breaker is None:
+        return None
+    ended = [(a.time or 0.0, k, a.result) for k, a in state.attempts.items() if a.result and k not in old]
+    telling = [r for _, _, r in sorted(ended, key=lambda e: e[:2]) if r.status not in NO_KIND - {Status.OK}]
+    latest = telling[-policy.breaker :]
+    kinds = {(r.status, r.fingerprint or r.cause) for r in latest}
+    if len(latest) < policy.breaker or len(kinds) > 1 or latest[-1].status == Status.OK:
+        return None
+    return (
+        f"the last {len(latest)} runs all ended as {latest[-1].status.value} in the same way "
+        f"({latest[-1].reason}); mend that and launch again, or raise retry.breaker={policy.breaker}"
+    )
