@@ -43,6 +43,8 @@ class Cell:
     """Runs of the cell that were tried to their end."""
     as_good_as_best: tuple[str, ...] = ()
     """Other runs that the 95 % intervals do not tell from the best."""
+    ranked_by: str | None = None
+    """The column that found the best: control_ratio where the cell has one control, else as asked."""
     hardware: str | None
     kernel: str | None
     precision: str | None

@@ -1,8 +1,9 @@
 """The best layout of each cell, with those that are as good, or why there is none."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import hypot
 from statistics import median_low
 
 import pyarrow as pa
@@ -25,7 +26,10 @@ _WINNER = (
     "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "pp_schedule", "mfu", "source_mfu",
     "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source",
 )  # fmt: skip
-_OTHERS = ("run_id", "status", "rule", "reason", "suspect", "stopped", "step_time_ci95_rel")
+_OTHERS = (
+    "run_id", "status", "rule", "reason", "suspect", "stopped", "step_time_ci95_rel", "sweep", "allocation",
+    "control", "control_ratio",
+)  # fmt: skip
 
 _LOWER_IS_BETTER = frozenset({
     "step_time_s", "step_time_ci95_rel", "init_time_s", "duration_s", "gpu_hours", "loss_final",
@@ -54,7 +58,8 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     """The cells of a result table, by hardware, kernel, workload, parameters, model and nodes.
 
     Only final ok rows compete: no suspects unless asked for, and nothing that was stopped early
-    as slower than the best. A run that was repeated counts with the median of its repeats.
+    as slower than the best. By default speeds are compared through the control layout where all of
+    them can be. A run that was repeated counts with the median of its repeats.
 
     Raises:
         ConfigError: `rank_by` is no numeric column.
@@ -77,44 +82,66 @@ def _nulls_first(key: tuple[object, ...]) -> tuple[tuple[bool, object], ...]:
 def _cell(rows: Sequence[Row], rank_by: str, include_suspects: bool) -> Cell:
     ended = {r["run_id"] for r in rows if r["status"] not in (None, "rejected", "skipped")}
     shared = {k: rows[0][k] for k in (*_PANEL, "model", "nodes", "num_params")}
-    contenders = _contenders(rows, rank_by, include_suspects)
-    if not contenders:
+    fit = [r for r in rows if _fit(r, rank_by, include_suspects)]
+    if not fit:
         status, reason = verdict(rows)
         return Cell(run_id=None, status=status, reason=reason, num_runs=len(ended), **shared)
-    best, *rest = sorted(contenders, key=lambda c: (-c.goodness, c.run_id))
+    by = "control_ratio" if rank_by == DEFAULT_RANK_BY and _controlled(fit) else rank_by
+    best, *rest = sorted(_contenders(fit, by), key=lambda c: (-c.goodness, c.run_id))
     return Cell(
         run_id=best.run_id,
         status="ok",
         reason=None,
         num_runs=len(ended),
         as_good_as_best=tuple(c.run_id for c in rest if c.high >= best.low),
+        ranked_by=by,
         **shared,
         **{k: best.row[k] for k in _WINNER},
     )
 
 
-def _contenders(rows: Sequence[Row], rank_by: str, include_suspects: bool) -> list[_Contender]:
+def _fit(row: Row, rank_by: str, include_suspects: bool) -> bool:
+    """Whether a row may win."""
+    measured = row["status"] == "ok" and row[rank_by] is not None and row["stopped"] != "slower_than_best"
+    return measured and (include_suspects or row["suspect"] is None)
+
+
+def _controlled(rows: Sequence[Row]) -> bool:
+    """Whether all were measured beside the same control layout."""
+    return len({r["control"] for r in rows}) == 1 and all(r["control_ratio"] is not None for r in rows)
+
+
+def _contenders(rows: Sequence[Row], by: str) -> list[_Contender]:
     runs: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if row["status"] != "ok" or row[rank_by] is None or row["stopped"] == "slower_than_best":
-            continue
-        if include_suspects or row["suspect"] is None:
-            runs[row["run_id"]].append(row)
-    return [_contender(run_id, repeats, rank_by) for run_id, repeats in runs.items()]
+        runs[row["run_id"]].append(row)
+    unsure = {_place(r): r["step_time_ci95_rel"] for r in rows if r["run_id"] == r["control"]}
+    return [_contender(run_id, repeats, by, unsure) for run_id, repeats in runs.items()]
 
 
-def _contender(run_id: str, repeats: Sequence[Row], rank_by: str) -> _Contender:
-    """The run at the (lower) median of its repeats; its interval holds those of all of them."""
-    sign = -1 if rank_by in _LOWER_IS_BETTER else 1
-    middle = median_low(row[rank_by] for row in repeats)
+def _place(row: Row) -> tuple[str, str]:
+    return (row["sweep"], row["allocation"])
+
+
+def _contender(
+    run_id: str, repeats: Sequence[Row], by: str, unsure: Mapping[tuple[str, str], float | None]
+) -> _Contender:
+    """The run at the (lower) median of its repeats; its interval holds those of all of them.
+
+    Args:
+        unsure: relative interval of the control's step time in each allocation.
+    """
+    sign = -1 if by in _LOWER_IS_BETTER else 1
+    middle = median_low(row[by] for row in repeats)
     bounds = []
     for row in repeats:
-        rel = row["step_time_ci95_rel"] if rank_by in _AS_SURE_AS_STEP_TIME else None
-        bounds += [sign * row[rank_by] * (1 - (rel or 0.0)), sign * row[rank_by] * (1 + (rel or 0.0))]
+        rel = row["step_time_ci95_rel"] if by in _AS_SURE_AS_STEP_TIME else None
+        rel = hypot(rel or 0.0, (by == "control_ratio" and unsure.get(_place(row))) or 0.0)
+        bounds += [sign * row[by] * (1 - rel), sign * row[by] * (1 + rel)]
     return _Contender(
         run_id=run_id,
         goodness=sign * middle,
         low=min(bounds),
         high=max(bounds),
-        row=next(row for row in repeats if row[rank_by] == middle),
+        row=next(row for row in repeats if row[by] == middle),
     )

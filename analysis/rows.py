@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from statistics import median
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +20,8 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec
 from ultrabench.shape import ModelShape
 from ultrabench.state import AllocationState, AttemptState, SweepState, final_attempts, fold
+from ultrabench.sweep.losses import judged
+from ultrabench.sweep.suspects import control_times, suspect_attempts
 
 Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
@@ -40,7 +41,8 @@ _SHAPE = (
     "num_key_value_heads", "intermediate_size", "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
 _MEASURED = (
-    "env_id", "gpu_name", "reason", "stopped", "measured_by", "ci_reached", "loss_final",
+    "env_id", "gpu_name", "reason", "cause", "fingerprint", "confirmed", "stopped", "measured_by", "ci_reached",
+    "loss_final", "sm_clock_hz",
     "peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes",
     "init_time_s", "duration_s", "torch_version", "cuda_version", "nccl_version", "driver_version",
 )  # fmt: skip
@@ -75,13 +77,21 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _rows(head: SweepHead, plan: list[Row], state: SweepState, warn: Warn) -> Iterator[Row]:
+def _rows(head: SweepHead, plan: list[Row], told: SweepState, warn: Warn) -> Iterator[Row]:
+    state = judged(told)
     attempts: dict[str, list[AttemptState]] = defaultdict(list)
     for key, attempt in sorted(state.attempts.items()):
         attempts[key.run_id].append(attempt)
     final = {attempt.key for attempt in final_attempts(state).values()}
-    control = _control_times(state)
+    control, suspects = control_times(state), suspect_attempts(state, device=head.hardware.device)
     shapes = _planned_shapes(head, state)
+
+    def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
+        row = _attempted(base, attempt, state, attempt.key in final)
+        # An outlying loss makes a run invalid and leaves its numbers, as its agent told them.
+        row |= _speed(head, row, told.attempts[attempt.key], shape)
+        return _marked(row, control, suspects.get(attempt.key))
+
     for candidate in plan:
         shape = shapes.get(candidate["model"])
         base = _planned(head, candidate, shape)
@@ -89,21 +99,21 @@ def _rows(head: SweepHead, plan: list[Row], state: SweepState, warn: Warn) -> It
         if not tried:
             yield {**base, **_not_attempted(candidate)}
         for attempt in tried:
-            row = _attempted(base, attempt, state, attempt.key in final)
-            yield _marked(row | _speed(head, row, attempt, shape), control)
+            yield outcome(base, attempt, shape)
     for run_id, tried in sorted(attempts.items()):
         for attempt in tried:
             base = _told(head, attempt, warn) | {"run_id": run_id}
-            row = _attempted(base, attempt, state, attempt.key in final)
-            yield _marked(row | _speed(head, row, attempt, _claimed_shape(attempt)), control)
+            yield outcome(base, attempt, _claimed_shape(attempt))
 
 
-def _marked(row: Row, control: dict[str, float]) -> Row:
-    """The row with its speed over the control's, and its reason for suspicion, if it has one."""
+def _marked(row: Row, control: dict[str, float], doubt: str | None) -> Row:
+    """The row with its speed over the control's, and its reasons for suspicion, if it has any."""
     time_s, base_s = row.get("step_time_s"), control.get(row.get("allocation") or "")
     row["control_ratio"] = base_s / time_s if time_s and base_s else None
+    doubts = [doubt] if doubt else []
     if (row.get("mfu") or 0) > 1:
-        row["suspect"] = f"mfu {row['mfu']:.2f} is above 1: steps or peak are measured wrongly"
+        doubts.append(f"mfu {row['mfu']:.2f} is above 1: steps or peak are measured wrongly")
+    row["suspect"] = "; ".join(doubts) or None
     return row
 
 
@@ -203,26 +213,15 @@ def _circumstances(allocation: AllocationState) -> Row:
     probe = found.get("probe")
     row: Row = summary(probe) if isinstance(probe, dict) else {}
     commit = {"git_commit": first["git_commit"]} if isinstance(first.get("git_commit"), str) else {}
-    return {k: v for k, v in (row | commit).items() if v is not None}
-
-
-def _control_times(state: SweepState) -> dict[str, float]:
-    """Allocation -> median step time of its control layout."""
-    return {
-        a.allocation: median(a.result.step_times_s)
-        for a in state.attempts.values()
-        if a.allocation in state.allocations
-        and state.allocations[a.allocation].control == a.key.run_id
-        and a.result is not None
-        and a.result.status == Status.OK
-        and a.result.step_times_s
-    }
+    return {k: v for k, v in (row | commit | {"control": allocation.control}).items() if v is not None}
 
 
 def _measured(result: RunResult, gpus: int | None) -> Row:
     row: Row = {k: getattr(result, k) for k in _MEASURED}
     row["status"] = result.status.value
-    row["hostnames"] = list(result.hostnames) or None
+    row["hostnames"], row["suspects"] = list(result.hostnames) or None, list(result.suspects) or None
+    if result.sm_clock_hz is not None or result.throttled is not None:
+        row["throttled"] = result.throttled is not None
     if result.kernel_digest is not None:
         row["kernel_digest"] = result.kernel_digest
     if result.started_at is not None:

@@ -72,7 +72,11 @@ GROUPS: dict[str, tuple[Column, ...]] = {
         Column("is_final", BOOL, "This row stands for its (run_id, repeat)."),
         Column("rule", TEXT, "First rule that rejects the layout."),
         Column("reason", TEXT, "One line of evidence for anything but ok."),
-        Column("suspect", TEXT, "Why the number is in doubt (throttled, disturbed); else null."),
+        Column("cause", TEXT, "What failed, more exactly than the status: cuda_oom, segfault, ..."),
+        Column("fingerprint", TEXT, "Equal for the same failure wherever it happens."),
+        Column("confirmed", BOOL, "Of an oom: the allocator's own record proves it."),
+        Column("suspects", TEXTS, "Hosts that a failure points at."),
+        Column("suspect", TEXT, "Why the number is in doubt, all reasons; such a row wins no cell. Else null."),
         Column("stopped", TEXT, "Why measuring ended."),
         Column("dominated_by", TEXT, "The run_id whose outcome made this run pointless."),
         Column("measured_by", TEXT, "report: the program's own report; log: read from its log."),
@@ -91,6 +95,7 @@ GROUPS: dict[str, tuple[Column, ...]] = {
         Column("peak_source", TEXT, "Where the peak comes from; measured: by this machine itself."),
         Column("source_mfu", FLOAT, "MFU as its publisher computed it, a fraction."),
         Column("model_flops_per_s_per_gpu", FLOAT, "FLOPs of a token * tokens_per_s_per_gpu."),
+        Column("control", TEXT, "The run_id of the allocation's control layout."),
         Column("control_ratio", FLOAT, "Speed over that of the allocation's control layout."),
         Column("loss_final", FLOAT, "Loss at the step that all layouts of a cell have in common."),
         Column("peak_mem_allocated_bytes", INT, "Largest of all ranks."),
@@ -145,8 +150,17 @@ and its like are fractions. What is not known is null, never 0 or -1.
 `status` is null while a run waits or runs; `rejected` when a rule or the kernel forbids the layout (`rule`,
 `reason`); `skipped` when a decision made it pointless; else `ok`, `oom`, `hang`, `timeout`,
 `comm_error`, `crash`, `node_fail`, `preempted`, `cancelled`, `lost` or `invalid`. Speeds and `mfu`
-are given for `ok` only. The file's metadata holds the version (`{VERSION_KEY.decode()}`) and each
-column's description. New columns keep the version; a file of a newer version is refused.
+are given for `ok`, and for a run that is `invalid` only because its loss differs from that of other layouts.
+The file's metadata holds the version (`{VERSION_KEY.decode()}`) and each column's description. New columns
+keep the version; a file of a newer version is refused.
+
+How the best of a cell (model, batch, nodes, hardware, kernel) is found: `ok` rows compete, without suspects
+and without those that were `stopped` as `slower_than_best`. Where each of them was measured beside one and the
+same `control`, they are ranked by `control_ratio`, which takes out what the nodes of an allocation were worth;
+where one of them was not, the whole cell is ranked by `tokens_per_s_per_gpu`. A run counts with the median of
+its repeats, which are in different allocations. Runs are as good as the best where the intervals overlap; that
+of a run spans the 95 % intervals of all its repeats and, in a ratio, of the control. `heatmap --json` says
+`ranked_by` for each cell; `--rank-by COLUMN` ranks by another column.
 """
 
 

@@ -49,8 +49,12 @@ class RunResult:
     ci_reached: bool | None = None
     step_times_s: tuple[float, ...] = ()
     """Measured steps in order, warm-up dropped."""
+    rank_step_times_s: dict[str, float] = field(default_factory=dict)
+    """Rank -> its median measured step, of the fastest and the slowest rank; empty if only one tells."""
     loss_final: float | None = None
     """Loss at the step that all layouts of a cell have in common."""
+    loss_step: int | None = None
+    """That step."""
     hardware_flops_per_step: float | None = None
     """Operations executed, all ranks together; None where nobody counted."""
     peak_mem_allocated_bytes: int | None = None
@@ -64,6 +68,10 @@ class RunResult:
     """Seconds since 1970, UTC."""
     duration_s: float | None = None
     """From the start of the ranks until all of them were gone."""
+    sm_clock_hz: float | None = None
+    """Median over the GPUs and the seconds in which steps were made; None where no driver tells."""
+    throttled: str | None = None
+    """What slowed the clocks of a GPU meanwhile, a power cap left out; None: nothing, or nobody tells."""
     hostnames: tuple[str, ...] = ()
     gpu_name: str | None = None
     torch_version: str | None = None

@@ -32,3 +32,16 @@ def ci95_rel(step_times_s: Sequence[float]) -> float | None:
     ordered = sorted(step_times_s)
     k = _lower_rank(n)
     return (ordered[n - k] - ordered[k - 1]) / 2 / median(ordered)
+
+
+def extremes(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Rank -> median step time, of the fastest and the slowest rank; empty unless two ranks have steps.
+
+    Args:
+        step_times_s: the steps of each rank.
+    """
+    medians = {str(rank): median(times) for rank, times in enumerate(step_times_s) if times}
+    ends = (
+        {min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)} if medians else set()
+    )
+    return {rank: medians[rank] for rank in sorted(ends)} if len(medians) > 1 else {}

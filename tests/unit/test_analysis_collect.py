@@ -103,6 +103,43 @@ def test_only_ok_attempts_have_speeds(tmp_path, specs):
         assert row["step_time_s"] is row["mfu"] is row["step_times_s"] is row["flops_formula"] is None
 
 
+def test_an_outlying_loss_is_a_failed_row_that_keeps_its_numbers(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
+    writer = JournalWriter(folder.journal, "agent")
+    for spec, loss in zip(specs[:4], (5.0, 5.0, 5.0, 9.0), strict=True):
+        claim(writer, spec, result=replace(OK, loss_final=loss, loss_step=5))
+    row = rows_of(folder)[3]
+    assert (row["status"], row["is_final"]) == ("invalid", True)
+    assert row["reason"].startswith("loss 9 at step 5; the other 3 layouts")
+    assert (row["step_time_s"], row["tokens_per_s_per_gpu"]) == (0.2, pytest.approx(10_240))
+    claim(writer, specs[3], attempt=1, result=replace(OK, loss_final=5.0, loss_step=5))
+    assert [(r["status"], r["is_final"]) for r in rows_of(folder)[3:5]] == [("invalid", False), ("ok", True)]
+
+
+def test_what_is_in_doubt_is_told_with_all_its_reasons(tmp_path, specs):
+    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
+    odd = replace(OK, step_times_s=(1e-9,), rank_step_times_s={"0": 1.0, "7": 2.0}, suspects=("n1",))
+    claim(JournalWriter(folder.journal, "agent"), specs[0], result=odd)
+    (row,) = rows_of(folder)
+    first, second = row["suspect"].split("; ")
+    assert first == "rank 7 took 2.00 x the step time of rank 0"
+    assert second.startswith("mfu ")
+    assert (row["status"], row["suspects"], row["confirmed"]) == ("ok", ["n1"], None)
+
+
+@pytest.mark.parametrize(
+    ("clock", "reasons", "throttled"), [(None, None, None), (1.9e9, None, False), (1.4e9, "thermal", True)]
+)
+def test_whether_clocks_were_throttled_is_unknown_where_nobody_looked(
+    tmp_path, specs, clock, reasons, throttled
+):
+    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
+    told = replace(OK, sm_clock_hz=clock, throttled=reasons)
+    claim(JournalWriter(folder.journal, "agent"), specs[0], result=told)
+    (row,) = rows_of(folder)
+    assert (row["sm_clock_hz"], row["throttled"]) == (clock, throttled)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, specs, seed):
     choose = random.Random(seed)

@@ -88,6 +88,49 @@ def test_a_repeated_run_counts_with_its_median():
     assert cell.num_runs == 2
 
 
+def beside(control, ratio, allocation, **values):
+    return {"control": control, "control_ratio": ratio, "allocation": allocation, "sweep": "s", **values}
+
+
+def test_runs_are_compared_through_the_control_they_share():
+    rows = [
+        row("control", 100.0, **beside("control", 1.0, "a")),
+        row("lucky", 120.0, **beside("control", 1.1, "a")),
+        row("control", 70.0, repeat=1, **beside("control", 1.0, "slow nodes")),
+        row("good", 90.0, **beside("control", 1.3, "slow nodes")),
+    ]
+    (cell,) = cells_of(*rows)
+    assert (cell.run_id, cell.ranked_by, cell.tokens_per_s_per_gpu) == ("good", "control_ratio", 90.0)
+    (cell,) = cells_of(*rows, rank_by="tokens_per_s")
+    assert cell.run_id is None
+    for lacking in ({"control_ratio": None}, {"control": "another"}, {"control": None}):
+        (cell,) = cells_of(*rows[:-1], rows[-1] | lacking)
+        assert (cell.run_id, cell.ranked_by) == ("lucky", "tokens_per_s_per_gpu")
+    (cell,) = cells_of(*rows, row("failed", status="oom"), row("doubted", 500.0, suspect="throttled"))
+    assert (cell.run_id, cell.ranked_by) == ("good", "control_ratio")
+
+
+def test_a_ratio_is_as_unsure_as_both_its_times_and_its_spread_between_allocations():
+    def cell(*near):
+        rows = [
+            row("control", 100.0, step_time_ci95_rel=0.03, **beside("control", 1.0, "a")),
+            row("best", 130.0, step_time_ci95_rel=0.04, **beside("control", 1.3, "a")),
+        ]
+        return cells_of(*rows, *near)[0]
+
+    # The best is at least 1.3 * (1 - hypot(0.03, 0.04)) = 1.235.
+    assert cell(row("near", 1.0, **beside("control", 1.2, "a", step_time_ci95_rel=0.0))).as_good_as_best == (
+        "near",
+    )
+    assert cell(row("off", 1.0, **beside("control", 1.19, "a", step_time_ci95_rel=0.0))).as_good_as_best == ()
+    spread = [
+        row("near", 1.0, repeat=n, **beside("control", ratio, f"a{n}"))
+        for n, ratio in enumerate((1.1, 1.1, 1.25))
+    ]
+    assert cell(*spread).as_good_as_best == ("near",)
+    assert cell(*spread[:2]).as_good_as_best == ()
+
+
 def test_suspects_and_losers_of_the_race_never_win():
     rows = [row("a", 5.0), row("b", 6.0, suspect="throttled"), row("c", 7.0, stopped="slower_than_best")]
     assert cells_of(*rows)[0].run_id == "a"

@@ -1,0 +1,167 @@
+"""Numbers in doubt: measured on ranks, nodes, links or clocks that differ from the rest of the sweep."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from statistics import median
+from typing import Any, NamedTuple
+
+from ultrabench.preflight import summary
+from ultrabench.result import RunResult, Status
+from ultrabench.state import AllocationState, AttemptKey, SweepState
+from ultrabench.sweep.losses import disputed_attempts
+
+FEWEST = 3
+"""With fewer comparable measurements none is an outlier."""
+SIGMAS = 5.0
+"""A difference of so many standard deviations is no chance."""
+RATES, TIMES, RANKS = 0.15, 0.10, 0.25
+"""Relative differences too small to count: of rates and clocks, of a control's step time, and between
+the step times of ranks."""
+SHARED = 10.0
+"""Factor on these where the devices are CPU cores, shared with whatever else runs there."""
+
+_Doubts = Mapping[str, list[str]]
+
+
+class Norm(NamedTuple):
+    """What is normal among some measurements."""
+
+    low: float
+    middle: float
+    high: float
+
+
+def norm(values: list[float], tolerance: float) -> Norm:
+    """The median, and bounds at 5 standard deviations or `tolerance` (relative), whichever is more.
+
+    A normal distribution's standard deviation is 1.4826 times its median absolute deviation. Among
+    fewer than three values everything is normal.
+    """
+    if len(values) < FEWEST:
+        return Norm(-math.inf, math.nan, math.inf)
+    middle = median(values)
+    sigma = 1.4826 * median(abs(value - middle) for value in values)
+    width = max(tolerance * abs(middle), SIGMAS * sigma)
+    return Norm(middle - width, middle, middle + width)
+
+
+def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]:
+    """Ok attempts whose number is doubtful, with all reasons in one text.
+
+    Args:
+        device: the torch device type of the hardware, cuda or cpu.
+    """
+    slack = 1.0 if device == "cuda" else SHARED
+    allocations = [_preflights(state, slack), _devices(state, slack), _controls(state, slack)]
+    attempts = [_clocks(state, slack), disputed_attempts(state)]
+    found = {}
+    for key, attempt in sorted(state.attempts.items()):
+        if attempt.result is None or attempt.result.status != Status.OK:
+            continue
+        reasons = list(_own(attempt.result, slack))
+        reasons += [reason for doubts in allocations for reason in doubts.get(attempt.allocation or "", ())]
+        reasons += [reasons_of[key] for reasons_of in attempts if key in reasons_of]
+        if reasons:
+            found[key] = "; ".join(reasons)
+    return found
+
+
+def control_times(state: SweepState) -> dict[str, float]:
+    """Allocation -> median step time of its control layout, where that ended ok."""
+    return {
+        a.allocation: median(a.result.step_times_s)
+        for _, a in sorted(state.attempts.items())
+        if a.allocation in state.allocations
+        and state.allocations[a.allocation].control == a.key.run_id
+        and a.result is not None
+        and a.result.status == Status.OK
+        and a.result.step_times_s
+    }
+
+
+def _own(result: RunResult, slack: float) -> Iterator[str]:
+    """What a result says against itself."""
+    if result.throttled is not None:
+        yield f"throttled: {result.throttled}"
+    ranks = sorted(result.rank_step_times_s.items(), key=lambda item: item[1])
+    if ranks and ranks[-1][1] > (1 + RANKS * slack) * ranks[0][1]:
+        (fast, low), (slow, high) = ranks[0], ranks[-1]
+        yield f"rank {slow} took {high / low:.2f} x the step time of rank {fast}"
+
+
+def _clocks(state: SweepState, slack: float) -> dict[AttemptKey, str]:
+    """Attempts whose clock was far below that of the same run elsewhere.
+
+    Another run tells nothing: the harder a layout works a GPU, the more its power limit slows the clock.
+    """
+    clocks: dict[str, dict[AttemptKey, float]] = defaultdict(dict)
+    for key, attempt in sorted(state.attempts.items()):
+        result = attempt.result
+        if result and result.status == Status.OK and result.sm_clock_hz is not None:
+            clocks[key.run_id][key] = result.sm_clock_hz
+    found = {}
+    for by_key in clocks.values():
+        normal = norm(list(by_key.values()), RATES * slack)
+        for key in (key for key, clock in by_key.items() if clock < normal.low):
+            share = by_key[key] / normal.middle
+            found[key] = (
+                f"its SM clock was {share:.2f} of the median of {len(by_key)} measurements of this run"
+            )
+    return found
+
+
+def _preflights(state: SweepState, slack: float) -> _Doubts:
+    """Allocations whose devices or links are slower than those of most others of as many nodes."""
+    found: dict[str, list[str]] = defaultdict(list)
+    rates: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
+    for name, allocation in sorted(state.allocations.items()):
+        for column, rate in summary(_probe(allocation)).items():
+            if rate is not None:
+                rates[allocation.nodes, column][name] = rate
+    for (nodes, column), by_name in rates.items():
+        normal = norm(list(by_name.values()), RATES * slack)
+        for name in (name for name, rate in by_name.items() if rate < normal.low):
+            share = by_name[name] / normal.middle
+            found[name].append(
+                f"{column} of its allocation is {share:.2f} of the median of {_number(by_name, nodes)}"
+            )
+    return found
+
+
+def _devices(state: SweepState, slack: float) -> _Doubts:
+    """Allocations with a device that is slower than most of the others in it: all ranks wait for its own."""
+    found: dict[str, list[str]] = {}
+    for name, allocation in sorted(state.allocations.items()):
+        if summary(_probe(allocation))["gemm_flops_per_s"] is None:
+            continue  # not known of every device
+        rates = [float(rate) for rate in _probe(allocation)["gemm_flops_per_s"]]
+        normal, slowest = norm(rates, RATES * slack), min(rates)
+        if slowest < normal.low:
+            told = f"rank {rates.index(slowest)}'s device multiplies at {slowest / normal.middle:.2f}"
+            found[name] = [f"{told} of the median of the {len(rates)} devices of its allocation"]
+    return found
+
+
+def _controls(state: SweepState, slack: float) -> _Doubts:
+    """Allocations in which the control layout was slower than in most others."""
+    found: dict[str, list[str]] = {}
+    times: dict[str | None, dict[str, float]] = defaultdict(dict)
+    for name, time_s in control_times(state).items():
+        times[state.allocations[name].control][name] = time_s
+    for by_name in times.values():
+        normal = norm(list(by_name.values()), TIMES * slack)
+        for name in (name for name, time_s in by_name.items() if time_s > normal.high):
+            ratio = by_name[name] / normal.middle
+            told = f"the control layout of its allocation took {ratio:.2f} x its median"
+            found[name] = [f"{told} over {_number(by_name, state.allocations[name].nodes)}"]
+    return found
+
+
+def _number(by_name: Mapping[str, float], nodes: int) -> str:
+    return f"{len(by_name)} allocations of {nodes} node{'s' * (nodes > 1)}"
+
+
+def _probe(allocation: AllocationState) -> dict[str, Any]:
+    probe = allocation.preflight.get("probe")
+    return probe if isinstance(probe, dict) else {}
