@@ -24,6 +24,8 @@ class RankStory:
     """The kernel's out-of-memory killer struck its node while it ran, and it died of SIGKILL."""
     tail: str = ""
     """End of its log."""
+    failed_at: float | None = None
+    """When it was first heard to have failed, by the leader's time.monotonic()."""
     spoke: bool = False
 
 
@@ -51,6 +53,8 @@ class Gathering:
             if "code" in item:
                 rank.code, rank.tail = item["code"], item.get("tail", "")
                 rank.oom_killed = item.get("oom_killed", False) and not rank.killed_by_us
+                if rank.code:
+                    rank.failed_at = rank.failed_at or time.monotonic()
                 self._progress()
             elif "microbatches" in item:
                 rank.microbatches, rank.spoke = item["microbatches"], True
@@ -69,11 +73,12 @@ class Gathering:
             if self.first_step is None:
                 self.first_step = time.monotonic()
         elif event == "memory":
-            rank.memory = line
+            rank.memory = {**rank.memory, **line}
         elif event == "done":
             rank.done = line
         elif event == "error":
             rank.error = rank.error or line
+            rank.failed_at = rank.failed_at or time.monotonic()
         elif event == "store" and "port" in line:
             self.port = int(line["port"])
         elif event == "environment":

@@ -6,11 +6,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ultrabench.agent.classify import classify, last_line
+from ultrabench.agent.classify import classify
 from ultrabench.agent.gang import Gang
 from ultrabench.agent.gathering import Gathering
 from ultrabench.agent.node import Node
 from ultrabench.agent.place import Place
+from ultrabench.agent.root_cause import last_line
 from ultrabench.agent.watch import Watched, watch
 from ultrabench.allocation import Allocation
 from ultrabench.claim import claim, owner
@@ -184,10 +185,9 @@ class Leader:
         gang = self._gang
         gang.end_ranks(gathering)
         result = classify(
-            gathering, task.measure, stopped=watched.missed, ended=watched.ended, gpu_names=task.gpu_names
-        )
-        if gang.lost and result.status != Status.OK:
-            result = replace(result, status=Status.NODE_FAIL, reason=gang.lost)
+            gathering, task.measure, stopped=watched.missed, ended=watched.ended, lost=gang.lost,
+            hosts=gang.hosts, gpu_names=task.gpu_names,
+        )  # fmt: skip
         gang.finish(keep_all=result.status != Status.OK)
         digest = self._allocation.kernel_digest
         return replace(

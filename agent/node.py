@@ -13,6 +13,7 @@ from ultrabench import checkout
 from ultrabench.agent.binding import cpu_text, gpu_bus_ids, rank_cpus
 from ultrabench.agent.forks import Exit, ForkServer, Programs
 from ultrabench.agent.gpus import foreign_processes
+from ultrabench.agent.host_memory import oom_kills
 from ultrabench.agent.place import Place
 from ultrabench.allocation import Allocation
 from ultrabench.folder import SweepFolder, write_whole
@@ -168,7 +169,7 @@ class Node:
             found.append({"rank": end.rank, "code": end.code, "tail": tail, "oom_killed": killed})
         return found
 
-    def _tail(self, rank: int, size: int = 4096) -> str:
+    def _tail(self, rank: int, size: int = 8192) -> str:
         assert self._task is not None
         own = read_tail(self.scratch / self._task.key / f"rank{rank}.log", size)
         return own or read_tail(self.scratch / "fork_server.log", size)
@@ -205,12 +206,6 @@ class Node:
         self._server.stop()
         self.kill()
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def oom_kills() -> int:
-    """How often the kernel of this host has killed for want of memory; 0 where it does not tell."""
-    match = re.search(r"^oom_kill (\d+)$", read_tail(Path("/proc/vmstat"), 2**20), re.MULTILINE)
-    return int(match[1]) if match else 0
 
 
 def read_tail(path: Path, size: int) -> str:

@@ -26,6 +26,23 @@ def limit_cpu_memory(rank_mem_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
+def account() -> dict[str, int]:
+    """Bytes of this rank's memory now, by which a later lack of it is explained.
+
+    free_bytes, total_bytes and reserved_bytes (torch's own) of a GPU that is in use; data_bytes of the
+    process, and limit_bytes where they are limited.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    found = {"data_bytes": _status_bytes("VmData")}
+    if limit != resource.RLIM_INFINITY:
+        found["limit_bytes"] = limit
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):  # a GPU that failed may answer nothing more
+            found["free_bytes"], found["total_bytes"] = torch.cuda.mem_get_info()
+            found["reserved_bytes"] = torch.cuda.memory_reserved()
+    return found
+
+
 def reset_peak(device: torch.device) -> None:
     """Starts the peaks anew, on CPUs where the system permits it.
 

@@ -116,6 +116,7 @@ def train(task: Task, report: Report) -> None:
     """Runs the task on this rank from joining the others to leaving them."""
     report.phase("process_group")
     device = _device(task.device)
+    report.write("memory", **memory.account())
     process_group.join(report, device)
     if dist.get_rank() == 0:
         report.write("environment", **environment.facts())
@@ -141,6 +142,7 @@ def _train(task: Task, device: torch.device, report: Report) -> None:
     # After the groups, whose threads' stacks would count as the model's.
     if device.type == "cpu":
         memory.limit_cpu_memory(task.rank_mem_bytes)
+        report.write("memory", **memory.account())
     progress = DeviceProgress(device, report.microbatch)
     trainer = TrainStep(task.spec, device, mesh, progress=progress)
     if device.type == "cuda":
@@ -159,7 +161,8 @@ def main() -> int:
         train(task, report)
     except Exception as error:
         kind, message = failure.kind_of(error), failure.one_line(error)
-        report.write("error", kind=kind, message=message, traceback=traceback.format_exc())
+        told = {"kind": kind, "message": message, "traceback": traceback.format_exc()}
+        report.write("error", **told, **memory.account())
         traceback.print_exc()
         return 1
     return 0

@@ -3,9 +3,11 @@ import math
 
 import pytest
 
-from ultrabench.agent.classify import classify, last_line, measured_steps
+from ultrabench.agent.classify import classify
 from ultrabench.agent.deadline import Overdue
 from ultrabench.agent.gathering import Gathering, RankStory
+from ultrabench.agent.judgement import measured_steps
+from ultrabench.agent.root_cause import last_line
 from ultrabench.measure import Measure
 from ultrabench.report import parse_line
 from ultrabench.result import Status
@@ -65,10 +67,14 @@ def steps_with(n, **change):
         ([PEER, RankStory(code=1, tail="MemoryError"), PEER], "oom", "rank 1: MemoryError"),
         ([PEER, failing("non_finite", "loss is nan")], "invalid", "rank 1: loss is nan"),
         ([PEER, failing("exception", "ValueError: no")], "crash", "rank 1: ValueError: no"),
-        ([PEER, RankStory(code=-11)], "crash", "rank 1 was killed by SIGSEGV"),
-        ([PEER, RankStory(code=-9)], "crash", "rank 1 was killed by SIGKILL, which ultrabench did"),
-        ([PEER, RankStory(code=3, tail="a\nbye\n")], "crash", "rank 1 exited with code 3: bye"),
-        ([killed(), RankStory(code=7)], "crash", "rank 1 exited with code 7: (empty log)"),
+        ([PEER, RankStory(code=-11)], "crash", "segmentation fault, rank 1: killed by SIGSEGV"),
+        (
+            [PEER, RankStory(code=-9)],
+            "crash",
+            "killed from outside, rank 1: killed by SIGKILL, which ultrabench did",
+        ),
+        ([PEER, RankStory(code=3, tail="a\nbye\n")], "crash", "rank 1: exited with code 3: bye"),
+        ([killed(), RankStory(code=7)], "crash", "rank 1: exited with code 7: (empty log)"),
         # Nothing else explains it.
         ([PEER, PEER], "comm_error", "rank 0: RuntimeError: Connection closed"),
         ([killed(), PEER], "comm_error", "rank 1: RuntimeError: Connection closed"),
@@ -223,7 +229,7 @@ def test_gathering_follows_the_ranks():
     assert (gathering.running, gathering.failed, gathering.spoke) == ([0, 1], False, False)
     gathering.hear([{"rank": 0, "line": {"event": "phase", "name": "init"}}])
     gathering.hear([{"rank": 0, "line": {"event": "store", "port": 1234}}])
-    gathering.hear([{"rank": 1, "microbatches": 3}])
+    gathering.hear([{"rank": 1, "microbatches": 3, "step": 0, "part": ""}])
     assert (gathering.phase, gathering.port, gathering.spoke) == ("init", 1234, True)
     assert gathering.ranks[1].microbatches == 3
     assert gathering.first_step is None
