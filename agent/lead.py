@@ -36,6 +36,7 @@ class Leader:
         self._place = place
         self._gang = gang
         self._journal = journal
+        self._insist = node.patience.insist
         self._folder = SweepFolder(Path(allocation.sweep_dir))
         self._ends = time.monotonic() + allocation.limit_s - allocation.warning_s
         self._best_s: dict[ModelShape, float] = {}
@@ -51,7 +52,7 @@ class Leader:
             reason = reason or self._not_now(task)
             if reason:
                 return reason
-            if self._may_fit(task) and claim(self._folder.claims, task.key, self._owner()):
+            if self._may_fit(task) and self._insist(claim, self._folder.claims, task.key, self._owner()):
                 self._run(task)
             reason = self._gang.lost
         return reason or "all tasks done"
@@ -94,7 +95,7 @@ class Leader:
     def _refuse(self, reason: str) -> None:
         """Has the first task of this allocation that is free say why it could not run here."""
         for task in self._allocation.tasks:
-            if claim(self._folder.claims, task.key, self._owner()):
+            if self._insist(claim, self._folder.claims, task.key, self._owner()):
                 hosts = tuple(self._gang.hosts)
                 refused = RunResult(
                     status=Status.NODE_FAIL, reason=reason, hostnames=hosts, started_at=time.time()
@@ -116,7 +117,7 @@ class Leader:
                 return f"the preflight failed: {failed}"
             found["probe"], found["environment"] = gathering.probe, gathering.environment
         name = {"allocation": self._allocation.name, "restart": self._place.restart}
-        self._journal.write("preflight", **name, found=found)
+        self._insist(self._journal.write, "preflight", **name, found=found)
         return None
 
     def _not_now(self, task: Task) -> str | None:
@@ -125,29 +126,30 @@ class Leader:
         reason = self._gang.interrupted
         if reason is None and time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._ends:
             reason = "no time left"
-        if reason is None and self._folder.pause.exists():
+        if reason is None and self._insist(self._folder.pause.exists):
             reason = "the sweep is paused"
         if reason is None and not inside(self._allocation.window, time.time()):
             reason = f"outside the window {self._allocation.window}"
-        digest = self._node.digest()
+        digest = self._insist(self._node.digest)
         if reason is None and digest != self._allocation.kernel_digest:
             reason = self._other_sources(self._node.host, digest)
         return reason
 
     def _run(self, task: Task) -> None:
         name = _name(task)
-        self._journal.write(
-            "claimed", **name, allocation=self._allocation.name, job=self._place.job,
+        self._insist(
+            self._journal.write, "claimed", **name, allocation=self._allocation.name, job=self._place.job,
             spec=to_dict(task.spec), predicted={"step_time_s": task.predicted_step_time_s},
         )  # fmt: skip
-        self._journal.write(
-            "started", **name, allocation=self._allocation.name, scratch=str(self._node.scratch)
-        )
+        self._insist(
+            self._journal.write, "started", **name, allocation=self._allocation.name,
+            scratch=str(self._node.scratch),
+        )  # fmt: skip
         gathering = self._gang.start(task, self._allocation.tasks.index(task))
 
         def tell_phase(gathering: Gathering) -> None:
             at = gathering.ranks[0].phase_at
-            self._journal.write("phase", **name, name=gathering.phase, at=at)
+            self._insist(self._journal.write, "phase", **name, name=gathering.phase, at=at)
 
         watched = watch(self._gang, task, gathering, self._ends, tell_phase, self._race_s(task))
         result = self._finish(task, gathering, watched)
@@ -171,12 +173,13 @@ class Leader:
     def _may_fit(self, task: Task) -> bool:
         """False for what needs more memory than a run that had not enough; who follows the sweep decides
         whether it is left out for good."""
-        return not any(dominates(misfit, task.spec) for misfit in self._misfits)
+        spec = task.spec
+        return not any(m.shape == spec.shape and dominates(m.layout, spec.layout) for m in self._misfits)
 
     def _tell_end(self, task: Task, result: RunResult, source: str) -> None:
         event = "result" if result.status == Status.OK else "failed"
-        self._journal.write(
-            event, **_name(task), allocation=self._allocation.name, source=source, spec=to_dict(task.spec),
+        self._insist(
+            self._journal.write, event, **_name(task), allocation=self._allocation.name, source=source, spec=to_dict(task.spec),
             result=to_dict(result),
         )  # fmt: skip
 
@@ -188,11 +191,16 @@ class Leader:
             gathering, task.measure, stopped=watched.missed, ended=watched.ended, lost=gang.lost,
             hosts=gang.hosts, gpu_names=task.gpu_names,
         )  # fmt: skip
-        gang.finish(keep_all=result.status != Status.OK)
+        lost_logs = gang.finish(keep_all=result.status != Status.OK)
+        if lost_logs:
+            result = replace(result, evidence={**result.evidence, "logs": lost_logs})
+        sm_clock_hz, throttled = gang.clocks()
         digest = self._allocation.kernel_digest
         return replace(
             result,
             duration_s=time.monotonic() - gathering.started,
+            sm_clock_hz=sm_clock_hz,
+            throttled=throttled,
             hostnames=tuple(gang.hosts),
             kernel_digest=digest,
             env_id=env_id(gathering.environment, task.spec.kernel, digest),

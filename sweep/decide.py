@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ultrabench.dominance import dominates
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.contenders import contenders
 from ultrabench.sweep.control import cell_of
+from ultrabench.sweep.dominated import Fit, left_out
 from ultrabench.sweep.plan import Candidate, Plan
-from ultrabench.sweep.retry_policy import RetryPolicy, broken, judge, settled_oom
+from ultrabench.sweep.retry_policy import RetryPolicy, broken, judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,8 @@ def decide(
     for key, attempt in sorted(state.attempts.items()):
         tried.setdefault(key.run_id, []).append(attempt)
     following = _Following(state, policy, old, rank_mem_bytes, accepts)
-    dominated = _dominated(runs, tried, following)
+    fits = (Fit(r.run_id, cell_of(r), r.layout, following.memory_share(r)) for r in runs)
+    dominated = left_out(fits, state, policy)
     open_runs = [run for run in runs if run.run_id not in dominated]
     todo = _wanted(open_runs, tried, following, range(repeats))
     if confirm > repeats:
@@ -138,36 +139,6 @@ def _wanted(
     ]
 
 
-def _dominated(
-    runs: Sequence[Candidate], tried: Mapping[str, list[AttemptState]], following: "_Following"
-) -> dict[str, str]:
-    """Runs that cannot fit because another did not -> that other run.
-
-    A run that was ok itself, or is asked for, is not left out; and one ok run that should not have
-    fitted shows that its dominator is no rule.
-    """
-    kin: dict[tuple[object, ...], list[Candidate]] = {}
-    for run in runs:
-        kin.setdefault((run.shape.name, run.nodes, run.layout.tp, run.layout.pp, run.layout.cp), []).append(
-            run
-        )
-    fitted = {run_id for run_id, attempts in tried.items() if any(_ok(a) for a in attempts)}
-    found: dict[str, str] = {}
-    for group in kin.values():
-        for run in group:
-            attempts = tried.get(run.run_id, [])
-            if run.run_id in fitted or not following.settled_oom(run, attempts):
-                continue
-            victims = {o.run_id for o in group if dominates(run.spec, o.spec)}
-            if not victims & fitted:
-                found |= dict.fromkeys(victims - following.asked - found.keys(), run.run_id)
-    return found
-
-
-def _ok(attempt: AttemptState) -> bool:
-    return attempt.result is not None and attempt.result.status == Status.OK
-
-
 def _passed(state: SweepState) -> set[int]:
     """Numbers of nodes on which some run has ended ok."""
     oks = (a for a in state.attempts.values() if a.result and a.result.status == Status.OK)
@@ -196,13 +167,9 @@ class _Following:
     ) -> None:
         self._state, self._policy, self._old = state, policy, old
         self._rank_mem_bytes, self._accepts = rank_mem_bytes, accepts
-        self.asked = {key.run_id for key in state.retried}
 
-    def settled_oom(self, run: Candidate, attempts: Sequence[AttemptState]) -> bool:
-        """Whether the run's answer is that it does not fit."""
-        return settled_oom(attempts, self._policy, self._memory_share(run))
-
-    def _memory_share(self, run: Candidate) -> float:
+    def memory_share(self, run: Candidate) -> float:
+        """Predicted memory of a run, as a share of what a rank has."""
         return run.prediction.peak_mem_bytes / self._rank_mem_bytes if self._rank_mem_bytes else 1.0
 
     def next_attempt(
@@ -237,7 +204,7 @@ class _Following:
             self._policy,
             asked=last.key in self._state.retried,
             old=self._old,
-            memory_share=self._memory_share(run),
+            memory_share=self.memory_share(run),
         )
         if not verdict.again:
             return None

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from ultrabench.errors import SweepFolderError
 from ultrabench.folder import write_whole
 from ultrabench.layout import Layout
+from ultrabench.sweep.dominated import fit_of
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.progress import PlannedRun
 
@@ -37,6 +38,7 @@ def plan_table(plan: Plan) -> pa.Table:
                 "decision": "run" if c.runs else "rejected",
                 "predicted_step_time_s": c.prediction.step_time_s,
                 "predicted_peak_mem_bytes": int(c.prediction.peak_mem_bytes),
+                "predicted_memory_share": c.prediction.peak_mem_bytes / plan.config.hardware.rank_mem_bytes,
                 "p_oom": None,
                 "predicted_gpu_hours": c.gpu_hours(plan.steps),
             }
@@ -95,7 +97,7 @@ def _planned(row: dict[str, Any]) -> PlannedRun:
         model=row["model"],
         nodes=row["nodes"],
         gpus=row["gpus"],
-        label=_layout(row).label(),
+        fit=fit_of(row, _layout(row)),
         tokens_per_step=row["gbs"] * row["seq_len"],
         duration_s=row["predicted_gpu_hours"] * 3600 / row["gpus"],
     )

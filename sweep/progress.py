@@ -8,6 +8,7 @@ from typing import Any
 
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptState, SweepState, final_attempts
+from ultrabench.sweep.dominated import Fit, left_out, policy_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +19,16 @@ class PlannedRun:
     model: str
     nodes: int
     gpus: int
-    label: str
-    """The layout in short."""
+    fit: Fit
+    """Its layout, and how well it should fit."""
     tokens_per_step: int
     duration_s: float
     """Predicted, of one repeat."""
+
+    @property
+    def label(self) -> str:
+        """The layout in short."""
+        return self.fit.layout.label()
 
     def tokens_per_s_per_gpu(self, result: RunResult) -> float:
         """The rate of an ok result."""
@@ -76,11 +82,12 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
     """The progress of `planned` according to `state`."""
     runs = {r.run_id: r for r in planned}
     final = _standing(state, runs)
+    dominated = left_out((r.fit for r in planned), state, policy_of(state))
     status: dict[str, str] = {}
     for run_id in runs:
         held = final.get(run_id)
         if held is None:
-            status[run_id] = "pending"
+            status[run_id] = "skipped" if run_id in dominated else "pending"
         else:
             status[run_id] = held.result.status.value if held.result else "running"
     useful, wasted = gpu_hours(state, planned[0].gpus // planned[0].nodes if planned else 0)

@@ -33,6 +33,8 @@ say("phase", name="train")
 step_s = float(os.environ.get("STEP_S", "0.002"))
 if behaviour == "slow_first" and key[2] == "0":
     step_s = 20.0
+if behaviour == "tortoise":
+    step_s = 0.2
 for step in range(1, 13):
     time.sleep(step_s)
     loss = 10.0 / step

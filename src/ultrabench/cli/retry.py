@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
-from ultrabench.cli.launch import continue_sweep
+from ultrabench.cli.launch import as_launched, continue_sweep
 from ultrabench.cli.tables import err, out, print_json, say, table, warn
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.folder import SweepFolder, find_sweep
 from ultrabench.journal import read_journal
 from ultrabench.result import Status
 from ultrabench.state import AttemptState, SweepState, final_attempts, fold
+from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_plan
+from ultrabench.sweep.retry_policy import excluded, judge
 
 
 def run_retry(
@@ -20,13 +22,17 @@ def run_retry(
     folder.read_head()
     state = fold(read_journal(folder.journal, warn))
     chosen = _failed(folder, state, only, run)
+    plan = make_plan(as_launched(folder, state))
+    rows = [_retry_row(a, state, plan) for a in chosen]
     if as_json:
-        print_json([_retry_row(a) for a in chosen])
+        print_json(rows)
     elif chosen:
-        made = table(f"{'would run' if dry_run else 'runs'} again", "run", "attempt", "was", "reason")
-        for a in chosen:
-            made.add_row(*(str(v) for v in _retry_row(a).values()))
+        made = table(f"{'would run' if dry_run else 'runs'} again", "run", "attempt", "was", "reason", "policy")
+        for row in rows:
+            made.add_row(*(str(v) for v in row.values()))
         out().print(made)
+        for node, why in excluded(state, plan.config.retry).items():
+            say(f"not on {node}: {why} (retry.forgive=[{node}] uses it again)")
     if not chosen:
         say("nothing to retry: no run ended in " + (only or "a failure"))
     if dry_run or not chosen:
@@ -34,14 +40,21 @@ def run_retry(
     return continue_sweep(folder, retry=[a.key for a in chosen], console=err() if as_json else None)
 
 
-def _retry_row(attempt: AttemptState) -> dict[str, object]:
-    result = attempt.result
+def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str, object]:
+    """What would run and why, beside what the policy had said of it by itself."""
+    result, key = attempt.result, attempt.key
     assert result is not None
+    run = next((r for r in plan.runs if r.run_id == key.run_id), None)
+    memory = plan.config.hardware.rank_mem_bytes
+    share = run.prediction.peak_mem_bytes / memory if run else 1.0
+    tries = [a for a in state.attempts_of(key.run_id) if a.key.repeat == key.repeat]
+    verdict = judge(tries, plan.config.retry, memory_share=share)
     return {
-        "run_id": attempt.key.run_id,
-        "attempt": attempt.key.attempt + 1,
+        "run_id": key.run_id,
+        "attempt": key.attempt + 1,
         "was": result.status.value,
         "reason": result.reason,
+        "policy": f"{'again' if verdict.again else 'stands'}; {verdict.why}",
     }
 
 

@@ -1,0 +1,82 @@
+"""What lack of memory says about other layouts, and when it says nothing."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultrabench.dominance import dominates
+from ultrabench.result import RunResult, Status
+from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.config import load_config
+from ultrabench.sweep.decide import decide
+from ultrabench.sweep.plan import make_plan
+
+PLAN = make_plan(load_config(["sweep=playbook", "sweep.models=[1B]", "sweep.nodes=[1,2]"]))
+RUNS = PLAN.runs
+SAME = [r for r in RUNS if (r.nodes, r.layout.tp, r.layout.pp) == (1, 1, 1)]
+SURE = RunResult(status=Status.OOM, confirmed=True)
+
+
+def run_of(mbs, zero):
+    return next(r for r in SAME if (r.layout.mbs, r.layout.zero_stage) == (mbs, zero))
+
+
+def state_of(**ends):
+    """Runs mMzZ=result."""
+    made = SweepState()
+    for name, end in ends.items():
+        run = run_of(*map(int, name[1:].split("z")))
+        for n, r in enumerate(end if isinstance(end, tuple) else (end,)):
+            key = AttemptKey(run.run_id, 0, n)
+            made.attempts[key] = AttemptState(key=key, result=r)
+    return made
+
+
+def left_out(state):
+    found = decide(SAME, state, frozenset(), repeats=1).dominated
+    return {r.layout.mbs * 10 + r.layout.zero_stage for r in SAME if r.run_id in found}
+
+
+@given(st.sampled_from(RUNS), st.sampled_from(RUNS), st.sampled_from(RUNS))
+def test_dominance_is_an_order(a, b, c):
+    assert not dominates(a.layout, a.layout)
+    if dominates(a.layout, b.layout):
+        assert not dominates(b.layout, a.layout)
+        assert b.prediction.peak_mem_bytes >= a.prediction.peak_mem_bytes
+        if dominates(b.layout, c.layout):
+            assert dominates(a.layout, c.layout)
+
+
+def test_larger_micro_batches_and_lower_zero_stages_are_left_out():
+    assert left_out(state_of(m8z1=SURE)) == {80, 160, 161, 320, 321}
+    assert left_out(state_of(m8z0=SURE)) == {160, 320}
+
+
+@pytest.mark.parametrize("end", [RunResult(status=Status.OOM), RunResult(status=Status.CRASH),
+                                 RunResult(status=Status.OK), replace(SURE, confirmed=False)])  # fmt: skip
+def test_only_a_confirmed_oom_speaks_for_others(end):
+    assert left_out(state_of(m8z1=end)) == set()
+
+
+def test_an_oom_that_was_not_predicted_has_to_happen_twice():
+    one, two = state_of(m8z1=SURE), state_of(m8z1=(SURE, SURE))
+    share = run_of(8, 1).prediction.peak_mem_bytes
+    for state, number in ((one, 0), (two, 5)):
+        found = decide(SAME, state, frozenset(), repeats=1, rank_mem_bytes=share / 0.8).dominated
+        assert len(found) == number
+    todo = decide(SAME, one, frozenset(), repeats=1, rank_mem_bytes=share / 0.8).todo
+    assert (run_of(8, 1).run_id, 0, 1) in {t.key for t in todo}
+
+
+def test_a_success_lifts_it():
+    ok = RunResult(status=Status.OK, step_times_s=(1.0,) * 6)
+    assert left_out(state_of(m8z1=(SURE, ok))) == set(), "its own"
+    assert left_out(state_of(m8z1=SURE, m16z1=ok)) == set(), "of what should not have fitted"
+
+
+def test_what_the_user_asks_for_is_not_left_out():
+    state = state_of(m8z1=SURE, m16z1=SURE)
+    state.retried = frozenset({AttemptKey(run_of(16, 1).run_id, 0, 0)})
+    assert 161 not in left_out(state)

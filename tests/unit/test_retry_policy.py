@@ -1,0 +1,148 @@
+"""The policy: what follows from failures, and that following it always comes to an end."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ultrabench.errors import ConfigError
+from ultrabench.result import RunResult, Status
+from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.config import load_config
+from ultrabench.sweep.decide import next_step
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.retry_policy import ATTEMPTS, FAILURES, broken, excluded, judge
+
+POLICY = load_config(["retry.backoff_s=0"]).retry
+PLAN = make_plan(load_config(["retry.backoff_s=0", "measure.confirm=2", "retry.breaker=null"]))
+SMALL = replace(PLAN, candidates=PLAN.runs[:6])
+
+
+def failed(*results, run_id="r"):
+    return [
+        AttemptState(key=AttemptKey(run_id, 0, n), result=r, time=float(n)) for n, r in enumerate(results)
+    ]
+
+
+def result(status="hang", hosts=("a",), **more):
+    return RunResult(status=Status(status), hostnames=hosts, **more)
+
+
+def test_the_table_of_the_package_is_the_default():
+    assert POLICY.attempts == ATTEMPTS
+
+
+@pytest.mark.parametrize("override", ["retry.attempts.hnag=1", "retry.breaker=0", "retry.backoff_s=-1",
+                                      "+retry.attempts.crsh=1"])  # fmt: skip
+def test_what_no_policy_can_be_is_told_in_one_line(override):
+    with pytest.raises(ConfigError) as error:
+        load_config([override])
+    assert "\n" not in str(error.value)
+
+
+def test_a_known_cause_counts_instead_of_its_status():
+    once = result("crash", cause="killed")
+    assert judge(failed(once), POLICY).again
+    assert not judge(failed(once, once), POLICY).again
+    assert not judge(failed(result("crash", cause="assertion")), POLICY).again
+
+
+def test_the_same_failure_on_other_nodes_is_deterministic():
+    here, there = result(fingerprint="f"), result(fingerprint="f", hosts=("b",))
+    assert judge(failed(here, here), POLICY).again
+    verdict = judge(failed(here, there), POLICY)
+    assert not verdict.again
+    assert verdict.why == "the same failure on a and on b"
+    assert judge(failed(here, replace(there, fingerprint="g")), POLICY).again
+
+
+def test_a_pause_doubles_with_each_failure():
+    policy = replace(POLICY, backoff_s=30.0, backoff_max_s=50.0)
+    end = {"started_at": 100.0, "duration_s": 10.0}
+    assert judge(failed(result(**end)), policy).not_before == 140.0
+    assert judge(failed(result(**end), result(**end)), policy).not_before == 160.0
+    assert judge(failed(result("timeout", **end)), policy).not_before is None
+
+
+def test_an_oom_is_an_answer_when_confirmed_and_predicted():
+    sure = result("oom", confirmed=True)
+    assert not judge(failed(sure), POLICY, memory_share=0.9).again
+    assert judge(failed(sure), POLICY, memory_share=0.8).again
+    assert judge(failed(result("oom")), POLICY, memory_share=0.9).again
+    assert not judge(failed(sure, sure), POLICY, memory_share=0.1).again
+
+
+def test_what_happened_before_this_launch_and_was_not_its_fault_is_forgotten():
+    lost = failed(*[result("lost")] * 6)
+    assert not judge(lost, POLICY).again
+    assert judge(lost, POLICY, old=frozenset(a.key for a in lost[:1])).again
+
+
+def state_of(*attempts):
+    return SweepState(attempts={a.key: a for a in attempts})
+
+
+def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed():
+    hang = result(suspects=("bad",))
+    one, two = failed(hang, hang, run_id="r"), failed(hang, run_id="s")
+    assert excluded(state_of(*one), POLICY) == {}
+    assert excluded(state_of(*one, *two), POLICY) == {"bad": "suspected in 2 runs"}
+    assert excluded(state_of(*one, *two), replace(POLICY, forgive=("bad",))) == {}
+    down = result("node_fail", suspects=("dead",), reason="ECC error")
+    assert excluded(state_of(*failed(down)), POLICY) == {"dead": "ECC error"}
+    told = SweepState(allocations={"x": AllocationState(name="x", ends={0: {"avoid": ["full"]}})})
+    assert list(excluded(told, POLICY)) == ["full"]
+
+
+def test_the_breaker_wants_the_same_failure_in_a_row():
+    crash = result("crash", fingerprint="f", reason="ImportError: no module x")
+    runs = [replace_key(a, n) for n, a in enumerate(failed(*[crash] * 10))]
+    assert "ImportError" in (broken(state_of(*runs), POLICY, frozenset()) or "")
+    assert broken(state_of(*runs[1:]), POLICY, frozenset()) is None
+    assert broken(state_of(*runs), POLICY, frozenset({runs[0].key})) is None, "before this launch"
+    assert broken(state_of(*runs), replace(POLICY, breaker=None), frozenset()) is None
+    runs[5].result = result("ok")
+    assert broken(state_of(*runs), POLICY, frozenset()) is None
+    runs[5].result = result("oom")
+    assert broken(state_of(*runs), POLICY, frozenset()) is None, "nine are not ten"
+
+
+def replace_key(attempt, number):
+    return replace(attempt, key=AttemptKey(f"r{number}", 0, 0))
+
+
+ENDS = st.builds(
+    RunResult,
+    status=st.sampled_from(sorted({*FAILURES, Status.OK})),
+    cause=st.sampled_from([None, "killed", "foreign_memory", "assertion"]),
+    fingerprint=st.sampled_from([None, "f", "g"]),
+    confirmed=st.sampled_from([None, True, False]),
+    hostnames=st.sampled_from([("a",), ("b",), ("a", "b")]),
+    step_times_s=st.sampled_from([(1.0,) * 6, (1.02,) * 6, (2.0,) * 6]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_sweep_ends_whatever_happens_and_no_ok_repeat_is_run_again(data):
+    state, done = SweepState(), set()
+    for _ in range(200):
+        decision = next_step(SMALL, state, frozenset())
+        if decision.over:
+            break
+        assert decision.todo, "nothing is alive, so something has to be started"
+        for todo in decision.todo:
+            assert todo.key[:2] not in done
+            assert todo.key not in state.attempts
+            end = data.draw(ENDS)
+            state.attempts[todo.key] = AttemptState(key=todo.key, result=end, spec={"nodes": 1})
+            if end.status == Status.OK:
+                done.add(todo.key[:2])
+    assert decision.over, "it loops"
+    tries = [k for k in state.attempts if k.repeat == 0]
+    assert len(tries) <= len(SMALL.candidates) * (
+        sum(POLICY.attempts.values()) + sum(POLICY.causes.values()) + 2
+    )
+    for run in SMALL.candidates:
+        assert run.run_id in decision.dominated or any(k.run_id == run.run_id for k in state.attempts)
