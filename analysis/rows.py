@@ -14,12 +14,16 @@ from ultrabench.analysis.speed import speed_columns
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
+from ultrabench.layout import Layout
+from ultrabench.layout import Layout
 from ultrabench.preflight import summary
 from ultrabench.record import from_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec
 from ultrabench.shape import ModelShape
 from ultrabench.state import AllocationState, AttemptState, SweepState, final_attempts, fold
+from ultrabench.sweep.dominated import fit_of, left_out, policy_of, skipped_reason
+from ultrabench.sweep.dominated import fit_of, left_out, policy_of, skipped_reason
 from ultrabench.sweep.losses import judged
 from ultrabench.sweep.suspects import control_times, suspect_attempts
 
@@ -84,7 +88,7 @@ def _rows(head: SweepHead, plan: list[Row], told: SweepState, warn: Warn) -> Ite
         attempts[key.run_id].append(attempt)
     final = {attempt.key for attempt in final_attempts(state).values()}
     control, suspects = control_times(state), suspect_attempts(state, device=head.hardware.device)
-    shapes = _planned_shapes(head, state)
+    shapes, dominated = _planned_shapes(head, state), _dominated(plan, state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
         row = _attempted(base, attempt, state, attempt.key in final)
@@ -97,7 +101,7 @@ def _rows(head: SweepHead, plan: list[Row], told: SweepState, warn: Warn) -> Ite
         base = _planned(head, candidate, shape)
         tried = attempts.pop(candidate["run_id"], [])
         if not tried:
-            yield {**base, **_not_attempted(candidate)}
+            yield {**base, **_not_attempted(candidate, dominated.get(candidate["run_id"]))}
         for attempt in tried:
             yield outcome(base, attempt, shape)
     for run_id, tried in sorted(attempts.items()):
@@ -167,8 +171,18 @@ def _shape_columns(shape: ModelShape | None) -> Row:
     return {} if shape is None else {k: getattr(shape, k) for k in _SHAPE}
 
 
-def _not_attempted(candidate: Row) -> Row:
+def _dominated(plan: list[Row], state: SweepState) -> dict[str, str]:
+    """run_id of what is left out -> run_id of what had not enough memory."""
+    runs = [row for row in plan if row.get("decision") == "run"]
+    fits = (fit_of(row, Layout(**{k: row[k] for k in _LAYOUT})) for row in runs)
+    return left_out(fits, state, policy_of(state))
+
+
+def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
     """The outcome of a candidate without an attempt: a rule's, a decision's, or none yet."""
+    if dominated_by is not None:
+        reason = skipped_reason(dominated_by)
+        candidate = candidate | {"decision": "skipped", "reason": reason, "dominated_by": dominated_by}
     status = _NOT_ATTEMPTED.get(candidate.get("decision") or "")
     told = ("rule", "reason", "dominated_by") if status else ()
     return {"status": status and status.value, "is_final": True} | {k: candidate.get(k) for k in told}

@@ -89,6 +89,18 @@ def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path, spe
         assert row["num_params"] is not None
 
 
+def test_what_another_run_dominates_is_skipped_and_says_by_whom(tmp_path):
+    small, large = (spec_of(Layout(dp=8, zero_stage=1, mbs=m, gas=16 // m)) for m in (1, 2))
+    folder = make_sweep(tmp_path / "s", [candidate(small), candidate(large)])
+    writer = JournalWriter(folder.journal, "agent")
+    for attempt in range(2):
+        claim(writer, small, attempt=attempt, result=RunResult(status=Status.OOM, confirmed=True))
+    row = rows_of(folder)[-1]
+    assert (row["run_id"], row["status"], row["attempt"]) == (large.run_id, "skipped", None)
+    assert row["dominated_by"] == small.run_id
+    assert row["reason"].startswith(f"dominated by {small.run_id}")
+
+
 def test_only_ok_attempts_have_speeds(tmp_path, specs):
     folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
     writer = JournalWriter(folder.journal, "agent")
