@@ -15,14 +15,12 @@ from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
 from ultrabench.layout import Layout
-from ultrabench.layout import Layout
 from ultrabench.preflight import summary
 from ultrabench.record import from_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec
 from ultrabench.shape import ModelShape
 from ultrabench.state import AllocationState, AttemptState, SweepState, final_attempts, fold
-from ultrabench.sweep.dominated import fit_of, left_out, policy_of, skipped_reason
 from ultrabench.sweep.dominated import fit_of, left_out, policy_of, skipped_reason
 from ultrabench.sweep.losses import judged
 from ultrabench.sweep.suspects import control_times, suspect_attempts

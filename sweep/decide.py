@@ -1,7 +1,7 @@
 """What a running sweep does next: a pure function of its plan, its state and what is alive."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ultrabench.result import RunResult, Status
@@ -9,8 +9,10 @@ from ultrabench.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.contenders import contenders
 from ultrabench.sweep.control import cell_of
 from ultrabench.sweep.dominated import Fit, left_out
+from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan import Candidate, Plan
 from ultrabench.sweep.retry_policy import RetryPolicy, broken, judge
+from ultrabench.sweep.suspects import suspect_attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ def decide(
     confirm: int = 1,
     rank_mem_bytes: float | None = None,
     old: frozenset[AttemptKey] = frozenset(),
+    doubted: Collection[AttemptKey] = (),
     now: float = math.inf,
 ) -> Decision:
     """The attempts to make and how many are on their way.
@@ -73,6 +76,7 @@ def decide(
         confirm: measurements wanted of the contenders of a cell, once all its runs are settled.
         rank_mem_bytes: what a rank has; an OOM that was not predicted by that is doubted.
         old: attempts that ended before this launch.
+        doubted: ok attempts whose number is suspect; the policy says how many repeats that is worth.
         now: seconds since 1970; earlier than the end of a pause, a run waits.
     """
     on_their_way = {
@@ -81,7 +85,7 @@ def decide(
     tried: dict[str, list[AttemptState]] = {}
     for key, attempt in sorted(state.attempts.items()):
         tried.setdefault(key.run_id, []).append(attempt)
-    following = _Following(state, policy, old, rank_mem_bytes, accepts)
+    following = _Following(state, policy, old, rank_mem_bytes, accepts, doubted)
     fits = (Fit(r.run_id, cell_of(r), r.layout, following.memory_share(r)) for r in runs)
     dominated = left_out(fits, state, policy)
     open_runs = [run for run in runs if run.run_id not in dominated]
@@ -115,10 +119,11 @@ def next_step(
     old: frozenset[AttemptKey] = frozenset(),
     now: float = math.inf,
 ) -> Decision:
-    """`decide` with the values of the plan's configuration."""
-    config = plan.config
+    """`decide` with the values of the plan's configuration, and what results say of each other."""
+    config, state = plan.config, judged(state)
     return decide(
-        plan.runs, state, alive, repeats=config.repeats, accepts=accepts, canary=config.launcher.control,
+        plan.runs, state, alive, doubted=suspect_attempts(state, device=config.hardware.device).keys(),
+        repeats=config.repeats, accepts=accepts, canary=config.launcher.control,
         policy=config.retry, confirm=config.measure.confirm, rank_mem_bytes=config.hardware.rank_mem_bytes,
         old=old, now=now,
     )  # fmt: skip
@@ -164,8 +169,9 @@ class _Following:
         old: frozenset[AttemptKey],
         rank_mem_bytes: float | None,
         accepts: Callable[[RunResult], bool],
+        doubted: Collection[AttemptKey],
     ) -> None:
-        self._state, self._policy, self._old = state, policy, old
+        self._state, self._policy, self._old, self._doubted = state, policy, old, doubted
         self._rank_mem_bytes, self._accepts = rank_mem_bytes, accepts
 
     def memory_share(self, run: Candidate) -> float:
@@ -179,12 +185,15 @@ class _Following:
         by_repeat: dict[int, list[AttemptState]] = {}
         for attempt in tried:
             by_repeat.setdefault(attempt.key.repeat, []).append(attempt)
-        counted = -1
+        counted, doubts = -1, 0
         for repeat in range(len(by_repeat) + repeats):
             attempts = by_repeat.get(repeat, [])
-            oks = [a.result for a in attempts if a.result and a.result.status == Status.OK]
-            if oks and not any(self._accepts(r) for r in oks):
+            oks = [a for a in attempts if a.result and a.result.status == Status.OK]
+            if oks and not any(a.result and self._accepts(a.result) for a in oks):
                 continue  # measured elsewhere: kept, but another repeat has to be made here
+            if oks and doubts < self._policy.attempts["suspect"] and all(a.key in self._doubted for a in oks):
+                doubts += 1
+                continue
             counted += 1
             if counted == nth:
                 return None if oks else self._after(run, repeat, attempts)

@@ -16,7 +16,7 @@ NO_KIND = frozenset({Status.OK, Status.OOM, Status.CANCELLED, Status.PREEMPTED, 
 """Ends that say nothing about the cluster or the program being broken."""
 FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}
 
-ATTEMPTS = {"hang": 2, "comm_error": 2, "timeout": 1, "invalid": 1, "crash": 0, "oom": 0,
+ATTEMPTS = {"hang": 2, "comm_error": 2, "timeout": 1, "invalid": 1, "suspect": 1, "crash": 0, "oom": 0,
             "node_fail": 5, "preempted": 5, "lost": 5, "cancelled": 5}  # fmt: skip
 
 
@@ -35,9 +35,13 @@ class RetryPolicy:
     sure_oom: float = 0.85
 
     def __post_init__(self) -> None:
-        for name in self.attempts:
+        for name in (*self.attempts, *ATTEMPTS):
             if name not in ATTEMPTS:
                 raise ConfigError(unknown_name("status in retry.attempts", name, ATTEMPTS))
+            if name not in self.attempts:
+                raise ConfigError(
+                    f"retry.attempts lacks {name}; it needs a number for each of {', '.join(ATTEMPTS)}"
+                )
         numbers: dict[str, float] = {f"attempts.{k}": v for k, v in self.attempts.items()}
         numbers |= {f"causes.{k}": v for k, v in self.causes.items()}
         numbers |= {"backoff_s": self.backoff_s, "backoff_max_s": self.backoff_max_s,
@@ -59,7 +63,7 @@ class RetryPolicy:
         """Further attempts that failures of this kind may cost."""
         if result.cause in self.causes:
             return self.causes[str(result.cause)]
-        return self.attempts.get(result.status.value, ATTEMPTS.get(result.status.value, 0))
+        return self.attempts.get(result.status.value, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
