@@ -4,8 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build of torch where the index has one; a machine with GPUs installs its own first.
 TORCH ?= torch==2.13.0
+# Of `make chaos`: how many faults, and the seed that draws them.
+FAULTS ?= 200
+SEED ?= 7
 
-.PHONY: quickstart test check env format parity slurm-test bench slurm-bench clean
+.PHONY: quickstart test check env format parity slurm-test chaos bench slurm-bench clean
 
 env: $(VENV)/installed
 
@@ -41,6 +44,9 @@ bench: env
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/restart.py
+
+chaos: env
+	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
 
 slurm-bench: env
 	$(BIN)/python benchmarks/submit.py

@@ -1,0 +1,82 @@
+"""Long campaigns: `python -m tests.chaos --faults 200 --seed 7`; the same command goes on where it was."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tests.chaos.campaign import Campaign
+from tests.chaos.fault import EXPLAINS, OF_A_PROGRAM, draw
+from tests.chaos.report import write_report
+from tests.slurm.conftest import SETTINGS, Cluster
+from tests.slurm.sweeps import SlurmBench
+
+PART = 25
+"""Faults of one campaign; every fourth one is of the embedded kernel."""
+EMBEDDED_KINDS = tuple(
+    kind for kind in EXPLAINS if kind not in OF_A_PROGRAM and kind not in ("node_silent", "stop_leader")
+)
+
+
+def say(note: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {note}", flush=True)
+
+
+def part(folder: Path, cluster: Cluster, seed: str, count: int, embedded: bool) -> dict:
+    """One campaign in a folder of its own; gives what the report needs."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    began = time.time()
+    campaign = Campaign(SlurmBench(folder), cluster, say)
+    try:
+        kinds = EMBEDDED_KINDS if embedded else tuple(EXPLAINS)
+        campaign.run(draw(seed, count, kinds), embedded)
+    finally:
+        campaign.close()
+    return {
+        "seed": seed, "kernel": "embedded" if embedded else "command", "began": began, "faults": campaign.records,
+        "duration_s": time.time() - began, "problems": campaign.problems,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """0 when no campaign found a problem."""
+    given = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    given.add_argument("--faults", type=int, default=200)
+    given.add_argument("--seed", type=int, default=7)
+    given.add_argument("--folder", type=Path, help="default: /tmp/ultrabench-chaos-SEED")
+    words = given.parse_args()
+    # An end from outside cleans up like any other; started in the background, Ctrl-C would be ignored.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(1))
+    folder = (words.folder or Path(f"/tmp/ultrabench-chaos-{words.seed}")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    done_file = folder / "campaigns.jsonl"
+    cluster = Cluster(folder / "cluster")
+    cluster.tool("up", *SETTINGS)
+    os.environ["SLURM_CONF"] = str(cluster.folder / "slurm.conf")
+    try:
+        for number in range(-(-words.faults // PART)):
+            done = done_file.read_text().splitlines() if done_file.exists() else []
+            if number < len(done):
+                continue
+            count = min(PART, words.faults - number * PART)
+            say(f"campaign {number + 1}: {count} faults")
+            told = part(folder / "work", cluster, f"{words.seed}.{number}", count, number % 4 == 3)
+            with done_file.open("a") as file:
+                file.write(json.dumps(told) + "\n")
+            cluster.tool("up", *SETTINGS)
+    finally:
+        cluster.tool("down")
+    told = [json.loads(line) for line in done_file.read_text().splitlines()]
+    write_report(folder / "chaos.md", words.seed, told)
+    say(f"report: {folder}/chaos.md")
+    return int(any(campaign["problems"] for campaign in told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

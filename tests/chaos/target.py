@@ -1,0 +1,98 @@
+"""What a fault can hit: agents and ranks on the simulated nodes, and the jobs they belong to."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.slurm.sweeps import slurm_says
+from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, start_time
+
+FORK_SERVER = "ultrabench.agent.fork_server"
+PROGRAM = Path(__file__).parent / "program.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A process of an allocation."""
+
+    pid: int
+    role: str
+    """leader, follower or rank."""
+    allocation: str
+    host: str
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.pid} of {self.allocation} on {self.host}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A running job of a sweep."""
+
+    job_id: str
+    allocation: str
+    nodes: str
+
+
+def processes(folder: Path, role: str) -> list[Target]:
+    """The living processes of this role that belong to sweeps in `folder`, in a stable order."""
+    found = []
+    for pid in own_processes():
+        words, env = command_line(pid), environment(pid)
+        if words[1:4] == ["-P", "-m", "ultrabench.agent"] and words[4].startswith(f"{folder}/"):
+            own = "leader" if env.get("SLURM_NODEID") == "0" else "follower"
+            name = f"{Path(words[4]).name}.{env.get('SLURM_ARRAY_TASK_ID')}"
+        elif _is_rank(pid, words) and TAG_VARIABLE in env:
+            own, name = "rank", env[TAG_VARIABLE].split(":")[0]
+            if not any(folder.glob(f"results/*/allocations/{name}")):
+                continue
+        else:
+            continue
+        if own == role and start_time(pid) is not None:
+            found.append(Target(pid=pid, role=own, allocation=name, host=env.get("SLURMD_NODENAME", "?")))
+    return sorted(found, key=lambda t: (t.allocation, t.host, t.pid))
+
+
+def _is_rank(pid: int, words: list[str]) -> bool:
+    """Of the program of these tests, or forked from the warm server."""
+    return str(PROGRAM) in words or (FORK_SERVER in words and FORK_SERVER in command_line(_parent(pid)))
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def environment(pid: int) -> dict[str, str]:
+    """What a process was started with."""
+    try:
+        items = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(item.split("=", 1) for item in items if "=" in item)
+
+
+def jobs(sweep: str, *options: str) -> list[Job]:
+    """Running jobs of a sweep."""
+    text = slurm_says("squeue", "-h", "-r", "-t", "R,CF", "-o", "%i|%j|%K|%N", *options)
+    prefix, found = f"ub-{sweep}-", []
+    for line in sorted(text.splitlines()):
+        job_id, name, index, nodes = line.split("|")
+        if name.startswith(prefix):
+            allocation = f"{name.removeprefix(prefix)}.{index}"
+            found.append(Job(job_id=job_id, allocation=allocation, nodes=nodes))
+    return found
+
+
+def nodes_at_work(sweep: str) -> list[str]:
+    """Nodes that run jobs of a sweep."""
+    names = ",".join(job.nodes for job in jobs(sweep) if job.nodes)
+    return slurm_says("scontrol", "show", "hostnames", names).split() if names else []
+
+
+def writers_at_rest(journal: Path) -> list[Path]:
+    """Journal files whose process has ended."""
+    pids = {path: path.stem.rsplit("-", 2)[1] for path in sorted(journal.glob("*.jsonl"))}
+    return [path for path, pid in pids.items() if not os.path.exists(f"/proc/{pid}")]

@@ -1,0 +1,23 @@
+"""A short seeded part of the chaos campaign; `make chaos` runs the long one."""
+
+import pytest
+
+from tests.chaos.campaign import Campaign
+from tests.chaos.fault import EXPLAINS, draw
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+
+
+def test_the_same_seed_draws_the_same_faults():
+    assert draw("7", 60) == draw("7", 60) != draw("8", 60)
+    assert {fault.kind for fault in draw("7", len(EXPLAINS))} == set(EXPLAINS)
+
+
+def test_a_sweep_survives_whatever_clusters_do(sweeps, slurm):
+    campaign = Campaign(sweeps, slurm, print)
+    try:
+        campaign.run(draw("4", 25))
+    finally:
+        campaign.close()
+    assert campaign.problems == []
+    assert sum("missed" not in record for record in campaign.records) >= 20
