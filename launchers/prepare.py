@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,14 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import env_id
 from ultrabench.state import AttemptKey, Fold, SweepState, fold
 from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.decide import Decision, next_step
 from ultrabench.sweep.head import make_head, provenance, require_same
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
 from ultrabench.sweep.plan_table import write_plan
 
 PROBE_TIMEOUT_S = 120.0
+DECISION_S = 5.0
+"""Runs that rest after a failure become ready by the clock alone."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class OpenSweep:
     _fold: Fold = field(default_factory=Fold)
     _folded: int = 0
     """Events in the fold."""
+    _decided: tuple[float, tuple[int, frozenset[str]], Decision] | None = None
+    """When for what which decision was taken."""
 
     @property
     def config(self) -> SweepConfig:
@@ -53,6 +59,16 @@ class OpenSweep:
         new = events[self._folded :]
         self._folded = len(events)
         return self._fold.add(new) if new else self._fold.state
+
+    def next_step(self, alive: frozenset[str], old: frozenset[AttemptKey]) -> Decision:
+        """What to do now; taken anew when the journal or the living have changed, else every 5 s."""
+        state, now = self.state(), time.monotonic()
+        ground = (self._folded, alive)
+        if self._decided and self._decided[1] == ground and now - self._decided[0] < DECISION_S:
+            return self._decided[2]
+        decision = next_step(self.plan, state, alive, accepts=self.accepts, old=old, now=time.time())
+        self._decided = (now, ground, decision)
+        return decision
 
 
 def open_sweep(
