@@ -78,6 +78,16 @@ def scale_label(cells: Sequence[Cell]) -> str:
     return f"MFU (% of {'measured ' if measured else ''}peak)"
 
 
+def doubts(table: pa.Table) -> list[str]:
+    """A line on the suspect rows and one on the invalid ones, with an example; none where there are none."""
+    rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
+    suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
+    invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
+    named = ((suspect, "suspect and wins no cell"), (invalid, "invalid"))
+    return [f"{len(found)} of {len(rows)} rows: {what}, such as {found[0][0]}: {found[0][1]}"
+            for found, what in named if found]  # fmt: skip
+
+
 def notes(table: pa.Table) -> str:
     """One sentence on the runs behind a figure: how many ended how, made by which versions."""
     rows = table.select(["run_id", "status", "is_final"]).to_pylist()

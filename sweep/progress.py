@@ -10,7 +10,6 @@ from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.dominated import Fit, left_out, policy_of
 from ultrabench.sweep.losses import judged
-from ultrabench.sweep.losses import judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,6 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
     """The progress of `planned` according to `state`."""
     state = judged(state)
     runs = {r.run_id: r for r in planned}
-    state = judged(state)
     final = _standing(state, runs)
     dominated = left_out((r.fit for r in planned), state, policy_of(state))
     status: dict[str, str] = {}

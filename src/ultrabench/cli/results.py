@@ -21,6 +21,7 @@ def collect(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Collect the journals of sweeps into one parquet file."""
+    from ultrabench.analysis.captions import doubts
     from ultrabench.analysis.collect import collect as rows_of
     from ultrabench.analysis.collect import write_parquet
     from ultrabench.cli.tables import say, warn
@@ -32,6 +33,8 @@ def collect(
     write_parquet(table, path)
     attempts = len(table) - table["attempt"].null_count
     say(f"wrote {len(table)} rows ({attempts} attempts) of {', '.join(f.name for f in folders)} to {path}")
+    for line in doubts(table):
+        say(line)
 
 
 def heatmap(
@@ -70,7 +73,8 @@ def heatmap(
     from ultrabench.analysis.heatmap import draw
 
     path = output or default
-    note = notes(table) if rank_by == DEFAULT_RANK_BY else f"Ranked by {rank_by}. {notes(table)}"
+    by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
+    note = f"Ranked by {by[0]}. {notes(table)}" if by else notes(table)
     draw(cells, path, title=name, notes=note, compared_with=label)
     say(f"drew {len(cells)} cells to {path}")
 

@@ -10,11 +10,15 @@ from rich.text import Text
 from ultrabench.cli.live import panel
 from ultrabench.cli.tables import out, print_json, say, table, warn
 from ultrabench.folder import SweepFolder, find_sweep
+from ultrabench.hardware import Hardware
 from ultrabench.journal import JournalReader
 from ultrabench.presence import living_launchers
+from ultrabench.record import from_dict
 from ultrabench.state import SweepState, fold
+from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import Progress, progress
+from ultrabench.sweep.suspects import suspect_attempts
 
 WATCH_S = 1.0
 
@@ -27,7 +31,7 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     folder = find_sweep(sweep, results)
     folder.read_head()
     reader = JournalReader(folder.journal, warn)
-    now, standing = _look(folder, reader)
+    now, standing, suspects = _look(folder, reader)
     if watch and not as_json and _waits_for_a_launcher(folder, fold(reader.poll())):
         from ultrabench.cli.launch import continue_sweep
 
@@ -35,18 +39,18 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
         return continue_sweep(folder)
     while as_json and watch and _unsettled(now):
         time.sleep(WATCH_S)
-        now, standing = _look(folder, reader)
+        now, standing, suspects = _look(folder, reader)
     if as_json:
-        print_json(now.as_json() | {"standing": standing})
+        print_json(now.as_json() | {"standing": standing, "suspects": suspects})
         return 0
     if not watch:
-        out().print(_page(now, standing))
+        out().print(_page(now, standing, suspects))
         return 0
-    with Live(_page(now, standing), console=out(), auto_refresh=False) as live:
+    with Live(_page(now, standing, suspects), console=out(), auto_refresh=False) as live:
         while _unsettled(now):
             time.sleep(WATCH_S)
-            now, standing = _look(folder, reader)
-            live.update(_page(now, standing), refresh=True)
+            now, standing, suspects = _look(folder, reader)
+            live.update(_page(now, standing, suspects), refresh=True)
     return 0
 
 
@@ -65,11 +69,14 @@ def _unsettled(now: Progress) -> bool:
     return bool(now.by_status.get("pending") or now.by_status.get("running"))
 
 
-def _look(folder: SweepFolder, reader: JournalReader) -> tuple[Progress, str | None]:
-    """How far it is, and why it stands still if it does."""
+def _look(folder: SweepFolder, reader: JournalReader) -> tuple[Progress, str | None, dict[str, str]]:
+    """How far it is, why it stands still if it does, and attempts whose number is in doubt, with the reason."""
     state = fold(reader.poll())
     now = progress(folder.name, read_plan(folder.plan), state)
-    return now, _standing(folder, now, state) if _unsettled(now) else None
+    hardware = (folder.read_head() or {}).get("hardware")
+    device = from_dict(Hardware, hardware).device if hardware else "cpu"
+    suspects = {str(key): why for key, why in suspect_attempts(judged(state), device=device).items()}
+    return now, _standing(folder, now, state) if _unsettled(now) else None, suspects
 
 
 def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | None:
@@ -84,10 +91,14 @@ def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | No
     return "nothing runs and no launcher follows it; the same launch command goes on and says what stops it"
 
 
-def _page(now: Progress, standing: str | None) -> Group:
+def _page(now: Progress, standing: str | None, suspects: dict[str, str]) -> Group:
     names = sorted({name for counts in now.by_nodes.values() for name in counts})
     made = table("", "nodes", *names, right=("nodes", *names))
     for nodes, counts in now.by_nodes.items():
         made.add_row(str(nodes), *(str(counts.get(name, "")) for name in names))
     told = [Text(standing, style="yellow")] if standing else []
-    return Group(*told, panel(now, busy=standing is None), made)
+    doubts = []
+    if suspects:
+        key, why = next(iter(suspects.items()))
+        doubts = [Text(f"{len(suspects)} suspect and winning no cell, such as {key}: {why}", style="yellow")]
+    return Group(*told, panel(now, busy=standing is None), made, *doubts)

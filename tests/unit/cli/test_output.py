@@ -7,7 +7,9 @@ import pytest
 
 from tests.unit.cli.conftest import QUICK, as_json
 from ultrabench import __version__
+from ultrabench.journal import JournalWriter
 from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
 
 
 def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
@@ -41,6 +43,29 @@ def test_status_json_keeps_its_promise(ultrabench, sweep):
     assert status["gpu_hours"]["wasted"] == pytest.approx(4 * gpus[1] / 3600, abs=1e-6)
 
 
+def test_status_and_collect_tell_of_doubtful_and_invalid_numbers(ultrabench, sweep):
+    told = ultrabench("sweep", "status")[1] + ultrabench("collect")[2]
+    assert "suspect" not in told
+    assert "invalid" not in told
+    writer = JournalWriter(sweep.journal, "agent")
+    odd = {"rank_step_times_s": {"0": 0.1, "1": 0.5}}
+    for run, loss, more in zip(QUICK.runs[2:5], (3.0, 3.0, 9.0), (odd, {}, {}), strict=True):
+        result = RunResult(status=Status.OK, step_times_s=(0.1,), loss_final=loss, **more)
+        name = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
+        writer.write("result", **name, source="agent", spec=to_dict(run.spec), result=to_dict(result))
+    status = as_json(ultrabench, "sweep", "status")
+    assert status["by_status"]["invalid"] == 1
+    reason = "rank 1 took 5.00 x the step time of rank 0"
+    assert status["suspects"] == {f"{QUICK.runs[2].run_id}.0.0": reason}
+    out = ultrabench("sweep", "status")[1]
+    assert f"1 suspect and winning no cell, such as {QUICK.runs[2].run_id}.0.0: {reason}" in " ".join(
+        out.split()
+    )
+    err = ultrabench("collect")[2]
+    assert f"rows: suspect and wins no cell, such as {QUICK.runs[2].run_id}: {reason}" in err
+    assert f"rows: invalid, such as {QUICK.runs[4].run_id}: loss 9; the other 3 layouts" in err
+
+
 def test_retry_json_names_what_failed(ultrabench, sweep):
     crashed = QUICK.runs[1].spec.run_id
     rows = as_json(ultrabench, "sweep", "retry", "--dry-run")
@@ -67,7 +92,7 @@ def test_heatmap_json_is_a_list_of_cells(ultrabench, sweep):
 
 def test_configs_json_names_every_group(ultrabench):
     found = as_json(ultrabench, "configs")
-    assert {"model", "hardware", "sweep", "kernel", "launcher", "measure", "cluster"} == set(found)
+    assert {"model", "hardware", "sweep", "kernel", "launcher", "measure", "retry", "cluster"} == set(found)
     assert "tiny" in found["model"]
     assert set(as_json(ultrabench, "configs", "sweep")) == {"sweep"}
 
