@@ -9,17 +9,18 @@ from pathlib import Path
 from ultrabench.agent.follow import follow
 from ultrabench.agent.gang import Gang
 from ultrabench.agent.lead import Leader
-from ultrabench.agent.link import Meeting, call_leader
+from ultrabench.agent.link import MEETING_PATIENCE_S, Meeting, call_leader
 from ultrabench.agent.node import Node
 from ultrabench.agent.place import Place, here
 from ultrabench.agent.stop import StopRequest
 from ultrabench.allocation import Allocation, read_allocation
-from ultrabench.errors import ClusterError
+from ultrabench.errors import ClusterError, UltrabenchError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalWriter
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
 
-MEETING_PATIENCE_S = 120.0
+LAST_WORD_S = 10.0
+"""So long a disk is waited for that does not take the news that the allocation ended."""
 
 
 def main() -> int:
@@ -38,11 +39,10 @@ def main() -> int:
     node.warm_up()
     try:
         if place.node == 0:
-            lead(allocation, node, place, secret, stop)
-        else:
-            leader = call_leader(folder / place.meeting, node.facts(), secret, MEETING_PATIENCE_S)
-            follow(allocation, node, leader, stop)
-    except ClusterError as error:
+            return lead(allocation, node, place, secret, stop)
+        leader = call_leader(folder / place.meeting, node.facts(), secret, MEETING_PATIENCE_S)
+        follow(allocation, node, leader, stop)
+    except UltrabenchError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     finally:
@@ -50,34 +50,41 @@ def main() -> int:
     return 0
 
 
-def lead(allocation: Allocation, node: Node, place: Place, secret: str, stop: StopRequest) -> None:
-    """Node 0: gathers the others, runs the tasks, says why it ended."""
+def lead(allocation: Allocation, node: Node, place: Place, secret: str, stop: StopRequest) -> int:
+    """Node 0: gathers the others, runs the tasks, says why it ended; 1 when a node was lost."""
     started = time.monotonic()
     address = place.address(allocation.simulated or allocation.nodes == 1)
     journal = JournalWriter(SweepFolder(Path(allocation.sweep_dir)).journal, "agent")
-    me = {"node": place.node, "host": place.host, "pid": os.getpid(), "start_time": start_time(os.getpid())}
+    patience, pid = node.patience, os.getpid()
     name = {"allocation": allocation.name, "restart": place.restart}
-    journal.write("allocation_started", **name, agent=me | {"job": place.job})
+    me = {"node": place.node, "host": place.host, "pid": pid, "start_time": start_time(pid)}
+    me |= {"job": place.job, "journal": journal.path.name}
+    patience.insist(journal.write, "allocation_started", **name, agent=me)
     reason, avoid = "crashed", list[str]()
     try:
-        meeting = Meeting(allocation.folder / place.meeting, address, secret)
-        peers = meeting.gather(allocation.nodes, MEETING_PATIENCE_S)
-        gang = Gang(allocation, node, peers, stop, address)
-        reason = Leader(allocation, node, place, gang, journal).run()
+        meeting = patience.insist(Meeting, allocation.folder / place.meeting, address, secret)
+        peers = meeting.gather(allocation.nodes, MEETING_PATIENCE_S, lambda: patience.touch(journal.path))
+        gang = Gang(allocation, node, peers, stop, address, journal.path)
         avoid = gang.avoid
-        for line in peers.values():
-            line.send({"do": "end"})
-    except ClusterError as error:
+        reason = Leader(allocation, node, place, gang, journal).run()
+        gang.dismiss()
+        return int(gang.lost is not None)
+    except UltrabenchError as error:
         reason = str(error)
+        raise
+    except Exception as error:
+        reason = f"crashed: {type(error).__name__}: {error}"
         raise
     finally:
         node.close()
         elapsed_s = time.monotonic() - started
-        journal.write(
-            "allocation_ended", **name, reason=reason, source="agent", elapsed_s=elapsed_s, avoid=avoid
-        )
-        # Its address and its secret are of no use to anybody now.
-        (allocation.folder / place.meeting).unlink(missing_ok=True)
+        end = {"reason": reason, "source": "agent", "elapsed_s": elapsed_s, "avoid": avoid}
+        try:
+            patience.within(LAST_WORD_S, journal.write, "allocation_ended", **name, **end)
+            # Its address and its secret are of no use to anybody now.
+            (allocation.folder / place.meeting).unlink(missing_ok=True)
+        except (ClusterError, OSError) as error:
+            sys.stderr.write(f"{error}; this allocation ended: {reason}\n")
 
 
 if __name__ == "__main__":

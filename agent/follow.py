@@ -1,42 +1,63 @@
 """A following agent: does what the leader says with the ranks of its node."""
 
+import sys
 import time
 from typing import Any
 
-from ultrabench.agent.link import Line, wait_readable
+from ultrabench.agent.gang import LOST_BEATS
+from ultrabench.agent.link import MEETING_PATIENCE_S, Line, wait_readable
 from ultrabench.agent.node import Node
 from ultrabench.agent.stop import StopRequest
 from ultrabench.allocation import Allocation
+from ultrabench.errors import ClusterError
 
 POLL_S = 0.05
 
 
 def follow(allocation: Allocation, node: Node, leader: Line, stop: StopRequest) -> None:
-    """Works for the leader until it says so, goes away, or this agent is told to stop."""
+    """Works for the leader until it says so.
+
+    Raises:
+        ClusterError: the leader went away, or has been silent for three heartbeats.
+    """
     said = time.monotonic()
-    told = False
+    told = heard = False
+
+    def tell(news: list[dict[str, Any]]) -> None:
+        nonlocal said
+        if news or time.monotonic() - said > allocation.heartbeat_s / 2:
+            leader.send({"news": news})
+            said = time.monotonic()
+
+    node.patience.beat = lambda: tell([])
     while not leader.closed:
         if stop.reason and not told:
             told = True
             leader.send({"ending": stop.reason})
         for line in wait_readable([leader], POLL_S):
             for message in line.receive():
+                heard = True
                 if message.get("do") == "end":
                     return
-                _obey(allocation, node, message)
-        news = node.news()
-        if news or time.monotonic() - said > allocation.heartbeat_s / 2:
-            leader.send({"news": news})
-            said = time.monotonic()
+                _obey(allocation, node, leader, message)
+        tell(node.news())
+        silence = time.monotonic() - leader.heard
+        # Before its first word the leader waits for other nodes and looks at its own.
+        if silence > (LOST_BEATS * allocation.heartbeat_s if heard else MEETING_PATIENCE_S):
+            raise ClusterError(f"the leading agent has said nothing for {silence:.1f} s")
+    raise ClusterError("the leading agent is gone")
 
 
-def _obey(allocation: Allocation, node: Node, message: dict[str, Any]) -> None:
+def _obey(allocation: Allocation, node: Node, leader: Line, message: dict[str, Any]) -> None:
     do = message.get("do")
     if do == "start":
         node.start(allocation.task(message["task"]), message["address"], message["port"])
     elif do == "store":
         node.tell_port(message["port"])
     elif do == "kill":
-        node.kill()
+        leader.send({"cleaned": node.kill()})
+    elif do == "examine":
+        node.examine()
     elif do == "finish":
-        node.finish(keep_all=message["keep_all"])
+        problem = node.finish(keep_all=message["keep_all"])
+        sys.stderr.write(f"{problem}\n" if problem else "")

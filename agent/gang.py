@@ -1,27 +1,35 @@
 """The nodes of one allocation as one: what the leading agent tells them and hears from them."""
 
 import time
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ultrabench.agent.gathering import Gathering
 from ultrabench.agent.link import Line, wait_readable
-from ultrabench.agent.node import Node
+from ultrabench.agent.node import Cleaned, Node
 from ultrabench.agent.port import free_port
 from ultrabench.agent.stop import StopRequest
 from ultrabench.allocation import Allocation
 from ultrabench.run import Task
 
 POLL_S = 0.05
-EXIT_GRACE_S = 15.0
+EXIT_GRACE_S = 25.0
+"""Longer than a node takes to find out that it cannot be cleaned."""
+AUTOPSY_S = 15.0
+"""Longer than a node takes to look at its ranks."""
 LOST_BEATS = 3
+DISMISS_S = 2.0
 
 
 class Gang:
     """All agents of an allocation, this node's own included."""
 
     def __init__(
-        self, allocation: Allocation, node: Node, peers: dict[int, Line], stop: StopRequest, address: str
-    ) -> None:
+        self, allocation: Allocation, node: Node, peers: dict[int, Line], stop: StopRequest, address: str,
+        journal: Path,
+    ) -> None:  # fmt: skip
+        """`journal` is touched at every heartbeat, so that launchers see that this agent lives."""
         self._allocation = allocation
         self._node = node
         self._peers = peers
@@ -34,6 +42,10 @@ class Gang:
         self.avoid: list[str] = []
         """Nodes that should not be used again."""
         self._ending_peer: str | None = None
+        self._journal = journal
+        self._beaten = 0.0
+        self._cleaned: dict[int, Cleaned] = {}
+        node.patience.beat = self._beat
 
     @property
     def interrupted(self) -> str | None:
@@ -57,24 +69,57 @@ class Gang:
         """Kills what is left on all nodes and waits for every exit."""
         for rank in gathering.running:
             gathering.ranks[rank].killed_by_us = True
+        self._cleaned.clear()
         self._tell({"do": "kill"})
-        left = self._node.kill()
+        self._cleaned[0] = self._node.kill()
         end = time.monotonic() + EXIT_GRACE_S
-        while gathering.running and not self.lost and time.monotonic() < end:
+        while gathering.running or len(self._cleaned) < len(self.hosts):
             self.listen(gathering, POLL_S)
-        if left:
-            self.lost = f"{self._node.host}: processes {left} cannot be killed"
-            self.avoid = [self._node.host]
+            if self.lost or time.monotonic() > end:
+                break
+        for node, host in enumerate(self.hosts):
+            left = self._cleaned.get(node, {"left": "it does not say that it is clean"})["left"]
+            if left and (node in self._cleaned or not self.lost):
+                self.lost = f"{host} is given up: {left}"
+                self.avoid.append(host)
 
-    def finish(self, keep_all: bool) -> None:
-        """Has all nodes save the logs of the run and forget it."""
-        self._node.finish(keep_all=keep_all)
+    def dismiss(self) -> None:
+        """Sends all agents home; those that live clean up before a lost node has Slurm end the job."""
+        self._tell({"do": "end"})
+        end = time.monotonic() + DISMISS_S
+        while self.lost and time.monotonic() < end and not all(p.closed for p in self._peers.values()):
+            for line in wait_readable(list(self._peers.values()), POLL_S):
+                line.receive()
+
+    def autopsy(self, gathering: Gathering) -> None:
+        """Has all nodes look at the ranks that still run, in bounded time, before these are killed."""
+        self._tell({"do": "examine"})
+        self._node.examine()
+        end = time.monotonic() + AUTOPSY_S
+        while any(gathering.ranks[rank].found is None for rank in gathering.running):
+            self.listen(gathering, POLL_S)
+            if time.monotonic() > end or self.interrupted:
+                break
+
+    def clocks(self) -> tuple[float | None, str | None]:
+        """Median SM clock (Hz) over all GPUs while the last run made steps, and what slowed them."""
+        told = self._cleaned.values()
+        clocks = [clock for cleaned in told for clock in cleaned["sm_clocks_hz"]]
+        slowed = sorted({text for cleaned in told for text in cleaned["slowdowns"]})
+        return (median(clocks) if clocks else None), (", ".join(slowed) or None)
+
+    def finish(self, keep_all: bool) -> str | None:
+        """Has all nodes save the logs of the run and forget it; says why this node could not."""
         self._tell({"do": "finish", "keep_all": keep_all})
+        return self._node.finish(keep_all=keep_all)
 
     def listen(self, gathering: Gathering, seconds: float) -> None:
         """Takes in what all nodes say within `seconds`, and notices who has gone silent."""
+        self._beat()
         for line in wait_readable(list(self._peers.values()), seconds):
             for message in line.receive():
+                if "cleaned" in message:
+                    self._cleaned[int(line.facts["node"])] = message["cleaned"]
                 self._ending_peer = message.get("ending", self._ending_peer)
                 gathering.hear(message.get("news", []))
         gathering.hear(self._node.news())
@@ -82,6 +127,13 @@ class Gang:
         for node, line in self._peers.items():
             if line.closed or time.monotonic() - line.heard > silence:
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
+
+    def _beat(self) -> None:
+        """Shows the other agents and the launcher, often enough, that this one is not frozen."""
+        if time.monotonic() - self._beaten > self._allocation.heartbeat_s / 2:
+            self._beaten = time.monotonic()
+            self._tell({"do": "beat"})
+            self._node.patience.touch(self._journal)
 
     def _tell(self, message: dict[str, Any]) -> None:
         for line in self._peers.values():

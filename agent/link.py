@@ -4,6 +4,7 @@ import json
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from ultrabench.errors import ClusterError
 from ultrabench.folder import write_whole
 
 Message = dict[str, Any]
+
+MEETING_PATIENCE_S = 120.0
+"""So long the agents of an allocation wait for one another."""
 
 
 class Line:
@@ -80,8 +84,10 @@ class Meeting:
         address = {"host": host, "port": self._server.getsockname()[1]}
         write_whole(file, json.dumps(address))
 
-    def gather(self, nodes: int, patience_s: float) -> dict[int, Line]:
-        """The connections of nodes 1 .. nodes-1.
+    def gather(
+        self, nodes: int, patience_s: float, beat: Callable[[], None] = lambda: None
+    ) -> dict[int, Line]:
+        """The connections of nodes 1 .. nodes-1; `beat` is called while they are waited for.
 
         Raises:
             ClusterError: some did not come in time.
@@ -89,6 +95,7 @@ class Meeting:
         lines: dict[int, Line] = {}
         end = time.monotonic() + patience_s
         while len(lines) < nodes - 1:
+            beat()
             if time.monotonic() > end:
                 missing = sorted(set(range(1, nodes)) - set(lines))
                 raise ClusterError(f"agents of nodes {missing} did not come within {patience_s:g} s")

@@ -10,15 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench import checkout
+from ultrabench.agent.autopsy import FOLDER as AUTOPSY
+from ultrabench.agent.autopsy import Autopsy, dump_variables
 from ultrabench.agent.binding import cpu_text, gpu_bus_ids, rank_cpus
 from ultrabench.agent.forks import Exit, ForkServer, Programs
-from ultrabench.agent.gpus import foreign_processes
+from ultrabench.agent.gpus import foreign_processes, visible_gpus
 from ultrabench.agent.host_memory import oom_kills
+from ultrabench.agent.leftovers import Leftovers
+from ultrabench.agent.nvml import GpuGauge
+from ultrabench.agent.patience import Patience
 from ultrabench.agent.place import Place
 from ultrabench.allocation import Allocation
+from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.processes import (
     TAG_VARIABLE,
+    descendants,
+    described,
     kill_until_gone,
     make_scratch,
     reap_adopted,
@@ -28,13 +36,18 @@ from ultrabench.processes import (
     thread_variables,
 )
 from ultrabench.record import to_dict
-from ultrabench.report import NewLines, parse_line, parse_log_line, read_progress
+from ultrabench.report import NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.run import Task, fill_in
 
 News = dict[str, Any]
-"""About one rank: {rank, line} a report line, {rank, microbatches}, {rank, code} its exit, and
-{rank, tail} the end of its log with it."""
+"""About one rank: {rank, line} a report line, {rank, microbatches, step, part} its progress,
+{rank, code, tail, oom_killed} its exit with the end of its log, {rank, found} by its autopsy."""
 
+Cleaned = dict[str, Any]
+"""After a run: {left} why this node cannot be used any more or null, {sm_clocks_hz}, {slowdowns}."""
+
+LOGS_PATIENCE_S = 10.0
+"""So long a disk that takes no logs holds up the next run."""
 TAIL_BYTES = 64 * 1024
 LAUNCHERS_OWN = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI", "PMIX_")
 
@@ -52,6 +65,9 @@ class Node:
         # A rank is no task of Slurm's: programs that find its variables would take it for one.
         self._base = {k: v for k, v in base.items() if k == "SLURM_JOB_ID" or not k.startswith(LAUNCHERS_OWN)}
         self._on_gpus = allocation.tasks[0].device == "cuda"
+        self._gauge = GpuGauge(visible_gpus()[: allocation.gpus_per_node] if self._on_gpus else ())
+        self._leftovers = Leftovers()
+        self.patience = Patience(allocation.heartbeat_s / 2)
         buses = gpu_bus_ids() if self._on_gpus else []
         self._cpus = rank_cpus(allocation.gpus_per_node, self._on_gpus, gpu_bus_ids=buses)
         cores = len(os.sched_getaffinity(0)) // allocation.gpus_per_node
@@ -59,7 +75,8 @@ class Node:
         self._server = ForkServer(self.scratch / "fork_server.log", self._base)
         self._programs = Programs()
         self._reports: dict[int, NewLines] = {}
-        self._progress: dict[int, int] = {}
+        self._progress: dict[int, Progress] = {}
+        self._autopsy: Autopsy | None = None
         self._log: NewLines | None = None
         self._early: list[Exit] = []
         self._oom_kills = 0
@@ -97,9 +114,10 @@ class Node:
         """Starts this node's ranks of `task`; port 0: rank 0 will say which one it got."""
         self._task = task
         run = self.scratch / task.key
-        run.mkdir()
+        (run / AUTOPSY).mkdir(parents=True)
         write_whole(run / "spec.json", json.dumps(to_dict(task), indent=1))
-        self._reports, self._progress, self._early = {}, {}, []
+        self._reports, self._progress, self._early, self._autopsy = {}, {}, [], None
+        self._gauge.clear()
         self._oom_kills = oom_kills()
         kernel = task.spec.kernel
         only_logs = kernel.step_line and self.index == 0 and not task.forked
@@ -114,7 +132,7 @@ class Node:
                 self._server.fork(rank, env, log, cpus)
             else:
                 command = fill_in(task.spec, task.repeat, task.attempt)
-                program_env = {**self._base, **env, **kernel.env}
+                program_env = {**self._base, **env, **dump_variables(run), **kernel.env}
                 program_env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
                 gone = self._programs.start(rank, command, program_env, log, self.allocation.work_dir, cpus)
                 self._early += [gone] if gone else []
@@ -154,13 +172,18 @@ class Node:
             lines = [parse_line(text) for text in report.read()]
             found += [{"rank": rank, "line": line} for line in lines if line]
             done = read_progress(report.path)
-            if done != self._progress.get(rank, 0):
+            if done != self._progress.get(rank, Progress()):
                 self._progress[rank] = done
-                found.append({"rank": rank, "microbatches": done})
+                found.append({"rank": rank, **to_dict(done)})
         if self._log is not None:
             pattern = re.compile(self._task.spec.kernel.step_line or "")
             steps = [parse_log_line(text, pattern) for text in self._log.read()]
             found += [{"rank": 0, "line": step} for step in steps if step]
+        if any("microbatches" in item or item["line"].get("event") == "step" for item in found):
+            self._gauge.sample()
+        if self._autopsy is not None and (seen := self._autopsy.finished()) is not None:
+            self._autopsy = None
+            found += seen
         # Exits come last: what a rank said before it ended is heard before its end.
         struck = bool(exits) and oom_kills() > self._oom_kills
         for end in exits:
@@ -174,32 +197,56 @@ class Node:
         own = read_tail(self.scratch / self._task.key / f"rank{rank}.log", size)
         return own or read_tail(self.scratch / "fork_server.log", size)
 
-    def kill(self) -> list[int]:
-        """Kills every process of the current run on this node; gives back what would not die."""
-        left = kill_until_gone(
-            lambda: [p for p in tagged(lambda tag: tag == self.tag) if p != self._server.pid]
-        )
-        reap_adopted({self._server.pid or 0, *self._programs.pids})
-        return left
+    def examine(self) -> None:
+        """Looks at the ranks that still run; what is found comes with the news when it is complete."""
+        if self._task is not None:
+            known = self._server.rank_pids if self._task.forked else self._programs.rank_pids
+            pids = {rank: pid for rank, pid in known.items() if tag_of(pid) == self.tag}
+            self._autopsy = Autopsy(self.scratch / self._task.key, pids, self.tag)
 
-    def finish(self, keep_all: bool) -> None:
-        """Saves logs of the run (all ranks of a failed one), then forgets it."""
+    def kill(self) -> Cleaned:
+        """Ends every process of the current run on this node and removes what it left."""
+        beat = self.patience.beat
+        stay = kill_until_gone(self._of_the_run, meanwhile=beat)
+        reap_adopted({self._server.pid or 0, *self._programs.rank_pids.values()})
+        self._leftovers.remove()
+        left = f"processes that cannot be killed: {described(stay)}" if stay else self._gauge.occupied(beat)
+        slowed = sorted(self._gauge.slowdowns)
+        return {"left": left, "sm_clocks_hz": self._gauge.clocks_hz, "slowdowns": slowed}
+
+    def _of_the_run(self) -> list[int]:
+        """All that descends from this agent, with or without its tag, but for the fork server."""
+        found = descendants(os.getpid()) | {*tagged(lambda tag: tag == self.tag)}
+        return sorted(found - {self._server.pid})
+
+    def finish(self, keep_all: bool) -> str | None:
+        """Saves logs of the run (all ranks of a failed one), then forgets it; says why that failed."""
         if self._task is None:
-            return
+            return None
         task, run = self._task, self.scratch / self._task.key
         self._task = None
+        problem = None
+        try:
+            self.patience.within(LOGS_PATIENCE_S, self._keep_logs, task, run, keep_all)
+        except (ClusterError, OSError) as error:
+            problem = f"the logs of {self.host} could not be kept: {error}"
+        shutil.rmtree(run, ignore_errors=True)
+        return problem
+
+    def _keep_logs(self, task: Task, run: Path, keep_all: bool) -> None:
         to = SweepFolder(Path(self.allocation.sweep_dir)).log_folder(task.run_id, task.repeat, task.attempt)
         if keep_all:
             to.mkdir(parents=True, exist_ok=True)
             for log in sorted(run.glob("rank*.log")):
                 shutil.copyfile(log, to / log.name)
+            if any((run / AUTOPSY).iterdir()):
+                shutil.copytree(run / AUTOPSY, to / AUTOPSY, dirs_exist_ok=True)
         elif self.index == 0 and not task.probe:
             to.mkdir(parents=True, exist_ok=True)
             joined = "".join(
                 f"--- rank {rank}\n{read_tail(run / f'rank{rank}.log', TAIL_BYTES)}" for rank in self.ranks
             )
             write_whole(to / "node0.log", joined)
-        shutil.rmtree(run, ignore_errors=True)
 
     def close(self) -> None:
         """Ends every process and removes the node-local folder."""

@@ -3,22 +3,26 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from ultrabench.claim import owner_of
-from ultrabench.errors import ClusterError
+from ultrabench.errors import ClusterError, DiskError, may_pass
 from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
 from ultrabench.launchers.launcher import Gone, Launcher, Sighting
 from ultrabench.launchers.prepare import OpenSweep
-from ultrabench.presence import SIGN_OF_LIFE_S, show_presence
+from ultrabench.presence import MISSED, SIGN_OF_LIFE_S, Stillness, show_presence
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, SweepState
-from ultrabench.sweep.decide import Decision, next_step
+from ultrabench.sweep.decide import Decision
 from ultrabench.sweep.retry_policy import excluded
 from ultrabench.window import inside
 
 MOST_BARREN = 3
 """Allocations in a row that may end without having claimed a run."""
+DISK_PATIENCE_S = 300.0
+"""So long a full, read-only or silent results folder is waited for."""
+DISK_PAUSE_S = 2.0
 ORDERLY = ("all tasks done", "the sweep is paused", "outside the window")
 """Ends of allocations that need not have claimed anything."""
 
@@ -53,6 +57,13 @@ class Follower:
         self._specs = {c.run_id: to_dict(c.spec) for c in self.sweep.plan.runs}
         self._barren = 0
         self._touched = 0.0
+        self._failing_since: float | None = None
+        heartbeat_s, grace_s = sweep.config.launcher.heartbeat_s, sweep.config.launcher.grace_s
+        # File servers tell others late of a time stamp; how late this one may be is its grace.
+        self._silence_s = max(MISSED * heartbeat_s, 1.5 * grace_s if launcher.outlives_us else 0.0)
+        self._stillness = Stillness(self._silence_s / MISSED)
+        self._frozen: dict[str, str] = {}
+        """Allocation -> why it was ended, of those whose agent did not move."""
         attempts = self.sweep.state().attempts.items()
         self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
         """Attempts that ended before this launch."""
@@ -64,10 +75,29 @@ class Follower:
             ClusterError: allocations end again and again without running anything.
         """
         while True:
-            state, busy = self.once()
+            try:
+                state, busy = self.once()
+            except (OSError, DiskError) as error:
+                self._wait_for_disk(error)
+                continue
+            self._failing_since = None
             if not busy:
                 return state
             time.sleep(self.launcher.rest_s)
+
+    def _wait_for_disk(self, error: OSError | DiskError) -> None:
+        """Gives whoever can mend the disk some minutes; what was to be done is decided anew after that."""
+        if not may_pass(error):
+            raise error
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        if now - self._failing_since > DISK_PATIENCE_S:
+            raise ClusterError(
+                f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes; what runs goes on: mend it, then launch again"
+            ) from error
+        cause = error if isinstance(error, OSError) else error.__cause__
+        self._tell((f"cannot use {self.sweep.folder.path} ({cause}); trying again, jobs go on",))
+        time.sleep(DISK_PAUSE_S)
 
     def once(self) -> tuple[SweepState, bool]:
         """Looks, decides and submits; gives the state and whether there is anything to wait for."""
@@ -79,9 +109,7 @@ class Follower:
         if state.cancelled:
             self.stopped = "cancelled"
             return state, False
-        decision = next_step(
-            self.sweep.plan, state, sight.alive, accepts=self.sweep.accepts, old=self._old, now=time.time()
-        )
+        decision = self.sweep.next_step(sight.alive, self._old)
         if decision.broken:
             self.stopped = decision.broken
             self.launcher.cancel({n: state.allocations[n] for n in sight.alive})
@@ -100,13 +128,8 @@ class Follower:
         state = self.sweep.state()
         revived = {n for n in sight.queued if n in state.allocations and state.allocations[n].ended}
         open_now = set(open_allocations(state)) | revived
-        sight = Sighting(
-            alive=sight.alive & open_now,
-            queued=sight.queued,
-            gone=sight.gone,
-            jobs=sight.jobs,
-            notes=sight.notes,
-        )
+        sight = replace(sight, alive=sight.alive & open_now)
+        self._end_frozen(sight, state)
         for name in sorted(sight.alive - self._mine - self._adopted):
             self._adopted.add(name)
             self.sweep.journal.write("adopted", allocation=name, job=sight.jobs.get(name, {}))
@@ -115,6 +138,18 @@ class Follower:
             if over and (name, held.restart) not in self._audited:
                 self._audit(held, None if held.ended is not None else sight.gone[name], state)
         return sight, self.sweep.state()
+
+    def _end_frozen(self, sight: Sighting, state: SweepState) -> None:
+        """Ends allocations whose leading agent shows no sign of life: nothing else would, but their limit."""
+        for name in sorted(sight.alive & sight.running):
+            agents = [a for a in state.allocations[name].agents if a.get("journal")]
+            journals = [self.sweep.folder.journal / str(a["journal"]) for a in agents]
+            still_s = self._stillness.look(name, journals, time.monotonic())
+            if journals and still_s > self._silence_s:
+                self._stillness.forget(name)
+                self._frozen[name] = f"the agent on {agents[-1].get('host')} did not move for {still_s:.0f} s"
+                self._tell((f"{self._frozen[name]}: ending {name}",))
+                self.launcher.end_frozen(name, sight.jobs[name])
 
     def bury_all(self) -> None:
         """Ends every open allocation at once; call it when their processes are known to be gone."""
@@ -130,7 +165,8 @@ class Follower:
             gone: how it ended by the launcher's word, when its agents said nothing.
         """
         name = held.name
-        self._audited.add((name, held.restart))
+        if gone is not None and name in self._frozen:
+            gone = replace(gone, status=Status.LOST, reason=self._frozen[name])
         owned = [k for k in held.tasks if owner_of(self.sweep.folder.claims, str(k)) == name]
         end = gone or Gone(status=Status.LOST, reason=f"the agents of {name} ended ({held.ended})")
         for key in owned:
@@ -147,6 +183,7 @@ class Follower:
                 "allocation_ended", allocation=name, restart=held.restart, reason=gone.reason,
                 elapsed_s=gone.elapsed_s, source="launcher",
             )  # fmt: skip
+        self._audited.add((name, held.restart))  # only now: a disk may have refused what was to be written
         reason = held.ended or end.reason
         if name in self._mine and not (state.paused or reason.startswith(ORDERLY)):
             self._count_barren(name, bool(owned), reason)

@@ -30,6 +30,8 @@ class Sighting:
     """Queued or running, or not known to be over."""
     queued: frozenset[str] = frozenset()
     """Those of them that surely hold no nodes."""
+    running: frozenset[str] = frozenset()
+    """Those of them whose processes run, so that their agents should show signs of life."""
     gone: dict[str, Gone] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
     """Where the living were found."""
@@ -71,3 +73,6 @@ class Launcher(Protocol):
 
     def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:
         """Ends allocations; those that run only if asked to."""
+
+    def end_frozen(self, name: str, job: Job) -> None:
+        """Ends this one allocation, found as `job`, whose agent does not react to anything."""

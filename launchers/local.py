@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ultrabench.allocation import Allocation
@@ -81,7 +81,9 @@ class LocalLauncher:
         when a pid has come round again.
         """
         unended = [name for name, held in allocations.items() if held.ended is None]
-        found = {n for n in unended if _processes_of(self._folder.allocations / n)}
+        present = _present(self._folder.allocations)
+        self._end_stragglers(present & (allocations.keys() - unended))
+        found = present & set(unended)
         now = time.monotonic()
         self._missing = {n: self._missing.get(n, now) for n in unended if n not in found}
         lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
@@ -90,7 +92,22 @@ class LocalLauncher:
             clean_up_after_the_dead()
         host = socket.gethostname()
         jobs: dict[str, Job] = {name: {"host": host} for name in found}
-        return Sighting(alive=frozenset(unended) - lost, gone=gone, jobs=jobs)
+        return Sighting(alive=frozenset(unended) - lost, running=frozenset(found), gone=gone, jobs=jobs)
+
+    def _end_stragglers(self, ended: set[str]) -> None:
+        """Kills agents that have not left soon after their allocation ended: frozen ones never do."""
+        end = time.monotonic() + GRACE_S
+        while ended and time.monotonic() < end:
+            time.sleep(0.05)
+            ended &= _present(self._folder.allocations)
+        for name in ended:
+            self.end_frozen(name, {})
+
+    def end_frozen(self, name: str, job: Job) -> None:
+        """Kills the agents at once; the kernel and `clean_up_after_the_dead` end their ranks."""
+        folder = self._folder.allocations / name
+        kill_until_gone(lambda: _processes_of(folder))
+        clean_up_after_the_dead()
 
     def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:
         """Ends allocations: asks their agents, then kills whatever is left."""
@@ -108,14 +125,23 @@ class LocalLauncher:
         kill_until_gone(lambda: _processes_of(folder))
 
 
+def _processes(allocations: Path) -> Iterator[tuple[int, str]]:
+    """Processes of ours that have the folder of an allocation, or a file in it, as an argument; its name."""
+    start = f"{allocations}/"
+    for pid in own_processes():
+        words = command_line(pid)
+        names = {word.removeprefix(start).split("/")[0] for word in words if word.startswith(start)}
+        if names and OURS & set(words) and start_time(pid) is not None:
+            yield from ((pid, name) for name in names)
+
+
+def _present(allocations: Path) -> set[str]:
+    """Names of the allocations that have a process."""
+    return {name for _, name in _processes(allocations)}
+
+
 def _processes_of(folder: Path) -> list[int]:
-    """Processes of ours that have this folder, or a file in it, as an argument."""
-
-    def is_ours(words: list[str]) -> bool:
-        inside = any(word == str(folder) or word.startswith(f"{folder}/") for word in words)
-        return inside and bool(OURS & set(words))
-
-    return [p for p in own_processes() if is_ours(command_line(p)) and start_time(p) is not None]
+    return [pid for pid, name in _processes(folder.parent) if name == folder.name]
 
 
 def _signal(pid: int, number: int) -> None:

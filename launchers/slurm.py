@@ -126,6 +126,7 @@ class SlurmLauncher:
         return Sighting(
             alive=frozenset((unended | queued) - set(gone)),
             queued=frozenset(queued),
+            running=frozenset() if answer.stale else frozenset(n for n, j in active.items() if _moves(j)),
             gone=gone,
             jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
             notes=_notes(answer, active),
@@ -164,6 +165,10 @@ class SlurmLauncher:
         for array in sorted({name.rpartition(".")[0] for name in allocations}):
             self.query.cancel(name=f"{self._prefix}{array}", pending_only=queued_only)
 
+    def end_frozen(self, name: str, job: Job) -> None:
+        """scancel for this element of its array; what does not end by itself Slurm kills after KillWait."""
+        self.query.cancel([job["job_id"]])
+
 
 _USUAL = {"RUNNING", "CONFIGURING", "COMPLETING", "POWER_UP_NODE", "STAGE_OUT", "SIGNALING", "RESIZING"}
 
@@ -175,6 +180,11 @@ def _job(job_id: str, name: str) -> Job:
 def _active(jobs: Sequence[SlurmJob]) -> SlurmJob | None:
     """One that is not over: a submission that was made twice has two of each."""
     return next((job for job in jobs if job.meaning.phase is not Phase.OVER), None)
+
+
+def _moves(job: SlurmJob) -> bool:
+    """Not so one that Slurm has suspended, which is frozen for good reason."""
+    return job.state == "RUNNING"
 
 
 def _tells(job: SlurmJob) -> bool:

@@ -1,10 +1,17 @@
 """The claim of an attempt: made at most once, by whoever links its owner file first."""
 
+import contextlib
 import json
 import os
 import uuid
 from pathlib import Path
 from typing import Any
+
+from ultrabench.errors import may_pass
+from ultrabench.record import content_id
+
+_PROCESS = uuid.uuid4().hex
+"""Names the unique files of this process, so that a claim can be tried again."""
 
 
 def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
@@ -13,19 +20,35 @@ def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
     A unique file is written and link(2)ed to the owner file. On NFS the answer of link may get
     lost after it was done, so not the answer but the link count of the unique file decides: 2 means
     that the owner file is ours.
+
+    Raises:
+        OSError: the disk did not let it be tried; the same call again finishes what this one began.
     """
-    unique = claims / f".{key}.{uuid.uuid4().hex}"
-    with unique.open("w", encoding="utf-8") as file:
-        json.dump(owner, file)
-        file.flush()
-        os.fsync(file.fileno())
+    unique = claims / f".{key}.{_PROCESS}.{content_id(owner)}"
+    refused: OSError | None = None
+    try:
+        with unique.open("w", encoding="utf-8") as file:
+            json.dump(owner, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        _remove(unique)
+        raise
     try:
         os.link(unique, claims / key)
-    except OSError:
-        pass
+    except OSError as error:
+        refused = error
+    # Should this fail, the unique file stays: by it the next try finds out who won.
     won = unique.stat().st_nlink == 2
-    unique.unlink()
+    _remove(unique)
+    if refused is not None and not won and may_pass(refused):
+        raise refused
     return won
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def owner(claims: Path, key: str) -> dict[str, Any] | None:

@@ -3,10 +3,12 @@
 UltrabenchError        exit 2: the user's mistake; the message is the whole story, on one line
 |-- ConfigError        a name, an override or a value that cannot be used
 |-- SweepFolderError   a sweep folder that cannot be read, written or continued
+|   `-- DiskError      exit 3: its disk is full, read-only or silent, and may be mended meanwhile
 `-- ClusterError       exit 3: the cluster (or this machine) could not be used
 """
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -24,10 +26,26 @@ class SweepFolderError(UltrabenchError):
     """A sweep folder that cannot be read, written or continued."""
 
 
+class DiskError(SweepFolderError):
+    """A disk that is full, read-only or does not answer, and may be mended meanwhile."""
+
+    exit_code = 3
+
+
 class ClusterError(UltrabenchError):
     """The cluster, or this machine's processes, could not be used."""
 
     exit_code = 3
+
+
+_MAY_PASS = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EIO, errno.ETIMEDOUT,
+})  # fmt: skip
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a disk that failed like this may be full, read-only or stale for a while only."""
+    return isinstance(error, DiskError) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
 
 
 def unknown_name(kind: str, given: object, known: Iterable[str]) -> str:

@@ -1,5 +1,7 @@
 """The journal of a sweep: append-only JSON lines, one file a writer, no locks."""
 
+import contextlib
+import errno
 import json
 import os
 import socket
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ultrabench.errors import SweepFolderError
+from ultrabench.errors import DiskError, SweepFolderError, may_pass
 from ultrabench.record import canonical_json
 
 SCHEMA_VERSION = 1
@@ -41,8 +43,9 @@ class JournalWriter:
         """Appends one event with a single write and fsync; returns it.
 
         Raises:
-            SweepFolderError: the line could not be written whole; the next call starts a new line,
-                so readers drop the torn one.
+            DiskError: the line could not be written whole, but may be later: the next call opens the
+                file anew and starts a new line, so readers drop the torn one.
+            SweepFolderError: it cannot be written at all.
         """
         assert event in EVENTS, event
         line: Event = {
@@ -58,18 +61,24 @@ class JournalWriter:
             if self._fd is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                 self._fd = os.open(self.path, flags, 0o666)
-            written = os.write(self._fd, data)
-            self._torn = written != len(data)
+            if os.write(self._fd, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._fd)
         except OSError as error:
-            self._torn = self._fd is not None
-            raise SweepFolderError(
-                f"cannot write {self.path}: {error.strerror}; free or unlock it"
-            ) from error
-        if self._torn:
-            raise SweepFolderError(f"cannot write {self.path}: the disk is full; free some space")
+            self._torn = True
+            self._close()
+            kind = DiskError if may_pass(error) else SweepFolderError
+            raise kind(f"cannot write {self.path}: {error.strerror}; free or unlock it") from error
+        self._torn = False
         self._seq += 1
         return line
+
+    def _close(self) -> None:
+        """A handle that went stale never heals; the next write gets another."""
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+        self._fd = None
 
 
 @dataclass(slots=True)
@@ -95,9 +104,12 @@ class JournalReader:
         """
         for path in sorted(set(self.folder.glob("*.jsonl")) - self._closed):
             offset = self._offsets.get(path, 0)
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = file.read()
+            try:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    data = file.read()
+            except FileNotFoundError:  # somebody deleted it; what it said is known
+                continue
             whole, newline, _ = data.rpartition(b"\n")
             self._offsets[path] = offset + len(whole) + len(newline)
             events = list(self._parse(path, whole.split(b"\n")))

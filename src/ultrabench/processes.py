@@ -6,7 +6,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 TAG_VARIABLE = "ULTRABENCH_TAG"
@@ -42,12 +42,17 @@ def start_time(pid: int) -> int | None:
 
     With the pid it names a process for good: pids come round again, start times do not.
     """
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty for one that is gone, or a zombie."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+        return []
+    return [] if fields[0] in "ZX" else fields
 
 
 def alive(pid: int, started: int) -> bool:
@@ -99,7 +104,29 @@ def tagged(wanted: Callable[[str], bool]) -> list[int]:
     return found
 
 
-def kill_until_gone(find: Callable[[], list[int]], *, patience_s: float = 10.0) -> list[int]:
+def descendants(ancestor: int) -> set[int]:
+    """Living processes that descend from `ancestor`, whatever session, user or environment they have.
+
+    Of a subreaper that is all that was ever started under it: orphans become its own children.
+    """
+    pids = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
+    parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
+    found, new = set[int](), {ancestor}
+    while new:
+        new = {pid for pid, parent in parents.items() if parent in new}
+        found |= new
+    return found
+
+
+def described(pids: Iterable[int]) -> str:
+    """What a person needs to know of processes that stay: `1234 (python, state D)`."""
+    stats = [(pid, (command_line(pid) or ["?"])[0], (_stat(pid) or ["?"])[0]) for pid in sorted(pids)]
+    return ", ".join(f"{pid} ({Path(program).name}, state {state})" for pid, program, state in stats)
+
+
+def kill_until_gone(
+    find: Callable[[], list[int]], *, patience_s: float = 10.0, meanwhile: Callable[[], None] = lambda: None
+) -> list[int]:
     """SIGKILLs what `find` returns until it returns nothing; gives back what would not die.
 
     New children of the dying are found by asking again, so that no tree outgrows the killing.
@@ -112,8 +139,9 @@ def kill_until_gone(find: Callable[[], list[int]], *, patience_s: float = 10.0) 
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
+            except (ProcessLookupError, PermissionError):
                 continue
+        meanwhile()
         time.sleep(0.02)
 
 

@@ -20,7 +20,7 @@ def test_a_torn_write_is_told_and_the_next_event_starts_a_new_line(tmp_path, mon
     writer.write("cancel", generation=1)
     real_write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[: len(data) // 2]))
-    with pytest.raises(SweepFolderError, match="the disk is full"):
+    with pytest.raises(SweepFolderError, match="No space left on device"):
         writer.write("cancel", generation=2)
     monkeypatch.undo()
     writer.write("cancel", generation=3)

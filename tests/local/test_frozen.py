@@ -1,0 +1,44 @@
+"""Agents that are stopped and never move again: their peers and the launcher notice, and the sweep goes on."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.local.conftest import Bench
+from ultrabench.processes import command_line, own_processes
+
+pytestmark = pytest.mark.local
+
+
+def agent(bench: Bench, node: int) -> int | None:
+    """The agent of this simulated node."""
+    for pid in [*own_processes()]:
+        words = command_line(pid)
+        if "ultrabench.agent" in words and str(bench.folder) in words[-1]:
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"SUBMITIT_LOCAL_GLOBALID={node}".encode() in environ:
+                return pid
+    return None
+
+
+@pytest.mark.parametrize
+    ("nodes", "frozen", "expected"),
+    [
+        (1, 0, ("lost", "the agent on local-0")),
+        (2, 0, ("lost", "the agent on local-0")),
+        (2, 1, ("node_fail", "the agent of node 1 (local-1) is gone")),
+    ],
+)
+def test_a_frozen_agent_ends_its_allocation_and_the_runs_go_on(bench, monkeypatch, nodes, frozen, expected):
+    monkeypatch.setenv("STEP_S", "0.2")
+    words = bench.overrides("fine", f"sweep.nodes=[{nodes}]", "sweep.gbs=8", "launcher.heartbeat_s=0.5")
+    launcher = bench.start("sweep", "launch", *words, "sweep.mbs=[4]", "sweep.gas=[1,2]", "sweep.zero_stage=[0]")
+    bench.wait_for(lambda: len(bench.executions()) == 1)
+    os.kill(agent(bench, frozen), signal.SIGSTOP)
+    output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, output
+    assert bench.leftovers() == []
+    (lost,) = (row for row in bench.rows() if row["status"] != "ok")
+    assert (lost["status"], lost["reason"].split(" did not")[0]) == expected
