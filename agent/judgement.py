@@ -63,8 +63,9 @@ def judge(
         return Judgement(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspects=there)
     if ended is not None:
         return Judgement(status=Status.CANCELLED, reason=ended, cause="stopped")
-    if stopped is not None and stopped.status == Status.TIMEOUT:
-        return Judgement(status=Status.TIMEOUT, reason=stopped.reason, cause="time_limit")
+    if stopped is not None and stopped.status != Status.HANG:
+        cause = "time_limit" if stopped.status == Status.TIMEOUT else None  # else a race was lost
+        return Judgement(status=stopped.status, reason=stopped.reason, cause=cause)
     if stopped is not None and (root is None or root.cause.status == Status.COMM_ERROR):
         return Judgement(status=stopped.status, reason=stopped.reason, cause="hang")
     if root is not None:

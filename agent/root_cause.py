@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from ultrabench.agent.gathering import RankStory
 from ultrabench.agent.memory_account import own_gpu_memory
-from ultrabench.agent.signatures import BY_NAME, BY_SIGNAL, RANKING, Cause, by_text, last_words
+from ultrabench.agent.signatures import (
+    BY_NAME,
+    BY_SIGNAL,
+    RANKING,
+    Cause,
+    by_text,
+    ends_in_traceback,
+    last_words,
+)
 from ultrabench.result import Status
 
 
@@ -67,7 +75,9 @@ def _finding(number: int, rank: RankStory) -> Finding | None:
         line = "killed by the kernel, which was out of memory"
         return Finding(rank=number, cause=BY_NAME["host_oom"], line=line, told=True, at=at)
     if rank.killed_by_us and rank.code == -signal.SIGKILL:
-        return None
+        # Some that failed hang when they end: libraries wait for peers. What else it logged proves nothing.
+        told = by_text(last_words(rank.tail)) if ends_in_traceback(rank.tail) else None
+        return told and Finding(rank=number, cause=_whose(told[0], rank), line=told[1], at=at)
     cause, line = _of_exit(rank)
     told = cause.status == Status.OOM
     return Finding(rank=number, cause=_whose(cause, rank), line=line, told=told, at=at)

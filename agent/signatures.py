@@ -54,7 +54,7 @@ CAUSES = (
     _cause("host_oom", Status.OOM, "the host was out of memory",
            r"Out of memory: Killed process|[Dd]etected \d+ oom.kill event"),
     _cause("cpu_oom", Status.OOM, "out of memory",
-           r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|(?:^|[\s.])MemoryError\b|std::bad_alloc|"
+           r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|(?:^|[\s.])\w*MemoryError\b|std::bad_alloc|"
            r"^(?!.*ibv_).*(?:C|c)annot allocate memory"),
     _cause("non_finite_loss", Status.INVALID, "the loss is no number"),
     _cause("disk_full", Status.CRASH, "a disk is full",
@@ -68,7 +68,7 @@ CAUSES = (
            r"an illegal memory access was encountered|misaligned address|unspecified launch failure|"
            r"illegal instruction was encountered|CUDA_ERROR_ILLEGAL_ADDRESS"),
     _cause("assertion", Status.CRASH, "an assertion failed",
-           r"(?:^|[\s.])AssertionError\b|[Aa]ssertion `.*' failed|device-side assert triggered"),
+           r"(?:^|[\s.])AssertionError\b|[Aa]ssertion `.*[`'] failed|device-side assert triggered"),
     _cause("nccl_usage", Status.CRASH, "NCCL was called in a way it refuses",
            r"ncclInvalid(?:Usage|Argument)|Duplicate GPU detected|[Mm]ismatched NCCL version"),
     _cause("bus_error", Status.CRASH, "bus error, often of a full /dev/shm",
@@ -102,6 +102,9 @@ BY_SIGNAL: dict[int, str] = {signal.SIGSEGV: "segfault", signal.SIGBUS: "bus_err
              signal.SIGKILL: "killed", signal.SIGTERM: "killed", signal.SIGINT: "killed",
              signal.SIGHUP: "killed"}  # fmt: skip
 
+MESSAGE_LINES = 8
+"""The longest messages of exceptions, NCCL's, are a few lines; more is a program that went on."""
+
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b(?::|$)", re.MULTILINE)
 _NO_NEWS = re.compile(r"^(?:\s|frame #\d+|Traceback \(most recent|Exception raised from )")
 _CHAIN = ("The above exception was the direct cause", "During handling of the above exception")
@@ -120,6 +123,13 @@ def last_words(text: str) -> list[str]:
         parts.insert(0, before.pop())
     lines = [line for part in parts for line in part.splitlines()]
     return [line.strip() for line in lines if line.strip() and not _NO_NEWS.match(line)]
+
+
+def ends_in_traceback(text: str) -> bool:
+    """Whether the last thing a log tells is an exception that nobody caught, as far as one can see."""
+    _, found, end = _RANK_PREFIX.sub("", text).rpartition(_TRACEBACK)
+    told = [line for line in end.splitlines() if line.strip() and not _NO_NEWS.match(line)]
+    return bool(found) and 0 < len(told) <= MESSAGE_LINES and _EXCEPTION.match(told[0]) is not None
 
 
 def by_text(lines: list[str]) -> tuple[Cause, str] | None:

@@ -176,7 +176,7 @@ class Follower:
                     "failed", run_id=key.run_id, repeat=key.repeat, attempt=key.attempt, allocation=name,
                     source="slurm" if self.launcher.outlives_us else "launcher",
                     spec=self._specs.get(key.run_id),
-                    result=to_dict(RunResult(status=end.status, reason=end.reason)),
+                    result=to_dict(RunResult(status=end.status, reason=end.reason, cause=end.cause)),
                 )  # fmt: skip
         if gone is not None:
             self.sweep.journal.write(

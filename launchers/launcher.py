@@ -21,6 +21,12 @@ class Gone:
     reason: str
     elapsed_s: float | None = None
 
+    @property
+    def cause(self) -> str | None:
+        """What failed, where the status leaves no doubt."""
+        causes = {Status.OOM: "host_oom", Status.PREEMPTED: "preempted", Status.NODE_FAIL: "node_failure"}
+        return causes.get(self.status)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:

@@ -55,7 +55,7 @@ _MEANINGS = {
     "UPDATE_DB": _at(Phase.RUNNING, "is being written to the accounting"),
     "COMPLETED": _at(Phase.OVER, "ended by itself", Status.LOST),
     "FAILED": _at(Phase.OVER, "ended with an error", Status.LOST),
-    "OUT_OF_MEMORY": _at(Phase.OVER, "was killed for using too much host memory", Status.LOST),
+    "OUT_OF_MEMORY": _at(Phase.OVER, "was killed for using too much host memory", Status.OOM),
     "CANCELLED": _at(Phase.OVER, "was cancelled", Status.CANCELLED),
     "TIMEOUT": _at(Phase.OVER, "reached its time limit", Status.CANCELLED),
     "DEADLINE": _at(Phase.OVER, "could not end before its deadline", Status.CANCELLED),
