@@ -4,11 +4,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ultrabench.preflight import summary
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AllocationState, AttemptKey, SweepState
+from ultrabench.state import AttemptKey, SweepState
 from ultrabench.sweep.losses import disputed_attempts
 
 FEWEST = 3
@@ -53,7 +53,7 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
         device: the torch device type of the hardware, cuda or cpu.
     """
     slack = 1.0 if device == "cuda" else SHARED
-    allocations = [_preflights(state, slack), _devices(state, slack), _controls(state, slack)]
+    allocations = [_preflights(state, slack), _controls(state, slack)]
     attempts = [_clocks(state, slack), disputed_attempts(state)]
     found = {}
     for key, attempt in sorted(state.attempts.items()):
@@ -112,11 +112,12 @@ def _clocks(state: SweepState, slack: float) -> dict[AttemptKey, str]:
 
 
 def _preflights(state: SweepState, slack: float) -> _Doubts:
-    """Allocations whose devices or links are slower than those of most others of as many nodes."""
+    """Allocations with devices or links slower than those of most others of as many nodes."""
     found: dict[str, list[str]] = defaultdict(list)
     rates: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
     for name, allocation in sorted(state.allocations.items()):
-        for column, rate in summary(_probe(allocation)).items():
+        probe = allocation.preflight.get("probe")
+        for column, rate in summary(probe).items() if isinstance(probe, dict) else ():
             if rate is not None:
                 rates[allocation.nodes, column][name] = rate
     for (nodes, column), by_name in rates.items():
@@ -126,21 +127,20 @@ def _preflights(state: SweepState, slack: float) -> _Doubts:
             found[name].append(
                 f"{column} of its allocation is {share:.2f} of the median of {_number(by_name, nodes)}"
             )
+        if column == "gemm_flops_per_s":
+            for name, slowest in by_name.items():
+                devices = state.allocations[name].preflight["probe"][column]
+                found[name] += _odd_device([float(rate) for rate in devices], slowest, slack)
     return found
 
 
-def _devices(state: SweepState, slack: float) -> _Doubts:
-    """Allocations with a device that is slower than most of the others in it: all ranks wait for its own."""
-    found: dict[str, list[str]] = {}
-    for name, allocation in sorted(state.allocations.items()):
-        if summary(_probe(allocation))["gemm_flops_per_s"] is None:
-            continue  # not known of every device
-        rates = [float(rate) for rate in _probe(allocation)["gemm_flops_per_s"]]
-        normal, slowest = norm(rates, RATES * slack), min(rates)
-        if slowest < normal.low:
-            told = f"rank {rates.index(slowest)}'s device multiplies at {slowest / normal.middle:.2f}"
-            found[name] = [f"{told} of the median of the {len(rates)} devices of its allocation"]
-    return found
+def _odd_device(rates: list[float], slowest: float, slack: float) -> list[str]:
+    """Whether a device is slower than most of its allocation's: all ranks wait for its rank."""
+    normal = norm(rates, RATES * slack)
+    if slowest >= normal.low:
+        return []
+    told = f"the device of rank {rates.index(slowest)} multiplies at {slowest / normal.middle:.2f}"
+    return [f"{told} of the median of the {len(rates)} devices of its allocation"]
 
 
 def _controls(state: SweepState, slack: float) -> _Doubts:
@@ -160,8 +160,3 @@ def _controls(state: SweepState, slack: float) -> _Doubts:
 
 def _number(by_name: Mapping[str, float], nodes: int) -> str:
     return f"{len(by_name)} allocations of {nodes} node{'s' * (nodes > 1)}"
-
-
-def _probe(allocation: AllocationState) -> dict[str, Any]:
-    probe = allocation.preflight.get("probe")
-    return probe if isinstance(probe, dict) else {}

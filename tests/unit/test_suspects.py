@@ -207,7 +207,7 @@ def test_cores_of_a_cpu_are_allowed_to_wander():
 def test_a_device_slower_than_its_neighbours():
     found = doubts(one_in_each([allocation("a", gemm=(1.0, 1.0, 1.0, 0.7))]))
     assert found == {
-        "a": "rank 3's device multiplies at 0.70 of the median of the 4 devices of its allocation"
+        "a": "the device of rank 3 multiplies at 0.70 of the median of the 4 devices of its allocation"
     }
 
 

@@ -115,13 +115,14 @@ def _measured(plan: Plan) -> dict[str, float]:
     from ultrabench.folder import SweepFolder
     from ultrabench.journal import read_journal
     from ultrabench.state import fold
+    from ultrabench.sweep.losses import judged
     from ultrabench.sweep.plan_table import planned_runs
     from ultrabench.sweep.progress import measured_rates
 
     folder = SweepFolder(Path(plan.config.results_dir) / plan.config.name)
     if folder.read_head() is None:
         return {}
-    return measured_rates(planned_runs(plan), fold(read_journal(folder.journal)))
+    return measured_rates(planned_runs(plan), judged(fold(read_journal(folder.journal))))
 
 
 def _print_top(best: list[dict[str, Any]]) -> None:

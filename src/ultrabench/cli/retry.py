@@ -9,6 +9,7 @@ from ultrabench.folder import SweepFolder, find_sweep
 from ultrabench.journal import read_journal
 from ultrabench.result import Status
 from ultrabench.state import AttemptState, SweepState, final_attempts, fold
+from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.retry_policy import excluded, judge
@@ -20,14 +21,16 @@ def run_retry(
     """Runs failed runs again, whatever the policy had settled; the exit code."""
     folder = find_sweep(sweep, results)
     folder.read_head()
-    state = fold(read_journal(folder.journal, warn))
+    state = judged(fold(read_journal(folder.journal, warn)))
     chosen = _failed(folder, state, only, run)
     plan = make_plan(as_launched(folder, state))
     rows = [_retry_row(a, state, plan) for a in chosen]
     if as_json:
         print_json(rows)
     elif chosen:
-        made = table(f"{'would run' if dry_run else 'runs'} again", "run", "attempt", "was", "reason", "policy")
+        made = table(
+            f"{'would run' if dry_run else 'runs'} again", "run", "attempt", "was", "reason", "policy"
+        )
         for row in rows:
             made.add_row(*(str(v) for v in row.values()))
         out().print(made)

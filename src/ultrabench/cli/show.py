@@ -14,6 +14,7 @@ from ultrabench.folder import SweepFolder, find_sweep
 from ultrabench.journal import read_journal
 from ultrabench.record import to_dict
 from ultrabench.state import AttemptState, SweepState, fold
+from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan_table import read_rows
 
 FOLLOW_S = 0.3
@@ -126,7 +127,7 @@ def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, st
     matches: list[tuple[SweepFolder, str, SweepState]] = []
     for folder in folders:
         folder.read_head()
-        state = fold(read_journal(folder.journal, warn))
+        state = judged(fold(read_journal(folder.journal, warn)))
         ids = {k.run_id for k in state.attempts} | {row["run_id"] for row in read_rows(folder.plan)}
         matches += [(folder, i, state) for i in sorted(ids) if i.startswith(given)]
     if len(matches) == 1:

@@ -64,6 +64,9 @@ def test_status_and_collect_tell_of_doubtful_and_invalid_numbers(ultrabench, swe
     err = ultrabench("collect")[2]
     assert f"rows: suspect and wins no cell, such as {QUICK.runs[2].run_id}: {reason}" in err
     assert f"rows: invalid, such as {QUICK.runs[4].run_id}: loss 9; the other 3 layouts" in err
+    assert as_json(ultrabench, "sweep", "retry", "--dry-run", "--only", "invalid")[0]["was"] == "invalid"
+    shown = as_json(ultrabench, "sweep", "show", QUICK.runs[4].run_id)
+    assert shown["attempts"][0]["result"]["reason"].startswith("loss 9; the other 3 layouts")
 
 
 def test_retry_json_names_what_failed(ultrabench, sweep):
