@@ -35,6 +35,8 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._pending = b""
         self._alive: set[int] = set()
+        self.rank_pids: dict[int, int] = {}
+        """Of the latest fork of each rank."""
         self.ready = False
 
     @property
@@ -77,6 +79,8 @@ class ForkServer:
         for line in lines:
             answer: dict[str, Any] = json.loads(line)
             self.ready = self.ready or "ready" in answer
+            if "forked" in answer:
+                self.rank_pids[answer["forked"]] = answer["pid"]
             if "exited" in answer:
                 self._alive.discard(answer["exited"])
                 yield Exit(rank=answer["exited"], code=answer["code"])
@@ -130,9 +134,9 @@ class Programs:
         return None
 
     @property
-    def pids(self) -> set[int]:
+    def rank_pids(self) -> dict[int, int]:
         """Processes whose exit is waited for."""
-        return {p.pid for p in self._running.values()}
+        return {rank: process.pid for rank, process in self._running.items()}
 
     def exits(self) -> Iterator[Exit]:
         """Ranks that have ended since the last call."""

@@ -13,6 +13,16 @@ class RankStory:
     phase_at: float | None = None
     """When it began, by the rank's clock."""
     microbatches: int = 0
+    """Finished on the device."""
+    step: int = 0
+    part: str = ""
+    """Of the step; empty where the rank does not tell."""
+    moved: float | None = None
+    """When it last made progress, by this process's monotonic clock."""
+    gaps_s: dict[str, float] = field(default_factory=dict)
+    """Its longest silences since its first step: in the optimizer, and elsewhere (steady)."""
+    first_gaps_s: dict[str, float] = field(default_factory=dict)
+    """The same up to the end of its first step, which compiles, allocates and connects."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)
     done: dict[str, Any] | None = None
@@ -27,6 +37,28 @@ class RankStory:
     failed_at: float | None = None
     """When it was first heard to have failed, by the leader's time.monotonic()."""
     spoke: bool = False
+    found: dict[str, Any] | None = None
+    """What its node found when it looked at the rank before killing it."""
+
+    @property
+    def kind(self) -> str:
+        """Which deadline holds now: that of the optimizer, or the steady one."""
+        return "optimizer" if self.part == "optimizer" else "steady"
+
+    def slowest_s(self, kind: str) -> float:
+        """Longest silence so far, from the end of the first step on.
+
+        Until one more step is complete, the first one stands for all.
+        """
+        first = self.first_gaps_s.get(kind, 0.0) if len(self.steps) < 2 else 0.0
+        return max(first, self.gaps_s.get(kind, 0.0))
+
+    def move(self, now: float) -> None:
+        """Notes a sign of progress, before what it tells is taken in."""
+        gaps = self.gaps_s if self.steps else self.first_gaps_s
+        if self.moved is not None:
+            gaps[self.kind] = max(gaps.get(self.kind, 0.0), now - self.moved)
+        self.moved = now
 
 
 class Gathering:
@@ -43,31 +75,34 @@ class Gathering:
         self.moved = self.started
         """When a rank last made progress."""
         self.first_step: float | None = None
-        self.slowest_gap_s = 0.0
-        """Longest time between two signs of progress after the first step."""
 
     def hear(self, news: list[dict[str, Any]]) -> None:
         """Takes in what a node says about its ranks."""
         for item in news:
             rank = self.ranks[item["rank"]]
+            if "found" in item:
+                rank.found = item["found"]
+                continue
+            self.moved = time.monotonic()
+            rank.move(self.moved)
             if "code" in item:
                 rank.code, rank.tail = item["code"], item.get("tail", "")
                 rank.oom_killed = item.get("oom_killed", False) and not rank.killed_by_us
                 if rank.code:
                     rank.failed_at = rank.failed_at or time.monotonic()
-                self._progress()
-            elif "microbatches" in item:
-                rank.microbatches, rank.spoke = item["microbatches"], True
-                self._progress()
+                continue
+            rank.spoke = True
+            if "microbatches" in item:
+                rank.microbatches, rank.step, rank.part = item["microbatches"], item["step"], item["part"]
             else:
-                rank.spoke = True
                 self._line(rank, item["line"])
-                self._progress()
 
     def _line(self, rank: RankStory, line: dict[str, Any]) -> None:
         event = line.get("event")
         if event == "phase":
             rank.phase, rank.phase_at = str(line.get("name")), line.get("time")
+            if not rank.steps:
+                rank.first_gaps_s = {}
         elif event == "step":
             rank.steps.append(line)
             if self.first_step is None:
@@ -86,11 +121,15 @@ class Gathering:
         elif event == "probe":
             self.probe = {k: v for k, v in line.items() if k not in ("event", "time")}
 
-    def _progress(self) -> None:
-        now = time.monotonic()
-        if self.first_step is not None:
-            self.slowest_gap_s = max(self.slowest_gap_s, now - self.moved)
-        self.moved = now
+    @property
+    def slowest_gap_s(self) -> float:
+        """Longest silence of any rank so far, of the kinds that running ranks may be in.
+
+        Each rank is held against the ranks' own silences: together they are hardly ever silent.
+        In the optimizer both kinds count, since a GPU may still be finishing micro-batches.
+        """
+        kinds = {"steady", *(self.ranks[i].kind for i in self.running)}
+        return max(rank.slowest_s(kind) for rank in self.ranks for kind in kinds)
 
     @property
     def running(self) -> list[int]:

@@ -12,7 +12,7 @@ from ultrabench.agent.gathering import Gathering
 from ultrabench.agent.node import Node
 from ultrabench.agent.place import Place
 from ultrabench.agent.root_cause import last_line
-from ultrabench.agent.watch import Watched, watch
+from ultrabench.agent.watch import Watched, explained, watch
 from ultrabench.allocation import Allocation
 from ultrabench.claim import claim, owner
 from ultrabench.dominance import dominates
@@ -191,6 +191,7 @@ class Leader:
             gathering, task.measure, stopped=watched.missed, ended=watched.ended, lost=gang.lost,
             hosts=gang.hosts, gpu_names=task.gpu_names,
         )  # fmt: skip
+        result = explained(result, watched)
         lost_logs = gang.finish(keep_all=result.status != Status.OK)
         if lost_logs:
             result = replace(result, evidence={**result.evidence, "logs": lost_logs})

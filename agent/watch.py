@@ -1,14 +1,16 @@
 """One attempt from the start of its ranks to the moment when they are gone, or have to go."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from ultrabench.agent.classify import measured_steps
 from ultrabench.agent.deadline import Overdue, overdue
 from ultrabench.agent.gang import POLL_S, Gang
 from ultrabench.agent.gathering import Gathering
-from ultrabench.result import Status
+from ultrabench.agent.judgement import measured_steps
+from ultrabench.agent.rank_facts import RankFacts, facts_of
+from ultrabench.agent.verdict import Verdict, verdict
+from ultrabench.result import RunResult, Status
 from ultrabench.run import Task
 
 PEER_GRACE_S = 2.0
@@ -25,6 +27,10 @@ class Watched:
     """The deadline for which the ranks have to go."""
     ended: str | None = None
     """Why the allocation ends under the run."""
+    verdict: Verdict | None = None
+    """Of a run that missed its deadline."""
+    facts: Sequence[RankFacts] = ()
+    """What the verdict rests on."""
 
 
 def watch(
@@ -60,10 +66,34 @@ def watch(
             if now - failed_at > PEER_GRACE_S:
                 return Watched()
             continue
-        missed = _overdue(task, gathering, now) or _lost_race(task, gathering, race_s)
+        missed = _overdue(task, gathering, now)
         if missed:
-            return Watched(missed=missed)
+            return _examined(gang, gathering, missed)
+        lost = _lost_race(task, gathering, race_s)
+        if lost:
+            return Watched(missed=lost)
     return Watched()
+
+
+def _examined(gang: Gang, gathering: Gathering, missed: Overdue) -> Watched:
+    """Asks what the ranks do before they have to go; of a hang that is the reason."""
+    gang.autopsy(gathering)
+    per_node = len(gathering.ranks) // len(gang.hosts)
+    facts = [facts_of(i, gang.hosts[i // per_node], story) for i, story in enumerate(gathering.ranks)]
+    found = verdict(facts)
+    if missed.status == Status.HANG:
+        missed = replace(missed, reason=f"{found.headline}; {missed.reason}")
+    return Watched(missed=missed, facts=facts, verdict=found)
+
+
+def explained(result: RunResult, watched: Watched) -> RunResult:
+    """The result with the verdict, its evidence and, of a hang, the hosts it points at."""
+    found = watched.verdict
+    if found is None or result.status not in (Status.HANG, Status.TIMEOUT):
+        return result
+    evidence = {**result.evidence, "verdict": found.text, "autopsy": [f.row() for f in watched.facts]}
+    suspects = found.hosts if result.status == Status.HANG else result.suspects
+    return replace(result, evidence=evidence, suspects=suspects)
 
 
 def _overdue(task: Task, gathering: Gathering, now: float) -> Overdue | None:

@@ -1,9 +1,11 @@
 """Every touch of torch that is private or differs between the versions we support."""
 
+import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 
 def group_name(argument: Any) -> str | None:
@@ -19,3 +21,54 @@ def group_name(argument: Any) -> str | None:
         except (RuntimeError, TypeError):
             return None
     return None
+
+
+GROUP_NAMES = {"default_pg": "world", "undefined": "ranks"}
+"""torch's name of a group -> ours; the groups of a mesh are called after their axis."""
+
+
+def last_collectives() -> list[dict[str, Any]]:
+    """Of each process group of this rank: how many collectives it entered and has finished.
+
+    From torch's flight recorder, which is on by default; where it does not know a group, only its
+    sequence number is told. Items are {group, ranks, entered, started, finished, ops}; `ops` names
+    the first unfinished or the last collectives by their number; what is not known is None.
+    """
+    by_group: dict[str, list[dict[str, Any]]] = {}
+    for entry in _flight_record():
+        if not entry["is_p2p"]:
+            by_group.setdefault(entry["process_group"][0], []).append(entry)
+    found = []
+    for group, name in dist.distributed_c10d._world.pg_names.items():
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) > 1:
+            axis = group.group_desc.removeprefix("mesh_")
+            item = {"group": GROUP_NAMES.get(axis, axis), "ranks": ranks, **_count(by_group.get(name, []))}
+            item["entered"] = item["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            found.append(item)
+    return found
+
+
+def _count(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Highest numbers of the entries of one group."""
+    done = [e["collective_seq_id"] for e in entries if e["retired"] or e["state"] == "completed"]
+    begun = [e["collective_seq_id"] for e in entries if e["state"] == "started"]
+    # A retired NCCL collective has begun; gloo says "scheduled" to the end.
+    starts = max([*begun, *done], default=None) if any(e["state"] != "scheduled" for e in entries) else None
+    told = [e for e in entries if e["collective_seq_id"] not in done][:4] or entries[-1:]
+    return {
+        "entered": max((e["collective_seq_id"] for e in entries), default=None),
+        "started": starts,
+        "finished": max(done, default=0) if entries else None,
+        "ops": {e["collective_seq_id"]: e["profiling_name"].partition(":")[2] for e in told},
+    }
+
+
+def _flight_record() -> list[dict[str, Any]]:
+    """Entries of the flight recorders, one for NCCL and one for all others, in order."""
+    entries = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump(True, False)).get("entries", [])
+    return entries

@@ -4,12 +4,10 @@ The environment holds the torchrun variables, ULTRABENCH_SPEC (a Task as JSON), 
 and, where an agent passes on the store's port, ULTRABENCH_STORE. Everything else is in the report.
 """
 
-import faulthandler
 import gc
 import json
 import math
 import os
-import signal
 import sys
 import time
 import traceback
@@ -18,15 +16,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ultrabench.kernel import environment, failure, memory, process_group
+from ultrabench.kernel import environment, failure, memory, process_group, testimony
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.probe import probe
 from ultrabench.kernel.progress import DeviceProgress
 from ultrabench.kernel.step import TrainStep
 from ultrabench.record import from_dict
-from ultrabench.report import Report
+from ultrabench.report import PARTS, Report
 from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel
+
+DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(PARTS))
 
 
 def _device(name: str) -> torch.device:
@@ -56,10 +56,14 @@ class Timing:
     def step(self) -> None:
         """One step; its data are made beforehand, its numbers read afterwards."""
         number = self.done_steps + 1
+        self.report.enter(DATA, number)
         batch = self.trainer.batch(number)
         self._synchronize()
         start = time.perf_counter()
-        loss, _ = self.trainer.update(self.trainer.accumulate(*batch))
+        self.report.enter(FORWARD_BACKWARD, number)
+        mean_loss = self.trainer.accumulate(*batch)
+        self.report.enter(OPTIMIZER, number)
+        loss, _ = self.trainer.update(mean_loss)
         self._synchronize()
         self._record(number, time.perf_counter() - start, float(loss))
 
@@ -153,7 +157,7 @@ def _train(task: Task, device: torch.device, report: Report) -> None:
 def main() -> int:
     """The rank's exit code: 0 when its run is done, 1 when it failed and the report says why."""
     report = Report.from_environment()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    testimony.stand_ready(report)
     try:
         memory.reset_peak(torch.device("cpu"))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

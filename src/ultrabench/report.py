@@ -1,4 +1,4 @@
-"""What a rank tells its agent: JSON lines in a node-local file, and a counter of micro-batches."""
+"""What a rank tells its agent: JSON lines in a node-local file, and where it is in shared memory."""
 
 import json
 import math
@@ -7,11 +7,32 @@ import os
 import re
 import struct
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PROGRESS_SUFFIX = ".progress"
-"""The counter lies beside the report: 8 bytes, little-endian, in shared memory."""
+"""The progress lies beside the report, in shared memory: three native 64-bit integers."""
+STACKS_SUFFIX = ".stacks"
+"""Beside the report: the Python stacks of a rank that was asked for them."""
+COLLECTIVES_SUFFIX = ".collectives"
+"""Beside the report: the last collectives of a rank that was asked for them, as JSON."""
+
+PARTS = ("data", "forward_backward", "optimizer")
+"""Of a step, in order."""
+_RECORD = struct.Struct("@qqq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a rank has come."""
+
+    microbatches: int = 0
+    """Finished on the device."""
+    step: int = 0
+    """The step it is in; 0 before the first."""
+    part: str = PARTS[0]
+    """What it has begun of that step; a GPU may be some micro-batches behind."""
 
 
 class Report:
@@ -19,15 +40,19 @@ class Report:
 
     A line is one JSON object with an `event` and, from us, the `time` in seconds since 1970: phase {name}, store {port}, environment {...},
     step {seconds, tokens, loss}, memory {allocated_bytes, reserved_bytes}, error {kind, message},
-    done {...}. Programs that are not ours may write the same lines themselves.
+    done {...}, witness {pid}. Programs that are not ours may write the same lines themselves; a
+    witness promises that SIGUSR1 has it write its Python stacks beside the report, and SIGUSR2 its
+    last collectives.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the rank
-        counter = os.open(f"{os.fspath(path)}{PROGRESS_SUFFIX}", os.O_RDWR | os.O_CREAT, 0o644)
-        os.ftruncate(counter, 8)
-        self._counter = mmap.mmap(counter, 8)
-        os.close(counter)
+        record = os.open(f"{self.path}{PROGRESS_SUFFIX}", os.O_RDWR | os.O_CREAT, 0o644)
+        os.ftruncate(record, _RECORD.size)
+        # Each number is written whole, so that the thread that counts and the one that steps need no lock.
+        self._progress = memoryview(mmap.mmap(record, _RECORD.size)).cast("q")
+        os.close(record)
         self._microbatches = 0
 
     @classmethod
@@ -47,16 +72,24 @@ class Report:
     def microbatch(self) -> None:
         """Counts one more finished micro-batch (no system call)."""
         self._microbatches += 1
-        struct.pack_into("<q", self._counter, 0, self._microbatches)
+        self._progress[0] = self._microbatches
+
+    def enter(self, part: int, step: int) -> None:
+        """Says which of PARTS of which step the rank begins (no system call)."""
+        self._progress[1] = step
+        self._progress[2] = part
 
 
-def read_progress(report: Path) -> int:
-    """Micro-batches the rank that writes `report` has finished."""
+def read_progress(report: Path) -> Progress:
+    """How far the rank that writes `report` has come; nothing where it keeps no record."""
     try:
         raw = Path(f"{report}{PROGRESS_SUFFIX}").read_bytes()
     except OSError:
-        return 0
-    return int(struct.unpack("<q", raw)[0]) if len(raw) == 8 else 0
+        return Progress()
+    if len(raw) != _RECORD.size:
+        return Progress()
+    microbatches, step, part = _RECORD.unpack(raw)
+    return Progress(microbatches=microbatches, step=step, part=PARTS[part] if part in range(3) else PARTS[0])
 
 
 class NewLines:

@@ -118,7 +118,9 @@ def test_a_run_from_start_to_end(tmp_path: Path, case: str, precision: str) -> N
         *_, memory = [line for line in seen if line["event"] == "memory"]
         assert memory["allocated_bytes"] is None
         assert 2**26 < memory["reserved_bytes"] < GIB
-        assert read_progress(tmp_path / f"report{rank}") >= 10 * task.spec.layout.gas
+        progress = read_progress(tmp_path / f"report{rank}")
+        assert progress.microbatches >= 10 * task.spec.layout.gas
+        assert (progress.step, progress.part) == (10, "optimizer")
         assert sum(line["event"] == "environment" for line in seen) == (rank == 0)
     losses = [[line["loss"] for line in seen if line["event"] == "step"] for seen in lines]
     assert losses[0] == losses[1]

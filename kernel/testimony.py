@@ -1,0 +1,49 @@
+"""What a rank tells of itself when somebody asks with a signal: stacks and last collectives."""
+
+import faulthandler
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from ultrabench.kernel import compat
+from ultrabench.report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, Report
+
+_kept_open: list[IO[str]] = []
+
+
+def stand_ready(report: Report) -> None:
+    """Answers SIGUSR1 with the Python stacks and SIGUSR2 with the last collectives, beside the report.
+
+    Two signals, because the second answer needs the interpreter, which a thread stuck in C may
+    hold. Call it in the main thread before others start: they inherit that SIGUSR2 is not theirs.
+    It costs a thread that sleeps. Programs that are not ours may call it too.
+    """
+    stacks = open(f"{report.path}{STACKS_SUFFIX}", "w")  # noqa: SIM115 - faulthandler writes to it
+    _kept_open.append(stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    target = Path(f"{report.path}{COLLECTIVES_SUFFIX}")
+    threading.Thread(target=_answer, args=(target,), daemon=True).start()
+    report.write("witness", pid=os.getpid())
+
+
+def _answer(target: Path) -> None:
+    # A handler in Python would wait for the main thread, which may be blocked in a collective.
+    while True:
+        signal.sigwait({signal.SIGUSR2})
+        found = {"groups": compat.last_collectives(), "memory": _device_memory()}
+        new = target.with_name(f"{target.name}.new")
+        new.write_text(json.dumps(found))
+        new.rename(target)
+
+
+def _device_memory() -> dict[str, int]:
+    """Bytes of the caching allocator; it is asked, not the driver, which may hang."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
