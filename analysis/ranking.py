@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
-from statistics import median_low
+from statistics import median
 
 import pyarrow as pa
 
@@ -126,13 +126,13 @@ def _place(row: Row) -> tuple[str, str]:
 def _contender(
     run_id: str, repeats: Sequence[Row], by: str, unsure: Mapping[tuple[str, str], float | None]
 ) -> _Contender:
-    """The run at the (lower) median of its repeats; its interval holds those of all of them.
+    """The run at the median of its repeats; its interval holds those of all, its row is the nearest.
 
     Args:
         unsure: relative interval of the control's step time in each allocation.
     """
     sign = -1 if by in _LOWER_IS_BETTER else 1
-    middle = median_low(row[by] for row in repeats)
+    middle = median(row[by] for row in repeats)
     bounds = []
     for row in repeats:
         rel = row["step_time_ci95_rel"] if by in _AS_SURE_AS_STEP_TIME else None
@@ -143,5 +143,5 @@ def _contender(
         goodness=sign * middle,
         low=min(bounds),
         high=max(bounds),
-        row=next(row for row in repeats if row[by] == middle),
+        row=min(repeats, key=lambda row: (abs(row[by] - middle), row[by])),
     )

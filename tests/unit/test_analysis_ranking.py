@@ -86,6 +86,8 @@ def test_a_repeated_run_counts_with_its_median():
     assert cell.run_id == "steady"
     assert cell.as_good_as_best == ("lucky",)
     assert cell.num_runs == 2
+    (cell,) = cells_of(*lucky[:2], row("steady", 90.0))
+    assert (cell.run_id, cell.tokens_per_s_per_gpu) == ("lucky", 80.0)
 
 
 def beside(control, ratio, allocation, **values):
