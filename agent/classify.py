@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ultrabench.agent.deadline import Overdue
 from ultrabench.agent.gathering import Gathering, RankStory
-from ultrabench.agent.judgement import Judgement, judge, measured_steps
+from ultrabench.agent.judgement import judge, measured_steps
 from ultrabench.agent.root_cause import last_line
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
@@ -40,22 +41,16 @@ def classify(
     gpu = gathering.environment.get("gpu_name")
     if judged.status == Status.OK and gpu_names and gpu is not None and gpu not in gpu_names:
         reason = f"it ran on {gpu!r}; this hardware has {' or '.join(gpu_names)}"
-        judged = Judgement(status=Status.INVALID, reason=reason, cause="wrong_gpu")
-    status = judged.status
+        judged = RunResult(status=Status.INVALID, reason=reason, cause="wrong_gpu")
     rank0 = gathering.ranks[0]
     times = measured_steps(rank0, measure)
     done = rank0.done or {}
     reached = ci95_rel(times) if times else None
     environment = gathering.environment
-    return RunResult(
-        status=status,
-        reason=judged.reason,
-        cause=judged.cause,
-        fingerprint=judged.fingerprint,
-        confirmed=judged.confirmed,
-        suspects=judged.suspects,
+    return replace(
+        judged,
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
-        stopped=_text(done.get("stopped")) or _stopped_by(status, stopped),
+        stopped=_text(done.get("stopped")) or _stopped_by(judged.status, stopped),
         ci_reached=None if reached is None else reached <= measure.target_ci95_rel,
         step_times_s=tuple(times),
         rank_step_times_s=extremes([measured_steps(rank, measure) for rank in gathering.ranks]),
@@ -73,7 +68,7 @@ def classify(
         nccl_version=_text(environment.get("nccl_version")),
         driver_version=_text(environment.get("driver_version")),
         omp_num_threads=environment.get("omp_num_threads"),
-        evidence={} if status == Status.OK else evidence(gathering),
+        evidence={} if judged.status == Status.OK else evidence(gathering),
     )
 
 

@@ -85,9 +85,11 @@ class ForkServer:
                 self._alive.discard(answer["exited"])
                 yield Exit(rank=answer["exited"], code=answer["code"])
         if self._process.poll() is not None:
-            # Its ranks died with it (they ask the kernel for that when they start).
+            # Its ranks died with it (they ask the kernel for that when they start); without a word of it
+            # there were none, and its log says why.
+            code = -signal.SIGKILL if self.ready else self._process.returncode
             for rank in sorted(self._alive):
-                yield Exit(rank=rank, code=-signal.SIGKILL)
+                yield Exit(rank=rank, code=code)
             self._alive.clear()
 
     def stop(self) -> None:

@@ -3,27 +3,15 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ultrabench.agent.deadline import Overdue
 from ultrabench.agent.fingerprint import fingerprint
 from ultrabench.agent.gathering import Gathering, RankStory
 from ultrabench.agent.memory_account import own_gpu_memory, own_limit
 from ultrabench.agent.root_cause import Finding, findings, own_words
+from ultrabench.agent.signatures import last_words
 from ultrabench.measure import Measure
-from ultrabench.result import Status
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """What is said of a failure; the fields are those of RunResult."""
-
-    status: Status
-    reason: str | None = None
-    cause: str | None = None
-    fingerprint: str | None = None
-    confirmed: bool | None = None
-    suspects: tuple[str, ...] = ()
+from ultrabench.result import RunResult, Status
 
 
 def measured_steps(rank: RankStory, measure: Measure) -> list[float]:
@@ -41,49 +29,47 @@ def judge(
     ended: str | None,
     lost: str | None,
     hosts: Sequence[str],
-) -> Judgement:
-    """How an attempt ended, and why; the arguments are those of `classify`."""
+) -> RunResult:
+    """How an attempt ended, and why, without what was measured; the arguments are those of `classify`."""
     ranks = gathering.ranks
     bad_loss = _non_finite(ranks[0])
     if all(_finished(rank) for rank in ranks):
         fault = bad_loss or _unmeasured(ranks[0], measure)
         if fault is None:
-            return Judgement(status=Status.OK)
+            return RunResult(status=Status.OK)
         cause = "non_finite_loss" if bad_loss else "unmeasured"
-        return Judgement(status=Status.INVALID, reason=fault, cause=cause)
+        return RunResult(status=Status.INVALID, reason=fault, cause=cause)
     found = findings(ranks)
     root = found[0] if found else None
     sure = (Status.OOM, Status.INVALID) if lost else frozenset(Status) - {Status.COMM_ERROR}
     if root and root.told and root.cause.status in sure:
         return _explained(root, gathering, hosts)
     if bad_loss:
-        return Judgement(status=Status.INVALID, reason=bad_loss, cause="non_finite_loss")
+        return RunResult(status=Status.INVALID, reason=bad_loss, cause="non_finite_loss")
     if lost is not None:
         there = _named(hosts, lost)
-        return Judgement(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspects=there)
+        return RunResult(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspects=there)
     if ended is not None:
-        return Judgement(status=Status.CANCELLED, reason=ended, cause="stopped")
+        return RunResult(status=Status.CANCELLED, reason=ended, cause="stopped")
     if stopped is not None and stopped.status != Status.HANG:
-        cause = "time_limit" if stopped.status == Status.TIMEOUT else None  # else a race was lost
-        return Judgement(status=stopped.status, reason=stopped.reason, cause=cause)
+        limit = "time_limit" if stopped.status == Status.TIMEOUT else None  # else a race was lost
+        return RunResult(status=stopped.status, reason=stopped.reason, cause=limit)
     if stopped is not None and (root is None or root.cause.status == Status.COMM_ERROR):
-        return Judgement(status=stopped.status, reason=stopped.reason, cause="hang")
+        return RunResult(status=stopped.status, reason=stopped.reason, cause="hang")
     if root is not None:
         return _explained(root, gathering, hosts, found)
-    return Judgement(status=Status.CRASH, reason="the ranks vanished without an exit code", cause="exit_code")
+    return RunResult(status=Status.CRASH, reason="the ranks vanished without an exit code", cause="exit_code")
 
 
 def _explained(
     root: Finding, gathering: Gathering, hosts: Sequence[str], found: Sequence[Finding] = ()
-) -> Judgement:
+) -> RunResult:
     """What follows from the rank that failed first."""
     rank, cause = gathering.ranks[root.rank], root.cause
     host = _host(root.rank, len(gathering.ranks), hosts)
     suspects = host if cause.blames_host else ()
     if cause.status == Status.COMM_ERROR:
-        # Who complains of others is the least to blame; who is complained of, or was silent, the most.
-        lines = " ".join(f.line for f in found)
-        suspects = _named(hosts, lines) or host
+        suspects = _complained_of(found, gathering, hosts) or _silent(found, gathering, hosts) or host
     where = f"rank {root.rank}{f' on {host[0]}' if host else ''}"
     confirmed = None
     if cause.name == "cuda_oom":
@@ -92,7 +78,7 @@ def _explained(
         confirmed = cause.name == "cpu_oom" and bool(
             own_limit(own_words(rank), rank.memory, rank.error or {})
         )
-    return Judgement(
+    return RunResult(
         status=cause.status,
         reason=f"{cause.what}, {where}: {root.line}",
         cause=cause.name,
@@ -106,6 +92,24 @@ def _explained(
 
 def _host(rank: int, world_size: int, hosts: Sequence[str]) -> tuple[str, ...]:
     return (hosts[rank * len(hosts) // world_size],) if hosts else ()
+
+
+def _complained_of(found: Sequence[Finding], gathering: Gathering, hosts: Sequence[str]) -> tuple[str, ...]:
+    """The hosts that ranks of others name; NCCL begins each line of a log with its own."""
+    named = set[str]()
+    for finding in found:
+        own = _host(finding.rank, len(gathering.ranks), hosts)
+        words = "\n".join(last_words(own_words(gathering.ranks[finding.rank])))
+        named |= {*_named(hosts, words)} - {*own}
+    return tuple(h for h in hosts if h in named)
+
+
+def _silent(found: Sequence[Finding], gathering: Gathering, hosts: Sequence[str]) -> tuple[str, ...]:
+    """The hosts of the few ranks that complain of nothing while most do."""
+    silent = sorted({*range(len(gathering.ranks))} - {f.rank for f in found})
+    if not 0 < len(silent) < len(found):
+        return ()
+    return tuple(dict.fromkeys(h for rank in silent for h in _host(rank, len(gathering.ranks), hosts)))
 
 
 def _named(hosts: Sequence[str], text: str) -> tuple[str, ...]:

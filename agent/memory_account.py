@@ -28,7 +28,7 @@ def own_gpu_memory(text: str, memory: Mapping[str, Any], error: Mapping[str, Any
     Args:
         text: what the allocator said.
         memory: of the rank's report: free_bytes and total_bytes when the run began.
-        error: of its report: free_bytes, total_bytes and reserved_bytes when it gave up.
+        error: of its report: free_bytes, total_bytes and torch_bytes when it gave up.
     """
     told = {name: _size(text, patterns) for name, patterns in _TEXTS.items()}
     at_start = _share(_number(memory, "free_bytes"), 0.0, _number(memory, "total_bytes"))
@@ -39,7 +39,7 @@ def own_gpu_memory(text: str, memory: Mapping[str, Any], error: Mapping[str, Any
         return process >= OWN_SHARE
     torch = _share(told["torch"], told["free"], told["total"])
     if torch is None:
-        reserved, free = _number(error, "reserved_bytes"), _number(error, "free_bytes")
+        reserved, free = _number(error, "torch_bytes"), _number(error, "free_bytes")
         torch = _share(reserved, free, _number(error, "total_bytes"))
     needed = OWN_SHARE if at_start is None else TORCH_SHARE
     return True if torch is not None and torch >= needed else None

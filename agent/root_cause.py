@@ -79,8 +79,8 @@ def _finding(number: int, rank: RankStory) -> Finding | None:
         told = by_text(last_words(rank.tail)) if ends_in_traceback(rank.tail) else None
         return told and Finding(rank=number, cause=_whose(told[0], rank), line=told[1], at=at)
     cause, line = _of_exit(rank)
-    told = cause.status == Status.OOM
-    return Finding(rank=number, cause=_whose(cause, rank), line=line, told=told, at=at)
+    sure = cause.status == Status.OOM
+    return Finding(rank=number, cause=_whose(cause, rank), line=line, told=sure, at=at)
 
 
 def _of_error(rank: RankStory) -> tuple[Cause, str]:

@@ -29,7 +29,7 @@ def limit_cpu_memory(rank_mem_bytes: int) -> None:
 def account() -> dict[str, int]:
     """Bytes of this rank's memory now, by which a later lack of it is explained.
 
-    free_bytes, total_bytes and reserved_bytes (torch's own) of a GPU that is in use; data_bytes of the
+    free_bytes, total_bytes and torch_bytes (what torch holds) of a GPU that is in use; data_bytes of the
     process, and limit_bytes where they are limited.
     """
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
@@ -39,7 +39,7 @@ def account() -> dict[str, int]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):  # a GPU that failed may answer nothing more
             found["free_bytes"], found["total_bytes"] = torch.cuda.mem_get_info()
-            found["reserved_bytes"] = torch.cuda.memory_reserved()
+            found["torch_bytes"] = torch.cuda.memory_reserved()
     return found
 
 

@@ -1,0 +1,136 @@
+"""Makes the cases of real faults: `python -m tests.corpus.make [CASE...]`, from the root of the repository.
+
+Each runs ranks under the agent's own node, gang and watching, has them fail for real, and keeps what the
+classifier gets: the news of the ranks, and which of them were killed for it.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.corpus.cases import CASES, Case
+from ultrabench.agent.gang import Gang
+from ultrabench.agent.gathering import Gathering
+from ultrabench.agent.node import Node
+from ultrabench.agent.place import Place
+from ultrabench.agent.stop import StopRequest
+from ultrabench.agent.watch import watch
+from ultrabench.allocation import Allocation
+from ultrabench.kernel.check_spec import TINY
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import Layout
+from ultrabench.measure import Measure
+from ultrabench.processes import become_subreaper, descendants
+from ultrabench.run import RunSpec, Task, Workload
+
+HERE = Path(__file__).parent
+TAIL = 2500
+"""Characters of a log that are kept; the agent sends more."""
+MEASURE = Measure(
+    warmup_steps=2, max_steps=4000, target_ci95_rel=1e-9, deadline_floor_s=4.0, start_deadline_s=120.0
+)
+GIB = 2**30
+
+
+class Witness(Node):
+    """A node that remembers its news."""
+
+    def __init__(self, allocation: Allocation, place: Place) -> None:
+        super().__init__(allocation, place)
+        self.heard = list[dict[str, Any]]()
+
+    def news(self) -> list[dict[str, Any]]:
+        found = super().news()
+        self.heard += [item for item in found if "line" in item or "code" in item]
+        return found
+
+
+def task_of(case: Case) -> Task:
+    layout = Layout(dp=case.ranks, tp=1, pp=1, mbs=1, gas=1, zero_stage=0)
+    command = ("python", str(HERE / "faulty.py"), case.fault)
+    embedded = case.fault in ("embedded", "embedded_oom")
+    kernel = KernelChoice(name="embedded") if embedded else KernelChoice(
+        name="faulty", kind="command", command=command
+    )  # fmt: skip
+    spec = RunSpec(
+        shape=TINY, workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout, kernel=kernel, nodes=1,
+        gpus_per_node=case.ranks,
+    )  # fmt: skip
+    return Task(
+        run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=MEASURE, device="cpu",
+        rank_mem_bytes=2**22 if case.fault == "embedded_oom" else GIB, predicted_step_time_s=0.01,
+        predicted_duration_s=1.0, limit_s=60.0,
+    )  # fmt: skip
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    task = task_of(case)
+    allocation = Allocation(
+        name="corpus", sweep_dir=str(folder), work_dir=str(folder), nodes=1, gpus_per_node=case.ranks,
+        simulated=True, threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest="", tasks=(task,),
+    )  # fmt: skip
+    node = Witness(allocation, Place(node=0, host="local-0"))
+    gang = Gang(allocation, node, node.facts(), {}, StopRequest(), "127.0.0.1", folder / "journal.jsonl")
+    gathering = gang.start(task, 0)
+
+    def strike(gathering: Gathering) -> None:
+        """Signals the youngest process of ours, the last rank, once it measures."""
+        if case.signal and gathering.phase == "measure":
+            os.kill(max(descendants(os.getpid())), case.signal)
+
+    watched = watch(gang, task, gathering, float("inf"), strike)
+    gang.end_ranks(gathering)
+    gang.finish(keep_all=False)
+    node.close()
+    return {
+        "how": case.how,
+        "expected": {"status": case.status, "cause": case.cause, "rank": case.rank},
+        "stopped": watched.missed and {"status": watched.missed.status, "reason": watched.missed.reason},
+        "killed_by_us": [n for n, rank in enumerate(gathering.ranks) if rank.killed_by_us],
+        "news": shortened(node.heard, folder, node.scratch),
+    }
+
+
+def shortened(news: list[dict[str, Any]], *folders: Path) -> list[dict[str, Any]]:
+    """Without names of this machine, most steps and the environment."""
+    kept, steps = [], dict[int, int]()
+    for item in news:
+        event = item.get("line", {}).get("event")
+        steps[item["rank"]] = steps.get(item["rank"], 0) + (event == "step")
+        if event == "environment" or (event == "step" and steps[item["rank"]] > 3 and item["rank"] != 0):
+            continue
+        kept.append({**item, **({"tail": item["tail"][-TAIL:]} if "tail" in item else {})})
+    text = json.dumps(kept)
+    for folder in folders:
+        text = text.replace(str(folder), "/tmp/run")
+    text = text.replace(str(HERE.parents[1]), "/src").replace(sys.prefix, "/src/venv")
+    return json.loads(text.replace(sys.base_prefix, "/usr").replace(socket.gethostname(), "localhost"))
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """JSON with one piece of news a line."""
+    news = ",\n".join(json.dumps(item) for item in found["news"])
+    head = json.dumps({k: v for k, v in found.items() if k != "news"})
+    return f'{head[:-1]},\n"news": [\n{news}\n]}}\n'
+
+
+def main(names: list[str]) -> None:
+    become_subreaper()
+    for name, case in CASES.items():
+        if names and name not in names:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(case, Path(folder))
+        (HERE / f"{name}.json").write_text(as_text(found))
+        codes = {item["rank"]: item["code"] for item in found["news"] if "code" in item}
+        print(name, codes, "killed by us:", found["killed_by_us"], flush=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    main(sys.argv[1:])

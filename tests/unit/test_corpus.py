@@ -1,0 +1,51 @@
+"""Real faults, public error texts, and both among the consequences that 7 peers tell."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.corpus.replay import made, mixed, quoted
+from ultrabench.agent.signatures import CAUSES
+
+
+@pytest.mark.parametrize("case", made() + quoted(), ids=lambda case: case.name)
+def test_every_case_gets_its_name(case):
+    found, expected = case.judged(), case.expected
+    assert (found.status, found.cause) == (expected["status"], expected["cause"]), found.reason
+    if found.status != "ok":
+        assert "\n" not in found.reason
+        assert expected["rank"] is None or f"rank {expected['rank']} on gpu0" in found.reason
+    for name in ("confirmed", "suspects"):
+        if name in expected:
+            said = getattr(found, name)
+            assert (list(said) if name == "suspects" else said) == expected[name]
+
+
+def test_roots_are_found_among_their_consequences():
+    cases = mixed(200, seed=4)
+    wrong = []
+    for case in cases:
+        found, expected = case.judged(), case.expected
+        named = f"rank {expected['rank']} on " in (found.reason or "")
+        if (found.status, found.cause) != (expected["status"], expected["cause"]) or not named:
+            wrong.append((case.name, found.cause, found.reason))
+    assert len(wrong) <= 2, wrong
+
+
+def test_fingerprints_are_of_the_fault_not_of_the_place():
+    cases = [c for c in made() + quoted() if c.expected["rank"] is not None]
+    prints = {c.name: c.judged().fingerprint for c in cases}
+    assert {c.name: c.judged(("a7", "a9")).fingerprint for c in cases} == prints
+    told = [p for p in prints.values() if p is not None]
+    same = [n for n, p in prints.items() if p is not None and told.count(p) > 1]
+    # The same fault, whatever becomes of the peers.
+    assert sorted(same) == ["early_while_peers_sleep", "exception", "exception_while_peers_sleep", "exit_early"]
+
+
+def test_every_cause_is_documented():
+    page = (Path(__file__).parents[2] / "docs/failures.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    for cause in CAUSES:
+        (row,) = [row for row in rows if f"`{cause.name}`" in row.split("|")[1]]
+        assert cause.status.value in row.split("|")[2]
+        assert ("yes" in row.split("|")[3]) == cause.blames_host
