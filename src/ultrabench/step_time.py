@@ -38,9 +38,9 @@ def extremes(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:
     """Rank -> median step time, of the fastest and the slowest rank; empty unless two ranks have steps.
 
     Args:
-        step_times_s: the steps of each rank.
+        step_times_s: the steps of each rank; one with a step of 0 s counts as silent.
     """
-    medians = {str(rank): median(times) for rank, times in enumerate(step_times_s) if times}
+    medians = {str(rank): median(times) for rank, times in enumerate(step_times_s) if times and min(times) > 0}
     ends = (
         {min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)} if medians else set()
     )

@@ -238,7 +238,7 @@ def test_a_control_much_slower_than_elsewhere_puts_its_allocation_in_doubt():
 
 def test_ranks_with_times_of_their_own():
     assert extremes([[1.0, 3.0, 2.0], [], [1.0], [9.0, 5.0]]) == {"2": 1.0, "3": 7.0}
-    assert extremes([[1.0], []]) == extremes([]) == {}
+    assert extremes([[1.0], []]) == extremes([]) == extremes([[1.0], [0.0, 1.0]]) == {}
     state = state_of(
         [attempt("x", rank_step_times_s={"0": 1.0, "3": 1.4}), attempt("y", rank_step_times_s={})]
     )
