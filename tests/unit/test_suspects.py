@@ -12,7 +12,10 @@ from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState, final_attempts, fold
 from ultrabench.step_time import extremes
+from ultrabench.sweep.config import load_config
+from ultrabench.sweep.decide import next_step
 from ultrabench.sweep.losses import disputed_attempts, invalid_attempts, judged
+from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.suspects import suspect_attempts
 
 BF16 = KernelChoice(name="embedded", precision="bf16")
@@ -260,3 +263,23 @@ def test_all_reasons_are_told():
     state = one_in_each([*(allocation(n, gemm=(1.0,)) for n in "abc"), odd])
     state.attempts["odd", 0, 0] = attempt("odd", allocation="odd", rank_step_times_s={"0": 1.0, "3": 1.4})
     assert len(doubts(state)["odd"].split("; ")) == 3
+
+
+def test_the_next_step_tries_an_outlier_once_more_and_a_suspect_in_a_further_repeat():
+    plan = make_plan(load_config(["model=tiny"]))
+    *normal, outlier, odd = plan.runs[:5]
+    told = [attempt(run.run_id, spec=to_dict(run.spec), loss_final=5.0) for run in normal]
+    told.append(attempt(outlier.run_id, spec=to_dict(outlier.spec), loss_final=9.0))
+    told.append(
+        attempt(odd.run_id, spec=to_dict(odd.spec), loss_final=5.0, rank_step_times_s={"0": 1, "1": 5})
+    )
+
+    def again(*more):
+        todo = next_step(plan, state_of([*told, *more]), frozenset()).todo
+        tried = {run.run_id for run in plan.runs[:5]}
+        return {tuple(t.key) for t in todo if t.key.run_id in tried}
+
+    assert again() == {(outlier.run_id, 0, 1), (odd.run_id, 1, 0)}
+    same = attempt(outlier.run_id, number=1, spec=to_dict(outlier.spec), loss_final=9.0)
+    better = attempt(odd.run_id, repeat=1, spec=to_dict(odd.spec), loss_final=5.0)
+    assert again(same, better) == set()
