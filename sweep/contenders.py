@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.state import AttemptState, SweepState
 from ultrabench.sweep.control import Cell, cell_of
 from ultrabench.sweep.plan import Candidate
+from ultrabench.sweep.suspects import control_times
 
 WITHIN = 1.05
 """Of the best step time of the cell."""
@@ -23,7 +24,7 @@ def contenders(
     Step times are taken relative to the control layout of the same allocation where all runs of a
     cell have one: allocations differ more than that.
     """
-    controls = _control_times(state)
+    controls = control_times(state)
     cells: dict[Cell, list[tuple[str, float, float | None]]] = {}
     for run in runs:
         timed = [(a, t) for a in tried.get(run.run_id, ()) if (t := step_time_s(a.result)) is not None]
@@ -47,22 +48,6 @@ def step_time_s(result: RunResult | None) -> float | None:
     if result is None or result.status != Status.OK or not result.step_times_s or result.stopped == SLOWER:
         return None
     return median(result.step_times_s)
-
-
-def _control_times(state: SweepState) -> dict[str, float]:
-    """Allocation -> median step time of its control layout, where that was measured."""
-    found: dict[str, float] = {}
-    for name, held in state.allocations.items():
-        for key in held.tasks:
-            time_s = step_time_s(_result(state, key)) if key.run_id == held.control else None
-            if time_s is not None:
-                found[name] = time_s
-    return found
-
-
-def _result(state: SweepState, key: AttemptKey) -> RunResult | None:
-    attempt = state.attempts.get(key)
-    return attempt.result if attempt else None
 
 
 def best_step_times_s(state: SweepState, runs: Iterable[Candidate]) -> dict[Cell, float]:

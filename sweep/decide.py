@@ -9,7 +9,7 @@ from ultrabench.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.contenders import contenders
 from ultrabench.sweep.control import cell_of
 from ultrabench.sweep.dominated import Fit, left_out
-from ultrabench.sweep.losses import judged
+from ultrabench.sweep.losses import disputed_attempts, judged
 from ultrabench.sweep.plan import Candidate, Plan
 from ultrabench.sweep.retry_policy import RetryPolicy, broken, judge
 from ultrabench.sweep.suspects import suspect_attempts
@@ -121,8 +121,10 @@ def next_step(
 ) -> Decision:
     """`decide` with the values of the plan's configuration, and what results say of each other."""
     config, state = plan.config, judged(state)
+    # Where losses differ without a majority, a repeat of each would only repeat that.
+    doubted = suspect_attempts(state, device=config.hardware.device).keys() - disputed_attempts(state).keys()
     return decide(
-        plan.runs, state, alive, doubted=suspect_attempts(state, device=config.hardware.device).keys(),
+        plan.runs, state, alive, doubted=doubted,
         repeats=config.repeats, accepts=accepts, canary=config.launcher.control,
         policy=config.retry, confirm=config.measure.confirm, rank_mem_bytes=config.hardware.rank_mem_bytes,
         old=old, now=now,
