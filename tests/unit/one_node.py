@@ -1,0 +1,61 @@
+"""One node of an agent, told by lines on stdin what to do: `python one_node.py FOLDER CODE [DEVICE]`.
+
+CODE is the Python file that its one rank runs. Lines are expressions about `node`; what they give comes back as JSON.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ultrabench.agent.node import Node
+from ultrabench.agent.place import Place
+from ultrabench.allocation import Allocation
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import Layout
+from ultrabench.measure import Measure
+from ultrabench.processes import become_subreaper
+from ultrabench.run import RunSpec, Task, Workload
+from ultrabench.shape import ModelShape
+
+TINY = ModelShape(
+    name="tiny", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, vocab_size=128, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def task(code: str, device: str) -> Task:
+    kernel = KernelChoice(name="code", kind="command", command=("python", code))
+    layout = Layout(dp=1, tp=1, pp=1, mbs=1, gas=1, zero_stage=0)
+    spec = RunSpec(
+        shape=TINY,
+        workload=Workload(seq_len=64, gbs=1),
+        layout=layout,
+        kernel=kernel,
+        nodes=1,
+        gpus_per_node=1,
+    )
+    return Task(
+        run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=Measure(), device=device, rank_mem_bytes=2**30,
+        predicted_step_time_s=0.01, predicted_duration_s=1.0, limit_s=60.0,
+    )  # fmt: skip
+
+
+def main() -> None:
+    folder, code, device = Path(sys.argv[1]), sys.argv[2], (*sys.argv[3:], "cpu")[0]
+    run = task(code, device)
+    allocation = Allocation(
+        name="n1-clean.0", sweep_dir=str(folder), work_dir=str(folder), nodes=1, gpus_per_node=1, simulated=True,
+        threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest="", tasks=(run,),
+    )  # fmt: skip
+    become_subreaper()
+    node = Node(replace(allocation, preflight=True), Place(node=0, host="local-0"))
+    node.warm_up()  # the fork server must survive the cleaning
+    node.start(run, "127.0.0.1", 0)
+    for line in sys.stdin:
+        print(json.dumps(eval(line, {"node": node})), flush=True)
+    node.close()
+
+
+if __name__ == "__main__":
+    main()
