@@ -23,7 +23,7 @@ def agent(bench: Bench, node: int) -> int | None:
     return None
 
 
-@pytest.mark.parametrize
+@pytest.mark.parametrize(
     ("nodes", "frozen", "expected"),
     [
         (1, 0, ("lost", "the agent on local-0")),
@@ -33,9 +33,11 @@ def agent(bench: Bench, node: int) -> int | None:
 )
 def test_a_frozen_agent_ends_its_allocation_and_the_runs_go_on(bench, monkeypatch, nodes, frozen, expected):
     monkeypatch.setenv("STEP_S", "0.2")
-    words = bench.overrides("fine", f"sweep.nodes=[{nodes}]", "sweep.gbs=8", "launcher.heartbeat_s=0.5")
-    launcher = bench.start("sweep", "launch", *words, "sweep.mbs=[4]", "sweep.gas=[1,2]", "sweep.zero_stage=[0]")
-    bench.wait_for(lambda: len(bench.executions()) == 1)
+    words = bench.overrides("fine", f"sweep.nodes=[{nodes}]", f"sweep.gbs={8 * nodes}", "launcher.heartbeat_s=0.5")
+    launcher = bench.start(
+        "sweep", "launch", *words, "sweep.mbs=[4]", "sweep.gas=[1,2]", "sweep.zero_stage=[0]"
+    )
+    bench.wait_for(lambda: len(bench.executions()) >= 1)
     os.kill(agent(bench, frozen), signal.SIGSTOP)
     output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, output

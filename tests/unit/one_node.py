@@ -1,6 +1,6 @@
 """One node of an agent, told by lines on stdin what to do: `python one_node.py FOLDER CODE [DEVICE]`.
 
-CODE is the Python file that its one rank runs. Lines are expressions about `node`; what they give comes back as JSON.
+CODE is the Python file that its one rank runs. Lines are expressions about `node` and `nvml`; what they give comes back as JSON.
 """
 
 import json
@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from ultrabench.agent import nvml
 from ultrabench.agent.node import Node
 from ultrabench.agent.place import Place
 from ultrabench.allocation import Allocation
@@ -53,7 +54,7 @@ def main() -> None:
     node.warm_up()  # the fork server must survive the cleaning
     node.start(run, "127.0.0.1", 0)
     for line in sys.stdin:
-        print(json.dumps(eval(line, {"node": node})), flush=True)
+        print(json.dumps(eval(line, {"node": node, "nvml": nvml})), flush=True)
     node.close()
 
 

@@ -1,0 +1,159 @@
+"""Disks that are full, read-only or silent for a while, or for good: real file systems of 256 KiB."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from tests.disks import on_a_small_disk
+from ultrabench.agent.patience import Patience
+from ultrabench.errors import ClusterError
+from ultrabench.presence import Stillness
+
+JOURNAL = """
+from ultrabench.errors import DiskError
+from ultrabench.journal import JournalWriter, read_journal
+writer = JournalWriter(disk, "agent")
+write = lambda n: writer.write("cancel", generation=n, padding="x" * 3000)
+"""
+
+
+def test_a_journal_survives_a_full_and_a_read_only_disk(tmp_path):
+    told = on_a_small_disk(
+        tmp_path,
+        JOURNAL
+        + """
+        warnings = []
+        for n, (spoil, mend) in enumerate([(fill, free), (lambda: read_only(True), lambda: read_only(False))]):
+            write(2 * n)
+            writer._close()  # a disk with a file open for writing cannot be made read-only
+            spoil()
+            for _ in range(3):
+                try:
+                    write(2 * n + 1)
+                except DiskError as error:
+                    print(error)
+            mend()
+            write(2 * n + 1)
+        print([(e["seq"], e["generation"]) for e in read_journal(disk, warnings.append)])
+        """.replace("\n        ", "\n"),
+    )
+    *errors, events = told.splitlines()
+    assert [e.split(": ")[1].split(";")[0] for e in errors] == ["No space left on device"] * 3 + [
+        "Read-only file system"
+    ] * 3
+    assert events == "[(0, 0), (1, 1), (2, 2), (3, 3)]"
+
+
+def test_nothing_but_whole_files_is_found_on_a_full_disk(tmp_path):
+    told = on_a_small_disk(
+        tmp_path,
+        """
+        from ultrabench.claim import claim, owner_of
+        from ultrabench.folder import write_whole
+        write_whole(disk / "whole", "first")
+        fill()
+        for act in (lambda: write_whole(disk / "whole", "second" * 9000),
+                    lambda: claim(disk, "run.0.0", {"allocation": "mine", "more": "x" * 9000})):
+            try:
+                print(act())
+            except OSError as error:
+                print(error.strerror)
+        print((disk / "whole").read_text(), sorted(p.name for p in disk.iterdir()))
+        free()
+        print(claim(disk, "run.0.0", {"allocation": "mine"}), owner_of(disk, "run.0.0"))
+        read_only(True)
+        try:
+            claim(disk, "run.0.1", {"allocation": "mine"})
+        except OSError as error:
+            print(error.strerror)
+        """,
+    )
+    assert told.splitlines() == [
+        "No space left on device", "No space left on device", "first ['ballast', 'whole']", "True mine",
+        "Read-only file system",
+    ]  # fmt: skip
+
+
+def test_an_agent_waits_for_a_disk_and_goes_on_beating(tmp_path):
+    told = on_a_small_disk(
+        tmp_path,
+        JOURNAL
+        + """
+from ultrabench.agent.patience import Patience
+beats = []
+patience = Patience(1.0)
+patience.beat = lambda: beats.append(time.monotonic())
+fill()
+later(1.0, free)
+patience.insist(write, 1)
+writer._close()  # a disk with a file open for writing cannot be made read-only
+read_only(True)
+later(1.0, read_only, False)
+patience.insist(write, 2)
+print([e["generation"] for e in read_journal(disk)])
+print(max(b - a for a, b in zip(beats, beats[1:])) < 1.0)
+        """,
+    )
+    assert told.splitlines() == ["[1, 2]", "True"]
+
+
+def test_an_agent_gives_up_a_disk_that_nobody_mends(capsys):
+    patience = Patience(1.0)
+    with pytest.raises(ClusterError, match=r"No space left on device.*; waited 0.5 s"):
+        patience.within(0.5, full)
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def full():
+    with open("/dev/full", "wb", buffering=0) as file:
+        file.write(b"x")
+
+
+def test_a_silent_file_server_is_not_waited_for_in_the_kernel(tmp_path):
+    os.mkfifo(tmp_path / "server")  # opening it blocks, as a server that is away does
+    patience, beats = Patience(1.0), []
+    patience.beat = lambda: beats.append(1)
+    with pytest.raises(ClusterError, match=r"did not answer for 0.3 s"):
+        patience.within(0.3, (tmp_path / "server").read_bytes)
+    assert len(beats) > 1
+    (tmp_path / "server").write_bytes(b"")
+
+
+def test_what_cannot_pass_is_told_at_once():
+    patience = Patience(1.0)
+    with pytest.raises(ZeroDivisionError):
+        patience.insist(lambda: 1 // 0)
+    with pytest.raises(FileNotFoundError):
+        patience.insist(os.stat, "/no/such/file")
+
+
+def test_presence_is_shown_at_most_so_often_and_leaves_no_thread(tmp_path):
+    journal = tmp_path / "journal"
+    journal.write_text("")
+    os.utime(journal, (0, 0))
+    patience = Patience(3600.0)
+    patience._touched = time.monotonic() - 4000.0
+    patience.touch(journal)
+    first = journal.stat().st_mtime_ns
+    assert first > 0
+    patience.touch(journal)
+    assert journal.stat().st_mtime_ns == first
+    assert threading.active_count() == 1
+    patience._touched -= 4000.0
+    patience.touch(tmp_path / "gone")
+
+
+def test_stillness_counts_changes_and_not_clocks(tmp_path):
+    journal = tmp_path / "journal"
+    journal.write_text("")
+    stillness = Stillness(10.0)
+    looks = [stillness.look("a", [journal], now) for now in (0.0, 4.0, 8.0)]
+    assert looks == [0.0, 4.0, 8.0]
+    os.utime(journal, (0, 0))  # a clock that jumps back is a sign of life, too
+    assert stillness.look("a", [journal], 12.0) == 0.0
+    # The one who looks was away for an hour: that proves little.
+    assert stillness.look("a", [journal], 3612.0) == 10.0
+    stillness.forget("a")
+    assert stillness.look("a", [journal, tmp_path / "none"], 3613.0) == 0.0
