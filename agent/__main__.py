@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ultrabench.agent.follow import follow
@@ -56,6 +57,7 @@ def lead(allocation: Allocation, node: Node, place: Place, secret: str, stop: St
     address = place.address(allocation.simulated or allocation.nodes == 1)
     journal = JournalWriter(SweepFolder(Path(allocation.sweep_dir)).journal, "agent")
     patience, pid = node.patience, os.getpid()
+    patience.beat = partial(patience.touch, journal.path)
     name = {"allocation": allocation.name, "restart": place.restart}
     me = {"node": place.node, "host": place.host, "pid": pid, "start_time": start_time(pid)}
     me |= {"job": place.job, "journal": journal.path.name}
@@ -63,8 +65,8 @@ def lead(allocation: Allocation, node: Node, place: Place, secret: str, stop: St
     reason, avoid = "crashed", list[str]()
     try:
         meeting = patience.insist(Meeting, allocation.folder / place.meeting, address, secret)
-        peers = meeting.gather(allocation.nodes, MEETING_PATIENCE_S, lambda: patience.touch(journal.path))
-        gang = Gang(allocation, node, peers, stop, address, journal.path)
+        peers = meeting.gather(allocation.nodes, MEETING_PATIENCE_S, patience.beat)
+        gang = Gang(allocation, node, patience.insist(node.facts), peers, stop, address, journal.path)
         avoid = gang.avoid
         reason = Leader(allocation, node, place, gang, journal).run()
         gang.dismiss()

@@ -26,16 +26,16 @@ class Gang:
     """All agents of an allocation, this node's own included."""
 
     def __init__(
-        self, allocation: Allocation, node: Node, peers: dict[int, Line], stop: StopRequest, address: str,
-        journal: Path,
+        self, allocation: Allocation, node: Node, facts: dict[str, Any], peers: dict[int, Line],
+        stop: StopRequest, address: str, journal: Path,
     ) -> None:  # fmt: skip
-        """`journal` is touched at every heartbeat, so that launchers see that this agent lives."""
+        """`facts` are those of this node; `journal` is touched, so that launchers see that this agent lives."""
         self._allocation = allocation
         self._node = node
         self._peers = peers
         self._stop = stop
         self._address = address
-        self.facts = [node.facts(), *(peers[n].facts for n in sorted(peers))]
+        self.facts = [facts, *(peers[n].facts for n in sorted(peers))]
         self.hosts = [str(facts["host"]) for facts in self.facts]
         self.lost: str | None = None
         """Which node can be used no more, and why."""

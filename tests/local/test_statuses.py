@@ -23,6 +23,7 @@ def test_statuses_retry_and_table(bench):
     overrides = bench.overrides(
         behaviour, "sweep.nodes=1", "sweep.gbs=128", "sweep.seq_len=8", "sweep.zero_stage=0",
         f"sweep.mbs={list(BEHAVIOURS)}", f"sweep.gas={gas}", "measure.run_limit_s=4",
+        "measure.race=null",
     )  # fmt: skip
     bench.run("sweep", "launch", *overrides, code=1)
     rows = bench.rows()
@@ -33,7 +34,7 @@ def test_statuses_retry_and_table(bench):
         assert text is None or text in row["reason"]
     attempts = {b: sum(BEHAVIOURS[r["mbs"]] == b for r in rows) for b in EXPECTED}
     assert attempts == {
-        "raise": 1, "kill": 1, "memory": 1, "nan": 2, "hang": 3, "crawl": 2, "fine": 1
+        "raise": 1, "kill": 2, "memory": 2, "nan": 2, "hang": 3, "crawl": 2, "fine": 1
     }  # fmt: skip
     assert bench.status()["by_status"] == {
         "crash": 2, "hang": 1, "invalid": 1, "ok": 1, "oom": 1, "timeout": 1
@@ -44,12 +45,14 @@ def test_statuses_retry_and_table(bench):
     assert dry.count("planted error") == 1
     assert bench.executions() == before
     bench.run("sweep", "retry", "t", "--only", "crash", code=1)
+    old = {(r["run_id"], r["attempt"]) for r in rows}
     rows = bench.rows()
-    again = [r for r in rows if r["attempt"] == 1 and r["status"] == "crash"]
+    again = [r for r in rows if (r["run_id"], r["attempt"]) not in old]
     assert sorted(BEHAVIOURS[r["mbs"]] for r in again) == ["kill", "raise"]
     new = bench.executions()[len(before) :]
-    assert sorted(new) == sorted(f"{r['run_id']} 0 1" for r in again)
-    shown = bench.run("sweep", "show", again[0]["run_id"])
+    assert sorted(new) == sorted(f"{r['run_id']} 0 {r['attempt']}" for r in again)
+    raised = next(r for r in again if BEHAVIOURS[r["mbs"]] == "raise")
+    shown = bench.run("sweep", "show", raised["run_id"])
     assert shown.count("crash") == 2
     assert sorted(bench.executions()) == sorted(f"{r['run_id']} {r['repeat']} {r['attempt']}" for r in rows)
 
