@@ -106,7 +106,8 @@ def _complained_of(found: Sequence[Finding], gathering: Gathering, hosts: Sequen
 
 def _silent(found: Sequence[Finding], gathering: Gathering, hosts: Sequence[str]) -> tuple[str, ...]:
     """The hosts of the few ranks that complain of nothing while most do."""
-    silent = sorted({*range(len(gathering.ranks))} - {f.rank for f in found})
+    told = {f.rank for f in found}
+    silent = [n for n, rank in enumerate(gathering.ranks) if n not in told and rank.done is None]
     if not 0 < len(silent) < len(found):
         return ()
     return tuple(dict.fromkeys(h for rank in silent for h in _host(rank, len(gathering.ranks), hosts)))
@@ -134,7 +135,7 @@ def _unmeasured(rank: RankStory, measure: Measure) -> str | None:
 
 def _finished(rank: RankStory) -> bool:
     """It said that it was done, or ended as if it was; what happens in its teardown is no news."""
-    return rank.error is None and (rank.done is not None or rank.code == 0)
+    return rank.done is not None or (rank.error is None and rank.code == 0)
 
 
 def _non_finite(rank: RankStory) -> str | None:

@@ -47,7 +47,8 @@ def findings(ranks: list[RankStory]) -> list[Finding]:
         for number, rank in enumerate(ranks)
         if rank.code == 0 and rank.done is None and rank.error is None
     ]  # fmt: skip
-    return sorted(found + early, key=lambda f: f.key)
+    # Where most have ended well, those that have not are late.
+    return sorted(found + (early if len(early) <= len(ranks) / 2 else []), key=lambda f: f.key)
 
 
 def own_words(rank: RankStory) -> str:
@@ -66,10 +67,12 @@ def _tier(cause: Cause) -> int:
 
 def _finding(number: int, rank: RankStory) -> Finding | None:
     at = rank.failed_at or 0.0
+    if rank.done is not None:
+        return None
     if rank.error is not None:
         cause, line = _of_error(rank)
         return Finding(rank=number, cause=_whose(cause, rank), line=line, told=True, at=at)
-    if rank.done is not None or rank.code in (None, 0):
+    if rank.code in (None, 0):
         return None
     if rank.oom_killed:
         line = "killed by the kernel, which was out of memory"

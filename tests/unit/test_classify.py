@@ -36,10 +36,10 @@ def killed(**change):
 PEER = failing("comm", "RuntimeError: Connection closed by peer")
 
 
-def judged(*ranks, stopped=None, ended=None):
+def judged(*ranks, stopped=None, ended=None, lost=None, hosts=()):
     gathering = Gathering(len(ranks))
     gathering.ranks = list(ranks)
-    return classify(gathering, MEASURE, stopped=stopped, ended=ended)
+    return classify(gathering, MEASURE, stopped=stopped, ended=ended, lost=lost, hosts=hosts)
 
 
 def steps_with(n, **change):
@@ -255,6 +255,7 @@ def test_a_result_of_another_accelerator_is_invalid():
 
 def test_what_happens_after_every_rank_is_done_is_no_news():
     done = {"event": "done"}
-    ranks = [ok(done=done), ok(done=done, code=-9)]
+    late = failing("comm", "E: closed", done=done, steps=STEPS)
+    ranks = [ok(done=done), ok(done=done, code=-9), late]
     assert judged(*ranks, stopped=HANG).status == Status.OK
     assert judged(ok(done=done), ok(code=-11)).status == Status.CRASH
