@@ -53,11 +53,11 @@ class RankStory:
         first = self.first_gaps_s.get(kind, 0.0) if len(self.steps) < 2 else 0.0
         return max(first, self.gaps_s.get(kind, 0.0))
 
-    def move(self, now: float) -> None:
-        """Notes a sign of progress, before what it tells is taken in."""
+    def move(self, now: float, started: float) -> None:
+        """Notes a sign of progress of a rank started at `started`, before what it tells is taken in."""
         gaps = self.gaps_s if self.steps else self.first_gaps_s
-        if self.moved is not None:
-            gaps[self.kind] = max(gaps.get(self.kind, 0.0), now - self.moved)
+        since = started if self.moved is None else self.moved
+        gaps[self.kind] = max(gaps.get(self.kind, 0.0), now - since)
         self.moved = now
 
 
@@ -76,15 +76,16 @@ class Gathering:
         """When a rank last made progress."""
         self.first_step: float | None = None
 
-    def hear(self, news: list[dict[str, Any]]) -> None:
-        """Takes in what a node says about its ranks."""
+    def hear(self, news: list[dict[str, Any]], now: float | None = None) -> None:
+        """Takes in what a node says about its ranks; `now` by the monotonic clock, if it is not that."""
+        now = time.monotonic() if now is None else now
         for item in news:
             rank = self.ranks[item["rank"]]
             if "found" in item:
                 rank.found = item["found"]
                 continue
-            self.moved = time.monotonic()
-            rank.move(self.moved)
+            self.moved = now
+            rank.move(now, self.started)
             if "code" in item:
                 rank.code, rank.tail = item["code"], item.get("tail", "")
                 rank.oom_killed = item.get("oom_killed", False) and not rank.killed_by_us
@@ -95,9 +96,9 @@ class Gathering:
             if "microbatches" in item:
                 rank.microbatches, rank.step, rank.part = item["microbatches"], item["step"], item["part"]
             else:
-                self._line(rank, item["line"])
+                self._line(rank, item["line"], now)
 
-    def _line(self, rank: RankStory, line: dict[str, Any]) -> None:
+    def _line(self, rank: RankStory, line: dict[str, Any], now: float) -> None:
         event = line.get("event")
         if event == "phase":
             rank.phase, rank.phase_at = str(line.get("name")), line.get("time")
@@ -106,7 +107,7 @@ class Gathering:
         elif event == "step":
             rank.steps.append(line)
             if self.first_step is None:
-                self.first_step = time.monotonic()
+                self.first_step = now
         elif event == "memory":
             rank.memory = {**rank.memory, **line}
         elif event == "done":

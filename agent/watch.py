@@ -89,7 +89,7 @@ def _examined(gang: Gang, gathering: Gathering, missed: Overdue) -> Watched:
 def explained(result: RunResult, watched: Watched) -> RunResult:
     """The result with the verdict, its evidence and, of a hang, the hosts it points at."""
     found = watched.verdict
-    if found is None or result.status not in (Status.HANG, Status.TIMEOUT):
+    if found is None or result.status == Status.OK:
         return result
     evidence = {**result.evidence, "verdict": found.text, "autopsy": [f.row() for f in watched.facts]}
     suspects = found.hosts if result.status == Status.HANG else result.suspects

@@ -35,6 +35,8 @@ if behaviour == "slow_first" and key[2] == "0":
     step_s = 20.0
 if behaviour == "tortoise":
     step_s = 0.2
+if behaviour == "slow":
+    step_s *= 50
 for step in range(1, 61 if behaviour == "crawl" else 13):
     time.sleep(step_s)
     loss = 10.0 / step

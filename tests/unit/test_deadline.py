@@ -1,6 +1,7 @@
 import pytest
 
 from ultrabench.agent.deadline import overdue
+from ultrabench.agent.gathering import Gathering
 from ultrabench.measure import Measure
 from ultrabench.result import Status
 
@@ -69,3 +70,94 @@ def test_a_deadline_grows_with_the_slowest_gap():
         at = {"moved": 0.0, "limit_s": 1e9, "slowest_gap_s": gap}
         assert overdue(**{**CALM, **at, "now": allowed}) is None
         assert overdue(**{**CALM, **at, "now": allowed + 0.1}).status == Status.HANG
+
+
+class Simulated:
+    """A run told second by second; every silence is held against the deadline at its end."""
+
+    def __init__(self, world_size, floor_s=2.0):
+        self.gathering = Gathering(world_size)
+        self.gathering.started = self.gathering.moved = 0.0
+        self.measure = Measure(deadline_floor_s=floor_s, start_deadline_s=100.0)
+
+    def tell(self, at, rank, **item):
+        assert self.missed(at) is None, (at, rank, item)
+        self.gathering.hear([{"rank": rank, **item}], now=at)
+
+    def step(self, at, rank, seconds=1.0):
+        self.tell(at, rank, line={"event": "step", "seconds": seconds})
+
+    def part(self, at, rank, part, microbatches=0):
+        self.tell(at, rank, microbatches=microbatches, step=1, part=part)
+
+    def missed(self, at):
+        heard = self.gathering
+        return overdue(
+            now=at, started=0.0, moved=heard.moved, first_step=heard.first_step, phase="measure",
+            slowest_gap_s=heard.slowest_gap_s, spoke=heard.spoke, predicted_step_time_s=0.1, limit_s=1e9,
+            measure=self.measure,
+        )  # fmt: skip
+
+
+def test_a_healthy_run_is_as_slow_as_it_likes():
+    """Fifty times slower than the floor, with a first step that told its pace."""
+    run = Simulated(1)
+    for number in range(1, 8):
+        run.step(100.0 * number, 0)
+        assert run.missed(100.0 * number + 999.0) is None
+    assert run.missed(1701.0).status == Status.HANG
+
+
+def test_a_slow_rank_among_quick_ones_is_healthy():
+    """Every second somebody moves; then all the quick ones wait 20 s for the slow one, twice."""
+    run = Simulated(3)
+    for rank in range(3):
+        run.tell(0.0, rank, line={"event": "phase", "name": "first_step"})
+    for start in (0.0, 30.0, 60.0):
+        for second in range(1, 10):
+            run.part(start + second, second % 2, "forward_backward", microbatches=int(start) + second)
+        run.part(start + 29.0, 2, "forward_backward", microbatches=int(start) + 1)
+        for rank in range(3):
+            run.step(start + 30.0, rank)
+
+
+def test_what_a_first_step_took_is_forgotten_after_the_second():
+    run = Simulated(1)
+    run.step(60.0, 0)
+    assert run.missed(659.0) is None
+    run.step(61.0, 0)
+    assert run.missed(70.9) is None
+    assert run.missed(71.1).status == Status.HANG
+
+
+def test_starting_up_is_no_part_of_the_first_step():
+    run = Simulated(1)
+    run.tell(1.0, 0, line={"event": "phase", "name": "build"})
+    run.tell(90.0, 0, line={"event": "phase", "name": "first_step"})
+    run.step(91.0, 0)
+    assert run.missed(101.1).status == Status.HANG
+
+
+def test_the_optimizer_has_a_deadline_of_its_own():
+    """Steps of 1 s and an optimizer of 50 s: a silence of 11 s is a hang in one, not in the other."""
+    run = Simulated(1)
+    run.tell(0.0, 0, line={"event": "phase", "name": "first_step"})
+    now = 0.0
+    for _ in range(3):
+        run.part(now, 0, "forward_backward")
+        run.part(now + 1.0, 0, "optimizer", microbatches=int(now))
+        now += 51.0
+        run.step(now, 0)
+        run.part(now, 0, "data")
+    assert run.missed(now + 9.9) is None
+    assert run.missed(now + 10.1).status == Status.HANG
+    run.part(now + 1.0, 0, "optimizer", microbatches=int(now))
+    assert run.missed(now + 400.0) is None
+
+
+def test_what_an_autopsy_finds_is_no_progress():
+    run = Simulated(1)
+    run.step(1.0, 0)
+    run.gathering.hear([{"rank": 0, "found": {"state": "T"}}], now=9.0)
+    assert run.gathering.moved == 1.0
+    assert run.gathering.ranks[0].found == {"state": "T"}

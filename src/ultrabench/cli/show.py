@@ -18,6 +18,7 @@ from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan_table import read_rows
 
 FOLLOW_S = 0.3
+AUTOPSY_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
 
 
 def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> None:
@@ -46,9 +47,25 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
     for a in attempts:
         if a.result and a.result.evidence:
             console.print(f"\nevidence of {a.key.repeat}.{a.key.attempt}", style="bold")
-            for rank in a.result.evidence.get("ranks", []):
-                console.print(_rank_line(rank), soft_wrap=True)
-            console.print(f"logs: {folder.log_folder(*a.key)}", soft_wrap=True)
+            _print_evidence(a.result.evidence, folder.log_folder(*a.key))
+
+
+def _print_evidence(evidence: dict[str, Any], logs: Path) -> None:
+    """How the ranks ended, and of a run that stood still the verdict and what it rests on."""
+    console = out()
+    for rank in evidence.get("ranks", []):
+        console.print(_rank_line(rank), soft_wrap=True)
+    if "verdict" in evidence:
+        console.print(f"\n{evidence['verdict']}\n", soft_wrap=True)
+    rows = evidence.get("autopsy", [])
+    if rows:
+        made = table("before the ranks were killed", *AUTOPSY_COLUMNS)
+        for row in rows:
+            made.add_row(*("" if row.get(name) is None else str(row[name]) for name in AUTOPSY_COLUMNS))
+        console.print(made)
+    for path in sorted((logs / "autopsy").glob("*")):
+        console.print(str(path), soft_wrap=True)
+    console.print(f"logs: {logs}", soft_wrap=True)
 
 
 def _attempt(folder: SweepFolder, attempt: AttemptState) -> dict[str, Any]:

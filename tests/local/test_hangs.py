@@ -1,0 +1,89 @@
+"""Runs that stand still: found, explained by the right rank, and the sweep goes on."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.local.test_embedded import _ranks
+
+pytestmark = pytest.mark.local
+
+COLLECTIVE = Path(__file__).parent / "collective.py"
+
+
+def hung(bench):
+    """The row of the run that stood still, and what its agent told."""
+    (row,) = [r for r in bench.rows() if r["status"] == "hang"]
+    attempts = json.loads(bench.run("sweep", "show", row["run_id"], "--json"))["attempts"]
+    (told,) = [a["result"] for a in attempts if a["result"]["status"] == "hang"]
+    return row, told
+
+
+def measuring(bench):
+    journals = [path.read_text() for path in bench.folder.glob("results/t/journal/agent-*.jsonl")]
+    return any('"name":"measure"' in text for text in journals)
+
+
+def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
+    words = [
+        "model=tiny", "name=t", "sweep.gbs=8", "sweep.seq_len=32", "sweep.nodes=1", "sweep.tp=2",
+        "sweep.pp=1", "sweep.mbs=[1,2]", "sweep.gas=[8,4]", "sweep.zero_stage=0", "measure.warmup_steps=1",
+        "measure.loss_step=3", "measure.deadline_floor_s=2", "measure.min_steps=40",
+        "measure.max_steps=40", "launcher.preflight=false",
+        "retry.backoff_s=0",
+    ]  # fmt: skip
+    launcher = bench.start("sweep", "launch", *words)
+    bench.wait_for(lambda: measuring(bench))
+    os.kill(_ranks(bench)[-1], signal.SIGSTOP)
+    output, _ = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, output
+    row, told = hung(bench)
+    stopped = [r for r in told["evidence"]["autopsy"] if r["state"] == "T"]
+    assert len(stopped) == 1
+    rank, host = stopped[0]["rank"], stopped[0]["host"]
+    assert row["reason"].startswith(f"rank {rank} on {host} is stopped (state T)")
+    assert "no progress for" in row["reason"]
+    assert told["suspects"] == [host]
+    others = [r for r in told["evidence"]["autopsy"] if r["rank"] != rank]
+    assert all("#" in r["collective"] and r["step"] > 1 and r["at"] for r in others)
+    assert {r["status"] for r in bench.rows() if r["is_final"]} == {"ok"}
+    shown = bench.run("sweep", "show", row["run_id"])
+    assert told["evidence"]["verdict"] in shown
+    stacks = [line for line in shown.splitlines() if line.endswith(".stacks.txt")]
+    assert len(stacks) == 1, "a stopped rank cannot answer"
+    assert all("kernel/step.py" in (bench.folder / path).read_text() for path in stacks)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "verdict"),
+    [
+        ("sleep", "rank 3 on local-1 never entered all_reduce #6 of group world; 3 ranks wait for it"),
+        # Nobody records what gloo sends; ranks 1 and 2 are one all-reduce ahead of both.
+        ("receive", "rank 3 on local-1 never entered all_reduce #6 of group world; 2 ranks wait for it"),
+    ],
+)
+def test_a_rank_that_sleeps_before_its_collective_is_named(bench, behaviour, verdict):
+    command = ",".join(f"'{word}'" for word in ("python", COLLECTIVE, behaviour))
+    words = bench.overrides("fine", "sweep.nodes=2", "sweep.gbs=8", "sweep.zero_stage=0", "sweep.mbs=1")
+    words += [f"kernel.command=[{command}]", "retry.attempts.hang=0"]
+    bench.run("sweep", "launch", *words, code=1)
+    row, told = hung(bench)
+    assert row["reason"].startswith(verdict)
+    assert told["suspects"] == ["local-1"]
+    assert "Rank 3 is in lose_time (local/collective.py:" in told["evidence"]["verdict"]
+
+
+def test_a_layout_fifty_times_slower_than_its_neighbours_is_healthy(bench, monkeypatch):
+    monkeypatch.setenv("STEP_S", "0.05")
+    words = bench.overrides(
+        "1:fine,2:slow,4:fine", "sweep.nodes=1", "sweep.gbs=8", "sweep.zero_stage=0", "sweep.mbs=[1,2,4]",
+        "sweep.gas=[1,2,4]", "measure.deadline_floor_s=1",
+    )  # fmt: skip
+    bench.run("sweep", "launch", *words)
+    rows = bench.rows()
+    assert {r["mbs"]: (r["status"], r["reason"]) for r in rows} == dict.fromkeys((1, 2, 4), ("ok", None))
+    times = {r["mbs"]: r["step_time_s"] for r in rows}
+    assert times[2] > 40 * times[1]
