@@ -12,6 +12,7 @@ from ultrabench.agent.gang import Gang
 from ultrabench.agent.lead import Leader
 from ultrabench.agent.link import MEETING_PATIENCE_S, Meeting, call_leader
 from ultrabench.agent.node import Node
+from ultrabench.agent.patience import tell
 from ultrabench.agent.place import Place, here
 from ultrabench.agent.stop import StopRequest
 from ultrabench.allocation import Allocation, read_allocation
@@ -44,7 +45,7 @@ def main() -> int:
         leader = call_leader(folder / place.meeting, node.facts(), secret, MEETING_PATIENCE_S)
         follow(allocation, node, leader, stop)
     except UltrabenchError as error:
-        sys.stderr.write(f"{error}\n")
+        tell(str(error))
         return error.exit_code
     finally:
         node.close()
@@ -86,7 +87,7 @@ def lead(allocation: Allocation, node: Node, place: Place, secret: str, stop: St
             # Its address and its secret are of no use to anybody now.
             (allocation.folder / place.meeting).unlink(missing_ok=True)
         except (ClusterError, OSError) as error:
-            sys.stderr.write(f"{error}; this allocation ended: {reason}\n")
+            tell(f"{error}; this allocation ended: {reason}")
 
 
 if __name__ == "__main__":

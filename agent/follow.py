@@ -1,12 +1,12 @@
 """A following agent: does what the leader says with the ranks of its node."""
 
-import sys
 import time
 from typing import Any
 
 from ultrabench.agent.gang import LOST_BEATS
 from ultrabench.agent.link import MEETING_PATIENCE_S, Line, wait_readable
 from ultrabench.agent.node import Node
+from ultrabench.agent.patience import tell
 from ultrabench.agent.stop import StopRequest
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
@@ -60,4 +60,5 @@ def _obey(allocation: Allocation, node: Node, leader: Line, message: dict[str, A
         node.examine()
     elif do == "finish":
         problem = node.finish(keep_all=message["keep_all"])
-        sys.stderr.write(f"{problem}\n" if problem else "")
+        if problem:
+            tell(problem)

@@ -206,13 +206,16 @@ class Node:
 
     def kill(self) -> Cleaned:
         """Ends every process of the current run on this node and removes what it left."""
-        beat = self.patience.beat
-        stay = kill_until_gone(self._of_the_run, meanwhile=beat)
-        reap_adopted({self._server.pid or 0, *self._programs.rank_pids.values()})
-        self._leftovers.remove()
-        left = f"processes that cannot be killed: {described(stay)}" if stay else self._gauge.occupied(beat)
+        left = self._end_processes() or self._gauge.occupied(self.patience.beat)
         slowed = sorted(self._gauge.slowdowns)
         return {"left": left, "sm_clocks_hz": self._gauge.clocks_hz, "slowdowns": slowed}
+
+    def _end_processes(self) -> str | None:
+        """Ends all but the fork server, and says what would not die."""
+        stay = kill_until_gone(self._of_the_run, meanwhile=self.patience.beat)
+        reap_adopted({self._server.pid or 0, *self._programs.rank_pids.values()})
+        self._leftovers.remove()
+        return f"processes that cannot be killed: {described(stay)}" if stay else None
 
     def _of_the_run(self) -> list[int]:
         """All that descends from this agent, with or without its tag, but for the fork server."""
@@ -251,7 +254,7 @@ class Node:
     def close(self) -> None:
         """Ends every process and removes the node-local folder."""
         self._server.stop()
-        self.kill()
+        self._end_processes()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 

@@ -1,6 +1,7 @@
 """Waiting without falling silent: an agent shows that it lives while a disk does not answer."""
 
-import sys
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -63,7 +64,7 @@ class Patience:
                 return future.result()
             if time.monotonic() + pause_s > end:
                 raise ClusterError(f"{error}; waited {seconds:g} s") from error
-            sys.stderr.write(f"{error}; trying again in {pause_s:g} s\n")
+            tell(f"{error}; trying again in {pause_s:g} s")
             self.wait(pause_s)
             pause_s = min(2 * pause_s, 5.0)
 
@@ -84,6 +85,12 @@ class Patience:
             self._touching.join(TOUCH_S)
 
 
+def tell(text: str) -> None:
+    """A line for the job's log, which may lie on the very disk that is full; unbuffered, so that none stays."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
 def _fulfil(
     future: Future[T], act: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
@@ -94,7 +101,5 @@ def _fulfil(
 
 
 def _touch(journal: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):
         show_presence(journal)
-    except OSError:
-        return

@@ -1,6 +1,8 @@
 """Disks that are full, read-only or silent for a while, or for good: real file systems of 256 KiB."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -99,11 +101,22 @@ print(max(b - a for a, b in zip(beats, beats[1:])) < 1.0)
     assert told.splitlines() == ["[1, 2]", "True"]
 
 
-def test_an_agent_gives_up_a_disk_that_nobody_mends(capsys):
+def test_an_agent_gives_up_a_disk_that_nobody_mends(capfd):
     patience = Patience(1.0)
     with pytest.raises(ClusterError, match=r"No space left on device.*; waited 0.5 s"):
         patience.within(0.5, full)
-    assert "No space left on device" in capsys.readouterr().err
+    assert "No space left on device" in capfd.readouterr().err
+
+
+def test_a_log_on_the_full_disk_does_no_harm():
+    code = (
+        "from ultrabench.agent.patience import Patience; from ultrabench.errors import ClusterError\n"
+        "try: Patience(1.0).within(0.5, open('/dev/full', 'wb', buffering=0).write, b'x')\n"
+        "except ClusterError: print('given up')"
+    )
+    with open("/dev/full", "wb") as log:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=log, check=False)
+    assert (done.returncode, done.stdout) == (0, b"given up\n")
 
 
 def full():
