@@ -10,7 +10,8 @@ from ultrabench.errors import ClusterError, DiskError, may_pass
 from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
 from ultrabench.launchers.launcher import Gone, Launcher, Sighting
 from ultrabench.launchers.prepare import OpenSweep
-from ultrabench.presence import MISSED, SIGN_OF_LIFE_S, Stillness, show_presence
+from ultrabench.launchers.vigil import Vigil
+from ultrabench.presence import SIGN_OF_LIFE_S, show_presence
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, SweepState
@@ -58,12 +59,7 @@ class Follower:
         self._barren = 0
         self._touched = 0.0
         self._failing_since: float | None = None
-        heartbeat_s, grace_s = sweep.config.launcher.heartbeat_s, sweep.config.launcher.grace_s
-        # File servers tell others late of a time stamp; how late this one may be is its grace.
-        self._silence_s = max(MISSED * heartbeat_s, 1.5 * grace_s if launcher.outlives_us else 0.0)
-        self._stillness = Stillness(self._silence_s / MISSED)
-        self._frozen: dict[str, str] = {}
-        """Allocation -> why it was ended, of those whose agent did not move."""
+        self._vigil = Vigil(sweep.folder.journal, sweep.config.launcher, launcher.outlives_us)
         attempts = self.sweep.state().attempts.items()
         self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
         """Attempts that ended before this launch."""
@@ -142,13 +138,8 @@ class Follower:
     def _end_frozen(self, sight: Sighting, state: SweepState) -> None:
         """Ends allocations whose leading agent shows no sign of life: nothing else would, but their limit."""
         for name in sorted(sight.alive & sight.running):
-            agents = [a for a in state.allocations[name].agents if a.get("journal")]
-            journals = [self.sweep.folder.journal / str(a["journal"]) for a in agents]
-            still_s = self._stillness.look(name, journals, time.monotonic())
-            if journals and still_s > self._silence_s:
-                self._stillness.forget(name)
-                self._frozen[name] = f"the agent on {agents[-1].get('host')} did not move for {still_s:.0f} s"
-                self._tell((f"{self._frozen[name]}: ending {name}",))
+            if reason := self._vigil.look(state.allocations[name]):
+                self._tell((f"{reason}: ending {name}",))
                 self.launcher.end_frozen(name, sight.jobs[name])
 
     def bury_all(self) -> None:
@@ -165,8 +156,8 @@ class Follower:
             gone: how it ended by the launcher's word, when its agents said nothing.
         """
         name = held.name
-        if gone is not None and name in self._frozen:
-            gone = replace(gone, status=Status.LOST, reason=self._frozen[name])
+        if gone is not None and name in self._vigil.frozen:
+            gone = replace(gone, status=Status.LOST, reason=self._vigil.frozen[name])
         owned = [k for k in held.tasks if owner_of(self.sweep.folder.claims, str(k)) == name]
         end = gone or Gone(status=Status.LOST, reason=f"the agents of {name} ended ({held.ended})")
         for key in owned:
