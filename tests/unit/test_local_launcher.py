@@ -1,5 +1,6 @@
 """The local launcher's look at real processes that carry an allocation's folder in their command line."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -113,11 +114,13 @@ def test_one_that_appears_late_begins_anew(folder, launcher, start):
     assert NAME in gone_within(launcher, held(NAME)).gone
 
 
-def test_what_has_ended_is_not_looked_for(folder, launcher, start):
-    start("ultrabench.agent", str(folder.allocations / NAME))
+def test_a_process_that_outlives_its_allocation_is_killed(folder, launcher, start):
+    straggler = start("ultrabench.agent", str(folder.allocations / NAME))
+    straggler.send_signal(signal.SIGSTOP)
     ends = {0: {"reason": "all tasks done", "elapsed_s": 1.0, "avoid": []}}
     sight = launcher.look(held(NAME, ends=ends))
     assert (sight.alive, sight.gone, sight.jobs) == (frozenset(), {}, {})
+    assert straggler.wait() == -signal.SIGKILL
 
 
 def test_cancelling_asks_first_and_then_kills(folder, launcher, start):

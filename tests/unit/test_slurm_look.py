@@ -121,6 +121,7 @@ def test_what_squeue_lists_lives(slurm, state, queued):
         sight = slurm.look(after=1000)
         nothing_happens(sight)
         assert sight.queued == ({A} if queued else set())
+        assert sight.running == ({A} if state == "RUNNING" else set())
         assert sight.jobs == {A: {"job_id": "57_0", "name": "ub-quick-n1-0000aaaa"}}
     assert slurm.query.asked == []
 
