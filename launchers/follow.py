@@ -59,6 +59,7 @@ class Follower:
         self._barren = 0
         self._touched = 0.0
         self._failing_since: float | None = None
+        self._leaving = frozenset[str]()
         self._vigil = Vigil(sweep.folder.journal, sweep.config.launcher, launcher.outlives_us)
         attempts = self.sweep.state().attempts.items()
         self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
@@ -77,7 +78,7 @@ class Follower:
                 self._wait_for_disk(error)
                 continue
             self._failing_since = None
-            if not busy:
+            if not busy and (state.cancelled or not self._leaving):
                 return state
             time.sleep(self.launcher.rest_s)
 
@@ -125,6 +126,7 @@ class Follower:
         revived = {n for n in sight.queued if n in state.allocations and state.allocations[n].ended}
         open_now = set(open_allocations(state)) | revived
         sight = replace(sight, alive=sight.alive & open_now)
+        self._leaving = sight.leaving
         self._end_frozen(sight, state)
         for name in sorted(sight.alive - self._mine - self._adopted):
             self._adopted.add(name)

@@ -38,6 +38,8 @@ class Sighting:
     """Those of them that surely hold no nodes."""
     running: frozenset[str] = frozenset()
     """Those of them whose processes run, so that their agents should show signs of life."""
+    leaving: frozenset[str] = frozenset()
+    """Ended by the word of their agents, but still on their nodes."""
     gone: dict[str, Gone] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
     """Where the living were found."""

@@ -53,6 +53,8 @@ class SlurmLauncher:
         self._prefix = job_prefix(folder.path)
         self._unseen: dict[str, float] = {}
         """Allocation -> when squeue first did not list it, or listed it as over."""
+        self._goodbyes: dict[str, float] = {}
+        """Allocation -> when it was first seen running after its agents had told its end."""
         self._asked_for: dict[str, float] = {}
         """Allocation -> when it was first looked for: what squeue said before says nothing of it."""
 
@@ -117,6 +119,7 @@ class SlurmLauncher:
             seen.setdefault(self._allocation(job), []).append(job)
         active = {n: j for n, jobs in seen.items() if (j := _active(jobs)) and n in allocations}
         queued = {n for n, job in active.items() if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
+        moving = {n: job for n, job in active.items() if _moves(job) and not answer.stale}
         since = time.monotonic() - answer.age_s
         missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
         self._unseen = {n: self._unseen.get(n, since) for n in missing}
@@ -126,11 +129,23 @@ class SlurmLauncher:
         return Sighting(
             alive=frozenset((unended | queued) - set(gone)),
             queued=frozenset(queued),
-            running=frozenset() if answer.stale else frozenset(n for n, j in active.items() if _moves(j)),
+            running=frozenset(moving),
+            leaving=self._leaving(moving.keys() - unended, moving, since),
             gone=gone,
             jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
             notes=_notes(answer, active),
         )
+
+    def _leaving(self, ended: set[str], moving: Mapping[str, SlurmJob], since: float) -> frozenset[str]:
+        """Jobs whose agents have said goodbye; one that froze before it left is ended after a while."""
+        if self._choice.requeue:  # then it may have been started again
+            return frozenset()
+        self._goodbyes = {n: self._goodbyes.get(n, time.monotonic()) for n in ended}
+        for name, told in [*self._goodbyes.items()]:
+            if since - told > self._choice.grace_s:
+                del self._goodbyes[name]
+                self.end_frozen(name, _job(moving[name].job_id, moving[name].name))
+        return frozenset(ended)
 
     def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> Gone | None:
         """How an allocation ended that squeue does not call active; None while that is not sure.
