@@ -14,7 +14,7 @@ from ultrabench.agent.place import Place
 from ultrabench.agent.root_cause import last_line
 from ultrabench.agent.watch import Watched, explained, watch
 from ultrabench.allocation import Allocation
-from ultrabench.claim import claim, owner
+from ultrabench.claim import claim, owner, owner_of
 from ultrabench.dominance import dominates
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalWriter
@@ -47,7 +47,8 @@ class Leader:
     def run(self) -> str:
         """Runs every task that nobody else has claimed; gives the reason why it ended."""
         self._bury_earlier_start()
-        reason = self._unfit() or self._not_now(self._allocation.tasks[0]) or self._preflight()
+        first = self._allocation.tasks[0]
+        reason = self._given_up() or self._unfit() or self._not_now(first) or self._preflight()
         for task in self._allocation.tasks:
             reason = reason or self._not_now(task)
             if reason:
@@ -56,6 +57,13 @@ class Leader:
                 self._run(task)
             reason = self._gang.lost
         return reason or "all tasks done"
+
+    def _given_up(self) -> str | None:
+        """Why nothing may begin: a launcher has told everybody that this job never ran."""
+        claims, name = self._folder.claims, self._allocation.name
+        if self._insist(claim, claims, name, self._owner()) or owner_of(claims, name) == name:
+            return None
+        return "a launcher had given this job up before it ran"
 
     def _owner(self) -> dict[str, Any]:
         return {"allocation": self._allocation.name, "host": self._node.host, "job": self._place.job}

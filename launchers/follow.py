@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ultrabench.claim import owner_of
+from ultrabench.claim import claim, owner_of
 from ultrabench.errors import ClusterError, DiskError, may_pass
 from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
 from ultrabench.launchers.launcher import Gone, Launcher, Sighting
@@ -121,7 +121,9 @@ class Follower:
     def look(self) -> tuple[Sighting, SweepState]:
         """What lives and the state, after burying the dead."""
         # The launcher's word first, the journal second: what ended in between has written its end.
-        sight = self.launcher.look(self.sweep.state().allocations)
+        asked = self.sweep.state().allocations
+        started = {name for name, held in asked.items() if held.agents}
+        sight = self.launcher.look(asked)
         state = self.sweep.state()
         revived = {n for n in sight.queued if n in state.allocations and state.allocations[n].ended}
         open_now = set(open_allocations(state)) | revived
@@ -132,10 +134,20 @@ class Follower:
             self._adopted.add(name)
             self.sweep.journal.write("adopted", allocation=name, job=sight.jobs.get(name, {}))
         for name, held in sorted(state.allocations.items()):
-            over = name not in sight.alive and (held.ended is not None or name in sight.gone)
-            if over and (name, held.restart) not in self._audited:
+            if name in sight.alive or (name, held.restart) in self._audited:
+                continue
+            gone = name in sight.gone and (name in started or self._give_up(name))
+            if held.ended is not None or gone:
                 self._audit(held, None if held.ended is not None else sight.gone[name], state)
         return sight, self.sweep.state()
+
+    def _give_up(self, name: str) -> bool:
+        """Sees to it that an allocation which never ran never will; False when it runs after all.
+
+        Another launcher may still be about to submit it, however long that takes: its agent finds this claim.
+        """
+        claims = self.sweep.folder.claims
+        return claim(claims, name, {"allocation": "given up"}) or owner_of(claims, name) != name
 
     def _end_frozen(self, sight: Sighting, state: SweepState) -> None:
         """Ends allocations whose leading agent shows no sign of life: nothing else would, but their limit."""

@@ -138,11 +138,14 @@ def _disk_full(campaign: "Campaign", fault: Fault) -> str:
 
 def _read_only(campaign: "Campaign", fault: Fault) -> str:
     """Whatever opens a file meanwhile is refused; what is open already stays so, as the kernel has it."""
-    place = str(campaign.results)
-    subprocess.run(["mount", "--bind", place, place], check=True, capture_output=True)
-    subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True, capture_output=True)
+    place, aside = str(campaign.results), str(campaign.bench.folder / "aside")
+    Path(aside).mkdir(exist_ok=True)
+    # Aside first: where somebody writes, the kernel refuses to make a mount read-only.
+    for words in (["--bind", place, aside], ["-o", "remount,bind,ro", aside], ["--bind", aside, place]):
+        subprocess.run(["mount", *words], check=True, capture_output=True)
     time.sleep(AWAY_S)
-    subprocess.run(["umount", "--lazy", place], check=True, capture_output=True)
+    for mounted in (place, aside):
+        subprocess.run(["umount", "--lazy", mounted], check=True, capture_output=True)
     return "the results folder"
 
 

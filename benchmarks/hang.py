@@ -1,0 +1,69 @@
+"""From the moment a rank is frozen to the first measured step of the next run.
+
+A sweep of two layouts runs on this machine; a rank of the first is stopped with SIGSTOP while it
+measures. The ratio is to the deadline of a steady step, here its floor (argument: seconds).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ultrabench.processes import command_line, descendants, own_processes, tag_of
+
+OVERRIDES = [
+    "model=tiny", "hardware.gpus_per_node=2", "sweep.nodes=1", "sweep.tp=2", "sweep.pp=1", "sweep.seq_len=32",
+    "sweep.gbs=8", "sweep.mbs=[1,2]", "sweep.gas=[8,4]", "sweep.zero_stage=0", "name=hang",
+    "measure.warmup_steps=2", "measure.min_steps=60", "measure.max_steps=60", "retry.attempts.hang=0",
+]  # fmt: skip
+
+
+def events(folder: Path) -> Iterator[dict[str, Any]]:
+    """What the agents have written so far, whole lines only."""
+    for journal in sorted(folder.glob("results/hang/journal/agent-*.jsonl")):
+        lines = journal.read_text().rpartition("\n")[0].splitlines()
+        yield from (json.loads(line) for line in lines)
+
+
+def measured(folder: Path) -> list[dict[str, Any]]:
+    """When runs began to measure, by their ranks' clock."""
+    return [e for e in events(folder) if e["event"] == "phase" and e["name"] == "measure"]
+
+
+def freeze(folder: Path) -> float:
+    """Stops one forked rank of the sweep, and of no other one on this machine; when."""
+    ours = {path.name for path in folder.glob("results/hang/allocations/*")}
+    servers = [
+        pid
+        for pid in own_processes()
+        if "ultrabench.agent.fork_server" in command_line(pid) and (tag_of(pid) or "").split(":")[0] in ours
+    ]
+    ranks = [pid for server in servers for pid in descendants(server) if pid in servers]
+    os.kill(max(ranks), signal.SIGSTOP)
+    return time.time()
+
+
+def main() -> None:
+    floor_s = float(sys.argv[1]) if len(sys.argv) > 1 else 30.0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = ["sweep", "launch", *OVERRIDES, f"measure.deadline_floor_s={floor_s}"]
+        command = [sys.executable, "-m", "ultrabench.cli.main", *words]
+        with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+            while not measured(folder):
+                time.sleep(0.05)
+            at = freeze(folder)
+        result = next(e["result"] for e in events(folder) if e["event"] == "failed")
+        again_s = measured(folder)[1]["at"] - at
+    print(result["reason"])
+    print(f"frozen rank to the next run measuring: {again_s:.1f} s, {again_s / floor_s:.2f} of {floor_s:g} s")
+
+
+if __name__ == "__main__":
+    main()
