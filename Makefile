@@ -44,6 +44,8 @@ bench: env
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/restart.py
+	$(BIN)/python benchmarks/progress.py
+	$(BIN)/python benchmarks/hang.py 10
 
 chaos: env
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
