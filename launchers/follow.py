@@ -121,9 +121,9 @@ class Follower:
     def look(self) -> tuple[Sighting, SweepState]:
         """What lives and the state, after burying the dead."""
         # The launcher's word first, the journal second: what ended in between has written its end.
-        asked = self.sweep.state().allocations
-        started = {name for name, held in asked.items() if held.agents}
-        sight = self.launcher.look(asked)
+        known = self.sweep.state().allocations
+        asked, started = set(known), {name for name, held in known.items() if held.agents}
+        sight = self.launcher.look(known)
         state = self.sweep.state()
         revived = {n for n in sight.queued if n in state.allocations and state.allocations[n].ended}
         open_now = set(open_allocations(state)) | revived
@@ -139,6 +139,8 @@ class Follower:
             gone = name in sight.gone and (name in started or self._give_up(name))
             if held.ended is not None or gone:
                 self._audit(held, None if held.ended is not None else sight.gone[name], state)
+            elif name in sight.gone or name not in asked:  # on its way since the launcher looked
+                sight = replace(sight, alive=sight.alive | {name})
         return sight, self.sweep.state()
 
     def _give_up(self, name: str) -> bool:

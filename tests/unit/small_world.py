@@ -1,0 +1,230 @@
+"""Two launchers, their jobs and the agents in them as values: every step of each can be taken, or cut short."""
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.unit.small_slurm import SmallJob, SmallSlurm
+from tests.unit.small_tape import PLAIN, WHOLE, Halt, Process, Tape, TapedJournal, TapedSlurm, TapedSweep
+from ultrabench.claim import claim, owner, owner_of
+from ultrabench.errors import ClusterError
+from ultrabench.launchers import follow
+from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.run import Task
+from ultrabench.state import SweepState
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything there is at one moment."""
+
+    files: dict[str, bytes]
+    jobs: dict[str, SmallJob]
+    launchers: dict[str, Process]
+    agents: dict[str, Process]
+    witness: tuple[str, ...] = ()
+    """Attempts in the order they ran."""
+    kills: int = 0
+    """How often somebody has died so far."""
+    story: tuple[str, ...] = ()
+    """How it came to this; worlds with different stories can be the same."""
+
+    def digest(self) -> bytes:
+        """Equal for worlds with the same future."""
+        jobs = [(n, j.phase, j.restart) for n, j in sorted(self.jobs.items())]
+        processes = [
+            (
+                p.name,
+                len(p.answers),
+                sorted(p.known.items()),
+                p.seq,
+                sorted((k, _sorted(v)) for k, v in p.memory.items()),
+                p.over,
+            )
+            for group in (self.launchers, self.agents)
+            for _, p in sorted(group.items())
+        ]
+        # Half a line is there for nobody.
+        files = [
+            (path, content.rpartition(b"\n")[0] or content) for path, content in sorted(self.files.items())
+        ]
+        whole = (files, jobs, processes, sorted(self.witness), self.kills)
+        return hashlib.blake2b(repr(whole).encode(), digest_size=16).digest()
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else value
+
+
+class Stage:
+    """Where worlds come to life: a folder, the plan, and the programs of launchers and agents."""
+
+    def __init__(self, sweep: OpenSweep, *, in_turn: bool = False, most_kills: int = 2) -> None:
+        """`in_turn`: the second launcher starts when the first one is gone."""
+        self.sweep, self.in_turn, self.most_kills = sweep, in_turn, most_kills
+        self.coarse = False
+        """A launcher that has looked once sees jobs and journals at one moment."""
+        self.most_jobs = 2
+        """That Slurm takes before everybody starts anew."""
+        self.claim: Callable[..., bool] = claim
+        self.follower = follow.Follower
+        self.current = ""
+        """Names the next allocation: whose it is and how many there were."""
+        self._on_disk: dict[str, bytes] = {}
+        self._folds: dict[bytes, SweepState] = {}
+        kept = ("folder", "plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
+        self._open = {name: getattr(sweep, name) for name in kept}
+        self._template = vars(follow.Follower(sweep, SmallSlurm({}), lambda state, alive: None))
+
+    def first(self) -> World:
+        return World({}, {}, {n: Process(n) for n in ("launcher-a", "launcher-b")}, {})
+
+    def after(self, world: World) -> Iterator[World]:
+        """Every world that one block of steps of somebody, or his death in it, can make of this one."""
+        mortal = world.kills < self.most_kills
+        for name, process in world.launchers.items():
+            if process.over or (
+                self.in_turn and name != "launcher-a" and not world.launchers["launcher-a"].over
+            ):
+                continue
+            whole, steps = self.launcher(world, name)
+            yield whole
+            for most in range(steps if mortal else 0):
+                yield replace(self.launcher(world, name, most)[0], kills=world.kills + 1)
+        for name, job in world.jobs.items():
+            if job.phase == "pending":
+                yield self.start(world, name)
+                if mortal:
+                    yield self._end(world, name, replace(job, phase="over"))
+            elif job.phase == "running":
+                whole, steps = self.agent(world, name)
+                yield whole
+                for most in range(steps if mortal else 0):
+                    cut, _ = self.agent(world, name, most)
+                    yield self._end(cut, name, replace(job, phase="over"))
+                    yield self._end(cut, name, job.requeued())
+
+    def start(self, world: World, name: str) -> World:
+        """Slurm starts a job, with an agent in it."""
+        job = replace(world.jobs[name], phase="running")
+        agent = Process(f"agent-{name}-{job.restart}")
+        told = (*world.story, f"Slurm starts {name}")
+        return replace(world, jobs=world.jobs | {name: job}, agents=world.agents | {name: agent}, story=told)
+
+    def _end(self, world: World, name: str, job: SmallJob) -> World:
+        """A job loses its nodes: its agent died where it stood."""
+        agents = {n: a for n, a in world.agents.items() if n != name}
+        told = (*world.story, f"Slurm ends {name}: {job.phase}")
+        return replace(world, jobs=world.jobs | {name: job}, agents=agents, kills=world.kills + 1, story=told)
+
+    def launcher(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
+        """A launcher's next block of steps, at most `most` of them before it dies; and how many they were."""
+        process, jobs, folder = world.launchers[name], dict(world.jobs), self.sweep.folder
+        self.show(world)
+        tape = Tape(process, most)
+        tape.coarse = self.coarse and bool(process.memory)
+        journal = TapedJournal(folder.journal, process, tape)
+        sweep = TapedSweep(**self._open, journal=journal, tape=tape, known=self._folds)  # type: ignore[arg-type]
+        try:
+            follower = self._born(sweep, process, TapedSlurm(jobs, self.most_jobs, tape))
+            self.current = f"{name[-1]}{follower.submitted}"
+            _, busy = follower.once()
+            memory = {k: v for k, v in vars(follower).items() if isinstance(v, PLAIN) and k != "_specs"}
+            process = Process(name, seq=journal.seq, memory=memory) if busy else Process(name, over=True)
+        except Halt:
+            process = replace(process, answers=tuple(tape.answers), known=tape.known)
+        except ClusterError:
+            process = Process(name, over=True)
+        if most != WHOLE:
+            process = Process(name, over=True)
+        launchers = world.launchers | {name: process}
+        told = (*world.story, tape.told(name))
+        made = replace(world, files=self._from_disk(process.name), jobs=jobs, launchers=launchers, story=told)
+        return made, tape.new
+
+    def _born(self, sweep: TapedSweep, process: Process, slurm: TapedSlurm) -> follow.Follower:
+        """The follower of a launcher that has just started, or of one that begins to look again."""
+        if not process.memory:
+            return self.follower(sweep, slurm, lambda state, alive: None)
+        made = object.__new__(self.follower)
+        vars(made).update(self._template, sweep=sweep, launcher=slurm, **copy.deepcopy(process.memory))
+        return made
+
+    def agent(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
+        """The same for the leading agent of a job."""
+        process, job, witness = world.agents[name], world.jobs[name], list(world.witness)
+        self.show(world)
+        tape = Tape(process, most)
+        journal = TapedJournal(self.sweep.folder.journal, process, tape)
+        jobs = world.jobs
+        try:
+            self._lead(job, journal, tape, witness)
+            jobs = jobs | {name: replace(job, phase="over")}
+        except Halt:
+            process = replace(process, answers=tuple(tape.answers), known=tape.known)
+        agents = {n: a for n, a in world.agents.items() if n != name}
+        if jobs is world.jobs:
+            agents[name] = process
+        made = replace(
+            world,
+            files=self._from_disk(process.name),
+            jobs=jobs,
+            agents=agents,
+            witness=tuple(witness),
+            story=(*world.story, tape.told(f"agent of {name}")),
+        )
+        return made, tape.new
+
+    def _lead(self, job: SmallJob, journal: TapedJournal, tape: Tape, witness: list[str]) -> None:
+        """What ultrabench.agent.lead does, as far as others can see it."""
+        claims, allocation = self.sweep.folder.claims, job.allocation
+        me = {"allocation": allocation.name, "job": {"job_id": allocation.name, "restart": job.restart}}
+        told = {"allocation": allocation.name, "restart": job.restart}
+        journal.write("allocation_started", **told, agent={"node": 0})
+        for task in allocation.tasks if job.restart else ():
+            held = tape.step(lambda task=task: owner(claims, task.key), word="reads a claim") or {}
+            if held.get("allocation") == allocation.name and held.get("job") != me["job"]:
+                journal.write(
+                    "failed", **_end_of(task, Status.LOST), allocation=allocation.name, source="slurm"
+                )
+        mine = tape.step(lambda: self.claim(claims, allocation.name, me), word="claims itself")
+        for task in allocation.tasks if mine or owner_of(claims, allocation.name) == allocation.name else ():
+            if tape.step(
+                lambda task=task: self.claim(claims, task.key, me), word=f"claims {task.key}", kind=task.key
+            ):
+                journal.write("claimed", **_name(task), allocation=allocation.name, spec={"nodes": 1})
+                journal.write("started", **_name(task), allocation=allocation.name)
+                tape.step(lambda task=task: witness.append(task.key), word="runs")
+                journal.write("result", wait=True, **_end_of(task, Status.OK), allocation=allocation.name)
+        journal.write("allocation_ended", **told, reason="all tasks done", source="agent")
+
+    def show(self, world: World) -> None:
+        """Makes the files of a world those on disk."""
+        files, root = world.files, self.sweep.folder.path
+        for path in self._on_disk.keys() - files.keys():
+            (root / path).unlink()
+        for path, content in files.items():
+            if self._on_disk.get(path) != content:
+                (root / path).write_bytes(content)
+        self._on_disk = files
+
+    def _from_disk(self, writer: str) -> dict[str, bytes]:
+        """The files after a process has written its journal and made its claims, which never change."""
+        root, own = self.sweep.folder.path, f"journal/{writer}.jsonl"
+        claims = {f"claims/{entry.name}" for entry in os.scandir(root / "claims")}
+        changed = {*(claims - self._on_disk.keys()), *([own] if (root / own).exists() else ())}
+        self._on_disk = self._on_disk | {path: (root / path).read_bytes() for path in changed}
+        return self._on_disk
+
+
+def _name(task: Task) -> dict[str, Any]:
+    return {"run_id": task.run_id, "repeat": task.repeat, "attempt": task.attempt}
+
+
+def _end_of(task: Task, status: Status) -> dict[str, Any]:
+    return {**_name(task), "result": to_dict(RunResult(status=status, step_times_s=(1.0,)))}

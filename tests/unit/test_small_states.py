@@ -1,0 +1,164 @@
+"""Every order of what two launchers and their jobs can do, each killed at every step: never lost, never twice.
+
+What is left out, and why nothing is lost by it: several steps of a process are taken at once where nobody else
+can tell the difference (an agent's lines about its run and its next claim: launchers read the lines, but claims
+only of jobs that are over; a launcher's lines about what it is going to submit), each of them is still where
+it may die. Worlds that differ only in how they came about, in half lines of the dead and in what a launcher
+knew before it read again have the same future and are visited once. Slurm takes two jobs from these launchers;
+one more launcher then finishes what is left, where nobody dies.
+
+The runs of every day bound the deaths and, for two launchers at once, let one that has looked before see jobs and
+journals at one moment; `--hypothesis-profile=hunt` lets one more die, and takes every look apart (minutes).
+"""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+
+from tests.unit.allocations import CONFIG, with_launcher
+from tests.unit.small_tape import Process
+from tests.unit.small_world import Stage, World
+from ultrabench.allocation import Allocation
+from ultrabench.folder import SweepFolder
+from ultrabench.journal import JournalReader, JournalWriter, read_journal
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.result import Status
+from ultrabench.state import fold
+from ultrabench.sweep.plan import make_plan
+
+RUNS = 2
+HUNT = int(settings.get_current_profile_name() == "hunt")
+
+
+class WrongError(AssertionError):
+    """A world that must not be."""
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """A stage of two runs that share an allocation, without clocks and chance."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        config = with_launcher(CONFIG, control=False)
+        config = replace(config, measure=replace(config.measure, confirm=1))
+        plan = make_plan(config)
+        plan = replace(plan, candidates=tuple(c for c in plan.runs if c.nodes == 1)[:RUNS])
+        sweep_folder = SweepFolder(Path(folder))
+        sweep_folder.create()
+        made = Stage(
+            OpenSweep(
+                folder=sweep_folder, plan=plan, journal=JournalWriter(sweep_folder.journal, "nobody"),
+                reader=JournalReader(sweep_folder.journal), environment={}, accepts=lambda result: True,
+                kernel_digest="digest", git_commit=None,
+            )
+        )  # fmt: skip
+        clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 0.0)
+        names = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=made.current))
+        monkeypatch.setattr("ultrabench.journal.time", SimpleNamespace(time=lambda: 0.0))
+        monkeypatch.setattr("ultrabench.launchers.follow.time", clock)
+        monkeypatch.setattr("ultrabench.launchers.follow.uuid", names)
+        monkeypatch.setattr("ultrabench.launchers.allocate.uuid", names)
+        monkeypatch.setattr(Allocation, "write", lambda self: None)
+        monkeypatch.setattr(KernelChoice, "digest", lambda self: "digest")
+        yield made
+
+
+def explore(stage: Stage) -> int:
+    """Visits all worlds, and takes those where nothing moves any more to their end; how many there are."""
+    seen, left = set[bytes](), [stage.first()]
+    while left:
+        world = left.pop()
+        digest = world.digest()
+        if digest in seen:
+            continue
+        seen.add(digest)
+        require_once(world, stage.in_turn)
+        following = list(stage.after(world))
+        if not following:
+            require_end(stage, world)
+        left += following
+    return len(seen)
+
+
+def require_once(world: World, in_turn: bool) -> None:
+    """Nothing ran twice; with one launcher after another nothing even waits twice."""
+    if len(set(world.witness)) < len(world.witness):
+        raise WrongError("\n".join([f"ran twice: {world.witness}", *world.story]))
+    tasks = [t.key for job in world.jobs.values() if job.phase != "over" for t in job.allocation.tasks]
+    if in_turn and len(set(tasks)) < len(tasks):
+        raise WrongError("\n".join([f"is in two jobs at once: {tasks}", *world.story]))
+
+
+def require_end(stage: Stage, world: World) -> None:
+    """Another launch brings each run to one ok, after which it was not tried again."""
+    world = replace(world, launchers={"launcher-c": Process("launcher-c")})
+    most_jobs, stage.most_jobs = stage.most_jobs, 99
+    for _ in range(60):
+        if not world.launchers["launcher-c"].over:
+            world, _ = stage.launcher(world, "launcher-c")
+        for name, job in world.jobs.items():
+            if job.phase == "pending":
+                world = stage.start(world, name)
+            elif job.phase == "running":
+                world, _ = stage.agent(world, name)
+        require_once(world, in_turn=False)
+    stage.most_jobs = most_jobs
+    stage.show(world)
+    events = read_journal(stage.sweep.folder.journal)
+    state = fold(events)
+    if state != fold(reversed(events)):
+        raise WrongError("the order of events matters")
+    for run in stage.sweep.plan.runs:
+        attempts = [a for k, a in sorted(state.attempts.items()) if k.run_id == run.run_id]
+        statuses = [a.result and a.result.status for a in attempts]
+        if statuses.count(Status.OK) != 1 or statuses[-1] != Status.OK:
+            raise WrongError("\n".join([f"{run.run_id} has ended {statuses}", *world.story]))
+    if not set(world.witness) <= {str(key) for key in state.attempts}:
+        raise WrongError("ran and is not recorded")
+
+
+@pytest.mark.timeout(3600)
+def test_two_launchers_at_once_lose_nothing_and_repeat_nothing(stage):
+    for coarse, most_kills in [(True, 0), *HUNT * ((True, 1), (False, 0))]:
+        stage.coarse, stage.most_kills = coarse, most_kills
+        assert explore(stage) > 1000
+
+
+@pytest.mark.timeout(3600)
+def test_launchers_and_jobs_may_die_at_every_step(stage):
+    stage.in_turn, stage.most_kills = True, 1 + HUNT
+    assert explore(stage) > 1000
+
+
+def test_a_claim_that_everybody_wins_is_found_out(stage):
+    stage.coarse, stage.most_kills, stage.claim = True, 0, lambda claims, key, owner: True
+    with pytest.raises(WrongError, match="ran twice"):
+        explore(stage)
+
+
+def test_a_launcher_that_does_not_look_for_lost_answers_is_found_out(stage, monkeypatch):
+    known = "ultrabench.launchers.follow.open_allocations"
+    monkeypatch.setattr(
+        known, lambda state: [n for n, a in state.allocations.items() if not a.ended and a.job]
+    )
+    stage.in_turn, stage.most_kills = True, 1
+    with pytest.raises(WrongError, match="in two jobs at once"):
+        explore(stage)
+
+
+def test_a_launcher_that_does_not_bury_the_dead_is_found_out(stage, monkeypatch):
+    monkeypatch.setattr("ultrabench.launchers.follow.Follower._audit", lambda self, held, gone, state: None)
+    stage.in_turn, stage.most_kills = True, 1
+    with pytest.raises(WrongError, match="has ended"):
+        explore(stage)
+
+
+def test_a_launcher_that_gives_jobs_up_without_telling_them_is_found_out(stage, monkeypatch):
+    monkeypatch.setattr("ultrabench.launchers.follow.Follower._give_up", lambda self, name: True)
+    stage.most_kills = 0
+    with pytest.raises(WrongError, match="has ended"):
+        explore(stage)
