@@ -31,7 +31,7 @@ COMMON = (
     "retry.backoff_s=1", "retry.backoff_max_s=4", "retry.max_excluded=2",
 )  # fmt: skip
 EMBEDDED = ("sweep.gbs=4", "sweep.nodes=[1,2]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.max_steps=60",
-            "measure.target_ci95_rel=0.0001", "launcher.allocation_minutes=1")  # fmt: skip
+            "measure.target_ci95_rel=0.0001", "launcher.allocation_minutes=1", "measure.run_limit_s=300")  # fmt: skip
 
 
 class Campaign:
