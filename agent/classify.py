@@ -76,7 +76,7 @@ def _stopped_by(status: Status, stopped: Overdue | None) -> str | None:
     """Why the measuring of an ok run ended, when it did not say so itself."""
     if status != Status.OK:
         return None
-    return "slower_than_best" if stopped is not None else "program"
+    return (stopped and stopped.stopped) or "program"
 
 
 def _loss(rank: RankStory, measure: Measure) -> float | None:

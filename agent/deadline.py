@@ -15,6 +15,8 @@ class Overdue:
 
     status: Status
     reason: str
+    stopped: str | None = None
+    """Of an ok run: why its measuring ended here."""
 
 
 def overdue(

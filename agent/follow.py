@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from ultrabench.agent.attention import Attention
 from ultrabench.agent.gang import LOST_BEATS
 from ultrabench.agent.link import MEETING_PATIENCE_S, Line, wait_readable
 from ultrabench.agent.node import Node
@@ -30,11 +31,14 @@ def follow(allocation: Allocation, node: Node, leader: Line, stop: StopRequest) 
             said = time.monotonic()
 
     node.patience.beat = lambda: tell([])
+    attention = Attention()
     while not leader.closed:
         if stop.reason and not told:
             told = True
             leader.send({"ending": stop.reason})
-        for line in wait_readable([leader], POLL_S):
+        readable = wait_readable([leader], POLL_S)
+        leader.excuse(attention.absence_s(POLL_S))
+        for line in readable:
             for message in line.receive():
                 heard = True
                 if message.get("do") == "end":
@@ -45,6 +49,7 @@ def follow(allocation: Allocation, node: Node, leader: Line, stop: StopRequest) 
         # Before its first word the leader waits for other nodes and looks at its own.
         if silence > (LOST_BEATS * allocation.heartbeat_s if heard else MEETING_PATIENCE_S):
             raise ClusterError(f"the leading agent has said nothing for {silence:.1f} s")
+        attention.rest()
     raise ClusterError("the leading agent is gone")
 
 

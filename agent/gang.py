@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ultrabench.agent.attention import Attention
 from ultrabench.agent.gathering import Gathering
 from ultrabench.agent.link import Line, wait_readable
 from ultrabench.agent.node import Cleaned, Node
@@ -44,6 +45,7 @@ class Gang:
         self._ending_peer: str | None = None
         self._journal = journal
         self._beaten = 0.0
+        self._attention = Attention()
         self._cleaned: dict[int, Cleaned] = {}
         node.patience.beat = self._beat
 
@@ -116,7 +118,12 @@ class Gang:
     def listen(self, gathering: Gathering, seconds: float) -> None:
         """Takes in what all nodes say within `seconds`, and notices who has gone silent."""
         self._beat()
-        for line in wait_readable(list(self._peers.values()), seconds):
+        readable = wait_readable(list(self._peers.values()), seconds)
+        away = self._attention.absence_s(seconds)
+        gathering.excuse(away)
+        for line in self._peers.values():
+            line.excuse(away)
+        for line in readable:
             for message in line.receive():
                 if "cleaned" in message:
                     self._cleaned[int(line.facts["node"])] = message["cleaned"]
@@ -127,6 +134,7 @@ class Gang:
         for node, line in self._peers.items():
             if line.closed or time.monotonic() - line.heard > silence:
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
+        self._attention.rest()
 
     def _beat(self) -> None:
         """Shows the other agents and the launcher, often enough, that this one is not frozen."""

@@ -98,6 +98,14 @@ class Gathering:
             else:
                 self._line(rank, item["line"], now)
 
+    def excuse(self, away_s: float) -> None:
+        """Leaves time out of all silences in which this agent was not there to hear anything."""
+        now = time.monotonic()
+        self.moved = min(now, self.moved + away_s)
+        for rank in self.ranks:
+            if rank.moved is not None:
+                rank.moved = min(now, rank.moved + away_s)
+
     def _line(self, rank: RankStory, line: dict[str, Any], now: float) -> None:
         event = line.get("event")
         if event == "phase":

@@ -56,6 +56,10 @@ class Line:
         self._pending = rest
         return [json.loads(line) for line in whole.split(b"\n")] if newline else []
 
+    def excuse(self, away_s: float) -> None:
+        """Leaves time out of the other side's silence in which nobody here listened."""
+        self.heard = min(time.monotonic(), self.heard + away_s)
+
     def close(self) -> None:
         """Ends the connection."""
         self.closed = True

@@ -28,7 +28,7 @@ class Watched:
     ended: str | None = None
     """Why the allocation ends under the run."""
     verdict: Verdict | None = None
-    """Of a run that missed its deadline."""
+    """Of a run that stood still."""
     facts: Sequence[RankFacts] = ()
     """What the verdict rests on."""
 
@@ -67,11 +67,11 @@ def watch(
                 return Watched()
             continue
         missed = _overdue(task, gathering, now)
-        if missed:
+        if missed and missed.status == Status.HANG:
             return _examined(gang, gathering, missed)
-        lost = _lost_race(task, gathering, race_s)
-        if lost:
-            return Watched(missed=lost)
+        enough = _out_of_time(task, gathering, missed) if missed else _lost_race(task, gathering, race_s)
+        if enough:
+            return Watched(missed=enough)
     return Watched()
 
 
@@ -81,8 +81,7 @@ def _examined(gang: Gang, gathering: Gathering, missed: Overdue) -> Watched:
     per_node = len(gathering.ranks) // len(gang.hosts)
     facts = [facts_of(i, gang.hosts[i // per_node], story) for i, story in enumerate(gathering.ranks)]
     found = verdict(facts)
-    if missed.status == Status.HANG:
-        missed = replace(missed, reason=f"{found.headline}; {missed.reason}")
+    missed = replace(missed, reason=f"{found.headline}; {missed.reason}")
     return Watched(missed=missed, facts=facts, verdict=found)
 
 
@@ -92,8 +91,7 @@ def explained(result: RunResult, watched: Watched) -> RunResult:
     if found is None or result.status == Status.OK:
         return result
     evidence = {**result.evidence, "verdict": found.text, "autopsy": [f.row() for f in watched.facts]}
-    suspects = found.hosts if result.status == Status.HANG else result.suspects
-    return replace(result, evidence=evidence, suspects=suspects)
+    return replace(result, evidence=evidence, suspects=found.hosts)
 
 
 def _overdue(task: Task, gathering: Gathering, now: float) -> Overdue | None:
@@ -111,6 +109,16 @@ def _overdue(task: Task, gathering: Gathering, now: float) -> Overdue | None:
     )
 
 
+def _out_of_time(task: Task, gathering: Gathering, missed: Overdue) -> Overdue:
+    """What to make of a run that had had its time: enough measured steps are a measurement all the same."""
+    rank = gathering.ranks[0]
+    times = measured_steps(rank, task.measure)
+    reason = missed.reason + (f"; {len(rank.steps)} steps done" if rank.steps else "")
+    if len(times) >= task.measure.min_steps and len(rank.steps) >= task.measure.loss_step:
+        return Overdue(status=Status.OK, reason=reason, stopped="time_limit")
+    return replace(missed, reason=reason)
+
+
 def _lost_race(task: Task, gathering: Gathering, race_s: float | None) -> Overdue | None:
     """Whether it is clear that others are faster; the step whose loss is compared has to be done."""
     rank = gathering.ranks[0]
@@ -119,4 +127,5 @@ def _lost_race(task: Task, gathering: Gathering, race_s: float | None) -> Overdu
     if race_s is None or rank.done or too_early or min(times) <= race_s:
         return None
     reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; the best of its cell needs"
-    return Overdue(status=Status.OK, reason=f"{reason} {race_s / (task.measure.race or 1.0):.4g} s")
+    needs = f"{race_s / (task.measure.race or 1.0):.4g} s"
+    return Overdue(status=Status.OK, reason=f"{reason} {needs}", stopped="slower_than_best")

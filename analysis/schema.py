@@ -77,7 +77,7 @@ GROUPS: dict[str, tuple[Column, ...]] = {
         Column("confirmed", BOOL, "Of an oom: the allocator's own record proves it."),
         Column("suspects", TEXTS, "Hosts that a failure points at."),
         Column("suspect", TEXT, "Why the number is in doubt, all reasons; such a row wins no cell. Else null."),
-        Column("stopped", TEXT, "Why measuring ended."),
+        Column("stopped", TEXT, "Why measuring ended: interval, max_steps, program, slower_than_best, time_limit."),
         Column("dominated_by", TEXT, "The run_id whose outcome made this run pointless."),
         Column("measured_by", TEXT, "report: the program's own report; log: read from its log."),
         Column("ci_reached", BOOL, "Whether the interval of the step time met its target."),

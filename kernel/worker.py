@@ -4,6 +4,7 @@ The environment holds the torchrun variables, ULTRABENCH_SPEC (a Task as JSON), 
 and, where an agent passes on the store's port, ULTRABENCH_STORE. Everything else is in the report.
 """
 
+import faulthandler
 import gc
 import json
 import math
@@ -87,6 +88,10 @@ class Timing:
         dist.broadcast(flag, src=0)
         return bool(flag.item())
 
+    def _report_peaks(self) -> None:
+        allocated, reserved = memory.peak_bytes(self.device)
+        self.report.write("memory", allocated_bytes=allocated, reserved_bytes=reserved)
+
     def run(self) -> None:
         """First step, warm-up, measuring; reports how it ended."""
         self.report.phase("first_step")
@@ -98,14 +103,14 @@ class Timing:
         gc.collect()
         gc.freeze()
         gc.disable()
+        self._report_peaks()  # a run that is stopped while it is measured has them, too
         self.report.phase("measure")
         reached = False
         while not reached and len(self.step_times_s) < self.measure.max_steps:
             self.step()
             reached = len(self.step_times_s) >= self.measure.min_steps and self.ci_reached()
         gc.enable()
-        allocated, reserved = memory.peak_bytes(self.device)
-        self.report.write("memory", allocated_bytes=allocated, reserved_bytes=reserved)
+        self._report_peaks()
         self.report.write(
             "done",
             stopped="interval" if reached else "max_steps",
@@ -157,6 +162,7 @@ def _train(task: Task, device: torch.device, report: Report) -> None:
 def main() -> int:
     """The rank's exit code: 0 when its run is done, 1 when it failed and the report says why."""
     report = Report.from_environment()
+    faulthandler.enable()  # a crash of native code leaves its stacks in the log
     testimony.stand_ready(report)
     try:
         memory.reset_peak(torch.device("cpu"))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.result import RunResult, Status
+from ultrabench.result import CAUSES, RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
 
 OUTSIDE = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST, Status.CANCELLED})
@@ -14,6 +14,7 @@ AT_ONCE = OUTSIDE - {Status.NODE_FAIL} | {Status.OOM, Status.TIMEOUT}
 """Ends after which waiting would not help."""
 NO_KIND = frozenset({Status.OK, Status.OOM, Status.CANCELLED, Status.PREEMPTED, Status.TIMEOUT})
 """Ends that say nothing about the cluster or the program being broken."""
+MOST_ATTEMPTS = 100
 FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}
 
 ATTEMPTS = {"hang": 2, "comm_error": 2, "timeout": 1, "invalid": 1, "suspect": 1, "crash": 0, "oom": 0,
@@ -46,9 +47,14 @@ class RetryPolicy:
         numbers |= {f"causes.{k}": v for k, v in self.causes.items()}
         numbers |= {"backoff_s": self.backoff_s, "backoff_max_s": self.backoff_max_s,
                     "max_excluded": self.max_excluded, "sure_oom": self.sure_oom}  # fmt: skip
+        for name in self.causes:
+            if name not in CAUSES:
+                raise ConfigError(unknown_name("cause in retry.causes", name, CAUSES))
         for name, value in numbers.items():
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"retry.{name}={value}; must be >= 0")
+            most = MOST_ATTEMPTS if "." in name else 1.0 if name == "sure_oom" else math.inf
+            if not 0 <= value <= most or value == math.inf:
+                limit = "must be finite and >= 0" if most == math.inf else f"must be 0 to {most:g}"
+                raise ConfigError(f"retry.{name}={value}; {limit}")
         for name, least in (("exclude_after", self.exclude_after), ("breaker", self.breaker)):
             if least is not None and least < 1:
                 raise ConfigError(f"retry.{name}={least}; must be >= 1")

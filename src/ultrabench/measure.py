@@ -1,8 +1,11 @@
 """How a run is measured: how many steps, how precisely, and for how long."""
 
+import math
 from dataclasses import dataclass
 
 from ultrabench.errors import ConfigError
+
+MOST_CONFIRM = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +43,14 @@ class Measure:
             )
         limits = ("target_ci95_rel", "deadline_floor_s", "start_deadline_s", "run_limit_s")
         for name in limits:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"measure.{name}={getattr(self, name)}; must be > 0")
-        if self.race is not None and not self.race > 1:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"measure.{name}={getattr(self, name)}; must be > 0, and finite")
+        if self.race is not None and not 1 < self.race < math.inf:
             raise ConfigError(
                 f"measure.race={self.race}; must be > 1, or null to measure every run to the end"
             )
-        if self.confirm < 1:
-            raise ConfigError(f"measure.confirm={self.confirm}; must be >= 1")
+        if not 1 <= self.confirm <= MOST_CONFIRM:
+            raise ConfigError(f"measure.confirm={self.confirm}; must be 1 to {MOST_CONFIRM}")
         if self.warmup_steps < 1 or self.loss_step < 1:
             raise ConfigError("measure.warmup_steps and measure.loss_step must be >= 1")
         if self.warmup_steps + self.min_steps < self.loss_step:

@@ -61,7 +61,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_value(args[0], v, where) for v in value)
     if origin is dict and isinstance(value, Mapping):
-        return {str(k): _value(args[1], v, where) for k, v in value.items()}
+        return {str(k): _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
         return hint(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

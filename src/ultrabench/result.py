@@ -23,6 +23,15 @@ class Status(StrEnum):
     REJECTED = "rejected"
 
 
+CAUSES = (
+    "ecc_error", "xid", "gpu_unavailable", "foreign_memory", "cuda_oom", "host_oom", "cpu_oom", "non_finite_loss",
+    "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "bus_error",
+    "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
+    "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "preempted", "unmeasured",
+    "wrong_gpu",
+)  # fmt: skip
+"""What `RunResult.cause` may be; docs/failures.md explains each."""
+
 ANSWERS = frozenset({Status.OK, Status.OOM, Status.SKIPPED, Status.REJECTED})
 """Ends that leave nothing to mend: a sweep with only these exits 0."""
 
@@ -45,7 +54,7 @@ class RunResult:
     measured_by: str | None = None
     """report: the program's own report file; log: read from its log by a pattern."""
     stopped: str | None = None
-    """Why measuring ended: interval, max_steps or program."""
+    """Why measuring ended: interval, max_steps, program, slower_than_best or time_limit."""
     ci_reached: bool | None = None
     step_times_s: tuple[float, ...] = ()
     """Measured steps in order, warm-up dropped."""

@@ -40,7 +40,9 @@ def extremes(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:
     Args:
         step_times_s: the steps of each rank; one with a step of 0 s counts as silent.
     """
-    medians = {str(rank): median(times) for rank, times in enumerate(step_times_s) if times and min(times) > 0}
+    medians = {
+        str(rank): median(times) for rank, times in enumerate(step_times_s) if times and min(times) > 0
+    }
     ends = (
         {min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)} if medians else set()
     )

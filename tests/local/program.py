@@ -37,7 +37,9 @@ if behaviour == "tortoise":
     step_s = 0.2
 if behaviour == "slow":
     step_s *= 50
-for step in range(1, 61 if behaviour == "crawl" else 13):
+if behaviour == "marathon":
+    step_s = 0.05
+for step in range(1, {"crawl": 61, "marathon": 1001}.get(behaviour, 13)):
     time.sleep(step_s)
     loss = 10.0 / step
     if step == 6 and rank == spec["layout"]["dp"] - 1:
@@ -57,7 +59,7 @@ for step in range(1, 61 if behaviour == "crawl" else 13):
     if behaviour == "hang" and step == 6:
         time.sleep(1000)
     if behaviour == "crawl":
-        time.sleep(1.2)
+        time.sleep(10)
     if behaviour == "nan" and step > 4:
         loss = float("nan")
     say("step", step=step, seconds=step_s, loss=loss)

@@ -23,3 +23,12 @@ def test_a_slow_run_is_stopped_and_the_contender_is_confirmed(bench):
     cell = json.loads(bench.run("heatmap", "t", "--json", "--include-suspects"))[0]
     assert cell["mbs"] == 1
     assert len(bench.executions()) == 3
+
+
+def test_what_was_measured_before_the_limit_counts(bench):
+    axes = ("sweep.nodes=1", "sweep.gbs=4", "sweep.zero_stage=0", "sweep.mbs=1", "measure.run_limit_s=6")
+    bench.run("sweep", "launch", *bench.overrides("marathon", *axes))
+    (row,) = bench.rows()
+    assert (row["status"], row["stopped"]) == ("ok", "time_limit")
+    assert 6 <= row["num_steps_measured"] < 998
+    assert "after its limit of" in row["reason"]

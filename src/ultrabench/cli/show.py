@@ -65,7 +65,7 @@ def _print_evidence(evidence: dict[str, Any], logs: Path) -> None:
         console.print(made)
     for path in sorted((logs / "autopsy").glob("*")):
         console.print(str(path), soft_wrap=True)
-    console.print(f"logs: {logs}", soft_wrap=True)
+    console.print(f"logs: {logs}{'' if logs.is_dir() else ' (gone)'}", soft_wrap=True)
 
 
 def _attempt(folder: SweepFolder, attempt: AttemptState) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
         time.sleep(FOLLOW_S)
         state = fold(read_journal(folder.journal))
     if not offsets:
-        say(f"run {run_id} left no log yet")
+        say(f"run {run_id} left no log{' yet' if not over else ''}")
 
 
 def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:

@@ -1,0 +1,41 @@
+"""One list of causes: what may be said, what is looked for, and what the page explains."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ultrabench.agent.signatures import CAUSES as LOOKED_FOR
+from ultrabench.errors import ConfigError
+from ultrabench.result import CAUSES
+from ultrabench.sweep.config import load_config
+
+PAGE = Path(__file__).parents[2] / "docs/failures.md"
+
+
+def test_every_cause_is_known_and_explained():
+    names = {cause.name for cause in LOOKED_FOR}
+    assert names <= set(CAUSES)
+    table = PAGE.read_text().split("| cause | status |")[1].split("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", table)) >= set(CAUSES)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("+retry.causes.segfalt=1", "did you mean segfault?"),
+        ("retry.attempts.hang=x", "retry.attempts.hang='x' is not of type int"),
+        ("retry.attempts.hang=999999", "must be 0 to 100"),
+        ("retry.sure_oom=2", "must be 0 to 1"),
+        ("retry.backoff_s=inf", "must be finite"),
+        ("measure.deadline_floor_s=nan", "must be > 0, and finite"),
+        ("measure.run_limit_s=inf", "must be > 0, and finite"),
+        ("measure.race=inf", "must be > 1"),
+        ("measure.confirm=1000", "must be 1 to 100"),
+    ],
+)
+def test_senseless_values_are_refused_in_one_line(override, text):
+    with pytest.raises(ConfigError) as error:
+        load_config([override])
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
