@@ -1,6 +1,7 @@
 """Frozen dataclasses to JSON values and back, and the hash of their content."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import types
@@ -12,6 +13,12 @@ from typing import Any, TypeVar
 from ultrabench.errors import ConfigError, unknown_name
 
 T = TypeVar("T")
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    """The types of a class's fields; working them out costs more than reading a record."""
+    return typing.get_type_hints(cls)
 
 
 def to_dict(record: Any) -> dict[str, Any]:
@@ -32,7 +39,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
         ConfigError: a field that does not exist, is missing, or has the wrong type.
     """
     name = where or cls.__name__
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:

@@ -44,7 +44,7 @@ def write_report(path: Path, seed: int, campaigns: list[dict[str, Any]]) -> None
     lines = [
         HEAD.format(
             faults=len(faults), seed=seed, number=len(campaigns), commit=_said("git", "rev-parse", "HEAD")[:12],
-            versions=f"{ultrabench.__version__}, {platform.python_version()}, {_said('sinfo', '--version')}",
+            versions=f"{ultrabench.__version__}, {platform.python_version()}, {_said('slurmd', '-V')}",
             hardware=f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
             date=time.strftime("%Y-%m-%d", time.localtime(campaigns[0]["began"])),
             minutes=sum(c["duration_s"] for c in campaigns) / 60, problems=len(problems),
