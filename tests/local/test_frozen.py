@@ -34,7 +34,9 @@ def agent(bench: Bench, node: int) -> int | None:
 )
 def test_a_frozen_agent_ends_its_allocation_and_the_runs_go_on(bench, monkeypatch, nodes, frozen, expected):
     monkeypatch.setenv("STEP_S", "0.2")
-    words = bench.overrides("fine", f"sweep.nodes=[{nodes}]", f"sweep.gbs={8 * nodes}", "launcher.heartbeat_s=0.5")
+    words = bench.overrides(
+        "fine", f"sweep.nodes=[{nodes}]", f"sweep.gbs={8 * nodes}", "launcher.heartbeat_s=0.5"
+    )
     launcher = bench.start(
         "sweep", "launch", *words, "sweep.mbs=[4]", "sweep.gas=[1,2]", "sweep.zero_stage=[0]"
     )
@@ -50,7 +52,9 @@ def test_a_frozen_agent_ends_its_allocation_and_the_runs_go_on(bench, monkeypatc
 def test_a_job_that_is_suspended_and_resumed_goes_on(bench, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.1")
     words = bench.overrides("fine", "sweep.nodes=[2]", "sweep.gbs=4", "launcher.heartbeat_s=2")
-    launcher = bench.start("sweep", "launch", *words, "sweep.mbs=[1]", "sweep.zero_stage=[0]", "sweep.gas=[1]")
+    launcher = bench.start(
+        "sweep", "launch", *words, "sweep.mbs=[1]", "sweep.zero_stage=[0]", "sweep.gas=[1]"
+    )
     bench.wait_for(lambda: len(bench.executions()) >= 1)
     suspended = [pid for pid in own_processes() if (tag_of(pid) or "").split(":")[0] in bench.allocations()]
     suspended += [agent(bench, 0), agent(bench, 1)]

@@ -39,7 +39,12 @@ def test_fingerprints_are_of_the_fault_not_of_the_place():
     told = [p for p in prints.values() if p is not None]
     same = [n for n, p in prints.items() if p is not None and told.count(p) > 1]
     # The same fault, whatever becomes of the peers.
-    assert sorted(same) == ["early_while_peers_sleep", "exception", "exception_while_peers_sleep", "exit_early"]
+    assert sorted(same) == [
+        "early_while_peers_sleep",
+        "exception",
+        "exception_while_peers_sleep",
+        "exit_early",
+    ]
 
 
 def test_every_cause_is_documented():
