@@ -41,7 +41,7 @@ def test_all_ranks_measure_and_rank_0_tells(tmp_path: Path, nodes: int, gpus_per
         phases = [line["name"] for line in seen if line["event"] == "phase"]
         assert phases == ["process_group", "probe", "teardown"]
         assert [line["stopped"] for line in seen if line["event"] == "done"] == ["probe"]
-        assert read_progress(tmp_path / f"report{rank}") == measurements
+        assert read_progress(tmp_path / f"report{rank}").microbatches == measurements
         assert sum(line["event"] == "probe" for line in seen) == (rank == 0)
     (found,) = [line for line in lines[0] if line["event"] == "probe"]
     rates = found["gemm_flops_per_s"]
