@@ -30,8 +30,11 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# Most tests wait for processes and deadlines: those on Slurm run beside the others.
 test: check
-	$(BIN)/pytest
+	@log=$$(mktemp); $(BIN)/pytest -m slurm >$$log 2>&1 & slurm=$$!; \
+	$(BIN)/pytest -m "not slurm"; others=$$?; wait $$slurm; code=$$?; \
+	cat $$log; rm -f $$log; exit $$((others | code))
 
 slurm-test: env
 	$(BIN)/pytest -m slurm
