@@ -83,10 +83,10 @@ class Leader:
         """Why nothing may run on these nodes: foreign work on their devices, or other sources."""
         foreign = {str(f["host"]): f["foreign"] for f in self._gang.facts if f["foreign"]}
         if foreign:
-            self._gang.avoid = sorted(foreign)
+            self._gang.avoid.extend(sorted(foreign))
             shown = "; ".join(f"{host}: {', '.join(found)}" for host, found in sorted(foreign.items()))
             reason = f"not ours on its devices: {shown}"
-            self._refuse(reason)
+            self._refuse(reason, tuple(sorted(foreign)))
             return reason
         wanted = self._allocation.kernel_digest
         for facts in self._gang.facts:
@@ -100,14 +100,15 @@ class Leader:
             f"{self._allocation.kernel_digest}: launch it again to use the new sources"
         )
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str, suspects: tuple[str, ...]) -> None:
         """Has the first task of this allocation that is free say why it could not run here."""
         for task in self._allocation.tasks:
             if self._insist(claim, self._folder.claims, task.key, self._owner()):
                 hosts = tuple(self._gang.hosts)
                 refused = RunResult(
-                    status=Status.NODE_FAIL, reason=reason, hostnames=hosts, started_at=time.time()
-                )
+                    status=Status.NODE_FAIL, reason=reason, hostnames=hosts, suspects=suspects,
+                    started_at=time.time(),
+                )  # fmt: skip
                 self._tell_end(task, refused, "agent")
                 return
 

@@ -59,7 +59,8 @@ exit 0""",
     sweeps.run(*sweeps.launch("fine", *FEW[1:], *more))
     rows = sweeps.judge(runs=6, allowed=frozenset({"node_fail"}))
     told = [r for r in rows if r["status"] == "node_fail"]
-    assert len(told) == 1
+    assert len(told) == 1, "the node was avoided from the first refusal on"
+    assert told[0]["suspects"] == ["gpu01"]
     assert "gpu01: process 4242 (python3" in told[0]["reason"]
     assert "on GPU 1 with 2048 MiB" in told[0]["reason"]
     assert all(r["hostnames"] != ["gpu01"] for r in rows if r["status"] == "ok")
