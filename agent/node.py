@@ -36,7 +36,7 @@ from ultrabench.processes import (
     thread_variables,
 )
 from ultrabench.record import to_dict
-from ultrabench.report import NewLines, Progress, parse_line, parse_log_line, read_progress
+from ultrabench.report import PROFILE, NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.run import Task, fill_in
 
 News = dict[str, Any]
@@ -250,6 +250,8 @@ class Node:
                 f"--- rank {rank}\n{read_tail(run / f'rank{rank}.log', TAIL_BYTES)}" for rank in self.ranks
             )
             write_whole(to / "node0.log", joined)
+        if (run / PROFILE).is_dir():
+            shutil.copytree(run / PROFILE, to / PROFILE, dirs_exist_ok=True)
 
     def close(self) -> None:
         """Ends every process and removes the node-local folder."""

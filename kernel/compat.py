@@ -1,6 +1,9 @@
 """Every touch of torch that is private or differs between the versions we support."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,3 +75,17 @@ def _flight_record() -> list[dict[str, Any]]:
         if dump is not None:
             entries += json.loads(dump(True, False)).get("entries", [])
     return entries
+
+
+@contextmanager
+def memory_history(device: torch.device, path: Path) -> Iterator[None]:
+    """Writes each allocation on a GPU inside the `with` block, with its stack, to `path`; nothing on CPUs."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
+    try:
+        yield
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from ultrabench.kernel import environment, failure, memory, process_group, testimony
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.probe import probe
+from ultrabench.kernel.profile import look_inside
 from ultrabench.kernel.progress import DeviceProgress
 from ultrabench.kernel.step import TrainStep
 from ultrabench.record import from_dict
-from ultrabench.report import PARTS, Report
+from ultrabench.report import PARTS, PROFILE, Report
 from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel
 
@@ -111,6 +112,9 @@ class Timing:
             reached = len(self.step_times_s) >= self.measure.min_steps and self.ci_reached()
         gc.enable()
         self._report_peaks()
+        if self.task.profile:
+            self.report.phase("profile")
+            look_inside(self.trainer, self.done_steps + 1, Path(self.report.path).parent / PROFILE)
         self.report.write(
             "done",
             stopped="interval" if reached else "max_steps",

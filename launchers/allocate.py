@@ -123,6 +123,7 @@ def _task(sweep: OpenSweep, todo: Todo, best: Mapping[Cell, float]) -> Task:
         predicted_duration_s=todo.candidate.duration_s(sweep.plan.steps),
         limit_s=run_limit_s(todo, config, sweep.plan.steps),
         best_step_time_s=best.get(cell_of(todo.candidate)),
+        profile=config.profile,
     )
 
 

@@ -16,7 +16,7 @@ from ultrabench.sweep.launcher_choice import TEXTS, LauncherChoice
 from ultrabench.sweep.retry_policy import RetryPolicy
 
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
-                  "results_dir", "repeats", "names", "models"})  # fmt: skip
+                  "results_dir", "repeats", "profile", "names", "models"})  # fmt: skip
 """Of a composed tree."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", *TEXTS})
 """Of a cluster: what configs/launcher/slurm.yaml takes from it."""
@@ -60,6 +60,8 @@ class SweepConfig:
     axes: Axes
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     repeats: int = 1
+    profile: bool = False
+    """Each run looks inside itself after its measured steps."""
     resolved: dict[str, Any] = field(default_factory=dict)
     """The composed configuration as JSON, for the record."""
 
@@ -114,8 +116,16 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         axes=from_dict(Axes, axes, where="sweep"),
         retry=from_dict(RetryPolicy, tree.get("retry") or {}, where="retry"),
         repeats=tree["repeats"],
+        profile=tree.get("profile", False),
         resolved=tree,
     )
+    if type(config.profile) is not bool:
+        raise ConfigError(f"profile={config.profile!r}; must be true or false")
+    if config.profile and config.kernel.kind == "command":
+        raise ConfigError(
+            f"profile=true with kernel={config.kernel.name}; only ultrabench's own kernel looks inside itself: use "
+            "what the program has for that"
+        )
     if "/" in config.name or config.name.startswith("."):
         raise ConfigError(f"name={config.name!r}; a sweep's name is a folder's: no '/', no leading '.'")
     return config

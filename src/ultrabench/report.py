@@ -18,6 +18,9 @@ STACKS_SUFFIX = ".stacks"
 COLLECTIVES_SUFFIX = ".collectives"
 """Beside the report: the last collectives of a rank that was asked for them, as JSON."""
 
+PROFILE = "profile"
+"""Beside the report: a folder with one folder for each rank that looked inside itself."""
+
 PARTS = ("data", "forward_backward", "optimizer")
 """Of a step, in order."""
 _RECORD = struct.Struct("@qqq")

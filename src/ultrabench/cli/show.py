@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ultrabench.cli.profile import print_profile, profiles
 from ultrabench.cli.tables import out, print_json, say, table, warn
 from ultrabench.errors import SweepFolderError
 from ultrabench.folder import SweepFolder, find_sweep
@@ -48,6 +49,8 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
         if a.result and a.result.evidence:
             console.print(f"\nevidence of {a.key.repeat}.{a.key.attempt}", style="bold")
             _print_evidence(a.result.evidence, folder.log_folder(*a.key))
+        for seen in profiles(folder.log_folder(*a.key)):
+            print_profile(seen)
 
 
 def _print_evidence(evidence: dict[str, Any], logs: Path) -> None:
@@ -76,6 +79,7 @@ def _attempt(folder: SweepFolder, attempt: AttemptState) -> dict[str, Any]:
         "phase": attempt.phase,
         "result": to_dict(attempt.result) if attempt.result else None,
         "logs": str(folder.log_folder(*attempt.key)),
+        "profile": profiles(folder.log_folder(*attempt.key)),
     }
 
 
