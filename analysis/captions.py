@@ -38,10 +38,10 @@ def speed(cell: Cell) -> str:
 def layout_lines(cell: Cell) -> tuple[str, str]:
     """The layout on two lines: how the ranks are spread, how the batch is cut."""
     cp = f" cp{cell.cp}" if cell.cp is not None and cell.cp > 1 else ""
-    afab = " afab" if cell.pp_schedule == "afab" else ""
+    schedule = "" if cell.pp_schedule in (None, "none", "1f1b") else f" {cell.pp_schedule}"
     return (
         f"dp{cell.dp} tp{cell.tp} pp{cell.pp}{cp} z{cell.zero_stage}",
-        f"mbs{cell.mbs} gas{cell.gas}{afab}",
+        f"mbs{cell.mbs} gas{cell.gas}{schedule}",
     )
 
 
@@ -95,9 +95,14 @@ def notes(table: pa.Table) -> str:
     by_status = Counter(status for _, status in ends)
     order = sorted(by_status, key=lambda s: (s != "ok", s in _ALWAYS_TOLD, -by_status[s], s))
     told = ", ".join(f"{by_status[status]:,} {status}" for status in order) or "no runs"
+    return f"Layouts: {told}. {made_with(table)}"
+
+
+def made_with(table: pa.Table) -> str:
+    """One sentence on the versions behind a figure."""
     versions = [f"ultrabench {ultrabench.__version__}"]
     for column, name in (("torch_version", "torch"), ("nccl_version", "NCCL"), ("kernel_digest", "kernel")):
         found = sorted(str(v) for v in table[column].unique().to_pylist() if v is not None)
         if found:
             versions.append(f"{name} {' / '.join(found[:3])}{' / ...' if len(found) > 3 else ''}")
-    return f"Layouts: {told}. Made with {', '.join(versions)}."
+    return f"Made with {', '.join(versions)}."

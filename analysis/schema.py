@@ -12,6 +12,10 @@ VERSION_KEY = b"ultrabench.schema_version"
 
 TEXT, INT, FLOAT, BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 FLOATS, TEXTS, TIME = pa.list_(pa.float64()), pa.list_(pa.string()), pa.timestamp("us", tz="UTC")
+BANDWIDTHS = pa.list_(pa.struct({
+    "operation": TEXT, "scope": TEXT, "bytes": INT, "seconds": FLOAT, "busbw_bytes_per_s": FLOAT,
+    "busbw_p5_bytes_per_s": FLOAT, "busbw_p95_bytes_per_s": FLOAT,
+}))  # fmt: skip
 
 
 class Column(NamedTuple):
@@ -61,9 +65,9 @@ GROUPS: dict[str, tuple[Column, ...]] = {
         Column("gas", INT, "Micro-batches of one optimizer step."),
         Column("gbs", INT, "Sequences of a global batch: dp * mbs * gas."),
         Column("seq_len", INT, "Tokens of a sequence."),
-        Column("pp_schedule", TEXT, "Order of micro-batches in the pipeline: none, 1f1b or afab."),
+        Column("pp_schedule", TEXT, "Order of micro-batches in the pipeline: none, 1f1b, afab, interleaved or zbv."),
         Column("virtual_stages", INT, "Pipeline stages on each rank."),
-        Column("recompute", TEXT, "Activation recomputation."),
+        Column("recompute", TEXT, "Activation recomputation: none, selective or full."),
         Column("precision", TEXT, "Arithmetic of forward and backward."),
         Column("compile", BOOL, "Whether torch.compile was used."),
     ),
@@ -110,10 +114,16 @@ GROUPS: dict[str, tuple[Column, ...]] = {
         Column("allreduce_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
         Column("allgather_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
         Column("reducescatter_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
+        Column("alltoall_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
+        Column("sendrecv_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
         Column("allreduce_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
         Column("allgather_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
         Column("reducescatter_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
+        Column("alltoall_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
+        Column("sendrecv_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
+        Column("bandwidths", BANDWIDTHS, "All sizes and percentiles, of runs with kernel=probe; see comm.md."),
         Column("gemm_flops_per_s", FLOAT, "Matrix product rate of the slowest device."),
+        Column("memory_copy_bytes_per_s", FLOAT, "Bytes read and written by a copy, of the slowest device."),
         Column("sm_clock_hz", FLOAT, "Median SM clock over the measured steps."),
         Column("throttled", BOOL, "Whether a device was throttled over the measured steps."),
     ),
@@ -177,7 +187,7 @@ def _type_name(kind: pa.DataType) -> str:
     """A column's type in everyday words."""
     names = {INT: "integer", FLOAT: "number", BOOL: "true or false", TEXT: "text"}
     if pa.types.is_list(kind):
-        return f"list of {names[kind.value_type]}"
+        return f"list of {names.get(kind.value_type, 'records')}"
     return names.get(kind, "time (UTC)")
 
 

@@ -52,7 +52,9 @@ def run_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), spec.layout.world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.layout.world_size)
-    trainer = TrainStep(spec.run, _CPU, build_mesh(spec.layout, "cpu"), clip_norm=spec.clip)
+    trainer = TrainStep(
+        spec.run, _CPU, build_mesh(spec.layout, "cpu"), clip_norm=spec.clip, backend="aot_eager"
+    )
     found: Found = {"losses": [], "parts": {n: part_of(p) for n, p in trainer.params.items()}}
     for step in range(1, spec.steps + 1):
         loss_here = trainer.accumulate(*trainer.batch(step))

@@ -39,6 +39,9 @@ class CheckSpec:
     steps: int = 3
     clip: float = 0.5
     """Largest gradient norm; small enough that clipping always happens, so the norm is checked."""
+    recompute: str = "none"
+    compile: bool = False
+    """Each layer through torch's tracing, without generated code."""
     dump: str | None = None
     """Folder for the gathered gradients and parameters of both sides (check.pt, reference.pt)."""
 
@@ -49,7 +52,9 @@ class CheckSpec:
             shape=self.shape,
             workload=Workload(seq_len=self.seq_len, gbs=self.layout.gbs, seed=self.seed),
             layout=self.layout,
-            kernel=KernelChoice(name="check", precision="fp64"),
+            kernel=KernelChoice(
+                name="check", precision="fp64", recompute=self.recompute, compile=self.compile
+            ),
             nodes=1,
             gpus_per_node=self.layout.world_size,
         )

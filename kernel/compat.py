@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C import _distributed_c10d
 
 
@@ -24,6 +25,63 @@ def group_name(argument: Any) -> str | None:
         except (RuntimeError, TypeError):
             return None
     return None
+
+
+_aten = torch.ops.aten
+EXPENSIVE = frozenset(
+    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default,
+     _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_efficient_attention.default,
+     _aten._scaled_dot_product_cudnn_attention.default,
+     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+     torch.ops._c10d_functional.reduce_scatter_tensor.default}
+)  # fmt: skip
+"""Operators whose results are worth their memory: matrix products, attention, and sums over ranks."""
+
+
+def flash_forward(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention of a part, B x N x S x D, and the log of its sums, B x N x S."""
+    if q_BNSD.is_cuda:
+        found = _aten._scaled_dot_product_flash_attention(q_BNSD, k_BKSD, v_BKSD, 0.0, causal)
+    else:
+        found = _aten._scaled_dot_product_flash_attention_for_cpu(q_BNSD, k_BKSD, v_BKSD, 0.0, causal)
+    return found[0], found[1]
+
+
+def flash_backward(
+    grad: Tensor,
+    q_BNSD: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for one part; `out` and `log_sum` are of all parts of the query."""
+    if not q_BNSD.is_cuda:
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q_BNSD, k_BKSD, v_BKSD, out, log_sum, 0.0, causal
+        )
+        return found[0], found[1], found[2]
+    # Without dropout nothing is drawn, so any state of the generator will do.
+    unused = torch.zeros(2, dtype=torch.uint64, device=q_BNSD.device)
+    found = _aten._scaled_dot_product_flash_attention_backward(
+        grad.contiguous(), q_BNSD, k_BKSD, v_BKSD, out.contiguous(), log_sum.contiguous(), None, None,
+        q_BNSD.shape[2], k_BKSD.shape[2], 0.0, causal, unused, unused[:1],
+    )  # fmt: skip
+    return found[0], found[1], found[2]
+
+
+class PeerlessWarmup:
+    """Before PipelineStage: no first messages between neighbours where gloo carries them.
+
+    A rank of the V-shaped schedules is its own neighbour, and gloo cannot send to itself.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        if self.device.type == "cpu":  # type: ignore[attr-defined]
+            return []
+        return super()._get_init_p2p_neighbors_ops()  # type: ignore[misc,no-any-return]
 
 
 GROUP_NAMES = {"default_pg": "world", "undefined": "ranks"}

@@ -11,8 +11,11 @@ G groups (the layers of this stage, and the rest) and gas micro-batches, a step 
 | 0 | 0 | 0 | G |
 
 Under a pipeline the schedule reduces once a step: stage 3 gathers G*(1+gas) times and
-reduce-scatters G times, stages 1 and 0 are as above.
+reduce-scatters G times, stages 1 and 0 are as above. The ranks of a context-parallel ring hold other
+tokens of the same parameters, so the axis of dp spans dp*cp ranks.
 """
+
+from itertools import pairwise
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +39,13 @@ def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) 
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model.layers.values(), model):
+    layers = list(model.layers.values())
+    for module in (*layers, model):
         fully_shard(module, mesh=mesh[axes], reshard_after_forward=zero_stage == 3, mp_policy=policy)
+    for layer, following in pairwise(layers):
+        # Asked for as soon as the layer before begins, not when it has launched all its work.
+        assert isinstance(layer, FSDPModule)
+        layer.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
 
 
 def begin_microbatch(model: FSDPModule, zero_stage: int, *, last: bool) -> None:

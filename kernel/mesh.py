@@ -1,23 +1,37 @@
 """The mesh of ranks, and which part of a full parameter a rank holds."""
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ultrabench.layout import Layout
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first; the order of `Layout.coordinates`, with dp in one of its two axes."""
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""Outermost first; the order of `Layout.coordinates`, with dp and cp together in one axis."""
 
 Part = tuple[tuple[int, int, int], ...]
 """Successive cuts (dim, start, length) that lead from a full tensor to one rank's part."""
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh of `layout`: dp is dp_replicate for ZeRO-0, dp_shard for ZeRO-1, 2 and 3."""
-    replicate, shard = (layout.dp, 1) if layout.zero_stage == 0 else (1, layout.dp)
-    sizes = (layout.pp, replicate, shard, layout.cp, layout.tp)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    """The mesh of `layout`: dp is dp_replicate for ZeRO-0, dp_shard for ZeRO-1, 2 and 3.
+
+    The ranks of a context-parallel group hold the same parameters and different tokens, as those of
+    dp do, so that both lie on one axis.
+    """
+    copies = layout.dp * layout.cp
+    replicate, shard = (copies, 1) if layout.zero_stage == 0 else (1, copies)
+    return init_device_mesh(device_type, (layout.pp, replicate, shard, layout.tp), mesh_dim_names=AXES)
+
+
+def cp_group(layout: Layout, device_type: str) -> ProcessGroup | None:
+    """The ranks that hold the other tokens of this rank's sequences; None when it holds all."""
+    if layout.cp == 1:
+        return None
+    names = ("outer", "cp", "inner")
+    sizes = (layout.pp * layout.dp, layout.cp, layout.tp)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names).get_group("cp")
 
 
 def part_of(param: Tensor) -> Part:

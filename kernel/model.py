@@ -5,11 +5,14 @@ feed-forward width, V vocabulary; a tensor's suffix spells its shape (`x_BSH`).
 """
 
 import hashlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
+from ultrabench.kernel.loss import head_loss
 from ultrabench.shape import ModelShape
 from ultrabench.stages import Stage
 
@@ -52,16 +55,24 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """The normalised x, same shape and dtype."""
-        out: Tensor = _RmsNorm.apply(x_BSH, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        """The normalised x, same shape and dtype; of tokens spread over ranks, each its own."""
+        if isinstance(x_BSH, DTensor) and isinstance(self.weight, DTensor):
+            # The tokens of a rank give a summand of the weight's gradient.
+            weight = self.weight.to_local(grad_placements=[Partial()])
+            own = self._norm(x_BSH.to_local(), weight)
+            return DTensor.from_local(own, x_BSH.device_mesh, x_BSH.placements, run_check=False)
+        return self._norm(x_BSH, self.weight)
+
+    def _norm(self, x_BSH: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = _RmsNorm.apply(x_BSH, weight, self.eps)  # type: ignore[no-untyped-call]
         return out
 
 
-def rope_tables(seq_len: int, shape: ModelShape, like: Tensor) -> tuple[Tensor, Tensor]:
+def rope_tables(spans: Sequence[range], shape: ModelShape, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's rotation, S x 1 x D/2 each (arXiv 2104.09864)."""
     wide = torch.promote_types(like.dtype, torch.float32)
     half = torch.arange(0, shape.head_dim, 2, device=like.device, dtype=wide)
-    position = torch.arange(seq_len, device=like.device, dtype=wide)
+    position = torch.cat([torch.arange(s.start, s.stop, device=like.device, dtype=wide) for s in spans])
     angle = torch.outer(position, shape.rope_theta ** (-half / shape.head_dim))[:, None, :]
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
@@ -72,13 +83,23 @@ def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    """What each query takes from its own and earlier positions, B x N x S x D."""
+    grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
+    return functional.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped keys and values."""
+
+    core: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Of all tokens of a sequence, or of those that this rank holds."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         h, kv_width = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
         self.head_dim = shape.head_dim
+        self.core = causal_attention
         self.q = nn.Linear(h, h, bias=False)
         self.k = nn.Linear(h, kv_width, bias=False)
         self.v = nn.Linear(h, kv_width, bias=False)
@@ -88,9 +109,7 @@ class Attention(nn.Module):
         """Attended x_BSH; the number of heads is read from the projections, so shards fit."""
         q, k, v = (project(x_BSH).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         q_BNSD, k_BKSD = (rotate(t, cos, sin).transpose(1, 2) for t in (q, k))
-        mixed = functional.scaled_dot_product_attention(
-            q_BNSD, k_BKSD, v.transpose(1, 2), is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
-        )
+        mixed = self.core(q_BNSD, k_BKSD, v.transpose(1, 2))
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -137,7 +156,8 @@ class Decoder(nn.Module):
     def __init__(self, shape: ModelShape, stage: Stage, seq_len: int) -> None:
         super().__init__()
         self.shape = shape
-        self.seq_len = seq_len
+        self.spans: tuple[range, ...] = (range(seq_len),)
+        """Positions of the tokens that this rank holds."""
         numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         h = shape.hidden_size
         self.embedding = nn.Embedding(shape.vocab_size, h) if stage.has_embedding else None
@@ -151,17 +171,23 @@ class Decoder(nn.Module):
         if self.shape.tie_word_embeddings and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         """What this stage makes of tokens (B x S) or of the previous stage's x_BSH.
 
-        Logits B x S x V on the last stage, x_BSH elsewhere.
+        On the last stage the mean loss when it is given targets, else logits B x S x V; x_BSH
+        elsewhere.
         """
         x = x if self.embedding is None else self.embedding(x)
-        cos, sin = rope_tables(self.seq_len, self.shape, x)
+        cos, sin = rope_tables(self.spans, self.shape, x)
         for layer in self.layers.values():
             x = layer(x, cos, sin)
         x = x if self.norm is None else self.norm(x)
-        return x if self.head is None else self.head(x)
+        if self.head is None:
+            return x
+        logits_or_loss: Tensor = (
+            self.head(x) if targets_BS is None else head_loss(x, self.head.weight, targets_BS)
+        )
+        return logits_or_loss
 
     def initial_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:
         """The full fp32 value that parameter `name` starts from; depends on seed and name only."""
@@ -176,6 +202,6 @@ class Decoder(nn.Module):
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Mean loss of a micro-batch's tokens, in at least fp32."""
+    """Mean loss of a micro-batch's tokens, in at least fp32: what `head_loss` must equal."""
     wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
     return functional.cross_entropy(wide.flatten(0, 1), targets_BS.flatten())

@@ -1,31 +1,54 @@
-"""Pipeline parallelism: one stage on each rank of the pp axis, shapes fixed in advance."""
+"""Pipeline parallelism: stages on each rank of the pp axis, shapes fixed in advance."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
+from ultrabench.kernel.compat import PeerlessWarmup
 from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
 from ultrabench.layout import Layout
 
-SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "afab": ScheduleGPipe}
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "1f1b": Schedule1F1B, "afab": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble,
+}  # fmt: skip
+LISTS = frozenset({"interleaved", "zbv"})
+"""Schedules that take a list of stages."""
 
 
-class CountedStage(PipelineStage):
-    """A stage that tells `progress` of every finished forward and every finished backward."""
+class Stage(PeerlessWarmup, PipelineStage):
+    """A stage that hands targets to the last part of the model, and tells of finished work."""
 
     progress: Callable[[], None]
+    """Called after every finished forward and every finished backward."""
+    targets: Sequence[Tensor]
+    """By micro-batch."""
+    _microbatch: int
 
-    def forward_one_chunk(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As torch's, then counts."""
-        out = super().forward_one_chunk(*args, **kwargs)
+        self._microbatch = fwd_chunk_id
+        out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.progress()
         return out
+
+    def forward_maybe_with_nosync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """As torch's; torch's own way to pass keywords would keep them as inputs of backward."""
+        if self.is_last:
+            kwargs["targets_BS"] = self.targets[self._microbatch]
+        return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_one_chunk(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As torch's, then counts."""
@@ -34,74 +57,100 @@ class CountedStage(PipelineStage):
         return out
 
 
-def _stage_shapes(model: Decoder, layout: Layout, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What goes into and out of stage `index`, without memory.
+class Pipeline:
+    """This rank's stages and the order of their micro-batches."""
 
-    A rank sends B * S/tp * H elements of the compute dtype to the next stage for each
-    micro-batch, and receives as many gradients from it.
-    """
-    b, s, shape = layout.mbs, model.seq_len, model.shape
-    hidden = (b, s // layout.tp, shape.hidden_size)
-    x = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
-    logits = (b, s, shape.vocab_size)
-    first, last = index == 0, index == layout.pp - 1
-    tokens = torch.empty((b, s), dtype=torch.int64, device="meta")
-    out = torch.empty(logits, dtype=dtype, device="meta", requires_grad=True)
-    return tokens if first else x, out if last else x
+    def __init__(
+        self,
+        models: Sequence[Decoder],
+        layout: Layout,
+        seq_len: int,
+        pp_mesh: DeviceMesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Callable[[], None],
+    ) -> None:
+        self._mbs = layout.mbs
+        held = zip(layout.stages_of(pp_mesh.get_local_rank()), models, strict=True)
+        self._stages = [
+            _stage(model, index, layout, seq_len, pp_mesh, device, dtype) for index, model in held
+        ]
+        for stage in self._stages:
+            stage.progress = progress
+        several = layout.pp_schedule in LISTS
+        self._schedule = SCHEDULES[layout.pp_schedule](
+            self._stages if several else self._stages[0],
+            n_microbatches=layout.gas,
+            # The last stage ends in the loss of a micro-batch; its share of the step's is a mean.
+            loss_fn=lambda loss, _: loss / layout.gas,
+            scale_grads=False,
+        )
+
+    def run(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        """Forward and backward of all micro-batches; their losses, only where the last stage is."""
+        losses = list[Tensor]()
+        first, last = (any(getattr(s, f"is_{end}") for s in self._stages) for end in ("first", "last"))
+        for stage in self._stages:
+            stage.targets = targets.split(self._mbs)  # type: ignore[no-untyped-call]
+        more = {"target": targets, "losses": losses} if last else {}
+        self._schedule.step(*((inputs,) if first else ()), **more, return_outputs=False)
+        return losses
 
 
-def build_schedule(
+def _stage(
     model: Decoder,
+    index: int,
     layout: Layout,
+    seq_len: int,
     pp_mesh: DeviceMesh,
     device: torch.device,
     dtype: torch.dtype,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
-    progress: Callable[[], None],
-) -> PipelineScheduleSingle:
-    """The schedule that runs this rank's stage; `loss_fn` already scales a micro-batch's loss."""
-    index = pp_mesh.get_local_rank()
-    ins, outs = _stage_shapes(model, layout, index, dtype)
-    # Static shapes: otherwise torch runs the model once more to find them.
-    stage = CountedStage(
-        model, index, layout.pp, device, input_args=ins, output_args=outs, group=pp_mesh.get_group()
+) -> Stage:
+    """Stage `index`, with the shapes of what goes in and out: else torch runs the model to find them.
+
+    It sends B * S/(cp*tp) * H elements of the compute dtype to the next stage for each micro-batch,
+    and receives as many gradients from it.
+    """
+    b, s = layout.mbs, seq_len // layout.cp
+    hidden = (b, s // layout.tp, model.shape.hidden_size)
+    x = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
+    tokens = torch.empty((b, s), dtype=torch.int64, device="meta")
+    loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
+    return Stage(
+        model,
+        index,
+        layout.num_stages,
+        device,
+        input_args=tokens if index == 0 else x,
+        output_args=loss if index == layout.num_stages - 1 else x,
+        group=pp_mesh.get_group(),
     )
-    stage.progress = progress
-    make = SCHEDULES[layout.pp_schedule]
-    return make(stage, n_microbatches=layout.gas, loss_fn=loss_fn, scale_grads=False)
-
-
-def run_schedule(
-    schedule: PipelineScheduleSingle, inputs: Tensor, targets: Tensor, pp_mesh: DeviceMesh
-) -> list[Tensor]:
-    """Runs forward and backward of all micro-batches; the losses, on the last stage only."""
-    index, losses = pp_mesh.get_local_rank(), list[Tensor]()
-    args = (inputs,) if index == 0 else ()
-    if index == pp_mesh.size() - 1:
-        schedule.step(*args, target=targets, losses=losses, return_outputs=False)
-    else:
-        schedule.step(*args, return_outputs=False)
-    return losses
 
 
 def tied_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
     """The group of the two ranks that hold this rank's part of a tied embedding.
 
-    None on middle stages. A collective call of the two members only.
+    None where both copies or neither live on a rank. A collective call of the two members only.
     """
     at = layout.coordinates(rank)
-    if at.pp not in (0, layout.pp - 1):
+    ends = [pp for pp in range(layout.pp) if {0, layout.num_stages - 1} & set(layout.stages_of(pp))]
+    if at.pp not in ends or len(ends) == 1:
         return None
-    ranks = [layout.rank(at._replace(pp=pp)) for pp in (0, layout.pp - 1)]
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(
+        [layout.rank(at._replace(pp=pp)) for pp in ends], use_local_synchronization=True
+    )
     return group
 
 
-def sum_tied_gradients(model: Decoder, group: dist.ProcessGroup | None) -> None:
+def sum_tied_gradients(models: Sequence[Decoder], group: dist.ProcessGroup | None) -> None:
     """Gives both copies of a tied embedding the sum of their gradients.
 
-    One all-reduce of V*H/(tp*shards) elements between the first and the last stage.
+    One all-reduce of V*H/(tp*shards) elements between the ranks of the first and the last stage.
     """
-    holder = model.embedding if model.embedding is not None else model.head
-    if group is not None and holder is not None and holder.weight.grad is not None:
-        dist.all_reduce(local(holder.weight.grad), group=group)
+    tables = [t.weight.grad for m in models for t in (m.embedding, m.head) if t is not None]
+    grads = [local(grad) for grad in tables if grad is not None]
+    if group is not None:
+        dist.all_reduce(grads[0], group=group)
+    elif len(grads) == 2:
+        grads[0] += grads[1]
+        grads[1].copy_(grads[0])

@@ -7,31 +7,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import loss_parallel
 
+from ultrabench.kernel import cp
 from ultrabench.kernel.data import load, sample_indices
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE, apply_dp, begin_microbatch
-from ultrabench.kernel.mesh import local, num_shards, part_of, take
-from ultrabench.kernel.model import Decoder, cross_entropy
-from ultrabench.kernel.pp import build_schedule, run_schedule, sum_tied_gradients, tied_group
+from ultrabench.kernel.mesh import cp_group, local, num_shards, part_of, take
+from ultrabench.kernel.model import Decoder
+from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_group
+from ultrabench.kernel.recompute import apply_compile, apply_recompute
 from ultrabench.kernel.tp import apply_tp
-from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
-from ultrabench.stages import split_stages
+from ultrabench.stages import Stage, held_stages
 
 LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
 """Largest norm of the whole gradient; the recipe of Llama (arXiv 2302.13971, section 2.3)."""
-
-
-def loss_scale(layout: Layout) -> float:
-    """What a micro-batch's mean loss is multiplied with, so that a step's gradients are means.
-
-    fully_shard averages over dp, so what is left is the mean over the micro-batches.
-    """
-    return 1.0 / layout.gas
 
 
 def initialise(model: Decoder, seed: int, device: torch.device) -> None:
@@ -57,42 +49,54 @@ class TrainStep:
         *,
         clip_norm: float = CLIP_NORM,
         progress: Callable[[], None] = lambda: None,
+        backend: str = "inductor",
     ) -> None:
         layout = self.layout = spec.layout
         self.spec, self.device, self.mesh = spec, device, mesh
-        self.clip_norm, self.progress = clip_norm, progress
-        stage = split_stages(spec.shape, layout.pp)[mesh.get_local_rank("pp")]
-        precision = spec.kernel.precision
-        with torch.device("meta"):
-            self.model = Decoder(spec.shape, stage, spec.workload.seq_len)
-        self.model.to(MASTER_DTYPE[precision])
-        apply_tp(self.model, mesh["tp"])
-        apply_dp(self.model, mesh, layout.zero_stage, precision)
-        initialise(self.model, spec.workload.seed, device)
-        assert isinstance(self.model, FSDPModule)
-        self.fsdp: FSDPModule = self.model
-        # The first gather lays out the shards for good; the optimizer must hold those.
-        self.fsdp.unshard()
-        self.fsdp.reshard()
-        tied = spec.shape.tie_word_embeddings and layout.pp > 1
-        self.tied_group = tied_group(layout, dist.get_rank()) if tied else None
-        self._set_up_optimizer(tied)
+        self.clip_norm, self.progress, self.backend = clip_norm, progress, backend
+        self.at = layout.coordinates(dist.get_rank())
+        seq_len = spec.workload.seq_len
+        self.spans = cp.spans(seq_len, layout.cp, self.at.cp)
+        self.cp_group = cp_group(layout, device.type)
+        stages = held_stages(spec.shape, layout, self.at.pp)
+        self.models = [self._build(stage) for stage in stages]
+        self.tied = spec.shape.tie_word_embeddings and layout.pp > 1
+        self.tied_group = tied_group(layout, dist.get_rank()) if self.tied else None
+        self.holds_loss = any(stage.has_head for stage in stages)
+        self._set_up_optimizer()
         if layout.pp > 1:
-            dtype = COMPUTE_DTYPE[precision]
-            self.schedule = build_schedule(
-                self.model, layout, mesh["pp"], device, dtype, self.scaled_loss, progress
-            )
+            dtype = COMPUTE_DTYPE[spec.kernel.precision]
+            self.pipeline = Pipeline(self.models, layout, seq_len, mesh["pp"], device, dtype, progress)
 
-    def _set_up_optimizer(self, tied: bool) -> None:
+    def _build(self, stage: Stage) -> Decoder:
+        """A stage of the model with everything around it that the layout asks for."""
+        spec, choice = self.spec, self.spec.kernel
+        with torch.device("meta"):
+            model = Decoder(spec.shape, stage, spec.workload.seq_len)
+        model.to(MASTER_DTYPE[choice.precision])
+        cp.apply_cp(model, self.spans, self.cp_group)
+        apply_tp(model, self.mesh["tp"])
+        apply_recompute(model, choice.recompute)
+        if choice.compile:
+            apply_compile(model, self.backend)
+        apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision)
+        initialise(model, spec.workload.seed, self.device)
+        assert isinstance(model, FSDPModule)
+        # The first gather lays out the shards for good; the optimizer must hold those.
+        model.unshard()
+        model.reshard()
+        return model
+
+    def _set_up_optimizer(self) -> None:
         """AdamW over this rank's own values: it works element by element, so shards suffice.
 
         Each parameter weighs 1 / (ranks that hold the same part) in the norm, and nothing on the
         last stage's copy of a tied embedding, so that the norm counts each number once.
         """
-        self.params = dict(self.model.named_parameters())
+        self.params = {name: p for model in self.models for name, p in model.named_parameters()}
         stage_ranks = dist.get_world_size() // self.layout.pp
         self.weights = {
-            name: 0.0 if tied and name == "head.weight" else num_shards(param) / stage_ranks
+            name: 0.0 if self.tied and name == "head.weight" else num_shards(param) / stage_ranks
             for name, param in self.params.items()
         }
         self.shards = {name: local(param.detach()) for name, param in self.params.items()}
@@ -103,37 +107,33 @@ class TrainStep:
         )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank in `step`: gas*mbs x S tokens each, on the device."""
-        indices = sample_indices(self.layout, self.layout.coordinates(dist.get_rank()).dp)
-        return load(indices, step, self.spec.workload, self.spec.shape.vocab_size, self.device)
-
-    def scaled_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """A micro-batch's share of the loss of the step."""
-        return cross_entropy(logits, targets) * loss_scale(self.layout)
+        """Inputs and targets of this rank in `step`: gas*mbs x S/cp tokens each, on the device."""
+        indices = sample_indices(self.layout, self.at.dp)
+        inputs, targets = load(indices, step, self.spec.workload, self.spec.shape.vocab_size, self.device)
+        return cp.take(inputs, self.spans), cp.take(targets, self.spans)
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Leaves the gradients of the mean loss of the global batch in the parameters.
 
-        Returns:
-            This dp rank's mean loss on the last stage, 0 elsewhere.
-        """
-        if self.layout.tp == 1:
-            return self._accumulate(inputs, targets)
-        with loss_parallel():
-            return self._accumulate(inputs, targets)
+        fully_shard averages over dp and cp; what is left is the mean over the micro-batches.
 
-    def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        Returns:
+            The mean loss of this rank's tokens where the last stage is, 0 elsewhere.
+        """
         losses = []
         if self.layout.pp > 1:
-            losses = run_schedule(self.schedule, inputs, targets, self.mesh["pp"])
-            sum_tied_gradients(self.model, self.tied_group)
+            losses = self.pipeline.run(inputs, targets)
+            if self.tied:
+                sum_tied_gradients(self.models, self.tied_group)
         else:
+            (model,) = self.models
+            assert isinstance(model, FSDPModule)
             batches = zip(*(t.split(self.layout.mbs) for t in (inputs, targets)), strict=True)  # type: ignore[no-untyped-call]
             for index, (x, y) in enumerate(batches):
                 last = index == self.layout.gas - 1
-                begin_microbatch(self.fsdp, self.layout.zero_stage, last=last)
-                loss = self.scaled_loss(self.model(x), y)
-                loss.backward()  # type: ignore[no-untyped-call]
+                begin_microbatch(model, self.layout.zero_stage, last=last)
+                loss = model(x, y) / self.layout.gas
+                loss.backward()
                 losses.append(loss.detach())
                 self.progress()
         none = torch.zeros((), device=self.device)
@@ -148,10 +148,9 @@ class TrainStep:
             The mean loss of the global batch and the norm before clipping, the same on all ranks.
         """
         grads = {n: local(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
-        last_stage = self.mesh.get_local_rank("pp") == self.layout.pp - 1
         holders = dist.get_world_size() // self.layout.pp
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
-        both[0] = loss / holders if last_stage else 0.0
+        both[0] = loss / holders if self.holds_loss else 0.0
         for name, grad in grads.items():
             both[1] += torch.linalg.vector_norm(grad).double().square() * self.weights[name]
         dist.all_reduce(both)

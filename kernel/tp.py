@@ -48,7 +48,7 @@ def outer_plan(model: Decoder) -> dict[str, ParallelStyle]:
     """How embedding, last norm and head are cut, where this stage has them.
 
     The embedding is cut by vocabulary (one reduce-scatter forward, one all-gather backward), and
-    so is the head, whose logits stay cut: the loss is computed on the parts.
+    so is the head: the loss is computed on the parts of the logits.
     """
     plan: dict[str, ParallelStyle] = {}
     if model.embedding is not None:
@@ -56,9 +56,7 @@ def outer_plan(model: Decoder) -> dict[str, ParallelStyle]:
     if model.norm is not None:
         plan["norm"] = SequenceParallel()
     if model.head is not None:
-        plan["head"] = ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-        )
+        plan["head"] = ColwiseParallel()
     return plan
 
 

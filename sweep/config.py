@@ -7,6 +7,7 @@ from typing import Any
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import PP_SCHEDULES
 from ultrabench.measure import Measure
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Workload
@@ -18,6 +19,7 @@ from ultrabench.sweep.retry_policy import RetryPolicy
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
                   "results_dir", "repeats", "profile", "names", "models"})  # fmt: skip
 """Of a composed tree."""
+SCHEDULES = ("auto", *PP_SCHEDULES[1:])
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", *TEXTS})
 """Of a cluster: what configs/launcher/slurm.yaml takes from it."""
 
@@ -33,8 +35,21 @@ class Axes:
     zero_stage: tuple[int, ...]
     mbs: tuple[int, ...]
     gas: tuple[int, ...]
+    pp_schedule: tuple[str, ...] = ("auto",)
+    """auto: 1f1b, or afab where gas < pp."""
+    virtual_stages: tuple[int, ...] = (2,)
+    """Stages on each rank under the schedule interleaved."""
 
     def __post_init__(self) -> None:
+        for name in self.pp_schedule:
+            if name not in SCHEDULES:
+                raise ConfigError(unknown_name("schedule in sweep.pp_schedule", name, SCHEDULES))
+        few = [v for v in self.virtual_stages if v < 2]
+        if few or not self.virtual_stages or not self.pp_schedule:
+            raise ConfigError(
+                f"sweep.pp_schedule={list(self.pp_schedule)}, sweep.virtual_stages={list(self.virtual_stages)}; "
+                "at least one schedule is needed, and virtual stages >= 2"
+            )
         for name in ("nodes", "tp", "pp", "cp", "zero_stage", "mbs", "gas"):
             values = getattr(self, name)
             least = 0 if name == "zero_stage" else 1

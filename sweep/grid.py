@@ -23,7 +23,8 @@ def layouts(axes: Axes, gpus: int, workload: Workload) -> Iterator[Layout]:
             gas, rest = divmod(workload.gbs, dp * mbs)
             if rest or gas not in gas_values:
                 continue
-            for zero_stage in sorted(set(axes.zero_stage)):
+            schedules = dict.fromkeys(_schedules(axes, pp, gas))
+            for zero_stage, (schedule, virtual) in product(sorted(set(axes.zero_stage)), schedules):
                 yield Layout(
                     dp=dp,
                     tp=tp,
@@ -32,8 +33,20 @@ def layouts(axes: Axes, gpus: int, workload: Workload) -> Iterator[Layout]:
                     zero_stage=zero_stage,
                     mbs=mbs,
                     gas=gas,
-                    pp_schedule=default_schedule(pp, gas),
+                    pp_schedule=schedule,
+                    virtual_stages=virtual,
                 )
+
+
+def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
+    """Schedule and virtual stages of each order of micro-batches that is wanted."""
+    for name in axes.pp_schedule if pp > 1 else ("auto",):
+        if name == "interleaved":
+            yield from ((name, stages) for stages in axes.virtual_stages)
+        elif name == "zbv":
+            yield name, 2
+        else:
+            yield (default_schedule(pp, gas) if name == "auto" else name), 1
 
 
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> ConfigError:

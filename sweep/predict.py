@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
 from ultrabench.shape import ModelShape
-from ultrabench.stages import Stage, split_stages
+from ultrabench.stages import Stage, held_stages
 
 BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 SUSTAINED_GEMM = 0.5
@@ -42,16 +42,19 @@ def predict(
     peak: Peak,
 ) -> Prediction:
     """Step time in seconds and peak memory in bytes of one rank of the largest stage."""
-    stages = split_stages(shape, layout.pp)
+    ranks = [held_stages(shape, layout, rank) for rank in range(layout.pp)]
     memory = max(
-        static_bytes(stage, layout, shape, precision)
-        + activation_bytes(stage, layout, shape, seq_len, precision)
-        for stage in stages
+        sum(
+            static_bytes(stage, layout, shape, precision)
+            + activation_bytes(stage, rank, layout, shape, seq_len, precision)
+            for stage in stages
+        )
+        for rank, stages in enumerate(ranks)
     )
     ranks_on_host = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
     start = RANK_START_S[hardware.device] * (ranks_on_host if hardware.device == "cpu" else 1)
     return Prediction(
-        step_time_s=step_time_s(stages, layout, shape, hardware, seq_len, precision, nodes, peak),
+        step_time_s=step_time_s(ranks, layout, shape, hardware, seq_len, precision, nodes, peak),
         peak_mem_bytes=memory,
         start_s=start,
     )
@@ -79,13 +82,34 @@ def static_bytes(stage: Stage, layout: Layout, shape: ModelShape, precision: str
     return state + grads + working
 
 
-def activation_bytes(stage: Stage, layout: Layout, shape: ModelShape, seq_len: int, precision: str) -> float:
+def in_flight(layout: Layout, pp_rank: int) -> float:
+    """Micro-batches of one stage that a rank keeps for backward at most.
+
+    min(gas, pp - rank) under 1F1B, gas under AFAB; with v stages on a rank its warm-up of
+    2*(pp - rank - 1) + (v-1)*pp + 1 forwards is spread over them (arXiv 2104.04473), and ZBV keeps pp.
+    """
+    if layout.pp == 1:
+        return 1
+    most: float = layout.pp - pp_rank
+    if layout.pp_schedule == "afab":
+        most = layout.gas
+    elif layout.pp_schedule == "zbv":
+        most = layout.pp
+    elif layout.virtual_stages > 1:
+        warm_up = 2 * (layout.pp - pp_rank - 1) + (layout.virtual_stages - 1) * layout.pp + 1
+        most = warm_up / layout.virtual_stages
+    return min(layout.gas, most)
+
+
+def activation_bytes(
+    stage: Stage, pp_rank: int, layout: Layout, shape: ModelShape, seq_len: int, precision: str
+) -> float:
     """Activations one rank of `stage` keeps for backward, without recomputation, in bytes.
 
     T = mbs*seq_len/cp tokens. A layer keeps T/tp * (k_h*h + k_f*f) with k_h = 10 + 2*(1 + 2*kv/a)
     and k_f = 8 at two bytes a number (flash attention, sequence parallelism), the gathered norm
-    outputs 4*T*h with tp > 1; the head 12 bytes a logit. In flight are min(gas, pp - stage)
-    micro-batches under 1F1B and gas under AFAB.
+    outputs 4*T*h with tp > 1. Of the logits a chunk exists at a time (see `kernel/loss.py`), whose
+    size is left out.
     """
     h, f = shape.hidden_size, shape.intermediate_size
     scale = BYTES[precision] / 2
@@ -94,15 +118,11 @@ def activation_bytes(stage: Stage, layout: Layout, shape: ModelShape, seq_len: i
     layer = tokens / layout.tp * (k_h * h + 8 * f)
     if layout.tp > 1:
         layer += 4 * tokens * h
-    in_flight = layout.gas if layout.pp_schedule == "afab" else min(layout.gas, layout.pp - stage.index)
-    if layout.pp == 1:
-        in_flight = 1
-    head = 12 * tokens * shape.vocab_size / layout.tp if stage.has_head else 0.0
-    return scale * (in_flight * stage.num_layers * layer + head)
+    return scale * in_flight(layout, pp_rank) * stage.num_layers * layer
 
 
 def step_time_s(
-    stages: tuple[Stage, ...],
+    ranks: list[tuple[Stage, ...]],
     layout: Layout,
     shape: ModelShape,
     hardware: Hardware,
@@ -113,8 +133,9 @@ def step_time_s(
 ) -> float:
     """Seconds of one optimizer step.
 
-    t = gas*max_i(t_i) + sum_i(t_i) - max_i(t_i) + t_dp + t_optimizer: the slowest stage sets the
-    pace, the others are the bubble of filling and draining the pipeline.
+    t = gas*max_i(t_i) + sum_i(t_i) - max_i(t_i) + t_dp + t_optimizer: the slowest rank sets the
+    pace, the others are the bubble of filling and draining the pipeline, which v stages on a rank
+    divide by v.
     """
     acc = hardware.accelerator
     word = BYTES[precision]
@@ -125,18 +146,19 @@ def step_time_s(
     # Sequence parallelism: 4 all-gathers or reduce-scatters forward and 4 backward per layer.
     tp_layer_s = 8 * (layout.tp - 1) / layout.tp * tokens * shape.hidden_size * word / tp_link
     floor = LAYER_FLOOR_S * (2 if layout.tp > 1 else 1)
-    per_stage = []
-    for stage in stages:
-        flops = tokens * (6 * stage.matmul_params(shape) + stage.num_layers * attention) / layout.tp
-        compute = flops / (SUSTAINED_GEMM * peak.flops_per_s) + stage.num_layers * tp_layer_s
-        per_stage.append(max(compute, (stage.num_layers + 1) * floor))
-    slowest = max(per_stage)
-    params = max(stage.num_params(shape) for stage in stages) / layout.tp
+    per_rank = []
+    for stages in ranks:
+        layers = sum(stage.num_layers for stage in stages)
+        matmul = sum(stage.matmul_params(shape) for stage in stages)
+        flops = tokens * (6 * matmul + layers * attention) / layout.tp
+        compute = flops / (SUSTAINED_GEMM * peak.flops_per_s) + layers * tp_layer_s
+        per_rank.append(max(compute, (layers + len(stages)) * floor))
+    slowest = max(per_rank)
+    bubble = (sum(per_rank) - slowest) / layout.virtual_stages
+    params = max(sum(stage.num_params(shape) for stage in stages) for stages in ranks) / layout.tp
     dp_ranks = layout.dp * layout.cp
     dp_link = acc.link_bytes_per_s if nodes == 1 else hardware.node_link_bytes_per_s
     gathers = layout.gas if layout.zero_stage == 3 else 1
     dp_bytes = 2 * (dp_ranks - 1) / dp_ranks * params * (4 + word * (gathers - 1))
     optimizer = 30 * params / (dp_ranks if layout.zero_stage else 1) / acc.hbm_bytes_per_s
-    return (
-        layout.gas * slowest + sum(per_stage) - slowest + dp_bytes / (dp_link * LINK_EFFICIENCY) + optimizer
-    )
+    return layout.gas * slowest + bubble + dp_bytes / (dp_link * LINK_EFFICIENCY) + optimizer

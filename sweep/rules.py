@@ -42,9 +42,14 @@ def enough_micro_batches(layout: Layout, shape: ModelShape) -> str | None:
 
 def no_empty_stage(layout: Layout, shape: ModelShape) -> str | None:
     """Every pipeline stage holds at least one block."""
-    for stage in split_stages(shape, layout.pp):
+    for stage in split_stages(shape, layout.num_stages):
         if stage.num_blocks == 0:
-            return f"pp={layout.pp} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
+            return (
+                f"pp={layout.pp} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
+                if layout.virtual_stages == 1
+                else f"pp*virtual_stages={layout.num_stages} leaves stage {stage.index} empty "
+                f"({shape.num_hidden_layers} layers)"
+            )
     return None
 
 

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from ultrabench.kernel_choice import KernelChoice
-from ultrabench.layout import Layout
+from ultrabench.layout import PP_SCHEDULES, Layout
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Workload
@@ -29,6 +29,7 @@ def layouts(draw, *, most=8, zero_stages=(0, 1, 2, 3)):
     """Any layout that Layout accepts, cp and virtual stages included."""
     small = st.integers(1, most)
     pp = draw(small)
+    schedule = "none" if pp == 1 else draw(st.sampled_from(PP_SCHEDULES[1:]))
     return Layout(
         dp=draw(small),
         tp=draw(small),
@@ -37,8 +38,8 @@ def layouts(draw, *, most=8, zero_stages=(0, 1, 2, 3)):
         zero_stage=draw(st.sampled_from(zero_stages)),
         mbs=draw(small),
         gas=draw(st.integers(1, 2 * most)),
-        pp_schedule="none" if pp == 1 else draw(st.sampled_from(("1f1b", "afab"))),
-        virtual_stages=draw(st.integers(1, 2)),
+        pp_schedule=schedule,
+        virtual_stages={"interleaved": draw(st.integers(2, 3)), "zbv": 2}.get(schedule, 1),
     )
 
 

@@ -8,8 +8,12 @@ from pathlib import Path
 import ultrabench
 from ultrabench.errors import ConfigError
 
-KERNEL_VERSION = 1
+KERNEL_VERSION = 2
 """Bumped by hand when the embedded kernel's numbers may change; part of run_id."""
+
+RECOMPUTE = ("none", "selective", "full")
+
+KINDS = ("embedded", "command", "probe")
 
 CODE_SUFFIXES = frozenset({".py", ".sh", ".yaml", ".yml", ".toml", ".json"})
 
@@ -21,7 +25,8 @@ class KernelChoice:
     name: str
     """Part of a cell: results of two kernels are never ranked against each other."""
     kind: str = "embedded"
-    """embedded: ours, forked from a warm server; command: the user's program, started by exec."""
+    """embedded: ours, forked from a warm server; command: the user's program, started by exec;
+    probe: no training, the rates of devices and links instead, forked as well."""
     version: int = KERNEL_VERSION
     precision: str = "fp32"
     """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights) or fp64."""
@@ -29,7 +34,8 @@ class KernelChoice:
     """torch.compile of each decoder block."""
     attention: str = "sdpa"
     recompute: str = "none"
-    """Activation recomputation."""
+    """What backward computes anew instead of keeping: none, selective (all but matrix products
+    and attention) or full (every decoder layer)."""
     command: tuple[str, ...] = ()
     """Program and arguments; `{tp}` and the other words of a layout are filled in."""
     env: dict[str, str] = field(default_factory=dict)
@@ -41,15 +47,12 @@ class KernelChoice:
     `loss`, matched against each line of rank 0."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("embedded", "command"):
-            raise ConfigError(f"kernel.kind={self.kind!r}; must be embedded or command")
+        if self.kind not in KINDS:
+            raise ConfigError(f"kernel.kind={self.kind!r}; must be one of {', '.join(KINDS)}")
         if self.precision not in ("fp32", "bf16", "fp64"):
             raise ConfigError(f"kernel.precision={self.precision!r}; must be fp32, bf16 or fp64")
-        if self.kind == "embedded" and (self.compile or self.recompute != "none"):
-            raise ConfigError(
-                f"kernel.compile={self.compile}, kernel.recompute={self.recompute}; the embedded "
-                "kernel of this version runs compile=false, recompute=none"
-            )
+        if self.recompute not in RECOMPUTE:
+            raise ConfigError(f"kernel.recompute={self.recompute!r}; must be one of {', '.join(RECOMPUTE)}")
         if self.step_line is not None:
             _require_pattern(self.step_line)
         if self.kind == "command" and not self.command:
@@ -64,7 +67,7 @@ class KernelChoice:
         and configuration file among them (by their suffix: a log or a data file may change).
         """
         seen = hashlib.sha256()
-        if self.kind == "embedded":
+        if self.kind != "command":
             room = Path(ultrabench.__file__).parent / "kernel"
             for path in sorted(room.glob("*.py")):
                 seen.update(path.name.encode() + b"\0" + path.read_bytes())

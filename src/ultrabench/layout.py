@@ -5,7 +5,15 @@ from typing import NamedTuple
 
 from ultrabench.errors import ConfigError
 
-PP_SCHEDULES = ("none", "1f1b", "afab")
+PP_SCHEDULES = ("none", "1f1b", "afab", "interleaved", "zbv")
+"""none: no pipeline; the others order the micro-batches of one:
+
+1f1b         one forward, one backward in turn (arXiv 2006.09503), one stage on each rank
+afab         all forwards, then all backwards (arXiv 1811.06965), one stage on each rank
+interleaved  1f1b with several stages on each rank, every pp-th (arXiv 2104.04473)
+zbv          weight gradients fill the bubble; two stages on each rank, the first and the last on
+             rank 0 (arXiv 2401.10241)
+"""
 
 
 class Coordinates(NamedTuple):
@@ -36,7 +44,7 @@ class Layout:
     gas: int = 1
     """Gradient accumulation steps: micro-batches of one optimizer step."""
     pp_schedule: str = "none"
-    """Order of micro-batches in the pipeline: none (pp=1), 1f1b or afab."""
+    """Order of micro-batches in the pipeline: none (pp=1), 1f1b, afab, interleaved or zbv."""
     virtual_stages: int = 1
     """Pipeline stages on each rank."""
 
@@ -50,11 +58,28 @@ class Layout:
             raise ConfigError(f"pp_schedule={self.pp_schedule!r}; must be one of {', '.join(PP_SCHEDULES)}")
         if (self.pp_schedule == "none") != (self.pp == 1):
             raise ConfigError(f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; none goes with pp=1 only")
+        several = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
+        if not several.get(self.pp_schedule, self.virtual_stages == 1):
+            raise ConfigError(
+                f"virtual_stages={self.virtual_stages} with pp_schedule={self.pp_schedule}; must be 1, "
+                "but for interleaved >= 2 and for zbv 2"
+            )
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of all ranks."""
+        return self.pp * self.virtual_stages
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Indices of the stages that a rank of the pp axis holds, in their order."""
+        if self.pp_schedule == "zbv":
+            return pp_rank, self.num_stages - 1 - pp_rank
+        return tuple(range(pp_rank, self.num_stages, self.pp))
 
     @property
     def gbs(self) -> int:
@@ -79,10 +104,11 @@ class Layout:
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
 
     def label(self) -> str:
-        """Short text such as `dp4 tp1 pp2 z1 mbs2 gas4`; the schedule only when it is afab."""
+        """Short text such as `dp4 tp1 pp2 z1 mbs2 gas4`; the schedule only when it is another than 1f1b."""
         cp = f" cp{self.cp}" if self.cp > 1 else ""
-        afab = " afab" if self.pp_schedule == "afab" else ""
-        return f"dp{self.dp} tp{self.tp} pp{self.pp}{cp} z{self.zero_stage} mbs{self.mbs} gas{self.gas}{afab}"
+        name = "" if self.pp_schedule in ("none", "1f1b") else f" {self.pp_schedule}"
+        name += str(self.virtual_stages) if self.pp_schedule == "interleaved" else ""
+        return f"dp{self.dp} tp{self.tp} pp{self.pp}{cp} z{self.zero_stage} mbs{self.mbs} gas{self.gas}{name}"
 
 
 def default_schedule(pp: int, gas: int) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ultrabench.layout import Layout
 from ultrabench.shape import ModelShape
 
 
@@ -36,7 +37,7 @@ class Stage:
 
 @lru_cache(maxsize=4096)
 def split_stages(shape: ModelShape, pp: int) -> tuple[Stage, ...]:
-    """The `pp` stages of [embedding, decoder x L, norm, head, cast, loss].
+    """All stages, `pp` of them, of [embedding, decoder x L, norm, head, cast, loss].
 
     Cost of a decoder is its matmul parameters, of the head V*h, of the rest 0. A block goes to the
     current stage; when the cumulative cost then exceeds total*(stage+1)/pp the next stage begins.
@@ -69,3 +70,9 @@ def split_stages(shape: ModelShape, pp: int) -> tuple[Stage, ...]:
         )
         first += count
     return tuple(stages)
+
+
+def held_stages(shape: ModelShape, layout: Layout, pp_rank: int) -> tuple[Stage, ...]:
+    """The stages that a rank of the pp axis holds, in their order in the model."""
+    stages = split_stages(shape, layout.num_stages)
+    return tuple(stages[index] for index in layout.stages_of(pp_rank))

@@ -10,21 +10,16 @@ from ultrabench.stages import split_stages
 Refusal = Callable[[Layout, ModelShape, int], str | None]
 
 
-def context_parallel(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
-    """The embedded kernel has no context parallelism."""
-    return f"cp={layout.cp}: the embedded kernel supports cp=1 only" if layout.cp > 1 else None
-
-
-def virtual_stages(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
-    """One pipeline stage on each rank."""
-    if layout.virtual_stages > 1:
-        return f"virtual_stages={layout.virtual_stages}: the embedded kernel supports 1 only"
+def context_split(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
+    """Context parallelism gives each rank two chunks of the sequence, each of the same length."""
+    if layout.cp > 1 and seq_len % (2 * layout.cp):
+        return f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
     return None
 
 
 def stage_params(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
     """A stage without parameters has nothing to train (it holds only the cast or the loss)."""
-    for stage in split_stages(shape, layout.pp):
+    for stage in split_stages(shape, layout.num_stages):
         if stage.num_params(shape) == 0:
             return f"stage {stage.index} has no parameters"
     return None
@@ -38,9 +33,20 @@ def zero2_pipeline(layout: Layout, shape: ModelShape, seq_len: int) -> str | Non
 
 
 def schedule(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
-    """1F1B needs at least pp micro-batches."""
+    """1F1B needs at least pp micro-batches, interleaved whole rounds of pp of them."""
     if layout.pp_schedule == "1f1b" and layout.gas < layout.pp:
         return f"1f1b needs gas >= pp; gas={layout.gas}, pp={layout.pp}"
+    if layout.pp_schedule == "interleaved" and layout.gas % max(1, rounds := layout.gas // layout.pp):
+        return (
+            f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={layout.gas}, pp={layout.pp}"
+        )
+    return None
+
+
+def split_backward(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
+    """Torch takes the gradients of the sharded parameters there, and loses some without a word."""
+    if layout.pp_schedule == "zbv" and layout.zero_stage == 3:
+        return "zbv with zero_stage=3 loses gradients in torch; take zero_stage 0 or 1, or another schedule"
     return None
 
 
@@ -51,7 +57,7 @@ def tensor_split(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
         "num_key_value_heads": shape.num_key_value_heads,
         "intermediate_size": shape.intermediate_size,
         "vocab_size": shape.vocab_size,
-        "seq_len": seq_len,
+        "seq_len/cp": seq_len // layout.cp,
     }
     for name, size in cut.items():
         if size % layout.tp:
@@ -60,11 +66,11 @@ def tensor_split(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
 
 
 EMBEDDED: tuple[Refusal, ...] = (
-    context_parallel,
-    virtual_stages,
+    context_split,
     stage_params,
     zero2_pipeline,
     schedule,
+    split_backward,
     tensor_split,
 )
 
@@ -76,6 +82,9 @@ def refusal(kernel: KernelChoice, layout: Layout, shape: ModelShape, seq_len: in
             reason = rule(layout, shape, seq_len)
             if reason:
                 return reason
+        if layout.pp_schedule == "zbv" and (kernel.compile or kernel.recompute == "selective"):
+            named = "compile=true" if kernel.compile else "recompute=selective"
+            return f"zbv splits the backward pass, which torch cannot do with {named}"
         return None
     for word, allowed in kernel.supports.items():
         value = getattr(layout, word, None)

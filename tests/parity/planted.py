@@ -6,24 +6,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
-from ultrabench.kernel import model, step
+from ultrabench.kernel import cp, model, recompute, step
 from ultrabench.kernel.check import serve
 
 
 def drop_tp_all_reduce() -> None:
     """Gradients of norms are summands on each tp rank; pass them off as sums."""
-    right = model._RmsNorm.backward
-
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        grad_x, grad_weight, none = right(ctx, grad)
-        if isinstance(grad_weight, DTensor):
-            mesh = grad_weight.device_mesh
-            grad_weight = DTensor.from_local(grad_weight.to_local(), mesh, [Replicate()])
-        return grad_x, grad_weight, none
-
-    model._RmsNorm.backward = staticmethod(backward)  # type: ignore[assignment]
+    model.Partial = Replicate
 
 
 def wrong_divisor() -> None:
@@ -45,16 +36,58 @@ def untied_sum() -> None:
     step.sum_tied_gradients = lambda *_: None
 
 
+def ring_sees_the_future() -> None:
+    """Queries attend to all keys of the later ranks, too."""
+    right = cp._meet
+    cp._meet = lambda rank, other, seq: (
+        (slice(None), slice(None), False) if other > rank else right(rank, other, seq)
+    )
+
+
+def lost_key_gradients() -> None:
+    """What the ranks before found for a pair of keys and values does not go on with it."""
+    right = cp.flash_backward
+    cp.flash_backward = lambda *args, causal: [
+        grad if causal or i == 0 else grad * 0 for i, grad in enumerate(right(*args, causal=causal))
+    ]
+
+
+def compiled_collective() -> None:
+    """The embedding's unfinished collective goes straight into a compiled layer."""
+
+    def apply_compile(decoder: Any, backend: str) -> None:
+        for layer in decoder.layers.values():
+            layer.compile(backend=backend)
+
+    step.apply_compile = apply_compile
+
+
+def stale_recompute() -> None:
+    """A layer is computed anew from half its input."""
+    right = recompute.checkpoint
+
+    def checkpoint(function: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        runs = []
+
+        def again(y: torch.Tensor, *more: Any) -> Any:
+            runs.append(None)
+            return function(y if len(runs) == 1 else y * 0.5, *more)
+
+        return right(again, x, *args, **kwargs)
+
+    recompute.checkpoint = checkpoint
+
+
 def drop_microbatch() -> None:
     """Every third micro-batch of a rank counts nothing."""
-    right, seen = step.cross_entropy, []
+    right, seen = model.head_loss, []
 
-    def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def head_loss(*args: torch.Tensor) -> torch.Tensor:
         seen.append(None)
-        loss = right(logits, targets)
+        loss = right(*args)
         return loss * 0 if len(seen) % 3 == 0 else loss
 
-    step.cross_entropy = cross_entropy
+    model.head_loss = head_loss
 
 
 def dead_rank() -> None:
@@ -85,8 +118,11 @@ def frozen_rank() -> None:
 
 FAULTS = {
     fault.__name__: fault
-    for fault in (drop_tp_all_reduce, wrong_divisor, untied_sum, drop_microbatch, dead_rank, frozen_rank)
-}
+    for fault in (
+        drop_tp_all_reduce, wrong_divisor, untied_sum, ring_sees_the_future, lost_key_gradients,
+        compiled_collective, stale_recompute, drop_microbatch, dead_rank, frozen_rank,
+    )
+}  # fmt: skip
 
 if __name__ == "__main__":
     FAULTS[sys.argv[1]]()

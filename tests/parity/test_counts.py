@@ -60,7 +60,7 @@ def test_zero(counted: Callable[[str], list[Counts]], zero_stage: int) -> None:
 def test_tensor_parallel(counted: Callable[[str], list[Counts]], gas: int) -> None:
     """4 gathers and 4 reduce-scatters a layer, 2 for embedding and head, B*S*H elements each.
 
-    All-reduces: 3 for the loss of a micro-batch (its maximum, sum and target logit), one for each
+    All-reduces: 2 for the loss of a micro-batch (maxima; sums and target logits), one for each
     norm's gradient when gradients are synchronised, and the norm's.
     """
     block = 4 * 64 * TINY.hidden_size
@@ -70,7 +70,7 @@ def test_tensor_parallel(counted: Callable[[str], list[Counts]], gas: int) -> No
             calls = (4 * LAYERS + 2) * gas
             assert counts.pop(f"tp {op}") == [calls, calls * block]
         calls, _ = counts.pop("tp all_reduce")
-        assert calls == 3 * gas + norms + 1
+        assert calls == 2 * gas + norms + 1
         assert counts == {}
 
 
@@ -93,3 +93,20 @@ def test_zero3_pipeline(counted: Callable[[str], list[Counts]]) -> None:
     for counts, groups in ((first, 4), (last, 2)):
         assert counts["dp_shard all_gather"][0] == groups * (1 + GAS)
         assert counts["dp_shard reduce_scatter"][0] == groups
+
+
+def test_ring(counted: Callable[[str], list[Counts]]) -> None:
+    """cp.py: keys and values cp-1 times forward and as often backward, their gradients cp times."""
+    cp = 4
+    pair = 2 * 4 * (TINY.num_key_value_heads * TINY.head_dim) * 64 // cp
+    calls = LAYERS * (3 * cp - 2)
+    for counts in counted(f"cp={cp}"):
+        assert counts["cp send"] == counts["cp recv"] == [calls, calls * pair]
+
+
+def test_recompute(counted: Callable[[str], list[Counts]]) -> None:
+    """A layer that runs forward again gathers and scatters again: 2 of each, but for the last sum."""
+    (full, *_), (selective, *_) = counted("tp=2 full"), counted("tp=2 selective")
+    (plain, *_) = counted("tp=2")
+    assert full["tp all_gather"][0] == plain["tp all_gather"][0] + 2 * LAYERS
+    assert selective["tp reduce_scatter"] == plain["tp reduce_scatter"]

@@ -30,6 +30,11 @@ def faulty(name: str) -> Server:
         ("untied_sum", "pp=2 gas=2 tied"),
         ("drop_microbatch", "dp=2 gas=4"),
         ("drop_microbatch", "pp=2 gas=4"),
+        ("untied_sum", "pp=2 gas=2 zbv tied"),
+        ("ring_sees_the_future", "cp=2"),
+        ("lost_key_gradients", "cp=2"),
+        ("stale_recompute", "full"),
+        ("compiled_collective", "tp=2 compile"),
     ],
 )
 def test_planted_fault_is_caught(fault: str, case: str) -> None:
@@ -40,6 +45,13 @@ def test_planted_fault_is_caught(fault: str, case: str) -> None:
     assert not result.passed
     assert result.grad_diff is not None
     assert result.grad_diff > 1e-6
+
+
+def test_what_torch_gets_wrong_without_a_word_is_caught(server: Server) -> None:
+    """A split backward pass of sharded parameters: why `support.split_backward` refuses it."""
+    result = server.check(spec_of("dp=2 pp=2 zero_stage=3 gas=4 zbv"))
+    assert not result.passed
+    assert result.missing_gradients
 
 
 def test_dead_rank_fails_the_check() -> None:

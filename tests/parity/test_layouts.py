@@ -6,14 +6,16 @@ import pytest
 from conftest import Server
 
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec
-from ultrabench.layout import Layout, default_schedule
+from ultrabench.kernel_choice import RECOMPUTE
+from ultrabench.layout import PP_SCHEDULES, Layout, default_schedule
 from ultrabench.shape import ModelShape
 
 pytestmark = pytest.mark.parity
 
 TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
 MULTI_HEAD = dataclasses.replace(TINY, num_key_value_heads=4)
-SHAPES = {"": TINY, "tied": TIED, "mha": MULTI_HEAD}
+DEEP = dataclasses.replace(TINY, num_hidden_layers=8)
+SHAPES = {"tied": TIED, "mha": MULTI_HEAD, "deep": DEEP}
 
 CASES = [
     # One process, wrapped: the forms at degree 1.
@@ -39,6 +41,28 @@ CASES = [
     # All three.
     "dp=2 tp=2 pp=2 zero_stage=0 gas=2", "dp=2 tp=2 pp=2 zero_stage=1 gas=4",
     "dp=2 tp=2 pp=2 zero_stage=3 gas=2", "dp=2 tp=2 pp=2 zero_stage=1 gas=2 tied",
+    # Several stages on a rank: interleaved, and the V of zero bubble; few and many micro-batches.
+    "pp=2 gas=4 interleaved", "pp=2 gas=1 interleaved", "pp=4 gas=6 interleaved deep",
+    "pp=2 gas=4 virtual_stages=3 interleaved deep", "pp=2 gas=4 interleaved tied",
+    "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=4 gas=8 zbv deep", "pp=3 gas=4 zbv deep", "pp=2 gas=4 zbv tied",
+    "dp=2 pp=2 zero_stage=0 gas=2 interleaved", "dp=2 pp=2 zero_stage=1 gas=2 interleaved",
+    "dp=2 pp=2 zero_stage=3 gas=4 interleaved", "dp=2 pp=2 zero_stage=0 gas=4 zbv",
+    "dp=2 pp=2 zero_stage=1 gas=4 zbv", "dp=2 pp=2 zero_stage=1 gas=2 zbv tied",
+    "tp=2 pp=2 gas=2 interleaved", "tp=2 pp=2 gas=4 zbv", "tp=2 pp=2 gas=2 zbv tied",
+    "dp=2 tp=2 pp=2 zero_stage=1 gas=2 zbv", "dp=2 tp=2 pp=2 zero_stage=3 gas=2 interleaved",
+    # A ring alone and with every other form.
+    "cp=2", "cp=2 gas=2 mbs=2 mha", "cp=4", "cp=2 tied",
+    "dp=2 cp=2 zero_stage=0 gas=2", "dp=2 cp=2 zero_stage=1 gas=2", "dp=2 cp=2 zero_stage=2 gas=2",
+    "dp=2 cp=2 zero_stage=3 gas=2", "cp=2 zero_stage=3 gas=2", "tp=2 cp=2 gas=2", "cp=2 pp=2 gas=2",
+    "cp=2 pp=2 gas=2 interleaved", "cp=2 pp=2 gas=4 zbv", "dp=2 tp=2 cp=2 zero_stage=1 gas=2",
+    "dp=2 cp=2 pp=2 zero_stage=3 gas=2", "tp=2 cp=2 pp=2 gas=2 zbv",
+    # Computing anew in backward.
+    "full gas=2", "selective gas=2", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
+    "tp=2 full", "tp=2 selective", "pp=2 gas=2 full", "pp=2 gas=4 interleaved selective",
+    "pp=2 gas=4 zbv full", "cp=2 full", "cp=2 selective",
+    "dp=2 tp=2 zero_stage=1 gas=2 full", "dp=2 tp=2 pp=2 zero_stage=1 gas=2 selective",
+    # Compiled layers.
+    "dp=2 zero_stage=3 gas=2 compile", "tp=2 compile", "pp=2 gas=2 compile", "cp=2 full compile",
 ]  # fmt: skip
 
 
@@ -48,9 +72,11 @@ def spec_of(case: str) -> CheckSpec:
     numbers = {k: int(v) for k, _, v in (w.partition("=") for w in words if "=" in w)}
     shape: ModelShape = next((SHAPES[w] for w in words if w in SHAPES), TINY)
     pp, gas = numbers.get("pp", 1), numbers.get("gas", 1)
-    schedule = "afab" if "afab" in words else default_schedule(pp, gas)
-    layout = Layout(**{"dp": 1, **numbers}, pp_schedule=schedule)  # type: ignore[arg-type]
-    return CheckSpec(layout=layout, shape=shape)
+    schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
+    virtual = {"virtual_stages": 2} if schedule in ("interleaved", "zbv") else {}
+    layout = Layout(**{"dp": 1, **virtual, **numbers}, pp_schedule=schedule)  # type: ignore[arg-type]
+    recompute = next((w for w in words if w in RECOMPUTE), "none")
+    return CheckSpec(layout=layout, shape=shape, recompute=recompute, compile="compile" in words)
 
 
 @pytest.mark.parametrize("case", CASES)

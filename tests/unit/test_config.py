@@ -136,7 +136,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["hardware.gpu=RTX"], "unknown gpu 'RTX'"),
         (["hardware.gpus_per_node=0"], "hardware.gpus_per_node=0; must be >= 1"),
         (["kernel.precision=fp8"], "kernel.precision='fp8'; must be fp32, bf16 or fp64"),
-        (["kernel.compile=true"], "kernel.compile=True"),
+        (["kernel.recompute=some"], "kernel.recompute='some'; must be one of none, selective, full"),
         (["kernel=command"], "kernel.command has no value; give it: kernel.command=..."),
         (["kernel=command", "kernel.command=[]"], "kernel.command is empty; give the program"),
         (["measure.min_steps=2"], "needs 6 <= min_steps <= max_steps"),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ def test_ranks_and_coordinates_are_a_bijection(layout):
 def test_a_tp_group_stays_on_a_node_when_it_fits(layout, gpus_per_node, tp):
     if tp > gpus_per_node:
         tp = gpus_per_node
-    layout = Layout(dp=layout.dp, tp=tp, pp=layout.pp, cp=layout.cp, pp_schedule=layout.pp_schedule)
+    layout = replace(layout, tp=tp)
     nodes_of = {}
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
@@ -81,9 +83,17 @@ def test_degrees_are_at_least_one(word, value):
     [
         ({"zero_stage": 4}, "zero_stage=4; must be 0, 1, 2 or 3"),
         ({"zero_stage": -1}, "zero_stage=-1; must be 0, 1, 2 or 3"),
-        ({"pp_schedule": "gpipe"}, "pp_schedule='gpipe'; must be one of none, 1f1b, afab"),
+        ({"pp_schedule": "gpipe"}, "pp_schedule='gpipe'; must be one of none, 1f1b, afab, interleaved, zbv"),
         ({"pp": 2}, "pp_schedule='none' with pp=2; none goes with pp=1 only"),
         ({"pp_schedule": "1f1b"}, "pp_schedule='1f1b' with pp=1; none goes with pp=1 only"),
+        (
+            {"virtual_stages": 2},
+            "virtual_stages=2 with pp_schedule=none; must be 1, but for interleaved >= 2 and for zbv 2",
+        ),
+        (
+            {"pp": 2, "pp_schedule": "zbv", "virtual_stages": 3},
+            "virtual_stages=3 with pp_schedule=zbv; must be 1, but for interleaved >= 2 and for zbv 2",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words, line):

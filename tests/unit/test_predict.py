@@ -58,7 +58,7 @@ def test_a_shorter_sequence_never_needs_more_bytes(layout, shape, seq_len, less)
 
 @given(layout=layouts(), shape=shapes(), more=st.integers(1, 64))
 def test_more_layers_never_take_less_time_without_a_pipeline(layout, shape, more):
-    layout = replace(layout, pp=1, pp_schedule="none")
+    layout = replace(layout, pp=1, pp_schedule="none", virtual_stages=1)
     deeper = replace(shape, num_hidden_layers=shape.num_hidden_layers + more)
     assert predicted(layout, deeper).step_time_s > predicted(layout, shape).step_time_s
 
@@ -88,9 +88,8 @@ def test_static_memory_of_one_process_by_hand():
     # bf16 training with fp32 master weights, gradients and two moments: 18 bytes a parameter.
     shape = replace(load_model("1B"), num_hidden_layers=1)
     needed = predicted(Layout(dp=1), shape, seq_len=1).peak_mem_bytes
-    logits = 12 * shape.vocab_size
     layer = (10 + 2 * 3) * shape.hidden_size + 8 * shape.intermediate_size
-    assert needed == pytest.approx(18 * shape.num_params + logits + layer)
+    assert needed == pytest.approx(18 * shape.num_params + layer)
 
 
 def test_zero_one_shards_the_optimizer():

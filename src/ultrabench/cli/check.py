@@ -6,7 +6,6 @@ from pathlib import Path
 from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.errors import ConfigError, SweepFolderError, unknown_name
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec, ask
-from ultrabench.kernel_choice import KernelChoice
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.record import to_dict
 from ultrabench.shape import ModelShape
@@ -15,7 +14,7 @@ from ultrabench.sweep.config import load_model
 from ultrabench.sweep.rules import first_broken
 
 MOST_RANKS = 64
-OTHERS = ("model", "seq_len", "seed", "steps")
+OTHERS = ("model", "seq_len", "seed", "steps", "recompute")
 
 
 def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
@@ -58,12 +57,12 @@ def check_spec(words: list[str], dump: str | None = None) -> CheckSpec:
             raise ConfigError(unknown_name("word", key, (*known, *OTHERS)))
         values[key] = value
     shape = load_model(values.pop("model")) if "model" in values else TINY
-    schedule = values.pop("pp_schedule", None)
+    schedule, recompute = values.pop("pp_schedule", None), values.pop("recompute", "none")
     numbers = {key: _whole(key, value) for key, value in values.items()}
     rest = {key: numbers.pop(key) for key in ("seq_len", "seed", "steps") if key in numbers}
     schedule = schedule or default_schedule(numbers.get("pp", 1), numbers.get("gas", 1))
     layout = Layout(**{"dp": 1, **numbers}, pp_schedule=schedule)
-    spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), **rest)
+    spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), recompute=recompute, **rest)  # type: ignore[arg-type]
     _require_possible(spec, shape)
     return spec
 
@@ -72,7 +71,7 @@ def _require_possible(spec: CheckSpec, shape: ModelShape) -> None:
     layout = spec.layout
     broken = first_broken(layout, shape)
     reason = broken[1] if broken else None
-    reason = reason or refusal(KernelChoice(name="embedded"), layout, shape, spec.seq_len)
+    reason = reason or refusal(spec.run.kernel, layout, shape, spec.seq_len)
     if reason:
         raise ConfigError(f"{layout.label()} cannot run: {reason}; choose another layout")
     if layout.world_size > MOST_RANKS:

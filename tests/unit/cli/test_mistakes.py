@@ -20,13 +20,17 @@ from tests.unit.cli.conftest import HEAD, QUICK, one_line
         ("plan", ["sweep.nodes=[1]", "sweep.gbs=7", "sweep.tp=2"], "sweep.gbs=7 is no dp*mbs*gas"),
         ("plan", ["kernel=command", "kernel.command=[]"], "kernel.command is empty"),
         ("plan", ["kernel=command"], "kernel.command has no value; give it"),
-        ("plan", ["model=tiny", "sweep.tp=[2]", "sweep.seq_len=3"], "tp=2 does not divide seq_len=3"),
-        ("plan", ["model=1B", "sweep.cp=[2]", "sweep.tp=[1]"], "the embedded kernel supports cp=1 only"),
+        ("plan", ["model=tiny", "sweep.tp=[2]", "sweep.seq_len=3"], "tp=2 does not divide seq_len/cp=3"),
+        (
+            "plan",
+            ["model=1B", "sweep.cp=[2]", "sweep.tp=[1]", "sweep.seq_len=4098"],
+            "2*cp=4 does not divide seq_len=4098",
+        ),
         ("plan", ["nonsense"], "'nonsense' is no override"),
         ("launch", ["model=tny"], "unknown model 'tny'; did you mean tiny?"),
         ("launch", ["sweep.tp=[3]"], "no tp*pp*cp divides 2 or 4 GPUs; choose divisors"),
         ("launch", ["kernel=command", "kernel.command=[]"], "kernel.command is empty"),
-        ("launch", ["model=tiny", "sweep.tp=[2]", "sweep.seq_len=3"], "does not divide seq_len=3"),
+        ("launch", ["model=tiny", "sweep.tp=[2]", "sweep.seq_len=3"], "does not divide seq_len/cp=3"),
     ],
 )
 def test_overrides_that_cannot_be_used(ultrabench, tmp_path, command, overrides, line):

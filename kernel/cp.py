@@ -1,0 +1,148 @@
+"""Context parallelism: a ring of ranks, each with two chunks of every sequence.
+
+Of 2*cp chunks rank r holds the r-th and the r-th from the end, so that under the causal mask all
+ranks have the same work (zig-zag; arXiv 2310.01889 for the ring). Keys and values go round it, and
+a rank attends to those of rank j with
+
+    j == r  all its queries, causally: its two chunks are in order
+    j <  r  all its queries, to the earlier chunk of j only
+    j >  r  its later queries only, to both chunks of j
+
+Softmax over parts: with l the log of the sum of a part's exponentials (of shape B x N x S) and o its
+output, out = sum_j o_j exp(l_j - l) and l = log sum_j exp(l_j). The backward of a part is that of flash
+attention with the whole out and l (arXiv 2307.08691, section 3.1.2).
+
+A rank sends, for each layer and micro-batch, 2*B*K*S/cp*D elements cp-1 times forward, and backward
+as much again and the gradients of as many cp times.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ultrabench.kernel.compat import flash_backward, flash_forward
+from ultrabench.kernel.model import Attention, Decoder
+
+
+def spans(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
+    """The positions of a sequence that a rank of the ring holds."""
+    if cp == 1:
+        return (range(seq_len),)
+    size = seq_len // (2 * cp)
+    return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * cp - 1 - rank))
+
+
+def take(tokens_BS: Tensor, own: Sequence[range]) -> Tensor:
+    """The tokens at the positions `own`."""
+    if len(own) == 1:
+        return tokens_BS
+    return torch.cat([tokens_BS[:, span.start : span.stop] for span in own], dim=1)
+
+
+def apply_cp(model: Decoder, own: tuple[range, ...], group: dist.ProcessGroup | None) -> None:
+    """Has every layer of `model` attend around the ring `group`; nothing to do without one."""
+    if group is None:
+        return
+    model.spans = own
+    for layer in model.layers.values():
+        attention = layer.attention
+        assert isinstance(attention, Attention)
+        attention.core = Ring(group)
+
+
+class Ring:
+    """The attention core of one rank of a ring."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+        """What this rank's queries take from all earlier positions, B x N x S/cp x D."""
+        out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, self._group)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Passing:
+    """A tensor on its way to the next rank while the one of the rank before arrives."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        ring = dist.get_process_group_ranks(group)
+        at = ring.index(dist.get_rank())
+        self._sent, self._arriving = tensor, torch.empty_like(tensor)
+        to, source = ring[(at + 1) % len(ring)], ring[at - 1]
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, to, group),
+                dist.P2POp(dist.irecv, self._arriving, source, group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """What arrived."""
+        for work in self._works:
+            work.wait()
+        return self._arriving
+
+
+def _meet(rank: int, other: int, seq: int) -> tuple[slice, slice, bool]:
+    """Which queries of `rank` meet which keys of `other`, and whether causally."""
+    whole, half = slice(None), seq // 2
+    if other == rank:
+        return whole, whole, True
+    return (whole, slice(half), False) if other < rank else (slice(half, None), whole, False)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
+        cp, rank, seq = group.size(), group.rank(), q.shape[2]
+        pair = torch.stack((k, v))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        total = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        for turn in range(cp):
+            passing = _Passing(pair, group) if turn < cp - 1 else None
+            own, theirs, causal = _meet(rank, (rank - turn) % cp, seq)
+            part, log_sum = flash_forward(q[:, :, own], *pair[:, :, :, theirs], causal=causal)
+            before = total[:, :, own]
+            now = torch.logaddexp(before, log_sum.to(wide))
+            out[:, :, own] *= (before - now).exp()[..., None]
+            out[:, :, own] += part * (log_sum - now).exp()[..., None]
+            total[:, :, own] = now
+            if passing is not None:
+                pair = passing.wait()
+        ctx.group = group
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, total)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+        q, k, v, out, total = ctx.saved_tensors
+        group: Any = ctx.group
+        cp, rank, seq = group.size(), group.rank(), q.shape[2]
+        pair = torch.stack((k, v))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+        # The gradients of a pair follow it, and after the last turn they are home.
+        grad_pair = torch.zeros(pair.shape, dtype=wide, device=q.device)
+        homing: _Passing | None = None
+        for turn in range(cp):
+            passing = _Passing(pair, group) if turn < cp - 1 else None
+            own, theirs, causal = _meet(rank, (rank - turn) % cp, seq)
+            mine = (t[:, :, own] for t in (grad, q, out, total))
+            dq, dk, dv = flash_backward(*mine, *pair[:, :, :, theirs], causal=causal)
+            arrived = grad_pair if homing is None else homing.wait()
+            arrived[0, :, :, theirs] += dk
+            arrived[1, :, :, theirs] += dv
+            grad_q[:, :, own] += dq
+            homing = _Passing(arrived, group)
+            if passing is not None:
+                pair = passing.wait()
+        assert homing is not None
+        grad_k, grad_v = homing.wait().to(q.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None

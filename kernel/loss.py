@@ -1,0 +1,88 @@
+"""Head and cross-entropy as one, over chunks of tokens, so that no step holds all logits.
+
+With T tokens, the loss is the mean over t of log(sum_v exp(l_tv)) - l_t,target and its gradient by
+the logits (softmax(l) - onehot) / T. Forward computes a chunk's logits, turns them in place into
+that gradient, multiplies it into both gradients of the head, and drops it. That costs the three
+products of the plain head, and at most LOGITS numbers at a time where the plain one keeps T*V.
+
+Under tensor parallelism a rank holds V/tp rows of the head: two all-reduces a chunk, of T maxima and
+of 2*T sums, over tp.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+LOGITS = 2**29
+"""Most logits of a chunk, in numbers of the compute dtype: 4096 tokens of a vocabulary of 131072."""
+WIDE = 2**26
+"""Most logits that are held in full precision at a time."""
+
+
+def head_loss(x_BSH: Tensor, weight_VH: Tensor, targets_BS: Tensor) -> Tensor:
+    """Mean loss of a micro-batch's tokens, in at least fp32.
+
+    Gathers B*S*H elements over tp where x is spread over it, and reduce-scatters as many gradients.
+    """
+    group, first = None, 0
+    if isinstance(weight_VH, DTensor):
+        mesh = weight_VH.device_mesh
+        assert isinstance(x_BSH, DTensor)
+        assert mesh.ndim == 1
+        group = mesh.get_group()
+        x_BSH = x_BSH.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        weight_VH = weight_VH.to_local()
+        first = mesh.get_local_rank() * weight_VH.shape[0]
+    x_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
+    loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, group, first)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, group: dist.ProcessGroup | None, first: int
+    ) -> Tensor:
+        tokens, wide = x_TH.shape[0], torch.promote_types(x_TH.dtype, torch.float32)
+        grad_x, grad_weight = torch.empty_like(x_TH), torch.zeros_like(weight_VH)
+        loss = torch.zeros((), dtype=wide, device=x_TH.device)
+        rows = max(1, LOGITS // weight_VH.shape[0])
+        for x, targets, into in zip(x_TH.split(rows), targets_T.split(rows), grad_x.split(rows), strict=True):  # type: ignore[no-untyped-call]
+            logits = x @ weight_VH.t()
+            loss += _to_gradient(logits, targets - first, group, tokens)
+            torch.mm(logits, weight_VH, out=into)
+            grad_weight.addmm_(logits.t(), x)
+        ctx.save_for_backward(grad_x, grad_weight)
+        return loss / tokens
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[no-untyped-def]
+        # Not in place: a split backward pass comes here twice.
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_x * grad.to(grad_x.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None
+
+
+def _to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, tokens: int) -> Tensor:
+    """The summed loss of a chunk; `logits` becomes the gradient of the mean over `tokens`."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    here = (targets >= 0) & (targets < logits.shape[1])
+    index = targets.where(here, 0)[:, None]
+    highest = logits.amax(dim=1).to(wide)
+    if group is not None:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    sums = torch.empty((2, len(targets)), dtype=wide, device=logits.device)
+    sums[1] = (logits.gather(1, index)[:, 0].to(wide) - highest) * here
+    rows = max(1, WIDE // logits.shape[1])
+    parts = zip(*(t.split(rows) for t in (logits, highest, sums[0])), strict=True)  # type: ignore[no-untyped-call]
+    for part, top, total in parts:
+        torch.sum((part.to(wide) - top[:, None]).exp_(), dim=1, out=total)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    log_total = sums[0].log()
+    parts = zip(*(t.split(rows) for t in (logits, highest + log_total)), strict=True)  # type: ignore[no-untyped-call]
+    for part, shift in parts:
+        part.copy_((part.to(wide) - shift[:, None]).exp_())
+    logits.scatter_add_(1, index, -here.to(logits.dtype)[:, None])
+    logits /= tokens
+    return (log_total - sums[1]).sum()
