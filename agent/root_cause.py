@@ -93,6 +93,8 @@ def _of_error(rank: RankStory) -> tuple[Cause, str]:
     found, _ = by_text(last_words(own_words(rank))) or (BY_NAME["exception"], "")
     if kind == "non_finite":
         return BY_NAME["non_finite_loss"], message
+    if kind == "replicas":
+        return BY_NAME["replicas_differ"], message
     if kind == "oom" and found.status != Status.OOM:
         found = BY_NAME["cpu_oom"]
     if kind == "comm" and found.name == "exception":

@@ -57,6 +57,7 @@ CAUSES = (
            r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|(?:^|[\s.])\w*MemoryError\b|std::bad_alloc|"
            r"^(?!.*ibv_).*(?:C|c)annot allocate memory"),
     _cause("non_finite_loss", Status.INVALID, "the loss is no number"),
+    _cause("replicas_differ", Status.INVALID, "copies of the same parameters differ"),
     _cause("disk_full", Status.CRASH, "a disk is full",
            r"No space left on device|Disk quota exceeded|database or disk is full", blames_host=True),
     _cause("missing_library", Status.CRASH, "a library is missing or does not fit",

@@ -12,8 +12,12 @@ class NonFiniteLossError(RuntimeError):
     """Training has diverged, or computes nonsense."""
 
 
+class ReplicasDifferError(RuntimeError):
+    """Ranks that must hold the same parameters do not."""
+
+
 def kind_of(error: BaseException) -> str:
-    """oom, comm, non_finite or exception, by the first cause that tells.
+    """oom, comm, non_finite, replicas or exception, by the first cause that tells.
 
     The causes count because the pipeline wraps what a stage raises.
     """
@@ -22,6 +26,8 @@ def kind_of(error: BaseException) -> str:
         text = str(link)
         if isinstance(link, NonFiniteLossError):
             return "non_finite"
+        if isinstance(link, ReplicasDifferError):
+            return "replicas"
         if isinstance(link, torch.OutOfMemoryError | MemoryError) or any(t in text for t in _OOM_TEXTS):
             return "oom"
         if isinstance(link, dist.DistError | ConnectionError) or any(t in text for t in _COMM_TEXTS):

@@ -22,7 +22,9 @@ from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.probe import probe
 from ultrabench.kernel.profile import look_inside
 from ultrabench.kernel.progress import DeviceProgress
+from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
+from ultrabench.preflight import SHORT, long_form
 from ultrabench.record import from_dict
 from ultrabench.report import PARTS, PROFILE, Report
 from ultrabench.run import Task
@@ -112,6 +114,7 @@ class Timing:
             reached = len(self.step_times_s) >= self.measure.min_steps and self.ci_reached()
         gc.enable()
         self._report_peaks()
+        require_equal_replicas(self.trainer)
         if self.task.profile:
             self.report.phase("profile")
             look_inside(self.trainer, self.done_steps + 1, Path(self.report.path).parent / PROFILE)
@@ -133,7 +136,7 @@ def train(task: Task, report: Report) -> None:
     process_group.join(report, device)
     if dist.get_rank() == 0:
         report.write("environment", **environment.facts())
-    if task.probe:
+    if task.probe or task.spec.kernel.kind == "probe":
         _probe(task, device, report)
     else:
         _train(task, device, report)
@@ -143,7 +146,11 @@ def train(task: Task, report: Report) -> None:
 
 def _probe(task: Task, device: torch.device, report: Report) -> None:
     report.phase("probe")
-    found = probe(device, task.spec.gpus_per_node, report.microbatch)
+    measure = task.measure
+    form = (
+        SHORT[task.device] if task.probe else long_form(task.device, measure.warmup_steps, measure.max_steps)
+    )
+    found = probe(device, task.spec.gpus_per_node, form, report.microbatch)
     if dist.get_rank() == 0:
         report.write("probe", **found)
     report.write("done", stopped="probe")

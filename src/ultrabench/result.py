@@ -28,7 +28,7 @@ CAUSES = (
     "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "bus_error",
     "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "preempted", "unmeasured",
-    "wrong_gpu",
+    "wrong_gpu", "replicas_differ",
 )  # fmt: skip
 """What `RunResult.cause` may be; docs/failures.md explains each."""
 
@@ -90,5 +90,7 @@ class RunResult:
     omp_num_threads: int | None = None
     env_id: str | None = None
     kernel_digest: str | None = None
+    probe: dict[str, Any] = field(default_factory=dict)
+    """Rates of devices and links, of a run that measured these instead of training."""
     evidence: dict[str, Any] = field(default_factory=dict)
     """Exit codes and signals by rank, last lines, phase: what the classification rests on."""

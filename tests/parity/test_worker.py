@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ def task_of(case: str, precision: str = "fp32", rank_mem_bytes: int = GIB) -> Ta
 Lines = list[dict[str, Any]]
 
 
-def run_ranks(task: Task, folder: Path) -> tuple[list[int], list[Lines]]:
+WORKER = (sys.executable, "-P", "-m", "ultrabench.kernel.worker")
+
+
+def run_ranks(task: Task, folder: Path, command: Sequence[str] = WORKER) -> tuple[list[int], list[Lines]]:
     """Exit codes and report lines of all ranks; the test is the agent that passes on the port."""
     (folder / "task.json").write_text(json.dumps(to_dict(task)))
     world_size = task.spec.layout.world_size
@@ -65,7 +69,6 @@ def run_ranks(task: Task, folder: Path) -> tuple[list[int], list[Lines]]:
         "ULTRABENCH_SPEC": str(folder / "task.json"),
         "ULTRABENCH_STORE": str(folder / "port"),
     }
-    command = [sys.executable, "-P", "-m", "ultrabench.kernel.worker"]
     ranks = [
         subprocess.Popen(
             command,
@@ -133,3 +136,17 @@ def test_too_little_memory_is_oom(tmp_path: Path) -> None:
     errors = [line for seen in lines for line in seen if line["event"] == "error"]
     assert "oom" in {error["kind"] for error in errors}
     assert {error["kind"] for error in errors} <= {"oom", "comm"}
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [("dp=2", "layers.1.ffn.up.weight"), ("tp=2", "layers.0.ffn_norm.weight")]
+)
+def test_replicas_that_differ_are_told(tmp_path: Path, case: str, name: str) -> None:
+    """One bit of one copy of `name` is flipped on rank 1 before the last step."""
+    corrupted = (sys.executable, "-P", str(Path(__file__).with_name("corrupted.py")), name)
+    codes, lines = run_ranks(task_of(case), tmp_path, corrupted)
+    assert codes == [1, 1]
+    errors = [line for seen in lines for line in seen if line["event"] == "error"]
+    assert [error["kind"] for error in errors] == ["replicas", "replicas"]
+    assert all(name in error["message"] for error in errors)
+    assert not [line for seen in lines for line in seen if line["event"] == "done"]

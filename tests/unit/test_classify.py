@@ -66,6 +66,7 @@ def steps_with(n, **change):
         ([PEER, failing("oom", "OutOfMemoryError: 2 GiB"), PEER], "oom", "rank 1: OutOf"),
         ([PEER, RankStory(code=1, tail="MemoryError"), PEER], "oom", "rank 1: MemoryError"),
         ([PEER, failing("non_finite", "loss is nan")], "invalid", "rank 1: loss is nan"),
+        ([PEER, failing("replicas", "copies differ")], "invalid", "rank 1: copies differ"),
         ([PEER, failing("exception", "ValueError: no")], "crash", "rank 1: ValueError: no"),
         ([PEER, RankStory(code=-11)], "crash", "segmentation fault, rank 1: killed by SIGSEGV"),
         (

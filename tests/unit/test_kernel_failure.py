@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ultrabench.kernel.failure import NonFiniteLossError, kind_of, one_line
+from ultrabench.kernel.failure import NonFiniteLossError, ReplicasDifferError, kind_of, one_line
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,7 @@ from ultrabench.kernel.failure import NonFiniteLossError, kind_of, one_line
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), "comm"),
         (torch.distributed.DistBackendError("NCCL error in: x.cpp"), "comm"),
         (NonFiniteLossError("loss is nan at step 3"), "non_finite"),
+        (ReplicasDifferError("copies of the same parameters differ"), "replicas"),
         (ValueError("what"), "exception"),
     ],
 )
