@@ -68,6 +68,7 @@ def classify(
         nccl_version=_text(environment.get("nccl_version")),
         driver_version=_text(environment.get("driver_version")),
         omp_num_threads=environment.get("omp_num_threads"),
+        probe=gathering.probe,
         evidence={} if judged.status == Status.OK else evidence(gathering),
     )
 

@@ -69,7 +69,7 @@ class Gathering:
         self.environment: dict[str, Any] = {}
         self.port: int | None = None
         self.probe: dict[str, Any] = {}
-        """What a preflight found."""
+        """What a preflight found, or a run that is a probe."""
         self.started = time.monotonic()
         self.started_at = time.time()
         self.moved = self.started

@@ -34,7 +34,7 @@ def judge(
     ranks = gathering.ranks
     bad_loss = _non_finite(ranks[0])
     if all(_finished(rank) for rank in ranks):
-        fault = bad_loss or _unmeasured(ranks[0], measure)
+        fault = bad_loss or (None if gathering.probe else _unmeasured(ranks[0], measure))
         if fault is None:
             return RunResult(status=Status.OK)
         cause = "non_finite_loss" if bad_loss else "unmeasured"

@@ -107,7 +107,7 @@ class Node:
 
     def warm_up(self) -> None:
         """Starts the fork server while there is nothing else to do."""
-        if self.allocation.kernel_kind == "embedded" or self.allocation.preflight:
+        if self.allocation.kernel_kind != "command" or self.allocation.preflight:
             self._server.start()
 
     def start(self, task: Task, address: str, port: int) -> None:

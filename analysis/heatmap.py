@@ -1,11 +1,8 @@
 """The picture of a ranking: models by nodes, MFU as colour, the best layout in each cell."""
 
-import io
 import textwrap
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.colors import Colormap, Normalize
@@ -24,28 +21,11 @@ from ultrabench.analysis.heatmap_panel import (
     grid_axes,
     grids_of,
 )
-from ultrabench.analysis.output import write_bytes
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.analysis.picture import write_picture
+from ultrabench.errors import ConfigError
 
-SUFFIXES = (".png", ".svg", ".pdf")
-
-_STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial"],
-    "pdf.fonttype": 42,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "ultrabench",
-    "text.parse_math": False,
-}
-_METADATA: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _TOP, _TITLE_LINE, _NOTE_LINE = 0.2, 0.26, 0.17
 """Inches of the margin above the title, a line of the title, a line of the notes."""
-
-
-def check_suffix(path: Path) -> None:
-    """Raises ConfigError unless a picture can be written under that name."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(unknown_name("kind of picture", path.suffix or path.name, SUFFIXES))
 
 
 def draw(
@@ -64,16 +44,7 @@ def draw(
         ConfigError: an unknown suffix, or no cells.
         SweepFolderError: the file cannot be written.
     """
-    check_suffix(path)
-    suffix = path.suffix.lower()
-    buffer = io.BytesIO()
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        picture = figure(cells, title=title, notes=notes, compared_with=compared_with)
-        picture.savefig(buffer, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
-    write_bytes(path, buffer.getvalue())
+    write_picture(lambda: figure(cells, title=title, notes=notes, compared_with=compared_with), path)
 
 
 def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with: str | None = None) -> Figure:

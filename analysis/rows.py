@@ -15,7 +15,7 @@ from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
 from ultrabench.layout import Layout
-from ultrabench.preflight import summary
+from ultrabench.preflight import bandwidths, summary
 from ultrabench.record import from_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec
@@ -42,6 +42,8 @@ _SHAPE = (
     "num_params", "num_active_params", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "intermediate_size", "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
+_OF_TRAINING = frozenset({"model", "gbs", "seq_len", "recompute", "compile", *_SHAPE, *_LAYOUT, *_PREDICTED})
+"""What a run that only measures devices and links does not have; without a model it is in no ranking."""
 _MEASURED = (
     "env_id", "gpu_name", "reason", "cause", "fingerprint", "confirmed", "stopped", "measured_by", "ci_reached",
     "loss_final", "sm_clock_hz",
@@ -61,7 +63,10 @@ def sweep_rows(folder: SweepFolder, warn: Warn) -> list[Row]:
     head = read_head(folder)
     plan = _read_plan(folder, warn)
     state = fold(read_journal(folder.journal, warn))
-    return list(_rows(head, plan, state, warn))
+    rows = _rows(head, plan, state, warn)
+    if head.kernel.kind == "probe":
+        return [{k: v for k, v in row.items() if k not in _OF_TRAINING} for row in rows]
+    return list(rows)
 
 
 def _read_plan(folder: SweepFolder, warn: Warn) -> list[Row]:
@@ -231,6 +236,9 @@ def _circumstances(allocation: AllocationState) -> Row:
 def _measured(result: RunResult, gpus: int | None) -> Row:
     row: Row = {k: getattr(result, k) for k in _MEASURED}
     row["status"] = result.status.value
+    if result.probe:
+        row |= {k: v for k, v in summary(result.probe).items() if v is not None}
+        row["bandwidths"] = bandwidths(result.probe)
     row["hostnames"], row["suspects"] = list(result.hostnames) or None, list(result.suspects) or None
     if result.sm_clock_hz is not None or result.throttled is not None:
         row["throttled"] = result.throttled is not None

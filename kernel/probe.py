@@ -1,65 +1,81 @@
-"""The preflight of an allocation: what its devices and links do before anything is trained on them.
+"""What devices and the links between them do: the preflight of every allocation, or a run of its own.
 
-The bus bandwidth is that of nccl-tests, S / t * f(n), with S the bytes of the whole tensor, n the
-ranks and f the share of S that has to cross the link of each rank, in one direction:
-
-    allgather       f = (n-1) / n      each rank receives the parts of the n-1 others, S/n bytes each
-    reducescatter   f = (n-1) / n      each rank sends away all of its S bytes but its own part
-    allreduce       f = 2 (n-1) / n    a reduce-scatter, then an all-gather of the sums
-
-So it can be held against the rate of a link, whatever n is.
-Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+What the numbers mean, and how much is measured, is in `ultrabench.preflight`.
 """
 
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
-from typing import Any
+from statistics import median, quantiles
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-GEMM_S = 0.3
-"""How long each device multiplies matrices."""
+from ultrabench.preflight import Form, share
+
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
-SIZES_BYTES = {"cuda": (2**20, 2**25, 2**28), "cpu": (2**16, 2**20)}
-"""S, rounded down to a multiple of the ranks' elements."""
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**25}
+"""Larger than any cache."""
+COPY_SHARE = 1 / 3
+"""Of the time that a device multiplies matrices."""
 ELEMENT_BYTES = 4
-WARMUP, ITERATIONS = 2, 9
-CALLS = {"cuda": 5, "cpu": 1}
-"""Calls timed as one: on a GPU they are launched back to back, so that their launch is not timed."""
 
 Group = dist.ProcessGroup | None
 """None: all ranks."""
 Rows = list[dict[str, float]]
-"""By size: bytes, the S of the bus bandwidth; seconds; busbw_bytes_per_s."""
+"""By size: bytes, the S of the bus bandwidth; seconds (median); busbw_bytes_per_s (median) and its 5th
+and 95th percentile, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
 
 
-def _allreduce(whole: Tensor, part: Tensor, group: Group) -> None:
-    dist.all_reduce(whole, group=group)
+class Buffers(NamedTuple):
+    """What an operation sends and receives."""
+
+    whole: Tensor
+    other: Tensor
+    """As large."""
+    part: Tensor
+    """This rank's share of it."""
 
 
-def _allgather(whole: Tensor, part: Tensor, group: Group) -> None:
-    dist.all_gather_into_tensor(whole, part, group=group)
+def _allreduce(b: Buffers, group: Group) -> None:
+    dist.all_reduce(b.whole, group=group)
 
 
-def _reducescatter(whole: Tensor, part: Tensor, group: Group) -> None:
-    dist.reduce_scatter_tensor(part, whole, group=group)
+def _allgather(b: Buffers, group: Group) -> None:
+    dist.all_gather_into_tensor(b.whole, b.part, group=group)
 
 
-COLLECTIVES = {
-    "allreduce": (_allreduce, 2),
-    "allgather": (_allgather, 1),
-    "reducescatter": (_reducescatter, 1),
+def _reducescatter(b: Buffers, group: Group) -> None:
+    dist.reduce_scatter_tensor(b.part, b.whole, group=group)
+
+
+def _alltoall(b: Buffers, group: Group) -> None:
+    dist.all_to_all_single(b.other, b.whole, group=group)
+
+
+def _sendrecv(b: Buffers, group: Group) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    at = ranks.index(dist.get_rank())
+    after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+    both = [dist.P2POp(dist.isend, b.whole, after, group), dist.P2POp(dist.irecv, b.other, before, group)]
+    for request in dist.batch_isend_irecv(both):
+        request.wait()
+
+
+CALLS = {
+    "allreduce": _allreduce,
+    "allgather": _allgather,
+    "reducescatter": _reducescatter,
+    "alltoall": _alltoall,
+    "sendrecv": _sendrecv,
 }
-"""Name -> the call, and how often S * (n-1) / n crosses the link of each rank."""
 
 
 def probe(
-    device: torch.device, gpus_per_node: int, progress: Callable[[], None] = lambda: None
+    device: torch.device, gpus_per_node: int, form: Form, progress: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """What all devices and the links between them do, as a JSON value; the same on every rank.
 
@@ -70,32 +86,35 @@ def probe(
 
     Returns:
         gemm_flops_per_s: rate of square matrix products by rank, all ranks at once (bf16 on GPUs,
-        fp32 on CPUs); collectives: name -> {all, intra_node}, lists of {bytes, seconds,
-        busbw_bytes_per_s} in order of size. `all` is over all ranks, empty when there is one;
-        `intra_node` over those of each node, all nodes at once, the slowest node's (null when a
-        node has one rank). With one node both are the same measurement.
+        fp32 on CPUs); memory_copy_bytes_per_s: bytes read and written by a copy in the device's
+        memory, by rank; collectives: operation -> {all, intra_node}, lists of {bytes, seconds,
+        busbw_bytes_per_s, busbw_p5_bytes_per_s, busbw_p95_bytes_per_s} in order of size. `all` is
+        over all ranks, empty when there is one; `intra_node` over those of each node, all nodes at
+        once, the slowest node's (null when a node has one rank). With one node both are the same
+        measurement.
     """
     ranks = dist.get_world_size()
     assert ranks % gpus_per_node == 0, f"{ranks} ranks on nodes of {gpus_per_node}"
-    rates = _gemm_rates(device)
+    rates = {"gemm_flops_per_s": _gemm_rates(device, form.device_s)}
     progress()
-    inside = whole = _measure(device, None, progress)
+    rates["memory_copy_bytes_per_s"] = _copy_rates(device, form.device_s * COPY_SHARE)
+    progress()
+    inside = whole = _measure(device, None, form, progress)
     if 1 < gpus_per_node < ranks:
         # Every rank makes the groups of all nodes, in the same order.
         nodes = [range(first, first + gpus_per_node) for first in range(0, ranks, gpus_per_node)]
         own = [dist.new_group(list(node)) for node in nodes][dist.get_rank() // gpus_per_node]
-        inside = _measure(device, own, progress)
+        inside = _measure(device, own, form, progress)
         dist.destroy_process_group(own)
     collectives = {
         name: {"all": whole[name], "intra_node": inside[name] if gpus_per_node > 1 else None}
-        for name in COLLECTIVES
+        for name in form.operations
     }
-    return {"gemm_flops_per_s": rates, "collectives": collectives}
+    return {**rates, "collectives": collectives}
 
 
-def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Time of one call on this rank."""
-    calls = CALLS[device.type]
+def _seconds(device: torch.device, call: Callable[[], object], calls: int) -> float:
+    """Time of one of `calls` calls on this rank."""
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -109,39 +128,60 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _gemm_rates(device: torch.device) -> list[float]:
+def _gemm_rates(device: torch.device, seconds: float) -> list[float]:
     """2 * edge^3 / median time of a product, by rank: a device that is throttled shows."""
     edge = GEMM_EDGE[device.type]
     # Random: a product of zeros takes less power, and so runs at a higher clock.
     a, b = torch.randn(2, edge, edge, device=device).to(GEMM_DTYPE[device.type])
-    product = partial(torch.mm, a, b)
-    _seconds(device, product)
+    return _rates(device, partial(torch.mm, a, b), 2 * edge**3, seconds)
+
+
+def _copy_rates(device: torch.device, seconds: float) -> list[float]:
+    """Bytes read and written / median time of a copy, by rank."""
+    source, target = torch.zeros(2, COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    return _rates(device, partial(target.copy_, source), 2 * source.numel(), seconds)
+
+
+def _rates(device: torch.device, call: Callable[[], object], work: float, seconds: float) -> list[float]:
+    """`work` / median time of a call, by rank, while all ranks do the same for some `seconds`."""
+    calls = 5 if device.type == "cuda" else 1
+    _seconds(device, call, 1)
     dist.barrier()
-    times, end = list[float](), time.perf_counter() + GEMM_S
-    while time.perf_counter() < end or len(times) < ITERATIONS:
-        times.append(_seconds(device, product))
+    times, end = list[float](), time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 3:
+        times.append(_seconds(device, call, calls))
     rates = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
-    rates[dist.get_rank()] = 2 * edge**3 / median(times)
+    rates[dist.get_rank()] = work / median(times)
     dist.all_reduce(rates)
     return [float(rate) for rate in rates.tolist()]
 
 
-def _measure(device: torch.device, group: Group, progress: Callable[[], None]) -> dict[str, Rows]:
-    """Every collective in every size over `group`; no rows for a group of one rank."""
-    found: dict[str, Rows] = {name: [] for name in COLLECTIVES}
+def _measure(device: torch.device, group: Group, form: Form, progress: Callable[[], None]) -> dict[str, Rows]:
+    """Every operation in every size over `group`; no rows for a group of one rank."""
+    found: dict[str, Rows] = {name: [] for name in form.operations}
     ranks = dist.get_world_size(group)
-    for size in SIZES_BYTES[device.type] if ranks > 1 else ():
-        elements = size // ELEMENT_BYTES // ranks
-        part = torch.zeros(elements, device=device)
-        whole = torch.zeros(elements * ranks, device=device)
-        for name, (call, crossings) in COLLECTIVES.items():
-            bound = partial(call, whole, part, group)
-            times = [_seconds(device, bound) for _ in range(WARMUP + ITERATIONS)]
+    for size in form.sizes_bytes if ranks > 1 else ():
+        elements = max(1, size // ELEMENT_BYTES // ranks)
+        whole, other = torch.zeros(2, elements * ranks, device=device)
+        buffers = Buffers(whole, other, torch.zeros(elements, device=device))
+        for name in form.operations:
+            call = partial(CALLS[name], buffers, group)
+            times = [_seconds(device, call, form.calls) for _ in range(form.warmup + form.iterations)]
             # Of the slowest rank of all nodes; this also makes them begin the next one together.
-            slowest = torch.tensor(median(times[WARMUP:]), dtype=torch.float64, device=device)
+            slowest = torch.tensor(times[form.warmup :], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds, sent = slowest.item(), whole.numel() * ELEMENT_BYTES
-            busbw = sent / seconds * crossings * (ranks - 1) / ranks
-            found[name].append({"bytes": sent, "seconds": seconds, "busbw_bytes_per_s": busbw})
+            sent = whole.numel() * ELEMENT_BYTES
+            found[name].append(_row(sent, sent * share(name, ranks), slowest.tolist()))
             progress()
     return found
+
+
+def _row(sent: int, crossing: float, times: list[float]) -> dict[str, float]:
+    percentiles = quantiles(times, n=20, method="inclusive")
+    return {
+        "bytes": sent,
+        "seconds": median(times),
+        "busbw_bytes_per_s": crossing / median(times),
+        "busbw_p5_bytes_per_s": crossing / percentiles[-1],
+        "busbw_p95_bytes_per_s": crossing / percentiles[0],
+    }

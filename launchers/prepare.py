@@ -193,7 +193,7 @@ def _reuse(
     config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None
 ) -> Callable[[RunResult], bool]:
     """Which ok results count, given where they were measured."""
-    facts = environment if config.kernel.kind == "embedded" else {}
+    facts = environment if config.kernel.kind != "command" else {}
     digest = config.kernel.digest()
     here = env_id(facts, config.kernel, digest)
     # What nodes of a cluster are made of, this host does not know: there the sources decide.

@@ -1,19 +1,20 @@
 """The plan of a sweep: every candidate, whether it runs, why not, and in which order."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import rank_peak
 from ultrabench.layout import Layout
-from ultrabench.run import RunSpec, fill_in
+from ultrabench.run import RunSpec, Workload, fill_in
 from ultrabench.shape import ModelShape
 from ultrabench.support import refusal
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.grid import layouts, why_none
 from ultrabench.sweep.predict import Prediction, predict
+from ultrabench.sweep.predict_probe import predict_probe
 from ultrabench.sweep.rules import first_broken
 
 
@@ -115,6 +116,7 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
         ConfigError: the axes give no candidate.
     """
     found: list[Candidate] = []
+    probes = config.kernel.kind == "probe"
     for shape in config.models:
         for nodes in sorted(set(config.axes.nodes)):
             peak = rank_peak(
@@ -125,17 +127,23 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
                 cores=cores,
             )
             gpus = nodes * config.hardware.gpus_per_node
-            for layout in layouts(config.axes, gpus, config.workload):
-                prediction = predict(
-                    layout,
-                    shape,
-                    config.hardware,
-                    seq_len=config.workload.seq_len,
-                    precision=config.kernel.precision,
-                    nodes=nodes,
-                    peak=peak,
+            # A probe trains nothing: one sequence a rank, on any number of nodes.
+            workload = replace(config.workload, gbs=gpus) if probes else config.workload
+            for layout in layouts(config.axes, gpus, workload):
+                prediction = (
+                    predict_probe(config.hardware, nodes)
+                    if probes
+                    else predict(
+                        layout,
+                        shape,
+                        config.hardware,
+                        seq_len=config.workload.seq_len,
+                        precision=config.kernel.precision,
+                        nodes=nodes,
+                        peak=peak,
+                    )
                 )
-                found.append(_candidate(config, shape, nodes, layout, prediction))
+                found.append(_candidate(config, shape, nodes, layout, workload, prediction))
     if not found:
         raise why_none(config.axes, config.hardware.gpus_per_node, config.workload)
     if config.kernel.command:
@@ -147,7 +155,12 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
 
 
 def _candidate(
-    config: SweepConfig, shape: ModelShape, nodes: int, layout: Layout, prediction: Prediction
+    config: SweepConfig,
+    shape: ModelShape,
+    nodes: int,
+    layout: Layout,
+    workload: Workload,
+    prediction: Prediction,
 ) -> Candidate:
     broken = first_broken(layout, shape)
     if broken is None:
@@ -162,7 +175,7 @@ def _candidate(
         prediction=prediction,
         spec=RunSpec(
             shape=shape,
-            workload=config.workload,
+            workload=workload,
             layout=layout,
             kernel=config.kernel,
             nodes=nodes,

@@ -171,7 +171,7 @@ def measured_rates(planned: Sequence[PlannedRun], state: SweepState) -> dict[str
     rates = {}
     for (run_id, _), attempt in sorted(final_attempts(state).items()):
         run, result = runs.get(run_id), attempt.result
-        if run and result and result.status == Status.OK:
+        if run and result and result.status == Status.OK and result.step_times_s:
             rates[run_id] = run.tokens_per_s_per_gpu(result)
     return rates
 

@@ -45,7 +45,7 @@ class Allocation:
 
     @property
     def kernel_kind(self) -> str:
-        """embedded or command; one for all tasks."""
+        """embedded, command or probe; one for all tasks."""
         return self.tasks[0].spec.kernel.kind
 
     @property

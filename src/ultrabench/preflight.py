@@ -1,9 +1,67 @@
-"""The columns that say in what state an allocation was, from what its preflight measured."""
+"""What devices and links are asked, shortly before every allocation and at length in a sweep of its own.
+
+The bus bandwidth is that of nccl-tests, S / t * f(n), with S the bytes of a rank's largest buffer, n the
+ranks and f the share of S that has to cross the link of each rank, in one direction:
+
+    allreduce       f = 2 (n-1) / n    a reduce-scatter, then an all-gather of the sums
+    allgather       f = (n-1) / n      each rank receives the parts of the n-1 others, S/n bytes each
+    reducescatter   f = (n-1) / n      each rank sends away all of its S bytes but its own part
+    alltoall        f = (n-1) / n      each rank sends S/n bytes to each of the n-1 others
+    sendrecv        f = 1              each rank sends S bytes to the next one of a ring
+
+So it can be held against the rate of a link, whatever n is.
+Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and src/sendrecv.cu there.
+"""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
-COLLECTIVES = ("allreduce", "allgather", "reducescatter")
+_CROSSINGS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
+OPERATIONS = (*_CROSSINGS, "sendrecv")
+DEVICE_RATES = ("gemm_flops_per_s", "memory_copy_bytes_per_s")
+SCOPES = {"all": "", "intra_node": "_intra_node"}
+"""Which ranks talk: all, or those of each node -> what the columns are called."""
+
+MEASURED = ("bytes", "seconds", "busbw_bytes_per_s", "busbw_p5_bytes_per_s", "busbw_p95_bytes_per_s")
+"""Of one operation in one size: S, the median time, and the bus bandwidth with its 5th and 95th percentile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How much is measured."""
+
+    operations: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+    """S, powers of two; what ranks share is rounded down to a whole number of elements each."""
+    calls: int
+    """Timed as one: GPUs get them back to back, so that their launch is not timed."""
+    warmup: int
+    iterations: int
+    device_s: float
+    """How long each device multiplies matrices."""
+
+
+SHORT = {
+    "cuda": Form(operations=OPERATIONS[:3], sizes_bytes=(2**20, 2**25, 2**28), calls=5, warmup=2,
+                 iterations=9, device_s=0.3),
+    "cpu": Form(operations=OPERATIONS[:3], sizes_bytes=(2**16, 2**20), calls=1, warmup=2, iterations=9,
+                device_s=0.3),
+}  # fmt: skip
+"""Device type -> a second or so: what training needs everywhere (an all-to-all connects every pair of ranks)."""
+LONG_SIZES_BYTES = {"cuda": (2**16, 2**20, 2**23, 2**26, 2**28, 2**30), "cpu": (2**14, 2**18, 2**22)}
+
+
+def long_form(device: str, warmup: int, iterations: int) -> Form:
+    """Everything, as often as the measuring policy of a sweep says."""
+    calls, sizes = SHORT[device].calls, LONG_SIZES_BYTES[device]
+    return Form(operations=OPERATIONS, sizes_bytes=sizes, calls=calls, warmup=warmup, iterations=iterations,
+                device_s=1.0)  # fmt: skip
+
+
+def share(operation: str, ranks: int) -> float:
+    """The f(n) above."""
+    return _CROSSINGS[operation] * (ranks - 1) / ranks if operation in _CROSSINGS else 1.0
 
 
 def summary(probe: dict[str, Any]) -> dict[str, float | None]:
@@ -13,15 +71,29 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
         probe: what `ultrabench.kernel.probe.probe` returns, or the `probe` event of a report.
 
     Returns:
-        gemm_flops_per_s of the slowest device, and of each collective in its largest size the bus
+        The rates of the slowest device, and of each operation in its largest size the median bus
         bandwidth over all ranks (`allreduce_busbw_bytes_per_s`) and inside the slowest node
         (`allreduce_intra_node_busbw_bytes_per_s`).
     """
-    columns = {"gemm_flops_per_s": _slowest(probe.get("gemm_flops_per_s"))}
-    for scope, infix in (("all", ""), ("intra_node", "_intra_node")):
-        for name in COLLECTIVES:
+    columns = {name: _slowest(probe.get(name)) for name in DEVICE_RATES}
+    for scope, infix in SCOPES.items():
+        for name in OPERATIONS:
             columns[f"{name}{infix}_busbw_bytes_per_s"] = _busbw(probe, name, scope)
     return columns
+
+
+def bandwidths(probe: dict[str, Any]) -> list[dict[str, Any]]:
+    """All measurements of links in one list, with `operation` and `scope`; none that cannot be read."""
+    found = []
+    for name in OPERATIONS:
+        for scope in SCOPES:
+            try:
+                rows = probe["collectives"][name][scope]
+                told = [{k: _number(row[k]) for k in MEASURED} | {"bytes": int(row["bytes"])} for row in rows]
+            except (LookupError, TypeError, ValueError, OverflowError):
+                continue
+            found += [{"operation": name, "scope": scope, **row} for row in told]
+    return found
 
 
 def _slowest(rates: Any) -> float | None:

@@ -118,7 +118,7 @@ class Task:
     @property
     def forked(self) -> bool:
         """Its ranks are forked from the warm server; those of a user's program are exec'd."""
-        return self.probe or self.spec.kernel.kind == "embedded"
+        return self.probe or self.spec.kernel.kind != "command"
 
     @property
     def key(self) -> str:

@@ -64,14 +64,14 @@ def candidate(spec, decision="run", rule=None, reason=None):
     }
 
 
-def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16"):
+def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16", kernel=None):
     folder = SweepFolder(path)
     folder.create()
     head = {
         "sweep": path.name,
         "cluster": "local",
         "hardware": to_dict(hardware),
-        "kernel": to_dict(KernelChoice(name="embedded", precision=precision)),
+        "kernel": to_dict(kernel or KernelChoice(name="embedded", precision=precision)),
         "kernel_digest": "digest",
         "models": [to_dict(TINY)],
         "workload": {"seq_len": 128, "gbs": 128, "seed": 0},

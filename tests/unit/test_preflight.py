@@ -1,5 +1,5 @@
 from ultrabench.analysis.schema import GROUPS
-from ultrabench.preflight import COLLECTIVES, summary
+from ultrabench.preflight import OPERATIONS, bandwidths, share, summary
 
 
 def rows(*bandwidths):
@@ -10,6 +10,7 @@ def rows(*bandwidths):
 
 WHOLE = {
     "gemm_flops_per_s": [7e14, 6e14, 6.5e14],
+    "memory_copy_bytes_per_s": [3e12, 2.5e12, 2.9e12],
     "collectives": {
         "allreduce": {"all": rows(1e9, 4e10), "intra_node": rows(2e9, 3e11)},
         "allgather": {"all": rows(1e9, 5e10), "intra_node": rows(2e9, 2e11)},
@@ -25,13 +26,15 @@ def with_allreduce(value):
 
 def test_the_columns_are_those_of_the_results():
     names = {column.name for column in GROUPS["State of the cluster"]}
-    assert set(summary(WHOLE)) == {n for n in names if n == "gemm_flops_per_s" or "busbw" in n}
-    assert len(summary(WHOLE)) == 1 + 2 * len(COLLECTIVES)
+    rates = {"gemm_flops_per_s", "memory_copy_bytes_per_s"}
+    assert set(summary(WHOLE)) == {n for n in names if n in rates or "busbw" in n}
+    assert len(summary(WHOLE)) == 2 + 2 * len(OPERATIONS)
 
 
 def test_the_slowest_device_and_the_largest_size():
-    assert summary(WHOLE) == {
+    assert summary(WHOLE) == NOTHING | {
         "gemm_flops_per_s": 6e14,
+        "memory_copy_bytes_per_s": 2.5e12,
         "allreduce_busbw_bytes_per_s": 4e10,
         "allgather_busbw_bytes_per_s": 5e10,
         "reducescatter_busbw_bytes_per_s": 6e10,
@@ -50,7 +53,7 @@ def test_the_line_of_a_report_serves_as_well():
 
 
 def test_one_rank_has_no_links():
-    alone = {name: {"all": [], "intra_node": None} for name in COLLECTIVES}
+    alone = {name: {"all": [], "intra_node": None} for name in OPERATIONS}
     assert summary({"gemm_flops_per_s": [5e10], "collectives": alone}) == NOTHING | {"gemm_flops_per_s": 5e10}
 
 
@@ -64,9 +67,23 @@ def test_what_is_damaged_is_not_known_and_the_rest_is():
         assert found == summary(WHOLE) | expected
 
 
+def test_shares_are_those_of_nccl_tests():
+    assert [share(name, 8) for name in OPERATIONS] == [1.75, 0.875, 0.875, 0.875, 1.0]
+    assert [share(name, 1) for name in OPERATIONS] == [0, 0, 0, 0, 1.0]
+
+
+def test_bandwidths_are_one_list_without_what_is_damaged():
+    long = {"bytes": 2.0, "seconds": 1.0, "busbw_bytes_per_s": 2.0, "busbw_p5_bytes_per_s": 1.0,
+            "busbw_p95_bytes_per_s": 3.0}  # fmt: skip
+    whole = {"collectives": {"sendrecv": {"all": [long], "intra_node": None}, "alltoall": {"all": [long, 1]}}}
+    assert bandwidths(whole) == [{"operation": "sendrecv", "scope": "all", **long}]
+    assert type(bandwidths(whole)[0]["bytes"]) is int
+    for bad in ({}, {"collectives": 3}, {"collectives": {"sendrecv": {"all": [long | {"bytes": "x"}]}}}):
+        assert bandwidths(bad) == []
+    (odd,) = bandwidths({"collectives": {"sendrecv": {"all": [long | {"seconds": float("inf")}]}}})
+    assert odd["seconds"] is None
+
+
 def test_nothing_readable_gives_no_numbers():
     for bad in ({}, {"collectives": None}, {"collectives": []}, with_allreduce(None) | {"collectives": {}}):
-        found = summary(bad)
-        assert {k: v for k, v in found.items() if k != "gemm_flops_per_s"} == {
-            k: v for k, v in NOTHING.items() if k != "gemm_flops_per_s"
-        }
+        assert not any(rate for name, rate in summary(bad).items() if "busbw" in name)

@@ -141,7 +141,8 @@ def follow(
         say(f"stopped: {follower.stopped}")
         return 1
     if Status.OK in now.by_status:
-        say(f"next: ultrabench heatmap {config.name}" + _where(sweep.folder.path.parent))
+        figure = "plot comm" if config.kernel.kind == "probe" else "heatmap"
+        say(f"next: ultrabench {figure} {config.name}" + _where(sweep.folder.path.parent))
     return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
 
 

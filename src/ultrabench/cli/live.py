@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ultrabench.cli.tables import duration, err, hours, table
+from ultrabench.preflight import OPERATIONS, summary
 from ultrabench.result import Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.progress import PlannedRun, Progress, progress
@@ -69,6 +70,10 @@ def attempt_line(run: PlannedRun, attempt: AttemptState) -> str:
         head += f" (repeat {attempt.key.repeat})"
     if attempt.key.attempt:
         head += f" (attempt {attempt.key.attempt})"
+    if result.status == Status.OK and result.probe:
+        rates = summary(result.probe)
+        told = ((name, rates[f"{name}_busbw_bytes_per_s"]) for name in OPERATIONS)
+        return f"{head}: ok" + "".join(f", {name} {rate / 1e9:.3g} GB/s" for name, rate in told if rate)
     if result.status == Status.OK:
         rate = run.tokens_per_s_per_gpu(result)
         return f"{head}: ok, {rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"

@@ -7,7 +7,7 @@ import typer
 
 from ultrabench.cli.doctor import doctor
 from ultrabench.cli.kernel import kernel_app
-from ultrabench.cli.results import collect, heatmap
+from ultrabench.cli.results import collect, heatmap, plot
 from ultrabench.cli.sweep import sweep_app
 from ultrabench.errors import UltrabenchError
 
@@ -23,6 +23,7 @@ app.add_typer(sweep_app, name="sweep")
 app.add_typer(kernel_app, name="kernel")
 app.command("collect")(collect)
 app.command("heatmap")(heatmap)
+app.command("plot")(plot)
 app.command("doctor")(doctor)
 
 

@@ -1,4 +1,4 @@
-"""`ultrabench collect` and `ultrabench heatmap`."""
+"""`ultrabench collect`, `ultrabench heatmap` and `ultrabench plot`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 RESULTS = Path("results")
+FIGURES = ("comm",)
 ResultsDir = Annotated[Path, typer.Option("--results-dir", help="Where sweeps are.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write.")]
 
@@ -77,6 +78,27 @@ def heatmap(
     note = f"Ranked by {by[0]}. {notes(table)}" if by else notes(table)
     draw(cells, path, title=name, notes=note, compared_with=label)
     say(f"drew {len(cells)} cells to {path}")
+
+
+def plot(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="comm: bandwidth over node counts.")],
+    source: Annotated[
+        str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="The newest sweep.")
+    ] = None,
+    output: Output = None,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Draw another figure of the results, as .png, .svg or .pdf."""
+    from ultrabench.errors import ConfigError, unknown_name
+
+    if kind not in FIGURES:
+        raise ConfigError(unknown_name("figure", kind, FIGURES))
+    from ultrabench.analysis.comm import draw
+    from ultrabench.cli.tables import say
+
+    name, default, table = _open(source, results_dir)
+    path = output or default.with_name(f"{kind}.png")
+    say(f"drew {draw(table, path, title=name)} points to {path}")
 
 
 def _open(source: str | None, results: Path) -> "tuple[str, Path, pa.Table]":

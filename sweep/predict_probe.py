@@ -1,0 +1,27 @@
+"""What a probe of devices and links is expected to need."""
+
+from ultrabench.hardware import Hardware
+from ultrabench.preflight import OPERATIONS, long_form, share
+from ultrabench.sweep.predict import LINK_EFFICIENCY, RANK_START_S, Prediction
+
+
+def predict_probe(hardware: Hardware, nodes: int) -> Prediction:
+    """Time of one step, which is every operation in every size, over all ranks and inside the nodes.
+
+    t = calls * sum(S * f) / link, with the shares f and sizes S of `ultrabench.preflight`.
+    """
+    form, inside = long_form(hardware.device, 0, 1), hardware.gpus_per_node
+    ranks, link = inside * nodes, hardware.accelerator.link_bytes_per_s
+    scopes = [(ranks, min(link, hardware.node_link_bytes_per_s) if nodes > 1 else link)]
+    scopes += [(inside, link)] if nodes > 1 else []
+    step_time_s = sum(
+        form.calls * size * share(name, n) / (rate * LINK_EFFICIENCY)
+        for n, rate in scopes
+        for name in OPERATIONS
+        for size in form.sizes_bytes
+    )
+    on_host = ranks if hardware.simulated else inside
+    start = RANK_START_S[hardware.device] * (on_host if hardware.device == "cpu" else 1)
+    return Prediction(
+        step_time_s=step_time_s, peak_mem_bytes=3.0 * max(form.sizes_bytes), start_s=start + 2 * form.device_s
+    )

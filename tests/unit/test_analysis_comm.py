@@ -1,0 +1,97 @@
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+
+from tests.unit.analysis_sweeps import LAYOUTS, OK, candidate, claim, make_sweep, rows_of, spec_of
+from ultrabench.analysis.collect import collect
+from ultrabench.analysis.comm import draw, points
+from ultrabench.analysis.ranking import rank
+from ultrabench.errors import ConfigError
+from ultrabench.journal import JournalWriter
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import Layout
+from ultrabench.preflight import OPERATIONS
+
+PROBE = KernelChoice(name="probe", kind="probe", precision="bf16")
+
+
+def measured(*sizes, scale=1.0):
+    return [
+        {"bytes": size, "seconds": 1e-3, "busbw_bytes_per_s": scale * size, "busbw_p5_bytes_per_s": scale * size / 2,
+         "busbw_p95_bytes_per_s": scale * size * 2} for size in sizes
+    ]  # fmt: skip
+
+
+def probe(scale, inside, *sizes):
+    rows = {"all": measured(*sizes, scale=scale), "intra_node": measured(*sizes, scale=inside)}
+    return {"gemm_flops_per_s": [6e14, 7e14], "collectives": dict.fromkeys(OPERATIONS, rows)}
+
+
+def sweep(path, *runs):
+    """A sweep of (nodes, repeat, probe), 8 GPUs a node."""
+    specs = {n: spec_of(Layout(dp=8 * n), kernel=PROBE, nodes=n) for n, _, _ in runs}
+    folder = make_sweep(path, [candidate(spec) for spec in specs.values()], kernel=PROBE)
+    writer = JournalWriter(folder.journal, "agent")
+    for nodes, repeat, found in runs:
+        claim(writer, specs[nodes], repeat, result=replace(OK, step_times_s=(), probe=found))
+    return folder
+
+
+def table_of(folder):
+    return collect([folder], lambda message: pytest.fail(message))
+
+
+def test_a_probe_has_rates_and_is_no_run_of_a_model(tmp_path):
+    """The row says what the links did, and no ranking or heatmap takes it for training."""
+    folder = sweep(tmp_path / "comm", (2, 0, probe(10.0, 100.0, 2**20, 2**28)))
+    (row,) = rows_of(folder)
+    assert (row["status"], row["nodes"], row["gpus"], row["kernel"]) == ("ok", 2, 16, "probe")
+    assert row["gemm_flops_per_s"] == 6e14
+    assert row["sendrecv_busbw_bytes_per_s"] == 10.0 * 2**28
+    assert row["alltoall_intra_node_busbw_bytes_per_s"] == 100.0 * 2**28
+    assert len(row["bandwidths"]) == 5 * 2 * 2
+    for name in ("model", "num_params", "dp", "gbs", "mfu", "tokens_per_s", "predicted_step_time_s"):
+        assert row[name] is None, name
+    assert rank(table_of(folder)) == []
+
+
+def test_points_join_repeats_and_take_a_node_alone_where_there_is_one(tmp_path):
+    """Sizes that 24 ranks cut a little smaller are the same size."""
+    runs = [(1, 0, probe(90.0, 90.0, 2**20)), (3, 0, probe(8.0, 70.0, 2**20 // 96 * 96)),
+            (3, 1, probe(12.0, 70.0, 2**20 // 96 * 96))]  # fmt: skip
+    found = [p for p in points(table_of(sweep(tmp_path / "comm", *runs))) if p.operation == "allgather"]
+    cut = 2**20 // 96 * 96
+    assert [(p.size_bytes, p.nodes) for p in found] == [(2**20, 1), (2**20, 3)]
+    assert found[0].median_bytes_per_s == 90.0 * 2**20
+    assert found[1].median_bytes_per_s == pytest.approx(10.0 * cut)
+    assert (found[1].p5_bytes_per_s, found[1].p95_bytes_per_s) == (4.0 * cut, 24.0 * cut)
+
+
+def test_runs_on_several_nodes_say_what_one_is_like_inside(tmp_path):
+    found = points(table_of(sweep(tmp_path / "comm", (2, 0, probe(8.0, 70.0, 2**20)))))
+    assert [(p.nodes, p.median_bytes_per_s / 2**20) for p in found if p.operation == "sendrecv"] == [
+        (1, 70.0), (2, 8.0)
+    ]  # fmt: skip
+
+
+def test_the_figure_is_drawn_the_same_each_time(tmp_path):
+    table = table_of(sweep(tmp_path / "comm", *((n, 0, probe(9.0 / n, 9.0, 2**20, 2**28)) for n in (1, 2))))
+    for name in ("a.svg", "b.svg"):
+        assert draw(table, tmp_path / name, title="comm") == 5 * 2 * 2
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    text = (tmp_path / "a.svg").read_text()
+    assert all(word in text for word in ("AllToAll", "SendRecv", "256 MiB", "1 MiB", "inside"))
+
+
+def test_nothing_to_draw_and_two_places_are_mistakes(tmp_path):
+    trained = make_sweep(tmp_path / "trained", [candidate(spec_of(LAYOUTS[0]))])
+    with pytest.raises(ConfigError, match="sweep=comm"):
+        draw(table_of(trained), tmp_path / "x.png", title="trained")
+    table = table_of(sweep(tmp_path / "comm", (1, 0, probe(1.0, 1.0, 2**20))))
+    with pytest.raises(ConfigError, match="unknown kind of picture '.gif'"):
+        draw(table, tmp_path / "x.gif", title="")
+    at = table.schema.get_field_index("cluster")
+    elsewhere = table.set_column(at, table.schema.field(at), [["elsewhere"]])
+    with pytest.raises(ConfigError, match="2 places .h100x8 of elsewhere; h100x8 of local."):
+        points(pa.concat_tables([table, elsewhere]))
