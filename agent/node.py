@@ -120,8 +120,9 @@ class Node:
         self._gauge.clear()
         self._oom_kills = oom_kills()
         kernel = task.spec.kernel
-        only_logs = kernel.step_line and self.index == 0 and not task.forked
-        self._log = NewLines(run / "rank0.log") if only_logs else None
+        telling = kernel.step_rank % task.spec.layout.world_size
+        only_logs = kernel.step_line and telling in self.ranks and not task.forked
+        self._log = NewLines(run / f"rank{telling}.log") if only_logs else None
         for rank in self.ranks:
             env = self._rank_env(task, run, rank, address, port)
             self._reports[rank] = NewLines(run / f"rank{rank}.report")
@@ -131,7 +132,7 @@ class Node:
             if task.forked:
                 self._server.fork(rank, env, log, cpus)
             else:
-                command = fill_in(task.spec, task.repeat, task.attempt)
+                command = fill_in(task.spec, task.repeat, task.attempt, task.measure)
                 program_env = {**self._base, **env, **dump_variables(run), **kernel.env}
                 program_env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
                 gone = self._programs.start(rank, command, program_env, log, self.allocation.work_dir, cpus)
@@ -177,7 +178,9 @@ class Node:
                 found.append({"rank": rank, **to_dict(done)})
         if self._log is not None:
             pattern = re.compile(self._task.spec.kernel.step_line or "")
-            steps = [parse_log_line(text, pattern) for text in self._log.read()]
+            spec = self._task.spec
+            tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
+            steps = [parse_log_line(text, pattern, tokens_per_gpu) for text in self._log.read()]
             found += [{"rank": 0, "line": step} for step in steps if step]
         if any("microbatches" in item or item["line"].get("event") == "step" for item in found):
             self._gauge.sample()

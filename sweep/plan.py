@@ -147,7 +147,7 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
     if not found:
         raise why_none(config.axes, config.hardware.gpus_per_node, config.workload)
     if config.kernel.command:
-        fill_in(found[0].spec, 0, 0)  # names a wrong word now, not on the nodes
+        fill_in(found[0].spec, 0, 0, config.measure)  # names a wrong word now, not on the nodes
     steps = Plan(config=config, candidates=()).steps
     # sorted() is stable: equal prices keep the order of the grid, so the same input plans the same.
     runs = sorted((c for c in found if c.runs), key=lambda c: c.gpu_hours(steps))

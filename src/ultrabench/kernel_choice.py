@@ -4,6 +4,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ultrabench
 from ultrabench.errors import ConfigError
@@ -14,6 +15,9 @@ KERNEL_VERSION = 2
 RECOMPUTE = ("none", "selective", "full")
 
 KINDS = ("embedded", "command", "probe")
+
+STEP_TIMES = ("seconds", "milliseconds", "tokens_per_s_per_gpu")
+"""How a line of a log may tell how long a step took."""
 
 CODE_SUFFIXES = frozenset({".py", ".sh", ".yaml", ".yml", ".toml", ".json"})
 
@@ -40,11 +44,13 @@ class KernelChoice:
     """Program and arguments; `{tp}` and the other words of a layout are filled in."""
     env: dict[str, str] = field(default_factory=dict)
     """Extra environment of the command; declared here, so part of env_id."""
-    supports: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Layout word -> the values the command can do; a word left out can be anything."""
+    supports: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Word of a layout or a model -> the values the command can do; one left out can be anything."""
     step_line: str | None = None
-    """For programs that only log: a regular expression with groups `seconds` and, optionally,
-    `loss`, matched against each line of rank 0."""
+    """For programs that only log: a regular expression with one of the groups of STEP_TIMES and,
+    optionally, `loss`, matched against each line of one rank."""
+    step_rank: int = 0
+    """That rank; -1 is the last."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -84,5 +90,6 @@ def _require_pattern(text: str) -> None:
         groups = re.compile(text).groupindex
     except re.error as error:
         raise ConfigError(f"kernel.step_line={text!r} is no regular expression: {error}") from None
-    if "seconds" not in groups:
-        raise ConfigError(f"kernel.step_line={text!r} lacks a group (?P<seconds>...)")
+    if not set(STEP_TIMES) & set(groups):
+        wanted = ", ".join(f"(?P<{name}>...)" for name in STEP_TIMES)
+        raise ConfigError(f"kernel.step_line={text!r} lacks a group, one of {wanted}")

@@ -148,13 +148,20 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def parse_log_line(line: str, pattern: re.Pattern[str]) -> dict[str, Any] | None:
-    """The step that a line of a program's log tells by `pattern`, as a report line marked so."""
+def parse_log_line(line: str, pattern: re.Pattern[str], tokens_per_gpu: float) -> dict[str, Any] | None:
+    """The step that a line of a program's log tells by `pattern`, as a report line marked so.
+
+    Groups are those of `kernel_choice.STEP_TIMES` and loss; a step takes `tokens_per_gpu` tokens a GPU.
+    """
     match = pattern.search(line)
     if match is None:
         return None
     try:
-        values = {k: float(v) for k, v in match.groupdict().items() if v is not None}
-    except ValueError:
+        values = {k: float(v.replace(",", "")) for k, v in match.groupdict().items() if v is not None}
+        if "milliseconds" in values:
+            values["seconds"] = values.pop("milliseconds") / 1000
+        if "tokens_per_s_per_gpu" in values:
+            values["seconds"] = tokens_per_gpu / values.pop("tokens_per_s_per_gpu")
+    except (ValueError, ZeroDivisionError):
         return None
     return {"event": "step", "measured_by": "log", **values}

@@ -126,7 +126,7 @@ class Task:
         return f"{self.run_id}.{self.repeat}.{self.attempt}"
 
 
-def fill_in(spec: RunSpec, repeat: int, attempt: int) -> list[str]:
+def fill_in(spec: RunSpec, repeat: int, attempt: int, measure: Measure) -> list[str]:
     """The user's command with `{word}` replaced by the run's own; a first `python` is ours.
 
     Raises:
@@ -136,6 +136,8 @@ def fill_in(spec: RunSpec, repeat: int, attempt: int) -> list[str]:
     words = {**values["shape"], **values["workload"], **values["layout"], **{
         "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "run_id": spec.run_id,
         "repeat": repeat, "attempt": attempt, "precision": spec.kernel.precision,
+        "recompute": spec.kernel.recompute, "steps": measure.warmup_steps + measure.max_steps,
+        "pipeline_batch": spec.layout.mbs * (spec.layout.gas if spec.layout.pp > 1 else 1),
     }}  # fmt: skip
 
     def word(match: re.Match[str]) -> str:

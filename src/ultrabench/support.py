@@ -87,9 +87,10 @@ def refusal(kernel: KernelChoice, layout: Layout, shape: ModelShape, seq_len: in
             return f"zbv splits the backward pass, which torch cannot do with {named}"
         return None
     for word, allowed in kernel.supports.items():
-        value = getattr(layout, word, None)
+        value = getattr(layout, word, getattr(shape, word, None))
         if value is None:
-            return f"kernel.supports names {word!r}, which is no word of a layout"
-        if value not in allowed:
+            return f"kernel.supports names {word!r}, which is no word of a layout or a model"
+        alike = word == "zero_stage" and layout.dp == 1  # nothing is shared out, whatever the stage
+        if value not in allowed and not alike:
             return f"kernel {kernel.name} supports {word} in {list(allowed)}; {word}={value}"
     return None

@@ -1,0 +1,129 @@
+"""configs/kernel/torchtitan.yaml and megatron.yaml: words to flags, refusals, and lines as the programs log them.
+
+The lines are quoted: torchtitan's from pytorch/torchtitan#3393 (May 2026) and, the second, from version 0.3.0 as
+it ran under ultrabench; Megatron-LM's from NVIDIA/Megatron-LM#756 (April 2024).
+"""
+
+import re
+
+import pytest
+
+from ultrabench.errors import ConfigError
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.report import parse_log_line
+from ultrabench.run import fill_in
+from ultrabench.sweep.config import load_config
+from ultrabench.sweep.plan import make_plan
+
+SWEEP = [
+    "hardware=h100x8", "sweep.models=[llama3-8b,llama3-70b]", "sweep.nodes=1", "sweep.tp=2", "sweep.pp=[1,2]",
+    "sweep.zero_stage=[0,1,2,3]", "sweep.mbs=1", "sweep.gas=[1,2,4]", "sweep.gbs=8", "sweep.seq_len=4096",
+]  # fmt: skip
+TORCHTITAN = (
+    "[rank0]:[titan] 2026-05-18 16:04:46,338 - root - INFO - step: 14  loss:  3.24405  grad_norm:  0.8319  "
+    "memory:  9.46GiB(64.99%)  tps: 7,282  tflops: 0.52  mfu: 0.17%"
+)
+ON_CPUS = (
+    "[titan] 2026-11-21 16:03:54,469 - root - INFO - step:  3  loss:  6.29930  grad_norm:  3.2757  "
+    "memory: -0.00GiB(-0.00%)  tps: 39  tflops: 0.00  mfu: 0.00%"
+)
+MEGATRON = (
+    " [2024-04-06 02:59:36] iteration       43/     100 | consumed samples:         5504 | elapsed time per "
+    "iteration (ms): 5444.9 | throughput per GPU (TFLOP/s/GPU): 239.8 | learning rate: 8.600000E-06 | global batch "
+    "size:   128 | lm loss: 1.825991E+00 | load_balancing_loss: 1.019746E+00 | loss scale: 1.0 | grad norm: 1.426 | "
+    "num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+OTHERS = (
+    "[titan] 2026-11-21 15:53:23,735 - root - INFO - Training starts at step 1",
+    "[titan] 2025-07-21 15:57:42,774 - root - INFO - validate step: 10  loss:  4.9925  memory:  0.00GiB(0.00%)  tps: 9",
+    "(min, max) time across ranks (ms): forward-backward: (5444.9, 5445.0)",
+)
+
+
+def planned(kernel, *more):
+    """The candidates that run, and the reasons of those that do not."""
+    plan = make_plan(load_config([f"kernel={kernel}", *SWEEP, *more]))
+    refused = {c.reason for c in plan.candidates if not c.runs and c.reason}
+    return plan, [c.spec for c in plan.runs], refused
+
+
+def flags(spec, measure):
+    words = fill_in(spec, 0, 0, measure)
+    return dict(word.lstrip("-").split("=", 1) for word in words if "=" in word), words
+
+
+def test_torchtitan_is_told_the_layout_and_trains_only_its_own_model():
+    plan, runs, refused = planned("torchtitan")
+    assert {(s.shape.name, s.layout.zero_stage) for s in runs} == {("llama3-8b", 3)}
+    _, on_one, _ = planned("torchtitan", "sweep.tp=8", "sweep.pp=1", "sweep.gas=8")
+    assert {(s.layout.dp, s.layout.zero_stage) for s in on_one} == {(1, 0)}, "one dp rank is any stage"
+    assert "kernel torchtitan supports hidden_size in [4096]; hidden_size=8192" in refused
+    spec = next(s for s in runs if s.layout.pp == 2)
+    told, words = flags(spec, plan.config.measure)
+    assert words[1:3] == ["-m", "torchtitan.train"]
+    assert words[-1] == "activation-checkpoint:none"
+    assert told["parallelism.data-parallel-shard-degree"] == str(spec.layout.dp) == "2"
+    assert told["parallelism.tensor-parallel-degree"] == "2"
+    assert told["parallelism.pipeline-parallel-degree"] == "2"
+    assert told["parallelism.pipeline-parallel-microbatch-size"] == "1"
+    assert told["training.local-batch-size"] == str(spec.layout.gas) == "4", (
+        "a pipeline gets all micro-batches"
+    )
+    assert told["training.global-batch-size"] == "8"
+    assert told["training.steps"] == str(plan.config.measure.warmup_steps + plan.config.measure.max_steps)
+    flat, _ = flags(next(s for s in runs if s.layout.pp == 1), plan.config.measure)
+    assert flat["training.local-batch-size"] == "1"
+    assert not [word for word in words if "{" in word]
+
+
+def test_megatron_is_told_layout_and_model():
+    plan, runs, _ = planned("megatron")
+    assert {s.layout.zero_stage for s in runs} == {1}
+    assert {s.shape.name for s in runs} == {"llama3-8b", "llama3-70b"}
+    spec = next(s for s in runs if s.layout.pp == 2 and s.shape.name == "llama3-70b")
+    told, words = flags(spec, plan.config.measure)
+    assert (told["num-layers"], told["hidden-size"], told["num-query-groups"]) == ("80", "8192", "8")
+    assert (told["tensor-model-parallel-size"], told["pipeline-model-parallel-size"]) == ("2", "2")
+    assert (told["micro-batch-size"], told["global-batch-size"], told["seq-length"]) == ("1", "8", "4096")
+    assert "--use-distributed-optimizer" in words
+    assert not [word for word in words if "{" in word]
+
+
+def test_a_pipeline_with_too_few_micro_batches_is_refused_by_both():
+    few = [*SWEEP[:-4], "sweep.mbs=2", "sweep.gas=1", "sweep.gbs=4", "sweep.seq_len=4096", "sweep.pp=2"]
+    for kernel, stage in (("torchtitan", 3), ("megatron", 1)):
+        plan = make_plan(
+            load_config([f"kernel={kernel}", *few, f"sweep.zero_stage={stage}", "model=llama3-8b"])
+        )
+        assert [c.spec.layout.pp_schedule for c in plan.candidates] == ["afab"]
+        assert "supports pp_schedule in" in str(plan.candidates[0].reason)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "line", "seconds", "loss"),
+    [
+        ("torchtitan", TORCHTITAN, 4096 / 7282, 3.24405),
+        ("torchtitan", ON_CPUS, 4096 / 39, 6.2993),
+        ("megatron", MEGATRON, 5.4449, 1.825991),
+    ],
+)
+def test_a_real_line_tells_time_and_loss(kernel, line, seconds, loss):
+    choice = load_config([f"kernel={kernel}", "model=llama3-8b"]).kernel
+    assert choice.step_rank == -1
+    step = parse_log_line(line, re.compile(choice.step_line or ""), tokens_per_gpu=4096)
+    assert step == {
+        "event": "step", "measured_by": "log", "loss": loss, "seconds": pytest.approx(seconds)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["torchtitan", "megatron"])
+def test_lines_of_another_kind_are_no_steps(kernel):
+    pattern = re.compile(load_config([f"kernel={kernel}", "model=llama3-8b"]).kernel.step_line or "")
+    assert [parse_log_line(line, pattern, 4096) for line in OTHERS] == [None] * len(OTHERS)
+
+
+def test_a_time_that_no_group_tells_or_that_is_no_time_is_not_a_step():
+    with pytest.raises(ConfigError, match=r"lacks a group, one of .*milliseconds"):
+        KernelChoice(name="x", kind="command", command=("x",), step_line="(?P<loss>.)")
+    for text in ("tps: 0", "tps: ,"):
+        assert parse_log_line(text, re.compile(r"tps: (?P<tokens_per_s_per_gpu>[\d,]+)"), 10.0) is None
