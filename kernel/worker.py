@@ -116,7 +116,7 @@ class Timing:
         self._report_peaks()
         require_equal_replicas(self.trainer)
         if self.task.profile:
-            self.report.phase("profile")
+            self.report.phase(PROFILE)
             look_inside(self.trainer, self.done_steps + 1, Path(self.report.path).parent / PROFILE)
         self.report.write(
             "done",

@@ -30,7 +30,8 @@ class Measure:
     deadline_floor_s: float = 30.0
     """No silence shorter than this is called a hang."""
     start_deadline_s: float = 300.0
-    """From the start of the ranks to the end of the first step, without any progress."""
+    """From the start of the ranks to the end of the first step, and while ranks look inside themselves,
+    without any progress."""
     run_limit_s: float = 1800.0
     """Wall-clock limit of one attempt; three times the predicted duration where that is longer,
     and doubled after each time-out."""

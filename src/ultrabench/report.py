@@ -19,7 +19,7 @@ COLLECTIVES_SUFFIX = ".collectives"
 """Beside the report: the last collectives of a rank that was asked for them, as JSON."""
 
 PROFILE = "profile"
-"""Beside the report: a folder with one folder for each rank that looked inside itself."""
+"""The phase in which ranks look inside themselves, and the folder beside the report for what they see."""
 
 PARTS = ("data", "forward_backward", "optimizer")
 """Of a step, in order."""

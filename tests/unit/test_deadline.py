@@ -38,6 +38,9 @@ STARTING = {"first_step": None, "slowest_gap_s": 0.0, "phase": "init", "moved": 
         ({**STARTING, "now": 500.0, "predicted_step_time_s": 50.0}, None),
         ({**STARTING, "now": 500.1, "predicted_step_time_s": 50.0}, Status.HANG),
         ({**STARTING, "now": 190.0, "moved": 95.0}, None),
+        # Writing and reading a trace is as silent as a start.
+        ({"phase": "profile", "now": 149.0}, None),
+        ({"phase": "profile", "now": 149.1}, Status.HANG),
         # A program that says nothing has its limit only.
         ({**STARTING, "now": 999.0, "spoke": False}, None),
         ({**STARTING, "now": 1000.1, "spoke": False}, Status.TIMEOUT),
