@@ -1,0 +1,209 @@
+"""Step time of the embedded kernel as a ratio to plain torch doing the same, and forked to exec'd ranks.
+
+Each form (one process; DDP or ZeRO-0; FSDP2 or ZeRO-3) is run four times in turn, ours, plain, plain,
+ours, each in processes of its own. Without options: a small model on 2 CPU processes, a minute or two.
+On GPUs, as many ranks as there are:
+
+    python benchmarks/kernel.py --device cuda --models 1B,3B --mbs 1,2,4,8 --compile both
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+FORMS = {"single": 0, "ddp": 0, "fsdp2": 3}
+"""Form of plain torch -> our ZeRO stage."""
+PEAK_FLOPS_PER_S = 989e12
+"""Dense bf16 of H100 and H200 SXM, from their data sheets."""
+TURNS = ("ours", "plain", "plain", "ours")
+
+
+def measure(job: dict[str, Any]) -> dict[str, float]:
+    """Runs in a rank: median seconds of a step, peak bytes on GPUs."""
+    import torch
+    import torch.distributed as dist
+
+    from ultrabench.kernel.mesh import build_mesh
+    from ultrabench.kernel.step import TrainStep
+    from ultrabench.kernel_choice import KernelChoice
+    from ultrabench.layout import Layout
+    from ultrabench.run import RunSpec, Workload
+    from ultrabench.sweep.config import load_model
+
+    torch.set_num_threads(1)
+    ranks, rank, cuda = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), job["device"] == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    shape, layout = load_model(job["model"]), Layout(dp=ranks, mbs=job["mbs"], zero_stage=FORMS[job["form"]])
+    choice = KernelChoice(name="embedded", precision=job["precision"], compile=job["compile"])
+    workload = Workload(seq_len=job["seq_len"], gbs=layout.gbs)
+    spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=choice, nodes=1, gpus_per_node=ranks)
+    trainer = TrainStep(spec, device, build_mesh(layout, device.type)) if job["who"] == "ours" else None
+    if trainer is None:
+        from plain_model import PlainStep
+
+        torch.manual_seed(0)
+        plain = PlainStep(
+            shape, job["seq_len"], job["form"], job["precision"], device, compiled=job["compile"]
+        )
+    batch = (
+        trainer.batch(1)
+        if trainer is not None
+        else tuple(torch.randint(shape.vocab_size, (job["mbs"], job["seq_len"]), device=device) for _ in "xy")
+    )
+    seconds = []
+    for number in range(job["warmup"] + job["steps"]):
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = float(trainer.update(trainer.accumulate(*batch))[0]) if trainer else plain.step(*batch)
+        if number >= job["warmup"]:
+            seconds.append(time.perf_counter() - start)
+    assert loss == loss, "no number"
+    peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if cuda else {}
+    dist.destroy_process_group()
+    return {"seconds": median(seconds), **peak}
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, float]:
+    """What rank 0 measured."""
+    shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+              "OMP_NUM_THREADS": "1"}  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--rank", json.dumps(job)],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        return {}
+    return dict(json.loads(said[0].splitlines()[-1]))
+
+
+def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """A row: both times, their ratio, and on GPUs mfu and peak memory of both."""
+    from ultrabench.sweep.config import load_model
+
+    found: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
+    for who in TURNS:
+        found[who].append(ranks_of({**job, "who": who}, ranks))
+    row = {k: job[k] for k in ("model", "form", "mbs", "seq_len", "precision", "compile")} | {"ranks": ranks}
+    for who, runs in found.items():
+        if not all(runs):
+            row[f"{who}_s"] = None  # out of memory, most likely; its log is on stderr
+            continue
+        row[f"{who}_s"] = min(run["seconds"] for run in runs)
+        if job["device"] == "cuda":
+            per_token = load_model(job["model"]).flops_per_token(job["seq_len"])
+            rate = per_token * job["mbs"] * job["seq_len"] / row[f"{who}_s"]
+            row |= {f"{who}_mfu": rate / PEAK_FLOPS_PER_S, f"{who}_peak_bytes": runs[0]["peak_bytes"]}
+    both = row["ours_s"], row["plain_s"]
+    row["ratio"] = both[0] / both[1] if all(both) else None
+    return row
+
+
+def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
+    """Median step seconds of the same run of 2 CPU ranks, forked from a warm process and exec'd."""
+    from ultrabench.kernel_choice import KernelChoice
+    from ultrabench.layout import Layout
+    from ultrabench.measure import Measure
+    from ultrabench.record import to_dict
+    from ultrabench.run import RunSpec, Task, Workload
+    from ultrabench.sweep.config import load_model
+
+    layout = Layout(dp=2, zero_stage=1, mbs=4)
+    spec = RunSpec(shape=load_model("mini"), workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout,
+                   kernel=KernelChoice(name="embedded"), nodes=1, gpus_per_node=2)  # fmt: skip
+    measure_ = Measure(warmup_steps=5, min_steps=60, max_steps=60, target_ci95_rel=1e-9)
+    task = Task(run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=measure_, device="cpu",
+                rank_mem_bytes=2**32, predicted_step_time_s=0.1, predicted_duration_s=10, limit_s=100)  # fmt: skip
+    (folder / "task.json").write_text(json.dumps(to_dict(task)))
+    found: dict[str, list[float]] = {"forked": [], "execed": []}
+    for turn in range(2 * times):
+        way = ("forked", "execed", "execed", "forked")[turn % 4]
+        shared = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                  "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+                  "ULTRABENCH_SPEC": str(folder / "task.json")}  # fmt: skip
+        reports = [folder / f"{turn}.{rank}" for rank in range(2)]
+        if way == "forked":
+            code = (
+                "import os\nfrom functools import partial\nfrom pathlib import Path\n"
+                "from ultrabench.kernel import worker\nfrom ultrabench.kernel.children import run_forked\n"
+                "def body(rank):\n"
+                f"    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ULTRABENCH_REPORT='{folder}/{turn}.' + str(rank))\n"
+                "    assert worker.main() == 0\n"
+                f"print(run_forked({{str(r): partial(body, r) for r in range(2)}}, Path('{folder}'), 300))\n"
+            )
+            subprocess.run([sys.executable, "-c", code], env=shared, check=True, stdout=subprocess.DEVNULL)
+        else:
+            started = [
+                subprocess.Popen([sys.executable, "-P", "-m", "ultrabench.kernel.worker"], stdout=subprocess.DEVNULL,
+                                 env={**shared, "RANK": str(r), "LOCAL_RANK": str(r), "ULTRABENCH_REPORT": str(reports[r])})
+                for r in range(2)
+            ]  # fmt: skip
+            assert [process.wait() for process in started] == [0, 0]
+        lines = [json.loads(line) for line in reports[0].read_text().splitlines()]
+        found[way].append(median(e["seconds"] for e in lines if e["event"] == "step" and e["measured"]))
+    return {way: min(times_) for way, times_ in found.items()}
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--rank", help=argparse.SUPPRESS)
+    asked.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    asked.add_argument("--ranks", type=int, default=None)
+    asked.add_argument("--models", default="mini")
+    asked.add_argument("--mbs", default="4")
+    asked.add_argument("--seq-len", type=int, default=None)
+    asked.add_argument("--compile", default="no", choices=("no", "yes", "both"))
+    asked.add_argument("--steps", type=int, default=None)
+    asked.add_argument("--out", type=Path, help="file that gets a JSON line a row")
+    words = asked.parse_args()
+    if words.rank:
+        print(json.dumps(measure(json.loads(words.rank))))
+        return
+    cuda = words.device == "cuda"
+    ranks = words.ranks or (1 if cuda else 2)
+    jobs = [
+        {"model": model, "form": form, "mbs": int(mbs), "compile": compiled, "device": words.device,
+         "seq_len": words.seq_len or (4096 if cuda else 64), "precision": "bf16" if cuda else "fp32",
+         "warmup": 5 if cuda else 3, "steps": words.steps or (10 if cuda else 30)}
+        for model in words.models.split(",")
+        for form in FORMS
+        for mbs in words.mbs.split(",")
+        for compiled in {"no": [False], "yes": [True], "both": [False, True]}[words.compile]
+    ]  # fmt: skip
+    for job in jobs:
+        row = compare(job, 1 if job["form"] == "single" else ranks)
+        print(json.dumps(row), flush=True)
+        if words.out:
+            with words.out.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+    if not cuda:
+        with tempfile.TemporaryDirectory() as name:
+            both = forked_and_execed(Path(name), 4)
+        print(json.dumps({**both, "ratio": both["forked"] / both["execed"]}))
+
+
+if __name__ == "__main__":
+    main()
