@@ -27,11 +27,14 @@ COMMON = (
     "model=tiny", "launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "launcher.grace_s=4",
     "launcher.max_nodes=8", "launcher.heartbeat_s=1", "launcher.requeue=true", "launcher.preflight=false",
     "measure.deadline_floor_s=2", "measure.run_limit_s=60", "measure.min_steps=6", "measure.confirm=1",
+    # A rank may be made to sleep in its first step: silence there has to be noticed within the limit, too.
+    "measure.start_deadline_s=20",
     # Nodes die by our hand and come back; were they all left out, the largest runs could not go on.
     "retry.backoff_s=1", "retry.backoff_max_s=4", "retry.max_excluded=2",
 )  # fmt: skip
 EMBEDDED = ("sweep.gbs=4", "sweep.nodes=[1,2]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.max_steps=60",
-            "measure.target_ci95_rel=0.0001", "launcher.allocation_minutes=1", "measure.run_limit_s=300")  # fmt: skip
+            "measure.target_ci95_rel=0.0001", "launcher.allocation_minutes=1", "measure.run_limit_s=300",
+            "measure.start_deadline_s=120")  # fmt: skip
 
 
 class Campaign:
