@@ -11,6 +11,9 @@ OWN_SHARE = 0.95
 TORCH_SHARE = 0.85
 """The same where only torch's share of the process is known: the CUDA context and NCCL come on top."""
 
+LIMIT_SHARE = 0.9
+"""Of a CPU rank's limit: what the failed expression had made already is freed before the rank tells what it uses."""
+
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
 _TEXTS = {
@@ -57,7 +60,9 @@ def own_limit(text: str, memory: Mapping[str, Any], error: Mapping[str, Any]) ->
     if limit is None:
         return None
     requested = re.search(r"you tried to allocate (\d+) bytes", text)
-    return True if used is None or requested is None or used + int(requested[1]) > limit else None
+    if used is None or requested is None or used + int(requested[1]) > LIMIT_SHARE * limit:
+        return True
+    return None
 
 
 def _share(own: float | None, free: float | None, total: float | None) -> float | None:

@@ -60,6 +60,7 @@ CPU = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: 
     ("message", "memory", "error", "confirmed"),
     [
         (CPU, {"limit_bytes": 5000}, {"data_bytes": 4500}, True),
+        (CPU, {"limit_bytes": 5000}, {"data_bytes": 3600}, True),
         ("MemoryError", {"limit_bytes": 5000}, {"data_bytes": 4500}, True),
         (CPU, {"limit_bytes": 5000}, {}, True),
         # There was room under the limit: something else had no memory.
