@@ -176,6 +176,8 @@ class Node:
             if done != self._progress.get(rank, Progress()):
                 self._progress[rank] = done
                 found.append({"rank": rank, **to_dict(done)})
+                if rank == self._task.stop_rank and done.step > self._task.measure.warmup_steps:
+                    os.kill(self._pids()[rank], signal.SIGSTOP)
         if self._log is not None:
             pattern = re.compile(self._task.spec.kernel.step_line or "")
             spec = self._task.spec
@@ -203,9 +205,12 @@ class Node:
     def examine(self) -> None:
         """Looks at the ranks that still run; what is found comes with the news when it is complete."""
         if self._task is not None:
-            known = self._server.rank_pids if self._task.forked else self._programs.rank_pids
-            pids = {rank: pid for rank, pid in known.items() if tag_of(pid) == self.tag}
+            pids = {rank: pid for rank, pid in self._pids().items() if tag_of(pid) == self.tag}
             self._autopsy = Autopsy(self.scratch / self._task.key, pids, self.tag)
+
+    def _pids(self) -> dict[int, int]:
+        assert self._task is not None
+        return self._server.rank_pids if self._task.forked else self._programs.rank_pids
 
     def kill(self) -> Cleaned:
         """Ends every process of the current run on this node and removes what it left."""

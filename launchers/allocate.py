@@ -102,7 +102,7 @@ def allocations(sweep: OpenSweep, array: Sequence[Draft]) -> list[Allocation]:
             preflight=config.launcher.preflight,
             control=draft.control,
             window=config.launcher.window,
-            tasks=tuple(_task(sweep, todo, draft.best_step_times_s) for todo in draft.group),
+            tasks=tuple(sweep.alter(_task(sweep, todo, draft.best_step_times_s)) for todo in draft.group),
         )
         for number, draft in enumerate(array)
     ]

@@ -15,7 +15,7 @@ from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.result import RunResult, Status
-from ultrabench.run import env_id
+from ultrabench.run import Task, env_id
 from ultrabench.state import AttemptKey, Fold, SweepState, fold
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.decide import Decision, next_step
@@ -42,6 +42,8 @@ class OpenSweep:
     kernel_digest: str
     """Of the training program when it was launched."""
     git_commit: str | None
+    alter: Callable[[Task], Task] = lambda task: task
+    """What is done to an attempt before it is submitted, where a fault is wanted."""
     _fold: Fold = field(default_factory=Fold)
     _folded: int = 0
     """Events in the fold."""
@@ -79,6 +81,7 @@ def open_sweep(
     say: Callable[[str], None],
     retry: Sequence[AttemptKey] = (),
     max_gpu_hours: float | None = None,
+    environment: dict[str, Any] | None = None,
 ) -> OpenSweep:
     """Creates or continues the sweep of `config`.
 
@@ -87,6 +90,7 @@ def open_sweep(
             again, None asks.
         max_gpu_hours: the budget of this launch, for the record.
         retry: failed attempts to try again, whatever the policy had settled.
+        environment: what this machine is, when another sweep of this process has looked already.
 
     Raises:
         ConfigError, SweepFolderError: it cannot be launched like this; nothing was written.
@@ -103,7 +107,8 @@ def open_sweep(
         require_same(head, config, folder.path)
     measured = head["peak"] if head else {}
     in_table = bool(config.hardware.accelerator.peak_flops_per_s)
-    environment = _look(config, needs_peak=not in_table and not measured, say=say)
+    if environment is None:
+        environment = _look(config, needs_peak=not in_table and not measured, say=say)
     folder.create()
     peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
     if not in_table:

@@ -1,6 +1,9 @@
 """`ultrabench doctor` of this machine."""
 
 import json
+import os
+import signal
+import time
 
 import pytest
 
@@ -31,3 +34,45 @@ def test_the_table(bench):
     assert lines[1].split() == ["check", "verdict", "found", "remedy"]
     assert len(lines) == 7
     assert not [pid for pid in own_processes() if "ultrabench.agent.checkup" in command_line(pid)]
+
+
+SMALL = ("--deep", "sweep.pp=[1,2]", "sweep.tp=[1]", "sweep.cp=[1]", "sweep.zero_stage=[0,3]", "sweep.mbs=[2]",
+         "sweep.pp_schedule=[auto]", "hardware.mem_bytes=300000000", "measure.deadline_floor_s=2")  # fmt: skip
+"""An acceptance run of few layouts."""
+
+
+def test_an_acceptance_run_in_small(bench):
+    checks = {
+        c["name"]: c for c in json.loads(bench.run("doctor", "launcher=local", *SMALL, "--json", timeout=290))
+    }
+    assert list(checks)[5:] == [
+        "same loss",
+        "stopped rank",
+        "out of memory",
+        "cancelled job",
+        "published speed",
+    ]
+    assert {c["status"] for c in checks.values()} == {"pass"}
+    assert "7 layouts have the loss of one GPU at step 5" in checks["same loss"]["told"]
+    assert checks["stopped rank"]["told"].startswith("rank 3 on local-1 is stopped (state T)")
+    assert "allocate memory" in checks["out of memory"]["told"]
+    assert "ended as cancelled" in checks["cancelled job"]["told"]
+    assert "nothing is published" in checks["published speed"]["told"]
+    (path,) = bench.folder.glob("results/*/doctor.json")
+    assert path.parent.name == "doctor-local-cpu"
+    document = json.loads(path.read_text())
+    assert document["passed"]
+    assert document["checks"] == list(checks.values())[5:]
+    assert 0 < document["gpu_hours"] < 3
+    assert "no sweep in" in bench.start("sweep", "status").communicate(timeout=60)[0], "it is nobody's newest"
+
+
+def test_ctrl_c_ends_an_acceptance_run(bench):
+    doctor = bench.start("doctor", "launcher=local", *SMALL)
+    bench.wait_for(lambda: [*bench.folder.glob("results/doctor-*/*/one/journal/agent-*.jsonl")])
+    time.sleep(1)
+    os.kill(doctor.pid, signal.SIGINT)
+    output, _ = doctor.communicate(timeout=60)
+    assert doctor.returncode == 130, output
+    assert not [*bench.folder.rglob("doctor.json")]
+    assert not [pid for pid in own_processes() if str(bench.folder) in " ".join(command_line(pid))]

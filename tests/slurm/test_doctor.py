@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.local.test_doctor import SMALL
 from tests.slurm.sweeps import SlurmBench
 
 pytestmark = pytest.mark.slurm
@@ -153,3 +154,21 @@ def test_written_clusters_are_used(sweeps):
     assert doctor(sweeps, "cluster=mine-debug", "sweep.nodes=[1]")["partition"]["told"].startswith(
         "debug: UP"
     )
+
+
+def test_an_acceptance_run_in_small(sweeps):
+    checks = doctor(sweeps, *SMALL, "sweep.nodes=[2]")
+    assert len(checks) == 22
+    assert {c["status"] for c in checks.values()} == {"pass"}, checks
+    assert checks["stopped rank"]["told"].startswith("rank 3 on gpu02 is stopped (state T)")
+    assert "ended by SIGTERM, and ran again" in checks["cancelled job"]["told"]
+
+
+def test_ctrl_c_ends_the_jobs_of_an_acceptance_run(sweeps, slurm):
+    process = sweeps.start("doctor", *LITTLE, *SMALL, "--wait", "0")
+    slurm.wait_for(slurm.jobs, 120)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    slurm.wait_for(lambda: not slurm.jobs(), 20)
+    assert not [*sweeps.folder.rglob("doctor.json")]

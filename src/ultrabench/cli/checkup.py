@@ -8,8 +8,9 @@ from rich.text import Text
 
 from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.check import Check, Verdict, warned
+from ultrabench.launchers.check import Check, Verdict, skipped, warned
 from ultrabench.launchers.cluster_file import cluster_files, write_cluster_files
+from ultrabench.launchers.deep import accept
 from ultrabench.launchers.doctor import examine, reachable, why_not_slurm
 from ultrabench.launchers.slurm_accounts import read_accounts
 from ultrabench.launchers.slurm_limits import read_limits
@@ -20,18 +21,27 @@ from ultrabench.sweep.config import SweepConfig, load_config
 STYLES = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.SKIP: "dim"}
 
 
-def run_doctor(overrides: Sequence[str], write: str | None, force: bool, wait_s: float, as_json: bool) -> int:
+def run_doctor(
+    overrides: Sequence[str], write: str | None, force: bool, wait_s: float, deep: bool, as_json: bool
+) -> int:
     """Checks what `overrides` name; the exit code.
 
     Args:
         write: name of the cluster configuration to write first, which is then what is checked; None: none.
+        deep: try it with an acceptance run, too.
     """
+    overrides = _with_acceptance(overrides) if deep else overrides
     config, note = _configuration(overrides)
     if write is not None:
         _write(config, write, force, note)
         if not any(o.partition("=")[0] == "cluster" for o in overrides):
             config = load_config([*overrides, f"launcher={config.launcher.name}", f"cluster={write}"])
     checks = examine(config, wait_s=wait_s, say=say)
+    if deep:
+        bad = " and ".join(c.name for c in checks if c.status is Verdict.FAIL)
+        checks += (
+            [skipped("acceptance run", f"not begun, because {bad} failed")] if bad else accept(config, say)
+        )
     if note and "sbatch is here" in note:
         checks.insert(0, warned("slurmctld", note, "if a cluster was meant: launcher=slurm looks at it"))
     if as_json:
@@ -53,6 +63,21 @@ def _configuration(overrides: Sequence[str]) -> tuple[SweepConfig, str | None]:
     launcher = "slurm" if why is None else "local"
     say(f"looking at launcher={launcher}: {why or 'Slurm answers here'}")
     return load_config([*overrides, f"launcher={launcher}"]), why
+
+
+def _with_acceptance(overrides: Sequence[str]) -> list[str]:
+    """The overrides with the layouts of an acceptance run.
+
+    Raises:
+        ConfigError: another sweep is named.
+    """
+    named = next((o for o in overrides if o.lstrip("+~").partition("=")[0] == "sweep"), None)
+    if named:
+        raise ConfigError(
+            f"{named} with --deep, which has a sweep of its own, sweep=acceptance; leave it out"
+        )
+    full = [*overrides, "sweep=acceptance"]
+    return [*overrides, "sweep=acceptance-small"] if load_config(full).hardware.device == "cpu" else full
 
 
 def _write(config: SweepConfig, name: str, force: bool, why_local: str | None) -> None:

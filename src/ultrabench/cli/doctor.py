@@ -23,13 +23,18 @@ def doctor(
         float,
         typer.Option("--wait", min=0.0, metavar="SECONDS", help="For the job on a node; 0: submit none."),
     ] = WAIT_S,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Then an acceptance run of at most 3 GPU hours on 1 and 2 nodes.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Tell whether this cluster is usable, each failure with its remedy.
 
     A job of one node is submitted as a sweep's jobs are. Without launcher= it is Slurm that is looked
-    at where it answers, else this machine. Exit code: 1 when a check fails, 3 when Slurm cannot be asked.
+    at where it answers, else this machine. With --deep small sweeps follow, with faults among them: same
+    losses, a stopped rank, a lack of memory, a cancelled job, a published speed. Exit code: 1 when a check
+    fails, 3 when Slurm cannot be asked.
     """
     from ultrabench.cli.checkup import run_doctor
 
-    raise typer.Exit(run_doctor(overrides or [], name if write else None, force, wait, json_))
+    raise typer.Exit(run_doctor(overrides or [], name if write else None, force, wait, deep, json_))

@@ -16,6 +16,7 @@ from ultrabench.cli.tables import hours, out, say, warn
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
+from ultrabench.launchers.acceptance import not_accepted
 from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.follow import Follower, interrupt, open_allocations
@@ -45,6 +46,8 @@ def run_launch(
     folder = folder_of(config)
     launcher = choose_launcher(config, folder)
     if launcher.outlives_us:
+        if untried := not_accepted(config):
+            warn(untried)
         max_gpu_hours = _budget(config, folder, launcher, max_gpu_hours, yes)
     sweep = open_sweep(config, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
     return follow(sweep, launcher, max_gpu_hours, detach=detach)
