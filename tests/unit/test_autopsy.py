@@ -57,6 +57,8 @@ def test_a_program_that_promised_nothing_is_left_alone(run):
     folder, start = run
     deaf = start(0, sys.executable, "-c", DEAF)
     assert deaf.stdout.readline() == b"ready\n"
+    while Path(f"/proc/{deaf.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        time.sleep(0.02)  # it has still to fall asleep
     found = looked(folder, r0=deaf.pid)[0]
     assert (found["state"], found["answered"]) == ("S", False)
     assert deaf.poll() is None

@@ -52,7 +52,7 @@ def test_a_local_sweep_has_no_script(ultrabench, tmp_path):
     line = one_line(ultrabench, "sweep", "plan", "--show-script")
     assert line == "launcher=local submits no script; add launcher=slurm"
     assert "can run" in one_line(ultrabench, "sweep", "plan", "--show-script", "launcher=slurm", "model=1B",
-                                 "sweep.cp=[2]", "sweep.tp=[1]")  # fmt: skip
+                                 "sweep.cp=[2]", "sweep.tp=[1]", "sweep.seq_len=4098")  # fmt: skip
 
 
 def test_the_script_is_printed_and_nothing_else_is_done(ultrabench, tmp_path, monkeypatch):
