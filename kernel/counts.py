@@ -1,4 +1,8 @@
-"""Counted collectives: what a step really sends, by mesh axis and operation."""
+"""Counted operators: what a rank really sends and computes inside a `with` block.
+
+Every observer here is a dispatch mode: it sees the operators on plain tensors that are left when
+autograd and DTensor have done their part, forward and backward.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -6,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +27,32 @@ _OPS = {
 """Operator -> what we call it; an all-gather's first tensor may be its output or its input."""
 
 
-class CollectiveCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs every operator on plain tensors, then shows it to `see` and to the observers `beside`.
+
+    One mode that shows to three costs a third of three modes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.beside: tuple[Observer, ...] = ()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """Lets DTensor turn its operators into those on plain tensors, which come here again."""
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for observer in (self, *self.beside):
+            observer.see(func, args, kwargs, out)
+        return out
+
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """`func(*args, **kwargs)` gave `out`."""
+        raise NotImplementedError
+
+
+class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     """Counts every collective issued inside the `with` block.
 
     `calls` and `payload_bytes` map (axis, operation) to numbers; the payload is the larger tensor:
@@ -31,22 +61,17 @@ class CollectiveCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, mesh: DeviceMesh, named: Mapping[str, dist.ProcessGroup] = {}) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.payload_bytes: Counter[tuple[str, str]] = Counter()
         axes = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
         self._axis = {str(g.group_name): axis for axis, g in {**axes, **named}.items()}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """Counts `func` if it is a collective, then runs it."""
-        if any(issubclass(t, DTensor) for t in types):
-            # Let DTensor turn it into operators on plain tensors; those come here again.
-            return NotImplemented
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._count(func._schema.name.partition("::")[2], args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: Any, kwargs: Any) -> None:
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Counts `func` if it is a collective."""
+        if func.namespace not in ("c10d", "_c10d_functional"):
+            return
+        name = func._schema.name.partition("::")[2]
         if name not in _OPS:
             return
         leaves = tree_leaves((args, kwargs))
@@ -58,3 +83,34 @@ class CollectiveCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size *= next(n for n in leaves if isinstance(n, int))
         self.calls[axis, _OPS[name]] += 1
         self.payload_bytes[axis, _OPS[name]] += size
+
+
+_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+"""Matrix product -> which argument is the left factor."""
+_ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
+
+
+class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
+    """Counts the FLOPs of matrix products and attention inside the `with` block, in `flops`.
+
+    A causal attention counts like a full one: forward two products of q.shape[2] x k.shape[2] x D
+    for each head, backward five, as the scores are computed anew (arXiv 2205.14135, algorithm 4).
+    Nothing is seen of a function that torch.compile has made into one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Counts `func` if it is a product."""
+        if func.namespace != "aten":
+            return
+        name = func._schema.name.partition("::")[2].removesuffix("_")
+        if name in _FIRST_FACTOR:
+            result = out if isinstance(out, Tensor) else out[0]
+            self.flops += 2 * result.numel() * int(args[_FIRST_FACTOR[name]].shape[-1])
+        elif name.startswith(_ATTENTION):
+            backward = "backward" in name
+            q, k = args[1:3] if backward else args[:2]
+            self.flops += (5 if backward else 2) * 2 * q.numel() * int(k.shape[2])

@@ -73,7 +73,8 @@ class TrainStep:
         spec, choice = self.spec, self.spec.kernel
         with torch.device("meta"):
             model = Decoder(spec.shape, stage, spec.workload.seq_len)
-        model.to(MASTER_DTYPE[choice.precision])
+        if MASTER_DTYPE[choice.precision] != torch.get_default_dtype():
+            model.to(MASTER_DTYPE[choice.precision])  # which a dry run's tensors do not permit
         cp.apply_cp(model, self.spans, self.cp_group)
         apply_tp(model, self.mesh["tp"])
         apply_recompute(model, choice.recompute)

@@ -4,14 +4,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from ultrabench.cli.tables import out, print_json, say, table
-from ultrabench.errors import ConfigError, SweepFolderError, unknown_name
+from ultrabench.cli.words import read_words, require_possible, whole
+from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec, ask
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.record import to_dict
-from ultrabench.shape import ModelShape
-from ultrabench.support import refusal
 from ultrabench.sweep.config import load_model
-from ultrabench.sweep.rules import first_broken
 
 MOST_RANKS = 64
 OTHERS = ("model", "seq_len", "seed", "steps", "recompute")
@@ -47,45 +45,22 @@ def check_spec(words: list[str], dump: str | None = None) -> CheckSpec:
     Raises:
         ConfigError: an unknown word, or a layout that cannot be.
     """
-    known = [f.name for f in fields(Layout)]
-    values: dict[str, str] = {}
-    for word in words:
-        key, eq, value = word.partition("=")
-        if not eq:
-            raise ConfigError(f"{word!r} is no WORD=VALUE; write for example dp=2 tp=2 gas=4")
-        if key not in (*known, *OTHERS):
-            raise ConfigError(unknown_name("word", key, (*known, *OTHERS)))
-        values[key] = value
+    known = [*(f.name for f in fields(Layout)), *OTHERS]
+    values = read_words(words, known, "dp=2 tp=2 gas=4")
     shape = load_model(values.pop("model")) if "model" in values else TINY
     schedule, recompute = values.pop("pp_schedule", None), values.pop("recompute", "none")
-    numbers = {key: _whole(key, value) for key, value in values.items()}
+    numbers = {key: whole(key, value) for key, value in values.items()}
     rest = {key: numbers.pop(key) for key in ("seq_len", "seed", "steps") if key in numbers}
     schedule = schedule or default_schedule(numbers.get("pp", 1), numbers.get("gas", 1))
     layout = Layout(**{"dp": 1, **numbers}, pp_schedule=schedule)
     spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), recompute=recompute, **rest)  # type: ignore[arg-type]
-    _require_possible(spec, shape)
-    return spec
-
-
-def _require_possible(spec: CheckSpec, shape: ModelShape) -> None:
-    layout = spec.layout
-    broken = first_broken(layout, shape)
-    reason = broken[1] if broken else None
-    reason = reason or refusal(spec.run.kernel, layout, shape, spec.seq_len)
-    if reason:
-        raise ConfigError(f"{layout.label()} cannot run: {reason}; choose another layout")
+    require_possible(spec.run.kernel, layout, shape, spec.seq_len)
     if layout.world_size > MOST_RANKS:
         raise ConfigError(
             f"{layout.label()} needs {layout.world_size} processes; the check runs up to {MOST_RANKS} "
             "on this machine: choose smaller degrees"
         )
-
-
-def _whole(key: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError(f"{key}={value!r} is no whole number") from None
+    return spec
 
 
 def _folder(dump: str | None) -> str | None:

@@ -29,3 +29,20 @@ def check(
     from ultrabench.cli.check import run_check
 
     raise typer.Exit(run_check(words or [], dump, json_))
+
+
+@kernel_app.command("dryrun")
+def dryrun(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[WORD=VALUE]...",
+            help="model=llama3-8b nodes=8 tp=8 zero_stage=3 seq_len=8192 recompute=full",
+        ),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Step the real kernel without data at any world size: memory, collectives and FLOPs of a rank."""
+    from ultrabench.cli.dryrun import run_dryrun
+
+    raise typer.Exit(run_dryrun(words or [], json_))

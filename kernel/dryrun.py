@@ -1,0 +1,108 @@
+"""What a step would cost: the real kernel, built and stepped without data and without other ranks.
+
+`python -P -m ultrabench.kernel.dryrun` reads a RunSpec from stdin and writes a RankCost a line, one
+for the first rank of each pipeline stage. It has imported torch and never computes: its children do.
+"""
+
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ultrabench.kernel.children import run_forked
+from ultrabench.kernel.compat_fake import ShardedTensors, fake_tensors, fake_world
+from ultrabench.kernel.counts import CollectiveCounts, ExecutedFlops
+from ultrabench.kernel.dp import MASTER_DTYPE
+from ultrabench.kernel.live_bytes import LiveBytes
+from ultrabench.kernel.mesh import build_mesh
+from ultrabench.kernel.step import TrainStep
+from ultrabench.layout import Coordinates
+from ultrabench.record import from_dict
+from ultrabench.run import RunSpec
+
+TIMEOUT_S = 6 * 3600.0
+_CPU = torch.device("cpu")
+
+
+def make_states(trainer: TrainStep) -> None:
+    """The optimizer's states, which are there from the second step on."""
+    for shard in trainer.shards.values():
+        shard.grad = torch.zeros_like(shard)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+
+
+def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_states) -> dict[str, Any]:
+    """The RankCost, as JSON values, of this rank of the default process group.
+
+    Of real ranks it is what a dry run is held against; they `prepare` by a step.
+    """
+    with LiveBytes() as live:
+        mesh = build_mesh(spec.layout, "cpu")
+        trainer = TrainStep(spec, _CPU, mesh, progress=lambda: live.name("gradient", sharded.gradients()))
+        sharded = ShardedTensors(trainer.models, lambda grad: live.name("gradient", [grad]))
+        for options in trainer.optimizer.param_groups:
+            options["fused"] = True  # without temporaries, as on GPUs
+        prepare(trainer)
+        batch = trainer.batch(1)
+        named = {"tied": trainer.tied_group, "cp": trainer.cp_group}
+        counts = CollectiveCounts(mesh, {axis: g for axis, g in named.items() if g is not None})
+        executed = ExecutedFlops()
+        live.beside = (counts, executed)
+        live.reset_peak()
+        loss = trainer.accumulate(*batch)
+        live.name("gradient", sharded.gradients())
+        trainer.update(loss)
+        del batch, loss
+    live.name("parameter", [*trainer.shards.values(), *sharded.gathered()])
+    live.name("optimizer", (t for state in trainer.optimizer.state.values() for t in state.values()))
+    parts = live.peak_by_kind()
+    return {
+        "pp_rank": trainer.at.pp, "rank": dist.get_rank(), "static_bytes": live.now, "peak_bytes": live.peak,
+        **{f"{kind}_bytes": parts[kind] for kind in ("parameter", "gradient", "optimizer", "activation")},
+        "hardware_flops": executed.flops,
+        "collectives": {
+            f"{axis} {op}": (calls, counts.payload_bytes[axis, op])
+            for (axis, op), calls in sorted(counts.calls.items())
+        },
+    }  # fmt: skip
+
+
+def dry_run(spec: RunSpec, rank: int, out: Path) -> None:
+    """Writes the RankCost of `rank` to `out`."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(MASTER_DTYPE[spec.kernel.precision])
+    gc.disable()  # as in measured steps
+    with fake_world(rank, spec.layout.world_size), fake_tensors():
+        out.write_text(json.dumps(measure_step(spec)))
+
+
+def main() -> None:
+    """Answers for all pipeline stages, as many at a time as there are cores."""
+    spec = from_dict(RunSpec, json.load(sys.stdin))
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="ultrabench-dryrun-") as name:
+        folder = Path(name)
+        for first in range(0, spec.layout.pp, cores):
+            some = range(first, min(first + cores, spec.layout.pp))
+            ranks = [spec.layout.rank(Coordinates(pp=pp, dp=0, cp=0, tp=0)) for pp in some]
+            outs = {rank: folder / f"{rank}.json" for rank in ranks}
+            bodies = {f"rank {r}": partial(dry_run, spec, r, out) for r, out in outs.items()}
+            error = run_forked(bodies, folder, TIMEOUT_S)
+            if error is not None:
+                print(json.dumps({"error": error}), flush=True)
+                return
+            for out in outs.values():
+                print(out.read_text(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

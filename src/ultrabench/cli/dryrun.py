@@ -1,0 +1,145 @@
+"""`ultrabench kernel dryrun`."""
+
+from dataclasses import fields
+from typing import Any
+
+from rich.table import Table
+
+from ultrabench.cli.tables import out, print_json, say, table
+from ultrabench.cli.words import read_words, require_possible, whole
+from ultrabench.errors import ConfigError
+from ultrabench.hardware import GIB, Hardware
+from ultrabench.kernel.dryrun_spec import RankCost, ask
+from ultrabench.kernel_choice import KernelChoice
+from ultrabench.layout import Layout, default_schedule
+from ultrabench.record import to_dict
+from ultrabench.run import RunSpec, Workload
+from ultrabench.stages import held_stages
+from ultrabench.sweep.config import load_config
+
+DEFAULTS = {"model": "llama3-8b", "hardware": "h100x8", "nodes": "1", "seq_len": "4096", "recompute": "none"}
+PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
+
+
+def run_dryrun(words: list[str], as_json: bool) -> int:
+    """Tells what a step of a layout costs the first rank of each pipeline stage; 0."""
+    spec, hardware = dryrun_spec(words)
+    layout, world = spec.layout, spec.layout.world_size
+    say(
+        f"dry run of {layout.label()} on {world} ranks, {spec.kernel.precision}, seq_len "
+        f"{spec.workload.seq_len}: the first rank of each of {layout.pp} pipeline stages"
+    )
+    costs = []
+    for cost in ask(spec):
+        costs.append(cost)
+        say(f"  stage {cost.pp_rank} (rank {cost.rank}): peak {cost.peak_bytes / GIB:.2f} GiB")
+    model_flops = [_model_flops(spec, cost.pp_rank) for cost in costs]
+    if as_json:
+        print_json(_document(spec, hardware, costs, model_flops))
+    else:
+        _show(spec, hardware, costs, model_flops)
+    return 0
+
+
+def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
+    """The run that `model=llama3-8b nodes=8 tp=8 ...` describes, and on what.
+
+    dp is what the other degrees leave of the nodes, gas as many micro-batches as pp, precision
+    the hardware's.
+
+    Raises:
+        ConfigError: an unknown word or name, or a layout that cannot be.
+    """
+    known = [*(f.name for f in fields(Layout)), *DEFAULTS, "precision"]
+    given = DEFAULTS | read_words(words, known, "model=llama3-8b nodes=8 tp=8")
+    config = load_config([f"{key}={given.pop(key)}" for key in ("model", "hardware")])
+    (shape,), hardware = config.models, config.hardware
+    kernel = KernelChoice(
+        name="embedded",
+        precision=given.pop("precision", hardware.precision),
+        recompute=given.pop("recompute"),
+    )
+    schedule = given.pop("pp_schedule", None)
+    numbers = {key: whole(key, value) for key, value in given.items()}
+    nodes, seq_len = numbers.pop("nodes"), numbers.pop("seq_len")
+    if nodes < 1:
+        raise ConfigError(f"nodes={nodes}; must be >= 1")
+    gpus, pp = nodes * hardware.gpus_per_node, numbers.get("pp", 1)
+    rest = max(1, numbers.get("tp", 1) * pp * numbers.get("cp", 1))
+    if gpus % rest and "dp" not in numbers:
+        raise ConfigError(
+            f"tp*pp*cp={rest} does not divide the {gpus} GPUs of {nodes} nodes of {hardware.gpus_per_node}; "
+            "choose degrees that do"
+        )
+    numbers = {"dp": gpus // rest, "gas": max(1, pp)} | numbers
+    schedule = schedule or default_schedule(pp, numbers["gas"])
+    several = {"virtual_stages": 2} if schedule in ("interleaved", "zbv") else {}
+    layout = Layout(**{**several, **numbers}, pp_schedule=schedule)
+    workload = Workload(seq_len=seq_len, gbs=layout.gbs)
+    spec = RunSpec(
+        shape=shape, workload=workload, layout=layout, kernel=kernel,
+        nodes=nodes, gpus_per_node=hardware.gpus_per_node,
+    )  # fmt: skip
+    require_possible(kernel, layout, shape, seq_len)
+    return spec, hardware
+
+
+def _model_flops(spec: RunSpec, pp_rank: int) -> float:
+    """The share of a rank of `pp_rank` in the FLOPs of the model (ModelShape.flops_per_token)."""
+    shape, layout = spec.shape, spec.layout
+    attention = 12 * shape.hidden_size * spec.workload.seq_len
+    held = held_stages(shape, layout, pp_rank)
+    per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention for s in held)
+    return per_token * spec.tokens_per_step / (layout.dp * layout.cp * layout.tp)
+
+
+def _document(
+    spec: RunSpec, hardware: Hardware, costs: list[RankCost], model_flops: list[float]
+) -> dict[str, Any]:
+    ranks_of_stage = spec.layout.world_size // spec.layout.pp
+    flops = spec.shape.flops_per_token(spec.workload.seq_len) * spec.tokens_per_step
+    return {
+        "label": spec.layout.label(),
+        "world_size": spec.layout.world_size,
+        "spec": to_dict(spec),
+        "rank_mem_bytes": hardware.rank_mem_bytes,
+        "peak_bytes": max(cost.peak_bytes for cost in costs),
+        "model_flops": flops,
+        "hardware_flops": ranks_of_stage * sum(cost.hardware_flops for cost in costs),
+        "stages": [
+            {**to_dict(cost), "model_flops": mine} for cost, mine in zip(costs, model_flops, strict=True)
+        ],
+    }
+
+
+def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost], model_flops: list[float]) -> None:
+    numbers = ("rank", *PARTS, "model TFLOP", "hardware TFLOP")
+    title = f"{spec.shape.name}, {spec.layout.label()}: a step of one rank of each pipeline stage, GiB"
+    made = table(title, "stage", *numbers, right=numbers)
+    for cost, flops in zip(costs, model_flops, strict=True):
+        parts = (f"{getattr(cost, f'{part}_bytes') / GIB:.2f}" for part in PARTS)
+        tera = (f"{value / 1e12:.4g}" for value in (flops, cost.hardware_flops))
+        made.add_row(str(cost.pp_rank), str(cost.rank), *parts, *tera)
+    out().print(made)
+    out().print(_collectives(costs))
+    worst = max(costs, key=lambda cost: cost.peak_bytes)
+    fits = "fits" if worst.peak_bytes <= hardware.rank_mem_bytes else "does NOT fit"
+    out().print(
+        f"largest peak {worst.peak_bytes / GIB:.2f} GiB (stage {worst.pp_rank}) {fits} into "
+        f"{hardware.rank_mem_bytes / GIB:.1f} GiB of {hardware.gpu}, without what allocator, NCCL and CUDA take"
+    )
+
+
+def _collectives(costs: list[RankCost]) -> Table:
+    """Stages that send the same share their rows."""
+    numbers = ("calls", "GiB")
+    made = table(
+        "collectives of a step, by mesh axis", "axis", "collective", *numbers, "stages", right=numbers
+    )
+    senders: dict[tuple[str, int, int], list[str]] = {}
+    for cost in costs:
+        for name, (calls, nbytes) in cost.collectives.items():
+            senders.setdefault((name, calls, nbytes), []).append(str(cost.pp_rank))
+    for (name, calls, nbytes), stages in sorted(senders.items()):
+        made.add_row(*name.split(), str(calls), f"{nbytes / GIB:.3g}", ",".join(stages))
+    return made
