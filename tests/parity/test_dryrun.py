@@ -1,5 +1,7 @@
 """What a dry run says of a step is what the step costs real ranks."""
 
+import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from test_layouts import spec_of
 
 from ultrabench.kernel.dryrun_spec import RankCost, ask
 from ultrabench.record import from_dict
+from ultrabench.run import RunSpec
 
 pytestmark = pytest.mark.parity
 
@@ -56,3 +59,16 @@ def test_flops_are_those_of_the_formula(case: str) -> None:
     expected = spec.tokens_per_step * (6 * shape.num_matmul_params + attention)
     one_rank_a_stage = sum(cost.hardware_flops for cost in ask(spec))
     assert one_rank_a_stage * layout.dp * layout.tp == expected
+
+
+def test_8b_on_64_gpus_fits_this_machine() -> None:
+    """The command's answer: masters and moments are 12 bytes a parameter, spread over all ranks."""
+    words = "model=llama3-8b nodes=8 tp=8 zero_stage=3 --json"
+    command = [sys.executable, "-P", "-m", "ultrabench.cli.main", "kernel", "dryrun", *words.split()]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    (stage,) = found["stages"]
+    params = from_dict(RunSpec, found["spec"]).shape.num_params
+    assert stage["static_bytes"] == pytest.approx(12 * params / 64, rel=1e-3)
+    parts = ("parameter", "gradient", "optimizer", "activation")
+    assert sum(stage[f"{part}_bytes"] for part in parts) == stage["peak_bytes"] == found["peak_bytes"]
+    assert stage["model_flops"] * 64 == found["model_flops"] < found["hardware_flops"]
