@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ultrabench.kernel import environment, failure, memory, process_group, testimony
+from ultrabench.kernel.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.probe import probe
 from ultrabench.kernel.profile import look_inside
@@ -52,6 +53,7 @@ class Timing:
         self.step_times_s: list[float] = []
         self.loss_final: float | None = None
         self.done_steps = 0
+        self.flops: float | None = None
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -91,6 +93,14 @@ class Timing:
         dist.broadcast(flag, src=0)
         return bool(flag.item())
 
+    def _count_flops(self) -> None:
+        """A step in which every product is counted, on all ranks."""
+        with ExecutedFlops() as executed:
+            self.step()
+        total = torch.tensor([executed.flops], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        self.flops = total.item()
+
     def _report_peaks(self) -> None:
         allocated, reserved = memory.peak_bytes(self.device)
         self.report.write("memory", allocated_bytes=allocated, reserved_bytes=reserved)
@@ -101,7 +111,10 @@ class Timing:
         self.step()
         self.report.phase("warmup")
         while self.done_steps < self.measure.warmup_steps:
-            self.step()
+            if self.done_steps == 1 and not self.task.spec.kernel.compile:
+                self._count_flops()
+            else:
+                self.step()
         # A collection in the middle of a measured step would be one rank's, and all would wait.
         gc.collect()
         gc.freeze()
@@ -123,7 +136,7 @@ class Timing:
             stopped="interval" if reached else "max_steps",
             ci_reached=reached,
             loss_final=self.loss_final,
-            hardware_flops_per_step=None,
+            hardware_flops_per_step=self.flops,
             omp_num_threads=torch.get_num_threads(),
         )
 

@@ -118,6 +118,9 @@ def test_a_run_from_start_to_end(tmp_path: Path, case: str, precision: str) -> N
         assert done["ci_reached"] is False
         assert done["loss_final"] == steps[4]["loss"]
         assert done["omp_num_threads"] == 1
+        # Of the products of the matrices, and attention with its scores computed anew.
+        per_token = 6 * TINY.num_matmul_params + 14 * TINY.num_hidden_layers * TINY.hidden_size * 64
+        assert done["hardware_flops_per_step"] == task.spec.tokens_per_step * per_token
         *_, memory = [line for line in seen if line["event"] == "memory"]
         assert memory["allocated_bytes"] is None
         assert 2**26 < memory["reserved_bytes"] < GIB
