@@ -30,12 +30,13 @@ def run_doctor(
         write: name of the cluster configuration to write first, which is then what is checked; None: none.
         deep: try it with an acceptance run, too.
     """
-    overrides = _with_acceptance(overrides) if deep else overrides
-    config, note = _configuration(overrides)
+    given, note = _with_launcher(overrides)
+    given = _with_acceptance(given) if deep else given
+    config = load_config(given)
     if write is not None:
         _write(config, write, force, note)
         if not any(o.partition("=")[0] == "cluster" for o in overrides):
-            config = load_config([*overrides, f"launcher={config.launcher.name}", f"cluster={write}"])
+            config = load_config([*given, f"cluster={write}"])
     checks = examine(config, wait_s=wait_s, say=say)
     if deep:
         bad = " and ".join(c.name for c in checks if c.status is Verdict.FAIL)
@@ -55,14 +56,19 @@ def run_doctor(
     return int(counts[Verdict.FAIL] > 0)
 
 
-def _configuration(overrides: Sequence[str]) -> tuple[SweepConfig, str | None]:
-    """The configuration, of Slurm where it answers and no launcher is named; else why it is this machine's."""
-    if any(o.lstrip("+~").partition("=")[0] == "launcher" for o in overrides):
-        return load_config(overrides), None
+def _with_launcher(overrides: Sequence[str]) -> tuple[list[str], str | None]:
+    """The overrides, of Slurm where it answers and no launcher is named; else why they are this machine's."""
+    if _names("launcher", overrides):
+        return [*overrides], None
     why = why_not_slurm()
     launcher = "slurm" if why is None else "local"
     say(f"looking at launcher={launcher}: {why or 'Slurm answers here'}")
-    return load_config([*overrides, f"launcher={launcher}"]), why
+    return [*overrides, f"launcher={launcher}"], why
+
+
+def _names(group: str, overrides: Sequence[str]) -> str | None:
+    """The override that chooses in a group."""
+    return next((o for o in overrides if o.lstrip("+~").partition("=")[0] == group), None)
 
 
 def _with_acceptance(overrides: Sequence[str]) -> list[str]:
@@ -71,8 +77,7 @@ def _with_acceptance(overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: another sweep is named.
     """
-    named = next((o for o in overrides if o.lstrip("+~").partition("=")[0] == "sweep"), None)
-    if named:
+    if named := _names("sweep", overrides):
         raise ConfigError(
             f"{named} with --deep, which has a sweep of its own, sweep=acceptance; leave it out"
         )
