@@ -29,7 +29,14 @@ def run_doctor(
     Args:
         write: name of the cluster configuration to write first, which is then what is checked; None: none.
         deep: try it with an acceptance run, too.
+
+    Raises:
+        ConfigError: an acceptance run of another sweep is asked for, or what `examine` and `accept` raise.
     """
+    if deep and (named := _names("sweep", overrides)):
+        raise ConfigError(
+            f"{named} with --deep, which has a sweep of its own, sweep=acceptance; leave it out"
+        )
     given, note = _with_launcher(overrides)
     given = _with_acceptance(given) if deep else given
     config = load_config(given)
@@ -72,15 +79,7 @@ def _names(group: str, overrides: Sequence[str]) -> str | None:
 
 
 def _with_acceptance(overrides: Sequence[str]) -> list[str]:
-    """The overrides with the layouts of an acceptance run.
-
-    Raises:
-        ConfigError: another sweep is named.
-    """
-    if named := _names("sweep", overrides):
-        raise ConfigError(
-            f"{named} with --deep, which has a sweep of its own, sweep=acceptance; leave it out"
-        )
+    """The overrides with the layouts of an acceptance run."""
     full = [*overrides, "sweep=acceptance"]
     return [*overrides, "sweep=acceptance-small"] if load_config(full).hardware.device == "cpu" else full
 
