@@ -157,7 +157,7 @@ def test_written_clusters_are_used(sweeps):
 
 
 def test_an_acceptance_run_in_small(sweeps):
-    checks = doctor(sweeps, *SMALL, "sweep.nodes=[2]")
+    checks = doctor(sweeps, *SMALL)
     assert len(checks) == 22
     assert {c["status"] for c in checks.values()} == {"pass"}, checks
     assert checks["stopped rank"]["told"].startswith("rank 3 on gpu02 is stopped (state T)")
