@@ -186,8 +186,8 @@ def main() -> None:
     ranks = words.ranks or (1 if cuda else 2)
     jobs = [
         {"model": model, "form": form, "mbs": int(mbs), "compile": compiled, "device": words.device,
-         "seq_len": words.seq_len or (4096 if cuda else 64), "precision": "bf16" if cuda else "fp32",
-         "warmup": 5 if cuda else 3, "steps": words.steps or (10 if cuda else 30)}
+         "seq_len": words.seq_len or (4096 if cuda else 256), "precision": "bf16" if cuda else "fp32",
+         "warmup": 5 if cuda else 3, "steps": words.steps or (10 if cuda else 12)}
         for model in words.models.split(",")
         for form in FORMS
         for mbs in words.mbs.split(",")
