@@ -30,11 +30,14 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Most tests wait for processes and deadlines: those on Slurm run beside the others.
+# Most tests wait for processes and deadlines: those on Slurm and those of the kernel run beside the others.
 test: check
-	@log=$$(mktemp); $(BIN)/pytest -m slurm >$$log 2>&1 & slurm=$$!; \
-	$(BIN)/pytest -m "not slurm"; others=$$?; wait $$slurm; code=$$?; \
-	cat $$log; rm -f $$log; exit $$((others | code))
+	@logs=$$(mktemp -d); \
+	$(BIN)/pytest -m slurm >$$logs/slurm 2>&1 & slurm=$$!; \
+	$(BIN)/pytest -m parity >$$logs/parity 2>&1 & parity=$$!; \
+	$(BIN)/pytest -m "not slurm and not parity"; code=$$?; \
+	for name in $$parity $$slurm; do wait $$name || code=1; done; \
+	cat $$logs/parity $$logs/slurm; rm -rf $$logs; exit $$code
 
 slurm-test: env
 	$(BIN)/pytest -m slurm
