@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -38,8 +39,23 @@ def fake_tensors() -> Iterator[None]:
     with ExitStack() as stack:
         if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
             stack.enter_context(_replaced(schedules._PipelineSchedule, "_warmup_p2p", _no_vote))
+        send = _holding(dist.isend)
+        for owner in (dist, dist.distributed_c10d):
+            stack.enter_context(_replaced(owner, "isend", send))
         stack.enter_context(FakeTensorMode())
         yield
+
+
+def _holding(isend: Callable[..., dist.Work | None]) -> Callable[..., dist.Work | None]:
+    """A send that holds its tensor as long as somebody may wait for it, as a real one does."""
+
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
+        work = isend(tensor, *args, **kwargs)
+        if work is not None:
+            weakref.finalize(work, id, tensor)
+        return work
+
+    return run
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,40 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
 
 
 def dry_run(spec: RunSpec, rank: int, out: Path) -> None:
-    """Writes the RankCost of `rank` to `out`."""
+    """Writes the RankCost of `rank` to `out`.
+
+    With one stage on a rank every micro-batch after the first ones adds the same, so of many only
+    some are run.
+    """
     torch.set_num_threads(1)
     torch.set_default_dtype(MASTER_DTYPE[spec.kernel.precision])
     gc.disable()  # as in measured steps
+    gas, pp = spec.layout.gas, spec.layout.pp
+    if gas <= 5 * pp or spec.layout.virtual_stages > 1:
+        cost = _fake_step(spec, rank)
+    else:
+        fewer, some = (_fake_step(_with_gas(spec, n * pp), rank) for n in (2, 3))
+        cost = {key: _extend(fewer[key], value, (gas - 3 * pp, pp)) for key, value in some.items()}
+    out.write_text(json.dumps(cost))
+
+
+def _fake_step(spec: RunSpec, rank: int) -> dict[str, Any]:
     with fake_world(rank, spec.layout.world_size), fake_tensors():
-        out.write_text(json.dumps(measure_step(spec)))
+        return measure_step(spec)
+
+
+def _with_gas(spec: RunSpec, gas: int) -> RunSpec:
+    layout = replace(spec.layout, gas=gas)
+    return replace(spec, layout=layout, workload=replace(spec.workload, gbs=layout.gbs))
+
+
+def _extend(before: Any, after: Any, ratio: tuple[int, int]) -> Any:
+    """`after` and its distance from `before` once more, times the quotient `ratio`."""
+    if isinstance(after, dict):
+        return {key: _extend(before[key], value, ratio) for key, value in after.items()}
+    if isinstance(after, tuple):
+        return tuple(_extend(x, y, ratio) for x, y in zip(before, after, strict=True))
+    return after + (after - before) * ratio[0] // ratio[1]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What a step really costs every rank: a CheckSpec line in, the RankCosts of all ranks out, as JSON."""
+"""What a step costs real ranks, and what a dry run says: a CheckSpec line in, a JSON line out."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ultrabench.kernel.check_spec import CheckSpec
 from ultrabench.kernel.children import run_forked
-from ultrabench.kernel.dryrun import measure_step
+from ultrabench.kernel.dryrun import dry_run, measure_step
 from ultrabench.kernel.step import TrainStep
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
@@ -34,13 +34,17 @@ def cost(spec: CheckSpec, rank: int, folder: Path) -> None:
     (folder / f"cost{rank}.json").write_text(json.dumps(measure_step(bf16(spec), train_a_step)))
 
 
-def costs(spec: CheckSpec) -> list[dict[str, object]] | str:
-    """By rank, or what went wrong."""
+def costs(spec: CheckSpec) -> list[list[object]] | str:
+    """Of all real ranks, then dry-run of the first rank of each pipeline stage; or what went wrong."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ranks = range(spec.layout.world_size)
+        firsts = ranks[:: spec.layout.world_size // spec.layout.pp]
         error = run_forked({f"rank {r}": partial(cost, spec, r, folder) for r in ranks}, folder, 120)
-        return error or [json.loads((folder / f"cost{r}.json").read_text()) for r in ranks]
+        dry = {f"dry {r}": partial(dry_run, bf16(spec), r, folder / f"dry{r}.json") for r in firsts}
+        error = error or run_forked(dry, folder, 120)
+        files = [f"cost{r}.json" for r in ranks], [f"dry{r}.json" for r in firsts]
+        return error or [[json.loads((folder / file).read_text()) for file in some] for some in files]
 
 
 if __name__ == "__main__":
