@@ -1,8 +1,7 @@
 """Step time of the embedded kernel as a ratio to plain torch doing the same, and forked to exec'd ranks.
 
-Each form (one process; DDP or ZeRO-0; FSDP2 or ZeRO-3) is run four times in turn, ours, plain, plain,
-ours, each in processes of its own. Without options: a small model on 2 CPU processes, a minute or two.
-On GPUs, as many ranks as there are:
+The forms are one process; DDP, held against ZeRO-0; FSDP2, held against ZeRO-3. On CPUs, the default, steps of both
+are taken in turn in the same processes. On GPUs each runs by itself, ours, plain, plain, ours:
 
     python benchmarks/kernel.py --device cuda --models 1B,3B --mbs 1,2,4,8 --compile both
 """
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,14 +23,37 @@ FORMS = {"single": 0, "ddp": 0, "fsdp2": 3}
 """Form of plain torch -> our ZeRO stage."""
 PEAK_FLOPS_PER_S = 989e12
 """Dense bf16 of H100 and H200 SXM, from their data sheets."""
-TURNS = ("ours", "plain", "plain", "ours")
 
 
-def measure(job: dict[str, Any]) -> dict[str, float]:
-    """Runs in a rank: median seconds of a step, peak bytes on GPUs."""
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Runs in a rank: by name of `job["who"]` the seconds of its steps, taken in turn; peak bytes on GPUs."""
     import torch
     import torch.distributed as dist
 
+    torch.set_num_threads(1)
+    cuda = job["device"] == "cuda"
+    device = torch.device("cuda", int(os.environ["RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    steps = {who: {"ours": ours, "plain": plain}[who](job, device) for who in job["who"]}
+    seconds: dict[str, list[float]] = {who: [] for who in steps}
+    for number in range(job["warmup"] + job["steps"]):
+        for who, step in steps.items():
+            if cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            loss = step()
+            if number >= job["warmup"]:
+                seconds[who].append(time.perf_counter() - start)
+            assert loss == loss, "no number"
+    peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if cuda else {}
+    dist.destroy_process_group()
+    return {**{who: median(taken) for who, taken in seconds.items()}, **peak}
+
+
+def ours(job: dict[str, Any], device: Any) -> Callable[[], float]:
+    """A step of the embedded kernel."""
     from ultrabench.kernel.mesh import build_mesh
     from ultrabench.kernel.step import TrainStep
     from ultrabench.kernel_choice import KernelChoice
@@ -38,41 +61,30 @@ def measure(job: dict[str, Any]) -> dict[str, float]:
     from ultrabench.run import RunSpec, Workload
     from ultrabench.sweep.config import load_model
 
-    torch.set_num_threads(1)
-    ranks, rank, cuda = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), job["device"] == "cuda"
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    shape, layout = load_model(job["model"]), Layout(dp=ranks, mbs=job["mbs"], zero_stage=FORMS[job["form"]])
-    choice = KernelChoice(name="embedded", precision=job["precision"], compile=job["compile"])
-    workload = Workload(seq_len=job["seq_len"], gbs=layout.gbs)
-    spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=choice, nodes=1, gpus_per_node=ranks)
-    trainer = TrainStep(spec, device, build_mesh(layout, device.type)) if job["who"] == "ours" else None
-    if trainer is None:
-        from plain_model import PlainStep
+    ranks = int(os.environ["WORLD_SIZE"])
+    layout = Layout(dp=ranks, mbs=job["mbs"], zero_stage=FORMS[job["form"]])
+    spec = RunSpec(
+        shape=load_model(job["model"]), workload=Workload(seq_len=job["seq_len"], gbs=layout.gbs),
+        layout=layout, nodes=1, gpus_per_node=ranks,
+        kernel=KernelChoice(name="embedded", precision=job["precision"], compile=job["compile"]),
+    )  # fmt: skip
+    trainer = TrainStep(spec, device, build_mesh(layout, device.type))
+    batch = trainer.batch(1)
+    return lambda: float(trainer.update(trainer.accumulate(*batch))[0])
 
-        torch.manual_seed(0)
-        plain = PlainStep(
-            shape, job["seq_len"], job["form"], job["precision"], device, compiled=job["compile"]
-        )
-    batch = (
-        trainer.batch(1)
-        if trainer is not None
-        else tuple(torch.randint(shape.vocab_size, (job["mbs"], job["seq_len"]), device=device) for _ in "xy")
-    )
-    seconds = []
-    for number in range(job["warmup"] + job["steps"]):
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = float(trainer.update(trainer.accumulate(*batch))[0]) if trainer else plain.step(*batch)
-        if number >= job["warmup"]:
-            seconds.append(time.perf_counter() - start)
-    assert loss == loss, "no number"
-    peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if cuda else {}
-    dist.destroy_process_group()
-    return {"seconds": median(seconds), **peak}
+
+def plain(job: dict[str, Any], device: Any) -> Callable[[], float]:
+    """A step of plain torch."""
+    import torch
+    from plain_model import PlainStep
+
+    from ultrabench.sweep.config import load_model
+
+    torch.manual_seed(0)
+    shape = load_model(job["model"])
+    trainer = PlainStep(shape, job["seq_len"], job["form"], job["precision"], device, compiled=job["compile"])
+    batch = [torch.randint(shape.vocab_size, (job["mbs"], job["seq_len"]), device=device) for _ in "xy"]
+    return lambda: trainer.step(*batch)
 
 
 def free_port() -> int:
@@ -81,7 +93,7 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, float]:
+def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, Any]:
     """What rank 0 measured."""
     shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
               "OMP_NUM_THREADS": "1"}  # fmt: skip
@@ -105,14 +117,19 @@ def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
     from ultrabench.sweep.config import load_model
 
     found: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
-    for who in TURNS:
-        found[who].append(ranks_of({**job, "who": who}, ranks))
+    # On CPUs both live in the same processes; on GPUs each has the memory for itself.
+    for turn in (
+        [["ours"], ["plain"], ["plain"], ["ours"]] if job["device"] == "cuda" else [["ours", "plain"]]
+    ):
+        seen = ranks_of({**job, "who": turn}, ranks)
+        for who in turn:
+            found[who].append(seen)
     row = {k: job[k] for k in ("model", "form", "mbs", "seq_len", "precision", "compile")} | {"ranks": ranks}
     for who, runs in found.items():
         if not all(runs):
             row[f"{who}_s"] = None  # out of memory, most likely; its log is on stderr
             continue
-        row[f"{who}_s"] = min(run["seconds"] for run in runs)
+        row[f"{who}_s"] = min(run[who] for run in runs)
         if job["device"] == "cuda":
             per_token = load_model(job["model"]).flops_per_token(job["seq_len"])
             rate = per_token * job["mbs"] * job["seq_len"] / row[f"{who}_s"]
