@@ -99,5 +99,7 @@ def test_the_trainer_can_be_read_in_an_afternoon():
     page = (ROOT / "docs/kernel.md").read_text(encoding="utf-8")
     told = {ROOT / "kernel" / name for name in re.findall(r"\]\(\.\./kernel/(\w+\.py)\)", page)}
     trainer = told | {ROOT / "kernel/data.py", ROOT / "kernel/replicas.py"}
-    assert {ROOT / "kernel" / f"{name}.py" for name in ("model", "dp", "tp", "cp", "pp", "step", "worker")} <= told
+    assert {
+        ROOT / "kernel" / f"{name}.py" for name in ("model", "dp", "tp", "cp", "pp", "step", "worker")
+    } <= told
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in trainer) < 1500

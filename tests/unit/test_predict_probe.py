@@ -9,7 +9,11 @@ from ultrabench.sweep.plan import make_plan
 def test_a_run_for_every_node_count_whatever_it_divides():
     """One sequence a rank, so that no batch decides which node counts are measured."""
     plan = make_plan(load_config(["sweep=comm", "hardware=h100x8", "sweep.nodes=[1,3,64]"]))
-    assert [(c.nodes, c.layout.dp, c.spec.workload.gbs) for c in plan.runs] == [(1, 8, 8), (3, 24, 24), (64, 512, 512)]
+    assert [(c.nodes, c.layout.dp, c.spec.workload.gbs) for c in plan.runs] == [
+        (1, 8, 8),
+        (3, 24, 24),
+        (64, 512, 512),
+    ]
     assert len(plan.candidates) == 3
     assert {c.spec.kernel.kind for c in plan.runs} == {"probe"}
     assert not plan.config.launcher.preflight

@@ -123,9 +123,13 @@ def follow(
     price = hours(sweep.plan.gpu_hours())
     say(f"{config.name}: {len(planned)} runs, {price} GPU hours predicted, in {sweep.folder.path}")
     known = sweep.state()
-    settled = next_step(sweep.plan, known, frozenset(), accepts=sweep.accepts, old=frozenset(known.attempts)).over
+    settled = next_step(
+        sweep.plan, known, frozenset(), accepts=sweep.accepts, old=frozenset(known.attempts)
+    ).over
     if config.profile and settled:
-        say("profile=true, but all is measured: only what runs looks inside itself; add repeats=N or name=NAME")
+        say(
+            "profile=true, but all is measured: only what runs looks inside itself; add repeats=N or name=NAME"
+        )
     for other in living_launchers(sweep.folder, sweep.journal.path):
         say(f"{other} follows this sweep, too; both may go on: no run is made twice")
     try:

@@ -104,7 +104,10 @@ def test_commands_that_cannot_be_done(ultrabench, tmp_path, words, line):
         (["heatmap", "-o", "map.docx"], "unknown kind of picture '.docx'"),
         (["heatmap", "--rank-by", "speed"], "speed"),
         (["plot", "com"], "unknown figure 'com'; did you mean comm?"),
-        (["plot", "comm"], "no bandwidths over node counts here; measure them with: ultrabench sweep launch sweep=comm"),
+        (
+            ["plot", "comm"],
+            "no bandwidths over node counts here; measure them with: ultrabench sweep launch sweep=comm",
+        ),
     ],
 )
 def test_sweeps_that_cannot_be_used(ultrabench, sweep, words, line):
