@@ -54,7 +54,10 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
         ConfigError: there are no cells.
     """
     if not cells:
-        raise ConfigError("nothing to draw: the table has no cells; has anything been planned yet?")
+        raise ConfigError(
+            "nothing to draw: the table has no cells; has anything been planned yet? Links are drawn by "
+            "ultrabench plot comm"
+        )
     grids = grids_of(cells)
     left = _left_margin(cells)
     width = max(7.0, left + max(grid.width for grid in grids) + RIGHT)

@@ -90,6 +90,7 @@ def ask(spec: CheckSpec) -> CheckResult:
         text=True,
         env={**os.environ, **SINGLE_THREADED},
         check=False,
+        process_group=0,  # Ctrl-C is for us; the end of the server ends its children
     )
     if server.returncode:
         return CheckResult(passed=False, error=f"the check server exited with {server.returncode}")

@@ -49,15 +49,20 @@ def ask(spec: RunSpec) -> Iterator[RankCost]:
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **thread_variables(1)},
+        process_group=0,  # Ctrl-C is for us; the end of the server ends its children
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.write(json.dumps(to_dict(spec)))
         server.stdin.close()
-        for line in server.stdout:
-            answer = json.loads(line)
-            if "error" in answer:
-                raise ConfigError(f"{spec.layout.label()} cannot be dry-run: {answer['error']}")
-            yield from_dict(RankCost, answer)
+        try:
+            for line in server.stdout:
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise ConfigError(f"{spec.layout.label()} cannot be dry-run: {answer['error']}")
+                yield from_dict(RankCost, answer)
+        except KeyboardInterrupt:
+            server.kill()
+            raise
     if server.returncode:
         raise ConfigError(f"{spec.layout.label()}: the dry run ended with exit code {server.returncode}")

@@ -34,9 +34,5 @@ def apply_recompute(model: Decoder, recompute: str) -> None:
 
 def apply_compile(model: Decoder, backend: str) -> None:
     """Compiles each layer of `model`, in place."""
-    if model.embedding is not None:
-        # The embedding of tensor parallelism ends in a collective whose result is not there yet;
-        # a compiled layer takes it for plain data and loses gradients, without a word.
-        model.embedding.register_forward_hook(lambda module, args, out: out.clone())
     for layer in model.layers.values():
         layer.compile(backend=backend)

@@ -6,8 +6,11 @@ the blocks each rank holds S/tp tokens, where norms and residuals are computed
 (arXiv 2205.05198, section 4.2.2).
 """
 
+from functools import partial
+
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -16,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn import functional
 
 from ultrabench.kernel.model import Decoder
 
@@ -44,6 +48,33 @@ def layer_plan() -> dict[str, ParallelStyle]:
     }
 
 
+class VocabularyParallel(ParallelStyle):
+    """Cuts an embedding by rows: each rank looks up the tokens it has rows of, the others count 0.
+
+    DTensor's own way gives the gradient of all rows on every rank before it takes this rank's.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        module.weight = nn.Parameter(
+            distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        )
+        module.forward = partial(_look_up, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+
+def _look_up(module: nn.Embedding, tp_mesh: DeviceMesh, tokens_BS: Tensor) -> Tensor:
+    """The S/tp rows of x_BSH that this rank goes on with: a reduce-scatter, backward an all-gather."""
+    assert isinstance(module.weight, DTensor)
+    rows = module.weight.to_local()
+    index = tokens_BS - tp_mesh.get_local_rank() * rows.shape[0]
+    elsewhere = (index < 0) | (index >= rows.shape[0])
+    x_BSH = functional.embedding(index.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
+    summand = DTensor.from_local(x_BSH, tp_mesh, [Partial()], run_check=False)
+    # Waited for: a compiled layer takes an unfinished collective for plain data and loses gradients.
+    return summand.redistribute(placements=[Shard(1)]).to_local()
+
+
 def outer_plan(model: Decoder) -> dict[str, ParallelStyle]:
     """How embedding, last norm and head are cut, where this stage has them.
 
@@ -52,7 +83,7 @@ def outer_plan(model: Decoder) -> dict[str, ParallelStyle]:
     """
     plan: dict[str, ParallelStyle] = {}
     if model.embedding is not None:
-        plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        plan["embedding"] = VocabularyParallel()
     if model.norm is not None:
         plan["norm"] = SequenceParallel()
     if model.head is not None:

@@ -136,7 +136,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     )
     if type(config.profile) is not bool:
         raise ConfigError(f"profile={config.profile!r}; must be true or false")
-    if config.profile and config.kernel.kind == "command":
+    if config.profile and config.kernel.kind != "embedded":
         raise ConfigError(
             f"profile=true with kernel={config.kernel.name}; only ultrabench's own kernel looks inside itself: use "
             "what the program has for that"

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel
 
-from ultrabench.kernel import cp, model, recompute, step
+from ultrabench.kernel import cp, model, recompute, step, tp
 from ultrabench.kernel.check import serve
 
 
@@ -53,13 +54,14 @@ def lost_key_gradients() -> None:
 
 
 def compiled_collective() -> None:
-    """The embedding's unfinished collective goes straight into a compiled layer."""
+    """An embedding's unfinished collective goes straight into a compiled layer, as torch's own plan has it."""
+    right = tp.outer_plan
 
-    def apply_compile(decoder: Any, backend: str) -> None:
-        for layer in decoder.layers.values():
-            layer.compile(backend=backend)
+    def outer_plan(decoder: Any) -> Any:
+        own = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        return right(decoder) | ({"embedding": own} if decoder.embedding is not None else {})
 
-    step.apply_compile = apply_compile
+    tp.outer_plan = outer_plan
 
 
 def stale_recompute() -> None:

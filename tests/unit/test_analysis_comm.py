@@ -89,9 +89,9 @@ def test_nothing_to_draw_and_two_places_are_mistakes(tmp_path):
     with pytest.raises(ConfigError, match="sweep=comm"):
         draw(table_of(trained), tmp_path / "x.png", title="trained")
     table = table_of(sweep(tmp_path / "comm", (1, 0, probe(1.0, 1.0, 2**20))))
-    with pytest.raises(ConfigError, match="unknown kind of picture '.gif'"):
+    with pytest.raises(ConfigError, match=r"unknown kind of picture '\.gif'"):
         draw(table, tmp_path / "x.gif", title="")
     at = table.schema.get_field_index("cluster")
     elsewhere = table.set_column(at, table.schema.field(at), [["elsewhere"]])
-    with pytest.raises(ConfigError, match="2 places .h100x8 of elsewhere; h100x8 of local."):
+    with pytest.raises(ConfigError, match=r"2 places .h100x8 of elsewhere; h100x8 of local."):
         points(pa.concat_tables([table, elsewhere]))

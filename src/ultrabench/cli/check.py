@@ -51,6 +51,8 @@ def check_spec(words: list[str], dump: str | None = None) -> CheckSpec:
     schedule, recompute = values.pop("pp_schedule", None), values.pop("recompute", "none")
     numbers = {key: whole(key, value) for key, value in values.items()}
     rest = {key: numbers.pop(key) for key in ("seq_len", "seed", "steps") if key in numbers}
+    if schedule in ("interleaved", "zbv"):
+        numbers = {"virtual_stages": 2} | numbers
     schedule = schedule or default_schedule(numbers.get("pp", 1), numbers.get("gas", 1))
     layout = Layout(**{"dp": 1, **numbers}, pp_schedule=schedule)
     spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), recompute=recompute, **rest)  # type: ignore[arg-type]

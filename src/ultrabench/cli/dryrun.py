@@ -113,16 +113,17 @@ def _document(
 
 
 def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost], model_flops: list[float]) -> None:
-    numbers = ("rank", *PARTS, "model TFLOP", "hardware TFLOP")
-    title = f"{spec.shape.name}, {spec.layout.label()}: a step of one rank of each pipeline stage, GiB"
-    made = table(title, "stage", *numbers, right=numbers)
+    numbers = (*PARTS, "model TFLOP", "hardware TFLOP")
+    worst = max(costs, key=lambda cost: cost.peak_bytes)
+    unit, name = (GIB, "GiB") if worst.peak_bytes >= GIB else (2**20, "MiB")
+    title = f"{spec.shape.name}, {spec.layout.label()}: a step of one rank of each pipeline stage, {name}"
+    made = table(title, "pp", *numbers, right=numbers)
     for cost, flops in zip(costs, model_flops, strict=True):
-        parts = (f"{getattr(cost, f'{part}_bytes') / GIB:.2f}" for part in PARTS)
+        parts = (f"{getattr(cost, f'{part}_bytes') / unit:.2f}" for part in PARTS)
         tera = (f"{value / 1e12:.4g}" for value in (flops, cost.hardware_flops))
-        made.add_row(str(cost.pp_rank), str(cost.rank), *parts, *tera)
+        made.add_row(str(cost.pp_rank), *parts, *tera)
     out().print(made)
     out().print(_collectives(costs))
-    worst = max(costs, key=lambda cost: cost.peak_bytes)
     fits = "fits" if worst.peak_bytes <= hardware.rank_mem_bytes else "does NOT fit"
     out().print(
         f"largest peak {worst.peak_bytes / GIB:.2f} GiB (stage {worst.pp_rank}) {fits} into "
@@ -132,7 +133,7 @@ def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost], model_flops:
 
 def _collectives(costs: list[RankCost]) -> Table:
     """Stages that send the same share their rows."""
-    numbers = ("calls", "GiB")
+    numbers = ("calls", "MiB")
     made = table(
         "collectives of a step, by mesh axis", "axis", "collective", *numbers, "stages", right=numbers
     )
@@ -141,5 +142,10 @@ def _collectives(costs: list[RankCost]) -> Table:
         for name, (calls, nbytes) in cost.collectives.items():
             senders.setdefault((name, calls, nbytes), []).append(str(cost.pp_rank))
     for (name, calls, nbytes), stages in sorted(senders.items()):
-        made.add_row(*name.split(), str(calls), f"{nbytes / GIB:.3g}", ",".join(stages))
+        made.add_row(
+            *name.split(),
+            str(calls),
+            f"{nbytes / 2**20:,.4g}" if nbytes >= 2**10 else "< 0.001",
+            ",".join(stages),
+        )
     return made
