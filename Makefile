@@ -30,14 +30,12 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Most tests wait for processes and deadlines: those on Slurm and those of the kernel run beside the others.
+# Most tests wait for processes and deadlines: those on Slurm, then those of the kernel, run beside the others.
 test: check
-	@logs=$$(mktemp -d); \
-	$(BIN)/pytest -m slurm >$$logs/slurm 2>&1 & slurm=$$!; \
-	$(BIN)/pytest -m parity >$$logs/parity 2>&1 & parity=$$!; \
+	@log=$$(mktemp); \
+	{ $(BIN)/pytest -m slurm; slurm=$$?; $(BIN)/pytest -m parity && exit $$slurm; } >$$log 2>&1 & beside=$$!; \
 	$(BIN)/pytest -m "not slurm and not parity"; code=$$?; \
-	for name in $$parity $$slurm; do wait $$name || code=1; done; \
-	cat $$logs/parity $$logs/slurm; rm -rf $$logs; exit $$code
+	wait $$beside || code=1; cat $$log; rm -f $$log; exit $$code
 
 slurm-test: env
 	$(BIN)/pytest -m slurm
