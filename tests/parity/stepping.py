@@ -4,11 +4,13 @@ import dataclasses
 import json
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ultrabench.kernel.check_spec import CheckSpec
 from ultrabench.kernel.children import run_forked
@@ -17,6 +19,8 @@ from ultrabench.kernel.step import TrainStep
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 
+LETTING_GO_S = 0.3
+
 
 def bf16(spec: CheckSpec) -> RunSpec:
     """The checked run in the precision of GPUs."""
@@ -24,6 +28,15 @@ def bf16(spec: CheckSpec) -> RunSpec:
 
 
 def train_a_step(trainer: TrainStep) -> None:
+    """The first step; from now on updates end when gloo's thread has let go of what it sent."""
+    right = trainer.update
+
+    def update(loss: Tensor) -> tuple[Tensor, Tensor]:
+        out = right(loss)
+        time.sleep(LETTING_GO_S)
+        return out
+
+    trainer.update = update  # type: ignore[method-assign]
     trainer.update(trainer.accumulate(*trainer.batch(1)))
 
 
