@@ -9,7 +9,6 @@ are taken in turn in the same processes. On GPUs each runs by itself, ours, plai
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from ultrabench.agent.port import free_port
 
 FORMS = {"single": 0, "ddp": 0, "fsdp2": 3}
 """Form of plain torch -> our ZeRO stage."""
@@ -87,15 +88,9 @@ def plain(job: dict[str, Any], device: Any) -> Callable[[], float]:
     return lambda: trainer.step(*batch)
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, Any]:
     """What rank 0 measured."""
-    shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
               "OMP_NUM_THREADS": "1"}  # fmt: skip
     started = [
         subprocess.Popen(
@@ -159,7 +154,7 @@ def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
     for turn in range(2 * times):
         way = ("forked", "execed", "execed", "forked")[turn % 4]
         shared = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+                  "MASTER_PORT": str(free_port("127.0.0.1")), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
                   "ULTRABENCH_SPEC": str(folder / "task.json")}  # fmt: skip
         reports = [folder / f"{turn}.{rank}" for rank in range(2)]
         if way == "forked":

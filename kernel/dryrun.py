@@ -25,7 +25,6 @@ from ultrabench.kernel.dp import MASTER_DTYPE
 from ultrabench.kernel.live_bytes import LiveBytes
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.step import TrainStep
-from ultrabench.layout import Coordinates
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 
@@ -54,8 +53,7 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
             options["fused"] = True  # without temporaries, as on GPUs
         prepare(trainer)
         batch = trainer.batch(1)
-        named = {"tied": trainer.tied_group, "cp": trainer.cp_group}
-        counts = CollectiveCounts(mesh, {axis: g for axis, g in named.items() if g is not None})
+        counts = CollectiveCounts(mesh, trainer.other_groups)
         executed = ExecutedFlops()
         live.beside = (counts, executed)
         live.reset_peak()
@@ -122,7 +120,7 @@ def main() -> None:
         folder = Path(name)
         for first in range(0, spec.layout.pp, cores):
             some = range(first, min(first + cores, spec.layout.pp))
-            ranks = [spec.layout.rank(Coordinates(pp=pp, dp=0, cp=0, tp=0)) for pp in some]
+            ranks = [spec.layout.first_rank(pp) for pp in some]
             outs = {rank: folder / f"{rank}.json" for rank in ranks}
             bodies = {f"rank {r}": partial(dry_run, spec, r, out) for r, out in outs.items()}
             error = run_forked(bodies, folder, TIMEOUT_S)

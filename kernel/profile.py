@@ -14,7 +14,7 @@ from ultrabench.kernel.compat import memory_history
 from ultrabench.kernel.mesh import local
 from ultrabench.kernel.step import TrainStep
 from ultrabench.kernel.timeline import most_allocated, summarize
-from ultrabench.layout import Coordinates, Layout
+from ultrabench.layout import Layout
 
 STEPS = 2
 """In the trace; one more before them, in which the profiler itself warms up, and one after them."""
@@ -23,7 +23,7 @@ TRACE, SNAPSHOT, SUMMARY = "trace.json.gz", "memory.pickle", "summary.json"
 
 def profiled_ranks(layout: Layout) -> frozenset[int]:
     """The first rank of the first and of the last pipeline stage."""
-    return frozenset(layout.rank(Coordinates(pp=pp, dp=0, cp=0, tp=0)) for pp in (0, layout.pp - 1))
+    return frozenset(layout.first_rank(pp) for pp in (0, layout.pp - 1))
 
 
 def look_inside(trainer: TrainStep, number: int, folder: Path) -> None:

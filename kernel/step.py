@@ -88,6 +88,12 @@ class TrainStep:
         model.reshard()
         return model
 
+    @property
+    def other_groups(self) -> dict[str, dist.ProcessGroup]:
+        """The groups that this rank is in beside those of the mesh, by name."""
+        named = {"tied": self.tied_group, "cp": self.cp_group}
+        return {name: group for name, group in named.items() if group is not None}
+
     def _set_up_optimizer(self) -> None:
         """AdamW over this rank's own values: it works element by element, so shards suffice.
 

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ultrabench.claim import claim, owner_of
+from ultrabench.claim import give_up, owner_of
 from ultrabench.errors import ClusterError, DiskError, may_pass
 from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
 from ultrabench.launchers.launcher import Gone, Launcher, Sighting
@@ -149,7 +149,7 @@ class Follower:
         Another launcher may still be about to submit it, however long that takes: its agent finds this claim.
         """
         claims = self.sweep.folder.claims
-        return claim(claims, name, {"allocation": "given up"}) or owner_of(claims, name) != name
+        return give_up(claims, name) or owner_of(claims, name) != name
 
     def _end_frozen(self, sight: Sighting, state: SweepState) -> None:
         """Ends allocations whose leading agent shows no sign of life: nothing else would, but their limit."""

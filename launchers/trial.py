@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultrabench.claim import claim
+from ultrabench.claim import give_up
 from ultrabench.errors import UltrabenchError
 from ultrabench.folder import SweepFolder
 from ultrabench.launchers.allocate import committed_gpu_hours
@@ -121,7 +121,7 @@ class Trials:
         try:
             for name in open_allocations(state):
                 if not state.allocations[name].agents:
-                    claim(sweep.folder.claims, name, {"allocation": "given up"})
+                    give_up(sweep.folder.claims, name)
             interrupt(sweep, launcher)
         except (UltrabenchError, OSError) as error:
             self._say(f"cannot end the jobs of {sweep.folder.path}: {error}")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from ultrabench.errors import ConfigError
-from ultrabench.layout import Layout, default_schedule
+from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.run import Workload
 from ultrabench.sweep.config import Axes
 
@@ -43,10 +43,9 @@ def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
     for name in axes.pp_schedule if pp > 1 else ("auto",):
         if name == "interleaved":
             yield from ((name, stages) for stages in axes.virtual_stages)
-        elif name == "zbv":
-            yield name, 2
         else:
-            yield (default_schedule(pp, gas) if name == "auto" else name), 1
+            schedule = default_schedule(pp, gas) if name == "auto" else name
+            yield schedule, default_virtual_stages(schedule)
 
 
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> ConfigError:

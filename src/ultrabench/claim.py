@@ -66,3 +66,8 @@ def owner_of(claims: Path, key: str) -> str | None:
     """Name of the allocation that claimed the attempt `key`; None when nobody did."""
     held = owner(claims, key)
     return None if held is None else str(held.get("allocation", "unreadable"))
+
+
+def give_up(claims: Path, allocation: str) -> bool:
+    """Claims a whole allocation in place of its agents, which will run nothing; False when they were first."""
+    return claim(claims, allocation, {"allocation": "given up"})

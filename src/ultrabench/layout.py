@@ -99,6 +99,10 @@ class Layout:
         pp, dp = divmod(rest, self.dp)
         return Coordinates(pp=pp, dp=dp, cp=cp, tp=tp)
 
+    def first_rank(self, pp_rank: int) -> int:
+        """The first of the ranks that hold the stages of `pp_rank`."""
+        return self.rank(Coordinates(pp=pp_rank, dp=0, cp=0, tp=0))
+
     def rank(self, at: Coordinates) -> int:
         """The rank that stands at `at`; the inverse of `coordinates`."""
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
@@ -120,3 +124,8 @@ def default_schedule(pp: int, gas: int) -> str:
     if pp == 1:
         return "none"
     return "1f1b" if gas >= pp else "afab"
+
+
+def default_virtual_stages(pp_schedule: str) -> int:
+    """Stages on each rank that a schedule gets when no number is named."""
+    return 2 if pp_schedule in ("interleaved", "zbv") else 1

@@ -27,9 +27,7 @@ def count(spec: CheckSpec, rank: int, folder: Path) -> None:
     trainer = TrainStep(run, torch.device("cpu"), build_mesh(spec.layout, "cpu"))
     batch = trainer.batch(1)
     trainer.update(trainer.accumulate(*batch))
-    named = {"tied": trainer.tied_group, "cp": trainer.cp_group}
-    named = {name: group for name, group in named.items() if group is not None}
-    with CollectiveCounts(trainer.mesh, named) as counts:
+    with CollectiveCounts(trainer.mesh, trainer.other_groups) as counts:
         trainer.update(trainer.accumulate(*batch))
     out = {
         f"{axis} {op}": [calls, counts.payload_bytes[axis, op]]

@@ -7,7 +7,7 @@ from conftest import Server
 
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec
 from ultrabench.kernel_choice import RECOMPUTE
-from ultrabench.layout import PP_SCHEDULES, Layout, default_schedule
+from ultrabench.layout import PP_SCHEDULES, Layout, default_schedule, default_virtual_stages
 from ultrabench.shape import ModelShape
 
 pytestmark = pytest.mark.parity
@@ -73,8 +73,8 @@ def spec_of(case: str) -> CheckSpec:
     shape: ModelShape = next((SHAPES[w] for w in words if w in SHAPES), TINY)
     pp, gas = numbers.get("pp", 1), numbers.get("gas", 1)
     schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
-    virtual = {"virtual_stages": 2} if schedule in ("interleaved", "zbv") else {}
-    layout = Layout(**{"dp": 1, **virtual, **numbers}, pp_schedule=schedule)  # type: ignore[arg-type]
+    virtual = default_virtual_stages(schedule)
+    layout = Layout(**{"dp": 1, "virtual_stages": virtual, **numbers}, pp_schedule=schedule)  # type: ignore[arg-type]
     recompute = next((w for w in words if w in RECOMPUTE), "none")
     return CheckSpec(layout=layout, shape=shape, recompute=recompute, compile="compile" in words)
 

@@ -7,7 +7,7 @@ from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.cli.words import read_words, require_possible, whole
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec, ask
-from ultrabench.layout import Layout, default_schedule
+from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.record import to_dict
 from ultrabench.sweep.config import load_model
 
@@ -51,10 +51,9 @@ def check_spec(words: list[str], dump: str | None = None) -> CheckSpec:
     schedule, recompute = values.pop("pp_schedule", None), values.pop("recompute", "none")
     numbers = {key: whole(key, value) for key, value in values.items()}
     rest = {key: numbers.pop(key) for key in ("seq_len", "seed", "steps") if key in numbers}
-    if schedule in ("interleaved", "zbv"):
-        numbers = {"virtual_stages": 2} | numbers
     schedule = schedule or default_schedule(numbers.get("pp", 1), numbers.get("gas", 1))
-    layout = Layout(**{"dp": 1, **numbers}, pp_schedule=schedule)
+    numbers = {"dp": 1, "virtual_stages": default_virtual_stages(schedule)} | numbers
+    layout = Layout(**numbers, pp_schedule=schedule)
     spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), recompute=recompute, **rest)  # type: ignore[arg-type]
     require_possible(spec.run.kernel, layout, shape, spec.seq_len)
     if layout.world_size > MOST_RANKS:

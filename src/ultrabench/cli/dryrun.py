@@ -11,7 +11,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB, Hardware
 from ultrabench.kernel.dryrun_spec import RankCost, ask
 from ultrabench.kernel_choice import KernelChoice
-from ultrabench.layout import Layout, default_schedule
+from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Workload
 from ultrabench.stages import held_stages
@@ -73,8 +73,8 @@ def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
         )
     numbers = {"dp": gpus // rest, "gas": max(1, pp)} | numbers
     schedule = schedule or default_schedule(pp, numbers["gas"])
-    several = {"virtual_stages": 2} if schedule in ("interleaved", "zbv") else {}
-    layout = Layout(**{**several, **numbers}, pp_schedule=schedule)
+    numbers = {"virtual_stages": default_virtual_stages(schedule)} | numbers
+    layout = Layout(**numbers, pp_schedule=schedule)
     workload = Workload(seq_len=seq_len, gbs=layout.gbs)
     spec = RunSpec(
         shape=shape, workload=workload, layout=layout, kernel=kernel,
