@@ -24,7 +24,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self._now = self.peak = 0
         self._numbers = count()
         self._number: dict[int, int] = {}
         """Of the storages that live, by their id, which another one may have later."""
@@ -33,6 +33,8 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         self._kinds: dict[int, str] = {}
         self._at_peak: dict[int, int] = {}
         self._rising = False
+        self._dropped: list[tuple[int, int]] = []
+        """Freed, maybe by another thread, and not yet taken off."""
         self._patches = ExitStack()
 
     def __enter__(self) -> "LiveBytes":
@@ -49,20 +51,31 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
                 storage = held(tensor).untyped_storage()
+                self._settle()  # its id may be that of one that was freed
                 if id(storage) not in self._number:
                     self._hold(storage)
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         key, number = id(storage), next(self._numbers)
         self._number[key] = number
-        self._refs[number] = weakref.ref(storage, lambda _: self._drop(key, number))
+        self._refs[number] = weakref.ref(storage, lambda _: self._dropped.append((key, number)))
         self._resize(number, storage.nbytes())
 
-    def _drop(self, key: int, number: int) -> None:
-        self._resize(number, 0)
-        del self._number[key], self._refs[number], self._sizes[number]
+    def _settle(self) -> None:
+        """Takes off what was freed: not where it happens, which may be in the midst of anything."""
+        while self._dropped:
+            key, number = self._dropped.pop(0)
+            self._resize(number, 0)
+            del self._number[key], self._refs[number], self._sizes[number]
+
+    @property
+    def now(self) -> int:
+        """Bytes that live."""
+        self._settle()
+        return self._now
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
+        self._settle()
         if id(storage) in self._number:
             self._resize(self._number[id(storage)], storage.nbytes())
 
@@ -71,9 +84,9 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         if change < 0 and self._rising:
             self._at_peak, self._rising = self._sizes.copy(), False
         self._sizes[number] = nbytes
-        self.now += change
-        if self.now > self.peak:
-            self.peak, self._rising = self.now, True
+        self._now += change
+        if self._now > self.peak:
+            self.peak, self._rising = self._now, True
 
     def reset_peak(self) -> None:
         """Starts the peak anew from what lives now."""
@@ -81,6 +94,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Says what the storages of `tensors` are, from their beginning; the rest is activation."""
+        self._settle()
         for tensor in tensors:
             number = self._number.get(id(held(tensor).untyped_storage()))
             if number is not None:
