@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ultrabench.agent.follow import follow
 from ultrabench.agent.gang import Gang
-from ultrabench.agent.lead import Leader
+from ultrabench.agent.lead import Leader, owns
 from ultrabench.agent.link import MEETING_PATIENCE_S, Meeting, call_leader
 from ultrabench.agent.node import Node
 from ultrabench.agent.patience import tell
@@ -53,23 +53,32 @@ def main() -> int:
 
 
 def lead(allocation: Allocation, node: Node, place: Place, secret: str, stop: StopRequest) -> int:
-    """Node 0: gathers the others, runs the tasks, says why it ended; 1 when a node was lost."""
+    """Node 0: gathers the others, runs the tasks, says why it ended; 1 when a node was lost.
+
+    A job that does not own the allocation, because it was submitted twice or given up, leaves without a
+    word in the journal, also with 1, at which srun ends the agents of its other nodes.
+    """
     started = time.monotonic()
     address = place.address(allocation.simulated or allocation.nodes == 1)
-    journal = JournalWriter(SweepFolder(Path(allocation.sweep_dir)).journal, "agent")
+    folder = SweepFolder(Path(allocation.sweep_dir))
     patience, pid = node.patience, os.getpid()
+    me = {"allocation": allocation.name, "host": place.host, "job": place.job}
+    if not patience.insist(owns, folder.claims, allocation.name, me):
+        tell(f"{allocation.name} belongs to another job, or was given up before it ran: nothing is run here")
+        return 1
+    journal = JournalWriter(folder.journal, "agent")
     patience.beat = partial(patience.touch, journal.path)
     name = {"allocation": allocation.name, "restart": place.restart}
-    me = {"node": place.node, "host": place.host, "pid": pid, "start_time": start_time(pid)}
-    me |= {"job": place.job, "journal": journal.path.name}
-    patience.insist(journal.write, "allocation_started", **name, agent=me)
+    agent = {"node": place.node, "host": place.host, "pid": pid, "start_time": start_time(pid)}
+    agent |= {"job": place.job, "journal": journal.path.name}
+    patience.insist(journal.write, "allocation_started", **name, agent=agent)
     reason, avoid = "crashed", list[str]()
     try:
         meeting = patience.insist(Meeting, allocation.folder / place.meeting, address, secret)
         peers = meeting.gather(allocation.nodes, MEETING_PATIENCE_S, patience.beat)
         gang = Gang(allocation, node, patience.insist(node.facts), peers, stop, address, journal.path)
         avoid = gang.avoid
-        reason = Leader(allocation, node, place, gang, journal).run()
+        reason = Leader(allocation, node, place, gang, journal, me).run()
         gang.dismiss()
         return int(gang.lost is not None)
     except UltrabenchError as error:
@@ -81,7 +90,7 @@ def lead(allocation: Allocation, node: Node, place: Place, secret: str, stop: St
     finally:
         node.close()
         elapsed_s = time.monotonic() - started
-        end = {"reason": reason, "source": "agent", "elapsed_s": elapsed_s, "avoid": avoid}
+        end = {"reason": reason, "source": "agent", "elapsed_s": elapsed_s, "avoid": avoid, "job": place.job}
         try:
             patience.within(LAST_WORD_S, journal.write, "allocation_ended", **name, **end)
             # Its address and its secret are of no use to anybody now.

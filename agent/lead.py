@@ -14,7 +14,7 @@ from ultrabench.agent.place import Place
 from ultrabench.agent.root_cause import last_line
 from ultrabench.agent.watch import Watched, explained, watch
 from ultrabench.allocation import Allocation
-from ultrabench.claim import claim, owner, owner_of
+from ultrabench.claim import claim, owner
 from ultrabench.dominance import dominates
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalWriter
@@ -25,17 +25,29 @@ from ultrabench.shape import ModelShape
 from ultrabench.window import inside
 
 
+def owns(claims: Path, name: str, me: dict[str, Any]) -> bool:
+    """Whether the job `me` owns the allocation `name`: it claims it now, or an earlier start of it did."""
+    if claim(claims, name, me):
+        return True
+    held = owner(claims, name) or {}
+    job = held.get("job")
+    return isinstance(job, dict) and job.get("job_id") == (me["job"] or {}).get("job_id")
+
+
 class Leader:
     """Node 0 of an allocation."""
 
     def __init__(
-        self, allocation: Allocation, node: Node, place: Place, gang: Gang, journal: JournalWriter
-    ) -> None:
+        self, allocation: Allocation, node: Node, place: Place, gang: Gang, journal: JournalWriter,
+        me: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """`me` is what claims name as their owner: {allocation, host, job}."""
         self._allocation = allocation
         self._node = node
         self._place = place
         self._gang = gang
         self._journal = journal
+        self._me = me
         self._insist = node.patience.insist
         self._folder = SweepFolder(Path(allocation.sweep_dir))
         self._ends = time.monotonic() + allocation.limit_s - allocation.warning_s
@@ -48,25 +60,15 @@ class Leader:
         """Runs every task that nobody else has claimed; gives the reason why it ended."""
         self._bury_earlier_start()
         first = self._allocation.tasks[0]
-        reason = self._given_up() or self._unfit() or self._not_now(first) or self._preflight()
+        reason = self._unfit() or self._not_now(first) or self._preflight()
         for task in self._allocation.tasks:
             reason = reason or self._not_now(task)
             if reason:
                 return reason
-            if self._may_fit(task) and self._insist(claim, self._folder.claims, task.key, self._owner()):
+            if self._may_fit(task) and self._insist(claim, self._folder.claims, task.key, self._me):
                 self._run(task)
             reason = self._gang.lost
         return reason or "all tasks done"
-
-    def _given_up(self) -> str | None:
-        """Why nothing may begin: a launcher has told everybody that this job never ran."""
-        claims, name = self._folder.claims, self._allocation.name
-        if self._insist(claim, claims, name, self._owner()) or owner_of(claims, name) == name:
-            return None
-        return "a launcher had given this job up before it ran"
-
-    def _owner(self) -> dict[str, Any]:
-        return {"allocation": self._allocation.name, "host": self._node.host, "job": self._place.job}
 
     def _bury_earlier_start(self) -> None:
         """After a requeue: what an earlier start of this job claimed and did not finish is lost.
@@ -103,7 +105,7 @@ class Leader:
     def _refuse(self, reason: str, suspects: tuple[str, ...]) -> None:
         """Has the first task of this allocation that is free say why it could not run here."""
         for task in self._allocation.tasks:
-            if self._insist(claim, self._folder.claims, task.key, self._owner()):
+            if self._insist(claim, self._folder.claims, task.key, self._me):
                 hosts = tuple(self._gang.hosts)
                 refused = RunResult(
                     status=Status.NODE_FAIL, reason=reason, hostnames=hosts, suspects=suspects,

@@ -4,6 +4,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
+from types import MappingProxyType
 
 from ultrabench.allocation import Allocation
 from ultrabench.launchers.prepare import OpenSweep, rank_threads
@@ -38,6 +40,7 @@ class Draft:
 def drafts(sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s: float) -> list[Draft]:
     """The allocations that a decision asks for, in its order; of an untried size only one."""
     config, steps = sweep.config, sweep.plan.steps
+    overhead_s = _overhead_s(state)
     groups = pack(decision.todo, config, steps)
     cells = controls(sweep.plan) if config.launcher.control and config.launcher.pack != 1 else {}
     known = [*state.attempts, *(key for held in state.allocations.values() for key in held.tasks)]
@@ -63,11 +66,22 @@ def drafts(sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s:
                 group=group,
                 control=control.run_id if control else None,
                 limit_s=min(max_limit_s, allocation_limit_s(group, config, steps)),
-                gpu_hours=sum(t.candidate.gpu_hours(steps) for t in group),
+                gpu_hours=sum(t.candidate.gpu_hours(steps) for t in group)
+                + overhead_s * nodes * config.hardware.gpus_per_node / 3600,
                 best_step_times_s=best,
             )
         )
     return found
+
+
+def _overhead_s(state: SweepState) -> float:
+    """Median time that allocations so far held their nodes beyond their runs; 0 before the first has ended."""
+    ran: dict[str, float] = {}
+    for attempt in state.attempts.values():
+        if attempt.allocation and attempt.result:
+            ran[attempt.allocation] = ran.get(attempt.allocation, 0.0) + (attempt.result.duration_s or 0.0)
+    over = [h for h in state.allocations.values() if h.agents and h.ended is not None]
+    return median(max(0.0, h.held_s - ran.get(h.name, 0.0)) for h in over) if over else 0.0
 
 
 def shapes(chosen: Sequence[Draft], max_array: int) -> list[list[Draft]]:
@@ -82,8 +96,14 @@ def shapes(chosen: Sequence[Draft], max_array: int) -> list[list[Draft]]:
     ]
 
 
-def allocations(sweep: OpenSweep, array: Sequence[Draft]) -> list[Allocation]:
-    """What the agents of a submission's allocations will read; nothing is written yet."""
+def allocations(
+    sweep: OpenSweep, array: Sequence[Draft], by: Mapping[str, str] = MappingProxyType({})
+) -> list[Allocation]:
+    """What the agents of a submission's allocations will read; nothing is written yet.
+
+    Args:
+        by: who submits them and where, {user, cluster, host}.
+    """
     config = sweep.config
     token = f"n{array[0].nodes}-{uuid.uuid4().hex[:8]}"
     return [
@@ -102,6 +122,7 @@ def allocations(sweep: OpenSweep, array: Sequence[Draft]) -> list[Allocation]:
             preflight=config.launcher.preflight,
             control=draft.control,
             window=config.launcher.window,
+            by=dict(by),
             tasks=tuple(sweep.alter(_task(sweep, todo, draft.best_step_times_s)) for todo in draft.group),
         )
         for number, draft in enumerate(array)
@@ -127,13 +148,22 @@ def _task(sweep: OpenSweep, todo: Todo, best: Mapping[Cell, float]) -> Task:
     )
 
 
-def committed_gpu_hours(plan: Plan, state: SweepState, open_names: Sequence[str]) -> float:
-    """GPU hours of ended allocations as they were held, and of open ones as predicted."""
+def committed_gpu_hours(
+    plan: Plan,
+    state: SweepState,
+    open_names: Sequence[str],
+    held_s: Mapping[str, float] = MappingProxyType({}),
+) -> float:
+    """GPU hours for which allocations held their nodes; of open ones what was predicted, if that is more.
+
+    Args:
+        held_s: seconds that allocations have held their nodes by the latest look, setup included.
+    """
     per_node, steps = plan.config.hardware.gpus_per_node, plan.steps
     price = {c.run_id: c.gpu_hours(steps) for c in plan.runs}
     total = 0.0
     for name, held in state.allocations.items():
-        spent = held.elapsed_s * held.nodes * per_node / 3600
+        seconds = held.held_s if held.timed else max(held.held_s, held_s.get(name, 0.0))
         planned = sum(price.get(key.run_id, 0.0) for key in held.tasks) if name in open_names else 0.0
-        total += max(spent, planned)
+        total += max(seconds * held.nodes * per_node / 3600, planned)
     return total

@@ -18,8 +18,9 @@ from ultrabench.launchers.sbatch import SubmitError, submit
 from ultrabench.launchers.slurm_command import CommandError
 from ultrabench.launchers.slurm_job import Job
 from ultrabench.launchers.slurm_query import SlurmQuery
-from ultrabench.launchers.slurm_script import ArrayScript, array_script, own_name
+from ultrabench.launchers.slurm_script import ArrayScript, array_script
 from ultrabench.launchers.slurm_state import Phase, pending_remedy
+from ultrabench.processes import own_name
 from ultrabench.sweep.config import SweepConfig
 
 LIMIT_S = 600.0

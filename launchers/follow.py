@@ -5,27 +5,24 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ultrabench.claim import give_up, owner_of
 from ultrabench.errors import ClusterError, DiskError, may_pass
 from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
-from ultrabench.launchers.launcher import Gone, Launcher, Sighting
+from ultrabench.launchers.launcher import Gone, Launcher, Sighting, same_place, sees
 from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.launchers.settle import Settler
 from ultrabench.launchers.vigil import Vigil
 from ultrabench.presence import SIGN_OF_LIFE_S, show_presence
-from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import Status
 from ultrabench.state import AllocationState, SweepState
 from ultrabench.sweep.decide import Decision
 from ultrabench.sweep.retry_policy import excluded
 from ultrabench.window import inside
 
-MOST_BARREN = 3
-"""Allocations in a row that may end without having claimed a run."""
 DISK_PATIENCE_S = 300.0
 """So long a full, read-only or silent results folder is waited for."""
 DISK_PAUSE_S = 2.0
-ORDERLY = ("all tasks done", "the sweep is paused", "outside the window")
-"""Ends of allocations that need not have claimed anything."""
+CANCEL_S = 10.0
+"""Between two tries to cancel jobs that are to end."""
 
 Show = Callable[[SweepState, frozenset[str]], None]
 
@@ -51,16 +48,16 @@ class Follower:
         """Why it ended before everything was done."""
         self.submitted = 0
         """Allocations submitted by this launch."""
+        self._settler = Settler(sweep, launcher)
         self._told: set[str] = set()
-        self._audited: set[tuple[str, int]] = set()
-        self._mine: set[str] = set()
         self._adopted: set[str] = set()
-        self._specs = {c.run_id: to_dict(c.spec) for c in self.sweep.plan.runs}
-        self._barren = 0
+        self._held_s: dict[str, float] = {}
+        """Allocation -> seconds that it has held its nodes, by the latest look."""
+        self._cancelled_at = -CANCEL_S
         self._touched = 0.0
         self._failing_since: float | None = None
         self._leaving = frozenset[str]()
-        self._vigil = Vigil(sweep.folder.journal, sweep.config.launcher, launcher.outlives_us)
+        self._vigil = Vigil(sweep.folder, sweep.config.launcher, launcher.outlives_us)
         attempts = self.sweep.state().attempts.items()
         self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
         """Attempts that ended before this launch."""
@@ -105,12 +102,11 @@ class Follower:
         self.stopped = None
         if state.cancelled:
             self.stopped = "cancelled"
-            return state, False
+            return state, self._cancel(sight, state)
         decision = self.sweep.next_step(sight.alive, self._old)
         if decision.broken:
             self.stopped = decision.broken
-            self.launcher.cancel({n: state.allocations[n] for n in sight.alive})
-            return state, bool(sight.alive)
+            return state, self._cancel(sight, state)
         if not decision.todo:
             return state, bool(sight.alive) or not decision.over
         self.stopped = self._may_not_submit(state)
@@ -119,92 +115,103 @@ class Follower:
         return state, bool(sight.alive) or self.stopped is None
 
     def look(self) -> tuple[Sighting, SweepState]:
-        """What lives and the state, after burying the dead."""
+        """What lives and the state, after the dead were settled."""
         # The launcher's word first, the journal second: what ended in between has written its end.
-        known = self.sweep.state().allocations
-        asked, started = set(known), {name for name, held in known.items() if held.agents}
+        state = self.sweep.state()
+        known = self.mine(state, state.allocations)
+        started = {n for n, held in state.allocations.items() if held.agents} | self._settler.claimed
+        asked = set(known)
         sight = self.launcher.look(known)
         state = self.sweep.state()
         revived = {n for n in sight.queued if n in state.allocations and state.allocations[n].ended}
-        open_now = set(open_allocations(state)) | revived
-        sight = replace(sight, alive=sight.alive & open_now)
+        unended = set(open_allocations(state))
+        sight = replace(sight, alive=sight.alive & (unended | revived))
         self._leaving = sight.leaving
+        self._vigil.look((state.allocations[name] for name in sorted(unended)), sight.running)
         self._end_frozen(sight, state)
-        for name in sorted(sight.alive - self._mine - self._adopted):
+        self._take_times(sight, state)
+        for name in sorted(sight.alive - self._settler.mine - self._adopted):
             self._adopted.add(name)
             self.sweep.journal.write("adopted", allocation=name, job=sight.jobs.get(name, {}))
         for name, held in sorted(state.allocations.items()):
-            if name in sight.alive or (name, held.restart) in self._audited:
+            if name in sight.alive or (name, held.start) in self._settler.settled:
                 continue
-            gone = name in sight.gone and (name in started or self._give_up(name))
-            if held.ended is not None or gone:
-                self._audit(held, None if held.ended is not None else sight.gone[name], state)
-            elif name in sight.gone or name not in asked:  # on its way since the launcher looked
+            gone = sight.gone.get(name) if name in asked else self._abandoned(held)
+            if gone and name in self._vigil.frozen:
+                gone = replace(gone, status=Status.LOST, reason=self._vigil.frozen[name])
+            if held.ended is not None:
+                self._settler.settle(held, None, state)
+            elif gone and (self._is_dead(held, gone) if name in started else self._settler.give_up(name)):
+                self._settler.settle(held, gone, state)
+            elif gone or name not in asked:  # others' jobs, and what is on its way since the launcher looked
                 sight = replace(sight, alive=sight.alive | {name})
         return sight, self.sweep.state()
 
-    def _give_up(self, name: str) -> bool:
-        """Sees to it that an allocation which never ran never will; False when it runs after all.
+    def _is_dead(self, held: AllocationState, gone: Gone) -> bool:
+        """Whether an allocation whose agents had started is over: what is not visible need not be dead.
 
-        Another launcher may still be about to submit it, however long that takes: its agent finds this claim.
+        The batch system has to say so, and the agents must have stopped touching their journal.
         """
-        claims = self.sweep.folder.claims
-        return give_up(claims, name) or owner_of(claims, name) != name
+        if gone.certain or self._vigil.silent(held.name):
+            return True
+        self._tell((f"{gone.reason}, but the agents of {held.name} touch their journal: they live",))
+        return False
+
+    def _abandoned(self, held: AllocationState) -> Gone | None:
+        """The end of an allocation that is not ours to look for, once nothing of it can be alive any more."""
+        if held.ended is not None or sees(self.launcher.by, held.by):
+            return None
+        whose = f"{held.by.get('user')} on {held.by.get('cluster') or held.by.get('host')}"
+        if any(a.get("journal") for a in held.agents) and self._vigil.silent(held.name, held.limit_s):
+            reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
+            return Gone(status=Status.LOST, reason=reason, certain=True)
+        self._tell((f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced",))
+        return None
+
+    def take_over(self, names: Iterable[str]) -> None:
+        """Has allocations of others that have not started run nothing, so that they can be replaced."""
+        state = self.sweep.state()
+        for name in names:
+            if not state.allocations[name].agents and self._settler.give_up(name):
+                gone = Gone(status=Status.LOST, reason=f"taken over by {self.launcher.by['user']}")
+                self._settler.settle(state.allocations[name], gone, state)
 
     def _end_frozen(self, sight: Sighting, state: SweepState) -> None:
         """Ends allocations whose leading agent shows no sign of life: nothing else would, but their limit."""
         for name in sorted(sight.alive & sight.running):
-            if reason := self._vigil.look(state.allocations[name]):
+            if reason := self._vigil.frozen_now(state.allocations[name]):
                 self._tell((f"{reason}: ending {name}",))
                 self.launcher.end_frozen(name, sight.jobs[name])
+
+    def _take_times(self, sight: Sighting, state: SweepState) -> None:
+        """Notes for how long the batch system says that nodes are and were held."""
+        self._held_s |= sight.held_s
+        for name, seconds in sorted(sight.timed.items()):
+            if state.allocations[name].ended is not None:
+                self._settler.tell_held(state.allocations[name], seconds)
+
+    def _cancel(self, sight: Sighting, state: SweepState) -> bool:
+        """Ends what this launcher can see, tried again until it is done; whether something is left."""
+        mine = self.mine(state, sight.alive)
+        if mine and time.monotonic() - self._cancelled_at >= CANCEL_S:
+            self._cancelled_at = time.monotonic()
+            try:
+                self.launcher.cancel(mine)
+            except ClusterError as error:
+                self._tell((f"cannot cancel: {error}; trying again until it is done",))
+        return bool(mine)
 
     def bury_all(self) -> None:
         """Ends every open allocation at once; call it when their processes are known to be gone."""
         state = self.sweep.state()
-        for name in open_allocations(state):
-            gone = Gone(status=Status.LOST, reason=f"the agents of {name} were ended")
-            self._audit(state.allocations[name], gone, state)
+        for name, held in self.mine(state, open_allocations(state)).items():
+            gone = Gone(status=Status.LOST, reason=f"the agents of {name} were ended", certain=True)
+            self._settler.settle(held, gone, state)
 
-    def _audit(self, held: AllocationState, gone: Gone | None, state: SweepState) -> None:
-        """Settles an allocation that is over: what it claimed and did not finish is lost.
-
-        Args:
-            gone: how it ended by the launcher's word, when its agents said nothing.
-        """
-        name = held.name
-        if gone is not None and name in self._vigil.frozen:
-            gone = replace(gone, status=Status.LOST, reason=self._vigil.frozen[name])
-        owned = [k for k in held.tasks if owner_of(self.sweep.folder.claims, str(k)) == name]
-        end = gone or Gone(status=Status.LOST, reason=f"the agents of {name} ended ({held.ended})")
-        for key in owned:
-            attempt = state.attempts.get(key)
-            if attempt is None or attempt.result is None:
-                self.sweep.journal.write(
-                    "failed", run_id=key.run_id, repeat=key.repeat, attempt=key.attempt, allocation=name,
-                    source="slurm" if self.launcher.outlives_us else "launcher",
-                    spec=self._specs.get(key.run_id),
-                    result=to_dict(RunResult(status=end.status, reason=end.reason, cause=end.cause)),
-                )  # fmt: skip
-        if gone is not None:
-            self.sweep.journal.write(
-                "allocation_ended", allocation=name, restart=held.restart, reason=gone.reason,
-                elapsed_s=gone.elapsed_s, source="launcher",
-            )  # fmt: skip
-        self._audited.add((name, held.restart))  # only now: a disk may have refused what was to be written
-        reason = held.ended or end.reason
-        if name in self._mine and not (state.paused or reason.startswith(ORDERLY)):
-            self._count_barren(name, bool(owned), reason)
-
-    def _count_barren(self, name: str, ran: bool, reason: str) -> None:
-        self._barren = 0 if ran else self._barren + 1
-        if self._barren >= MOST_BARREN:
-            log = self.sweep.folder.allocations / name / "job.log"
-            lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-            said = [line.strip() for line in lines if line.strip()][-1:]
-            raise ClusterError(
-                f"{self._barren} allocations in a row ended without running anything ({reason}"
-                f"{f'; its log ends: {said[0][:200]}' if said else ''}); see {log}, then launch again"
-            )
+    def mine(self, state: SweepState, names: Iterable[str]) -> dict[str, AllocationState]:
+        """Those that this launcher can see and end."""
+        found = {name: state.allocations[name] for name in sorted(names)}
+        return {name: held for name, held in found.items() if sees(self.launcher.by, held.by)}
 
     def _may_not_submit(self, state: SweepState) -> str | None:
         """Why nothing is submitted now, whatever is left to do."""
@@ -225,11 +232,12 @@ class Follower:
             self._tell((f"outside the window {config.launcher.window}: nothing is submitted",))
             return
         # Refilled when half of them are gone, so that submissions come in arrays and not one by one.
-        if len(sight.alive) > launcher.max_jobs // 2:
+        here = [a for n in sight.alive if same_place(launcher.by, (a := state.allocations[n]).by)]
+        if len(here) > launcher.max_jobs // 2:
             return
-        room = launcher.max_jobs - len(sight.alive)
-        free = launcher.max_nodes - sum(state.allocations[n].nodes for n in sight.alive)
-        used = committed_gpu_hours(self.sweep.plan, state, sorted(sight.alive))
+        room = launcher.max_jobs - len(here)
+        free = launcher.max_nodes - sum(held.nodes for held in here)
+        used = committed_gpu_hours(self.sweep.plan, state, sorted(sight.alive), self._held_s)
         chosen: list[Draft] = []
         for draft in drafts(self.sweep, decision, state, launcher.max_limit_s):
             if len(chosen) >= room or draft.nodes > free:
@@ -243,6 +251,9 @@ class Follower:
             chosen.append(draft)
             free -= draft.nodes
             used += draft.gpu_hours
+        if self._settler.claimed_already((t.key for draft in chosen for t in draft.group), state):
+            return  # what these are is settled first
+        self._settler.asked |= {t.key for t in decision.todo}
         avoid = excluded(state, config.retry)
         self._tell(f"{node} is not used again: {why}" for node, why in avoid.items())
         for array in shapes(chosen, launcher.max_array):
@@ -251,16 +262,12 @@ class Follower:
             self.stopped = None
 
     def _submit_array(self, array: list[Draft], avoid: list[str]) -> None:
-        made, journal = allocations(self.sweep, array), self.sweep.journal
+        made, journal = allocations(self.sweep, array, self.launcher.by), self.sweep.journal
         token = uuid.uuid4().hex
         for allocation in made:
             allocation.write()
-            self._mine.add(allocation.name)
-            journal.write(
-                "allocation_planned", allocation=allocation.name, nodes=allocation.nodes,
-                limit_s=allocation.limit_s, control=allocation.control,
-                tasks=[[t.run_id, t.repeat, t.attempt] for t in allocation.tasks],
-            )  # fmt: skip
+            self._settler.mine.add(allocation.name)
+            self._settler.plan(allocation)
             journal.write("submitting", allocation=allocation.name, token=token)
         jobs = self.launcher.submit(made, avoid, self.say)
         self.submitted += len(made)
@@ -294,6 +301,7 @@ def open_allocations(state: SweepState) -> list[str]:
 
 def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
     """Ends what runs on this machine and settles it; the sweep can be continued."""
+    follower = Follower(sweep, launcher, lambda state, alive: None)
     state = sweep.state()
-    launcher.cancel({name: state.allocations[name] for name in open_allocations(state)})
-    Follower(sweep, launcher, lambda state, alive: None).bury_all()
+    launcher.cancel(follower.mine(state, open_allocations(state)))
+    follower.bury_all()

@@ -1,15 +1,46 @@
 """What a follower needs of a launcher: submit allocations, see what became of them, end them."""
 
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ultrabench.allocation import Allocation
+from ultrabench.processes import own_name
 from ultrabench.result import Status
 from ultrabench.state import AllocationState
 
 Job = dict[str, Any]
 """How to find an allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
+
+
+Origin = dict[str, str]
+"""Who submits allocations and where from: {user, cluster, host}; cluster is empty for local processes."""
+
+
+def origin(cluster: str = "") -> Origin:
+    """This user on this host. Local processes also belong to a PID namespace, which the host then names."""
+    host = socket.gethostname().split(".")[0]
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    if not cluster and namespace != _FIRST_NAMESPACE:
+        host += f":{namespace}"
+    return {"user": own_name(), "cluster": cluster, "host": host}
+
+
+def same_place(own: Origin, by: Mapping[str, str]) -> bool:
+    """Whether allocations of `by` run where those of `own` do; what does not tell where counts as here."""
+    name = "cluster" if own["cluster"] else "host"
+    return not by or (by.get(name) == own[name] and by.get("cluster") == own["cluster"])
+
+
+def sees(own: Origin, by: Mapping[str, str]) -> bool:
+    """Whether a launcher of `own` sees the allocations of `by`: the same user, on the same cluster or host."""
+    return not by or (same_place(own, by) and by.get("user") == own["user"])
+
+
+_FIRST_NAMESPACE = 0xEFFFFFFC
+"""Inode of the PID namespace of a host outside all containers (PROC_PID_INIT_INO of Linux)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +51,9 @@ class Gone:
     """Of attempts it had claimed and did not finish."""
     reason: str
     elapsed_s: float | None = None
+    """How long it held its nodes; None where nobody knows."""
+    certain: bool = False
+    """Its processes themselves were looked at; a batch system that does not list a job may be wrong."""
 
     @property
     def cause(self) -> str | None:
@@ -41,6 +75,10 @@ class Sighting:
     leaving: frozenset[str] = frozenset()
     """Ended by the word of their agents, but still on their nodes."""
     gone: dict[str, Gone] = field(default_factory=dict)
+    held_s: dict[str, float] = field(default_factory=dict)
+    """Seconds for which those that run have held their nodes, setup included."""
+    timed: dict[str, float] = field(default_factory=dict)
+    """The same of some that are over, as far as it was not known."""
     jobs: dict[str, Job] = field(default_factory=dict)
     """Where the living were found."""
     notes: tuple[str, ...] = ()
@@ -60,6 +98,8 @@ class Launcher(Protocol):
     """Wall-clock limit of one at most."""
     outlives_us: bool
     """Allocations go on after Ctrl-C."""
+    by: Origin
+    """Whose allocations it can see and end."""
     rest_s: float
     """Between two looks at the journal."""
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
-from ultrabench.launchers.launcher import Gone, Job, Sighting
+from ultrabench.launchers.launcher import Gone, Job, Sighting, origin
+from ultrabench.presence import touched
 from ultrabench.processes import (
     clean_up_after_the_dead,
     command_line,
@@ -42,6 +43,7 @@ class LocalLauncher:
 
     def __init__(self, folder: SweepFolder) -> None:
         self._folder = folder
+        self.by = origin()
         self._missing: dict[str, float] = {}
 
     def submit(
@@ -87,12 +89,24 @@ class LocalLauncher:
         now = time.monotonic()
         self._missing = {n: self._missing.get(n, now) for n in unended if n not in found}
         lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
-        gone = {n: Gone(status=Status.LOST, reason=f"the agents of {n} vanished") for n in sorted(lost)}
+        gone = {
+            n: Gone(
+                status=Status.LOST, reason=f"the agents of {n} vanished", certain=True,
+                elapsed_s=self._held_s(allocations[n]),
+            )
+            for n in sorted(lost)
+        }  # fmt: skip
         if lost:
             clean_up_after_the_dead()
         host = socket.gethostname()
         jobs: dict[str, Job] = {name: {"host": host} for name in found}
         return Sighting(alive=frozenset(unended) - lost, running=frozenset(found), gone=gone, jobs=jobs)
+
+    def _held_s(self, held: AllocationState) -> float:
+        """Seconds from the moment an allocation was written to its latest sign of life."""
+        paths = [self._folder.journal / str(a["journal"]) for a in held.agents if a.get("journal")]
+        began = touched(self._folder.allocations / held.name / "allocation.json")
+        return max(0.0, *(touched(path) - began for path in paths)) if paths and began else 0.0
 
     def _end_stragglers(self, ended: set[str]) -> None:
         """Kills agents that have not left soon after their allocation ended: frozen ones never do."""

@@ -47,6 +47,8 @@ class OpenSweep:
     _fold: Fold = field(default_factory=Fold)
     _folded: int = 0
     """Events in the fold."""
+    _ended_at: dict[AttemptKey, float] = field(default_factory=dict)
+    """When this launcher saw attempts end, by its monotonic clock: clocks of nodes may differ by hours."""
     _decided: tuple[float, tuple[int, frozenset[str]], Decision] | None = None
     """When for what which decision was taken."""
 
@@ -65,10 +67,14 @@ class OpenSweep:
     def next_step(self, alive: frozenset[str], old: frozenset[AttemptKey]) -> Decision:
         """What to do now; taken anew when the journal or the living have changed, else every 5 s."""
         state, now = self.state(), time.monotonic()
+        for key, attempt in state.attempts.items():
+            if attempt.result is not None and key not in old:
+                self._ended_at.setdefault(key, now)
         ground = (self._folded, alive)
         if self._decided and self._decided[1] == ground and now - self._decided[0] < DECISION_S:
             return self._decided[2]
-        decision = next_step(self.plan, state, alive, accepts=self.accepts, old=old, now=time.time())
+        ended_s = {key: now - at for key, at in self._ended_at.items()}
+        decision = next_step(self.plan, state, alive, accepts=self.accepts, old=old, ended_s=ended_s)
         self._decided = (now, ground, decision)
         return decision
 

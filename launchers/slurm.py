@@ -1,14 +1,15 @@
 """Allocations as jobs of a Slurm cluster: one job array for those that are alike."""
 
+import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
 from ultrabench.hardware import Hardware
-from ultrabench.launchers.launcher import Gone, Job, Sighting
+from ultrabench.launchers.launcher import Gone, Job, Sighting, origin
 from ultrabench.launchers.sbatch import SubmitError, submit
 from ultrabench.launchers.slurm_job import Job as SlurmJob
 from ultrabench.launchers.slurm_query import Answer, SlurmQuery
@@ -44,10 +45,11 @@ class SlurmLauncher:
 
     def __init__(
         self, folder: SweepFolder, choice: LauncherChoice, hardware: Hardware, query: SlurmQuery,
-        *, max_jobs: int, max_nodes: int, max_array: int, max_limit_s: float,
+        *, max_jobs: int, max_nodes: int, max_array: int, max_limit_s: float, cluster: str = "slurm",
     ) -> None:  # fmt: skip
         self.max_jobs, self.max_nodes, self.max_array = max_jobs, max_nodes, max_array
         self.max_limit_s = max_limit_s
+        self.by = origin(cluster)
         self.query = query
         self._choice, self._hardware = choice, hardware
         self._prefix = job_prefix(folder.path)
@@ -57,6 +59,10 @@ class SlurmLauncher:
         """Allocation -> when it was first seen running after its agents had told its end."""
         self._asked_for: dict[str, float] = {}
         """Allocation -> when it was first looked for: what squeue said before says nothing of it."""
+        self._second: set[str] = set()
+        """Jobs of second submissions that were cancelled."""
+        self._accounted: dict[str, float] = {}
+        """Allocations that are over -> when sacct was first asked for their time."""
 
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
@@ -79,7 +85,9 @@ class SlurmLauncher:
             if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
                 break
             say(f"sbatch failed ({told}); looking whether it took the job, and trying again")
-            found = self._find(name)
+            # Without an answer of squeue nobody knows whether the job was taken: it is not submitted twice.
+            while (found := self._find(name)) is None:
+                say("squeue does not answer; nothing is submitted before it does")
             if found:
                 return {n: job for n, job in found.items() if n in {a.name for a in allocations}}
             time.sleep(SUBMIT_PAUSE_S * 2**number)
@@ -88,8 +96,12 @@ class SlurmLauncher:
             "the cluster, then launch again: nothing is lost"
         )
 
-    def _find(self, name: str) -> dict[str, Job]:
-        """Jobs of this name, whose number never reached us, by allocation."""
+    def _find(self, name: str) -> dict[str, Job] | None:
+        """Jobs of this name, whose number never reached us, by allocation; None while squeue does not answer.
+
+        Raises:
+            ClusterError: squeue has not answered for a long time.
+        """
         asked = time.monotonic()
         while time.monotonic() - asked < FIND_TIMEOUT_S:
             answer = self.query.jobs(self._prefix, fresh=True)
@@ -97,7 +109,7 @@ class SlurmLauncher:
                 seen = [job for job in answer.jobs.values() if job.name == name]
                 return {self._allocation(job): _job(job.job_id, name) for job in seen}
             time.sleep(0.5)
-        return {}
+        return None
 
     def _allocation(self, job: SlurmJob) -> str:
         return f"{job.name.removeprefix(self._prefix)}.{job.array_index}"
@@ -116,8 +128,10 @@ class SlurmLauncher:
             return Sighting(alive=frozenset(unended), notes=("waiting for an answer of squeue",))
         seen: dict[str, list[SlurmJob]] = {}
         for job in answer.jobs.values():
-            seen.setdefault(self._allocation(job), []).append(job)
-        active = {n: j for n, jobs in seen.items() if (j := _active(jobs)) and n in allocations}
+            if (held := allocations.get(self._allocation(job))) is not None:
+                seen.setdefault(held.name, []).append(job)
+        seen = {n: self._of_the_owner(allocations[n], jobs, answer.stale) for n, jobs in seen.items()}
+        active = {n: found for n, jobs in seen.items() if (found := _active(jobs))}
         queued = {n for n, job in active.items() if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
         moving = {n: job for n, job in active.items() if _moves(job) and not answer.stale}
         since = time.monotonic() - answer.age_s
@@ -132,9 +146,39 @@ class SlurmLauncher:
             running=frozenset(moving),
             leaving=self._leaving(moving.keys() - unended, moving, since),
             gone=gone,
+            held_s={n: job.elapsed_s for n, job in active.items() if n not in queued},
+            timed=self._timed(allocations, seen, active.keys() | unended),
             jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
             notes=_notes(answer, active),
         )
+
+    def _of_the_owner(self, held: AllocationState, jobs: list[SlurmJob], stale: bool) -> list[SlurmJob]:
+        """The jobs of an allocation without those of a second submission, which will run nothing.
+
+        Before an agent has claimed the allocation nobody knows which job that will be.
+        """
+        owner = held.start[0]
+        second = [job for job in jobs if owner and job.job_id != owner]
+        waiting = {job.job_id for job in second if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
+        waiting -= self._second
+        if waiting and not stale:
+            self._second |= waiting
+            with contextlib.suppress(ClusterError):  # it costs its nodes a few seconds then
+                self.query.cancel(waiting)
+        return [job for job in jobs if job not in second]
+
+    def _timed(
+        self, allocations: Mapping[str, AllocationState], seen: Mapping[str, list[SlurmJob]], active: Set[str]
+    ) -> dict[str, float]:
+        """How long jobs that are over had their nodes, by squeue or, once it has forgotten them, sacct."""
+        over = {n: h for n, h in allocations.items() if n not in active and h.agents and not h.timed}
+        found = {n: seen[n][-1] for n in over if seen.get(n)}
+        now, missing = time.monotonic(), over.keys() - found.keys()
+        self._accounted = {n: self._accounted.get(n, now) for n in missing}
+        asked = {n: over[n].start[0] for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S}
+        known = self.query.accounting(asked.values()) if asked else {}
+        found |= {n: known[number] for n, number in asked.items() if number in known}
+        return {n: job.elapsed_s for n, job in found.items() if job.meaning.phase is Phase.OVER}
 
     def _leaving(self, ended: set[str], moving: Mapping[str, SlurmJob], since: float) -> frozenset[str]:
         """Jobs whose agents have said goodbye; one that froze before it left is ended after a while."""
@@ -156,7 +200,7 @@ class SlurmLauncher:
         grace = min(END_GRACE_S, self._choice.grace_s) if listed else self._choice.grace_s
         if waited < grace:
             return None
-        number = (held.job or {}).get("job_id")
+        number = held.start[0] or (held.job or {}).get("job_id")
         job = listed[-1] if listed else answer.find(number) if number else None
         if job is None and number:
             job = self.query.accounting([number]).get(number)

@@ -1,8 +1,6 @@
 """The job script of an array of allocations: submitit writes it, our agent is what it runs."""
 
 import math
-import os
-import pwd
 import re
 import shlex
 import sys
@@ -17,6 +15,7 @@ from submitit.core.utils import JobPaths
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
+from ultrabench.processes import own_name
 from ultrabench.sweep.launcher_choice import LauncherChoice
 
 SRUN_WAIT_S = 60
@@ -150,14 +149,6 @@ def _options(
 
 
 _SAME_NAME = ("partition", "account", "qos", "reservation", "constraint", "mem", "nice", "gres")
-
-
-def own_name() -> str:
-    """Of the user, by number where nobody has written down the name."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return f"user {os.getuid()}"
 
 
 def _comment(sweep_dir: Path) -> str:

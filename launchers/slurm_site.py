@@ -42,6 +42,7 @@ def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = 
         max_nodes=node_share(config, limits),
         max_array=limits.max_array_size,
         max_limit_s=60.0 * (_max_minutes(config, limits) or float("inf")),
+        cluster=limits.cluster or "slurm",
     )  # fmt: skip
 
 

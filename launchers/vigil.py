@@ -1,8 +1,10 @@
-"""Watches over the leading agents of running allocations: one that is frozen cannot say so."""
+"""Watches over the leading agents of allocations by the time stamps of their journals."""
 
 import time
+from collections.abc import Container, Iterable
 from pathlib import Path
 
+from ultrabench.folder import SweepFolder
 from ultrabench.presence import MISSED, Stillness
 from ultrabench.state import AllocationState
 from ultrabench.sweep.launcher_choice import LauncherChoice
@@ -12,23 +14,52 @@ LATE = 1.5
 
 
 class Vigil:
-    """Of one launcher."""
+    """Tells which agents touch their journals, and which have stopped."""
 
-    def __init__(self, journals: Path, choice: LauncherChoice, outlives_us: bool) -> None:
+    def __init__(self, folder: SweepFolder, choice: LauncherChoice, outlives_us: bool) -> None:
         """`outlives_us`: the agents are on other hosts."""
-        self._journals = journals
-        self._patience_s = max(MISSED * choice.heartbeat_s, LATE * choice.grace_s if outlives_us else 0.0)
-        self._stillness = Stillness(self._patience_s / MISSED)
+        self._folder = folder
+        self.patience_s = max(MISSED * choice.heartbeat_s, LATE * choice.grace_s if outlives_us else 0.0)
+        """Seconds without a touch after which an agent counts as dead or frozen."""
+        self._stillness = Stillness(self.patience_s / MISSED)
+        self._silent_s: dict[str, float] = {}
+        self._told_s: dict[str, float] = {}
+        """Allocation -> how long it had been silent when it was last called frozen."""
         self.frozen: dict[str, str] = {}
         """Allocation -> how its agent was found, of those that were found frozen."""
 
-    def look(self, held: AllocationState) -> str | None:
-        """Why this running allocation has to be ended, as often as that does not help; None: it lives."""
-        agents = [agent for agent in held.agents if agent.get("journal")]
-        journals = [self._journals / str(agent["journal"]) for agent in agents]
-        still_s = self._stillness.look(held.name, journals, time.monotonic())
-        if not journals or still_s <= self._patience_s:
+    def look(self, unended: Iterable[AllocationState], running: Container[str]) -> None:
+        """Takes in the time stamps of allocations: of journals and, before there are any, of the claim.
+
+        Args:
+            running: those whose processes run; the silence of others, such as suspended ones, proves nothing.
+        """
+        now = time.monotonic()
+        paths = {held.name: self._paths(held) for held in unended}
+        self._silent_s = {n: self._stillness.look(n, found, now) for n, found in paths.items() if found}
+        self._told_s |= {n: silent_s for n, silent_s in self._silent_s.items() if n not in running}
+
+    def _paths(self, held: AllocationState) -> list[Path]:
+        if not held.agents:
+            return [self._folder.claims / held.name]
+        return [self._folder.journal / str(a["journal"]) for a in held.agents if a.get("journal")]
+
+    def silent(self, name: str, more_s: float = 0.0) -> bool:
+        """Whether an allocation shows no sign of life, or keeps no journal that could show one.
+
+        Args:
+            more_s: seconds beyond the usual patience.
+        """
+        return self._silent_s.get(name, float("inf")) > self.patience_s + more_s
+
+    def frozen_now(self, held: AllocationState) -> str | None:
+        """Why this running allocation has to be ended, again after each patience; None: it lives."""
+        silent_s = self._silent_s.get(held.name, 0.0) if held.agents else 0.0
+        if silent_s < self._told_s.get(held.name, 0.0):
+            del self._told_s[held.name]
+        if silent_s - self._told_s.get(held.name, 0.0) <= self.patience_s:
             return None
-        self._stillness.forget(held.name)
-        self.frozen[held.name] = f"the agent on {agents[-1].get('host')} did not move for {still_s:.0f} s"
+        self._told_s[held.name] = silent_s
+        host = held.agents[-1].get("host")
+        self.frozen[held.name] = f"the agent on {host} did not move for {silent_s:.0f} s"
         return self.frozen[held.name]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
@@ -23,8 +24,10 @@ class Todo:
     key: AttemptKey
     patience: float = 1.0
     """Factor on the time limit: a run that timed out gets more."""
-    not_before: float = 0.0
-    """Seconds since 1970."""
+    after: AttemptKey | None = None
+    """The failed attempt that it follows."""
+    pause_s: float = 0.0
+    """Seconds to wait after the end of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,7 @@ def decide(
     rank_mem_bytes: float | None = None,
     old: frozenset[AttemptKey] = frozenset(),
     doubted: Collection[AttemptKey] = (),
-    now: float = math.inf,
+    ended_s: Mapping[AttemptKey, float] = MappingProxyType({}),
 ) -> Decision:
     """The attempts to make and how many are on their way.
 
@@ -77,7 +80,8 @@ def decide(
         rank_mem_bytes: what a rank has; an OOM that was not predicted by that is doubted.
         old: attempts that ended before this launch.
         doubted: ok attempts whose number is suspect; the policy says how many repeats that is worth.
-        now: seconds since 1970; earlier than the end of a pause, a run waits.
+        ended_s: how long ago this launcher saw attempts end, by its own monotonic clock; after a failure a
+            run may have to wait. What ended before this launch has waited enough and is left out.
     """
     on_their_way = {
         key for name in alive for key in _tasks(state, name) if _unfinished(state.attempts.get(key))
@@ -96,7 +100,7 @@ def decide(
         best = contenders(settled, tried, state)
         todo += _wanted([r for r in settled if r.run_id in best], tried, following, range(repeats, confirm))
     todo = [t for t in todo if t.key not in on_their_way]
-    resting = {t.key for t in todo if t.not_before > now}
+    resting = {t.key for t in todo if t.after and ended_s.get(t.after, math.inf) < t.pause_s}
     untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
     busy = {state.allocations[name].nodes for name in alive if name in state.allocations}
     held_back = untried & busy
@@ -117,7 +121,7 @@ def next_step(
     *,
     accepts: Callable[[RunResult], bool] = lambda result: True,
     old: frozenset[AttemptKey] = frozenset(),
-    now: float = math.inf,
+    ended_s: Mapping[AttemptKey, float] = MappingProxyType({}),
 ) -> Decision:
     """`decide` with the values of the plan's configuration, and what results say of each other."""
     config, state = plan.config, judged(state)
@@ -127,7 +131,7 @@ def next_step(
         plan.runs, state, alive, doubted=doubted,
         repeats=config.repeats, accepts=accepts, canary=config.launcher.control,
         policy=config.retry, confirm=config.measure.confirm, rank_mem_bytes=config.hardware.rank_mem_bytes,
-        old=old, now=now,
+        old=old, ended_s=ended_s,
     )  # fmt: skip
 
 
@@ -224,5 +228,6 @@ class _Following:
             candidate=run,
             key=AttemptKey(run_id, repeat, last.key.attempt + 1),
             patience=2.0**timeouts,
-            not_before=verdict.not_before or 0.0,
+            after=last.key,
+            pause_s=verdict.pause_s,
         )

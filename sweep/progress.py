@@ -146,7 +146,7 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
             useful += hours
         else:
             wasted[result.status.value] = wasted.get(result.status.value, 0.0) + hours
-    held = {n: a.elapsed_s * a.nodes * gpus_per_node / 3600 for n, a in state.allocations.items()}
+    held = {n: a.held_s * a.nodes * gpus_per_node / 3600 for n, a in state.allocations.items()}
     between = sum(max(0.0, hours - ran.get(name, 0.0)) for name, hours in held.items())
     return useful, wasted | ({"between_runs": between} if between else {})
 

@@ -78,8 +78,8 @@ class Verdict:
 
     again: bool
     why: str
-    not_before: float | None = None
-    """Seconds since 1970 by the node's clock; None: at once."""
+    pause_s: float = 0.0
+    """Seconds to wait after the end of the latest attempt."""
 
 
 def judge(
@@ -114,7 +114,7 @@ def judge(
     if used > allowed:
         return Verdict(again=False, why=f"{name}: {used} of it, {allowed + 1} at most")
     why = f"{name}: attempt {used + 1} of {allowed + 1}"
-    return Verdict(again=True, why=why, not_before=_ready(last, used, policy))
+    return Verdict(again=True, why=why, pause_s=_pause_s(last, used, policy))
 
 
 def _sure(result: RunResult, policy: RetryPolicy, memory_share: float) -> bool:
@@ -142,11 +142,10 @@ def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
     return None
 
 
-def _ready(result: RunResult, used: int, policy: RetryPolicy) -> float | None:
-    if result.status in AT_ONCE or result.started_at is None or result.duration_s is None:
-        return None
-    pause = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (used - 1))
-    return result.started_at + result.duration_s + pause if pause else None
+def _pause_s(result: RunResult, used: int, policy: RetryPolicy) -> float:
+    if result.status in AT_ONCE:
+        return 0.0
+    return min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (used - 1))
 
 
 def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:

@@ -165,10 +165,16 @@ def attempt_events():
     )
 
 
+def jobs():
+    """Starts of jobs of Slurm, as agents and claims name them."""
+    return st.fixed_dictionaries({"job_id": st.sampled_from(("57_0", "61_0")), "restart": st.integers(0, 2)})
+
+
 def allocation_events():
     """What is said about allocations."""
     key = st.tuples(st.sampled_from(RUN_IDS), st.integers(0, 1), st.integers(0, 2)).map(list)
     number = st.integers(1, 99)
+    seconds = st.none() | st.floats(0, 1e5)
 
     def said(event, **values):
         return st.fixed_dictionaries(
@@ -180,8 +186,17 @@ def allocation_events():
         said("submitting", token=st.text(max_size=4)),
         said("submitted", job=st.fixed_dictionaries({"pid": number})),
         said("adopted", job=st.fixed_dictionaries({"pid": number})),
-        said("allocation_started", agent=st.fixed_dictionaries({"node": number, "pid": number})),
-        said("allocation_ended", reason=st.sampled_from(("all tasks done", "vanished"))),
+        said(
+            "allocation_started",
+            agent=st.fixed_dictionaries({"node": number, "pid": number, "job": st.none() | jobs()}),
+        ),
+        said(
+            "allocation_ended",
+            reason=st.sampled_from(("all tasks done", "vanished")),
+            job=st.none() | jobs(),
+            elapsed_s=seconds,
+            held_s=seconds,
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ultrabench.errors import ConfigError, SweepFolderError
@@ -41,6 +41,8 @@ class Allocation:
     """run_id of the control layout, if that is the first task."""
     window: str | None = None
     """Local time of day in which runs may start, such as 19:00-07:00."""
+    by: dict[str, str] = field(default_factory=dict)
+    """Who submitted it and where: {user, cluster, host}; cluster is empty for local processes."""
     tasks: tuple[Task, ...]
 
     @property

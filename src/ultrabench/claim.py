@@ -52,22 +52,42 @@ def _remove(path: Path) -> None:
 
 
 def owner(claims: Path, key: str) -> dict[str, Any] | None:
-    """What the owner of the attempt `key` wrote; None when nobody claimed it, empty if unreadable."""
+    """What the owner of the attempt `key` wrote; None when nobody claimed it, empty if that is no claim.
+
+    Raises:
+        OSError: the file cannot be read now, but may be later.
+    """
     try:
-        held = json.loads((claims / key).read_text())
+        held = json.loads((claims / key).read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except OSError as error:
+        if may_pass(error):
+            raise
+        return {}
+    except (ValueError, RecursionError):
         return {}
     return held if isinstance(held, dict) else {}
 
 
 def owner_of(claims: Path, key: str) -> str | None:
-    """Name of the allocation that claimed the attempt `key`; None when nobody did."""
+    """Name of the allocation that claimed the attempt `key`; None when nobody did.
+
+    Raises:
+        OSError: the file cannot be read now, but may be later.
+    """
     held = owner(claims, key)
     return None if held is None else str(held.get("allocation", "unreadable"))
 
 
+GIVEN_UP = "given up"
+"""In the place of an allocation's name: a launcher claimed a whole allocation, whose agents will run nothing."""
+
+
 def give_up(claims: Path, allocation: str) -> bool:
-    """Claims a whole allocation in place of its agents, which will run nothing; False when they were first."""
-    return claim(claims, allocation, {"allocation": "given up"})
+    """Whether no agent of this allocation will ever run anything: a launcher claims it in their place.
+
+    Raises:
+        OSError: the disk does not tell now, but may later.
+    """
+    return claim(claims, allocation, {"allocation": GIVEN_UP}) or owner_of(claims, allocation) == GIVEN_UP

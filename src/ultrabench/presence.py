@@ -31,12 +31,12 @@ def living_launchers(folder: SweepFolder, own: Path | None = None) -> list[str]:
     for path in sorted(folder.journal.glob("launcher-*-*-*.jsonl")):
         host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
         lives = os.path.exists(f"/proc/{pid}") if host == here else True
-        if path != own and lives and now - _touched(path) < MISSED * SIGN_OF_LIFE_S:
+        if path != own and lives and now - touched(path) < MISSED * SIGN_OF_LIFE_S:
             found.append(f"process {pid} on {host}")
     return found
 
 
-def _touched(path: Path) -> float:
+def touched(path: Path) -> float:
     """When a file was last touched; long ago if it is gone."""
     try:
         return path.stat().st_mtime
@@ -60,12 +60,8 @@ class Stillness:
 
     def look(self, name: str, journals: list[Path], now: float) -> float:
         """Seconds that none of these files was touched; `now` is of a monotonic clock."""
-        stamp = max((_touched(path) for path in journals), default=0.0)
+        stamp = max((touched(path) for path in journals), default=0.0)
         held, looked, still_s = self._seen.get(name, (stamp, now, 0.0))
         still_s = still_s + min(now - looked, self._most_gap_s) if stamp == held else 0.0
         self._seen[name] = (stamp, now, still_s)
         return still_s
-
-    def forget(self, name: str) -> None:
-        """Begins anew with this one."""
-        self._seen.pop(name, None)

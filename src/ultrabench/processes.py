@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pwd
 import shutil
 import signal
 import tempfile
@@ -58,6 +59,14 @@ def _stat(pid: int) -> list[str]:
 def alive(pid: int, started: int) -> bool:
     """Whether the process that had `pid` and start time `started` still runs."""
     return start_time(pid) == started
+
+
+def own_name() -> str:
+    """Of the user, by number where nobody has written down the name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return f"user {os.getuid()}"
 
 
 def own_processes() -> Iterator[int]:

@@ -1,7 +1,8 @@
 """The state of a sweep: a pure fold over its journal, whatever the order of the events."""
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -20,6 +21,15 @@ class AttemptKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.run_id}.{self.repeat}.{self.attempt}"
+
+
+Start = tuple[str, int]
+"""One start of a job: its id (empty for local processes) and how often it was restarted before."""
+
+
+def start_of(job: Mapping[str, Any], restart: Any = 0) -> Start:
+    """The start that an agent names as its job, {job_id, restart}; without a job, `restart` counts."""
+    return str(job.get("job_id") or ""), int(job.get("restart") or restart or 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,29 +62,57 @@ class AllocationState:
     tasks: tuple[AttemptKey, ...] = ()
     limit_s: float = 0.0
     submitting: bool = False
+    by: dict[str, Any] = field(default_factory=dict)
+    """Who submitted it: {user, cluster, host}; empty where that was not written down."""
     job: dict[str, Any] | None = None
-    """How to find it: {host, pid, start_time} locally, {job_id, cluster} on Slurm."""
+    """How to find it: {host, pid, start_time} locally, {job_id, name} on Slurm."""
     control: str | None = None
     """run_id of its cell's control layout, when it began with that."""
     agents: tuple[dict[str, Any], ...] = ()
     """Leading agents that started: {node, host, pid, start_time, job}."""
     preflight: dict[str, Any] = field(default_factory=dict)
     """What its devices and links could do when it started."""
-    restart: int = 0
-    """How often its job was requeued and started again."""
-    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Restart count -> how that start of the job ended: {reason, elapsed_s, avoid}."""
+    ends: dict[Start, dict[str, Any]] = field(default_factory=dict)
+    """How each start of a job of it ended: {reason, elapsed_s, held_s, avoid, source}."""
+
+    @property
+    def start(self) -> Start:
+        """The latest start of the job that owns this allocation; ("", 0) before the first."""
+        jobs = (agent.get("job") or {} for agent in self.agents)
+        return max((start_of(job) for job in jobs), key=lambda s: (s[1], s[0]), default=("", 0))
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        """How it ended; None while it may be alive.
+
+        Once agents have started, only the end of their own latest start counts: a second job of this
+        allocation, or an earlier start, may end when it likes.
+        """
+        if self.agents:
+            return self.ends.get(self.start) or self.ends.get(("", self.start[1]))
+        return min(self.ends.values(), key=_first_word, default=None)
 
     @property
     def ended(self) -> str | None:
         """Why it ended; None while it may be alive."""
-        end = self.ends.get(self.restart)
-        return None if end is None else str(end["reason"])
+        return None if self.end is None else str(self.end["reason"])
 
     @property
-    def elapsed_s(self) -> float:
-        """How long its nodes were held, as far as is known."""
-        return sum(float(end["elapsed_s"]) for end in self.ends.values())
+    def timed(self) -> bool:
+        """Whether the batch system has told how long its nodes were held until its end."""
+        return self.end is not None and self.end["held_s"] is not None
+
+    @property
+    def held_s(self) -> float:
+        """Seconds its nodes were held, by the batch system's word, else by the agents'.
+
+        An end that nobody timed counts to the limit if agents had started, else nothing.
+        """
+        told: dict[int, list[float]] = {}
+        for (_, restart), end in self.ends.items():
+            seconds = (end["held_s"], end["elapsed_s"])
+            told.setdefault(restart, []).extend(s for s in seconds if s is not None)
+        return sum(max(known, default=self.limit_s if self.agents else 0.0) for known in told.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -228,7 +266,14 @@ def _allocation_fields(event: Event) -> dict[str, Any]:
         case "allocation_planned":
             tasks = tuple(AttemptKey(r, int(p), int(a)) for r, p, a in event["tasks"])
             nodes, limit_s = int(event["nodes"]), float(event["limit_s"])
-            return {"tasks": tasks, "nodes": nodes, "limit_s": limit_s, "control": event.get("control")}
+            by = _object(event.get("by"))
+            return {
+                "tasks": tasks,
+                "nodes": nodes,
+                "limit_s": limit_s,
+                "control": event.get("control"),
+                "by": by,
+            }
         case "submitting":
             return {"submitting": True}
         case "submitted" | "adopted":
@@ -240,32 +285,43 @@ def _fold_allocation(allocation: AllocationState, event: Event) -> None:
     """Takes in what adds up: agents, starts, ends, and the preflight of the latest start."""
     kind = event["event"]
     if kind == "allocation_started":
-        agents = {canonical_json(a): a for a in (*allocation.agents, event["agent"])}
+        agent = event["agent"]
+        start_of(agent.get("job") or {})  # refuses what is no start
+        agents = {canonical_json(a): a for a in (*allocation.agents, agent)}
         allocation.agents = tuple(agents[k] for k in sorted(agents))
-        allocation.restart = max(allocation.restart, int(event.get("restart", 0)))
     elif kind == "preflight":
         told = {"restart": int(event.get("restart", 0)), **event["found"]}
         found = [f for f in (allocation.preflight, told) if f]
         allocation.preflight = max(found, key=lambda f: (f["restart"], canonical_json(f)))
     elif kind == "allocation_ended":
-        restart, end = int(event.get("restart", 0)), _end(event)
-        held = allocation.ends.get(restart, end)
-        allocation.ends[restart] = min(held, end, key=_first_word)
-        allocation.restart = max(allocation.restart, restart)
+        start, end = start_of(_object(event.get("job")) or {}, event.get("restart")), _end(event)
+        held = allocation.ends.get(start, end)
+        seconds = [e["held_s"] for e in (held, end) if e["held_s"] is not None]
+        first = min(held, end, key=_first_word)
+        allocation.ends[start] = {**first, "held_s": max(seconds, default=None)}
 
 
 def _end(event: Event) -> dict[str, Any]:
     return {
         "reason": str(event["reason"]),
-        "elapsed_s": float(event.get("elapsed_s") or 0.0),
+        "elapsed_s": _seconds(event.get("elapsed_s")),
+        "held_s": _seconds(event.get("held_s")),
         "avoid": [str(node) for node in event.get("avoid") or ()],
         "source": str(event.get("source")),
     }
 
 
-def _first_word(end: dict[str, Any]) -> tuple[bool, str]:
-    """The agent's word on its own end comes before a launcher's."""
-    return (end.get("source") != "agent", canonical_json(end))
+def _seconds(value: Any) -> float | None:
+    seconds = None if value is None else float(value)
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise ValueError(value)
+    return seconds
+
+
+def _first_word(end: dict[str, Any]) -> tuple[int, str]:
+    """The agent's word on its own end comes first, then a launcher's; who only tells the time comes last."""
+    weight = {"agent": 0, "launcher": 1}.get(end["source"], 2)
+    return (weight, canonical_json(end | {"held_s": None}))
 
 
 def _fold_controls(state: SweepState, controls: list[tuple[int, str, Event]]) -> None:

@@ -77,13 +77,13 @@ def _collected(sweeps: SlurmBench) -> str:
     return str(sweeps.folder / "results/t/runs.parquet")
 
 
-def test_detach_leaves_and_watching_takes_over(sweeps, monkeypatch):
+def test_detach_leaves_and_resume_goes_on(sweeps, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.05")
     started = time.monotonic()
     sweeps.run(*sweeps.launch("fine", *FEW), "--detach")
     assert time.monotonic() - started < 30
     assert sweeps.journal().count('"event":"submitted"') >= 2
-    output = sweeps.run("sweep", "status", "t", "--watch")
+    output = sweeps.run("sweep", "resume", "t")
     assert "best so far" in output
     sweeps.judge(runs=10)
 

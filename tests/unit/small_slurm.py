@@ -9,12 +9,16 @@ from ultrabench.launchers.launcher import Gone, Job, Sighting
 from ultrabench.result import Status
 from ultrabench.state import AllocationState
 
+OURS = {"user": "a", "cluster": "small", "host": "login"}
+OTHERS = {"user": "b", "cluster": "small", "host": "login"}
+
 
 @dataclass(frozen=True, slots=True)
 class SmallJob:
-    """A submitted allocation."""
+    """A job of a submitted allocation."""
 
     allocation: Allocation
+    job_id: str
     phase: str = "pending"
     """pending, running or over."""
     restart: int = 0
@@ -24,14 +28,16 @@ class SmallJob:
 
 
 class SmallSlurm:
-    """The Launcher of a follower; `jobs` are those of the world it was made for."""
+    """The Launcher of a follower; `jobs` are those of the world it was made for, by their id."""
 
     max_jobs, max_nodes, max_array, max_limit_s = 2, 2, 2, float("inf")
     outlives_us, rest_s = True, 0.0
 
-    def __init__(self, jobs: dict[str, SmallJob], most: int = 99) -> None:
-        """`most`: jobs that it takes in all."""
-        self.jobs, self.most = jobs, most
+    def __init__(
+        self, jobs: dict[str, SmallJob], most: int = 99, by: dict[str, str] = OURS, double: bool = False
+    ) -> None:
+        """`most`: jobs that it takes in all; `by`: whose it sees; `double`: a wrapper submits all of them twice."""
+        self.jobs, self.most, self.by, self.double = jobs, most, by, double
 
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
@@ -39,7 +45,8 @@ class SmallSlurm:
         """Takes them; a launcher that dies now never learns of it, which is how answers get lost."""
         if len(self.jobs) + len(allocations) > self.most:
             raise ClusterError("no more jobs are taken")
-        self.jobs |= {a.name: SmallJob(a) for a in allocations}
+        for again in ("", "+")[: 1 + self.double]:
+            self.jobs |= {f"{a.name}{again}": SmallJob(a, f"{a.name}{again}") for a in allocations}
         return {a.name: {"job_id": a.name} for a in allocations}
 
     def look(self, allocations: Mapping[str, AllocationState]) -> Sighting:
@@ -49,18 +56,24 @@ class SmallSlurm:
         the line in its journal and its submission.
         """
         unended = {name for name, held in allocations.items() if held.ended is None}
-        active = {n for n, job in self.jobs.items() if job.phase != "over" and n in allocations}
-        queued = {n for n in active if self.jobs[n].phase == "pending"}
+        visible = [job for job in self.jobs.values() if job.allocation.by == self.by]
+        active = {}
+        for job in visible:
+            held = allocations.get(job.allocation.name)
+            if held is not None and job.phase != "over" and held.start[0] in ("", job.job_id):
+                active.setdefault(held.name, job)
+        queued = {n for n, job in active.items() if job.phase == "pending"}
+        known = {job.allocation.name for job in visible}
         gone = {
-            n: Gone(status=Status.NODE_FAIL if n in self.jobs else Status.LOST, reason="it is over")
-            for n in sorted(unended - active)
+            n: Gone(status=Status.NODE_FAIL if n in known else Status.LOST, reason="it is over")
+            for n in sorted(unended - set(active))
         }
         return Sighting(
-            alive=frozenset((unended & active) | queued),
+            alive=frozenset((unended & set(active)) | queued),
             queued=frozenset(queued),
-            running=frozenset(active - queued),
+            running=frozenset(set(active) - queued),
             gone=gone,
-            jobs={n: {"job_id": n} for n in active},
+            jobs={n: {"job_id": job.job_id} for n, job in active.items()},
         )
 
     def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:

@@ -143,8 +143,10 @@ class TapedSweep(OpenSweep):
 class TapedSlurm(SmallSlurm):
     """A batch system whose answers are steps."""
 
-    def __init__(self, jobs: dict[str, SmallJob], most: int, tape: Tape) -> None:
-        super().__init__(jobs, most)
+    def __init__(
+        self, jobs: dict[str, SmallJob], most: int, tape: Tape, by: dict[str, str], double: bool
+    ) -> None:
+        super().__init__(jobs, most, by, double)
         self._tape = tape
 
     def submit(self, allocations, avoid, say):  # type: ignore[no-untyped-def]

@@ -5,14 +5,17 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from tests.unit.small_slurm import SmallJob, SmallSlurm
+from tests.unit.small_slurm import OTHERS, OURS, SmallJob, SmallSlurm
 from tests.unit.small_tape import PLAIN, WHOLE, Halt, Process, Tape, TapedJournal, TapedSlurm, TapedSweep
-from ultrabench.claim import claim, owner, owner_of
+from ultrabench.agent.lead import owns
+from ultrabench.claim import claim, give_up, owner, owner_of
 from ultrabench.errors import ClusterError
 from ultrabench.launchers import follow
 from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.launchers.settle import Settler
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import Task
@@ -31,6 +34,10 @@ class World:
     """Attempts in the order they ran."""
     kills: int = 0
     """How often somebody has died so far."""
+    hidden: tuple[tuple[str, bytes], ...] = ()
+    """Claims that cannot be read for a while, with their content."""
+    hid: int = 0
+    """How many were hidden so far."""
     story: tuple[str, ...] = ()
     """How it came to this; worlds with different stories can be the same."""
 
@@ -53,11 +60,13 @@ class World:
         files = [
             (path, content.rpartition(b"\n")[0] or content) for path, content in sorted(self.files.items())
         ]
-        whole = (files, jobs, processes, sorted(self.witness), self.kills)
+        whole = (files, jobs, processes, sorted(self.witness), self.kills, self.hidden, self.hid)
         return hashlib.blake2b(repr(whole).encode(), digest_size=16).digest()
 
 
 def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return sorted((key, _sorted(held)) for key, held in value.items())
     return sorted(value) if isinstance(value, set | frozenset) else value
 
 
@@ -71,8 +80,19 @@ class Stage:
         """A launcher that has looked once sees jobs and journals at one moment."""
         self.most_jobs = 2
         """That Slurm takes before everybody starts anew."""
+        self.double = False
+        """Every submission makes two jobs."""
+        self.stranger = False
+        """The second launcher is another user's, who sees no jobs but his own."""
+        self.most_hidden = 0
+        """Claims that may be unreadable for a while."""
+        self.late = False
+        """Slurm may call a job over before the last line of its agent is there."""
         self.claim: Callable[..., bool] = claim
+        self.owns: Callable[..., bool] = owns
         self.follower = follow.Follower
+        self.tape = Tape(Process(""), WHOLE)
+        """Of the launcher at work."""
         self.current = ""
         """Names the next allocation: whose it is and how many there were."""
         self._on_disk: dict[str, bytes] = {}
@@ -80,6 +100,9 @@ class Stage:
         kept = ("folder", "plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
         self._open = {name: getattr(sweep, name) for name in kept}
         self._template = vars(follow.Follower(sweep, SmallSlurm({}), lambda state, alive: None))
+        # Time stamps stand for nothing in a world without clocks: whoever is over has long been silent.
+        self._template["_vigil"].silent = lambda name, more_s=0.0: True
+        self._settler = vars(self._template["_settler"])
 
     def first(self) -> World:
         return World({}, {}, {n: Process(n) for n in ("launcher-a", "launcher-b")}, {})
@@ -88,15 +111,21 @@ class Stage:
         """Every world that one block of steps of somebody, or his death in it, can make of this one."""
         mortal = world.kills < self.most_kills
         for name, process in world.launchers.items():
-            if process.over or (
-                self.in_turn and name != "launcher-a" and not world.launchers["launcher-a"].over
-            ):
+            if process.over or self.waits(world, name):
                 continue
             whole, steps = self.launcher(world, name)
             yield whole
             for most in range(steps if mortal else 0):
                 yield replace(self.launcher(world, name, most)[0], kills=world.kills + 1)
+        yield from self._hide(world)
         for name, job in world.jobs.items():
+            if job.phase == "over" and name in world.agents:
+                yield self.agent(world, name)[0]
+                if mortal:
+                    yield self._end(world, name, job)
+            elif job.phase == "running" and self.late and "done" in world.agents[name].known:
+                told = (*world.story, f"Slurm calls {name} over")
+                yield replace(world, jobs=world.jobs | {name: replace(job, phase="over")}, story=told)
             if job.phase == "pending":
                 yield self.start(world, name)
                 if mortal:
@@ -109,10 +138,27 @@ class Stage:
                     yield self._end(cut, name, replace(job, phase="over"))
                     yield self._end(cut, name, job.requeued())
 
+    def waits(self, world: World, name: str) -> bool:
+        """Whether this launcher starts only when the first one is gone, which it is not yet."""
+        return self.in_turn and name == "launcher-b" and not world.launchers["launcher-a"].over
+
+    def _hide(self, world: World) -> Iterator[World]:
+        """A claim that cannot be read, or can be read again."""
+        for path, content in world.hidden:
+            rest = tuple(h for h in world.hidden if h[0] != path)
+            told = (*world.story, f"{path} can be read again")
+            yield replace(world, files=world.files | {path: content}, hidden=rest, story=told)
+        for path, content in world.files.items() if world.hid < self.most_hidden else ():
+            if path.startswith("claims/") and content:
+                told = (*world.story, f"{path} cannot be read")
+                hidden = (*world.hidden, (path, content))
+                files = world.files | {path: b""}
+                yield replace(world, files=files, hidden=hidden, hid=world.hid + 1, story=told)
+
     def start(self, world: World, name: str) -> World:
         """Slurm starts a job, with an agent in it."""
         job = replace(world.jobs[name], phase="running")
-        agent = Process(f"agent-{name}-{job.restart}")
+        agent = Process(f"agent-{name}-{job.restart}".replace("+", "_"))
         told = (*world.story, f"Slurm starts {name}")
         return replace(world, jobs=world.jobs | {name: job}, agents=world.agents | {name: agent}, story=told)
 
@@ -126,15 +172,18 @@ class Stage:
         """A launcher's next block of steps, at most `most` of them before it dies; and how many they were."""
         process, jobs, folder = world.launchers[name], dict(world.jobs), self.sweep.folder
         self.show(world)
-        tape = Tape(process, most)
+        self.tape = tape = Tape(process, most)
         tape.coarse = self.coarse and bool(process.memory)
         journal = TapedJournal(folder.journal, process, tape)
         sweep = TapedSweep(**self._open, journal=journal, tape=tape, known=self._folds)  # type: ignore[arg-type]
         try:
-            follower = self._born(sweep, process, TapedSlurm(jobs, self.most_jobs, tape))
+            by = OTHERS if self.stranger and name in ("launcher-b", "launcher-d") else OURS
+            follower = self._born(sweep, process, TapedSlurm(jobs, self.most_jobs, tape, by, self.double))
             self.current = f"{name[-1]}{follower.submitted}"
             _, busy = follower.once()
-            memory = {k: v for k, v in vars(follower).items() if isinstance(v, PLAIN) and k != "_specs"}
+            memory = {k: v for k, v in vars(follower).items() if isinstance(v, PLAIN)}
+            settler = vars(follower._settler).items()
+            memory["_settler"] = {k: v for k, v in settler if isinstance(v, PLAIN) and k != "_specs"}
             process = Process(name, seq=journal.seq, memory=memory) if busy else Process(name, over=True)
         except Halt:
             process = replace(process, answers=tuple(tape.answers), known=tape.known)
@@ -147,12 +196,22 @@ class Stage:
         made = replace(world, files=self._from_disk(process.name), jobs=jobs, launchers=launchers, story=told)
         return made, tape.new
 
+    def owner_of(self, claims: Path, key: str) -> str | None:
+        """What the launcher at work reads of a claim."""
+        return self.tape.step(lambda: owner_of(claims, key), word=f"reads claim {key}", kind=f"claim {key}")
+
+    def give_up(self, claims: Path, name: str) -> bool:
+        """Whether the launcher at work can claim an allocation."""
+        return self.tape.step(lambda: give_up(claims, name), word=f"gives up {name}", kind=f"claim {name}")
+
     def _born(self, sweep: TapedSweep, process: Process, slurm: TapedSlurm) -> follow.Follower:
         """The follower of a launcher that has just started, or of one that begins to look again."""
         if not process.memory:
             return self.follower(sweep, slurm, lambda state, alive: None)
-        made = object.__new__(self.follower)
-        vars(made).update(self._template, sweep=sweep, launcher=slurm, **copy.deepcopy(process.memory))
+        made, settler = object.__new__(self.follower), object.__new__(Settler)
+        memory = copy.deepcopy(process.memory)
+        vars(settler).update(self._settler, _sweep=sweep, _launcher=slurm, **memory.pop("_settler"))
+        vars(made).update(self._template, sweep=sweep, launcher=slurm, _settler=settler, **memory)
         return made
 
     def agent(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
@@ -183,17 +242,18 @@ class Stage:
     def _lead(self, job: SmallJob, journal: TapedJournal, tape: Tape, witness: list[str]) -> None:
         """What ultrabench.agent.lead does, as far as others can see it."""
         claims, allocation = self.sweep.folder.claims, job.allocation
-        me = {"allocation": allocation.name, "job": {"job_id": allocation.name, "restart": job.restart}}
+        me = {"allocation": allocation.name, "job": {"job_id": job.job_id, "restart": job.restart}}
         told = {"allocation": allocation.name, "restart": job.restart}
-        journal.write("allocation_started", **told, agent={"node": 0})
+        if not tape.step(lambda: self.owns(claims, allocation.name, me), word="claims itself"):
+            return
+        journal.write("allocation_started", **told, agent={"node": 0, "job": me["job"]})
         for task in allocation.tasks if job.restart else ():
             held = tape.step(lambda task=task: owner(claims, task.key), word="reads a claim") or {}
             if held.get("allocation") == allocation.name and held.get("job") != me["job"]:
                 journal.write(
                     "failed", **_end_of(task, Status.LOST), allocation=allocation.name, source="slurm"
                 )
-        mine = tape.step(lambda: self.claim(claims, allocation.name, me), word="claims itself")
-        for task in allocation.tasks if mine or owner_of(claims, allocation.name) == allocation.name else ():
+        for task in allocation.tasks:
             if tape.step(
                 lambda task=task: self.claim(claims, task.key, me), word=f"claims {task.key}", kind=task.key
             ):
@@ -201,7 +261,10 @@ class Stage:
                 journal.write("started", **_name(task), allocation=allocation.name)
                 tape.step(lambda task=task: witness.append(task.key), word="runs")
                 journal.write("result", wait=True, **_end_of(task, Status.OK), allocation=allocation.name)
-        journal.write("allocation_ended", **told, reason="all tasks done", source="agent")
+        tape.step(lambda: None, word="is done", kind="done")
+        journal.write(
+            "allocation_ended", wait=self.late, **told, job=me["job"], reason="all tasks done", source="agent"
+        )
 
     def show(self, world: World) -> None:
         """Makes the files of a world those on disk."""

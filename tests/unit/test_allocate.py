@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.allocations import PLAN, drafts_of, open_sweep
+from ultrabench.allocation import read_allocation
 from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
@@ -176,11 +177,15 @@ def test_what_the_agents_of_an_array_read(sweep):
 
 
 def held(state, name, run, *seconds):
-    ends = {n: {"reason": "", "elapsed_s": s, "avoid": []} for n, s in enumerate(seconds)}
+    ends = {("57_0", n): end(s) for n, s in enumerate(seconds)}
     state.allocations[name] = AllocationState(
         name=name, nodes=run.nodes, tasks=(AttemptKey(run.spec.run_id, 0, 0),), ends=ends
     )
     return state
+
+
+def end(elapsed_s, held_s=None):
+    return {"reason": "", "elapsed_s": elapsed_s, "held_s": held_s, "avoid": [], "source": "agent"}
 
 
 def test_what_ended_costs_what_it_held_and_what_is_open_what_is_predicted():
@@ -205,3 +210,44 @@ def test_runs_that_are_no_longer_planned_are_paid_for_all_the_same():
     narrow = replace(PLAN, candidates=tuple(others(1, 2)))
     assert committed_gpu_hours(narrow, state, ("n2-a.0",)) == pytest.approx(4.0)
     assert committed_gpu_hours(PLAN, SweepState(), ("nobody",)) == 0.0
+
+
+def test_what_runs_costs_what_it_has_held_so_far_if_that_is_more_than_predicted():
+    """The setup of a job is paid for, too, though no agent of it has said a word."""
+    two = control(2)
+    price = two.gpu_hours(PLAN.steps)
+    state = held(SweepState(), "n2-a.0", two)
+    assert committed_gpu_hours(PLAN, state, ("n2-a.0",), {"n2-a.0": 0.1}) == pytest.approx(price)
+    assert committed_gpu_hours(PLAN, state, ("n2-a.0",), {"n2-a.0": HOUR}) == pytest.approx(4.0)
+    # After its end what was seen last is the least that it held, until the batch system has told.
+    assert committed_gpu_hours(PLAN, state, (), {"n2-a.0": HOUR}) == pytest.approx(4.0)
+    state.allocations["n2-a.0"].ends = {("57_0", 0): end(0.5 * HOUR)}
+    assert committed_gpu_hours(PLAN, state, (), {"n2-a.0": HOUR}) == pytest.approx(4.0)
+    state.allocations["n2-a.0"].ends = {("57_0", 0): end(0.5 * HOUR, held_s=0.75 * HOUR)}
+    assert committed_gpu_hours(PLAN, state, (), {"n2-a.0": HOUR}) == pytest.approx(3.0)
+
+
+def test_the_next_allocation_is_priced_with_what_the_ones_before_took_beyond_their_runs(sweep):
+    one = control(1)
+    todo = decided(todo_of(others(1, 1)[0]))
+    (free,) = drafts(sweep, todo, SweepState(), 9e9)
+    state = SweepState()
+    for n, held_s in enumerate((100.0, 160.0, 9000.0)):
+        name = f"n1-{n}.0"
+        held(state, name, one)
+        state.allocations[name].agents = ({"host": "gpu01", "job": {"job_id": "57_0", "restart": 0}},)
+        state.allocations[name].ends = {("57_0", 0): end(10.0, held_s=held_s)}
+        key = AttemptKey(one.spec.run_id, n, 0)
+        ok = RunResult(status=Status.OK, step_times_s=(1.0,), duration_s=40.0)
+        state.attempts[key] = AttemptState(key=key, result=ok, allocation=name)
+    held(state, "n1-never.0", one, 0.0)  # no agent of it has started: it tells nothing
+    (priced,) = drafts(sweep, todo, state, 9e9)
+    assert priced.gpu_hours - free.gpu_hours == pytest.approx(120.0 * 1 * 2 / HOUR)
+
+
+def test_an_allocation_says_who_submitted_it(sweep):
+    by = {"user": "ann", "cluster": "big", "host": "login1"}
+    (made,) = allocations(sweep, drafts_of(sweep)[:1], by)
+    made.write()
+    assert made.by == read_allocation(made.folder).by == by
+    assert allocations(sweep, drafts_of(sweep)[:1])[0].by == {}

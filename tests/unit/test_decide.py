@@ -1,3 +1,4 @@
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -6,12 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import FAILURES
+from tests.unit.allocations import open_sweep
+from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.decide import Todo, decide
 from ultrabench.sweep.pack import RUN_LIMIT_FACTOR, pack, run_limit_s
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.retry_policy import RetryPolicy
 
 FREE_TRIES = 5
 CONFIG = load_config([])
@@ -234,6 +238,96 @@ def test_what_an_allocation_holds_is_waited_for():
 def test_an_end_not_told_yet_is_waited_for_under_the_same_name():
     assert todo_after(None).key.attempt == 0
     assert todo_after(Status.LOST, None).key.attempt == 1
+
+
+# pauses after failures
+
+RESTING = RetryPolicy(backoff_s=60.0, backoff_max_s=100.0)
+
+
+def failed_at(started_at, *statuses):
+    """Attempts of ONE by the clock of some node."""
+    state = history(*statuses)
+    for key, attempt in state.attempts.items():
+        ended = replace(attempt.result, started_at=started_at + 100 * key.attempt, duration_s=9.0)
+        state.attempts[key] = replace(attempt, result=ended)
+    return state
+
+
+@pytest.mark.parametrize("clock_off_s", [0.0, -3600.0, 3600.0, 1e9, None])
+def test_a_pause_counts_from_when_its_end_was_seen_whatever_clocks_say(clock_off_s):
+    """The clocks of nodes may be an hour off, and some results have no time at all."""
+    state = history(Status.HANG)
+    if clock_off_s is not None:
+        state = failed_at(time.time() + clock_off_s, Status.HANG)
+    first, again = (AttemptKey(ONE.spec.run_id, 0, n) for n in range(2))
+    for ago_s, rests in ((0.0, True), (59.9, True), (60.0, False), (1e6, False)):
+        decision = decide([ONE], state, NOBODY, repeats=1, policy=RESTING, ended_s={first: ago_s})
+        assert keys(decision) == ([] if rests else [again])
+        assert (decision.waiting, decision.over) == (int(rests), False)
+    (todo,) = decision.todo
+    assert (todo.after, todo.pause_s) == (first, 60.0)
+
+
+def test_what_ended_before_this_launch_has_rested_enough():
+    state = failed_at(time.time() + 3600.0, Status.HANG)
+    elsewhere = {AttemptKey(TWO.spec.run_id, 0, 0): 0.0}
+    for ended_s in ({}, elsewhere):
+        decision = decide([ONE], state, NOBODY, repeats=1, policy=RESTING, ended_s=ended_s)
+        assert keys(decision) == [(ONE.spec.run_id, 0, 1)]
+
+
+def test_it_is_the_end_of_the_latest_attempt_that_counts():
+    state = failed_at(0.0, Status.HANG, Status.HANG)
+    first, second = state.attempts
+    for first_s, second_s, rests in ((500.0, 99.0, True), (0.0, 100.0, False), (500.0, 100.0, False)):
+        ended_s = {first: first_s, second: second_s}
+        decision = decide([ONE], state, NOBODY, repeats=1, policy=RESTING, ended_s=ended_s)
+        assert bool(decision.todo) is not rests
+
+
+def test_a_resting_run_keeps_no_other_waiting():
+    ended_s = {AttemptKey(ONE.spec.run_id, 0, 0): 1.0}
+    decision = decide(
+        [ONE, TWO], failed_at(0.0, Status.HANG), NOBODY, repeats=1, policy=RESTING, ended_s=ended_s
+    )
+    assert keys(decision) == [(TWO.spec.run_id, 0, 0)]
+    assert decision.waiting == 1
+
+
+@pytest.mark.parametrize("status", [Status.LOST, Status.PREEMPTED, Status.TIMEOUT, Status.OOM])
+def test_where_waiting_would_not_help_it_goes_on_at_once(status):
+    ended_s = {AttemptKey(ONE.spec.run_id, 0, 0): 0.0}
+    decision = decide([ONE], failed_at(9e9, status), NOBODY, repeats=1, policy=RESTING, ended_s=ended_s)
+    assert keys(decision) == [(ONE.spec.run_id, 0, 1)]
+
+
+@pytest.mark.parametrize("clock_off_s", [-3600.0, 3600.0])
+def test_a_launcher_counts_pauses_by_its_own_clock(tmp_path, monkeypatch, clock_off_s):
+    config = load_config(["model=tiny", "retry.backoff_s=60"])
+    plan = make_plan(config)
+    sweep = open_sweep(tmp_path, replace(plan, candidates=plan.runs[:1]))
+    sweep.folder.create()
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    run_id = plan.runs[0].run_id
+
+    def fail(attempt):
+        hang = RunResult(status=Status.HANG, started_at=time.time() + clock_off_s, duration_s=9.0)
+        sweep.journal.write(
+            "failed", run_id=run_id, repeat=0, attempt=attempt, source="agent", result=to_dict(hang)
+        )
+
+    def step(old=NOBODY):
+        return keys(sweep.next_step(NOBODY, old))
+
+    fail(0)
+    old = frozenset({AttemptKey(run_id, 0, 0)})
+    assert step(old) == [(run_id, 0, 1)], "it ended before this launch"
+    fail(1)
+    for wait_s, ready in ((0.0, False), (60.0, False), (59.0, False), (6.0, True)):
+        clock[0] += wait_s
+        assert step(old) == [(run_id, 0, 2)] * ready
 
 
 # pack

@@ -168,5 +168,17 @@ def test_stillness_counts_changes_and_not_clocks(tmp_path):
     assert stillness.look("a", [journal], 12.0) == 0.0
     # The one who looks was away for an hour: that proves little.
     assert stillness.look("a", [journal], 3612.0) == 10.0
-    stillness.forget("a")
-    assert stillness.look("a", [journal, tmp_path / "none"], 3613.0) == 0.0
+    # It goes on from there, for each name alone; a file that is not there is no sign of life.
+    assert stillness.look("a", [journal, tmp_path / "none"], 3614.0) == 12.0
+    assert stillness.look("b", [journal], 3614.0) == 0.0
+    os.utime(journal, (5, 5))
+    assert stillness.look("a", [journal, tmp_path / "none"], 3620.0) == 0.0
+    assert stillness.look("b", [journal], 3620.0) == 0.0
+
+
+def test_stillness_of_what_never_had_a_file_counts_too(tmp_path):
+    stillness = Stillness(10.0)
+    gone = [tmp_path / "none"]
+    assert [stillness.look("a", gone, now) for now in (0.0, 4.0, 99.0)] == [0.0, 4.0, 14.0]
+    gone[0].write_text("")
+    assert stillness.look("a", gone, 100.0) == 0.0

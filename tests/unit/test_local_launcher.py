@@ -1,5 +1,6 @@
 """The local launcher's look at real processes that carry an allocation's folder in their command line."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 from ultrabench.folder import SweepFolder
 from ultrabench.launchers import local
+from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.local import LocalLauncher
 from ultrabench.result import Status
 from ultrabench.state import AllocationState
@@ -79,6 +81,7 @@ def test_an_allocation_lives_while_it_has_a_process(folder, launcher, start):
     assert sight.alive == frozenset()
     assert sight.gone[NAME].status == Status.LOST
     assert sight.gone[NAME].reason == f"the agents of {NAME} vanished"
+    assert sight.gone[NAME].certain, "its processes were looked at"
 
 
 def test_those_that_start_agents_count(folder, launcher, start):
@@ -117,7 +120,8 @@ def test_one_that_appears_late_begins_anew(folder, launcher, start):
 def test_a_process_that_outlives_its_allocation_is_killed(folder, launcher, start):
     straggler = start("ultrabench.agent", str(folder.allocations / NAME))
     straggler.send_signal(signal.SIGSTOP)
-    ends = {0: {"reason": "all tasks done", "elapsed_s": 1.0, "avoid": []}}
+    end = {"reason": "all tasks done", "elapsed_s": 1.0, "held_s": None, "avoid": [], "source": "agent"}
+    ends = {("", 0): end}
     sight = launcher.look(held(NAME, ends=ends))
     assert (sight.alive, sight.gone, sight.jobs) == (frozenset(), {}, {})
     assert straggler.wait() == -signal.SIGKILL
@@ -135,3 +139,28 @@ def test_cancelling_asks_first_and_then_kills(folder, launcher, start):
     assert asked.poll() is stubborn.poll() is None
     launcher.cancel(held(NAME))
     assert (asked.wait(), stubborn.wait(), other.poll()) == (-15, -9, None)
+
+
+def test_what_vanished_is_paid_for_until_its_last_sign_of_life(folder, launcher):
+    """From the moment its files were written, all by one clock."""
+    allocation = folder.allocations / NAME / "allocation.json"
+    allocation.parent.mkdir()
+    allocation.write_text("{}")
+    os.utime(allocation, (1000, 1000))
+    journals = [folder.journal / f"agent-here-{n}-0000aaaa.jsonl" for n in range(2)]
+    for n, journal in enumerate(journals):
+        journal.write_text("")
+        os.utime(journal, (1050 + n, 1050 + n))
+    agents = tuple({"host": "here", "journal": journal.name} for journal in journals)
+    assert gone_within(launcher, held(NAME, agents=agents)).gone[NAME].elapsed_s == 51.0
+    # Clocks may be set back, and what never started has held nothing.
+    for journal in journals:
+        os.utime(journal, (900, 900))
+    assert gone_within(launcher, held(NAME, agents=agents)).gone[NAME].elapsed_s == 0.0
+    assert gone_within(launcher, held(NAME)).gone[NAME].elapsed_s == 0.0
+    assert gone_within(launcher, held(NAME, agents=({"host": "here"},))).gone[NAME].elapsed_s == 0.0
+
+
+def test_what_it_submits_is_of_this_host(launcher):
+    assert launcher.by == origin()
+    assert launcher.by["cluster"] == ""

@@ -35,11 +35,13 @@ def told(state, run, status, repeat=0, attempt=0, seconds=None, allocation="a", 
 
 
 def held(state, name, nodes, *seconds):
-    ends = {n: {"reason": "", "elapsed_s": s, "avoid": []} for n, s in enumerate(seconds)}
-    state.allocations[name] = AllocationState(
-        name=name, nodes=nodes, ends=ends, restart=max(0, len(ends) - 1)
-    )
+    state.allocations[name] = AllocationState(name=name, nodes=nodes, ends=ends(*seconds))
     return state
+
+
+def ends(*seconds, held_s=None):
+    end = {"reason": "", "held_s": held_s, "avoid": [], "source": "agent"}
+    return {("57_0", n): {**end, "elapsed_s": s} for n, s in enumerate(seconds)}
 
 
 def standing(*attempts):
@@ -137,6 +139,23 @@ def test_every_start_of_a_job_holds_nodes():
     state = held(SweepState(), "a", 1, HOUR, 0.5 * HOUR)
     told(state, ONE, Status.OK, seconds=HOUR)
     assert gpu_hours(state, GPUS) == (GPUS, {"between_runs": pytest.approx(0.5 * GPUS)})
+
+
+def test_the_word_of_the_batch_system_counts_with_the_setup_before_the_agents():
+    state = held(SweepState(), "a", 1, HOUR)
+    state.allocations["a"].ends = ends(HOUR, held_s=1.25 * HOUR)
+    told(state, ONE, Status.OK, seconds=HOUR)
+    assert gpu_hours(state, GPUS) == (GPUS, {"between_runs": pytest.approx(0.25 * GPUS)})
+
+
+@pytest.mark.parametrize(("agents", "hours"), [((), 0.0), (({"host": "gpu01"},), 2.0)])
+def test_an_end_that_nobody_timed_counts_to_the_limit_if_agents_had_started(agents, hours):
+    state = SweepState()
+    state.allocations["a"] = AllocationState(
+        name="a", nodes=1, limit_s=2 * HOUR, agents=agents, ends=ends(None)
+    )
+    between = {"between_runs": pytest.approx(hours * GPUS)} if hours else {}
+    assert gpu_hours(state, GPUS) == (0.0, between)
 
 
 @pytest.mark.parametrize("seconds", [(), (0.0,), (10.0,)])

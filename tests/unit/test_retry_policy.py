@@ -59,10 +59,20 @@ def test_the_same_failure_on_other_nodes_is_deterministic():
 
 def test_a_pause_doubles_with_each_failure():
     policy = replace(POLICY, backoff_s=30.0, backoff_max_s=50.0)
-    end = {"started_at": 100.0, "duration_s": 10.0}
-    assert judge(failed(result(**end)), policy).not_before == 140.0
-    assert judge(failed(result(**end), result(**end)), policy).not_before == 160.0
-    assert judge(failed(result("timeout", **end)), policy).not_before is None
+    # A node's clock, or a result without times, has no part in it.
+    for end in ({"started_at": 100.0, "duration_s": 10.0}, {"started_at": 9e9, "duration_s": 10.0}, {}):
+        assert judge(failed(result(**end)), policy).pause_s == 30.0
+        assert judge(failed(result(**end), result(**end)), policy).pause_s == 50.0
+        assert judge(failed(result("timeout", **end)), policy).pause_s == 0.0
+        assert judge(failed(result(**end)), POLICY).pause_s == 0.0
+
+
+@pytest.mark.parametrize("status", sorted(FAILURES))
+def test_a_pause_follows_only_what_waiting_may_help(status):
+    policy = replace(POLICY, backoff_s=30.0)
+    paused = status in ("hang", "comm_error", "node_fail", "invalid", "crash")
+    again = judge(failed(result(status)), policy, asked=False)
+    assert again.pause_s == (30.0 if paused and again.again else 0.0)
 
 
 def test_an_oom_is_an_answer_when_confirmed_and_predicted():
@@ -91,7 +101,7 @@ def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed():
     assert excluded(state_of(*one, *two), replace(POLICY, forgive=("bad",))) == {}
     down = result("node_fail", suspects=("dead",), reason="ECC error")
     assert excluded(state_of(*failed(down)), POLICY) == {"dead": "ECC error"}
-    told = SweepState(allocations={"x": AllocationState(name="x", ends={0: {"avoid": ["full"]}})})
+    told = SweepState(allocations={"x": AllocationState(name="x", ends={("", 0): {"avoid": ["full"]}})})
     assert list(excluded(told, POLICY)) == ["full"]
 
 

@@ -1,12 +1,16 @@
 """What a launcher makes of squeue and sacct; both are played here, answer by answer."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 
 from tests.unit.allocations import CONFIG, with_launcher
+from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
 from ultrabench.launchers import slurm as slurm_module
+from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.sbatch import SubmitError
 from ultrabench.launchers.slurm import END_GRACE_S, STALE_ACCOUNTING_S, SlurmLauncher
 from ultrabench.launchers.slurm_job import Job, find
 from ultrabench.launchers.slurm_query import Answer
@@ -28,7 +32,8 @@ class Query:
         self.error = None
         self.silent = False
         self.polled = True
-        self.asked = []
+        self.asked, self.cancelled = [], []
+        self.refuses = False
 
     def jobs(self, prefix, *, fresh=False):
         if self.silent:
@@ -42,6 +47,11 @@ class Query:
         self.asked += job_ids
         found = ((job_id, find(self.known, job_id)) for job_id in job_ids)
         return {job_id: job for job_id, job in found if job}
+
+    def cancel(self, job_ids):
+        self.cancelled.append(sorted(job_ids))
+        if self.refuses:
+            raise ClusterError("scancel: no answer")
 
 
 class Cluster:
@@ -61,8 +71,18 @@ class Cluster:
             name=name, job=job_id and {"job_id": job_id}, tasks=(AttemptKey("a", 0, 0),)
         )
 
-    def ended(self, name, reason="all tasks done"):
-        self.held[name].ends[0] = {"reason": reason, "elapsed_s": 1.0, "avoid": []}
+    def started(self, name, job_id="57_0", restart=0):
+        """An agent of this job has claimed the allocation and said so."""
+        self.held[name].agents += ({"host": "gpu01", "job": {"job_id": job_id, "restart": restart}},)
+
+    def ended(self, name, reason="all tasks done", job_id="57_0", restart=0):
+        self.held[name].ends[job_id, restart] = {
+            "reason": reason, "elapsed_s": 1.0, "held_s": None, "avoid": [], "source": "agent"
+        }  # fmt: skip
+
+    def timed(self, name, seconds):
+        """What a follower makes of the times of a look."""
+        self.held[name].end["held_s"] = seconds
 
     def lists(self, *rows):
         """squeue's rows: (id, state) or (id, state, name of the job)."""
@@ -298,3 +318,226 @@ def test_what_a_person_has_to_mend_is_told_once(slurm):
     assert note.startswith("jobs wait for PartitionTimeLimit: ")
     slurm.query.listed = {"57_0": row("57_0", "PENDING", reason="Resources")}
     assert slurm.look().notes == ()
+
+
+def test_what_it_submits_is_of_this_cluster(slurm):
+    assert slurm.launcher.by == origin("slurm")
+
+
+# a submission that was made twice
+
+
+@pytest.mark.parametrize("job_ids", [("57_0", "61_0"), ("61_0", "57_0")])
+def test_the_second_of_two_jobs_is_cancelled_once_while_it_waits(slurm, job_ids):
+    owner, second = job_ids
+    slurm.lists((owner, "RUNNING"), (second, "PENDING"))
+    slurm.look()
+    assert slurm.query.cancelled == [], "nobody knows yet which of them will own it"
+    slurm.started(A, owner)
+    for _ in range(3):
+        sight = slurm.look(after=1000)
+        nothing_happens(sight)
+        assert (sight.queued, sight.running) == (frozenset(), {A})
+        assert sight.jobs[A]["job_id"] == owner
+    assert slurm.query.cancelled == [[second]]
+
+
+def test_the_second_job_never_revives_an_allocation(slurm):
+    slurm.started(A)
+    slurm.ended(A)
+    slurm.lists(("57_0", "COMPLETED"), ("61_0", "PENDING"))
+    for _ in range(3):
+        sight = slurm.look(after=1000)
+        assert (sight.alive, sight.queued, sight.gone, sight.jobs) == (frozenset(), frozenset(), {}, {})
+    assert slurm.query.cancelled == [["61_0"]]
+    slurm.lists(("61_0", "RUNNING"))
+    sight = slurm.look(after=1000)
+    assert (sight.alive, sight.running, sight.leaving) == (frozenset(), frozenset(), frozenset())
+    # What runs leaves by itself: its agent finds the claim.
+    assert slurm.query.cancelled == [["61_0"]]
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING", "COMPLETED"])
+def test_the_second_job_neither_keeps_an_allocation_alive_nor_ends_it(slurm, state):
+    slurm.started(A)
+    slurm.lists(("57_0", "NODE_FAIL"), ("61_0", state))
+    nothing_happens(slurm.look())
+    gone = slurm.look(after=END_GRACE_S).gone[A]
+    assert (gone.status, gone.reason) == (Status.NODE_FAIL, "Slurm ended job 57_0: NODE_FAIL")
+    slurm.lists(("57_0", "RUNNING"), ("61_0", "COMPLETED"))
+    nothing_happens(slurm.look(after=1000))
+
+
+def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
+    """The answer that was lost was that of the job which runs."""
+    slurm.submitted(A, "61_0")
+    slurm.started(A, "57_0")
+    slurm.accounts(("57_0", "TIMEOUT"), ("61_0", "COMPLETED"))
+    slurm.look()
+    assert slurm.look(after=GRACE_S).gone[A].reason == "Slurm ended job 57_0: TIMEOUT"
+    assert slurm.query.asked == ["57_0"]
+
+
+def test_second_jobs_that_cannot_be_cancelled_do_no_harm(slurm):
+    slurm.query.refuses = True
+    slurm.started(A)
+    slurm.lists(("57_0", "RUNNING"), ("61_0", "PENDING"), ("62_0", "REQUEUE_HOLD"), ("63_0", "RUNNING"))
+    for _ in range(3):
+        nothing_happens(slurm.look(after=1000))
+    assert slurm.query.cancelled == [["61_0", "62_0"]]
+
+
+def test_a_stale_answer_cancels_nothing(slurm):
+    slurm.lists(("57_0", "RUNNING"), ("61_0", "PENDING"))
+    slurm.look()
+    slurm.query.error = "squeue: no answer within 20 s"
+    slurm.started(A)
+    nothing_happens(slurm.look(after=10))
+    assert slurm.query.cancelled == []
+    slurm.query.error = None
+    nothing_happens(slurm.look(after=10))
+    assert slurm.query.cancelled == [["61_0"]]
+
+
+def test_a_requeued_owner_is_no_second_job(slurm):
+    slurm.started(A)
+    slurm.lists(("57_0", "PENDING"))
+    sight = slurm.look()
+    nothing_happens(sight)
+    assert (sight.queued, slurm.query.cancelled) == ({A}, [])
+
+
+# for how long nodes were held
+
+
+def listed_for(seconds, state="COMPLETED", job_id="57_0"):
+    return {job_id: row(job_id, state, elapsed_s=seconds)}
+
+
+def test_jobs_that_hold_nodes_are_timed(slurm):
+    """Also those that are set up, or whose agents have said goodbye; none that wait."""
+    for state, held_s in (("CONFIGURING", 7.0), ("RUNNING", 8.0), ("COMPLETING", 9.0)):
+        slurm.query.listed = listed_for(held_s, state)
+        assert slurm.look().held_s == {A: held_s}
+    slurm.query.listed = listed_for(0.0, "PENDING")
+    assert slurm.look().held_s == {}
+
+
+def test_an_ended_job_is_timed_by_squeue_until_that_was_taken_down(slurm):
+    slurm.started(A)
+    slurm.ended(A)
+    slurm.query.listed = listed_for(130.0, "COMPLETING")
+    assert slurm.look().timed == {}, "its nodes are not free yet"
+    slurm.query.listed = listed_for(135.0)
+    for _ in range(2):
+        assert slurm.look(after=10).timed == {A: 135.0}
+    slurm.timed(A, 135.0)
+    assert slurm.look(after=10).timed == {}
+    assert slurm.query.asked == []
+
+
+def test_sacct_is_asked_once_for_what_squeue_has_forgotten(slurm):
+    slurm.started(A)
+    slurm.ended(A)
+    slurm.query.known = listed_for(140.0)
+    assert slurm.look().timed == {A: 140.0}
+    for _ in range(3):
+        assert slurm.look(after=1000).timed == {}
+    assert slurm.query.asked == ["57_0"]
+
+
+def test_where_sacct_knows_nothing_it_is_not_asked_again(slurm):
+    slurm.started(A)
+    slurm.ended(A)
+    for _ in range(3):
+        assert slurm.look(after=1000).timed == {}
+    assert slurm.query.asked == ["57_0"]
+
+
+def test_what_never_started_or_is_not_over_is_not_timed(slurm):
+    slurm.submitted(B, "58_0")
+    slurm.ended(A)
+    slurm.started(B, "58_0")
+    slurm.query.listed = listed_for(50.0) | {"58_0": row("58_0", "RUNNING", "ub-quick-n1-0000aaaa")}
+    sight = slurm.look()
+    assert (sight.timed, slurm.query.asked) == ({}, [])
+
+
+def test_the_time_of_a_second_job_is_not_that_of_the_allocation(slurm):
+    slurm.started(A)
+    slurm.ended(A)
+    slurm.query.listed = listed_for(3.0, job_id="61_0")
+    slurm.query.known = listed_for(140.0) | listed_for(3.0, job_id="61_0")
+    assert slurm.look().timed == {A: 140.0}
+    assert slurm.query.asked == ["57_0"]
+
+
+def test_the_end_of_a_job_that_ended_by_itself_carries_its_time(slurm):
+    slurm.started(A)
+    slurm.query.listed = listed_for(77.0, "NODE_FAIL")
+    slurm.look()
+    assert slurm.look(after=END_GRACE_S).gone[A].elapsed_s == 77.0
+
+
+# a submission without an answer
+
+
+@pytest.fixture
+def lost_answer(slurm, monkeypatch):
+    """sbatch gives no answer, the first times; `slurm.clock.sleep` passes the time."""
+    tries = []
+
+    def submit(script, environment):
+        tries.append(slurm.query.now)
+        if len(tries) == 1:
+            raise SubmitError("Socket timed out on send/recv operation")
+        return "99"
+
+    def sleep(seconds):
+        slurm.query.now += seconds
+        slurm.clock.now = slurm.query.now
+
+    slurm.clock.sleep = sleep
+    monkeypatch.setattr(slurm_module, "array_script", lambda *what: None)
+    monkeypatch.setattr(slurm_module, "submit", submit)
+    return tries
+
+
+@dataclass
+class Submitted:
+    name: str
+    nodes: int = 1
+
+
+def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, lost_answer):
+    """Whether the first try made a job, only squeue knows."""
+    told, jobs = [], slurm.query.jobs
+    slurm.query.polled = False
+    slurm.query.asked_at = -1.0
+
+    def answer(prefix, *, fresh=False):
+        if slurm.query.now > 300.0:
+            slurm.query.polled = True
+            slurm.lists(("60_0", "PENDING"))
+        return jobs(prefix, fresh=fresh)
+
+    slurm.query.jobs = answer
+    found = slurm.launcher.submit([Submitted(A)], [], told.append)
+    assert found == {A: {"job_id": "60_0", "name": "ub-quick-n1-0000aaaa"}}
+    assert len(lost_answer) == 1
+    assert told.count("squeue does not answer; nothing is submitted before it does") == 5
+
+
+def test_what_squeue_does_not_list_is_submitted_again(slurm, lost_answer):
+    jobs = slurm.query.jobs
+
+    def answer(prefix, *, fresh=False):
+        slurm.clock.sleep(0.1)
+        found = jobs(prefix, fresh=fresh)
+        slurm.clock.sleep(0.1)
+        return found
+
+    slurm.query.jobs = answer
+    found = slurm.launcher.submit([Submitted(A)], [], lambda note: None)
+    assert found == {A: {"job_id": "99_0", "name": "ub-quick-n1-0000aaaa"}}
+    assert len(lost_answer) == 2

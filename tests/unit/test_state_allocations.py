@@ -1,6 +1,7 @@
 """The fold over what allocations say: starts of a job, its ends, its preflight, its control, its job."""
 
 import json
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -30,12 +31,14 @@ def said(kind, **values):
 def slurm_events():
     """What agents and launchers say of jobs that Slurm may start again."""
     return st.one_of(
-        said("allocation_started", restart=RESTARTS, agent=st.fixed_dictionaries({"job": JOBS})),
+        said("allocation_started", restart=RESTARTS, agent=st.fixed_dictionaries({"job": st.none() | JOBS})),
         said(
             "allocation_ended",
             restart=RESTARTS,
             reason=st.sampled_from(("all tasks done", "Slurm ended job 57_0: TIMEOUT", "no time left")),
+            job=st.none() | JOBS,
             elapsed_s=st.none() | st.floats(0, 1e5),
+            held_s=st.none() | st.floats(0, 1e5),
             avoid=st.lists(st.sampled_from(("gpu01", "gpu02")), max_size=2),
             source=st.sampled_from(("agent", "launcher")),
         ),
@@ -87,7 +90,7 @@ def test_what_is_known_only_grows_and_the_latest_start_decides(files):
     before, after = fold(events[: len(events) // 2]), fold(events)
     for name, held in after.allocations.items():
         less = before.allocations.get(name, AllocationState(name=name))
-        assert less.restart <= held.restart
+        assert less.start[1] <= held.start[1]
         assert set(less.ends) <= set(held.ends)
         assert len(less.agents) <= len(held.agents)
         assert (less.job is None) or (held.job is not None)
@@ -96,57 +99,164 @@ def test_what_is_known_only_grows_and_the_latest_start_decides(files):
 
 
 def _its_latest_start_decides(held, own):
-    kinds = ("allocation_started", "allocation_ended")
-    ends = [e for e in own if e["event"] == "allocation_ended"]
-    assert held.restart == max((e.get("restart", 0) for e in own if e["event"] in kinds), default=0)
-    assert (held.ended is not None) == any(e.get("restart", 0) == held.restart for e in ends)
-    assert set(held.ends) == {e.get("restart", 0) for e in ends}
-    agents = {e.get("restart", 0) for e in ends if e.get("source") == "agent"}
-    assert all((held.ends[n]["source"] == "agent") == (n in agents) for n in held.ends)
-    assert held.elapsed_s == sum(end["elapsed_s"] for end in held.ends.values())
+    agents = [e["agent"] for e in own if e["event"] == "allocation_started"]
+    starts = sorted((_named(agent.get("job"), 0) for agent in agents), key=lambda s: (s[1], s[0]))
+    assert held.start == (starts[-1] if starts else ("", 0))
+    ends = {}
+    for e in own:
+        if e["event"] == "allocation_ended":
+            ends.setdefault(_named(e.get("job"), e.get("restart", 0)), []).append(e)
+    assert set(held.ends) == set(ends)
+    mine = {held.start, ("", held.start[1])}
+    assert (held.ended is not None) == bool(mine & set(ends) if starts else ends)
+    spent = 0.0
+    for start, told in ends.items():
+        end = held.ends[start]
+        assert (end["source"] == "agent") == any(e.get("source") == "agent" for e in told)
+        slurm = [e["held_s"] for e in told if e.get("held_s") is not None]
+        assert end["held_s"] == max(slurm, default=None)
+        known = [*slurm, *([end["elapsed_s"]] if end["elapsed_s"] is not None else [])]
+        spent += max(known, default=held.limit_s if starts else 0.0)
+    assert held.held_s == pytest.approx(spent)
 
 
-def start(restart, seq=0):
-    agent = {"node": 0, "host": "gpu01", "job": {"job_id": "57_0", "restart": restart}}
+def _named(job, restart):
+    return ((job or {}).get("job_id", ""), (job or {}).get("restart") or restart)
+
+
+def start(restart, seq=0, job_id="57_0"):
+    agent = {"node": 0, "host": "gpu01", "job": {"job_id": job_id, "restart": restart}}
     return event(
         "allocation_started", writer=f"a{restart}", seq=seq, allocation="n1", restart=restart, agent=agent
     )
 
 
-def end(restart, source="agent", *, writer=None, seq=1, **more):
+def end(restart, source="agent", *, writer=None, seq=1, job_id="57_0", **more):
     values = {"reason": "all tasks done", "elapsed_s": 10.0, "avoid": []} | more
     writer = writer or (f"a{restart}" if source == "agent" else "launcher")
+    job = job_id and {"job_id": job_id, "restart": restart}
     return event(
-        "allocation_ended", writer=writer, seq=seq, allocation="n1", restart=restart, source=source, **values
+        "allocation_ended", writer=writer, seq=seq, allocation="n1", restart=restart, source=source, job=job,
+        **values,
+    )  # fmt: skip
+
+
+def planned(limit_s=600.0, **more):
+    return event(
+        "allocation_planned", writer="p", allocation="n1", nodes=1, limit_s=limit_s, tasks=[list(KEY)], **more
     )
+
+
+def held_of(*events):
+    """The allocation of these events, the same in whatever order they are read."""
+    orders = [*permutations(events)] if len(events) < 6 else [events, events[::-1]]
+    found = [fold(order).allocations["n1"] for order in orders]
+    assert all(one == found[0] for one in found)
+    return found[0]
 
 
 def test_a_requeued_job_lives_again_when_it_starts():
     buried = [start(0), end(0, "launcher", reason="Slurm ended job 57_0: PREEMPTED")]
-    assert fold(buried).allocations["n1"].ended == "Slurm ended job 57_0: PREEMPTED"
-    revived = fold([*buried, start(1)]).allocations["n1"]
-    assert (revived.ended, revived.restart, len(revived.agents)) == (None, 1, 2)
-    over = fold([*buried, start(1), end(1, elapsed_s=5.0)]).allocations["n1"]
-    assert (over.ended, over.elapsed_s) == ("all tasks done", 15.0)
+    assert held_of(*buried).ended == "Slurm ended job 57_0: PREEMPTED"
+    revived = held_of(*buried, start(1))
+    assert (revived.ended, revived.start, len(revived.agents)) == (None, ("57_0", 1), 2)
+    over = held_of(*buried, start(1), end(1, elapsed_s=5.0))
+    assert (over.ended, over.held_s) == ("all tasks done", 15.0)
 
 
 def test_a_late_word_on_an_earlier_start_does_not_end_the_later():
-    held = fold([start(1), end(0, "launcher", reason="vanished")]).allocations["n1"]
-    assert (held.ended, held.restart) == (None, 1)
+    held = held_of(start(1), end(0, "launcher", reason="vanished"))
+    assert (held.ended, held.start) == (None, ("57_0", 1))
+
+
+def test_restarts_are_counted_and_not_sorted_as_words():
+    held = held_of(start(2), start(10), end(2))
+    assert (held.ended, held.start) == (None, ("57_0", 10))
+
+
+@pytest.mark.parametrize("source", ["agent", "launcher"])
+def test_the_end_of_a_second_job_does_not_end_an_allocation(source):
+    """It was submitted twice, since an answer got lost: the other job runs nothing, and ends when it likes."""
+    second = end(0, source, writer="z", job_id="61_0", reason="Slurm ended job 61_0: CANCELLED")
+    held = held_of(start(0), second)
+    assert (held.ended, held.end, held.timed) == (None, None, False)
+    assert set(held.ends) == {("61_0", 0)}
+    over = held_of(start(0), second, end(0))
+    assert (over.ended, over.end["source"]) == ("all tasks done", "agent")
+    later = held_of(start(0), end(1, source, writer="z", job_id="61_0"))
+    assert later.ended is None, "its restarts are not those of the owner"
+
+
+def test_an_end_without_a_job_is_that_of_the_restart():
+    """Older agents named none, local processes have none."""
+    assert held_of(start(1), end(0, job_id=None)).ended is None
+    assert held_of(start(1), end(1, job_id=None)).ended == "all tasks done"
+    both = held_of(start(0), end(0, job_id=None, writer="z", reason="another"), end(0))
+    assert both.ended == "all tasks done", "its own end comes first"
+
+
+def test_before_agents_have_started_any_end_ends_it():
+    never = end(0, "launcher", job_id=None, reason="Slurm does not know job 57_0", elapsed_s=None)
+    assert held_of(planned(), never).ended == "Slurm does not know job 57_0"
+    agent = end(3, "agent", reason="no time left")
+    assert held_of(planned(), never, agent).ended == "no time left"
+    assert held_of(planned()).ended is None
 
 
 def test_the_agent_is_believed_about_its_own_end():
     for writers in (("a", "z"), ("z", "a")):
         told = end(0, writer=writers[0], reason="no time left", elapsed_s=7.0, avoid=["gpu01"])
         guess = end(0, "launcher", writer=writers[1], reason="Slurm does not know job 57_0", elapsed_s=None)
-        for events in ([told, guess], [guess, told]):
-            held = fold(events).allocations["n1"]
-            assert (held.ended, held.elapsed_s, held.ends[0]["avoid"]) == ("no time left", 7.0, ["gpu01"])
+        held = held_of(told, guess)
+        assert (held.ended, held.held_s, held.end["avoid"]) == ("no time left", 7.0, ["gpu01"])
 
 
-@pytest.mark.parametrize("elapsed", [None, 0, 0.0])
-def test_an_unknown_duration_costs_nothing(elapsed):
-    assert fold([end(0, "launcher", elapsed_s=elapsed)]).allocations["n1"].elapsed_s == 0.0
+def test_the_batch_system_is_believed_about_the_time_nodes_were_held():
+    """It counts the setup before the agents and the clean-up after them; its words change nothing else."""
+    told = end(0, reason="no time left", elapsed_s=100.0, avoid=["gpu01"])
+    slurm = end(0, "launcher", reason="held for 130 s", elapsed_s=None, held_s=130.0)
+    held = held_of(start(0), told, slurm)
+    assert (held.ended, held.held_s, held.timed) == ("no time left", 130.0, True)
+    assert held.end["avoid"] == ["gpu01"]
+    assert not held_of(start(0), told).timed
+    assert held_of(start(0), told).held_s == 100.0
+
+
+def test_of_several_words_on_the_time_the_largest_counts():
+    """Launchers may have looked before the last node was free."""
+    words = [
+        end(0, "launcher", writer=f"l{n}", reason=f"held for {s} s", elapsed_s=None, held_s=s)
+        for n, s in enumerate((120.0, 130.0, None, 90.0))
+    ]
+    held = held_of(start(0), *words)
+    assert (held.held_s, held.end["held_s"]) == (130.0, 130.0)
+    again = held_of(start(0), *words, end(0), end(1, "launcher", writer="l9", held_s=5.0, elapsed_s=None))
+    assert again.held_s == 135.0, "each start held nodes of its own"
+
+
+@pytest.mark.parametrize(("agents", "elapsed", "held_s"), [
+    ((), None, 0.0), ((), 0, 0.0), ((), 0.0, 0.0),
+    ((0,), None, 600.0), ((0,), 0, 0.0), ((0,), 12.5, 12.5),
+])  # fmt: skip
+def test_an_end_nobody_timed_costs_up_to_the_limit_once_agents_had_started(agents, elapsed, held_s):
+    """A budget must hold: what nodes were held for unseen counts as all that it may have been."""
+    held = held_of(planned(), *map(start, agents), end(0, "launcher", elapsed_s=elapsed))
+    assert (held.held_s, held.timed) == (held_s, False)
+    slurm = end(0, "launcher", writer="z", elapsed_s=None, held_s=45.0)
+    held = held_of(planned(), *map(start, agents), end(0, "launcher", elapsed_s=elapsed), slurm)
+    assert (held.held_s, held.timed) == (45.0, True)
+
+
+def test_what_has_not_ended_has_held_nothing_that_is_known():
+    held = held_of(planned(), start(0))
+    assert (held.held_s, held.timed) == (0.0, False)
+
+
+def test_the_plan_says_who_submits():
+    by = {"user": "ann", "cluster": "big", "host": "login1"}
+    assert held_of(planned(by=by)).by == by
+    for nobody in (planned(), planned(by=None), planned(by={}), planned(by="ann")):
+        assert held_of(nobody).by == {}
 
 
 def test_a_claim_names_its_job():
@@ -179,19 +289,15 @@ def test_the_preflight_of_the_latest_start_counts():
 
 
 def test_the_control_is_told_with_the_plan():
-    planned = event(
-        "allocation_planned", allocation="n1", nodes=1, limit_s=60, tasks=[list(KEY)], control="aaaa"
-    )
-    assert fold([planned]).allocations["n1"].control == "aaaa"
-    del planned["control"]
-    assert fold([planned]).allocations["n1"].control is None
+    assert fold([planned(control="aaaa")]).allocations["n1"].control == "aaaa"
+    assert fold([planned()]).allocations["n1"].control is None
 
 
 EACH_EVENT = [
     start(1),
-    end(1),
+    end(1, held_s=3.0),
     event("preflight", allocation="n1", found={"probe": {}}),
-    event("allocation_planned", allocation="n1", nodes=1, limit_s=1.0, tasks=[list(KEY)], control="aaaa"),
+    planned(control="aaaa", by={"user": "ann", "cluster": "", "host": "here"}),
     event("submitted", allocation="n1", job={"job_id": "57_0"}),
     event("claimed", **NAME, allocation="n1", job={"job_id": "57_0", "restart": 0}, spec={}, predicted={}),
 ]
@@ -206,7 +312,10 @@ def test_nonsense_in_a_field_leaves_the_types_alone(whole):
             for held in state.allocations.values():
                 assert held.job is None or isinstance(held.job, dict)
                 assert isinstance(held.preflight, dict)
-                assert isinstance(held.elapsed_s, float | int)
+                assert isinstance(held.held_s, float | int)
+                assert isinstance(held.by, dict)
+                assert [type(part) for part in held.start] == [str, int]
+                assert held.timed in (False, True)
                 assert held.ended is None or isinstance(held.ended, str)
                 assert all(isinstance(n, str) for one in held.ends.values() for n in one["avoid"])
             for attempt in state.attempts.values():

@@ -7,10 +7,12 @@ import pytest
 
 from tests.disks import on_a_small_disk
 from tests.unit.allocations import CONFIG
+from ultrabench.folder import SweepFolder
 from ultrabench.launchers.vigil import Vigil
 from ultrabench.state import AllocationState
 
 NAME = "n1-0000aaaa.0"
+RUNNING = frozenset({NAME, "n1-0000aaaa.1"})
 LOCAL_S, CLUSTER_S = 3 * CONFIG.launcher.heartbeat_s, 1.5 * CONFIG.launcher.grace_s
 
 
@@ -32,9 +34,14 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def journal(tmp_path):
-    path = tmp_path / "agent-gpu03-1-0000aaaa.jsonl"
+    path = tmp_path / "journal" / "agent-gpu03-1-0000aaaa.jsonl"
+    path.parent.mkdir()
     path.write_text("")
     return path
+
+
+def folder_of(journal):
+    return SweepFolder(journal.parent.parent)
 
 
 def held(*journals):
@@ -42,36 +49,114 @@ def held(*journals):
     return AllocationState(name=NAME, agents=agents)
 
 
+def looks(vigil, running):
+    """A look at this allocation alone, and whether it has to be ended."""
+
+    def look():
+        vigil.look([running], RUNNING)
+        return vigil.frozen_now(running)
+
+    return look
+
+
 @pytest.mark.parametrize(("outlives_us", "patience_s"), [(False, LOCAL_S), (True, CLUSTER_S)])
 def test_an_agent_that_touches_nothing_is_frozen(journal, clock, outlives_us, patience_s):
-    vigil = Vigil(journal.parent, CONFIG.launcher, outlives_us)
-    running = held(journal)
-    assert vigil.look(running) is None
-    assert clock(patience_s, lambda: vigil.look(running)) == []
+    vigil = Vigil(folder_of(journal), CONFIG.launcher, outlives_us)
+    assert vigil.patience_s == patience_s
+    look = looks(vigil, held(journal))
+    assert look() is None
+    assert clock(patience_s, look) == []
     os.utime(journal, (5, 5))
-    assert clock(patience_s, lambda: vigil.look(running)) == []
-    (reason,) = clock(2, lambda: vigil.look(running))
+    assert clock(patience_s, look) == []
+    (reason,) = clock(2, look)
     assert reason.startswith("the agent on gpu03 did not move for ")
     assert vigil.frozen == {NAME: reason}
     # Should ending it have failed, it is found again.
-    assert len(clock(patience_s + 3, lambda: vigil.look(running))) == 1
+    (again,) = clock(patience_s + 3, look)
+    assert again != reason
+    assert vigil.frozen == {NAME: again}
+
+
+def test_one_that_moves_after_it_was_found_has_all_the_patience_again(journal, clock):
+    vigil = Vigil(folder_of(journal), CONFIG.launcher, False)
+    look = looks(vigil, held(journal))
+    look()
+    assert len(clock(LOCAL_S + 2, look)) == 1
+    os.utime(journal, (5, 5))
+    assert clock(LOCAL_S, look) == []
+    assert len(clock(2, look)) == 1
 
 
 def test_agents_that_keep_no_journal_are_not_judged(journal, clock):
-    vigil = Vigil(journal.parent, CONFIG.launcher, False)
+    vigil = Vigil(folder_of(journal), CONFIG.launcher, False)
     older = AllocationState(name=NAME, agents=({"host": "gpu03"},))
     for running in (older, held()):
-        assert clock(3 * LOCAL_S, lambda running=running: vigil.look(running)) == []
+        assert clock(3 * LOCAL_S, looks(vigil, running)) == []
+        assert vigil.silent(NAME), "nor is there a sign that they live"
+        assert vigil.silent(NAME, 1e9)
 
 
 def test_the_one_of_several_starts_that_moves_counts(journal, clock):
     second = journal.with_name("agent-gpu04-2-0000bbbb.jsonl")
     second.write_text("")
-    vigil = Vigil(journal.parent, CONFIG.launcher, False)
+    vigil = Vigil(folder_of(journal), CONFIG.launcher, False)
     running = held(journal, second)
     for n in range(5):
         os.utime(second, (2e9 + n, 2e9 + n))
-        assert clock(LOCAL_S - 1, lambda: vigil.look(running)) == []
+        assert clock(LOCAL_S - 1, looks(vigil, running)) == []
+        assert not vigil.silent(NAME)
+
+
+def test_agents_are_silent_once_they_have_been_for_longer_than_the_patience(journal, clock):
+    vigil = Vigil(folder_of(journal), CONFIG.launcher, True)
+    running = held(journal)
+
+    def silent():
+        vigil.look([running], RUNNING)
+        return vigil.silent(NAME)
+
+    assert not silent()
+    assert clock(CLUSTER_S, silent) == []
+    assert clock(1, silent) == [True]
+    assert not vigil.silent(NAME, 10.0)
+    assert clock(10, silent) == [True] * 10
+    assert vigil.silent(NAME, 10.0)
+    os.utime(journal, (5, 5))
+    assert not silent()
+    assert vigil.frozen == {}, "who is silent is not judged, but asked for"
+
+
+def test_who_was_not_looked_at_lately_shows_no_sign_of_life(journal, clock):
+    vigil = Vigil(folder_of(journal), CONFIG.launcher, False)
+    vigil.look([held(journal)], RUNNING)
+    assert not vigil.silent(NAME)
+    vigil.look([], RUNNING)
+    assert vigil.silent(NAME)
+    assert vigil.frozen_now(held(journal)) is None
+
+
+def test_allocations_are_watched_apart(journal, clock):
+    vigil = Vigil(folder_of(journal), CONFIG.launcher, False)
+    second = journal.with_name("agent-gpu04-2-0000bbbb.jsonl")
+    second.write_text("")
+    one = held(journal)
+    two = AllocationState(name="n1-0000aaaa.1", agents=({"host": "gpu04", "journal": second.name},))
+    for n in range(int(LOCAL_S) + 2):
+        os.utime(second, (2e9 + n, 2e9 + n))
+        clock(1, lambda: vigil.look([one, two], RUNNING))
+    assert (vigil.silent(one.name), vigil.silent(two.name)) == (True, False)
+    assert vigil.frozen_now(two) is None
+    assert "gpu03" in vigil.frozen_now(one)
+
+
+def test_a_launcher_that_was_away_does_not_find_everybody_silent(journal, clock):
+    """A laptop that slept for a night has looked once in that time."""
+    vigil = Vigil(folder_of(journal), CONFIG.launcher, True)
+    vigil.look([held(journal)], RUNNING)
+    clock(8 * 3600, lambda: None)
+    vigil.look([held(journal)], RUNNING)
+    assert not vigil.silent(NAME)
+    assert vigil.frozen_now(held(journal)) is None
 
 
 def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
@@ -101,3 +186,26 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
     assert note.endswith("No space left on device); trying again, jobs go on")
     assert end.startswith("3 ")
     assert end.endswith("waited 0.0166667 minutes; what runs goes on: mend it, then launch again")
+
+
+def test_the_silence_of_a_suspended_job_proves_nothing_when_it_runs_again(journal, clock):
+    vigil = Vigil(folder_of(journal), CONFIG.launcher, False)
+    running = held(journal)
+    clock(2 * LOCAL_S, lambda: vigil.look([running], frozenset()))
+    vigil.look([running], RUNNING)
+    assert vigil.frozen_now(running) is None
+    assert clock(LOCAL_S - 1, lambda: [vigil.look([running], RUNNING), vigil.frozen_now(running)][1]) == []
+    assert len(clock(3, lambda: [vigil.look([running], RUNNING), vigil.frozen_now(running)][1])) == 1
+
+
+def test_a_claim_without_a_journal_is_given_its_time(journal, clock):
+    """Between its claim and its first line an agent may be held up by a slow disk."""
+    folder = folder_of(journal)
+    folder.claims.mkdir()
+    (folder.claims / NAME).write_text("{}")
+    vigil = Vigil(folder, CONFIG.launcher, False)
+    unheard = AllocationState(name=NAME)
+    clock(LOCAL_S, lambda: vigil.look([unheard], RUNNING))
+    assert not vigil.silent(NAME)
+    clock(2, lambda: vigil.look([unheard], RUNNING))
+    assert vigil.silent(NAME)

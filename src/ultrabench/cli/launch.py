@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
 from ultrabench.cli.consent import ask_for_budget
@@ -20,7 +21,7 @@ from ultrabench.launchers.acceptance import not_accepted
 from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.follow import Follower, interrupt, open_allocations
-from ultrabench.launchers.launcher import Launcher
+from ultrabench.launchers.launcher import Launcher, sees
 from ultrabench.launchers.prepare import OpenSweep, open_sweep
 from ultrabench.presence import living_launchers
 from ultrabench.result import ANSWERS, Status
@@ -50,7 +51,7 @@ def run_launch(
             warn(untried)
         max_gpu_hours = _budget(config, folder, launcher, max_gpu_hours, yes)
     sweep = open_sweep(config, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
-    return follow(sweep, launcher, max_gpu_hours, detach=detach)
+    return follow(sweep, launcher, max_gpu_hours, detach=detach, yes=yes)
 
 
 def folder_of(config: SweepConfig) -> SweepFolder:
@@ -116,6 +117,7 @@ def follow(
     *,
     console: Console | None = None,
     detach: bool = False,
+    yes: bool = False,
 ) -> int:
     """Follows an open sweep to its end, or leaves it after the first submission; the exit code."""
     config = sweep.config
@@ -132,9 +134,11 @@ def follow(
         )
     for other in living_launchers(sweep.folder, sweep.journal.path):
         say(f"{other} follows this sweep, too; both may go on: no run is made twice")
+    taken = _asked_to_take_over(sweep, launcher, ask=not yes)
     try:
         with Display(config.name, planned) as display:
             follower = Follower(sweep, launcher, display.show, max_gpu_hours, display.say)
+            follower.take_over(taken)
             state = follower.once()[0] if detach else follower.run()
     except KeyboardInterrupt:
         return _interrupted(sweep, launcher)
@@ -151,6 +155,20 @@ def follow(
         figure = "plot comm" if config.kernel.kind == "probe" else "heatmap"
         say(f"next: ultrabench {figure} {config.name}" + _where(sweep.folder.path.parent))
     return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
+
+
+def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher, ask: bool) -> list[str]:
+    """Jobs of others that wait in a queue which cannot be seen from here, if a person says that they may go.
+
+    Nothing of theirs is ever ended or replaced unasked; what already runs is waited for.
+    """
+    unended = ((n, a) for n, a in sweep.state().allocations.items() if a.ended is None and not a.agents)
+    others = {name: held for name, held in unended if not sees(launcher.by, held.by)}
+    if not others or not ask or sys.stdin is None or not sys.stdin.isatty():
+        return []
+    whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others.values()}
+    text = f"{len(others)} jobs of {', '.join(sorted(whose))} have not started. Submit others in their place?"
+    return sorted(others) if typer.confirm(text, err=True) else []
 
 
 def _interrupted(sweep: OpenSweep, launcher: Launcher) -> int:
@@ -172,7 +190,7 @@ def _left(sweep: OpenSweep, jobs: int) -> int:
     where = _where(sweep.folder.path.parent)
     say(
         f"submitted {jobs} job{'s' * (jobs > 1)} and left; what comes after them is submitted by whoever follows: "
-        f"ultrabench sweep status {name}{where} --watch, on any host that has Slurm and this folder"
+        f"ultrabench sweep resume {name}{where}, by the same user on any login node of this cluster"
     )
     return 0
 

@@ -1,5 +1,6 @@
 """`ultrabench sweep status`."""
 
+import shlex
 import time
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ultrabench.cli.live import panel
-from ultrabench.cli.tables import out, print_json, say, table, warn
+from ultrabench.cli.tables import out, print_json, table, warn
 from ultrabench.folder import SweepFolder, find_sweep
 from ultrabench.hardware import Hardware
 from ultrabench.journal import JournalReader
@@ -24,19 +25,11 @@ WATCH_S = 1.0
 
 
 def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) -> int:
-    """Prints how far a sweep is, once or until it is over; the exit code.
-
-    A sweep on a cluster that nobody follows is followed from here when it is watched.
-    """
+    """Prints how far a sweep is, once or until it is over; the exit code. Nothing is written or submitted."""
     folder = find_sweep(sweep, results)
     folder.read_head()
     reader = JournalReader(folder.journal, warn)
     now, standing, suspects = _look(folder, reader)
-    if watch and not as_json and _waits_for_a_launcher(folder, fold(reader.poll())):
-        from ultrabench.cli.launch import continue_sweep
-
-        say("nobody follows this sweep: following it from here")
-        return continue_sweep(folder)
     while as_json and watch and _unsettled(now):
         time.sleep(WATCH_S)
         now, standing, suspects = _look(folder, reader)
@@ -52,17 +45,6 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
             now, standing, suspects = _look(folder, reader)
             live.update(_page(now, standing, suspects), refresh=True)
     return 0
-
-
-def _waits_for_a_launcher(folder: SweepFolder, state: SweepState) -> bool:
-    """Whether it is on a cluster, may go on, and nobody follows it."""
-    launched = (state.config or {}).get("config") or {}
-    on_cluster = (launched.get("launcher") or {}).get("name") == "slurm"
-    if not on_cluster or state.paused or state.cancelled or living_launchers(folder):
-        return False
-    from ultrabench.cli.launch import unsettled
-
-    return unsettled(folder, state)
 
 
 def _unsettled(now: Progress) -> bool:
@@ -87,8 +69,10 @@ def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | No
     if living_launchers(folder):
         return None
     if now.running or now.waiting:
-        return "no launcher follows it; what was submitted goes on, what comes next waits for one"
-    return "nothing runs and no launcher follows it; the same launch command goes on and says what stops it"
+        told = "no launcher follows it; what was submitted goes on, what comes next waits for one"
+    else:
+        told = "nothing runs and no launcher follows it"
+    return f"{told}: ultrabench sweep resume {shlex.quote(folder.name)}"
 
 
 def _page(now: Progress, standing: str | None, suspects: dict[str, str]) -> Group:

@@ -1,17 +1,24 @@
 """`ultrabench sweep pause`, `resume` and `cancel`."""
 
+import time
 from pathlib import Path
 
 from ultrabench.cli.launch import as_launched, continue_sweep, unsettled
 from ultrabench.cli.live import counts_line
 from ultrabench.cli.tables import err, say, warn
+from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder, find_sweep, write_whole
 from ultrabench.journal import JournalWriter, read_journal
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.follow import open_allocations
+from ultrabench.presence import living_launchers
+from ultrabench.processes import own_name
 from ultrabench.state import SweepState, fold
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import progress
+
+RETRY_S = 10.0
+"""Between two tries to cancel jobs while the cluster does not answer."""
 
 
 def run_pause(sweep: str | None, results: Path) -> None:
@@ -45,7 +52,17 @@ def run_cancel(sweep: str | None, results: Path) -> None:
         say(f"nothing to cancel: every run of {folder.name} is settled")
         return
     JournalWriter(folder.journal, "cancel").write("cancel", generation=state.generation + 1)
-    _end(folder, state, queued_only=False)
+    while True:
+        try:
+            _end(folder, state, queued_only=False)
+            break
+        except ClusterError as error:
+            launchers = living_launchers(folder)
+            if launchers:
+                say(f"{error}. {launchers[0]} follows this sweep and tries again until it is done")
+                return
+            say(f"{error}. Trying again in {RETRY_S:g} s until it is done; Ctrl-C leaves the jobs alone")
+            time.sleep(RETRY_S)
     state = fold(read_journal(folder.journal))
     err().print(counts_line(progress(folder.name, read_plan(folder.plan), state)))
     say("cancelled; results stay, and the same launch command goes on from here")
@@ -60,4 +77,7 @@ def _find(sweep: str | None, results: Path) -> tuple[SweepFolder, SweepState]:
 def _end(folder: SweepFolder, state: SweepState, *, queued_only: bool) -> None:
     config = as_launched(folder, state)
     open_now = {name: state.allocations[name] for name in open_allocations(state)}
+    others = {str(a.by["user"]) for a in open_now.values() if a.by and a.by.get("user") != own_name()}
+    if others:
+        say(f"jobs of {', '.join(sorted(others))} are under way: only whoever submitted them can end them")
     choose_launcher(config, folder, submits=False).cancel(open_now, queued_only=queued_only)

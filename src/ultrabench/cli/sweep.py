@@ -75,11 +75,7 @@ def status(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show how far a sweep is, what runs, what failed and what leads.
-
-    With --watch, a sweep on a cluster that nobody follows is followed from here: its next jobs are
-    submitted as they were agreed to when it was launched.
-    """
+    """Show how far a sweep is, what runs, what failed and what leads; only reads."""
     from ultrabench.cli.status import show_status
 
     raise typer.Exit(show_status(sweep, watch, json_, results_dir))
@@ -116,7 +112,7 @@ def resume(
     detach: Annotated[bool, typer.Option("--detach", help="Submit and leave.")] = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Go on with a paused sweep as it was launched."""
+    """Go on with a sweep as it was launched last: one that is paused, or that nobody follows."""
     from ultrabench.cli.steer import run_resume
 
     raise typer.Exit(run_resume(sweep, results_dir, detach))

@@ -1,11 +1,17 @@
 """`sweep pause`, `resume` and `cancel` on a sweep made by hand."""
 
 import json
+import sys
+import time
 
 import pytest
 
 from tests.unit.cli.conftest import HEAD, QUICK, one_line
+from ultrabench.cli import main as cli
+from ultrabench.cli import steer
+from ultrabench.errors import ClusterError
 from ultrabench.journal import JournalWriter, read_journal
+from ultrabench.processes import own_name
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import fold
@@ -123,12 +129,93 @@ def unreachable(sweep, monkeypatch):
     return sweep
 
 
-@pytest.mark.parametrize("verb", ["pause", "cancel"])
-def test_what_was_asked_for_is_written_down_before_slurm_is_asked(ultrabench, unreachable, verb):
-    assert "No such file or directory" in one_line(ultrabench, "sweep", verb, code=3)
+def nobody_follows(sweep):
+    for path in sweep.journal.glob("launcher-*"):
+        path.rename(path.with_name(path.name.replace("launcher", "earlier")))
+
+
+def test_a_pause_is_written_down_before_slurm_is_asked(ultrabench, unreachable):
+    assert "No such file or directory" in one_line(ultrabench, "sweep", "pause", code=3)
     state = state_of(unreachable)
-    assert (state.paused, state.cancelled) == (verb == "pause", verb == "cancel")
-    assert unreachable.pause.exists() == (verb == "pause")
+    assert (state.paused, state.cancelled) == (True, False)
+    assert unreachable.pause.exists()
+
+
+class Cluster:
+    """A launcher that cannot be asked some times, and then ends what it is told to."""
+
+    def __init__(self, sweep, failures):
+        self.sweep, self.failures = sweep, failures
+        self.cancelled, self.slept = [], []
+
+    def choose(self, config, folder, submits):
+        assert not submits
+        assert state_of(self.sweep).cancelled, "it is written down before Slurm is asked"
+        return self
+
+    def cancel(self, allocations, queued_only):
+        if len(self.slept) < self.failures:
+            raise ClusterError("Slurm does not answer")
+        self.cancelled.append((sorted(allocations), queued_only))
+
+
+@pytest.fixture
+def cluster(unreachable, monkeypatch):
+    made = Cluster(unreachable, failures=3)
+    monkeypatch.setattr(steer, "choose_launcher", made.choose)
+    monkeypatch.setattr(time, "sleep", made.slept.append)
+    return made
+
+
+def test_a_cancel_is_tried_until_it_is_done(ultrabench, unreachable, cluster):
+    nobody_follows(unreachable)
+    code, out, err = ultrabench("sweep", "cancel")
+    assert (code, out) == (0, "")
+    assert cluster.slept == [steer.RETRY_S] * 3
+    assert cluster.cancelled == [(["n1-b.0"], False)]
+    *waits, _, done = err.splitlines()
+    assert (
+        waits
+        == ["Slurm does not answer. Trying again in 10 s until it is done; Ctrl-C leaves the jobs alone"] * 3
+    )
+    assert done == "cancelled; results stay, and the same launch command goes on from here"
+    assert len(said(unreachable, "cancel")) == 1
+
+
+def test_a_cancel_where_slurm_is_not_there_at_all_is_tried_again(ultrabench, unreachable, monkeypatch):
+    class EnoughError(Exception):
+        pass
+
+    def sleep(seconds):
+        assert state_of(unreachable).cancelled
+        raise EnoughError
+
+    nobody_follows(unreachable)
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(sys, "argv", ["ultrabench", "sweep", "cancel"])
+    with pytest.raises(EnoughError):
+        cli.main()
+
+
+def test_a_cancel_is_left_to_a_launcher_that_follows(ultrabench, unreachable, cluster):
+    code, out, err = ultrabench("sweep", "cancel")
+    assert (code, out) == (0, "")
+    assert err.startswith("Slurm does not answer. process ")
+    assert err.endswith(" follows this sweep and tries again until it is done\n")
+    assert (cluster.slept, cluster.cancelled) == ([], [])
+    assert state_of(unreachable).cancelled
+
+
+def test_whose_jobs_only_they_can_end_is_told(ultrabench, unreachable, cluster):
+    cluster.failures = 0
+    for n, user in enumerate(("ann", own_name())):
+        JournalWriter(unreachable.journal, "agent").write(
+            "allocation_planned", allocation=f"n1-c.{n}", nodes=1, limit_s=60.0, tasks=[],
+            by={"user": user, "cluster": "big", "host": "login1"},
+        )  # fmt: skip
+    err = ultrabench("sweep", "cancel")[2]
+    assert err.splitlines()[0] == "jobs of ann are under way: only whoever submitted them can end them"
+    assert [names for names, _ in cluster.cancelled] == [["n1-b.0", "n1-c.0", "n1-c.1"]]
 
 
 def test_a_resume_takes_the_pause_away(ultrabench, unreachable):
@@ -143,16 +230,51 @@ def test_a_resume_takes_the_pause_away(ultrabench, unreachable):
     assert [e["on"] for e in said(unreachable, "pause")] == [True, False]
 
 
-@pytest.mark.parametrize(("repeats", "follows"), [(1, False), (2, True)])
-def test_watching_follows_a_sweep_on_a_cluster_while_repeats_are_left(
-    ultrabench, unreachable, repeats, follows
-):
-    settle(unreachable, repeats)
+def everything(sweep):
+    return {path: path.read_bytes() for path in sweep.path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize("runs", [False, True])
+def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatch, runs, more):
+    """Also where a sweep on a cluster has repeats left, and nobody follows it: that is what resume does."""
+    settle(unreachable, repeats=2)
+    agent = JournalWriter(unreachable.journal, "agent")
+    agent.write("config", generation=3, config={**SLURM, "repeats": 2})
+    agent.write("allocation_ended", allocation="n1-b.0", reason="all tasks done", source="agent")
+    one = {"run_id": QUICK.runs[0].spec.run_id, "repeat": 0, "attempt": 1}
+    if runs:  # one of them ends only while it is watched
+        for path in unreachable.journal.iterdir():
+            lines = path.read_text().splitlines(keepends=True)
+            path.write_text("".join(w for w in lines if not ('"result"' in w and one["run_id"] in w)))
+        assert state_of(unreachable).attempts[tuple(one.values())].result is None
+    nobody_follows(unreachable)
+    before, naps = everything(unreachable), []
+
+    def sleep(seconds):
+        assert everything(unreachable) == before
+        naps.append(seconds)
+        if len(naps) == 3:
+            JournalWriter(unreachable.journal, "agent").write("result", **one, source="agent", result=OK)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    code, out, err = ultrabench("sweep", "status", "--watch", *more)
+    assert (code, err, bool(out)) == (0, "", True)
+    assert len(naps) == 3 * runs
+    after = everything(unreachable)
+    assert {path: after[path] for path in before} == before
+    assert len(after) == len(before) + runs
+
+
+def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench, unreachable):
+    nobody_follows(unreachable)
+    code, out, _ = ultrabench("sweep", "status", "--json")
+    standing = json.loads(out)["standing"]
+    assert code == 0
+    assert standing.startswith("no launcher follows it; what was submitted goes on")
+    assert standing.endswith(": ultrabench sweep resume quick-cpu")
     JournalWriter(unreachable.journal, "agent").write(
-        "config", generation=3, config={**SLURM, "repeats": repeats}
+        "allocation_ended", allocation="n1-b.0", reason="all tasks done", source="agent"
     )
-    for path in unreachable.journal.glob("launcher-*"):
-        path.rename(path.with_name(path.name.replace("launcher", "earlier")))
-    code, _, err = ultrabench("sweep", "status", "--watch")
-    assert ("nobody follows this sweep: following it from here" in err) is follows
-    assert code == (3 if follows else 0)
+    standing = json.loads(ultrabench("sweep", "status", "--json")[1])["standing"]
+    assert standing == "nothing runs and no launcher follows it: ultrabench sweep resume quick-cpu"

@@ -1,0 +1,465 @@
+"""What a launcher concludes of allocations that are over, and when it stops; the batch system is played here."""
+
+import errno
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.allocations import PLAN, drafts_of, open_sweep
+from ultrabench.claim import claim, give_up
+from ultrabench.errors import ClusterError
+from ultrabench.journal import JournalWriter, read_journal
+from ultrabench.launchers.allocate import allocations
+from ultrabench.launchers.follow import CANCEL_S, Follower
+from ultrabench.launchers.launcher import Gone, Sighting, origin
+from ultrabench.launchers.settle import MOST_BARREN, MOST_FRUITLESS, Settler
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.state import AttemptKey
+from ultrabench.sweep.control import controls
+
+CONTROL = next(run for run in controls(PLAN).values() if run.nodes == 1)
+OTHERS = [run for run in PLAN.runs if run.nodes == 1 and run.run_id != CONTROL.run_id][:2]
+SPECS = {run.run_id: to_dict(run.spec) for run in PLAN.runs}
+NAME = "n1-0000aaaa.0"
+JOB = {"job_id": "57_0", "restart": 0}
+
+
+class Played:
+    """A batch system of which everything lives until the test says otherwise."""
+
+    max_nodes, max_array, max_limit_s = 99, 99, float("inf")
+    outlives_us, rest_s = True, 0.0
+
+    def __init__(self, play=lambda allocation: None, max_jobs=2):
+        """`play` is what agents do at once where a job is submitted."""
+        self.play, self.max_jobs, self.by = play, max_jobs, origin("big")
+        self.taken, self.looked, self.cancelled, self.ended = [], [], [], []
+        self.gone, self.running, self.timed = {}, frozenset(), {}
+        self.refusals = 0
+
+    def submit(self, made, avoid, say):
+        self.taken += made
+        for allocation in made:
+            self.play(allocation)
+        return {a.name: {"job_id": a.name} for a in made}
+
+    def look(self, known):
+        self.looked.append(sorted(known))
+        unended = {name for name, held in known.items() if held.ended is None}
+        gone = {name: end for name, end in self.gone.items() if name in unended}
+        alive = frozenset(unended - gone.keys())
+        jobs = {name: {"job_id": name} for name in alive}
+        return Sighting(alive=alive, running=self.running & alive, gone=gone, timed=self.timed, jobs=jobs)
+
+    def cancel(self, known, *, queued_only=False):
+        self.cancelled.append(sorted(known))
+        if len(self.cancelled) <= self.refusals:
+            raise ClusterError("scancel: no answer")
+
+    def end_frozen(self, name, job):
+        self.ended.append(name)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """The control of one node and two other runs."""
+    plan = replace(PLAN, candidates=(CONTROL, *OTHERS))
+    made = open_sweep(tmp_path / "quick", plan)
+    made.folder.create()
+    made.journal.write("config", generation=1, config={})
+    return replace(made, kernel_digest=made.config.kernel.digest())
+
+
+class Agents:
+    """The leading agent of an allocation, as far as others can see it."""
+
+    def __init__(self, sweep, name=NAME, job=JOB):
+        self.name, self.job, self.claims = name, job, sweep.folder.claims
+        self.journal = JournalWriter(sweep.folder.journal, "agent")
+        self.me = {"allocation": name, "host": "gpu01", "job": job}
+
+    def start(self):
+        assert claim(self.claims, self.name, self.me)
+        agent = {"node": 0, "host": "gpu01", "job": self.job, "journal": self.journal.path.name}
+        self.journal.write("allocation_started", allocation=self.name, restart=0, agent=agent)
+        return self
+
+    def claim(self, key, told=True):
+        key = AttemptKey(*key)
+        assert claim(self.claims, str(key), self.me)
+        if told:
+            self.journal.write(
+                "claimed", **key._asdict(), allocation=self.name, job=self.job, spec=SPECS[key.run_id],
+                predicted={},
+            )  # fmt: skip
+
+    def ok(self, key):
+        self.claim(key)
+        result = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0)
+        self.journal.write(
+            "result",
+            **AttemptKey(*key)._asdict(),
+            allocation=self.name,
+            source="agent",
+            result=to_dict(result),
+        )
+
+    def end(self, reason="no time left"):
+        self.journal.write(
+            "allocation_ended", allocation=self.name, restart=0, reason=reason, source="agent", job=self.job,
+            elapsed_s=10.0, avoid=[],
+        )  # fmt: skip
+
+
+def key_of(run, repeat=0, attempt=0):
+    return AttemptKey(run.run_id, repeat, attempt)
+
+
+def keys(allocation):
+    return [AttemptKey(t.run_id, t.repeat, t.attempt) for t in allocation.tasks]
+
+
+def written(sweep, kind):
+    return [e for e in read_journal(sweep.folder.journal) if e["event"] == kind]
+
+
+def plan(sweep, name=NAME, tasks=(), **more):
+    sweep.journal.write(
+        "allocation_planned", allocation=name, nodes=1, limit_s=600.0, tasks=[list(key) for key in tasks],
+        **more,
+    )  # fmt: skip
+
+
+def statuses(sweep):
+    return {key: a.result and a.result.status for key, a in sweep.state().attempts.items()}
+
+
+GONE = Gone(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", elapsed_s=77.0)
+
+# one allocation
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_it_claimed_and_did_not_finish_is_lost(sweep, told):
+    """Also where the claim is all that its agents could write."""
+    mine, theirs, free = key_of(CONTROL), key_of(OTHERS[0]), key_of(OTHERS[1])
+    plan(sweep, tasks=[mine, theirs, free])
+    agents = Agents(sweep).start()
+    agents.claim(mine, told)
+    claim(sweep.folder.claims, str(theirs), {"allocation": "n1-another.0"})
+    Settler(sweep, Played()).settle(sweep.state().allocations[NAME], GONE, sweep.state())
+    assert statuses(sweep) == {mine: Status.NODE_FAIL}
+    held = sweep.state().allocations[NAME]
+    assert (held.ended, held.held_s, held.timed) == (GONE.reason, 77.0, True)
+    assert set(held.ends) == {("57_0", 0)}
+
+
+def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
+    key = key_of(CONTROL)
+    plan(sweep, tasks=[key])
+    Agents(sweep).start().claim(key, told=False)
+    settler, state, read = Settler(sweep, Played()), sweep.state(), Path.read_bytes
+
+    def stale(path):
+        if path == sweep.folder.claims / str(key):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", stale)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Stale"):
+                settler.settle(state.allocations[NAME], GONE, state)
+            with pytest.raises(OSError, match="Stale"):
+                settler.claimed_already([key], state)
+    assert (statuses(sweep), sweep.state().allocations[NAME].ended, settler.settled) == ({}, None, set())
+    settler.settle(state.allocations[NAME], GONE, state)
+    assert statuses(sweep) == {key: Status.NODE_FAIL}
+    assert settler.settled == {(NAME, ("57_0", 0))}
+
+
+def test_the_time_it_held_its_nodes_is_told_of_its_own_start(sweep):
+    plan(sweep)
+    Agents(sweep).start().end()
+    settler = Settler(sweep, Played())
+    settler.tell_held(sweep.state().allocations[NAME], 130.0)
+    held = sweep.state().allocations[NAME]
+    assert (held.ended, held.held_s, held.timed) == ("no time left", 130.0, True)
+
+
+def test_what_agents_own_is_not_given_up(sweep):
+    settler = Settler(sweep, Played())
+    Agents(sweep).start()
+    assert not settler.give_up(NAME)
+    assert settler.claimed == {NAME}
+    assert settler.give_up("n1-0000bbbb.0")
+    assert settler.give_up("n1-0000bbbb.0"), "it was given up before"
+    give_up(sweep.folder.claims, "n1-0000cccc.0")
+    assert settler.give_up("n1-0000cccc.0"), "by another launcher"
+
+
+# claims of nobody who lives
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"allocation": 7}', b'{"allocation": "gone"}',
+                                     b'{"allocation": "../../../etc"}', b'{"allocation": "a\\u0000b"}',
+                                     b'{"allocation": "' + b"x" * 5000 + b'"}'])  # fmt: skip
+def test_an_attempt_whose_owner_nobody_knows_is_lost(sweep, content):
+    key, free = key_of(CONTROL), key_of(OTHERS[0])
+    settler = Settler(sweep, Played())
+    assert not settler.claimed_already([key, free], sweep.state())
+    (sweep.folder.claims / str(key)).write_bytes(content)
+    assert settler.claimed_already([free, key], sweep.state())
+    assert statuses(sweep) == {key: Status.LOST}
+    assert written(sweep, "allocation_planned") == []
+
+
+def test_an_owner_that_has_not_ended_is_not_called_dead(sweep):
+    """Another launcher planned it since this one has looked, and its agent was quick."""
+    key = key_of(CONTROL)
+    plan(sweep, tasks=[key])
+    agents = Agents(sweep)
+    claim(agents.claims, str(key), agents.me)
+    settler = Settler(sweep, Played())
+    assert settler.claimed_already([key], sweep.state())
+    assert statuses(sweep) == {}
+    agents.start().end()
+    assert settler.claimed_already([key], sweep.state())
+    assert statuses(sweep) == {key: Status.LOST}
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "null", '{"name": 7}'])
+def test_files_of_an_owner_that_cannot_be_used_do_no_harm(sweep, content):
+    key = key_of(CONTROL)
+    claim(sweep.folder.claims, str(key), {"allocation": NAME})
+    (sweep.folder.allocations / NAME).mkdir()
+    if content is not None:
+        (sweep.folder.allocations / NAME / "allocation.json").write_text(content)
+    assert Settler(sweep, Played()).claimed_already([key], sweep.state())
+    assert statuses(sweep) == {key: Status.LOST}
+
+
+def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
+    """The journal of the launcher that submitted it was lost: its job may run."""
+    by = {"user": origin()["user"], "cluster": "big", "host": "login7"}
+    (made,) = allocations(sweep, drafts_of(sweep)[:1], by)
+    made.write()
+    agents = Agents(sweep, made.name).start()
+    agents.claim(keys(made)[0], told=False)
+    agents.journal.path.unlink()
+    launcher = Played()
+    follower = Follower(sweep, launcher, lambda state, alive: None)
+    assert follower.once()[1]
+    (told,) = written(sweep, "allocation_planned")
+    assert (told["allocation"], told["by"], told["limit_s"]) == (made.name, by, made.limit_s)
+    assert [AttemptKey(*key) for key in told["tasks"]] == keys(made)
+    assert launcher.taken == []
+    for _ in range(3):
+        assert follower.once()[1]
+    assert launcher.looked[-1] == [made.name]
+    assert (launcher.taken, statuses(sweep)) == ([], {})
+    assert len(written(sweep, "allocation_planned")) == 1
+
+
+def test_an_unreadable_claim_of_an_ended_allocation_is_lost_and_tried_again(sweep):
+    """Nobody can tell whose it was, and nobody else will ever run this attempt."""
+    launcher = Played()
+    follower = Follower(sweep, launcher, lambda state, alive: None)
+    follower.once()
+    (first,) = launcher.taken
+    lost, *rest = keys(first)
+    agents = Agents(sweep, first.name).start()
+    (sweep.folder.claims / str(lost)).write_bytes(b"\x00" * 30)
+    agents.end()
+    assert follower.once()[1]
+    assert statuses(sweep) == {lost: Status.LOST}
+    assert len(launcher.taken) == 1, "first it is settled"
+    assert follower.once()[1]
+    again = keys(launcher.taken[-1])
+    assert lost._replace(attempt=1) in again
+    assert set(rest) <= set(again)
+    assert len(launcher.taken) == 2
+
+
+# brakes
+
+
+def test_allocations_that_only_measure_their_control_are_stopped(sweep):
+    """Such as where a site's limit leaves time for that alone: each ends with a result, and nothing gets nearer."""
+
+    def play(allocation):
+        agents = Agents(sweep, allocation.name).start()
+        agents.ok(keys(allocation)[0])
+        agents.end()
+
+    launcher = Played(play, max_jobs=2)
+    with pytest.raises(ClusterError) as stopped:
+        Follower(sweep, launcher, lambda state, alive: None).run()
+    most = MOST_FRUITLESS * launcher.max_jobs
+    assert str(stopped.value).startswith(
+        f"{most} allocations in a row ended without running any run that was asked for but control layouts "
+        "(no time left)"
+    )
+    # The first repeat of the control was asked for like any run.
+    assert len(launcher.taken) == most + 1
+    assert {keys(a)[0] for a in launcher.taken} == {key_of(CONTROL, n) for n in range(most + 1)}
+    assert set(statuses(sweep).values()) == {Status.OK}
+
+
+@pytest.mark.parametrize("max_jobs", [1, 4])
+def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs):
+    def play(allocation):
+        Agents(sweep, allocation.name).start().end("crashed")
+        (allocation.folder / "job.log").write_text("first\nImportError: no module x\n\n")
+
+    launcher = Played(play, max_jobs)
+    with pytest.raises(ClusterError) as stopped:
+        Follower(sweep, launcher, lambda state, alive: None).run()
+    assert str(stopped.value).startswith(
+        "3 allocations in a row ended without running anything (crashed; its log ends: ImportError: no module x"
+    )
+    assert len(launcher.taken) == MOST_BARREN
+
+
+class Row:
+    """Allocations of one launch that end one after another."""
+
+    def __init__(self, sweep, max_jobs=1):
+        self.sweep, self.count = sweep, 0
+        self.settler = Settler(sweep, Played(max_jobs=max_jobs))
+
+    def ends(self, kind, reason="no time left", mine=True):
+        """`kind` of it ran: nothing, its control or a run that was asked for."""
+        self.count += 1
+        name = f"n1-0000aaaa.{self.count}"
+        key = {"nothing": None, "control": key_of(CONTROL, self.count)}.get(
+            kind, key_of(OTHERS[0], self.count)
+        )
+        if kind == "asked":
+            self.settler.asked.add(key)
+        if mine:
+            self.settler.mine.add(name)
+        plan(self.sweep, name, [key] if key else [])
+        agents = Agents(self.sweep, name).start()
+        if key:
+            agents.ok(key)
+        agents.end(reason)
+        state = self.sweep.state()
+        self.settler.settle(state.allocations[name], None, state)
+
+
+@pytest.mark.parametrize(
+    ("harmless", "last"),
+    [(["nothing"] * 2, "nothing"), (["control"] * 2, "control"), (["control", "nothing"], "control")],
+)
+def test_only_what_follows_each_other_counts(sweep, harmless, last):
+    row = Row(sweep)
+    for _ in range(3):
+        for kind in (*harmless, "asked"):
+            row.ends(kind)
+    for kind in harmless:
+        row.ends(kind)
+    with pytest.raises(ClusterError):
+        row.ends(last)
+
+
+def test_what_measured_a_control_is_not_barren(sweep):
+    row = Row(sweep, max_jobs=9)
+    for _ in range(5):
+        for kind in ("nothing", "nothing", "control"):
+            row.ends(kind)
+    row.ends("nothing")
+    row.ends("nothing")
+    with pytest.raises(ClusterError, match=r"^3 allocations in a row ended without running anything"):
+        row.ends("nothing")
+
+
+def test_ends_on_request_and_of_others_are_not_counted(sweep):
+    row = Row(sweep)
+    for _ in range(5):
+        row.ends("nothing", "the sweep is paused")
+        row.ends("control", "outside the window 19:00-07:00")
+        row.ends("nothing", mine=False)
+    sweep.journal.write("pause", generation=2, on=True)
+    for _ in range(5):
+        row.ends("nothing")
+    sweep.journal.write("pause", generation=3, on=False)
+    row.ends("nothing")
+    row.ends("nothing")
+    with pytest.raises(ClusterError):
+        row.ends("nothing")
+
+
+# a cancelled sweep
+
+
+def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
+    clock, told = [1000.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    launcher = Played()
+    follower = Follower(sweep, launcher, lambda state, alive: None, say=told.append)
+    follower.once()
+    (made,) = launcher.taken
+    sweep.journal.write("cancel", generation=2)
+    launcher.refusals = 2
+    for tries in range(1, 5):
+        assert follower.once()[1], "something is left"
+        assert follower.once()[1]
+        assert launcher.cancelled == [[made.name]] * tries
+        clock[0] += CANCEL_S
+    assert told == ["cannot cancel: scancel: no answer; trying again until it is done"]
+    Agents(sweep, made.name).start().end("the allocation was ended by SIGTERM")
+    assert not follower.once()[1]
+    assert (len(launcher.cancelled), len(launcher.taken)) == (4, 1)
+
+
+# for how long nodes were held
+
+
+def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
+    launcher = Played()
+    follower = Follower(sweep, launcher, lambda state, alive: None)
+    follower.once()
+    (made,) = launcher.taken
+    launcher.timed = {made.name: 130.0}
+    follower.once()
+    assert written(sweep, "allocation_ended") == [], "it has not ended"
+    agents = Agents(sweep, made.name).start()
+    agents.ok(keys(made)[0])
+    agents.end("all tasks done")
+    follower.once()
+    launcher.timed = {}
+    follower.once()
+    held = sweep.state().allocations[made.name]
+    assert (held.ended, held.held_s, held.timed) == ("all tasks done", 130.0, True)
+    (told,) = (e for e in written(sweep, "allocation_ended") if e["source"] == "slurm")
+    assert (told["job"], told["held_s"]) == (JOB, 130.0)
+    assert set(held.ends) == {("57_0", 0)}
+
+
+def test_a_budget_counts_the_setup_of_what_runs(sweep):
+    """The time is Slurm's: agents that have not started tell nothing."""
+    launcher, look = Played(max_jobs=4), Played.look
+    follower = Follower(sweep, launcher, lambda state, alive: None, max_gpu_hours=2.5)
+    follower.once()
+    (made,) = launcher.taken
+    launcher.look = lambda known: replace(look(launcher, known), held_s={made.name: 3600.0})
+    agents = Agents(sweep, made.name).start()
+    agents.ok(keys(made)[0])
+    follower.once()
+    agents.end()
+    launcher.look = lambda known: look(launcher, known)
+    follower.once()
+    assert len(launcher.taken) == 2, "two GPUs for an hour leave half an hour of one"
+    launcher.look = lambda known: replace(look(launcher, known), held_s={launcher.taken[1].name: 1000.0})
+    again = Agents(sweep, launcher.taken[1].name).start()
+    again.ok(keys(launcher.taken[1])[0])
+    follower.once()
+    again.end()
+    follower.once()
+    assert len(launcher.taken) == 2
+    assert follower.stopped.endswith("over --max-gpu-hours 2.5")
