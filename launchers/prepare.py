@@ -16,7 +16,7 @@ from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.result import RunResult, Status
 from ultrabench.run import Task, env_id
-from ultrabench.state import AttemptKey, Fold, SweepState, fold
+from ultrabench.state import AttemptKey, Fold, SweepState
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.decide import Decision, next_step
 from ultrabench.sweep.head import make_head, provenance, require_same
@@ -44,9 +44,8 @@ class OpenSweep:
     git_commit: str | None
     alter: Callable[[Task], Task] = lambda task: task
     """What is done to an attempt before it is submitted, where a fault is wanted."""
-    _fold: Fold = field(default_factory=Fold)
-    _folded: int = 0
-    """Events in the fold."""
+    known: Fold = field(default_factory=Fold)
+    """What `reader` has read so far."""
     _decided: tuple[float, tuple[int, frozenset[str]], Decision] | None = None
     """When for what which decision was taken."""
 
@@ -57,15 +56,12 @@ class OpenSweep:
 
     def state(self) -> SweepState:
         """The state now; always the same object, which grows with the journal."""
-        events = self.reader.poll()
-        new = events[self._folded :]
-        self._folded = len(events)
-        return self._fold.add(new) if new else self._fold.state
+        return self.known.add(self.reader.poll())
 
     def next_step(self, alive: frozenset[str], old: frozenset[AttemptKey]) -> Decision:
         """What to do now; taken anew when the journal or the living have changed, else every 5 s."""
         state, now = self.state(), time.monotonic()
-        ground = (self._folded, alive)
+        ground = (self.known.heard, alive)
         if self._decided and self._decided[1] == ground and now - self._decided[0] < DECISION_S:
             return self._decided[2]
         decision = next_step(self.plan, state, alive, accepts=self.accepts, old=old, now=time.time())
@@ -113,8 +109,8 @@ def open_sweep(
     peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
     if not in_table:
         plan = make_plan(config, core_flops_per_s=peak.get("core_flops_per_s"), cores=peak.get("cores") or 1)
-    reader = JournalReader(folder.journal, warn)
-    state = fold(reader.poll())
+    reader, known = JournalReader(folder.journal, warn), Fold()
+    state = known.add(reader.poll())
     accepts = _reuse(config, environment, state, reuse)
     if head is None:
         folder.write_head(make_head(config, environment))
@@ -128,7 +124,7 @@ def open_sweep(
     _keep_difference(folder)
     write_plan(plan, folder.plan)
     return OpenSweep(
-        folder=folder, plan=plan, journal=journal, reader=reader, environment=environment,
+        folder=folder, plan=plan, journal=journal, reader=reader, known=known, environment=environment,
         accepts=accepts, kernel_digest=digest, git_commit=origin["git_commit"],
     )  # fmt: skip
 

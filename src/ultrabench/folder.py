@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,22 +63,25 @@ class SweepFolder:
         return self.path / "logs" / run_id / f"{repeat}.{attempt}"
 
     def create(self) -> None:
-        """Makes the folder and its subfolders.
+        """Makes the folder and its subfolders, and tries what claims need: a hard link.
 
         Raises:
-            SweepFolderError: it cannot be written.
+            SweepFolderError: it cannot be written, or has no hard links.
         """
+        probe = self.claims / f".probe-{uuid.uuid4().hex}"
         try:
             for folder in (self.journal, self.claims, self.allocations):
                 folder.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe-{os.getpid()}"
             probe.write_text("")
-            probe.unlink()
+            _require_links(probe)
         except OSError as error:
             raise SweepFolderError(
                 f"cannot write the results folder {self.path}: {error.strerror}; "
                 "choose another with results_dir=FOLDER"
             ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
 
     def read_head(self) -> dict[str, Any] | None:
         """sweep.json, or None when there is none.
@@ -93,7 +97,7 @@ class SweepFolder:
             raise SweepFolderError(
                 f"cannot use {self.path}: a part of it is a file; choose another with results_dir=FOLDER"
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SweepFolderError(f"cannot read {self.head}: {error}; is it a sweep folder?") from error
         version = head.get("schema_version") if isinstance(head, dict) else None
         if not isinstance(version, int):
@@ -107,6 +111,24 @@ class SweepFolder:
     def write_head(self, head: dict[str, Any]) -> None:
         """Writes sweep.json."""
         write_whole(self.head, json.dumps({"schema_version": SCHEMA_VERSION, **head}, indent=1) + "\n")
+
+
+def _require_links(probe: Path) -> None:
+    """Raises SweepFolderError unless the file `probe` can have a second name."""
+    second, told = probe.with_name(f"{probe.name}.2"), "the link count stays 1"
+    try:
+        os.link(probe, second)
+        if probe.stat().st_nlink == 2:
+            return
+    except OSError as error:
+        told = str(error.strerror)
+    finally:
+        with contextlib.suppress(OSError):
+            second.unlink()
+    raise SweepFolderError(
+        f"the file system of {probe.parents[1]} makes no hard links ({told}), which keep a run from being made "
+        "twice; choose a folder on a file system that has them with results_dir=FOLDER"
+    )
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -148,5 +170,5 @@ def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepF
 
 def _age(folder: Path) -> float:
     """When something last happened in a sweep: its newest journal file, else its head."""
-    times = [p.stat().st_mtime for p in folder.glob("journal/*.jsonl")]
+    times = [p.lstat().st_mtime for p in folder.glob("journal/*.jsonl")]
     return max(times, default=(folder / "sweep.json").stat().st_mtime)

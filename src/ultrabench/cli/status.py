@@ -14,7 +14,7 @@ from ultrabench.hardware import Hardware
 from ultrabench.journal import JournalReader
 from ultrabench.presence import living_launchers
 from ultrabench.record import from_dict
-from ultrabench.state import SweepState, fold
+from ultrabench.state import Fold, SweepState
 from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import Progress, progress
@@ -30,16 +30,16 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     """
     folder = find_sweep(sweep, results)
     folder.read_head()
-    reader = JournalReader(folder.journal, warn)
-    now, standing, suspects = _look(folder, reader)
-    if watch and not as_json and _waits_for_a_launcher(folder, fold(reader.poll())):
+    reader, known = JournalReader(folder.journal, warn), Fold()
+    now, standing, suspects = _look(folder, reader, known)
+    if watch and not as_json and _waits_for_a_launcher(folder, known.state):
         from ultrabench.cli.launch import continue_sweep
 
         say("nobody follows this sweep: following it from here")
         return continue_sweep(folder)
     while as_json and watch and _unsettled(now):
         time.sleep(WATCH_S)
-        now, standing, suspects = _look(folder, reader)
+        now, standing, suspects = _look(folder, reader, known)
     if as_json:
         print_json(now.as_json() | {"standing": standing, "suspects": suspects})
         return 0
@@ -49,7 +49,7 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     with Live(_page(now, standing, suspects), console=out(), auto_refresh=False) as live:
         while _unsettled(now):
             time.sleep(WATCH_S)
-            now, standing, suspects = _look(folder, reader)
+            now, standing, suspects = _look(folder, reader, known)
             live.update(_page(now, standing, suspects), refresh=True)
     return 0
 
@@ -69,9 +69,11 @@ def _unsettled(now: Progress) -> bool:
     return bool(now.by_status.get("pending") or now.by_status.get("running"))
 
 
-def _look(folder: SweepFolder, reader: JournalReader) -> tuple[Progress, str | None, dict[str, str]]:
+def _look(
+    folder: SweepFolder, reader: JournalReader, known: Fold
+) -> tuple[Progress, str | None, dict[str, str]]:
     """How far it is, why it stands still if it does, and attempts whose number is in doubt, with the reason."""
-    state = fold(reader.poll())
+    state = known.add(reader.poll())
     now = progress(folder.name, read_plan(folder.plan), state)
     hardware = (folder.read_head() or {}).get("hardware")
     device = from_dict(Hardware, hardware).device if hardware else "cpu"
