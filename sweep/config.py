@@ -1,5 +1,6 @@
 """A sweep as frozen values, from a composed configuration."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from ultrabench.sweep.retry_policy import RetryPolicy
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
                   "results_dir", "repeats", "profile", "names", "models"})  # fmt: skip
 """Of a composed tree."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@,-]{0,99}")
+"""Of a sweep: it names a folder and Slurm jobs, and stands in commands to be copied."""
 SCHEDULES = ("auto", *PP_SCHEDULES[1:])
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", *TEXTS})
 """Of a cluster: what configs/launcher/slurm.yaml takes from it."""
@@ -92,7 +95,13 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     if not names:
         raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
     tree["models"] = [to_dict(load_model(str(name))) for name in names]
-    return config_from_tree(tree)
+    config = config_from_tree(tree)
+    if not NAME.fullmatch(config.name):
+        raise ConfigError(
+            f"name={config.name!r}; a sweep's name begins with a letter, a digit or '_', goes on with these and . + = @ "
+            "- , and has at most 100 characters: choose another with name=NAME"
+        )
+    return config
 
 
 def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
@@ -141,8 +150,6 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
             f"profile=true with kernel={config.kernel.name}; only ultrabench's own kernel looks inside itself: use "
             "what the program has for that"
         )
-    if "/" in config.name or config.name.startswith("."):
-        raise ConfigError(f"name={config.name!r}; a sweep's name is a folder's: no '/', no leading '.'")
     return config
 
 

@@ -3,12 +3,13 @@
 import contextlib
 import json
 import os
+import shlex
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrabench.errors import SweepFolderError, unknown_name
+from ultrabench.errors import ClusterError, SweepFolderError, unknown_name
 from ultrabench.journal import SCHEMA_VERSION
 
 
@@ -22,6 +23,11 @@ class SweepFolder:
     def name(self) -> str:
         """Name of the sweep."""
         return self.path.name
+
+    @property
+    def word(self) -> str:
+        """Its name as a word of a shell, for commands that are shown to be copied."""
+        return shlex.quote(self.name)
 
     @property
     def head(self) -> Path:
@@ -82,6 +88,22 @@ class SweepFolder:
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink()
+
+    def require_present(self) -> None:
+        """Returns unless the folder was deleted or renamed while the sweep runs.
+
+        Raises:
+            ClusterError: it is gone.
+        """
+        try:
+            self.head.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ClusterError(
+                f"the results folder {self.path} is gone: deleted, renamed or no longer mounted; restore it under "
+                "this name and launch again: jobs that find no folder end by themselves"
+            ) from None
+        except OSError:
+            return  # a file server that does not answer has not lost it
 
     def read_head(self) -> dict[str, Any] | None:
         """sweep.json, or None when there is none.

@@ -83,7 +83,7 @@ def _look(
 
 def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | None:
     if state.paused:
-        return f"paused; go on with: ultrabench sweep resume {folder.name}"
+        return f"paused; go on with: ultrabench sweep resume {folder.word}"
     if state.cancelled:
         return "cancelled; the same launch command goes on"
     if living_launchers(folder):
