@@ -14,6 +14,7 @@ from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.journal import JournalReader, JournalWriter
+from ultrabench.kernel_env import keep
 from ultrabench.result import RunResult, Status
 from ultrabench.run import Task, env_id
 from ultrabench.state import AttemptKey, Fold, SweepState
@@ -106,6 +107,7 @@ def open_sweep(
     if environment is None:
         environment = _look(config, needs_peak=not in_table and not measured, say=say)
     folder.create()
+    keep(config.kernel.env, folder.secrets, config.secrets)
     peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
     if not in_table:
         plan = make_plan(config, core_flops_per_s=peak.get("core_flops_per_s"), cores=peak.get("cores") or 1)
@@ -115,7 +117,7 @@ def open_sweep(
     if head is None:
         folder.write_head(make_head(config, environment))
     journal = JournalWriter(folder.journal, "launcher")
-    digest, origin = config.kernel.digest(), provenance()
+    digest, origin = config.kernel.digest(), provenance(config)
     journal.write(
         "config", generation=state.generation + 1, config=config.resolved, provenance=origin,
         kernel_digest=digest, reuse=reuse, retry=[list(key) for key in retry], max_gpu_hours=max_gpu_hours,

@@ -8,6 +8,7 @@ from typing import Any
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_env import redacted
 from ultrabench.layout import PP_SCHEDULES
 from ultrabench.measure import Measure
 from ultrabench.record import from_dict, to_dict
@@ -81,7 +82,9 @@ class SweepConfig:
     profile: bool = False
     """Each run looks inside itself after its measured steps."""
     resolved: dict[str, Any] = field(default_factory=dict)
-    """The composed configuration as JSON, for the record."""
+    """The composed configuration as JSON, for the record; secrets are redacted."""
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    """Values of kernel.env that are given and must be written nowhere but in the file for them."""
 
 
 def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
@@ -122,6 +125,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     _distinct(models)
     workload = {k: sweep.pop(k) for k in ("seq_len", "gbs", "seed") if k in sweep}
     axes = {name: _as_list(values) for name, values in sweep.items()}
+    given: dict[str, str] = {}
+    if isinstance(tree["kernel"].get("env"), dict):
+        env, given = redacted(tree["kernel"]["env"])
+        tree = tree | {"kernel": tree["kernel"] | {"env": env}}
     kernel = {"name": names["kernel"]} | {k: v for k, v in tree["kernel"].items() if v is not None}
     if type(tree["repeats"]) is not int or tree["repeats"] < 1:
         raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
@@ -142,6 +149,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         repeats=tree["repeats"],
         profile=tree.get("profile", False),
         resolved=tree,
+        secrets=given,
     )
     if type(config.profile) is not bool:
         raise ConfigError(f"profile={config.profile!r}; must be true or false")

@@ -55,6 +55,11 @@ class SweepFolder:
         return self.path / "allocations"
 
     @property
+    def secrets(self) -> Path:
+        """Secrets of the training program's environment; only their owner can read it."""
+        return self.allocations / "secrets.json"
+
+    @property
     def scripts(self) -> Path:
         """Job scripts as they were submitted."""
         return self.path / "scripts"
@@ -153,7 +158,7 @@ def _require_links(probe: Path) -> None:
     )
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Writes `content` beside `path` and renames it, so that no reader sees half a file.
 
     Raises:
@@ -161,7 +166,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

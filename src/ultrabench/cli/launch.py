@@ -18,6 +18,7 @@ from ultrabench.cli.tables import hours, out, say, warn
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
+from ultrabench.kernel_env import hide
 from ultrabench.launchers.acceptance import not_accepted
 from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
@@ -177,7 +178,7 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt |
     Jobs of Slurm go on. Here, Ctrl-C ends what runs; a launcher that is ended by somebody else, or
     whose terminal is gone, leaves its agents at work for the next launch.
     """
-    again = shlex.join(["ultrabench", *sys.argv[1:]])
+    again = shlex.join(["ultrabench", *hide(sys.argv[1:], sweep.config.secrets)])
     number = stop.number if isinstance(stop, Terminated) else signal.SIGINT
     why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
     end = f"ultrabench sweep cancel {sweep.folder.word}{_where(sweep.folder.path.parent)}"
