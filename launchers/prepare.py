@@ -99,8 +99,7 @@ def open_sweep(
     plan = make_plan(config)
     require_runs(plan)
     folder = SweepFolder(Path(config.results_dir).absolute() / config.name)
-    head = folder.read_head()
-    if head is not None:
+    if (head := folder.read_head()) is not None:
         require_same(head, config, folder.path)
     measured = head["peak"] if head else {}
     in_table = bool(config.hardware.accelerator.peak_flops_per_s)

@@ -125,10 +125,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     _distinct(models)
     workload = {k: sweep.pop(k) for k in ("seq_len", "gbs", "seed") if k in sweep}
     axes = {name: _as_list(values) for name, values in sweep.items()}
-    given: dict[str, str] = {}
-    if isinstance(tree["kernel"].get("env"), dict):
-        env, given = redacted(tree["kernel"]["env"])
-        tree = tree | {"kernel": tree["kernel"] | {"env": env}}
+    tree, given = _without_secrets(tree)
     kernel = {"name": names["kernel"]} | {k: v for k, v in tree["kernel"].items() if v is not None}
     if type(tree["repeats"]) is not int or tree["repeats"] < 1:
         raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
@@ -159,6 +156,15 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
             "what the program has for that"
         )
     return config
+
+
+def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tree with the secrets of kernel.env redacted, and their values."""
+    env = tree["kernel"].get("env")
+    if not isinstance(env, dict):
+        return tree, {}
+    shown, given = redacted(env)
+    return tree | {"kernel": tree["kernel"] | {"env": shown}}, given
 
 
 def _launcher(values: dict[str, Any]) -> LauncherChoice:
