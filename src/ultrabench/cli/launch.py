@@ -172,6 +172,16 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated(number)
 
 
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, *TERMINATING):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _give_up(number: int, frame: FrameType | None) -> None:
+    _ignore_signals()  # first, so that a third Ctrl-C does not hit what handles the second
+    raise Terminated(number)
+
+
 def _interrupted(sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt | Terminated) -> int:
     """Says what goes on and how to come back; the exit code.
 
@@ -189,14 +199,15 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt |
     else:
         told = f"interrupted; nothing that finished is lost, go on with: {again}"
         try:
+            for each in (signal.SIGINT, *TERMINATING):
+                signal.signal(each, _give_up)
             say("stopping what runs on this machine")
             interrupt(sweep, launcher)
         except (KeyboardInterrupt, Terminated):
             told = (
                 f"interrupted again before all had ended; nothing that finished is lost, go on with: {again}"
             )
-    for each in (signal.SIGINT, *TERMINATING):
-        signal.signal(each, signal.SIG_IGN)
+    _ignore_signals()
     say(told)
     return 128 + number
 
