@@ -26,8 +26,19 @@ LAST_WORD_S = 10.0
 
 
 def main() -> int:
-    """Meets the other agents and leads or follows; 0 when the allocation ended in order."""
-    place = here(os.environ)
+    """Takes part in an allocation; what goes wrong outside of it is one line in the job's log."""
+    try:
+        return take_part(here(os.environ))
+    except UltrabenchError as error:
+        tell(str(error))
+        return error.exit_code
+    except OSError as error:
+        tell(f"cannot use {error.filename or 'a file'}: {error.strerror}; was the results folder moved?")
+        return ClusterError.exit_code
+
+
+def take_part(place: Place) -> int:
+    """Leads or follows on this node; 0 when the allocation ended in order."""
     folder = place.folder(sys.argv[1])
     allocation = read_allocation(folder)
     if place.job_id is None:
@@ -44,9 +55,6 @@ def main() -> int:
             return lead(allocation, node, place, secret, stop)
         leader = call_leader(folder / place.meeting, node.facts(), secret, MEETING_PATIENCE_S)
         follow(allocation, node, leader, stop)
-    except UltrabenchError as error:
-        tell(str(error))
-        return error.exit_code
     finally:
         node.close()
     return 0

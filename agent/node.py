@@ -23,6 +23,7 @@ from ultrabench.agent.place import Place
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder, write_whole
+from ultrabench.kernel_env import revealed
 from ultrabench.processes import (
     TAG_VARIABLE,
     descendants,
@@ -74,6 +75,8 @@ class Node:
         self._threads = allocation.threads or max(1, cores)
         self._server = ForkServer(self.scratch / "fork_server.log", self._base)
         self._programs = Programs()
+        secrets = SweepFolder(Path(allocation.sweep_dir)).secrets
+        self._program_env = revealed(allocation.tasks[0].spec.kernel.env, secrets)
         self._reports: dict[int, NewLines] = {}
         self._progress: dict[int, Progress] = {}
         self._autopsy: Autopsy | None = None
@@ -133,7 +136,7 @@ class Node:
                 self._server.fork(rank, env, log, cpus)
             else:
                 command = fill_in(task.spec, task.repeat, task.attempt, task.measure)
-                program_env = {**self._base, **env, **dump_variables(run), **kernel.env}
+                program_env = {**self._base, **env, **dump_variables(run), **self._program_env}
                 program_env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
                 gone = self._programs.start(rank, command, program_env, log, self.allocation.work_dir, cpus)
                 self._early += [gone] if gone else []

@@ -111,6 +111,7 @@ _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b(?::|$)"
 _NO_NEWS = re.compile(r"^(?:\s|frame #\d+|Traceback \(most recent|Exception raised from )")
 _CHAIN = ("The above exception was the direct cause", "During handling of the above exception")
 _TRACEBACK = "Traceback (most recent call last):"
+_WARNING = re.compile(r"\bwarn(?:ing)?\b", re.IGNORECASE)
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch.distributed puts it before a traceback
 
 
@@ -134,11 +135,19 @@ def ends_in_traceback(text: str) -> bool:
     return bool(found) and 0 < len(told) <= MESSAGE_LINES and _EXCEPTION.match(told[0]) is not None
 
 
+def _survived(lines: list[str], at: int) -> bool:
+    """Whether a program went on after line `at`: it was a mere warning, or more came than a message has."""
+    after = [line for line in lines[at + 1 :] if not _WARNING.search(line)]
+    return len(after) > (0 if _WARNING.search(lines[at]) else MESSAGE_LINES)
+
+
 def by_text(lines: list[str]) -> tuple[Cause, str] | None:
     """The first cause of the table that a line tells of, and that line, cut to 300 characters."""
     for cause in CAUSES:
-        for line in lines:
-            if cause.text is not None and cause.text.search(line):
+        for at, line in enumerate(lines):
+            if cause.text is None or not cause.text.search(line):
+                continue
+            if cause.status != Status.OOM or not _survived(lines, at):
                 return cause, line[:300]
     for line in reversed(lines):
         if _EXCEPTION.search(line):

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ultrabench.errors import ClusterError, DiskError, may_pass
+from ultrabench.errors import ClusterError, SweepFolderError, may_pass
 from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
 from ultrabench.launchers.launcher import Gone, Launcher, Sighting, same_place, sees
 from ultrabench.launchers.prepare import OpenSweep
@@ -71,7 +71,7 @@ class Follower:
         while True:
             try:
                 state, busy = self.once()
-            except (OSError, DiskError) as error:
+            except (OSError, SweepFolderError) as error:
                 self._wait_for_disk(error)
                 continue
             self._failing_since = None
@@ -79,9 +79,11 @@ class Follower:
                 return state
             time.sleep(self.launcher.rest_s)
 
-    def _wait_for_disk(self, error: OSError | DiskError) -> None:
+    def _wait_for_disk(self, error: OSError | SweepFolderError) -> None:
         """Gives whoever can mend the disk some minutes; what was to be done is decided anew after that."""
-        if not may_pass(error):
+        self.sweep.folder.require_present()
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not may_pass(error) and not (cause and may_pass(cause)):
             raise error
         now = time.monotonic()
         self._failing_since = self._failing_since or now
@@ -89,7 +91,6 @@ class Follower:
             raise ClusterError(
                 f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes; what runs goes on: mend it, then launch again"
             ) from error
-        cause = error if isinstance(error, OSError) else error.__cause__
         self._tell((f"cannot use {self.sweep.folder.path} ({cause}); trying again, jobs go on",))
         time.sleep(DISK_PAUSE_S)
 
@@ -217,7 +218,7 @@ class Follower:
         """Why nothing is submitted now, whatever is left to do."""
         config = self.sweep.config
         if state.paused:
-            return f"paused; go on with: ultrabench sweep resume {config.name}"
+            return f"paused; go on with: ultrabench sweep resume {self.sweep.folder.word}"
         if config.kernel.digest() != self.sweep.kernel_digest:
             return (
                 f"the training program changed under the sweep (kernel_digest {self.sweep.kernel_digest} -> "

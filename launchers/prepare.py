@@ -14,9 +14,10 @@ from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.journal import JournalReader, JournalWriter
+from ultrabench.kernel_env import keep
 from ultrabench.result import RunResult, Status
 from ultrabench.run import Task, env_id
-from ultrabench.state import AttemptKey, Fold, SweepState, fold
+from ultrabench.state import AttemptKey, Fold, SweepState
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.decide import Decision, next_step
 from ultrabench.sweep.head import make_head, provenance, require_same
@@ -44,9 +45,8 @@ class OpenSweep:
     git_commit: str | None
     alter: Callable[[Task], Task] = lambda task: task
     """What is done to an attempt before it is submitted, where a fault is wanted."""
-    _fold: Fold = field(default_factory=Fold)
-    _folded: int = 0
-    """Events in the fold."""
+    known: Fold = field(default_factory=Fold)
+    """What `reader` has read so far."""
     _ended_at: dict[AttemptKey, float] = field(default_factory=dict)
     """When this launcher saw attempts end, by its monotonic clock: clocks of nodes may differ by hours."""
     _decided: tuple[float, tuple[int, frozenset[str]], Decision] | None = None
@@ -59,10 +59,7 @@ class OpenSweep:
 
     def state(self) -> SweepState:
         """The state now; always the same object, which grows with the journal."""
-        events = self.reader.poll()
-        new = events[self._folded :]
-        self._folded = len(events)
-        return self._fold.add(new) if new else self._fold.state
+        return self.known.add(self.reader.poll())
 
     def next_step(self, alive: frozenset[str], old: frozenset[AttemptKey]) -> Decision:
         """What to do now; taken anew when the journal or the living have changed, else every 5 s."""
@@ -70,7 +67,7 @@ class OpenSweep:
         for key, attempt in state.attempts.items():
             if attempt.result is not None and key not in old:
                 self._ended_at.setdefault(key, now)
-        ground = (self._folded, alive)
+        ground = (self.known.heard, alive)
         if self._decided and self._decided[1] == ground and now - self._decided[0] < DECISION_S:
             return self._decided[2]
         ended_s = {key: now - at for key, at in self._ended_at.items()}
@@ -108,24 +105,24 @@ def open_sweep(
     plan = make_plan(config)
     require_runs(plan)
     folder = SweepFolder(Path(config.results_dir).absolute() / config.name)
-    head = folder.read_head()
-    if head is not None:
+    if (head := folder.read_head()) is not None:
         require_same(head, config, folder.path)
     measured = head["peak"] if head else {}
     in_table = bool(config.hardware.accelerator.peak_flops_per_s)
     if environment is None:
         environment = _look(config, needs_peak=not in_table and not measured, say=say)
     folder.create()
+    keep(config.kernel.env, folder.secrets, config.secrets)
     peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
     if not in_table:
         plan = make_plan(config, core_flops_per_s=peak.get("core_flops_per_s"), cores=peak.get("cores") or 1)
-    reader = JournalReader(folder.journal, warn)
-    state = fold(reader.poll())
+    reader, known = JournalReader(folder.journal, warn), Fold()
+    state = known.add(reader.poll())
     accepts = _reuse(config, environment, state, reuse)
     if head is None:
         folder.write_head(make_head(config, environment))
     journal = JournalWriter(folder.journal, "launcher")
-    digest, origin = config.kernel.digest(), provenance()
+    digest, origin = config.kernel.digest(), provenance(config)
     journal.write(
         "config", generation=state.generation + 1, config=config.resolved, provenance=origin,
         kernel_digest=digest, reuse=reuse, retry=[list(key) for key in retry], max_gpu_hours=max_gpu_hours,
@@ -134,7 +131,7 @@ def open_sweep(
     _keep_difference(folder)
     write_plan(plan, folder.plan)
     return OpenSweep(
-        folder=folder, plan=plan, journal=journal, reader=reader, environment=environment,
+        folder=folder, plan=plan, journal=journal, reader=reader, known=known, environment=environment,
         accepts=accepts, kernel_digest=digest, git_commit=origin["git_commit"],
     )  # fmt: skip
 

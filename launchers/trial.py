@@ -1,5 +1,6 @@
 """A small sweep of an acceptance run: chosen runs of a plan, followed to their end, with a fault or without."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,7 +63,7 @@ class Outcome:
 
     def see(self, run: Candidate) -> str:
         """The command that shows everything about it."""
-        place = f"--sweep {self.folder.name} --results-dir {self.folder.path.parent}"
+        place = f"--sweep {self.folder.word} --results-dir {shlex.quote(str(self.folder.path.parent))}"
         return f"ultrabench sweep show {run.run_id} {place}"
 
 

@@ -1,5 +1,6 @@
 """A sweep as frozen values, from a composed configuration."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_env import redacted
 from ultrabench.layout import PP_SCHEDULES
 from ultrabench.measure import Measure
 from ultrabench.record import from_dict, to_dict
@@ -19,6 +21,8 @@ from ultrabench.sweep.retry_policy import RetryPolicy
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
                   "results_dir", "repeats", "profile", "names", "models"})  # fmt: skip
 """Of a composed tree."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@,-]{0,99}")
+"""Of a sweep: it names a folder and Slurm jobs, and stands in commands to be copied."""
 SCHEDULES = ("auto", *PP_SCHEDULES[1:])
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", *TEXTS})
 """Of a cluster: what configs/launcher/slurm.yaml takes from it."""
@@ -78,7 +82,9 @@ class SweepConfig:
     profile: bool = False
     """Each run looks inside itself after its measured steps."""
     resolved: dict[str, Any] = field(default_factory=dict)
-    """The composed configuration as JSON, for the record."""
+    """The composed configuration as JSON, for the record; secrets are redacted."""
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    """Values of kernel.env that are given and must be written nowhere but in the file for them."""
 
 
 def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
@@ -92,7 +98,13 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     if not names:
         raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
     tree["models"] = [to_dict(load_model(str(name))) for name in names]
-    return config_from_tree(tree)
+    config = config_from_tree(tree)
+    if not NAME.fullmatch(config.name):
+        raise ConfigError(
+            f"name={config.name!r}; a sweep's name begins with a letter, a digit or '_', goes on with these and . + = @ "
+            "- , and has at most 100 characters: choose another with name=NAME"
+        )
+    return config
 
 
 def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
@@ -113,6 +125,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     _distinct(models)
     workload = {k: sweep.pop(k) for k in ("seq_len", "gbs", "seed") if k in sweep}
     axes = {name: _as_list(values) for name, values in sweep.items()}
+    tree, given = _without_secrets(tree)
     kernel = {"name": names["kernel"]} | {k: v for k, v in tree["kernel"].items() if v is not None}
     if type(tree["repeats"]) is not int or tree["repeats"] < 1:
         raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
@@ -133,6 +146,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         repeats=tree["repeats"],
         profile=tree.get("profile", False),
         resolved=tree,
+        secrets=given,
     )
     if type(config.profile) is not bool:
         raise ConfigError(f"profile={config.profile!r}; must be true or false")
@@ -141,9 +155,16 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
             f"profile=true with kernel={config.kernel.name}; only ultrabench's own kernel looks inside itself: use "
             "what the program has for that"
         )
-    if "/" in config.name or config.name.startswith("."):
-        raise ConfigError(f"name={config.name!r}; a sweep's name is a folder's: no '/', no leading '.'")
     return config
+
+
+def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tree with the secrets of kernel.env redacted, and their values."""
+    env = tree["kernel"].get("env")
+    if not isinstance(env, dict):
+        return tree, {}
+    shown, given = redacted(env)
+    return tree | {"kernel": tree["kernel"] | {"env": shown}}, given
 
 
 def _launcher(values: dict[str, Any]) -> LauncherChoice:

@@ -2,11 +2,32 @@
 
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 
 from ultrabench.errors import ConfigError
 from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.run import Workload
 from ultrabench.sweep.config import Axes
+
+MOST_COMBINATIONS = 1_000_000
+"""Beyond it a plan takes minutes and gigabytes, and nobody runs so many."""
+
+
+def require_countable(axes: Axes, models: int) -> None:
+    """Returns when the product of the axes can be enumerated; gas follows from the others.
+
+    Raises:
+        ConfigError: it has more than MOST_COMBINATIONS combinations.
+    """
+    sizes = {name: len(set(getattr(axes, name))) for name in ("nodes", "tp", "pp", "cp", "zero_stage", "mbs")}
+    sizes |= {"models": models, "pp_schedule": len(axes.pp_schedule) * len(axes.virtual_stages)}
+    number = prod(sizes.values())
+    if number > MOST_COMBINATIONS:
+        longest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        shown = ", ".join(f"sweep.{name} ({sizes[name]:,} values)" for name in longest)
+        raise ConfigError(
+            f"the axes have {number:,} combinations; a sweep may have {MOST_COMBINATIONS:,}: narrow {shown}"
+        )
 
 
 def layouts(axes: Axes, gpus: int, workload: Workload) -> Iterator[Layout]:

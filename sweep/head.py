@@ -10,6 +10,7 @@ from typing import Any
 import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ConfigError, SweepFolderError
+from ultrabench.kernel_env import hide, redacted
 from ultrabench.record import to_dict
 from ultrabench.sweep.config import SweepConfig
 
@@ -31,7 +32,7 @@ def make_head(config: SweepConfig, environment: dict[str, Any]) -> dict[str, Any
         "workload": to_dict(config.workload),
         "peak": {k: environment.get(k) for k in ("core_flops_per_s", "cores")},
         "environment": environment,
-        "provenance": provenance(),
+        "provenance": provenance(config),
         "config": config.resolved,
     }
 
@@ -48,6 +49,8 @@ def require_same(head: dict[str, Any], config: SweepConfig, where: Path) -> None
         if not isinstance(head.get(group), dict):
             raise SweepFolderError(f"{where}/sweep.json lacks {group}; is it a sweep folder?")
         was, now = head[group], to_dict(getattr(config, group))
+        if isinstance(was.get("env"), dict):  # an older head may hold what is now redacted
+            was = was | {"env": redacted(was["env"])[0]}
         changed = [k for k in sorted({*was, *now}) if was.get(k) != now.get(k)]
         if changed:
             shown = ", ".join(f"{group}.{k}: {was.get(k)!r} -> {now.get(k)!r}" for k in changed)
@@ -56,7 +59,7 @@ def require_same(head: dict[str, Any], config: SweepConfig, where: Path) -> None
             )
 
 
-def provenance() -> dict[str, Any]:
+def provenance(config: SweepConfig) -> dict[str, Any]:
     """Who launched what from where."""
     commit = checkout.commit()
     return {
@@ -64,7 +67,7 @@ def provenance() -> dict[str, Any]:
         "git_dirty": bool(checkout.difference()) if commit else None,
         "version": ultrabench.__version__,
         "python": platform.python_version(),
-        "argv": sys.argv[1:],
+        "argv": hide(sys.argv[1:], config.secrets),
         "user": os.environ.get("USER") or str(os.getuid()),
         "host": platform.node(),
         "created_at": time.time(),

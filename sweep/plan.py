@@ -12,7 +12,7 @@ from ultrabench.run import RunSpec, Workload, fill_in
 from ultrabench.shape import ModelShape
 from ultrabench.support import refusal
 from ultrabench.sweep.config import SweepConfig
-from ultrabench.sweep.grid import layouts, why_none
+from ultrabench.sweep.grid import layouts, require_countable, why_none
 from ultrabench.sweep.predict import Prediction, predict
 from ultrabench.sweep.predict_probe import predict_probe
 from ultrabench.sweep.rules import first_broken
@@ -115,6 +115,7 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
     Raises:
         ConfigError: the axes give no candidate.
     """
+    require_countable(config.axes, len(config.models))
     found: list[Candidate] = []
     probes = config.kernel.kind == "probe"
     for shape in config.models:

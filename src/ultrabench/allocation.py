@@ -1,7 +1,6 @@
 """An allocation: one job that runs many tasks one after another on the same nodes."""
 
 import json
-import os
 import secrets
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,9 +78,7 @@ class Allocation:
     def write(self) -> None:
         """Writes allocation.json and a secret only this user can read."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        secret = os.open(self.folder / "secret", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(secret, "w") as file:
-            file.write(secrets.token_hex(16))
+        write_whole(self.folder / "secret", secrets.token_hex(16), mode=0o600)
         write_whole(self.folder / "allocation.json", json.dumps(to_dict(self)))
 
 

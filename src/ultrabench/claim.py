@@ -1,6 +1,7 @@
 """The claim of an attempt: made at most once, by whoever links its owner file first."""
 
 import contextlib
+import errno
 import json
 import os
 import uuid
@@ -41,7 +42,7 @@ def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
     # Should this fail, the unique file stays: by it the next try finds out who won.
     won = unique.stat().st_nlink == 2
     _remove(unique)
-    if refused is not None and not won and may_pass(refused):
+    if refused is not None and not won and refused.errno != errno.EEXIST:
         raise refused
     return won
 

@@ -3,11 +3,13 @@
 import contextlib
 import json
 import os
+import shlex
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrabench.errors import SweepFolderError, unknown_name
+from ultrabench.errors import ClusterError, SweepFolderError, unknown_name
 from ultrabench.journal import SCHEMA_VERSION
 
 
@@ -21,6 +23,11 @@ class SweepFolder:
     def name(self) -> str:
         """Name of the sweep."""
         return self.path.name
+
+    @property
+    def word(self) -> str:
+        """Its name as a word of a shell, for commands that are shown to be copied."""
+        return shlex.quote(self.name)
 
     @property
     def head(self) -> Path:
@@ -48,6 +55,11 @@ class SweepFolder:
         return self.path / "allocations"
 
     @property
+    def secrets(self) -> Path:
+        """Secrets of the training program's environment; only their owner can read it."""
+        return self.allocations / "secrets.json"
+
+    @property
     def scripts(self) -> Path:
         """Job scripts as they were submitted."""
         return self.path / "scripts"
@@ -62,22 +74,41 @@ class SweepFolder:
         return self.path / "logs" / run_id / f"{repeat}.{attempt}"
 
     def create(self) -> None:
-        """Makes the folder and its subfolders.
+        """Makes the folder and its subfolders, and tries what claims need: a hard link.
 
         Raises:
-            SweepFolderError: it cannot be written.
+            SweepFolderError: it cannot be written, or has no hard links.
         """
+        probe = self.claims / f".probe-{uuid.uuid4().hex}"
         try:
             for folder in (self.journal, self.claims, self.allocations):
                 folder.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe-{os.getpid()}"
             probe.write_text("")
-            probe.unlink()
+            _require_links(probe)
         except OSError as error:
             raise SweepFolderError(
                 f"cannot write the results folder {self.path}: {error.strerror}; "
                 "choose another with results_dir=FOLDER"
             ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+
+    def require_present(self) -> None:
+        """Returns unless the folder was deleted or renamed while the sweep runs.
+
+        Raises:
+            ClusterError: it is gone.
+        """
+        try:
+            self.head.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ClusterError(
+                f"the results folder {self.path} is gone: deleted, renamed or no longer mounted; restore it under "
+                "this name and launch again: jobs that find no folder end by themselves"
+            ) from None
+        except OSError:
+            return  # a file server that does not answer has not lost it
 
     def read_head(self) -> dict[str, Any] | None:
         """sweep.json, or None when there is none.
@@ -93,7 +124,7 @@ class SweepFolder:
             raise SweepFolderError(
                 f"cannot use {self.path}: a part of it is a file; choose another with results_dir=FOLDER"
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SweepFolderError(f"cannot read {self.head}: {error}; is it a sweep folder?") from error
         version = head.get("schema_version") if isinstance(head, dict) else None
         if not isinstance(version, int):
@@ -109,7 +140,25 @@ class SweepFolder:
         write_whole(self.head, json.dumps({"schema_version": SCHEMA_VERSION, **head}, indent=1) + "\n")
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def _require_links(probe: Path) -> None:
+    """Raises SweepFolderError unless the file `probe` can have a second name."""
+    second, told = probe.with_name(f"{probe.name}.2"), "the link count stays 1"
+    try:
+        os.link(probe, second)
+        if probe.stat().st_nlink == 2:
+            return
+    except OSError as error:
+        told = str(error.strerror)
+    finally:
+        with contextlib.suppress(OSError):
+            second.unlink()
+    raise SweepFolderError(
+        f"the file system of {probe.parents[1]} makes no hard links ({told}), which keep a run from being made "
+        "twice; choose a folder on a file system that has them with results_dir=FOLDER"
+    )
+
+
+def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Writes `content` beside `path` and renames it, so that no reader sees half a file.
 
     Raises:
@@ -117,7 +166,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -148,5 +197,5 @@ def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepF
 
 def _age(folder: Path) -> float:
     """When something last happened in a sweep: its newest journal file, else its head."""
-    times = [p.stat().st_mtime for p in folder.glob("journal/*.jsonl")]
+    times = [p.lstat().st_mtime for p in folder.glob("journal/*.jsonl")]
     return max(times, default=(folder / "sweep.json").stat().st_mtime)

@@ -5,9 +5,10 @@ import errno
 import json
 import os
 import socket
+import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,16 @@ from ultrabench.record import canonical_json
 
 SCHEMA_VERSION = 1
 """Of journal lines and sweep.json; additions keep it, a newer one is refused."""
+
+CHUNK_BYTES = 1 << 20
+"""Bytes of a journal file that are read at once."""
+MAX_LINE_BYTES = 64 << 20
+"""Longer lines are skipped: an event has some KiB."""
+
+_NO_JOURNAL = frozenset({
+    errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM,
+})  # fmt: skip
+"""Errors of opening a file that is no regular file or may not be read: waiting does not help."""
 
 EVENTS = (
     "config", "allocation_planned", "submitting", "submitted", "adopted", "allocation_started",
@@ -87,46 +98,78 @@ class JournalReader:
 
     folder: Path
     warn: Callable[[str], None] = lambda message: None
-    events: list[Event] = field(default_factory=list)
-    """Every event read so far."""
     _offsets: dict[Path, int] = field(default_factory=dict)
     _closed: set[Path] = field(default_factory=set)
     """Files of agents that have written their last word."""
+    _overlong: set[Path] = field(default_factory=set)
+    """Files that were read up to the middle of a line longer than MAX_LINE_BYTES."""
+    _warned: set[Path] = field(default_factory=set)
+    """Files that cannot be read, about which a warning was given."""
 
-    def poll(self) -> list[Event]:
-        """All events so far, the new whole lines included.
+    def poll(self) -> Iterator[Event]:
+        """The events of whole lines written since the last call, one after another.
 
-        A last line without its newline is left for the next call; a line that is no event is
-        skipped with a warning.
+        A last line without its newline is left for the next call. Lines that are no event, and files
+        that are no readable regular files, are skipped with a warning. Memory is bounded by
+        MAX_LINE_BYTES, whatever the size of the files.
 
         Raises:
-            SweepFolderError: a line of a newer schema.
+            SweepFolderError: a line of a newer schema, or the folder cannot be read.
         """
-        for path in sorted(set(self.folder.glob("*.jsonl")) - self._closed):
-            offset = self._offsets.get(path, 0)
+        try:
+            paths = {self.folder / name for name in os.listdir(self.folder) if name.endswith(".jsonl")}
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise SweepFolderError(
+                f"cannot read the journal folder {self.folder}: {error.strerror}; results are kept there: "
+                "restore it, or start a new sweep with name=NAME"
+            ) from error
+        for path in sorted(paths - self._closed):
+            last = None
             try:
-                with path.open("rb") as file:
-                    file.seek(offset)
-                    data = file.read()
+                for last in self._parse(path, self._lines(path)):
+                    yield last
             except FileNotFoundError:  # somebody deleted it; what it said is known
                 continue
-            whole, newline, _ = data.rpartition(b"\n")
-            self._offsets[path] = offset + len(whole) + len(newline)
-            events = list(self._parse(path, whole.split(b"\n")))
-            self.events.extend(events)
-            over = events and events[-1]["event"] == "allocation_ended"
-            if over and path.name.startswith("agent-"):
+            except OSError as error:
+                if error.errno not in _NO_JOURNAL:
+                    raise
+                if path not in self._warned:
+                    self.warn(
+                        f"skipped {path}: {error.strerror}; a journal is a regular file that can be read"
+                    )
+                self._warned.add(path)
+            if last and last["event"] == "allocation_ended" and path.name.startswith("agent-"):
                 self._closed.add(path)
-        return self.events
 
-    def _parse(self, path: Path, lines: Iterable[bytes]) -> Iterable[Event]:
+    def _lines(self, path: Path) -> Iterator[bytes]:
+        """The new whole lines of a file."""
+        # Without O_NONBLOCK a FIFO that nobody writes would be waited for without end.
+        more = os.O_NONBLOCK | os.O_NOCTTY
+        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | more)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            file.seek(self._offsets.get(path, 0))
+            rest = b""
+            while chunk := file.read(CHUNK_BYTES):
+                *whole, rest = (rest + chunk).split(b"\n")
+                if whole and path in self._overlong:
+                    self._overlong.remove(path)
+                    whole.pop(0)
+                yield from whole
+                if len(rest) > MAX_LINE_BYTES:
+                    self.warn(f"{path.name}: skipped a line of more than {MAX_LINE_BYTES >> 20} MiB")
+                    self._overlong.add(path)
+                rest = b"" if path in self._overlong else rest
+                self._offsets[path] = file.tell() - len(rest)
+
+    def _parse(self, path: Path, lines: Iterable[bytes]) -> Iterator[Event]:
         for line in lines:
             if not line.strip():
                 continue
             try:
                 event = json.loads(line)
                 version, _ = int(event["v"]), (event["writer"], int(event["seq"]), event["event"])
-            except (ArithmeticError, ValueError, TypeError, KeyError):
+            except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
                 self.warn(f"{path.name}: skipped a corrupt line ({line[:40]!r}...)")
                 continue
             if version > SCHEMA_VERSION:
@@ -136,6 +179,6 @@ class JournalReader:
             yield event
 
 
-def read_journal(folder: Path, warn: Callable[[str], None] = lambda message: None) -> list[Event]:
+def read_journal(folder: Path, warn: Callable[[str], None] = lambda message: None) -> Iterator[Event]:
     """All events of a sweep's journal folder, in no particular order of time."""
     return JournalReader(folder, warn).poll()

@@ -43,7 +43,8 @@ class KernelChoice:
     command: tuple[str, ...] = ()
     """Program and arguments; `{tp}` and the other words of a layout are filled in."""
     env: dict[str, str] = field(default_factory=dict)
-    """Extra environment of the command; declared here, so part of env_id."""
+    """Extra environment of the command; declared here, so part of env_id. Secrets are redacted, so that
+    results stay comparable when one is renewed."""
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Word of a layout or a model -> the values the command can do; one left out can be anything."""
     step_line: str | None = None

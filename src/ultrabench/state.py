@@ -1,5 +1,6 @@
 """The state of a sweep: a pure fold over its journal, whatever the order of the events."""
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -136,6 +137,12 @@ class SweepState:
         return [a for k, a in sorted(self.attempts.items()) if k.run_id == run_id]
 
 
+Voice = tuple[str, int, str]
+"""Who said something: writer, seq and a digest of the line, which decides between two lines of one number."""
+
+_DAMAGED = (
+    ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError, UltrabenchError,
+)  # fmt: skip
 _PRECEDENCE = {"agent": 2, "slurm": 1, "launcher": 0}
 
 
@@ -145,48 +152,43 @@ def fold(events: Iterable[Event]) -> SweepState:
 
 
 class Fold:
-    """A state that grows with its journal.
+    """A state that grows with its journal, and keeps nothing of it that the state does not say.
 
-    Events are one per (writer, seq). What can be said twice has a fixed precedence: an agent's
-    result, an agent's failure, what Slurm says, what a launcher concludes; of anything else the
-    largest (writer, seq) counts, whenever it is heard. Time stamps decide nothing, since clocks differ.
+    What can be said twice has a fixed precedence: an agent's result, an agent's failure, what Slurm
+    says, what a launcher concludes; of anything else the largest (writer, seq, text) counts, whenever
+    it is heard. Time stamps decide nothing, since clocks differ.
     """
 
     def __init__(self) -> None:
         self.state = SweepState()
         """Changed in place by `add`."""
-        self._seen: dict[tuple[str, int], Event] = {}
+        self.heard = 0
+        """Number of events added."""
         self._ends: dict[AttemptKey, tuple[int, str]] = {}
-        self._controls: list[tuple[int, str, Event]] = []
-        self._told: dict[tuple[AttemptKey | str, str], tuple[str, int]] = {}
+        self._controls: dict[tuple[int, str], Event] = {}
+        self._told: dict[tuple[AttemptKey | str, str], Voice] = {}
         """Field of an attempt or an allocation -> whose word it is."""
 
     def add(self, events: Iterable[Event]) -> SweepState:
         """The state with `events`, which may come again and in any order."""
-        new: dict[tuple[str, int], Event] = {}
         for event in events:
-            key = (str(event["writer"]), int(event["seq"]))
-            held = new.get(key, self._seen.get(key))
-            if held is None or (event != held and _text(event) < _text(held)):
-                new[key] = event
-        if not self._seen.keys().isdisjoint(new):  # another line of the same name: what it undoes is unknown
-            everything = [*(self._seen | new).values()]
-            self.__init__()  # type: ignore[misc]
-            return self.add(everything)
-        self._seen |= new
-        for by, event in sorted(new.items()):
+            self.heard += 1
             try:
-                self._take(event, by)
-            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UltrabenchError):
+                text = json.dumps(
+                    event, sort_keys=True
+                )  # a damaged event may hold what is no JSON, such as NaN
+                digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+                self._take(event, (str(event["writer"]), int(event["seq"]), digest))
+            except _DAMAGED:
                 continue  # a line that was damaged and is JSON all the same says nothing
         _fold_controls(self.state, self._controls)
         return self.state
 
-    def _take(self, event: Event, by: tuple[str, int]) -> None:
+    def _take(self, event: Event, by: Voice) -> None:
         name = event["event"]
         if name in ("config", "pause", "cancel"):
             _retried(event)
-            self._controls.append((int(event["generation"]), canonical_json(event), event))
+            self._controls[int(event["generation"]), canonical_json(event)] = event
         elif name in ("claimed", "started", "phase", "result", "failed"):
             key = attempt_key(event)
             result = _result(event) if name in ("result", "failed") else None
@@ -201,19 +203,12 @@ class Fold:
             self._put(held.name, held, by, _allocation_fields(event))
             _fold_allocation(held, event)
 
-    def _put(
-        self, owner: AttemptKey | str, target: object, by: tuple[str, int], told: dict[str, Any]
-    ) -> None:
-        """Sets fields; None says nothing, and a later (writer, seq) stands."""
+    def _put(self, owner: AttemptKey | str, target: object, by: Voice, told: dict[str, Any]) -> None:
+        """Sets fields; None says nothing, and a larger (writer, seq, text) stands."""
         for name, value in told.items():
             if value is not None and self._told.get((owner, name), by) <= by:
                 self._told[owner, name] = by
                 setattr(target, name, value)
-
-
-def _text(event: Event) -> str:
-    """Of an event that may be damaged and hold what is no JSON, such as NaN."""
-    return json.dumps(event, sort_keys=True)
 
 
 def attempt_key(event: Event) -> AttemptKey:
@@ -324,11 +319,11 @@ def _first_word(end: dict[str, Any]) -> tuple[int, str]:
     return (weight, canonical_json(end | {"held_s": None}))
 
 
-def _fold_controls(state: SweepState, controls: list[tuple[int, str, Event]]) -> None:
+def _fold_controls(state: SweepState, controls: dict[tuple[int, str], Event]) -> None:
     """The latest word of each kind counts; a later launch lifts a cancel, not a pause."""
     retried: set[AttemptKey] = set()
     state.paused = state.cancelled = False
-    for generation, _, event in sorted(controls, key=lambda control: control[:2]):
+    for (generation, _), event in sorted(controls.items(), key=lambda control: control[0]):
         state.generation = max(state.generation, generation)
         if event["event"] == "pause":
             state.paused = bool(event.get("on", state.paused))

@@ -62,7 +62,7 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
         )  # fmt: skip
     said = [agent.communicate(timeout=120)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [1, 0], said
-    events = read_journal(sweep.journal)
+    events = list(read_journal(sweep.journal))
     (end,) = (e for e in events if e["event"] == "allocation_ended")
     assert end["reason"] == (
         "local-1 is given up: GPU 3 still holds 40.0 GiB after the run: no process that is known"

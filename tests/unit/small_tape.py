@@ -120,7 +120,7 @@ class TapedSweep(OpenSweep):
     """An open sweep that reads and folds all journals at once, in one step."""
 
     tape: Tape
-    known: dict[bytes, SweepState]
+    folds: dict[bytes, SweepState]
     """Content of all journals -> their fold."""
     _held: SweepState = field(default_factory=SweepState)
 
@@ -135,9 +135,9 @@ class TapedSweep(OpenSweep):
     def _read(self) -> SweepState:
         files = sorted(self.folder.journal.iterdir())
         content = b"".join(path.read_bytes() for path in files)
-        if content not in self.known:
-            self.known[content] = fold(read_journal(self.folder.journal))
-        return self.known[content]
+        if content not in self.folds:
+            self.folds[content] = fold(read_journal(self.folder.journal))
+        return self.folds[content]
 
 
 class TapedSlurm(SmallSlurm):

@@ -175,7 +175,7 @@ class Stage:
         self.tape = tape = Tape(process, most)
         tape.coarse = self.coarse and bool(process.memory)
         journal = TapedJournal(folder.journal, process, tape)
-        sweep = TapedSweep(**self._open, journal=journal, tape=tape, known=self._folds)  # type: ignore[arg-type]
+        sweep = TapedSweep(**self._open, journal=journal, tape=tape, folds=self._folds)  # type: ignore[arg-type]
         try:
             by = OTHERS if self.stranger and name in ("launcher-b", "launcher-d") else OURS
             follower = self._born(sweep, process, TapedSlurm(jobs, self.most_jobs, tape, by, self.double))

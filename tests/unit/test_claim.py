@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import threading
 import pytest
 
 from ultrabench.claim import claim, owner_of
+from ultrabench.errors import may_pass
 
 KEY = "aaaa.0.0"
 
@@ -79,12 +81,15 @@ def test_a_lost_answer_of_link_is_still_a_win(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == [KEY]
 
 
-def test_a_link_that_fails_is_no_win(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS])
+def test_a_file_system_without_links_is_not_taken_for_another_owner(tmp_path, monkeypatch, number):
     def refuse(source, target):
-        raise PermissionError(1, "Operation not permitted")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", refuse)
-    assert not claim(tmp_path, KEY, {"allocation": "mine"})
+    with pytest.raises(OSError, match=os.strerror(number)) as raised:
+        claim(tmp_path, KEY, {"allocation": "mine"})
+    assert not may_pass(raised.value)
     assert list(tmp_path.iterdir()) == []
 
 

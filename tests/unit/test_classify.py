@@ -55,6 +55,18 @@ def steps_with(n, **change):
         # Out of memory: said by a rank, or read from the end of its log.
         ([failing("oom", "OutOfMemoryError: 2 GiB"), ok()], "oom", "rank 0: OutOfMemoryError"),
         ([ok(), RankStory(code=1, tail="x\nCUDA out of memory. Tried\n")], "oom", "rank 1: CUDA"),
+        (
+            [ok(), RankStory(code=1, tail="WARNING: CUDA out of memory\nstep 7\nno such folder\n")],
+            "crash",
+            "exited with code 1: no such folder",
+        ),
+        (
+            [ok(), RankStory(code=1, tail="CUDA out of memory\n" + "step\n" * 9 + "x\n")],
+            "crash",
+            "exited with code 1: x",
+        ),
+        ([ok(), RankStory(code=1, tail="CUDA out of memory\nWARNING: not freed\n")], "oom", "rank 1: CUDA"),
+        ([ok(), RankStory(code=1, tail="WARNING: CUDA out of memory\n")], "oom", "rank 1: WARNING"),
         ([RankStory(code=1, tail="  File\nMemoryError\n"), ok()], "oom", "rank 0: MemoryError"),
         ([ok(), RankStory(code=-6, tail="std::bad_alloc")], "oom", "rank 1: std::bad_alloc"),
         (

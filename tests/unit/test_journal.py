@@ -11,7 +11,7 @@ def test_a_writer_numbers_its_events(tmp_path):
     writer = JournalWriter(tmp_path, "launcher")
     written = [writer.write("cancel", generation=n) for n in range(3)]
     assert [e["seq"] for e in written] == [0, 1, 2]
-    assert read_journal(tmp_path) == written
+    assert list(read_journal(tmp_path)) == written
     assert JournalWriter(tmp_path, "launcher").path != writer.path
 
 
@@ -25,7 +25,7 @@ def test_a_torn_write_is_told_and_the_next_event_starts_a_new_line(tmp_path, mon
     monkeypatch.undo()
     writer.write("cancel", generation=3)
     warnings = []
-    found = read_journal(tmp_path, warnings.append)
+    found = list(read_journal(tmp_path, warnings.append))
     assert [(e["seq"], e["generation"]) for e in found] == [(0, 1), (1, 3)]
     assert len(warnings) == 1
 

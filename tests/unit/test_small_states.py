@@ -141,7 +141,7 @@ def require_end(stage: Stage, world: World) -> None:
         require_once(world, in_turn=False)
     stage.most_jobs = most_jobs
     stage.show(world)
-    events = read_journal(stage.sweep.folder.journal)
+    events = list(read_journal(stage.sweep.folder.journal))
     state = fold(events)
     if state != fold(reversed(events)):
         raise WrongError("the order of events matters")

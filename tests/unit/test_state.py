@@ -34,7 +34,7 @@ def read(files, warn=lambda message: None):
     with tempfile.TemporaryDirectory() as folder:
         for n, data in enumerate(files):
             (Path(folder) / f"{n}.jsonl").write_bytes(data)
-        return read_journal(Path(folder), warn)
+        return list(read_journal(Path(folder), warn))
 
 
 @given(files=journals(), random=st.randoms(use_true_random=False))
@@ -102,10 +102,10 @@ def test_a_torn_last_line_is_read_once_it_is_whole(tmp_path):
     path = tmp_path / "w.jsonl"
     reader = JournalReader(tmp_path)
     path.write_bytes(line[:20])
-    assert reader.poll() == []
+    assert list(reader.poll()) == []
     path.write_bytes(line)
     assert [e["event"] for e in reader.poll()] == ["cancel"]
-    assert len(reader.poll()) == 1
+    assert list(reader.poll()) == []
 
 
 @pytest.mark.parametrize(

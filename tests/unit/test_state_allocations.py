@@ -335,5 +335,5 @@ def test_a_number_without_end_is_no_event(tmp_path, field):
         json.dumps({**event("cancel", generation=1), field: float("inf")}) + "\n"
     )
     told = []
-    assert read_journal(tmp_path, told.append) == []
+    assert list(read_journal(tmp_path, told.append)) == []
     assert "skipped a corrupt line" in told[0]

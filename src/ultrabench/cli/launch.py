@@ -3,10 +3,12 @@
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import typer
 from rich.console import Console
@@ -17,6 +19,7 @@ from ultrabench.cli.tables import hours, out, say, warn
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
+from ultrabench.kernel_env import hide
 from ultrabench.launchers.acceptance import not_accepted
 from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
@@ -33,6 +36,7 @@ from ultrabench.sweep.plan_table import planned_runs
 from ultrabench.sweep.progress import progress
 
 STARTED_IN = Path.cwd()
+TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def run_launch(
@@ -136,12 +140,15 @@ def follow(
         say(f"{other} follows this sweep, too; both may go on: no run is made twice")
     taken = _asked_to_take_over(sweep, launcher, ask=not yes)
     try:
+        for number in TERMINATING:
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP, and so it stays
+                signal.signal(number, _terminate)
         with Display(config.name, planned) as display:
             follower = Follower(sweep, launcher, display.show, max_gpu_hours, display.say)
             follower.take_over(taken)
             state = follower.once()[0] if detach else follower.run()
-    except KeyboardInterrupt:
-        return _interrupted(sweep, launcher)
+    except (KeyboardInterrupt, Terminated) as stop:
+        return _interrupted(sweep, launcher, stop)
     if detach and follower.submitted:
         return _left(sweep, follower.submitted)
     now = progress(config.name, planned, state)
@@ -153,7 +160,7 @@ def follow(
         return 1
     if Status.OK in now.by_status:
         figure = "plot comm" if config.kernel.kind == "probe" else "heatmap"
-        say(f"next: ultrabench {figure} {config.name}" + _where(sweep.folder.path.parent))
+        say(f"next: ultrabench {figure} {sweep.folder.word}" + _where(sweep.folder.path.parent))
     return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
 
 
@@ -171,22 +178,60 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher, ask: bool) -> list
     return sorted(others) if typer.confirm(text, err=True) else []
 
 
-def _interrupted(sweep: OpenSweep, launcher: Launcher) -> int:
-    again = shlex.join(["ultrabench", *sys.argv[1:]])
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP has come; like Ctrl-C, it passes through what handles errors."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated(number)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, *TERMINATING):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _give_up(number: int, frame: FrameType | None) -> None:
+    _ignore_signals()  # first, so that a third Ctrl-C does not hit what handles the second
+    raise Terminated(number)
+
+
+def _interrupted(sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt | Terminated) -> int:
+    """Says what goes on and how to come back; the exit code.
+
+    Jobs of Slurm go on. Here, Ctrl-C ends what runs; a launcher that is ended by somebody else, or
+    whose terminal is gone, leaves its agents at work for the next launch.
+    """
+    again = shlex.join(["ultrabench", *hide(sys.argv[1:], sweep.config.secrets)])
+    number = stop.number if isinstance(stop, Terminated) else signal.SIGINT
+    why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
+    end = f"ultrabench sweep cancel {sweep.folder.word}{_where(sweep.folder.path.parent)}"
     if launcher.outlives_us:
-        name = sweep.config.name
-        say(
-            f"no longer followed; its jobs go on. Follow again: {again}; end them: ultrabench sweep cancel {name}"
-        )
-        return 130
-    say("stopping what runs on this machine")
-    interrupt(sweep, launcher)
-    say(f"interrupted; nothing that finished is lost, go on with: {again}")
-    return 130
+        told = f"{why}no longer followed; its jobs go on. Follow again: {again}; end them: {end}"
+    elif isinstance(stop, Terminated):
+        told = f"{why}no longer followed; what runs here goes on. Follow again: {again}; end it: {end}"
+    else:
+        told = f"interrupted; nothing that finished is lost, go on with: {again}"
+        try:
+            for each in (signal.SIGINT, *TERMINATING):
+                signal.signal(each, _give_up)
+            say("stopping what runs on this machine")
+            interrupt(sweep, launcher)
+        except (KeyboardInterrupt, Terminated):
+            told = (
+                f"interrupted again before all had ended; nothing that finished is lost, go on with: {again}"
+            )
+    _ignore_signals()
+    say(told)
+    return 128 + number
 
 
 def _left(sweep: OpenSweep, jobs: int) -> int:
-    name = sweep.config.name
+    name = sweep.folder.word
     where = _where(sweep.folder.path.parent)
     say(
         f"submitted {jobs} job{'s' * (jobs > 1)} and left; what comes after them is submitted by whoever follows: "
@@ -196,7 +241,7 @@ def _left(sweep: OpenSweep, jobs: int) -> int:
 
 
 def _where(parent: Path) -> str:
-    return "" if parent == STARTED_IN / "results" else f" --results-dir {parent}"
+    return "" if parent == STARTED_IN / "results" else f" --results-dir {shlex.quote(str(parent))}"
 
 
 def _leave_in_background(
@@ -215,5 +260,5 @@ def _leave_in_background(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     say(f"launching in the background (process {process.pid}, output in {folder.path}/launcher.log)")
-    say(f"look with: ultrabench sweep status {config.name} --watch" + _where(folder.path.parent))
+    say(f"look with: ultrabench sweep status {folder.word} --watch" + _where(folder.path.parent))
     return 0

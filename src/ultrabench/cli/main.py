@@ -1,7 +1,10 @@
 """The `ultrabench` command: every sub-command imports what it needs only when it runs."""
 
+import contextlib
+import io
 import os
 import sys
+from typing import Any
 
 import typer
 
@@ -9,7 +12,7 @@ from ultrabench.cli.doctor import doctor
 from ultrabench.cli.kernel import kernel_app
 from ultrabench.cli.results import collect, heatmap, plot
 from ultrabench.cli.sweep import sweep_app
-from ultrabench.errors import UltrabenchError
+from ultrabench.errors import DiskError, UltrabenchError, may_pass
 
 PREFIX = "ultrabench: "
 
@@ -50,15 +53,20 @@ def root(version: bool = typer.Option(False, "--version", help="Show the version
 
 def main() -> None:
     """Runs the command line; a user's mistake is one line on stderr and exit code 2."""
+    _guard_streams()
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
     except UltrabenchError as error:
         code = _fail(str(error), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         code = _fail("interrupted", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    except OSError as error:
+        what = error.filename or "standard output"
+        told = f"cannot use {what}: {error.strerror or error}; free or unlock it, or use another"
+        code = _fail(told, DiskError.exit_code if may_pass(error) else 2)
     except Exception as error:
         # A wrong option; Typer brings its own copy of Click, so it is known by what it can do.
         if not hasattr(error, "format_message"):
@@ -66,12 +74,43 @@ def main() -> None:
         text = error.format_message()
         helped = type(error).__name__ == "NoArgsIsHelpError"
         code = _fail(text if helped else f"{text} (see --help)", 2, prefix="" if helped else PREFIX)
+    try:
+        sys.stdout.flush()
+    except OSError:  # told above; what is left must not be tried again at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(message: str, code: int, prefix: str = PREFIX) -> int:
-    typer.echo(prefix + " ".join(message.split()) if prefix else message, err=True)
+    from ultrabench.cli.tables import plain
+
+    typer.echo(prefix + plain(" ".join(message.split())) if prefix else message, err=True)
     return code
+
+
+class _Forgiving(io.FileIO):
+    """A stderr that may be full or gone: what cannot be told is lost, and the work goes on."""
+
+    def write(self, data: Any) -> int:
+        """Always as if all was written."""
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
+def _guard_streams() -> None:
+    """Opens standard streams that are closed, and has none fail for a character or for want of a reader."""
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        while os.open(os.devnull, os.O_RDWR) < 2:  # else the next file that is opened would be stdout
+            pass
+    encoding = getattr(sys.__stderr__, "encoding", "utf-8")
+    if sys.stderr is sys.__stderr__:
+        stderr = io.BufferedWriter(_Forgiving(2, "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(stderr, encoding, "backslashreplace", line_buffering=True)
+    if sys.stdout is None:
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

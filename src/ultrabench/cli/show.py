@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ultrabench.cli.profile import print_profile, profiles
-from ultrabench.cli.tables import out, print_json, say, table, warn
+from ultrabench.cli.tables import out, plain, print_json, say, table, warn
 from ultrabench.errors import SweepFolderError
 from ultrabench.folder import SweepFolder, find_sweep
 from ultrabench.journal import read_journal
@@ -119,7 +119,8 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
                 continue  # the same text again, collected after the end
             with path.open("rb") as file:
                 file.seek(offsets.get(path, 0))
-                sys.stdout.write(file.read().decode(errors="replace"))
+                text = file.read().decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+                sys.stdout.write(plain(text))
                 offsets[path] = file.tell()
             sys.stdout.flush()
         if over or not follow:

@@ -15,7 +15,7 @@ from ultrabench.hardware import Hardware
 from ultrabench.journal import JournalReader
 from ultrabench.presence import living_launchers
 from ultrabench.record import from_dict
-from ultrabench.state import SweepState, fold
+from ultrabench.state import Fold, SweepState
 from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import Progress, progress
@@ -28,11 +28,11 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     """Prints how far a sweep is, once or until it is over; the exit code. Nothing is written or submitted."""
     folder = find_sweep(sweep, results)
     folder.read_head()
-    reader = JournalReader(folder.journal, warn)
-    now, standing, suspects = _look(folder, reader)
+    reader, known = JournalReader(folder.journal, warn), Fold()
+    now, standing, suspects = _look(folder, reader, known)
     while as_json and watch and _unsettled(now):
         time.sleep(WATCH_S)
-        now, standing, suspects = _look(folder, reader)
+        now, standing, suspects = _look(folder, reader, known)
     if as_json:
         print_json(now.as_json() | {"standing": standing, "suspects": suspects})
         return 0
@@ -42,7 +42,7 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     with Live(_page(now, standing, suspects), console=out(), auto_refresh=False) as live:
         while _unsettled(now):
             time.sleep(WATCH_S)
-            now, standing, suspects = _look(folder, reader)
+            now, standing, suspects = _look(folder, reader, known)
             live.update(_page(now, standing, suspects), refresh=True)
     return 0
 
@@ -51,9 +51,11 @@ def _unsettled(now: Progress) -> bool:
     return bool(now.by_status.get("pending") or now.by_status.get("running"))
 
 
-def _look(folder: SweepFolder, reader: JournalReader) -> tuple[Progress, str | None, dict[str, str]]:
+def _look(
+    folder: SweepFolder, reader: JournalReader, known: Fold
+) -> tuple[Progress, str | None, dict[str, str]]:
     """How far it is, why it stands still if it does, and attempts whose number is in doubt, with the reason."""
-    state = fold(reader.poll())
+    state = known.add(reader.poll())
     now = progress(folder.name, read_plan(folder.plan), state)
     hardware = (folder.read_head() or {}).get("hardware")
     device = from_dict(Hardware, hardware).device if hardware else "cpu"
@@ -63,7 +65,7 @@ def _look(folder: SweepFolder, reader: JournalReader) -> tuple[Progress, str | N
 
 def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | None:
     if state.paused:
-        return f"paused; go on with: ultrabench sweep resume {folder.name}"
+        return f"paused; go on with: ultrabench sweep resume {folder.word}"
     if state.cancelled:
         return "cancelled; the same launch command goes on"
     if living_launchers(folder):

@@ -33,7 +33,7 @@ def run_pause(sweep: str | None, results: Path) -> None:
     # After the journal: a marker without its event would be taken away by the next resume only.
     write_whole(folder.pause, "ultrabench sweep resume takes this file away\n")
     _end(folder, state, queued_only=True)
-    say(f"paused: runs under way end, nothing begins; go on with: ultrabench sweep resume {folder.name}")
+    say(f"paused: runs under way end, nothing begins; go on with: ultrabench sweep resume {folder.word}")
 
 
 def run_resume(sweep: str | None, results: Path, detach: bool) -> int:

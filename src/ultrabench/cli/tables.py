@@ -1,24 +1,50 @@
 """Rich tables and consoles: tables to stdout, progress and warnings to stderr."""
 
 import json
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
 WIDE = 1000
 """Columns when stdout is no terminal, so that nothing is cut in a pipe."""
 
 
+_UNSEEN = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
+"""Escape sequences of terminals, control characters but tab and newline, and marks that turn text around."""
+
+
+def plain(text: str) -> str:
+    """Text without anything that a terminal obeys: what a run has logged may be shown, not executed."""
+    return _UNSEEN.sub("", text)
+
+
+class PlainConsole(Console):
+    """Prints only plain text; colours and cursor movements are Rich's own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of anything that is printed."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=plain(segment.text))
+
+
 def out() -> Console:
     """The console of tables."""
-    return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False)
+    return PlainConsole(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False)
 
 
 def err() -> Console:
     """The console of progress and warnings."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False)
+    return PlainConsole(
+        stderr=True, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False
+    )
 
 
 def say(message: str) -> None:

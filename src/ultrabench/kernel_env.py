@@ -1,0 +1,58 @@
+"""Secrets in the environment of a user's program: kept in one file for its owner, shown nowhere."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ultrabench.errors import ConfigError
+from ultrabench.folder import write_whole
+
+REDACTED = "<redacted>"
+"""Stands for the value of a secret in everything that is written or shown, and in what is hashed."""
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+"""What the name of a variable with a secret has in it."""
+
+
+def redacted(env: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The variables with secrets redacted, and the secrets whose values are given."""
+    secret = {name: value for name, value in env.items() if _SECRET.search(str(name))}
+    given = {name: str(value) for name, value in secret.items() if value != REDACTED}
+    return {**env, **dict.fromkeys(secret, REDACTED)}, given
+
+
+def hide(words: Iterable[str], given: Mapping[str, str]) -> list[str]:
+    """The words of a command line without the secrets given in it; they can still be parsed."""
+    hidden = list(words)
+    for value in filter(None, given.values()):
+        pattern = rf"(['\"]?){re.escape(value)}\1"
+        hidden = [re.sub(pattern, f"'{REDACTED}'", word) for word in hidden]
+    return hidden
+
+
+def revealed(env: Mapping[str, str], file: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables with the values of secrets, as they are given or as `file` holds them.
+
+    Raises:
+        ConfigError: a value is neither given nor in the file.
+    """
+    if REDACTED not in env.values():
+        return dict(env)
+    known = {**(json.loads(file.read_text()) if file.exists() else {}), **(given or {})}
+    lost = [name for name, value in env.items() if value == REDACTED and name not in known]
+    if lost:
+        raise ConfigError(f"kernel.env.{lost[0]} is kept in {file}, which has no value for it; give it again")
+    return {name: known[name] if value == REDACTED else value for name, value in env.items()}
+
+
+def keep(env: Mapping[str, str], file: Path, given: Mapping[str, str]) -> None:
+    """Writes the secrets of `env` to `file`, which only its owner can read; old values stay.
+
+    Raises:
+        ConfigError: a value is neither given nor in the file.
+    """
+    whole = revealed(env, file, given)
+    if given:
+        secrets = {name: value for name, value in whole.items() if env[name] == REDACTED}
+        write_whole(file, json.dumps(secrets), mode=0o600)

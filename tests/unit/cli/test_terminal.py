@@ -1,0 +1,93 @@
+"""Standard streams that are closed, full or plain ASCII, and text that must not reach a terminal."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.table import Table
+
+from tests.unit.cli.conftest import HEAD, QUICK
+from ultrabench.cli.tables import PlainConsole, plain
+from ultrabench.folder import SweepFolder
+from ultrabench.journal import JournalWriter
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.sweep.plan_table import write_plan
+
+COMMANDS = {("configs",): 0, ("sweep", "status", "s"): 0, ("sweep", "status", "nobody"): 2}
+"""With their exit codes."""
+HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x1b[0m \x1b[2J\x9b1mcut\u202etxt.exe\x00 \u00e9\u4e2d"
+FULL = "ultrabench: cannot use standard output: No space left on device; free or unlock it, or use another\n"
+SHOWN = "red cuttxt.exe \u00e9\u4e2d"
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A sweep with a failure whose reason and log hold escape sequences."""
+    folder = SweepFolder(tmp_path / "results" / "s")
+    folder.create()
+    folder.write_head(HEAD)
+    write_plan(QUICK, folder.plan)
+    key = {"run_id": QUICK.runs[0].run_id, "repeat": 0, "attempt": 0}
+    writer = JournalWriter(folder.journal, "agent")
+    writer.write("claimed", **key, allocation="n1", spec=to_dict(QUICK.runs[0].spec), predicted={})
+    rank = {"rank": 0, "phase": "steady", "code": 1, "error": None, "last_line": HOSTILE}
+    result = RunResult(status=Status.CRASH, reason=HOSTILE, evidence={"ranks": [rank], "verdict": HOSTILE})
+    writer.write("failed", **key, allocation="n1", source="agent", result=to_dict(result))
+    logs = folder.log_folder(*key.values())
+    logs.mkdir(parents=True)
+    (logs / "rank0.log").write_bytes(HOSTILE.encode() + b"\r\n 10%\r 20%\n")
+    return folder
+
+
+def cli(*words, how="{}", **environment):
+    """Runs the command line in a shell, `how` with {} for the command; exit code, stdout, stderr."""
+    command = " ".join([sys.executable, "-m", "ultrabench.cli.main", *words])
+    done = subprocess.run(
+        ["bash", "-c", how.replace("{}", command)], capture_output=True, env={**os.environ, **environment}
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.mark.parametrize("how", ["{} >&-", "{} >/dev/full", "{} 2>&-", "{} 2>/dev/full", "{} >&- 2>&- <&-"])
+def test_streams_that_take_nothing_cost_one_line_at_most(sweep, how):
+    for words, code in COMMANDS.items():
+        found, _, err = cli(*words, how=how)
+        assert "Traceback" not in err, words
+        assert len(err.splitlines()) <= 1, words
+        if how == "{} >/dev/full" and code == 0:
+            assert (found, err) == (3, FULL)
+        else:
+            assert found == code, words
+
+
+def test_an_ascii_terminal_gets_question_marks(sweep):
+    code, out, err = cli("sweep", "status", "s", LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert (code, err) == (0, "")
+    assert "cuttxt.exe ??" in out
+
+
+def test_what_a_run_has_said_is_shown_without_escape_sequences(sweep):
+    for words in (["sweep", "status", "s"], ["sweep", "show", QUICK.runs[0].run_id]):
+        _, out, _ = cli(*words, how="script -qec '{}' /dev/null", TERM="xterm")
+        assert "cuttxt.exe" in out
+        assert not {"\x9b", "\x00", "\u202e", "\x07"} & set(out)
+        assert "\x1b]" not in out
+        assert "\x1b[2J" not in out
+    assert cli("sweep", "logs", QUICK.runs[0].run_id)[1] == f"{SHOWN}\n 10%\n 20%\n"
+
+
+def test_plain_text_keeps_lines_and_tabs():
+    assert plain("a\tb\nc\r\x7f") == "a\tb\nc"
+    assert plain(HOSTILE) == SHOWN
+
+
+def test_tables_and_styles_are_plain_too(capsys):
+    made = Table("a")
+    made.add_row(HOSTILE)
+    PlainConsole(force_terminal=True, color_system="standard", width=80).print(made, style="red")
+    shown = capsys.readouterr().out
+    assert "\x1b[31m" in shown  # our own colour
+    assert "cuttxt.exe" in shown
+    assert "\x1b]" not in shown
