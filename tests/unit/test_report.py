@@ -16,6 +16,7 @@ from ultrabench.record import canonical_json, to_dict
 from ultrabench.report import LINE_BYTES, NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.result import Status
 from ultrabench.run import env_id
+from ultrabench.step_time import ci95_rel
 
 MEASURE = Measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5)
 KERNEL = KernelChoice(name="code", kind="command", command=("python", "x.py"))
@@ -175,3 +176,16 @@ def test_garbage_is_no_line(tmp_path):
     (tmp_path / "report").write_bytes(os.urandom(2**20) + b'\n{"event": "done"}\n')
     told = [line for line in map(parse_line, read_all(NewLines(tmp_path / "report"))) if line]
     assert told == [{"event": "done"}]
+
+
+@pytest.mark.parametrize("n", [6, 7, 50, 1023, 1024, 2000])
+def test_the_interval_lies_between_the_ranks_that_exact_numbers_give(n):
+    tail, k = 0, 0
+    while 40 * 2 * (tail := tail + math.comb(n, k)) <= 2 * 2**n:
+        k += 1
+    times = [float(i) for i in range(1, n + 1)]
+    assert ci95_rel(times) == pytest.approx((times[n - k] - times[k - 1]) / 2 / ((n + 1) / 2))
+
+
+def test_steps_of_no_time_have_no_interval():
+    assert ci95_rel([0.0] * 10) is None
