@@ -16,10 +16,12 @@ TAG_VARIABLE = "ULTRABENCH_TAG"
 """Set in every process an agent starts: allocation:node:agent pid:agent start time:its PID namespace."""
 
 SCRATCH_PREFIX = "ultrabench-"
+CALM_WALKS = 2
+"""How many walks through /proc in a row have to find nothing: what forks and leaves is easily missed by one."""
 CALM_LOOKS = 5
-"""How many looks in a row have to find nothing: a process that forks and leaves is easily missed by one."""
-CALM_S = 0.004
-"""Pause between such looks."""
+"""How many looks in a row at the children of this process have to find nothing."""
+CALM_S = 0.002
+"""Pause between them."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -143,7 +145,7 @@ def kill_until_gone(
     while True:
         pids = find()
         calm = 0 if pids else calm + 1
-        if calm == CALM_LOOKS or (pids and time.monotonic() > end):
+        if calm == CALM_WALKS or (pids and time.monotonic() > end):
             return pids
         for pid in pids:
             _kill(pid)
@@ -164,11 +166,14 @@ def kill_children(known: set[int], looks: int = 300) -> set[int]:
     Returns:
         All that were hit.
     """
-    hit = set[int]()
+    hit, calm = set[int](), 0
     for _ in range(looks):
         children = [pid for pid in _children() if pid not in known]
-        if not children:
+        calm = 0 if children else calm + 1
+        if calm == CALM_LOOKS:
             break
+        if calm:
+            time.sleep(CALM_S)
         hit.update(children)
         for pid in children:
             _kill(pid)
