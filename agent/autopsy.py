@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.processes import descendants, tag_of
-from ultrabench.report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line
+from ultrabench.report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line, read_part
 
 FOLDER = "autopsy"
 ANSWER_S = 3.0
@@ -24,6 +24,10 @@ LOOKS = 3
 """Looks at /proc: a state counts when it lasts."""
 LOOK_S = 0.02
 STACK_DEPTH = 40
+NAME_CHARS = 300
+"""Of a function, a group or a collective."""
+TEXT_BYTES = 2**22
+"""How much of an answer, or of a report, is read."""
 
 _FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 _PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+\.py|<\w+>):(\d+)\)$")
@@ -111,22 +115,19 @@ class Autopsy:
                 )
 
     def _found(self, rank: int, subject: _Subject) -> dict[str, Any]:
-        stacks, told = (
-            _text(f"{subject.report}{STACKS_SUFFIX}"),
-            _text(f"{subject.report}{COLLECTIVES_SUFFIX}"),
-        )
+        stacks = _text(f"{subject.report}{STACKS_SUFFIX}")
+        told = _text(f"{subject.report}{COLLECTIVES_SUFFIX}")
         for name, text in (("stacks.txt", stacks), ("collectives.json", told)):
             if text:
                 (self._folder / f"rank{rank}.{name}").write_text(text)
         spied = _text(self._folder / f"rank{rank}.py-spy.txt") if subject.spy else ""
-        found = json.loads(told) if told else {}
         stack = main_stack(stacks) or main_stack(spied)
         return {
             "state": subject.state,
             "wchan": subject.wchan,
             "stack": stack,
             "answered": bool(told),
-            **found,
+            "groups": _groups(told),
         }
 
 
@@ -149,15 +150,34 @@ def main_stack(text: str) -> list[str]:
         found = (_PY_SPY_FRAME if spy else _FAULTHANDLER_FRAME).match(line)
         if found and threads:
             function, path, number = found.groups() if spy else (found[3], found[1], found[2])
-            threads[-1].append(f"{function} ({path}:{number})")
+            threads[-1].append(f"{function} ({path}:{number})"[-NAME_CHARS:])
     return threads[0 if spy else -1][:STACK_DEPTH] if threads else []
 
 
+def _groups(told: str) -> list[dict[str, Any]]:
+    """The process groups of a rank that can be understood of what it answered."""
+    try:
+        answer = json.loads(told)
+        given = answer["groups"]
+        return [
+            {
+                "group": str(g["group"])[:NAME_CHARS],
+                "ranks": [int(rank) for rank in g["ranks"]],
+                "entered": int(g["entered"]),
+                **{name: None if g[name] is None else int(g[name]) for name in ("started", "finished")},
+                "ops": {str(number): str(op)[:NAME_CHARS] for number, op in g["ops"].items()},
+            }
+            for g in given
+        ]
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return []
+
+
 def _witness(report: Path) -> int | None:
-    """The process that promised to answer signals."""
+    """The process that promised to answer signals, by the beginning of its report."""
     for text in _text(report).splitlines():
         line = parse_line(text)
-        if line and line["event"] == "witness" and isinstance(line.get("pid"), int):
+        if line and line["event"] == "witness" and "pid" in line:
             return int(line["pid"])
     return None
 
@@ -191,7 +211,4 @@ def _size(path: str) -> int:
 
 
 def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
+    return read_part(path, 0, TEXT_BYTES).decode(errors="replace")

@@ -13,6 +13,9 @@ from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
 from ultrabench.step_time import ci95_rel, extremes
 
+MESSAGE_CHARS = 1000
+"""Of a rank's error message, kept in the journal."""
+
 
 def classify(
     gathering: Gathering,
@@ -106,7 +109,7 @@ def evidence(gathering: Gathering) -> dict[str, Any]:
                 "microbatches": r.microbatches,
                 "code": r.code,
                 "killed_by_us": r.killed_by_us,
-                "error": (r.error or {}).get("message"),
+                "error": r.error and str(r.error.get("message"))[:MESSAGE_CHARS],
                 "last_line": last_line(r.tail) if r.tail and r.code else None,
             }
             for i, r in enumerate(gathering.ranks)

@@ -21,6 +21,15 @@ def follow(allocation: Allocation, node: Node, leader: Line, stop: StopRequest) 
     Raises:
         ClusterError: the leader went away, or has been silent for three heartbeats.
     """
+    try:
+        _work(allocation, node, leader, stop)
+    except Exception as error:
+        # Else the leader would take this node for a broken one.
+        leader.send({"ending": f"the agent of {node.host} failed: {type(error).__name__}: {error}"})
+        raise
+
+
+def _work(allocation: Allocation, node: Node, leader: Line, stop: StopRequest) -> None:
     said = time.monotonic()
     told = heard = False
 

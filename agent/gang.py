@@ -125,16 +125,28 @@ class Gang:
             line.excuse(away)
         for line in readable:
             for message in line.receive():
-                if "cleaned" in message:
-                    self._cleaned[int(line.facts["node"])] = message["cleaned"]
-                self._ending_peer = message.get("ending", self._ending_peer)
-                gathering.hear(message.get("news", []))
+                self._take(int(line.facts["node"]), message, gathering)
         gathering.hear(self._node.news())
         silence = LOST_BEATS * self._allocation.heartbeat_s
         for node, line in self._peers.items():
             if line.closed or time.monotonic() - line.heard > silence:
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
         self._attention.rest()
+
+    def _take(self, node: int, message: dict[str, Any], gathering: Gathering) -> None:
+        """Takes in what the agent of a node says; one that speaks nonsense ends the allocation."""
+        try:
+            if "cleaned" in message:
+                told = message["cleaned"]
+                clocks = [float(clock) for clock in told["sm_clocks_hz"]]
+                slowdowns = [str(text) for text in told["slowdowns"]]
+                self._cleaned[node] = {"left": told["left"], "sm_clocks_hz": clocks, "slowdowns": slowdowns}
+            if "ending" in message:
+                self._ending_peer = str(message["ending"])
+            gathering.hear(message.get("news", []))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            whose = f"the agent of node {node} ({self.hosts[node]})"
+            self._ending_peer = f"{whose} said what cannot be understood: {type(error).__name__}: {error}"
 
     def _beat(self) -> None:
         """Shows the other agents and the launcher, often enough, that this one is not frozen."""

@@ -4,6 +4,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+MOST_STEPS = 10_000
+"""Steps of a rank that are remembered and stored; further ones are signs of progress only."""
+
 
 @dataclass(slots=True, kw_only=True)
 class RankStory:
@@ -24,6 +27,7 @@ class RankStory:
     first_gaps_s: dict[str, float] = field(default_factory=dict)
     """The same up to the end of its first step, which compiles, allocates and connects."""
     steps: list[dict[str, Any]] = field(default_factory=list)
+    """Its first MOST_STEPS."""
     memory: dict[str, Any] = field(default_factory=dict)
     done: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
@@ -75,28 +79,41 @@ class Gathering:
         self.moved = self.started
         """When a rank last made progress."""
         self.first_step: float | None = None
+        self.fault: str | None = None
+        """Which rank reported what cannot be understood; such a run is invalid."""
 
     def hear(self, news: list[dict[str, Any]], now: float | None = None) -> None:
         """Takes in what a node says about its ranks; `now` by the monotonic clock, if it is not that."""
         now = time.monotonic() if now is None else now
         for item in news:
-            rank = self.ranks[item["rank"]]
-            if "found" in item:
-                rank.found = item["found"]
-                continue
-            self.moved = now
-            rank.move(now, self.started)
-            if "code" in item:
-                rank.code, rank.tail = item["code"], item.get("tail", "")
-                rank.oom_killed = item.get("oom_killed", False) and not rank.killed_by_us
-                if rank.code:
-                    rank.failed_at = rank.failed_at or time.monotonic()
-                continue
-            rank.spoke = True
-            if "microbatches" in item:
-                rank.microbatches, rank.step, rank.part = item["microbatches"], item["step"], item["part"]
-            else:
-                self._line(rank, item["line"], now)
+            try:
+                self._take(item, now)
+            except Exception as error:  # whatever it is, it costs this run and not its allocation
+                self._blame(item, f"what cannot be taken in: {type(error).__name__}: {error}")
+
+    def _blame(self, item: dict[str, Any], what: str) -> None:
+        self.fault = self.fault or f"rank {item['rank']} reported {what}"
+
+    def _take(self, item: dict[str, Any], now: float) -> None:
+        rank = self.ranks[item["rank"]]
+        if "found" in item:
+            rank.found = item["found"]
+            return
+        self.moved = now
+        rank.move(now, self.started)
+        if "code" in item:
+            rank.code, rank.tail = item["code"], item.get("tail", "")
+            rank.oom_killed = item.get("oom_killed", False) and not rank.killed_by_us
+            if rank.code:
+                rank.failed_at = rank.failed_at or time.monotonic()
+            return
+        rank.spoke = True
+        if "microbatches" in item:
+            rank.microbatches, rank.step, rank.part = item["microbatches"], item["step"], item["part"]
+        else:
+            if "fault" in item["line"]:
+                self._blame(item, item["line"]["fault"])
+            self._line(rank, item["line"], now)
 
     def excuse(self, away_s: float) -> None:
         """Leaves time out of all silences in which this agent was not there to hear anything."""
@@ -113,7 +130,8 @@ class Gathering:
             if not rank.steps:
                 rank.first_gaps_s = {}
         elif event == "step":
-            rank.steps.append(line)
+            if len(rank.steps) < MOST_STEPS:
+                rank.steps.append(line)
             if self.first_step is None:
                 self.first_step = now
         elif event == "memory":
@@ -147,8 +165,10 @@ class Gathering:
 
     @property
     def failed(self) -> bool:
-        """Some rank reported an error or ended with anything but 0."""
-        return any(r.error is not None or r.code not in (None, 0) for r in self.ranks)
+        """Some rank reported an error or nonsense, or ended with anything but 0."""
+        return self.fault is not None or any(
+            r.error is not None or r.code not in (None, 0) for r in self.ranks
+        )
 
     @property
     def phase(self) -> str:

@@ -32,6 +32,8 @@ def judge(
 ) -> RunResult:
     """How an attempt ended, and why, without what was measured; the arguments are those of `classify`."""
     ranks = gathering.ranks
+    if gathering.fault is not None:
+        return RunResult(status=Status.INVALID, reason=gathering.fault, cause="bad_report")
     bad_loss = _non_finite(ranks[0])
     if all(_finished(rank) for rank in ranks):
         fault = bad_loss or (None if gathering.probe else _unmeasured(ranks[0], measure))

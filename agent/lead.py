@@ -18,7 +18,7 @@ from ultrabench.claim import claim, owner
 from ultrabench.dominance import dominates
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalWriter
-from ultrabench.record import to_dict
+from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Task, env_id
 from ultrabench.shape import ModelShape
@@ -198,11 +198,16 @@ class Leader:
         """Ends the ranks, saves their logs and judges."""
         gang = self._gang
         gang.end_ranks(gathering)
-        result = classify(
-            gathering, task.measure, stopped=watched.missed, ended=watched.ended, lost=gang.lost,
-            hosts=gang.hosts, gpu_names=task.gpu_names,
-        )  # fmt: skip
-        result = explained(result, watched)
+        try:
+            result = classify(
+                gathering, task.measure, stopped=watched.missed, ended=watched.ended, lost=gang.lost,
+                hosts=gang.hosts, gpu_names=task.gpu_names,
+            )  # fmt: skip
+            result = explained(result, watched)
+            canonical_json(to_dict(result))  # else the journal could not take it
+        except Exception as error:  # of what ranks reported; it says nothing about a node
+            reason = f"what the ranks reported cannot be judged: {type(error).__name__}: {error}"
+            result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
         lost_logs = gang.finish(keep_all=result.status != Status.OK)
         if lost_logs:
             result = replace(result, evidence={**result.evidence, "logs": lost_logs})
@@ -225,6 +230,8 @@ def _name(task: Task) -> dict[str, Any]:
 
 def _failure_of(gathering: Gathering) -> str | None:
     """What went wrong with a preflight; None when all ranks did it."""
+    if gathering.fault is not None:
+        return gathering.fault
     for number, rank in enumerate(gathering.ranks):
         if rank.done is None:
             told = (rank.error or {}).get("message") or last_line(rank.tail)

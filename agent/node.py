@@ -17,6 +17,7 @@ from ultrabench.agent.forks import Exit, ForkServer, Programs
 from ultrabench.agent.gpus import foreign_processes, visible_gpus
 from ultrabench.agent.host_memory import oom_kills
 from ultrabench.agent.leftovers import Leftovers
+from ultrabench.agent.log_copies import copy_ends, read_tail
 from ultrabench.agent.nvml import GpuGauge
 from ultrabench.agent.patience import Patience
 from ultrabench.agent.place import Place
@@ -28,10 +29,10 @@ from ultrabench.processes import (
     TAG_VARIABLE,
     descendants,
     described,
+    kill_children,
     kill_until_gone,
     make_scratch,
-    reap_adopted,
-    start_time,
+    own_tag,
     tag_of,
     tagged,
     thread_variables,
@@ -50,6 +51,10 @@ Cleaned = dict[str, Any]
 LOGS_PATIENCE_S = 10.0
 """So long a disk that takes no logs holds up the next run."""
 TAIL_BYTES = 64 * 1024
+KEPT = ("rank*.log", f"{AUTOPSY}/*")
+"""What is kept of a failed run."""
+MOST_FILES = 1000
+"""Of each of these."""
 LAUNCHERS_OWN = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI", "PMIX_")
 
 
@@ -61,7 +66,7 @@ class Node:
         self.index = place.node
         self.host = place.host
         self.scratch = make_scratch()
-        self.tag = f"{allocation.name}:{self.index}:{os.getpid()}:{start_time(os.getpid())}"
+        self.tag = own_tag(allocation.name, self.index)
         base = {**os.environ, TAG_VARIABLE: self.tag}
         # A rank is no task of Slurm's: programs that find its variables would take it for one.
         self._base = {k: v for k, v in base.items() if k == "SLURM_JOB_ID" or not k.startswith(LAUNCHERS_OWN)}
@@ -82,6 +87,7 @@ class Node:
         self._autopsy: Autopsy | None = None
         self._log: NewLines | None = None
         self._early: list[Exit] = []
+        """Exits that have not been told yet."""
         self._oom_kills = 0
         self._task: Task | None = None
 
@@ -167,37 +173,47 @@ class Node:
         """What happened since the last call."""
         if self._task is None:
             return []
-        exits = [*self._early, *self._programs.exits()]
-        self._early = []
+        self._early += self._programs.exits()
         if self._task.forked:
-            exits += self._server.exits()
-        found: list[News] = []
-        for rank, report in self._reports.items():
-            lines = [parse_line(text) for text in report.read()]
-            found += [{"rank": rank, "line": line} for line in lines if line]
-            done = read_progress(report.path)
-            if done != self._progress.get(rank, Progress()):
-                self._progress[rank] = done
-                found.append({"rank": rank, **to_dict(done)})
-                if rank == self._task.stop_rank and done.step > self._task.measure.warmup_steps:
-                    os.kill(self._pids()[rank], signal.SIGSTOP)
+            self._early += self._server.exits()
+        found = [item for rank, report in self._reports.items() for item in self._told(rank, report)]
+        behind = {rank for rank, report in self._reports.items() if report.behind}
         if self._log is not None:
             pattern = re.compile(self._task.spec.kernel.step_line or "")
             spec = self._task.spec
             tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
             steps = [parse_log_line(text, pattern, tokens_per_gpu) for text in self._log.read()]
             found += [{"rank": 0, "line": step} for step in steps if step]
+            behind |= {0, spec.kernel.step_rank % spec.layout.world_size} if self._log.behind else set()
         if any("microbatches" in item or item["line"].get("event") == "step" for item in found):
             self._gauge.sample()
         if self._autopsy is not None and (seen := self._autopsy.finished()) is not None:
             self._autopsy = None
             found += seen
         # Exits come last: what a rank said before it ended is heard before its end.
+        exits = [end for end in self._early if end.rank not in behind]
+        self._early = [end for end in self._early if end.rank in behind]
         struck = bool(exits) and oom_kills() > self._oom_kills
         for end in exits:
             killed = struck and end.code == -signal.SIGKILL
             tail = self._tail(end.rank)
             found.append({"rank": end.rank, "code": end.code, "tail": tail, "oom_killed": killed})
+        return found
+
+    def _told(self, rank: int, report: NewLines) -> list[News]:
+        """What a rank has reported since the last call, and how far it has come."""
+        assert self._task is not None
+        lines = [parse_line(text) for text in report.read()]
+        # Only our own kernel may answer for devices and links.
+        told = [line for line in lines if line and (self._task.forked or line["event"] != "probe")]
+        found: list[News] = [{"rank": rank, "line": line} for line in told]
+        done, before = read_progress(report.path), self._progress.get(rank, Progress())
+        # A count that goes back is none.
+        if done != before and done.step >= before.step and done.microbatches >= before.microbatches:
+            self._progress[rank] = done
+            found.append({"rank": rank, **to_dict(done)})
+            if rank == self._task.stop_rank and done.step > self._task.measure.warmup_steps:
+                os.kill(self._pids()[rank], signal.SIGSTOP)
         return found
 
     def _tail(self, rank: int, size: int = 8192) -> str:
@@ -224,14 +240,17 @@ class Node:
     def _end_processes(self) -> str | None:
         """Ends all but the fork server, and says what would not die."""
         stay = kill_until_gone(self._of_the_run, meanwhile=self.patience.beat)
-        reap_adopted({self._server.pid or 0, *self._programs.rank_pids.values()})
         self._leftovers.remove()
         return f"processes that cannot be killed: {described(stay)}" if stay else None
 
     def _of_the_run(self) -> list[int]:
-        """All that descends from this agent, with or without its tag, but for the fork server."""
+        """All that descends from this agent, with or without its tag, but for the fork server.
+
+        Its own children are killed at once.
+        """
+        hit = kill_children({self._server.pid or 0, *self._programs.rank_pids.values()})
         found = descendants(os.getpid()) | {*tagged(lambda tag: tag == self.tag)}
-        return sorted(found - {self._server.pid})
+        return sorted(found - {self._server.pid} or hit)
 
     def finish(self, keep_all: bool) -> str | None:
         """Saves logs of the run (all ranks of a failed one), then forgets it; says why that failed."""
@@ -251,10 +270,10 @@ class Node:
         to = SweepFolder(Path(self.allocation.sweep_dir)).log_folder(task.run_id, task.repeat, task.attempt)
         if keep_all:
             to.mkdir(parents=True, exist_ok=True)
-            for log in sorted(run.glob("rank*.log")):
-                shutil.copyfile(log, to / log.name)
-            if any((run / AUTOPSY).iterdir()):
-                shutil.copytree(run / AUTOPSY, to / AUTOPSY, dirs_exist_ok=True)
+            most = int(task.measure.log_mib_per_rank * 2**20)
+            copies = [log for pattern in KEPT for log in sorted(run.glob(pattern))[:MOST_FILES]]
+            for log in copies:
+                copy_ends(log, to / log.relative_to(run), most)
         elif self.index == 0 and not task.probe:
             to.mkdir(parents=True, exist_ok=True)
             joined = "".join(
@@ -269,13 +288,3 @@ class Node:
         self._server.stop()
         self._end_processes()
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def read_tail(path: Path, size: int) -> str:
-    """The last `size` bytes of a text file; empty when there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - size))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""

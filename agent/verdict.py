@@ -72,7 +72,7 @@ def _missing(ranks: Ranks, alive: Ranks) -> Verdict | None:
     waiters = set()
     for r in alive:
         for p in r.pending:
-            for member in (by_rank[m] for m in p.ranks if m != r.rank):
+            for member in (by_rank[m] for m in p.ranks if m != r.rank and m in by_rank):
                 entered = member.entered(p.group, p.ranks)
                 if entered is None or entered < p.number:
                     plain = Pending(group=p.group, ranks=p.ranks, number=p.number, op=p.op, started=None)

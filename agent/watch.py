@@ -91,7 +91,8 @@ def explained(result: RunResult, watched: Watched) -> RunResult:
     if found is None or result.status == Status.OK:
         return result
     evidence = {**result.evidence, "verdict": found.text, "autopsy": [f.row() for f in watched.facts]}
-    return replace(result, evidence=evidence, suspects=found.hosts)
+    suspects = found.hosts if result.status == Status.HANG else result.suspects
+    return replace(result, evidence=evidence, suspects=suspects)
 
 
 def _overdue(task: Task, gathering: Gathering, now: float) -> Overdue | None:
@@ -122,9 +123,10 @@ def _out_of_time(task: Task, gathering: Gathering, missed: Overdue) -> Overdue:
 def _lost_race(task: Task, gathering: Gathering, race_s: float | None) -> Overdue | None:
     """Whether it is clear that others are faster; the step whose loss is compared has to be done."""
     rank = gathering.ranks[0]
+    if race_s is None or rank.done or len(rank.steps) < task.measure.loss_step:
+        return None
     times = measured_steps(rank, task.measure)
-    too_early = len(times) < RACE_STEPS or len(rank.steps) < task.measure.loss_step
-    if race_s is None or rank.done or too_early or min(times) <= race_s:
+    if len(times) < RACE_STEPS or min(times) <= race_s:
         return None
     reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; the best of its cell needs"
     needs = f"{race_s / (task.measure.race or 1.0):.4g} s"

@@ -156,7 +156,8 @@ def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
         for node in e["avoid"]
     }  # fmt: skip
     for key, attempt in state.attempts.items():
-        for host in attempt.result.suspects if attempt.result else ():
+        telling = attempt.result and attempt.result.status != Status.INVALID  # of the program, not of a node
+        for host in attempt.result.suspects if attempt.result and telling else ():
             blamed.setdefault(host, set()).add(key.run_id)
             if attempt.result and attempt.result.status == Status.NODE_FAIL:
                 failed[host] = str(attempt.result.reason)

@@ -35,6 +35,9 @@ class Measure:
     run_limit_s: float = 1800.0
     """Wall-clock limit of one attempt; three times the predicted duration where that is longer,
     and doubled after each time-out."""
+    log_mib_per_rank: float = 4.0
+    """MiB that are kept of each rank's log when a run fails, half of them from its beginning; the same
+    holds for each file of an autopsy."""
 
     def __post_init__(self) -> None:
         if not 6 <= self.min_steps <= self.max_steps:
@@ -42,7 +45,13 @@ class Measure:
                 f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}; "
                 "needs 6 <= min_steps <= max_steps (an interval takes 6 samples)"
             )
-        limits = ("target_ci95_rel", "deadline_floor_s", "start_deadline_s", "run_limit_s")
+        limits = (
+            "target_ci95_rel",
+            "deadline_floor_s",
+            "start_deadline_s",
+            "run_limit_s",
+            "log_mib_per_rank",
+        )
         for name in limits:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"measure.{name}={getattr(self, name)}; must be > 0, and finite")

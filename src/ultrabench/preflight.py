@@ -13,7 +13,7 @@ So it can be held against the rate of a link, whatever n is.
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and src/sendrecv.cu there.
 """
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,4 +112,4 @@ def _busbw(probe: dict[str, Any], name: str, scope: str) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    return float(value) if type(value) in (int, float) and abs(value) <= sys.float_info.max else None

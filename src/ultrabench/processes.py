@@ -1,5 +1,6 @@
 """Processes of this host: who is alive, who belongs to whom, and how all of them end."""
 
+import contextlib
 import ctypes
 import os
 import pwd
@@ -10,10 +11,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from ultrabench.errors import ClusterError
+
 TAG_VARIABLE = "ULTRABENCH_TAG"
-"""Set in every process an agent starts: allocation:node:agent pid:agent start time."""
+"""Set in every process an agent starts: allocation:node:agent pid:agent start time:its PID namespace."""
 
 SCRATCH_PREFIX = "ultrabench-"
+CALM_WALKS = 2
+"""How many walks through /proc in a row have to find nothing: what forks and leaves is easily missed by one."""
+CALM_LOOKS = 5
+"""How many looks in a row at the children of this process have to find nothing."""
+CALM_S = 0.002
+"""Pause between them."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -136,61 +145,111 @@ def described(pids: Iterable[int]) -> str:
 def kill_until_gone(
     find: Callable[[], list[int]], *, patience_s: float = 10.0, meanwhile: Callable[[], None] = lambda: None
 ) -> list[int]:
-    """SIGKILLs what `find` returns until it returns nothing; gives back what would not die.
+    """SIGKILLs what `find` returns until it returns nothing several times; gives back what would not die.
 
     New children of the dying are found by asking again, so that no tree outgrows the killing.
     """
     end = time.monotonic() + patience_s
+    calm = 0
     while True:
         pids = find()
-        if not pids or time.monotonic() > end:
+        calm = 0 if pids else calm + 1
+        if calm == CALM_WALKS or (pids and time.monotonic() > end):
             return pids
         for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
+            _kill(pid)
         meanwhile()
-        time.sleep(0.02)
+        time.sleep(0.02 if pids else CALM_S)
 
 
-def reap_adopted(known: set[int]) -> None:
-    """Collects ended children that were adopted, so that they do not stay as zombies.
+def kill_children(known: set[int], looks: int = 300) -> set[int]:
+    """SIGKILLs the children of this process in looks that follow each other at once, and reaps them.
+
+    Of a subreaper these are also the orphans of its descendants. A program that forks, leaves its session
+    and ends, again and again, has its newest process among them for some milliseconds: too short for a
+    walk through /proc, long enough for this.
 
     Args:
-        known: children whose exit somebody else (a subprocess.Popen) waits for.
+        known: children that stay, or whose exit somebody else (a subprocess.Popen) waits for.
+
+    Returns:
+        All that were hit.
     """
-    try:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    except OSError:
-        return
-    for pid in (int(c) for c in children):
-        if pid not in known and start_time(pid) is None:
-            try:
+    hit, calm = set[int](), 0
+    for _ in range(looks):
+        children = [pid for pid in _children() if pid not in known]
+        calm = 0 if children else calm + 1
+        if calm == CALM_LOOKS:
+            break
+        if calm:
+            time.sleep(CALM_S)
+        hit.update(children)
+        for pid in children:
+            _kill(pid)
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                continue
+    return hit
+
+
+def _children() -> list[int]:
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _kill(pid: int) -> None:
+    """SIGKILLs a process, and its whole group where it leads one: a fork that is under way is hit, too."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) == pid != os.getpgrp():
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+
+def pid_namespace() -> int:
+    """Number of the PID namespace of this process: a pid means nothing outside its own.
+
+    Raises:
+        ClusterError: /proc is that of another namespace, so that no process can be found in it.
+    """
+    if os.readlink("/proc/self") != str(os.getpid()):
+        raise ClusterError("/proc shows another PID namespace: mount one in this container (--mount-proc)")
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def make_scratch() -> Path:
     """A node-local folder of this process, whose name tells when nobody needs it any more."""
+    return Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{_identity('-')}-"))
+
+
+def own_tag(allocation: str, node: int) -> str:
+    """The tag of what this process starts for a node of an allocation."""
+    return f"{allocation}:{node}:{_identity(':')}"
+
+
+def _identity(between: str) -> str:
+    """Pid, start time and PID namespace of this process, which name it for good."""
     pid = os.getpid()
-    return Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{pid}-{start_time(pid)}-"))
+    return between.join(map(str, (pid, start_time(pid), pid_namespace())))
 
 
 def clean_up_after_the_dead() -> None:
     """Kills what agents that are no more have left running, and removes their folders."""
     kill_until_gone(lambda: tagged(orphaned), patience_s=5.0)
-    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*-*-*"):
-        pid, started, _ = folder.name.removeprefix(SCRATCH_PREFIX).split("-", 2)
-        if pid.isdigit() and started.isdigit() and not alive(int(pid), int(started)):
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*-*-*-*"):
+        if _is_dead(folder.name.removeprefix(SCRATCH_PREFIX).split("-")[:3]):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def orphaned(tag: str) -> bool:
     """Whether the agent that made `tag` is gone."""
-    _, _, identity = tag.partition(":")
-    parts = identity.split(":")
-    if len(parts) != 3 or not (parts[1].isdigit() and parts[2].isdigit()):
+    return _is_dead(tag.split(":")[2:])
+
+
+def _is_dead(identity: list[str]) -> bool:
+    """Whether a process of this PID namespace is gone; of those of others nothing is known."""
+    if len(identity) != 3 or not all(part.isdigit() for part in identity):
         return False
-    return not alive(int(parts[1]), int(parts[2]))
+    pid, started, namespace = map(int, identity)
+    return namespace == pid_namespace() and not alive(pid, started)

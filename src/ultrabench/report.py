@@ -6,10 +6,14 @@ import mmap
 import os
 import re
 import struct
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ultrabench.record import canonical_json
 
 PROGRESS_SUFFIX = ".progress"
 """The progress lies beside the report, in shared memory: three native 64-bit integers."""
@@ -24,6 +28,15 @@ PROFILE = "profile"
 PARTS = ("data", "forward_backward", "optimizer")
 """Of a step, in order."""
 _RECORD = struct.Struct("@qqq")
+
+LINE_BYTES = 2**19
+"""Longest line of a report or a log that is read, and how much of it is read at once."""
+SKIPPED_PARTS = 128
+"""How many parts of a longer line are passed over in one call."""
+STEP_S = (1e-9, 1e7)
+"""Shortest and longest step, in seconds, that is taken for a measurement."""
+MOST = 2.0**60
+"""Largest count, number of bytes or of operations that is believed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,69 +96,150 @@ class Report:
         self._progress[2] = part
 
 
-def read_progress(report: Path) -> Progress:
-    """How far the rank that writes `report` has come; nothing where it keeps no record."""
+def read_part(path: str | os.PathLike[str], start: int, most: int) -> bytes:
+    """At most `most` bytes of a file from byte `start` on; empty where it cannot be read.
+
+    A rank may have put anything in the place of its file: a pipe that nobody writes to does not
+    hold up the reader, nor does an endless device fill its memory.
+    """
     try:
-        raw = Path(f"{report}{PROGRESS_SUFFIX}").read_bytes()
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return Progress()
-    if len(raw) != _RECORD.size:
+        return b""
+    try:
+        return os.pread(file, most, start)
+    except OSError:
+        return b""
+    finally:
+        os.close(file)
+
+
+def read_progress(report: Path) -> Progress:
+    """How far the rank that writes `report` has come; nothing where it keeps no record of numbers >= 0."""
+    raw = read_part(f"{report}{PROGRESS_SUFFIX}", 0, _RECORD.size + 1)
+    if len(raw) != _RECORD.size or min(_RECORD.unpack(raw)) < 0:
         return Progress()
     microbatches, step, part = _RECORD.unpack(raw)
     return Progress(microbatches=microbatches, step=step, part=PARTS[part] if part in range(3) else PARTS[0])
 
 
 class NewLines:
-    """Follows a text file that somebody is writing."""
+    """Follows a text file that somebody is writing; lines longer than LINE_BYTES are left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.behind = False
+        """The file goes on after what the last call has read."""
         self._offset = 0
+        self._skipping = False
+        """The file is read in the middle of a line that is left out."""
 
     def read(self) -> list[str]:
-        """The whole lines written since the last call."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        whole, newline, _ = data.rpartition(b"\n")
+        """The next whole lines since the last call, LINE_BYTES of them at most."""
+        for _ in range(SKIPPED_PARTS):
+            data = read_part(self.path, self._offset, LINE_BYTES)
+            self.behind = len(data) == LINE_BYTES
+            whole, newline, _ = data.rpartition(b"\n")
+            if newline or not self.behind:
+                break
+            self._offset += len(data)
+            self._skipping = True
         self._offset += len(whole) + len(newline)
+        if self._skipping and newline:
+            self._skipping = False
+            whole = whole.partition(b"\n")[2]
         return whole.decode(errors="replace").splitlines()
 
 
-NUMBERS = {
-    "step": ("seconds",),
-    "memory": ("allocated_bytes", "reserved_bytes"),
-    "store": ("port",),
-    "done": ("hardware_flops_per_step",),
-    "environment": ("omp_num_threads",),
-}
-"""Event -> fields that must be numbers; a program of the user may write anything."""
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite int or float that a float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if is_number(value) else None
+
+
+def _count(value: Any) -> int | None:
+    return int(value) if is_number(value) and 0 <= value <= MOST else None
+
+
+def _text(most: int) -> Callable[[Any], str]:
+    """Makes a text of anything, of which both ends are kept where it has more than `most` characters."""
+
+    def text(value: Any) -> str:
+        whole = str(value)
+        kept = whole if len(whole) <= most else f"{whole[: most // 2]}...{whole[-most // 2 :]}"
+        return kept.encode(errors="replace").decode()  # without halves of surrogate pairs
+
+    return text
+
+
+def _variables(value: Any) -> dict[str, str] | None:
+    return {_WORDS(k): _WORDS(v) for k, v in value.items()} if isinstance(value, dict) else None
+
+
+def _loss(value: Any) -> float | None:
+    """A loss that is not finite stays, since that is news; one that no float can hold is infinite."""
+    if type(value) not in (int, float):
+        return None
+    return float(value) if isinstance(value, float) or is_number(value) else math.inf
+
+
+_NAME, _WORDS = _text(200), _text(2**14)
+_BYTES: dict[str, Callable[[Any], Any]] = dict.fromkeys(("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "torch_bytes",
+                        "data_bytes", "limit_bytes"), _count)  # fmt: skip
+FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "phase": {"name": _NAME, "time": _number},
+    "step": {"step": _count, "seconds": _number, "loss": _loss, "measured": bool},
+    "memory": _BYTES,
+    "store": {"port": lambda value: _count(value) if is_number(value) and 0 < value < 2**16 else None},
+    "environment": {
+        **dict.fromkeys(("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version"), _NAME),
+        "gpus": _count, "omp_num_threads": _count, "variables": _variables,
+    },
+    "error": {"kind": _NAME, "message": _WORDS, "traceback": _WORDS, **_BYTES},
+    "done": {"stopped": _NAME, "hardware_flops_per_step": _number},
+    "witness": {"pid": _count},
+}  # fmt: skip
+"""Event -> its fields that are used, with what makes a value of bounded size of anything, or None."""
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
     """A line of a report; None when it is no JSON object with an `event`.
 
-    Fields that should be finite numbers and are not are left out. A loss stays as it is: one that
-    is not finite is news.
+    This is the guard against what programs may write: fields that nobody uses, and values that are
+    not what their field says, are left out. Where a step has no number of seconds, or a line is
+    nested too deeply to be read, the line has a `fault` that says so.
     """
     try:
         value = json.loads(line)
-    except ValueError:
+        if isinstance(value, dict) and isinstance(value.get("event"), str):
+            return checked(value)
+    except json.JSONDecodeError:
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
-        return None
-    for name in NUMBERS.get(value["event"], ()):
-        if not is_number(value.get(name)):
-            value.pop(name, None)
-    return value
+    except (RecursionError, ValueError) as error:
+        return {"event": "unreadable", "fault": f"a line that cannot be read: {error}"}
+    return None
 
 
-def is_number(value: Any) -> bool:
-    """Whether `value` is a finite int or float."""
-    return type(value) in (int, float) and math.isfinite(value)
+def checked(value: dict[str, Any]) -> dict[str, Any]:
+    """What is used of a line of a report, or its `fault`."""
+    event = value["event"]
+    if event == "probe":  # of our own kernel only, and read with care by `preflight.summary`
+        canonical_json(value)
+        return value
+    line: dict[str, Any] = {"event": _NAME(event)}
+    for name, made in FIELDS.get(event, {}).items():
+        given = value.get(name)
+        read = None if given is None else made(given)
+        if read is not None:
+            line[name] = read
+    seconds = value.get("seconds")
+    if event == "step" and seconds is not None and not STEP_S[0] <= line.get("seconds", 0.0) <= STEP_S[1]:
+        line.pop("seconds", None)
+        line["fault"] = f"step seconds={seconds!r:.60}: not a number of seconds"
+    return line
 
 
 def parse_log_line(line: str, pattern: re.Pattern[str], tokens_per_gpu: float) -> dict[str, Any] | None:
@@ -164,4 +258,4 @@ def parse_log_line(line: str, pattern: re.Pattern[str], tokens_per_gpu: float) -
             values["seconds"] = tokens_per_gpu / values.pop("tokens_per_s_per_gpu")
     except (ValueError, ZeroDivisionError):
         return None
-    return {"event": "step", "measured_by": "log", **values}
+    return {"measured_by": "log", **checked({"event": "step", **values})}

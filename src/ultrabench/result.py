@@ -28,7 +28,7 @@ CAUSES = (
     "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "bus_error",
     "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "preempted", "unmeasured",
-    "wrong_gpu", "replicas_differ",
+    "wrong_gpu", "replicas_differ", "bad_report",
 )  # fmt: skip
 """What `RunResult.cause` may be; docs/failures.md explains each."""
 

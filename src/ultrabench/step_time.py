@@ -13,8 +13,9 @@ MIN_SAMPLES = 6
 def _lower_rank(n: int) -> int:
     """Largest k such that the k-th smallest and k-th largest of n hold the median at 95 %."""
     tail, k = 0.0, 0
+    whole = math.lgamma(n + 1) - n * math.log(2)
     while True:
-        tail += math.comb(n, k) / 2**n
+        tail += math.exp(whole - math.lgamma(k + 1) - math.lgamma(n - k + 1))  # binomial(n, k) / 2**n
         if 2 * tail > 0.05:
             return k
         k += 1
@@ -24,12 +25,12 @@ def ci95_rel(step_times_s: Sequence[float]) -> float | None:
     """Half-width of the 95 % interval of the median step time, relative to the median.
 
     Distribution-free: the interval lies between two order statistics whose ranks follow from the
-    binomial distribution. None below 6 samples.
+    binomial distribution. None below 6 samples, and where the median is 0.
     """
     n = len(step_times_s)
-    if n < MIN_SAMPLES:
-        return None
     ordered = sorted(step_times_s)
+    if n < MIN_SAMPLES or not median(ordered):
+        return None
     k = _lower_rank(n)
     return (ordered[n - k] - ordered[k - 1]) / 2 / median(ordered)
 

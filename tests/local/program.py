@@ -29,6 +29,14 @@ def say(event, **values):
     print(json.dumps({"event": event, **values}), file=report)
 
 
+NONSENSE = {
+    "huge": '{"event": "step", "seconds": 1e308}',
+    "zero": '{"event": "step", "seconds": 0.0}',
+    "digits": '{"event": "step", "seconds": ' + "7" * 400 + "}",
+    "deep": '{"event": "step", "loss": ' + "[" * 100_000,
+    "fields": '{"event": "phase", "name": [NaN], "time": NaN}\n{"event": "environment", "variables": [],'
+    ' "omp_num_threads": "x"}\n{"event": "store", "port": 99999999}\n{"event": "memory", "reserved_bytes": NaN}',
+}
 say("phase", name="train")
 step_s = float(os.environ.get("STEP_S", "0.002"))
 if behaviour == "slow_first" and key[2] == "0":
@@ -51,6 +59,8 @@ for step in range(1, {"crawl": 61, "marathon": 1001}.get(behaviour, 13)):
             used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, used + 2**26))
             hog = bytearray(2**30)
+        if behaviour in NONSENSE:
+            print(NONSENSE[behaviour], file=report)
         if behaviour == "orphans":
             subprocess.Popen(
                 [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN);"

@@ -1,5 +1,7 @@
 """A look at real processes: none that did not promise to answer is sent a signal."""
 
+import json
+import math
 import os
 import signal
 import subprocess
@@ -10,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from ultrabench.agent.autopsy import FOLDER, Autopsy, main_stack
+from ultrabench.agent.gathering import RankStory
+from ultrabench.agent.rank_facts import facts_of
+from ultrabench.agent.verdict import verdict
 from ultrabench.processes import TAG_VARIABLE, descendants
 
 WITNESS = """
@@ -76,6 +81,26 @@ def test_a_witness_answers_also_from_behind_a_shell(run):
     assert found["groups"] == []
     assert found["stack"][0] == f"inner ({script}:8)"
     assert (folder / FOLDER / "rank0.stacks.txt").exists()
+
+
+GROUP = {"group": "tp", "ranks": [0, 7], "entered": 2, "started": None, "finished": 1, "ops": {"2": "recv"}}
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["[]", "7", "[" * 100_000, '{"state": [], "stack": 7}', '{"groups": 7}', '{"groups": [7]}', '{"groups": {}}',
+     json.dumps({"groups": [{**GROUP, "ranks": 1}]}), json.dumps({"groups": [{**GROUP, "entered": math.inf}]}),
+     json.dumps({"groups": [{**GROUP, "ops": []}]}), json.dumps({"groups": [GROUP]}), "no json"],
+)  # fmt: skip
+def test_an_answer_may_be_anything(run, told):
+    folder, start = run
+    deaf = start(0, sys.executable, "-c", DEAF)
+    assert deaf.stdout.readline() == b"ready\n"
+    (folder / "rank0.report.collectives").write_text(told)
+    found = looked(folder, r0=deaf.pid)[0]
+    assert found["groups"] in ([], [GROUP])
+    story = RankStory(found=found, phase="measure")
+    assert verdict([facts_of(rank, "n0", story) for rank in (0, 1)]).headline
 
 
 def test_a_stopped_child_of_a_rank_counts_as_that_rank(run):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -94,6 +95,77 @@ def test_every_process_of_a_run_ends_and_the_fork_server_stays(one_node, code, p
     assert node.ask("node.kill()")["left"] is None
     assert [pid for pid, started in family.items() if alive(pid, started)] == []
     assert start_time(server) is not None
+
+
+def test_children_that_fork_and_leave_all_the_time_end_for_good(one_node):
+    """Each lives two milliseconds, in a session of its own, and its parent is gone by then."""
+    node = one_node(
+        """
+        for chain in range(6):
+            if os.fork() == 0:
+                while True:
+                    if os.fork():
+                        os._exit(0)
+                    os.setsid()
+                    if os.fork():
+                        os._exit(0)
+                    with open(os.path.abspath(f"alive{chain}"), "w") as file:
+                        file.write(str(time.time()))
+                    time.sleep(0.002)
+        here()
+        """
+    )
+    node.wait_for(1)
+    folder = node.pids.parent
+    end = time.monotonic() + 20
+    while len(list(folder.glob("alive*"))) < 6:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    server = node.ask("node._server.pid")
+    assert node.ask("node.kill()")["left"] is None
+    ended = time.time()
+    time.sleep(0.5)
+    # Whoever lived would have written since.
+    assert max(path.stat().st_mtime for path in folder.glob("alive*")) < ended
+    assert start_time(server) is not None
+
+
+def test_logs_of_a_failed_run_are_kept_with_both_ends(one_node):
+    node = one_node("""
+        print("first")
+        for _ in range(40):
+            print("x" * 2**20)
+        print("last", flush=True)
+        here()
+    """)
+    node.wait_for(1)
+    node.ask("node.kill()")
+    assert node.ask("node.finish(keep_all=True)") is None
+    (log,) = node.pids.parent.glob("logs/*/0.0/rank0.log")
+    text = log.read_text()
+    assert len(text) < 4.01 * 2**20
+    assert text.startswith("first\n")
+    assert text.endswith("last\n")
+    left_out = re.search(r"\n--- ultrabench left out (\d+) bytes here ---\n", text)
+    assert int(left_out[1]) + len(text) - len(left_out[0]) == len("first\nlast\n") + 40 * (2**20 + 1)
+
+
+def test_a_report_that_ends_late_is_heard_before_the_exit(one_node):
+    node = one_node("""
+        with open(os.environ["ULTRABENCH_REPORT"], "w") as report:
+            for n in range(100_000):
+                report.write('{"event": "step", "seconds": 0.5}\\n')
+            report.write('{"event": "done"}\\n')
+        open(f"pids/{os.getpid()}", "w").close()
+    """)
+    node.wait_for(1)
+    heard, end = [], time.monotonic() + 30
+    while not heard or "code" not in heard[-1]:
+        assert time.monotonic() < end
+        news = node.ask("node.news()")
+        assert len(news) < 50_000
+        heard += news
+    assert [len(heard), heard[-2]["line"], heard[-1]["code"]] == [100_002, {"event": "done"}, 0]
 
 
 def test_a_port_and_the_scratch_of_a_run_are_free_again(one_node):

@@ -99,6 +99,8 @@ def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed():
     assert excluded(state_of(*one), POLICY) == {}
     assert excluded(state_of(*one, *two), POLICY) == {"bad": "suspected in 2 runs"}
     assert excluded(state_of(*one, *two), replace(POLICY, forgive=("bad",))) == {}
+    wrong = result("invalid", suspects=("bad",))  # what a program computes or reports is no node's fault
+    assert excluded(state_of(*failed(wrong, run_id="r"), *failed(wrong, run_id="s")), POLICY) == {}
     down = result("node_fail", suspects=("dead",), reason="ECC error")
     assert excluded(state_of(*failed(down)), POLICY) == {"dead": "ECC error"}
     told = SweepState(allocations={"x": AllocationState(name="x", ends={("", 0): {"avoid": ["full"]}})})

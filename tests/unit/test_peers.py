@@ -1,0 +1,74 @@
+"""What agents of one allocation tell each other: nonsense or an exception ends it, and blames no node."""
+
+import json
+import signal
+import socket
+
+import pytest
+
+from tests.unit.one_node import task
+from ultrabench.agent.follow import follow
+from ultrabench.agent.gang import Gang
+from ultrabench.agent.gathering import Gathering
+from ultrabench.agent.link import Line
+from ultrabench.agent.node import Node
+from ultrabench.agent.place import Place
+from ultrabench.agent.stop import StopRequest
+from ultrabench.allocation import Allocation
+
+
+@pytest.fixture
+def node(tmp_path):
+    allocation = Allocation(
+        name="n2-peers.0", sweep_dir=str(tmp_path), work_dir=str(tmp_path), nodes=2, gpus_per_node=1, simulated=True,
+        threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest="", tasks=(task("x.py", "cpu"),),
+    )  # fmt: skip
+    made = Node(allocation, Place(node=0, host="local-0"))
+    yield made
+    made.scratch.rmdir()
+
+
+@pytest.fixture
+def stop():
+    held = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
+    yield StopRequest()
+    for number, handler in held.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def pair():
+    tcp = socket.create_server(("127.0.0.1", 0))
+    there = socket.create_connection(tcp.getsockname())
+    here, _ = tcp.accept()
+    tcp.close()
+    yield Line(here), there
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"cleaned": 7}, {"cleaned": {"left": None}}, {"news": 7}, {"news": [7]}, {"news": [{"rank": 99, "line": {}}]},
+     {"cleaned": {"left": None, "sm_clocks_hz": ["x"], "slowdowns": []}}, {"news": [{}]}],
+)  # fmt: skip
+def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(node, stop, pair, tmp_path, message):
+    line, there = pair
+    line.facts = {"node": 1, "host": "local-1"}
+    gang = Gang(
+        node.allocation, node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", tmp_path / "j"
+    )
+    gathering = Gathering(2)
+    there.sendall(json.dumps(message).encode() + b"\n")
+    gang.listen(gathering, 5.0)
+    assert gathering.fault or "the agent of node 1 (local-1) said what" in str(gang.interrupted)
+    assert (gang.lost, gang.avoid) == (None, [])
+
+
+def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
+    line, there = pair
+    there.sendall(b'{"do": "start", "task": 99, "address": "127.0.0.1", "port": 0}\n')
+    with pytest.raises(IndexError):
+        follow(node.allocation, node, line, stop)
+    said = [json.loads(text) for text in there.recv(2**16).splitlines()]
+    assert said[-1] == {"ending": "the agent of local-0 failed: IndexError: tuple index out of range"}
