@@ -3,7 +3,6 @@
 The clock that never jumps stays as it is, and so do time stamps of files, which a file server gives.
 """
 
-import datetime
 import sys
 import time
 
@@ -15,20 +14,6 @@ true_localtime, true_gmtime = time.localtime, time.gmtime
 time.localtime = lambda seconds=None: true_localtime(time.time() if seconds is None else seconds)
 time.gmtime = lambda seconds=None: true_gmtime(time.time() if seconds is None else seconds)
 
-
-class Offset(datetime.datetime):
-    """A datetime that is told the wrong time."""
-
-    @classmethod
-    def now(cls, tz=None):
-        return cls.fromtimestamp(time.time(), tz)
-
-    @classmethod
-    def utcnow(cls):
-        return cls.fromtimestamp(time.time(), datetime.UTC).replace(tzinfo=None)
-
-
-datetime.datetime = Offset
 
 from ultrabench.cli.main import main  # noqa: E402 - the clock first
 

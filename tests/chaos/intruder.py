@@ -21,22 +21,27 @@ SAYINGS = {
     "half a hello": b'{"secret": "',
 }
 """What a scanner of ports says to each that is open."""
+HELD_S = 15.0
+"""Seconds for which a caller who has not finished stays: longer than a launcher waits for an agent that is frozen."""
 CLEAN_S = 5.0
 """Seconds after the end of a run until none of its processes may be left."""
 RUN_S = 60.0
 
 
 def port_scan(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Calls the leading agent of an allocation, one that begins just now if there is any, before its peers can."""
-    known = set(_meetings(campaign.folder))
+    """Calls the leading agent of an allocation, if it can be before its peers do."""
+    known = {path for path, _ in _meetings(campaign.folder)}
     when = "while its agents met"
     try:
-        meeting = one_of(lambda: [m for m in _meetings(campaign.folder) if m not in known], fault, 0.002)
+        meeting, address = one_of(
+            lambda: [m for m in _meetings(campaign.folder) if m[0] not in known and _of_many(m[0])],
+            fault,
+            0.002,
+        )
     except MissedError:
-        meeting = one_of(lambda: sorted(_meetings(campaign.folder)), fault)
+        meeting, address = one_of(lambda: _meetings(campaign.folder), fault)
         when = "while it ran"
     words, said = [*SAYINGS.items()][fault.share % len(SAYINGS)]
-    address = json.loads(meeting.read_text())
     with contextlib.ExitStack() as calls:
         for _ in range(3):
             with contextlib.suppress(OSError):
@@ -44,13 +49,23 @@ def port_scan(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
                     socket.create_connection((address["host"], address["port"]), timeout=2.0)
                 )
                 call.sendall(said)
-        time.sleep(AWAY_S)
+        time.sleep(AWAY_S if said.endswith(b"\n") else HELD_S)
     return {"target": f"the leader of {meeting.parent.name}, {when}: {words}"}
 
 
-def _meetings(folder: Path) -> list[Path]:
-    """Where leading agents have written how to reach them."""
-    return [*folder.glob("allocations/*/leader*.json")]
+def _of_many(meeting: Path) -> bool:
+    """Whether there are peers to wait for."""
+    held: dict[str, Any] = json.loads((meeting.parent / "allocation.json").read_text())
+    return int(held["nodes"]) > 1
+
+
+def _meetings(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Where leading agents have written how to reach them, with what they wrote."""
+    found = []
+    for path in sorted(folder.glob("allocations/*/leader*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            found.append((path, json.loads(path.read_text())))
+    return found
 
 
 def reforking_children(campaign: "Campaign", fault: Fault, hit: dict[str, Any]) -> dict[str, Any]:
