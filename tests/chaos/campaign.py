@@ -40,6 +40,8 @@ COMMON = (
     # Nodes die by our hand and come back; were they all left out, the largest runs could not go on.
     "retry.backoff_s=1", "retry.backoff_max_s=4", "retry.max_excluded=2",
 )  # fmt: skip
+LONG = "launcher.allocation_minutes=0.8"
+"""Of every second sweep: jobs that outlive any grace of a launcher; in the others they come and go quickly."""
 EMBEDDED = ("sweep.gbs=4", "sweep.nodes=[1,2]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.max_steps=60",
             "measure.target_ci95_rel=0.0001", "launcher.allocation_minutes=1", "measure.run_limit_s=300",
             "measure.start_deadline_s=120")  # fmt: skip
@@ -131,7 +133,7 @@ class Campaign:
         words = ",".join(f"'{word}'" for word in [*program, "{run_id}", "{repeat}", "{attempt}"])
         return [
             f"name={self.sweep}", "kernel=command", f"kernel.command=[{words}]", "sweep.tp=1", "sweep.pp=1",
-            "measure.warmup_steps=2", *COMMON, *MANY,
+            "measure.warmup_steps=2", *COMMON, *MANY, *([LONG] if self._numbers % 2 == 0 else []),
         ]  # fmt: skip
 
     def _open(self) -> None:

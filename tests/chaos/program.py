@@ -23,7 +23,8 @@ IGNORES_TERM = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sle
 
 allocation = os.environ["ULTRABENCH_TAG"].split(":")[0]
 agent = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")  # ranks see nothing of Slurm's
-host = dict(item.split(b"=", 1) for item in agent if b"=" in item).get(b"SLURMD_NODENAME", b"?").decode()
+agent = dict(item.decode().split("=", 1) for item in agent if b"=" in item)
+host = f"{agent.get('SLURM_CLUSTER_NAME', '?')}:{agent.get('SLURMD_NODENAME', '?')}"
 process = f"{os.getpid()}:{Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
 HOSTILE = (
     '{"event": "step", "step": %(step)d, "seconds": 0.0, "loss": 1.0}',
