@@ -33,8 +33,9 @@ MOST_LAUNCHES = 30
 """Of one sweep, those that were killed included."""
 COMMON = (
     "model=tiny", "launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "launcher.grace_s=4",
-    "launcher.max_nodes=8", "launcher.heartbeat_s=1", "launcher.requeue=true", "launcher.preflight=false",
+    "launcher.max_nodes=8", "launcher.heartbeat_s=2", "launcher.requeue=true", "launcher.preflight=false",
     "measure.deadline_floor_s=2", "measure.run_limit_s=60", "measure.min_steps=6", "measure.confirm=1",
+    # Three heartbeats of one second were missed on a machine with a load of ten for each core.
     # A rank may be made to sleep in its first step: silence there has to be noticed within the limit, too.
     "measure.start_deadline_s=20",
     # Nodes die by our hand and come back; were they all left out, the largest runs could not go on.
