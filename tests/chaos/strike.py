@@ -75,7 +75,11 @@ def order(campaign: "Campaign", fault: Fault) -> Hit:
     finally:
         order.unlink(missing_ok=True)
     taken = json.loads(told.read_text())
-    return {"target": f"rank {taken['rank']} of {taken['key']}", "allocations": [taken["allocation"]]}
+    return {
+        "target": f"rank {taken['rank']} of {taken['key']}",
+        "share": fault.share,
+        "allocations": [taken["allocation"]],
+    }
 
 
 def _reforking_children(campaign: "Campaign", fault: Fault) -> Hit:
