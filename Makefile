@@ -4,9 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build of torch where the index has one; a machine with GPUs installs its own first.
 TORCH ?= torch==2.13.0
-# Of `make chaos`: how many faults, and the seed that draws them.
+# Of `make chaos`: how many faults, the seed that draws them, and their kinds (port_scan,other_user; default: all).
 FAULTS ?= 200
 SEED ?= 7
+KINDS ?=
 
 .PHONY: quickstart test check env format parity slurm-test chaos bench slurm-bench clean
 
@@ -51,7 +52,7 @@ bench: env
 	$(BIN)/python benchmarks/hang.py 10
 
 chaos: env
-	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
+	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
 
 slurm-bench: env
 	$(BIN)/python benchmarks/submit.py

@@ -1,16 +1,21 @@
-"""Long campaigns: `python -m tests.chaos --faults 200 --seed 7`; the same command goes on where it was."""
+"""Long campaigns: `python -m tests.chaos --faults 200 --seed 7`; the same command goes on where it was.
+
+`--kinds port_scan,other_user` draws from these kinds only; `failures` and `interference` mean all of these.
+"""
 
 import argparse
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 from tests.chaos.campaign import Campaign
-from tests.chaos.fault import EXPLAINS, OF_A_PROGRAM, draw
+from tests.chaos.fault import EXPLAINS, FAILURES, INTERFERENCE, OF_A_PROGRAM, draw
 from tests.chaos.report import write_report
 from tests.slurm.conftest import SETTINGS, Cluster
 from tests.slurm.sweeps import SlurmBench
@@ -26,16 +31,29 @@ def say(note: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {note}", flush=True)
 
 
-def part(folder: Path, cluster: Cluster, seed: str, count: int, embedded: bool) -> dict:
-    """One campaign in a folder of its own; gives what the report needs."""
+def kinds_of(words: str | None) -> tuple[str, ...]:
+    """The kinds that a list of names means; all of them without one."""
+    groups = {"failures": tuple(FAILURES), "interference": tuple(INTERFERENCE)}
+    given = [kind for word in (words or "").split(",") if word for kind in groups.get(word, (word,))]
+    unknown = sorted(set(given) - set(EXPLAINS))
+    if unknown:
+        raise SystemExit(f"--kinds {', '.join(unknown)}: they are {', '.join((*groups, *EXPLAINS))}")
+    return tuple(given) or tuple(EXPLAINS)
+
+
+def part(
+    folder: Path, cluster: Cluster, seed: str, count: int, kinds: tuple[str, ...], embedded: bool
+) -> dict:
+    """One campaign in a folder of its own, of which a copy stays where it found problems; gives what the report needs."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     began = time.time()
     campaign = Campaign(SlurmBench(folder), cluster, say)
     try:
-        kinds = EMBEDDED_KINDS if embedded else tuple(EXPLAINS)
         campaign.run(draw(seed, count, kinds), embedded)
     finally:
+        if campaign.problems:  # the file system with the results goes
+            subprocess.run(["cp", "-a", str(folder), str(folder.with_name(f"problems.{seed}"))], check=False)
         campaign.close()
     return {
         "seed": seed, "kernel": "embedded" if embedded else "command", "began": began, "faults": campaign.records,
@@ -48,12 +66,15 @@ def main() -> int:
     given = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     given.add_argument("--faults", type=int, default=200)
     given.add_argument("--seed", type=int, default=7)
-    given.add_argument("--folder", type=Path, help="default: /tmp/ultrabench-chaos-SEED")
+    given.add_argument("--folder", type=Path, help="default: one for each seed and kinds in /tmp")
+    given.add_argument("--kinds", help="names with commas between them; default: all")
     words = given.parse_args()
+    kinds = kinds_of(words.kinds)
     # An end from outside cleans up like any other; started in the background, Ctrl-C would be ignored.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))
-    folder = (words.folder or Path(f"/tmp/ultrabench-chaos-{words.seed}")).absolute()
+    some = f"-{zlib.crc32(words.kinds.encode()):08x}" if words.kinds else ""
+    folder = (words.folder or Path(f"/tmp/ultrabench-chaos-{words.seed}{some}")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     done_file = folder / "campaigns.jsonl"
     cluster = Cluster(folder / "cluster")
@@ -66,7 +87,16 @@ def main() -> int:
                 continue
             count = min(PART, words.faults - number * PART)
             say(f"campaign {number + 1}: {count} faults")
-            told = part(folder / "work", cluster, f"{words.seed}.{number}", count, number % 4 == 3)
+            fit = tuple(kind for kind in kinds if kind in EMBEDDED_KINDS)
+            embedded = number % 4 == 3 and bool(fit)
+            told = part(
+                folder / "work",
+                cluster,
+                f"{words.seed}.{number}",
+                count,
+                fit if embedded else kinds,
+                embedded,
+            )
             with done_file.open("a") as file:
                 file.write(json.dumps(told) + "\n")
             cluster.tool("up", *SETTINGS)

@@ -2,18 +2,24 @@
 
 import contextlib
 import json
+import os
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
+from tests.chaos.bystander import OtherCluster
 from tests.chaos.fault import OF_A_PROGRAM, Fault
-from tests.chaos.judge import judge
-from tests.chaos.strike import MissedError, strike
-from tests.chaos.target import PROGRAM
+from tests.chaos.judge import judge, submitted_jobs
+from tests.chaos.strike import strike
+from tests.chaos.target import PROGRAM, MissedError
+from tests.chaos.witness import executions_of
 from tests.slurm.conftest import Cluster
-from tests.slurm.sweeps import MANY, SlurmBench
+from tests.slurm.sweeps import MANY, SlurmBench, slurm_says
 
 SIZE = "64m"
 """Of the file system that holds the results, which has to be filled now and then."""
@@ -21,17 +27,22 @@ LIFE_S = 15.0
 """After a fault the next one waits until something moves, at most so long."""
 END_S = 300.0
 """After the last fault a sweep has to come to its end within this time."""
+ANSWER_S = 60.0
+"""`sweep status` and `collect` have to answer within this time."""
 MOST_LAUNCHES = 30
 """Of one sweep, those that were killed included."""
 COMMON = (
     "model=tiny", "launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "launcher.grace_s=4",
-    "launcher.max_nodes=8", "launcher.heartbeat_s=1", "launcher.requeue=true", "launcher.preflight=false",
+    "launcher.max_nodes=8", "launcher.heartbeat_s=2", "launcher.requeue=true", "launcher.preflight=false",
     "measure.deadline_floor_s=2", "measure.run_limit_s=60", "measure.min_steps=6", "measure.confirm=1",
+    # Three heartbeats of one second were missed on a machine with a load of ten for each core.
     # A rank may be made to sleep in its first step: silence there has to be noticed within the limit, too.
     "measure.start_deadline_s=20",
     # Nodes die by our hand and come back; were they all left out, the largest runs could not go on.
     "retry.backoff_s=1", "retry.backoff_max_s=4", "retry.max_excluded=2",
 )  # fmt: skip
+LONG = "launcher.allocation_minutes=0.8"
+"""Of every second sweep: jobs that outlive any grace of a launcher; in the others they come and go quickly."""
 EMBEDDED = ("sweep.gbs=4", "sweep.nodes=[1,2]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.max_steps=60",
             "measure.target_ci95_rel=0.0001", "launcher.allocation_minutes=1", "measure.run_limit_s=300",
             "measure.start_deadline_s=120")  # fmt: skip
@@ -48,7 +59,8 @@ class Campaign:
         self.records: list[dict[str, Any]] = []
         self.problems: list[str] = []
         self.sweep, self.embedded = "", False
-        self._numbers, self._launches = 0, 0
+        self.other = OtherCluster()
+        self._numbers, self._launches, self._opened = 0, 0, 0.0
         self._launchers: list[subprocess.Popen[bytes]] = []
         for name in ("results", "orders", "taken"):
             (bench.folder / name).mkdir()
@@ -70,21 +82,46 @@ class Campaign:
 
     def close(self) -> None:
         """Leaves nothing: launchers end, the file system goes."""
-        for launcher in self.living():
-            launcher.kill()
+        self.kill_launchers()
+        if left := self.cluster.jobs():
+            self.cluster.run("scancel", *left, code=None)
+        self.other.close()
         if self.mounted:
             subprocess.run(["umount", "--lazy", str(self.results)], capture_output=True)
 
-    def launch(self) -> None:
-        """Starts a launcher of the sweep, as a person would who sees none."""
+    def launch(self, program: Sequence[str] = (), path: Path | None = None) -> None:
+        """Starts a launcher of the sweep, as a person would who sees none.
+
+        Args:
+            program: what Python runs in place of ultrabench.
+            path: a folder to look for programs in before all others.
+        """
         self._launches += 1
+        words = self.launch_words()
+        command = [sys.executable, "-P", *program, *words] if program else self.bench.command(*words)
+        places = [str(path)] if path else []
+        environment = {**os.environ, "PATH": os.pathsep.join([*places, os.environ["PATH"]])}
         with (self.bench.folder / f"launcher.{self._launches}.log").open("wb") as log:
-            words = self.bench.command("sweep", "launch", *self._words(), "--max-gpu-hours", "100")
-            command = ["env", "--default-signal=INT", *words]
             started = subprocess.Popen(
-                command, cwd=self.bench.folder, stdout=log, stderr=log, start_new_session=True
-            )
+                ["env", "--default-signal=INT", *command], cwd=self.bench.folder, env=environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
         self._launchers.append(started)
+
+    def launch_words(self) -> list[str]:
+        """What launches the sweep that runs now."""
+        return ["sweep", "launch", *self._words(), "--max-gpu-hours", "100"]
+
+    def kill_launchers(self) -> None:
+        """Ends all launchers at once."""
+        for launcher in self.living():
+            launcher.kill()
+            launcher.wait()
+
+    def complain(self, problem: str) -> None:
+        """Notes what must not be."""
+        self.problems.append(f"{self.sweep}: {problem}")
+        self.say(f"     PROBLEM {problem}")
 
     def living(self) -> list["subprocess.Popen[bytes]"]:
         """Launchers that run."""
@@ -97,13 +134,13 @@ class Campaign:
         words = ",".join(f"'{word}'" for word in [*program, "{run_id}", "{repeat}", "{attempt}"])
         return [
             f"name={self.sweep}", "kernel=command", f"kernel.command=[{words}]", "sweep.tp=1", "sweep.pp=1",
-            "measure.warmup_steps=2", *COMMON, *MANY,
+            "measure.warmup_steps=2", *COMMON, *MANY, *([LONG] if self._numbers % 2 == 0 else []),
         ]  # fmt: skip
 
     def _open(self) -> None:
         self._numbers += 1
         self.sweep = f"{'e' if self.embedded else 's'}{self._numbers}"
-        self._launchers = []
+        self._launchers, self._opened = [], time.time()
         self.launch()
         self._wait(lambda: self._signs() > 0, 60.0)
 
@@ -119,10 +156,10 @@ class Campaign:
         else:
             try:
                 record |= strike(self, fault)
-            except MissedError:
-                record["missed"] = "there was nothing to hit"
+            except MissedError as error:
+                record["missed"] = str(error)
         self.records.append(record)
-        self.say(f"{fault.number:4d} {fault.kind:14s} {record.get('target') or record.get('missed')}")
+        self.say(f"{fault.number:4d} {fault.kind:18s} {record.get('target') or record.get('missed')}")
         if "missed" not in record:
             self._wait(lambda: self._signs() > before, LIFE_S)
 
@@ -140,17 +177,24 @@ class Campaign:
     def _over(self) -> bool:
         """Whether the sweep has come to its end; starts another launcher when it has not."""
         code = self._launchers[-1].returncode
-        told = self.bench.run("sweep", "status", self.sweep, "--json", code=None) if code in (0, 1) else ""
+        told = self._answer("sweep", "status", self.sweep, "--json") if code in (0, 1) else ""
         left = json.loads(told)["by_status"] if told else {"pending": 1}
         if not (left.get("pending") or left.get("running")):
             return True
         self.say(f"     a launcher ended with {code}: {self._last_words()}")
         if len(self._launchers) > MOST_LAUNCHES:
-            raise AssertionError(
-                f"{len(self._launchers)} launches did not end {self.sweep}: {self._last_words()}"
-            )
+            self.complain(f"{len(self._launchers)} launches did not end it: {self._last_words()}")
+            return True
         self.launch()
         return False
+
+    def _answer(self, *words: str) -> str:
+        """What a command prints; empty where it fails or hangs, which is a problem."""
+        try:
+            return self.bench.run(*words, code=None, timeout=ANSWER_S)
+        except subprocess.TimeoutExpired:
+            self.complain(f"{' '.join(words)} did not answer within {ANSWER_S:g} s")
+            return ""
 
     def _last_words(self) -> str:
         log = self.bench.folder / f"launcher.{self._launches}.log"
@@ -160,29 +204,44 @@ class Campaign:
         end = time.monotonic() + END_S
         while self.living() or not self._over():
             if time.monotonic() > end:
-                self.problems.append(f"{self.sweep} has not ended {END_S:.0f} s after the last fault")
-                for launcher in self.living():
-                    launcher.kill()
+                self.complain(f"it has not ended {END_S:.0f} s after the last fault: {self._last_words()}")
+                self.kill_launchers()
                 break
             time.sleep(0.2)
         self._judge()
         with contextlib.suppress(AssertionError):
-            self.cluster.wait_for(self.cluster.clean, 40.0)
+            self.cluster.wait_for(lambda: self.cluster.clean() and self.other.clean(), 40.0)
         self._wait(lambda: not self.bench.leftovers(), 20.0)
         self.problems += [f"left: {process}" for process in self.bench.leftovers()]
-        if not self.cluster.clean():
-            self.problems.append(f"nodes {self.cluster.nodes()}, jobs {self.cluster.jobs()}")
+        if not (self.cluster.clean() and self.other.clean()):
+            self.problems.append(
+                f"nodes {self.cluster.nodes()}, jobs {self.cluster.jobs()}, other jobs {self.other.jobs()}"
+            )
 
     def _judge(self) -> None:
         mine = [r for r in self.records if r["sweep"] == self.sweep]
-        executions = [
-            words[1:] for line in self.bench.executions() if (words := line.split())[0] == self.sweep
-        ]
-        found = judge(self.bench, self.sweep, mine, None if self.embedded else executions)
-        self.problems += [f"{self.sweep}: {problem}" for problem in found]
-        self.say(f"     sweep {self.sweep} is over: {self._last_words()}; {len(found)} problems")
+        self._answer("collect", self.sweep)
+        try:
+            table = pq.read_table(self.folder / "runs.parquet").to_pylist()
+        except OSError as error:
+            self.complain(f"it cannot be judged: {error}")
+            return
+        executions = None if self.embedded else executions_of(self.sweep, self.bench.executions())
+        jobs, launches = self._jobs(), len(self._launchers)
+        found = judge(table, mine, executions, jobs, launches)
+        self.say(
+            f"     sweep {self.sweep} is over: {self._last_words()}; {jobs} jobs, {launches} launches, "
+            f"{len(found)} problems"
+        )
         for problem in found:
-            self.say(f"     PROBLEM {problem}")
+            self.complain(problem)
+
+    def _jobs(self) -> int:
+        """Jobs that were submitted for the sweep that is over, by its journal or by Slurm, whichever has more."""
+        since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self._opened))
+        told = slurm_says("sacct", "-a", "-X", "-n", "-P", "-S", since, "-o", "JobName")
+        known = [name for name in told.splitlines() if name.startswith(f"ub-{self.sweep}-")]
+        return max(len(known), submitted_jobs(self.folder / "journal"))
 
     def _signs(self) -> int:
         """Grows with whatever agents do."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 WITH_THE_JOB = frozenset({"lost", "node_fail", "cancelled", "preempted"})
 """How an attempt may end whose allocation is taken away."""
 
-EXPLAINS: dict[str, frozenset[str]] = {
+FAILURES: dict[str, frozenset[str]] = {
     "kill_launcher": frozenset(),
     "two_launchers": frozenset(),
     "kill_leader": WITH_THE_JOB,
@@ -28,8 +28,23 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "torn_line": frozenset(),
     "deleted_logs": frozenset(),
 }
+"""Something dies, stands still or is full."""
+INTERFERENCE: dict[str, frozenset[str]] = {
+    "other_user": frozenset(),
+    "other_cluster": frozenset(),
+    "clock_offset": frozenset(),
+    "unreadable_claim": WITH_THE_JOB,
+    "double_submission": frozenset(),
+    "empty_squeue": frozenset(),
+    "hostile_numbers": frozenset({"invalid"}),
+    "port_scan": frozenset(),
+    "reforking_children": frozenset(),
+    "fifo_journal": frozenset(),
+}
+"""Somebody else looks on, something lies, or a program does what none should."""
+EXPLAINS = FAILURES | INTERFERENCE
 """Kind of fault -> ends of the attempt it hits, at most one an allocation, that tell the truth about it."""
-OF_A_PROGRAM = frozenset({"sleep_rank", "exit_rank", "orphan"})
+OF_A_PROGRAM = frozenset({"sleep_rank", "exit_rank", "orphan", "hostile_numbers", "reforking_children"})
 """Kinds that need the program of these tests, which obeys orders."""
 
 

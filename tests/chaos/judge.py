@@ -1,41 +1,84 @@
-"""The verdict on a sweep from outside: its rows, the witness file, and the faults that were injected."""
+"""The verdict on a sweep from outside: its rows, the witness file, its jobs, and the faults that were injected."""
 
+import itertools
+import json
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from tests.chaos.fault import EXPLAINS
-from tests.local.conftest import Bench
+from tests.chaos.witness import Execution
 
 UNFINISHED = frozenset({"lost", "node_fail", "cancelled", "preempted"})
 """Ends after which a run has to be tried again."""
+CUT_SHORT = frozenset({"slower_than_best", "time_limit"})
+"""Why an ok run may have been ended before its program came to its end."""
+JOBS_A_LAUNCH = 2
+"""Jobs that a launch may submit without any use: what another launcher had just submitted, too."""
+
+Rows = Sequence[dict[str, Any]]
 
 
 def judge(
-    bench: Bench, sweep: str, records: list[dict[str, Any]], executions: list[list[str]] | None
+    table: Rows,
+    records: list[dict[str, Any]],
+    executions: Sequence[Execution] | None,
+    jobs: int,
+    launches: int,
 ) -> list[str]:
     """What is wrong with a sweep that is over; adds to each record the ends it explains.
 
     Args:
-        executions: run_id, repeat, attempt of each start of the program; None where nobody wrote them down.
+        table: rows of the sweep as `collect` writes them.
+        executions: what the program saw of itself; None where nobody wrote it down.
+        jobs: how many were submitted.
+        launches: how many launchers followed the sweep.
     """
-    bench.run("collect", sweep, code=None)
-    table = pq.read_table(bench.folder / "results" / sweep / "runs.parquet").to_pylist()
     rows = [row for row in table if row["attempt"] is not None]
     return [
         *_never_lost(table),
         *_never_twice(rows),
-        *([] if executions is None else _witnessed(rows, executions)),
+        *([] if executions is None else [*_witnessed(rows, executions), *_one_at_a_time(executions)]),
         *_explained(rows, records),
+        *_few_jobs(jobs, most_jobs(table, records, launches)),
     ]
+
+
+def most_jobs(table: Rows, records: list[dict[str, Any]], launches: int) -> int:
+    """The largest number of jobs that a sweep may take: it grows with the plan and with what was done to it.
+
+    One for each planned run, though an allocation usually has several; one for each allocation that a fault hit,
+    whose run is tried again in another job; and a few for each launch. A fault may say itself what it `costs`.
+    """
+    planned = {row["run_id"] for row in table if row["status"] not in ("rejected", "skipped")}
+    taken = sum(record.get("costs", len(record.get("allocations", ()))) for record in records)
+    return len(planned) + taken + JOBS_A_LAUNCH * launches
+
+
+def submitted_jobs(journal: Path) -> int:
+    """How many allocations of a sweep were jobs for sure, by its journal."""
+    found = set()
+    for path in sorted(journal.glob("*-*-*-*.jsonl")):
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            try:
+                event = json.loads(line)
+                if event["event"] in ("submitted", "adopted", "allocation_started"):
+                    found.add(event["allocation"])
+            except (ValueError, TypeError, KeyError, RecursionError):
+                continue
+    return len(found)
+
+
+def _few_jobs(jobs: int, most: int) -> list[str]:
+    return [f"{jobs} jobs were submitted, more than {most}"] if jobs > most else []
 
 
 def _key(row: dict[str, Any]) -> str:
     return f"{row['run_id']}.{row['repeat']}.{row['attempt']}"
 
 
-def _never_lost(table: list[dict[str, Any]]) -> list[str]:
+def _never_lost(table: Rows) -> list[str]:
     """Every planned run has an end that stands."""
     latest: dict[str, dict[str, Any]] = {}
     for row in table:
@@ -50,7 +93,7 @@ def _never_lost(table: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _never_twice(rows: list[dict[str, Any]]) -> list[str]:
+def _never_twice(rows: Rows) -> list[str]:
     """No repeat is ok twice, and none was tried again after it was."""
     by_repeat = defaultdict(list)
     for row in rows:
@@ -58,26 +101,55 @@ def _never_twice(rows: list[dict[str, Any]]) -> list[str]:
     found = []
     for (run, repeat), tries in by_repeat.items():
         tries.sort(key=lambda row: row["attempt"])
-        if any(row["status"] == "ok" for row in tries[:-1]):
+        oks = [row["attempt"] for row in tries if row["status"] == "ok"]
+        if len(oks) > 1:
+            found.append(f"{run}.{repeat} is ok {len(oks)} times: attempts {oks}")
+        elif oks and oks[0] != tries[-1]["attempt"]:
             found.append(f"{run}.{repeat} was tried again after it was ok")
     return found
 
 
-def _witnessed(rows: list[dict[str, Any]], executions: list[list[str]]) -> list[str]:
-    """What ran is what is recorded, once each."""
-    counts = Counter(".".join(words) for words in executions)
-    ends = {_key(row): row["status"] for row in rows}
-    twice = [f"{key} ran {count} times" for key, count in counts.items() if count > 1]
-    unknown = [f"{key} ran and is not recorded" for key in counts if key not in ends]
-    invented = [
-        f"{key} is {end} and never ran"
-        for key, end in ends.items()
-        if key not in counts and end not in UNFINISHED
+def _witnessed(rows: Rows, executions: Iterable[Execution]) -> list[str]:
+    """What ran is what is recorded, once each, and an ok end is one that the program came to."""
+    counts = Counter(execution.key for execution in executions)
+    complete = {execution.key for execution in executions if execution.ended}
+    ends = {_key(row): row for row in rows}
+    return [
+        *(f"{key} ran {count} times" for key, count in counts.items() if count > 1),
+        *(f"{key} ran and is not recorded" for key in counts if key not in ends),
+        *(
+            f"{key} is {row['status']} and never ran"
+            for key, row in ends.items()
+            if key not in counts and row["status"] not in UNFINISHED
+        ),
+        *(
+            f"{key} is ok and its program never came to its end"
+            for key, row in ends.items()
+            if key in counts and key not in complete
+            if row["status"] == "ok" and row.get("stopped") not in CUT_SHORT
+        ),
     ]
-    return [*twice, *unknown, *invented]
 
 
-def _explained(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> list[str]:
+def _one_at_a_time(executions: Sequence[Execution]) -> list[str]:
+    """Whatever shares an attempt, a run, an allocation or a node ran one after another."""
+    found = []
+    for one, two in itertools.combinations(executions, 2):
+        if not one.beside(two):
+            continue
+        if one.key.rpartition(".")[0] == two.key.rpartition(".")[0]:
+            shared = f"of the same run in {one.allocation} and {two.allocation}"
+        elif one.allocation == two.allocation:
+            shared = f"in {one.allocation}"
+        elif one.host == two.host:
+            shared = f"on {one.host}"
+        else:
+            continue
+        found.append(f"{one.key} and {two.key} ran at the same time, {shared}")
+    return found
+
+
+def _explained(rows: Rows, records: list[dict[str, Any]]) -> list[str]:
     """Whatever did not end ok was hit by a fault that explains it; one fault explains one end an allocation."""
     open_ = [(record, name) for record in records for name in record.get("allocations", ())]
     for record in records:

@@ -2,8 +2,9 @@
 
 python program.py FOLDER SWEEP RUN_ID REPEAT ATTEMPT
 
-FOLDER/witness.txt gets a line for every execution. FOLDER/orders may hold a file KIND.NUMBER.SHARE: the
-rank at SHARE of the world that sees it first takes it and does what KIND says.
+FOLDER/witness.txt gets a line for the start, every step and the end of every execution (see witness.py).
+FOLDER/orders may hold a file KIND.NUMBER.SHARE: the rank at SHARE of the world that sees it first takes it and
+does what KIND says.
 """
 
 import json
@@ -20,9 +21,48 @@ place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 STEP_S = 0.08
 IGNORES_TERM = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
 
-if rank == 0:
-    with open(f"{folder}/witness.txt", "ab", buffering=0) as witness:
-        witness.write(f"{sweep} {' '.join(key)}\n".encode())
+allocation = os.environ["ULTRABENCH_TAG"].split(":")[0]
+agent = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")  # ranks see nothing of Slurm's
+agent = dict(item.decode().split("=", 1) for item in agent if b"=" in item)
+host = f"{agent.get('SLURM_CLUSTER_NAME', '?')}:{agent.get('SLURMD_NODENAME', '?')}"
+process = f"{os.getpid()}:{Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
+HOSTILE = (
+    '{"event": "step", "step": %(step)d, "seconds": 0.0, "loss": 1.0}',
+    '{"event": "step", "step": %(step)d, "seconds": 1e308, "loss": 1e308}',
+    '{"event": "step", "step": %(step)d, "seconds": 1' + 400 * "0" + ', "tokens": 1' + 400 * "0" + "}",
+    '{"event": "step", "step": NaN, "seconds": NaN, "loss": NaN, "tokens": -Infinity}',
+    '{"event": "step", "step": %(step)d, "loss": ' + 100_000 * "[" + 100_000 * "]" + "}",
+    '{"event": "memory", "allocated_bytes": [1], "reserved_bytes": {"a": []}}\n'
+    '{"event": "environment", "gpu_name": [], "versions": 7}\n{"event": "error", "kind": [], "message": {}}',
+    'null\n[]\n0\n"step"\n{"event": null}\n{"event": "phase", "name": ["train"]}\n{"event": "done", "checksum": []}',
+    "\x00\udcff\udcfe\udc80{]}\r\x0b\u2028{\x1b",
+    "\n".join('{"event": "step", "step": %(step)d, "seconds": 0.001, "loss": 1.0}' for _ in range(60_000)),
+    '{"event": "step", "step": 1' + 400 * "0" + ', "seconds": -1.0, "loss": "a", "tokens": []}',
+)
+"""What a rank may tell that is no measurement."""
+REFORKING = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+end = time.monotonic() + 60  # they end by themselves where nobody ends them
+for _ in range(6):
+    if os.fork() == 0:
+        while time.monotonic() < end:
+            if os.fork():
+                os._exit(0)
+            os.setsid()
+            time.sleep(0.002)
+        os._exit(0)
+"""
+
+
+def witness(word):
+    if rank == 0:
+        line = f"{sweep} {' '.join(key)} {word} {allocation} {host} {process} {time.monotonic():.3f}\n"
+        with open(f"{folder}/witness.txt", "ab", buffering=0) as file:
+            file.write(line.encode())
+
+
+witness("start")
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
 
 
@@ -61,12 +101,11 @@ def hear(peer):
 
 
 def obey():
-    """Takes an order that is meant for this rank."""
+    """Takes an order that is meant for this rank; a file that is renamed is taken by one only."""
     for order in Path(folder, "orders").glob("*.*.*"):
         kind, number, share = order.name.split(".")
         if rank != int(share) * world // 100:
             continue
-        allocation = os.environ["ULTRABENCH_TAG"].split(":")[0]
         taken = {"sweep": sweep, "key": ".".join(key), "allocation": allocation, "rank": rank}
         try:
             order.rename(Path(folder, "taken", number))
@@ -79,6 +118,14 @@ def obey():
             sys.exit(0)
         elif kind == "orphan":
             subprocess.Popen([sys.executable, "-c", IGNORES_TERM], start_new_session=True)
+        elif kind == "hostile_numbers":
+            text = HOSTILE[int(share) % len(HOSTILE)].replace("%(step)d", str(step))
+            report.flush()
+            report.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
+            report.buffer.flush()
+        elif kind == "reforking_children":
+            # The last word is how they are found: the environment may be cleared, a command line stays.
+            subprocess.Popen([sys.executable, "-c", REFORKING, f"{folder}/reforking.{number}"])
 
 
 say("phase", name="train")
@@ -88,6 +135,8 @@ for step in range(1, 13):
     time.sleep(STEP_S)
     obey()
     reduce(peers)
+    witness("step")
     say("step", step=step, seconds=time.monotonic() - started, loss=10.0 / step)
+witness("end")
 say("memory", allocated_bytes=2**20, reserved_bytes=2**21)
 say("done")

@@ -1,14 +1,42 @@
 """What a fault can hit: agents and ranks on the simulated nodes, and the jobs they belong to."""
 
 import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from tests.chaos.fault import Fault
 from tests.slurm.sweeps import slurm_says
 from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, start_time
 
 FORK_SERVER = "ultrabench.agent.fork_server"
 PROGRAM = Path(__file__).parent / "program.py"
+PATIENCE_S = 15.0
+"""Seconds that a fault waits for something that it can hit."""
+AWAY_S = 5.0
+"""Seconds for which disks are full or read-only and controllers away."""
+T = TypeVar("T")
+
+
+class MissedError(Exception):
+    """There was nothing to hit."""
+
+
+def one_of(find: Callable[[], Sequence[T]], fault: Fault, pause_s: float = 0.1) -> T:
+    """What lies at the fault's `share` of what is found.
+
+    Raises:
+        MissedError: nothing was found in time.
+    """
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        found = find()
+        if found:
+            return found[fault.share * len(found) // 100]
+        time.sleep(pause_s)
+    raise MissedError("there was nothing to hit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +55,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A running job of a sweep."""
+    """A job of a sweep."""
 
     job_id: str
     allocation: str
@@ -74,9 +102,9 @@ def environment(pid: int) -> dict[str, str]:
     return dict(item.split("=", 1) for item in items if "=" in item)
 
 
-def jobs(sweep: str, *options: str) -> list[Job]:
-    """Running jobs of a sweep."""
-    text = slurm_says("squeue", "-h", "-r", "-t", "R,CF", "-o", "%i|%j|%K|%N", *options)
+def jobs(sweep: str, *options: str, states: str = "R,CF") -> list[Job]:
+    """Jobs of a sweep in these states, by default those that run."""
+    text = slurm_says("squeue", "-h", "-r", "-t", states, "-o", "%i|%j|%K|%N", *options)
     prefix, found = f"ub-{sweep}-", []
     for line in sorted(text.splitlines()):
         job_id, name, index, nodes = line.split("|")
@@ -94,5 +122,5 @@ def nodes_at_work(sweep: str) -> list[str]:
 
 def writers_at_rest(journal: Path) -> list[Path]:
     """Journal files whose process has ended."""
-    pids = {path: path.stem.rsplit("-", 2)[1] for path in sorted(journal.glob("*.jsonl"))}
+    pids = {path: path.stem.rsplit("-", 2)[1] for path in sorted(journal.glob("*-*-*-*.jsonl"))}
     return [path for path, pid in pids.items() if path.stat().st_size and not os.path.exists(f"/proc/{pid}")]

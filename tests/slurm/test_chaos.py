@@ -3,7 +3,7 @@
 import pytest
 
 from tests.chaos.campaign import Campaign
-from tests.chaos.fault import EXPLAINS, draw
+from tests.chaos.fault import EXPLAINS, INTERFERENCE, draw
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
@@ -15,8 +15,10 @@ def test_the_same_seed_draws_the_same_faults():
 
 def test_a_sweep_survives_whatever_clusters_do(sweeps, slurm):
     campaign = Campaign(sweeps, slurm, print)
+    faults = draw("5", 25)
+    assert len({fault.kind for fault in faults} & INTERFERENCE.keys()) >= 5
     try:
-        campaign.run(draw("4", 25))
+        campaign.run(faults)
     finally:
         campaign.close()
     assert campaign.problems == []

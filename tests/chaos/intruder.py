@@ -1,0 +1,104 @@
+"""Faults of programs that do what none should: at the port where agents meet, and on the nodes."""
+
+import contextlib
+import json
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.chaos.fault import Fault
+from tests.chaos.target import AWAY_S, MissedError, one_of
+from ultrabench.processes import command_line, own_processes, start_time
+
+if TYPE_CHECKING:
+    from tests.chaos.campaign import Campaign
+
+SAYINGS = {
+    "an HTTP request": b"GET / HTTP/1.1\r\nHost: gpu01\r\n\r\n",
+    "null": b"null\n",
+    "nothing": b"",
+    "half a hello": b'{"secret": "',
+}
+"""What a scanner of ports says to each that is open."""
+HELD_S = 15.0
+"""Seconds for which a caller who has not finished stays: longer than a launcher waits for an agent that is frozen."""
+CLEAN_S = 5.0
+"""Seconds after the end of a run until none of its processes may be left."""
+RUN_S = 60.0
+
+
+def port_scan(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
+    """Calls the leading agent of an allocation, if it can be before its peers do."""
+    known = {path for path, _ in _meetings(campaign.folder)}
+    when = "while its agents met"
+    try:
+        meeting, address = one_of(
+            lambda: [m for m in _meetings(campaign.folder) if m[0] not in known and _of_many(m[0])],
+            fault,
+            0.002,
+        )
+    except MissedError:
+        meeting, address = one_of(lambda: _meetings(campaign.folder), fault)
+        when = "while it ran"
+    words, said = [*SAYINGS.items()][fault.share % len(SAYINGS)]
+    with contextlib.ExitStack() as calls:
+        for _ in range(3):
+            with contextlib.suppress(OSError):
+                call = calls.enter_context(
+                    socket.create_connection((address["host"], address["port"]), timeout=2.0)
+                )
+                call.sendall(said)
+        time.sleep(AWAY_S if said.endswith(b"\n") else HELD_S)
+    return {"target": f"the leader of {meeting.parent.name}, {when}: {words}"}
+
+
+def _of_many(meeting: Path) -> bool:
+    """Whether there are peers to wait for."""
+    held: dict[str, Any] = json.loads((meeting.parent / "allocation.json").read_text())
+    return int(held["nodes"]) > 1
+
+
+def _meetings(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Where leading agents have written how to reach them, with what they wrote."""
+    found = []
+    for path in sorted(folder.glob("allocations/*/leader*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            found.append((path, json.loads(path.read_text())))
+    return found
+
+
+def reforking_children(campaign: "Campaign", fault: Fault, hit: dict[str, Any]) -> dict[str, Any]:
+    """Sees to it that children which fork all the time are gone soon after their run has ended."""
+    mark = f"{campaign.bench.folder}/reforking.{fault.number}"
+    key = hit["target"].rpartition(" ")[2]
+    end = time.monotonic() + RUN_S
+    while not _has_ended(campaign.folder / "journal", key) and time.monotonic() < end:
+        time.sleep(0.1)
+    end = time.monotonic() + CLEAN_S
+    while _left(mark) and time.monotonic() < end:
+        time.sleep(0.2)
+    if pids := _left(mark):
+        campaign.complain(f"children of {key} run on {CLEAN_S:g} s after its end: {pids}")
+    return {**hit, "allocations": []}
+
+
+def _left(mark: str) -> list[int]:
+    """Living processes with this word; looked for several times, since each lives for milliseconds only."""
+    found: set[int] = set()
+    for _ in range(5):
+        found |= {pid for pid in own_processes() if mark in command_line(pid) and start_time(pid) is not None}
+    return sorted(found)
+
+
+def _has_ended(journal: Path, key: str) -> bool:
+    """Whether somebody has said how an attempt ended."""
+    run_id, repeat, attempt = key.split(".")
+    name = {"run_id": run_id, "repeat": int(repeat), "attempt": int(attempt)}
+    for path in journal.glob("agent-*-*-*.jsonl"):
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            with contextlib.suppress(ValueError, RecursionError):
+                event = json.loads(line)
+                if event.get("event") in ("result", "failed") and name.items() <= event.items():
+                    return True
+    return False

@@ -1,0 +1,129 @@
+"""Faults of the host that a launcher runs on: its clock, its sbatch, its squeue and sacct."""
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.chaos.fault import Fault
+from tests.chaos.target import MissedError, jobs, one_of
+
+if TYPE_CHECKING:
+    from tests.chaos.campaign import Campaign
+
+CLOCK = Path(__file__).parent / "clock.py"
+OFFSET_S = 1800
+LIES_S = 14.0
+"""Seconds for which squeue lists no job: longer than any grace of a launcher."""
+HANGS_S = 3.0
+"""Seconds until a sbatch that hangs is killed."""
+UNKNOWN_S = 70.0
+"""Seconds for which squeue fails after that: longer than a launcher looks for a job whose number it never got."""
+DOUBLE_SBATCH = 'if [ -e $FLAG ]; then $REAL "$@" > /dev/null; echo $$ >> $HITS; fi\nexec $REAL "$@"'
+HANGING_SBATCH = (
+    'if [ -e $FLAG ]; then $REAL "$@" > /dev/null; echo $$ >> $HITS; exec sleep 90; fi\nexec $REAL "$@"'
+)
+FAILING_SQUEUE = (
+    'if [ -e $FLAG ]; then echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; fi\n'
+    'exec $REAL "$@"'
+)
+EMPTY_SQUEUE = 'if [ -e $FLAG ]; then echo $$ >> $HITS; exit 0; fi\nexec $REAL "$@"'
+LYING_SACCT = (
+    'if [ -e $FLAG ]; then $REAL "$@" | sed -E "s/\\|(RUNNING|PENDING|COMPLETING)\\|/|COMPLETED|/"; exit 0; fi\n'
+    'exec $REAL "$@"'
+)
+
+
+class Wrappers:
+    """Programs in front of Slurm's own on the PATH of one launcher; they lie while the flag is up."""
+
+    def __init__(self, campaign: "Campaign", fault: Fault, scripts: dict[str, str]) -> None:
+        self.folder = campaign.bench.folder / f"bin.{fault.number}"
+        self.folder.mkdir()
+        self.flag, self.hits = self.folder / "flag", self.folder / "hits"
+        for program, script in scripts.items():
+            path = self.folder / program
+            path.write_text(
+                f"#!/bin/bash\nREAL={shutil.which(program)}\nFLAG={self.flag}\nHITS={self.hits}\n{script}\n"
+            )
+            path.chmod(0o755)
+        self.flag.touch()
+
+    def pids(self) -> list[int]:
+        """Of the calls that were answered with a lie, the first one first."""
+        return [int(word) for word in self.hits.read_text().split()] if self.hits.exists() else []
+
+    def stop(self) -> None:
+        """From now on the wrappers do what the programs do."""
+        self.flag.unlink(missing_ok=True)
+
+
+def clock_offset(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
+    """Goes on with a launcher on a host whose clock is half an hour behind, or ahead."""
+    offset_s = OFFSET_S if fault.share % 2 else -OFFSET_S
+    campaign.kill_launchers()
+    campaign.launch(program=[str(CLOCK), str(offset_s)])
+    return {"target": f"a launcher whose clock is {offset_s:+d} s off"}
+
+
+def double_submission(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
+    """Every submission of some seconds is done twice, or is done and never answered.
+
+    Raises:
+        MissedError: nothing was submitted in time.
+    """
+    hangs = fault.share >= 50
+    scripts = {"sbatch": HANGING_SBATCH, "squeue": FAILING_SQUEUE} if hangs else {"sbatch": DOUBLE_SBATCH}
+    wrappers = Wrappers(campaign, fault, scripts)
+    squeue_fails = wrappers.folder / "squeue"
+    if hangs:  # squeue works until the first submission: nobody submits who has not seen his jobs
+        squeue_fails.rename(wrappers.folder / "squeue.later")
+    campaign.kill_launchers()
+    campaign.launch(path=wrappers.folder)
+    try:
+        one_of(wrappers.pids, fault)
+        if not hangs:
+            time.sleep(HANGS_S)
+            return {"target": f"{len(wrappers.pids())} submissions made twice", "costs": 0}
+        (wrappers.folder / "squeue.later").rename(squeue_fails)
+        _let_hang(wrappers)
+        return {
+            "target": f"{len(wrappers.pids())} submissions whose answer was lost while squeue failed",
+            "costs": 0,
+        }
+    finally:
+        wrappers.stop()
+
+
+def _let_hang(wrappers: Wrappers) -> None:
+    """Each call of sbatch hangs for a while, and squeue fails all the time."""
+    end, killed = time.monotonic() + UNKNOWN_S, 0
+    while time.monotonic() < end:
+        time.sleep(HANGS_S)
+        for pid in wrappers.pids()[killed:]:
+            killed += 1
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def empty_squeue(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
+    """A launcher is told for some seconds that no job exists; half of the times sacct calls them completed."""
+    scripts = {"squeue": EMPTY_SQUEUE} | ({"sacct": LYING_SACCT} if fault.share % 2 else {})
+    one_of(lambda: jobs(campaign.sweep), fault)
+    wrappers = Wrappers(campaign, fault, scripts)
+    campaign.kill_launchers()
+    campaign.launch(path=wrappers.folder)
+    try:
+        one_of(wrappers.pids, fault)
+        time.sleep(LIES_S)
+        waiting = len(jobs(campaign.sweep, states="PD"))
+    finally:
+        wrappers.stop()
+    told = "squeue lists nothing" + ", sacct calls all jobs completed" * (fault.share % 2)
+    if not wrappers.pids():
+        raise MissedError("squeue was not asked")
+    # A job that waits gives no sign of life: where both say that it is over, it may be submitted again.
+    return {"target": told, "costs": waiting if fault.share % 2 else 0}

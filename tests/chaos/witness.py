@@ -1,0 +1,45 @@
+"""What the program of these tests wrote down of its own executions, whatever ultrabench says of them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class Execution:
+    """One start of rank 0 of an attempt."""
+
+    key: str
+    """RUN_ID.REPEAT.ATTEMPT."""
+    allocation: str
+    host: str
+    """Node of rank 0."""
+    process: str
+    """Pid and start time of rank 0."""
+    started_s: float
+    last_s: float
+    """When it last gave a sign of life, by the monotonic clock that all simulated nodes share."""
+    ended: bool = False
+    """Whether it came to its end; one that is killed does not."""
+
+    def beside(self, other: "Execution") -> bool:
+        """Whether both were at work at the same time."""
+        return self.started_s <= other.last_s and other.started_s <= self.last_s
+
+
+def executions_of(sweep: str, lines: Iterable[str]) -> list[Execution]:
+    """The executions of a sweep by their start.
+
+    A line is SWEEP RUN_ID REPEAT ATTEMPT WORD ALLOCATION HOST PROCESS SECONDS, where WORD is start, step or end.
+    """
+    found: dict[tuple[str, str], Execution] = {}
+    for line in lines:
+        name, run_id, repeat, attempt, word, allocation, host, process, seconds = line.split()
+        key, at = f"{run_id}.{repeat}.{attempt}", float(seconds)
+        if name != sweep:
+            continue
+        new = Execution(
+            key=key, allocation=allocation, host=host, process=process, started_s=at, last_s=at
+        )  # fmt: skip
+        held = found.setdefault((key, process), new)
+        held.last_s, held.ended = max(held.last_s, at), held.ended or word == "end"
+    return sorted(found.values(), key=lambda execution: execution.started_s)
