@@ -21,7 +21,7 @@ from ultrabench.sweep.retry_policy import RetryPolicy
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
                   "results_dir", "repeats", "profile", "names", "models"})  # fmt: skip
 """Of a composed tree."""
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@,-]{0,99}")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}")
 """Of a sweep: it names a folder and Slurm jobs, and stands in commands to be copied."""
 SCHEDULES = ("auto", *PP_SCHEDULES[1:])
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", *TEXTS})
@@ -101,8 +101,8 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     config = config_from_tree(tree)
     if not NAME.fullmatch(config.name):
         raise ConfigError(
-            f"name={config.name!r}; a sweep's name begins with a letter, a digit or '_', goes on with these and . + = @ "
-            "- , and has at most 100 characters: choose another with name=NAME"
+            f"name={config.name!r}; a sweep's name begins with a letter, a digit or '_', goes on with these, spaces and "
+            "any of .+=@,- and has at most 100 characters: choose another with name=NAME"
         )
     return config
 

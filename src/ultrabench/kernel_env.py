@@ -11,8 +11,8 @@ from ultrabench.folder import write_whole
 
 REDACTED = "<redacted>"
 """Stands for the value of a secret in everything that is written or shown, and in what is hashed."""
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-"""What the name of a variable with a secret has in it."""
+_SECRET = re.compile("(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?![A-Z])", re.IGNORECASE)
+"""What the name of a variable with a secret has in it, as a whole word: TOKENIZERS_PARALLELISM is none."""
 
 
 def redacted(env: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

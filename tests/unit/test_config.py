@@ -132,7 +132,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["repeats=0"], "repeats=0; must be a whole number >= 1"),
         (["repeats=2.5"], "repeats=2.5; must be a whole number >= 1"),
         (["name=a/b"], "begins with a letter, a digit or"),
-        *(([f"name={name}"], "and has at most 100 characters") for name in (".hidden", "-x", "50%", "x" * 101, "\"a b\"")),
+        *(([f"name={name}"], "and has at most 100 characters") for name in (".hidden", "-x", "50%", "x" * 101, "\"a\\tb\"")),
         (["hardware.gpu=RTX"], "unknown gpu 'RTX'"),
         (["hardware.gpus_per_node=0"], "hardware.gpus_per_node=0; must be >= 1"),
         (["kernel.precision=fp8"], "kernel.precision='fp8'; must be fp32, bf16 or fp64"),

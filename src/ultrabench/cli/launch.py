@@ -128,11 +128,7 @@ def follow(
     planned = planned_runs(sweep.plan)
     price = hours(sweep.plan.gpu_hours())
     say(f"{config.name}: {len(planned)} runs, {price} GPU hours predicted, in {sweep.folder.path}")
-    known = sweep.state()
-    settled = next_step(
-        sweep.plan, known, frozenset(), accepts=sweep.accepts, old=frozenset(known.attempts)
-    ).over
-    if config.profile and settled:
+    if config.profile and _settled(sweep):
         say(
             "profile=true, but all is measured: only what runs looks inside itself; add repeats=N or name=NAME"
         )
@@ -176,6 +172,12 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher, ask: bool) -> list
     whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others.values()}
     text = f"{len(others)} jobs of {', '.join(sorted(whose))} have not started. Submit others in their place?"
     return sorted(others) if typer.confirm(text, err=True) else []
+
+
+def _settled(sweep: OpenSweep) -> bool:
+    known = sweep.state()
+    old = frozenset(known.attempts)
+    return next_step(sweep.plan, known, frozenset(), accepts=sweep.accepts, old=old).over
 
 
 class Terminated(BaseException):
