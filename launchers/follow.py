@@ -53,6 +53,8 @@ class Follower:
         self._adopted: set[str] = set()
         self._held_s: dict[str, float] = {}
         """Allocation -> seconds that it has held its nodes, by the latest look."""
+        self._gone_since: dict[str, float] = {}
+        """Allocation -> when the batch system first called it over though its agents were not silent yet."""
         self._cancelled_at = -CANCEL_S
         self._touched = 0.0
         self._failing_since: float | None = None
@@ -155,7 +157,9 @@ class Follower:
         """
         if gone.certain or self._vigil.silent(held.name):
             return True
-        self._tell((f"{gone.reason}, but the agents of {held.name} touch their journal: they live",))
+        since = self._gone_since.setdefault(held.name, time.monotonic())
+        if time.monotonic() - since > self._vigil.patience_s:
+            self._tell((f"{gone.reason}, but the agents of {held.name} touch their journal: they live",))
         return False
 
     def _abandoned(self, held: AllocationState) -> Gone | None:
