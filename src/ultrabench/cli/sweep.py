@@ -55,7 +55,7 @@ def launch(
         float | None, typer.Option("--max-gpu-hours", min=0.0, help="The sweep may use so many in all.")
     ] = None,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask on a terminal; local sweeps never ask.")
+        bool, typer.Option("--yes", help="Ask nothing on a terminal: no price, no jobs of others.")
     ] = False,
     reuse: Annotated[
         str | None,
