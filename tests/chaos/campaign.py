@@ -25,6 +25,8 @@ SIZE = "64m"
 """Of the file system that holds the results, which has to be filled now and then."""
 LIFE_S = 15.0
 """After a fault the next one waits until something moves, at most so long."""
+AGAIN_S = 20.0
+"""A fault that missed is tried once more when something moves or a new sweep runs, at the latest after this time."""
 END_S = 300.0
 """After the last fault a sweep has to come to its end within this time."""
 ANSWER_S = 60.0
@@ -145,7 +147,7 @@ class Campaign:
         self._wait(lambda: self._signs() > 0, 60.0)
 
     def _inject(self, fault: Fault) -> None:
-        self._watch_for(fault.wait_s)
+        self._watch(fault.wait_s)
         record: dict[str, Any] = {"number": fault.number, "kind": fault.kind, "sweep": self.sweep}
         record["at"] = round(time.time(), 1)
         before = self._signs()
@@ -156,21 +158,28 @@ class Campaign:
         else:
             try:
                 record |= strike(self, fault)
-            except MissedError as error:
-                record["missed"] = str(error)
+            except MissedError:
+                # A sweep that came to its end just then had nothing left to hit, the next one has.
+                self._watch(AGAIN_S, lambda: self.sweep != record["sweep"] or self._signs() > before)
+                record |= {"sweep": self.sweep, "at": round(time.time(), 1)}
+                before = self._signs()
+                try:
+                    record |= strike(self, fault)
+                except MissedError as error:
+                    record["missed"] = str(error)
         self.records.append(record)
         self.say(f"{fault.number:4d} {fault.kind:18s} {record.get('target') or record.get('missed')}")
         if "missed" not in record:
             self._wait(lambda: self._signs() > before, LIFE_S)
 
-    def _watch_for(self, seconds: float) -> None:
-        """Keeps a launcher running, and a sweep."""
+    def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Keeps a launcher running, and a sweep, for some seconds or until something has happened."""
         end = time.monotonic() + seconds
         while True:
             if not self.living() and self._over():
                 self._judge()
                 self._open()
-            if time.monotonic() > end:
+            if time.monotonic() > end or until():
                 return
             time.sleep(0.1)
 

@@ -28,6 +28,7 @@ HANGING_SBATCH = (
 )
 FAILING_SQUEUE = (
     'if [ -e $FLAG ]; then echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; fi\n'
+    "touch $FLAG.over\n"
     'exec $REAL "$@"'
 )
 EMPTY_SQUEUE = 'if [ -e $FLAG ]; then echo $$ >> $HITS; exit 0; fi\nexec $REAL "$@"'
@@ -42,8 +43,9 @@ class Wrappers:
 
     def __init__(self, campaign: "Campaign", fault: Fault, scripts: dict[str, str]) -> None:
         self.folder = campaign.bench.folder / f"bin.{fault.number}"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
         self.flag, self.hits = self.folder / "flag", self.folder / "hits"
+        self.hits.unlink(missing_ok=True)  # of an earlier try
         for program, script in scripts.items():
             path = self.folder / program
             path.write_text(
@@ -59,6 +61,12 @@ class Wrappers:
     def stop(self) -> None:
         """From now on the wrappers do what the programs do."""
         self.flag.unlink(missing_ok=True)
+
+    def wait_for_answer(self) -> None:
+        """Until squeue, which failed, has been asked again: the longer it fails, the more seldom it is asked."""
+        answered, end = self.flag.with_name("flag.over"), time.monotonic() + UNKNOWN_S
+        while not answered.exists() and time.monotonic() < end:
+            time.sleep(0.1)
 
 
 def clock_offset(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
@@ -90,12 +98,13 @@ def double_submission(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
             return {"target": f"{len(wrappers.pids())} submissions made twice", "costs": 0}
         (wrappers.folder / "squeue.later").rename(squeue_fails)
         _let_hang(wrappers)
-        return {
-            "target": f"{len(wrappers.pids())} submissions whose answer was lost while squeue failed",
-            "costs": 0,
-        }
     finally:
         wrappers.stop()
+    wrappers.wait_for_answer()
+    return {
+        "target": f"{len(wrappers.pids())} submissions whose answer was lost while squeue failed",
+        "costs": 0,
+    }
 
 
 def _let_hang(wrappers: Wrappers) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.chaos.bystander import other_cluster, other_user
@@ -21,7 +22,7 @@ from tests.chaos.clumsy_files import (
 from tests.chaos.fault import Fault
 from tests.chaos.intruder import port_scan, reforking_children
 from tests.chaos.lying_slurm import clock_offset, double_submission, empty_squeue
-from tests.chaos.target import AWAY_S, jobs, nodes_at_work, one_of, processes
+from tests.chaos.target import AWAY_S, MissedError, jobs, nodes_at_work, one_of, processes
 from tests.slurm.conftest import SETTINGS
 
 if TYPE_CHECKING:
@@ -70,10 +71,19 @@ def order(campaign: "Campaign", fault: Fault) -> Hit:
     order = folder / f"orders/{fault.kind}.{number}.{fault.share}"
     order.touch()
     told = folder / f"taken/{number}.json"
+
+    def answer() -> list[Path]:
+        return [told] if told.exists() and told.stat().st_size else []
+
     try:
-        one_of(lambda: [told] if told.exists() and told.stat().st_size else [], fault)
-    finally:
-        order.unlink(missing_ok=True)
+        one_of(answer, fault)
+    except MissedError:
+        try:
+            order.unlink()
+        except FileNotFoundError:  # taken at the last moment
+            one_of(answer, fault)
+        else:
+            raise
     taken = json.loads(told.read_text())
     return {
         "target": f"rank {taken['rank']} of {taken['key']}",
