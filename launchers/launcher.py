@@ -1,13 +1,12 @@
 """What a follower needs of a launcher: submit allocations, see what became of them, end them."""
 
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ultrabench.allocation import Allocation
-from ultrabench.processes import own_name
+from ultrabench.processes import own_name, pid_namespace
 from ultrabench.result import Status
 from ultrabench.state import AllocationState
 
@@ -22,7 +21,7 @@ Origin = dict[str, str]
 def origin(cluster: str = "") -> Origin:
     """This user on this host. Local processes also belong to a PID namespace, which the host then names."""
     host = socket.gethostname().split(".")[0]
-    namespace = os.stat("/proc/self/ns/pid").st_ino
+    namespace = pid_namespace()
     if not cluster and namespace != _FIRST_NAMESPACE:
         host += f":{namespace}"
     return {"user": own_name(), "cluster": cluster, "host": host}
