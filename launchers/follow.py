@@ -210,7 +210,8 @@ class Follower:
         """Ends every open allocation at once; call it when their processes are known to be gone."""
         state = self.sweep.state()
         for name, held in self.mine(state, open_allocations(state)).items():
-            gone = Gone(status=Status.LOST, reason=f"the agents of {name} were ended", certain=True)
+            reason, held_s = f"the agents of {name} were ended", self.launcher.held_s(held)
+            gone = Gone(status=Status.LOST, reason=reason, elapsed_s=held_s, certain=True)
             self._settler.settle(held, gone, state)
 
     def mine(self, state: SweepState, names: Iterable[str]) -> dict[str, AllocationState]:

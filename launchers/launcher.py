@@ -121,5 +121,8 @@ class Launcher(Protocol):
     def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:
         """Ends allocations; those that run only if asked to."""
 
+    def held_s(self, held: AllocationState) -> float | None:
+        """Seconds for which an allocation whose agents were killed had its nodes; None where others will tell."""
+
     def end_frozen(self, name: str, job: Job) -> None:
         """Ends this one allocation, found as `job`, whose agent does not react to anything."""

@@ -92,7 +92,7 @@ class LocalLauncher:
         gone = {
             n: Gone(
                 status=Status.LOST, reason=f"the agents of {n} vanished", certain=True,
-                elapsed_s=self._held_s(allocations[n]),
+                elapsed_s=self.held_s(allocations[n]),
             )
             for n in sorted(lost)
         }  # fmt: skip
@@ -102,7 +102,7 @@ class LocalLauncher:
         jobs: dict[str, Job] = {name: {"host": host} for name in found}
         return Sighting(alive=frozenset(unended) - lost, running=frozenset(found), gone=gone, jobs=jobs)
 
-    def _held_s(self, held: AllocationState) -> float:
+    def held_s(self, held: AllocationState) -> float:
         """Seconds from the moment an allocation was written to its latest sign of life."""
         paths = [self._folder.journal / str(a["journal"]) for a in held.agents if a.get("journal")]
         began = touched(self._folder.allocations / held.name / "allocation.json")

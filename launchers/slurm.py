@@ -224,6 +224,9 @@ class SlurmLauncher:
         for array in sorted({name.rpartition(".")[0] for name in allocations}):
             self.query.cancel(name=f"{self._prefix}{array}", pending_only=queued_only)
 
+    def held_s(self, held: AllocationState) -> None:
+        """squeue and sacct tell, when it is over."""
+
     def end_frozen(self, name: str, job: Job) -> None:
         """scancel for this element of its array; what does not end by itself Slurm kills after KillWait."""
         self.query.cancel([job["job_id"]])

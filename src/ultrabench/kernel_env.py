@@ -37,10 +37,11 @@ def revealed(env: Mapping[str, str], file: Path, given: Mapping[str, str] | None
     Raises:
         ConfigError: a value is neither given nor in the file.
     """
-    if REDACTED not in env.values():
-        return dict(env)
-    known = {**(json.loads(file.read_text()) if file.exists() else {}), **(given or {})}
-    lost = [name for name, value in env.items() if value == REDACTED and name not in known]
+    known = dict(given or {})
+    hidden = [name for name, value in env.items() if value == REDACTED]
+    if not known.keys() >= {*hidden} and file.exists():
+        known = json.loads(file.read_text()) | known
+    lost = [name for name in hidden if name not in known]
     if lost:
         raise ConfigError(f"kernel.env.{lost[0]} is kept in {file}, which has no value for it; give it again")
     return {name: known[name] if value == REDACTED else value for name, value in env.items()}

@@ -60,6 +60,9 @@ class Played:
         if len(self.cancelled) <= self.refusals:
             raise ClusterError("scancel: no answer")
 
+    def held_s(self, held):
+        return None
+
     def end_frozen(self, name, job):
         self.ended.append(name)
 
