@@ -18,6 +18,8 @@ CLOCK = Path(__file__).parent / "clock.py"
 OFFSET_S = 1800
 LIES_S = 14.0
 """Seconds for which squeue lists no job: longer than any grace of a launcher."""
+SUBMITS_S = 40.0
+"""Seconds until a launcher that has just started will have submitted something, if there is anything to submit."""
 HANGS_S = 3.0
 """Seconds until a sbatch that hangs is killed."""
 UNKNOWN_S = 70.0
@@ -92,7 +94,7 @@ def double_submission(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
     campaign.kill_launchers()
     campaign.launch(path=wrappers.folder)
     try:
-        one_of(wrappers.pids, fault)
+        one_of(wrappers.pids, fault, patience_s=SUBMITS_S)
         if not hangs:
             time.sleep(HANGS_S)
             return {"target": f"{len(wrappers.pids())} submissions made twice", "costs": 0}

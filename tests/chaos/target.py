@@ -24,13 +24,15 @@ class MissedError(Exception):
     """There was nothing to hit."""
 
 
-def one_of(find: Callable[[], Sequence[T]], fault: Fault, pause_s: float = 0.1) -> T:
+def one_of(
+    find: Callable[[], Sequence[T]], fault: Fault, pause_s: float = 0.1, patience_s: float = PATIENCE_S
+) -> T:
     """What lies at the fault's `share` of what is found.
 
     Raises:
         MissedError: nothing was found in time.
     """
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + patience_s
     while time.monotonic() < end:
         found = find()
         if found:
