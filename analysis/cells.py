@@ -33,6 +33,8 @@ class Cell:
     mbs: int | None = None
     gas: int | None = None
     pp_schedule: str | None = None
+    virtual_stages: int | None = None
+    """Stages of the model that each pipeline rank holds."""
     mfu: float | None = None
     """A fraction."""
     source_mfu: float | None = None

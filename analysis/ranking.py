@@ -23,7 +23,7 @@ _SHAPE = (
 _KEY = (*_PANEL, *_SHAPE, "nodes")
 """A cell: two models of one name and different shape are two cells, and so are two batches."""
 _WINNER = (
-    "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "pp_schedule", "mfu", "source_mfu",
+    "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "pp_schedule", "virtual_stages", "mfu", "source_mfu",
     "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source",
 )  # fmt: skip
 _OTHERS = (

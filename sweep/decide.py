@@ -110,7 +110,7 @@ def decide(
         waiting=len(on_their_way) + len(todo) - len(ready),
         untried=untried,
         dominated=dominated,
-        broken=broken(state, policy, old),
+        broken=broken(state, policy, ended_s),
     )
 
 

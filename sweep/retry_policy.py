@@ -1,7 +1,7 @@
 """What follows from a failure: tried again, left standing, a node avoided, the sweep stopped."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ultrabench.errors import ConfigError, unknown_name
@@ -167,12 +167,17 @@ def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
     return {host: (found | failed)[host] for host in ranked}
 
 
-def broken(state: SweepState, policy: RetryPolicy, old: frozenset[AttemptKey]) -> str | None:
-    """Why the sweep has to stop: its latest runs of this launch all failed in one and the same way."""
+def broken(state: SweepState, policy: RetryPolicy, ended_s: Mapping[AttemptKey, float]) -> str | None:
+    """Why the sweep has to stop: its latest runs of this launch all failed in one and the same way.
+
+    Args:
+        ended_s: how long ago this launch saw attempts end, which orders them: clocks of nodes differ.
+    """
     if policy.breaker is None:
         return None
-    ended = [(a.time or 0.0, k, a.result) for k, a in state.attempts.items() if a.result and k not in old]
-    telling = [r for _, _, r in sorted(ended, key=lambda e: e[:2]) if r.status not in NO_KIND - {Status.OK}]
+    ended = sorted((-ago_s, key) for key, ago_s in ended_s.items() if key in state.attempts)
+    results = (state.attempts[key].result for _, key in ended)
+    telling = [r for r in results if r and r.status not in NO_KIND - {Status.OK}]
     latest = telling[-policy.breaker :]
     kinds = {(r.status, r.fingerprint or r.cause) for r in latest}
     if len(latest) < policy.breaker or len(kinds) > 1 or latest[-1].status == Status.OK:

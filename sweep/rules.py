@@ -27,9 +27,9 @@ def tp_divides_kv_heads(layout: Layout, shape: ModelShape) -> str | None:
 
 
 def zero_needs_dp(layout: Layout, shape: ModelShape) -> str | None:
-    """ZeRO shards over data-parallel ranks; with one of them it is ZeRO-0."""
-    if layout.zero_stage > 0 and layout.dp == 1:
-        return f"zero_stage={layout.zero_stage} needs dp > 1; dp=1"
+    """ZeRO shards over data-parallel and context-parallel ranks; with one of them it is ZeRO-0."""
+    if layout.zero_stage > 0 and layout.dp * layout.cp == 1:
+        return f"zero_stage={layout.zero_stage} needs dp*cp > 1; dp=1, cp=1"
     return None
 
 

@@ -80,9 +80,9 @@ class KernelChoice:
                 seen.update(path.name.encode() + b"\0" + path.read_bytes())
         for word in self.command:
             seen.update(word.encode() + b"\0")
-            path = Path(word)
-            if path.suffix in CODE_SUFFIXES and path.is_file():
-                seen.update(path.read_bytes())
+            for name in (word, word.partition("=")[2]):  # a file may be the value of an option
+                if Path(name).suffix in CODE_SUFFIXES and Path(name).is_file():
+                    seen.update(Path(name).read_bytes())
         return seen.hexdigest()[:16]
 
 

@@ -3,7 +3,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from ultrabench.analysis.captions import notes
+from ultrabench.analysis.captions import layout_lines, notes
 from ultrabench.analysis.cells import compare
 from ultrabench.analysis.ranking import rank
 from ultrabench.analysis.schema import SCHEMA
@@ -210,3 +210,12 @@ def test_notes_count_runs_once_and_name_versions():
     told = notes(pa.Table.from_pylist(rows, schema=SCHEMA))
     assert told.startswith("Layouts: 1 ok, 3 oom, 2 pending.")
     assert "torch 2.13.0" in told
+
+
+def test_interleaved_schedules_of_different_depth_do_not_look_alike():
+    cells = [
+        *cells_of(row("two", 1.0, pp_schedule="interleaved", virtual_stages=2)),
+        *cells_of(row("four", 1.0, pp_schedule="interleaved", virtual_stages=4)),
+    ]
+    assert [cell.to_json()["virtual_stages"] for cell in cells] == [2, 4]
+    assert [layout_lines(cell)[1].rpartition(" ")[2] for cell in cells] == ["x2", "x4"]

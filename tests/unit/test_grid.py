@@ -213,7 +213,7 @@ def test_the_default_sweep_is_small_and_covers_everything():
     [
         (Layout(dp=1, tp=3), "tp_divides_heads", "tp=3 does not divide num_attention_heads=4"),
         (Layout(dp=1, tp=4), "tp_divides_kv_heads", "tp=4 does not divide num_key_value_heads=2"),
-        (Layout(dp=1, zero_stage=2), "zero_needs_dp", "zero_stage=2 needs dp > 1; dp=1"),
+        (Layout(dp=1, zero_stage=2), "zero_needs_dp", "zero_stage=2 needs dp*cp > 1; dp=1, cp=1"),
         (Layout(dp=1, pp=4, gas=2, pp_schedule="afab"), "enough_micro_batches", "gas=2 is less than pp-1=3"),
         (
             Layout(dp=1, pp=12, gas=12, pp_schedule="1f1b"),
@@ -236,6 +236,7 @@ def test_the_first_broken_rule_counts():
 def test_a_layout_that_breaks_nothing():
     shape = load_model("tiny-gqa")
     assert first_broken(Layout(dp=2, tp=2, zero_stage=1), shape) is None
+    assert first_broken(Layout(dp=1, cp=8, zero_stage=3), shape) is None, "ZeRO spans dp*cp"
 
 
 def test_a_sweep_without_runs_says_why():

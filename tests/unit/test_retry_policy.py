@@ -110,14 +110,25 @@ def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed():
 def test_the_breaker_wants_the_same_failure_in_a_row():
     crash = result("crash", fingerprint="f", reason="ImportError: no module x")
     runs = [replace_key(a, n) for n, a in enumerate(failed(*[crash] * 10))]
-    assert "ImportError" in (broken(state_of(*runs), POLICY, frozenset()) or "")
-    assert broken(state_of(*runs[1:]), POLICY, frozenset()) is None
-    assert broken(state_of(*runs), POLICY, frozenset({runs[0].key})) is None, "before this launch"
-    assert broken(state_of(*runs), replace(POLICY, breaker=None), frozenset()) is None
+    ago = {run.key: 100.0 - n for n, run in enumerate(runs)}
+    assert "ImportError" in (broken(state_of(*runs), POLICY, ago) or "")
+    assert broken(state_of(*runs[1:]), POLICY, ago) is None
+    assert broken(state_of(*runs), POLICY, {run.key: 1.0 for run in runs[1:]}) is None, "before this launch"
+    assert broken(state_of(*runs), replace(POLICY, breaker=None), ago) is None
     runs[5].result = result("ok")
-    assert broken(state_of(*runs), POLICY, frozenset()) is None
+    assert broken(state_of(*runs), POLICY, ago) is None
     runs[5].result = result("oom")
-    assert broken(state_of(*runs), POLICY, frozenset()) is None, "nine are not ten"
+    assert broken(state_of(*runs), POLICY, ago) is None, "nine are not ten"
+
+
+def test_the_breaker_goes_by_when_the_launcher_saw_an_end_and_not_by_clocks_of_nodes():
+    crash = result("crash", fingerprint="f", reason="ImportError: no module x")
+    runs = [replace_key(a, n) for n, a in enumerate(failed(*[crash] * 11))]
+    runs[0].result, runs[0].time = result("ok"), 9e9  # the first to end, on a node whose clock is ahead
+    ago = {run.key: 100.0 - n for n, run in enumerate(runs)}
+    assert broken(state_of(*runs), POLICY, ago) is not None
+    ago[runs[0].key] = 1.0
+    assert broken(state_of(*runs), POLICY, ago) is None
 
 
 def replace_key(attempt, number):

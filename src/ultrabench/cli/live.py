@@ -90,7 +90,11 @@ def counts_line(now: Progress, busy: bool = True) -> Text:
     settled = {k: v for k, v in now.by_status.items() if k not in ("pending", "running")}
     shown = ", ".join(f"{v} {k}" for k, v in settled.items())
     total = now.useful_gpu_hours + now.wasted_gpu_hours
-    wasted = f", {now.wasted_gpu_hours / total:.0%} wasted" if now.wasted_gpu_hours else ""
+    between = now.wasted_by_status.get("between_runs", 0.0)
+    shares = (("in failed runs", now.wasted_gpu_hours - between), ("between runs", between))
+    wasted = "".join(
+        f", {part / total:.0%} of them {where}" for where, part in shares if part / (total or 1) >= 0.005
+    )
     left = now.by_status.get("pending", 0) + now.by_status.get("running", 0)
     eta = f", ETA {duration(now.eta_s)}" if left and busy and now.eta_s is not None else ""
     text = f"{now.sweep}: {sum(settled.values())} of {now.runs} runs settled"

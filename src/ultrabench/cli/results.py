@@ -26,9 +26,13 @@ def collect(
     from ultrabench.analysis.collect import collect as rows_of
     from ultrabench.analysis.collect import write_parquet
     from ultrabench.cli.tables import say, warn
+    from ultrabench.errors import ConfigError
     from ultrabench.folder import find_sweep
 
-    folders = [find_sweep(name, results_dir) for name in sweeps or []] or [find_sweep(None, results_dir)]
+    if output is not None and output.suffix != ".parquet":
+        raise ConfigError(f"-o {output}; results are written as parquet: name a file that ends in .parquet")
+    named = [find_sweep(name, results_dir) for name in sweeps or (None,)]
+    folders = [*{folder.path.resolve(): folder for folder in named}.values()]
     table = rows_of(folders, warn)
     path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
     write_parquet(table, path)

@@ -62,7 +62,7 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
 
 
 def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
-    """The final attempts that failed and were asked for."""
+    """The final attempts that failed and were asked for; a confirmed lack of memory is an answer, asked for by name."""
     answers = {Status.OK, Status.SKIPPED, Status.REJECTED}
     names = [s.value for s in Status if s not in answers]
     wanted = [w.strip() for w in only.split(",")] if only else names
@@ -75,5 +75,9 @@ def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str |
     return [
         a
         for (run_id, _), a in sorted(final_attempts(state).items())
-        if a.result and a.result.status.value in wanted and run_id in planned and run_id.startswith(run or "")
+        if a.result
+        and a.result.status.value in wanted
+        and run_id in planned
+        and run_id.startswith(run or "")
+        and (only or run or not (a.result.status == Status.OOM and a.result.confirmed))
     ]

@@ -199,3 +199,39 @@ def test_collect_never_imports_torch(tmp_path, sweep):
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True)
     assert (sweep.path / "runs.parquet").is_file()
+
+
+def test_a_plain_retry_leaves_answers_alone(ultrabench, sweep):
+    writer = JournalWriter(sweep.journal, "agent")
+    for run, confirmed in zip(QUICK.runs[2:4], (True, False), strict=True):
+        result = RunResult(status=Status.OOM, cause="cpu_oom", confirmed=confirmed, reason="no memory")
+        name = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
+        writer.write("failed", **name, source="agent", spec=to_dict(run.spec), result=to_dict(result))
+    again = {row["run_id"] for row in as_json(ultrabench, "sweep", "retry", "--dry-run")}
+    assert QUICK.runs[2].run_id not in again
+    assert QUICK.runs[3].run_id in again
+    asked = as_json(ultrabench, "sweep", "retry", "--dry-run", "--only", "oom")
+    assert {row["run_id"] for row in asked} == {run.run_id for run in QUICK.runs[2:4]}
+    named = as_json(ultrabench, "sweep", "retry", "--dry-run", "--run", QUICK.runs[2].run_id)
+    assert len(named) == 1
+
+
+def test_a_sweep_that_is_named_twice_counts_once(ultrabench, sweep):
+    once = ultrabench("collect", "quick-cpu")[2]
+    twice = ultrabench("collect", "quick-cpu", str(sweep.path), "-o", "both.parquet")[2]
+    assert once.split(" to ")[0] == twice.split(" to ")[0]
+
+
+def test_results_are_not_written_into_a_file_of_another_kind(ultrabench, sweep, tmp_path):
+    code, _, err = ultrabench("collect", "-o", "a.csv")
+    assert (code, err) == (
+        2,
+        "ultrabench: -o a.csv; results are written as parquet: name a file that ends in .parquet\n",
+    )
+    assert not (tmp_path / "a.csv").exists()
+
+
+def test_time_between_runs_is_named_and_not_called_wasted(ultrabench, sweep):
+    out = ultrabench("sweep", "status")[1]
+    assert "of them in failed runs" in out
+    assert "wasted" not in out
