@@ -82,6 +82,7 @@ CAUSES = (
     _cause("exception", Status.CRASH, "exception"),
     _cause("exit_code", Status.CRASH, "ended with an error"),
     _cause("exited_early", Status.CRASH, "ended before it was done"),
+    _cause("port_taken", Status.CRASH, "its port was taken", r"Address already in use|EADDRINUSE"),
     _cause("nccl_timeout", Status.COMM_ERROR, "NCCL waited in vain",
            r"Watchdog caught collective operation timeout|NCCL watchdog .*timed? ?out|"
            r"\[PG .*Timeout\(ms\)=\d+\) ran for", blames_host=True),

@@ -25,7 +25,7 @@ class Status(StrEnum):
 
 CAUSES = (
     "ecc_error", "xid", "gpu_unavailable", "foreign_memory", "cuda_oom", "host_oom", "cpu_oom", "non_finite_loss",
-    "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "bus_error",
+    "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "port_taken", "bus_error",
     "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "preempted", "unmeasured",
     "wrong_gpu", "replicas_differ", "bad_report",

@@ -121,7 +121,6 @@ def _witnessed(rows: Rows, executions: Iterable[Execution]) -> list[str]:
             f"{key} is {row['status']} and never ran"
             for key, row in ends.items()
             if key not in counts and row["status"] not in UNFINISHED
-            if row.get("cause") != "killed"  # a rank that is killed while Python starts writes no line
         ),
         *(
             f"{key} is ok and its program never came to its end"

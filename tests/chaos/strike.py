@@ -22,8 +22,9 @@ from tests.chaos.clumsy_files import (
 from tests.chaos.fault import Fault
 from tests.chaos.intruder import port_scan, reforking_children
 from tests.chaos.lying_slurm import clock_offset, double_submission, empty_squeue
-from tests.chaos.target import AWAY_S, MissedError, jobs, nodes_at_work, one_of, processes
+from tests.chaos.target import AWAY_S, MissedError, Target, jobs, nodes_at_work, one_of, processes
 from tests.slurm.conftest import SETTINGS
+from ultrabench.processes import command_line
 
 if TYPE_CHECKING:
     from tests.chaos.campaign import Campaign
@@ -59,10 +60,19 @@ def strike(campaign: "Campaign", fault: Fault) -> Hit:
 
 def _signal(campaign: "Campaign", fault: Fault) -> Hit:
     verb, role = fault.kind.split("_")
-    target = one_of(lambda: processes(campaign.bench.folder, role), fault)
+    target = one_of(lambda: _at_work(campaign, role), fault)
     with contextlib.suppress(ProcessLookupError):
         os.kill(target.pid, signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
     return {"target": str(target), "allocations": [target.allocation]}
+
+
+def _at_work(campaign: "Campaign", role: str) -> list[Target]:
+    """Processes of a role; ranks only once rank 0 has written down its start, or the judge would miss it."""
+    found = processes(campaign.bench.folder, role)
+    if role != "rank" or campaign.embedded:
+        return found
+    begun = {tuple(line.split()[:4]) for line in campaign.bench.executions()}
+    return [target for target in found if tuple(command_line(target.pid)[-4:]) in begun]
 
 
 def order(campaign: "Campaign", fault: Fault) -> Hit:

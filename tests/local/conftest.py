@@ -38,9 +38,9 @@ class Bench:
         return done.stdout
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        # A test run in the background ignores Ctrl-C, and what it starts would inherit that.
+        # A test run in the background ignores Ctrl-C and hang-ups, and what it starts would inherit that.
         return subprocess.Popen(
-            ["env", "--default-signal=INT", *self.command(*words)],
+            ["env", "--default-signal=INT,HUP", *self.command(*words)],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -18,17 +18,17 @@ def launch_words(bench):
     return ["sweep", "launch", *bench.overrides("fine", *size)]
 
 
-def underway(bench, monkeypatch):
-    """A launcher of which two runs have begun."""
-    monkeypatch.setenv("STEP_S", "0.3")
+def underway(bench, monkeypatch, step_s="0.3", runs=2):
+    """A launcher of which so many of its three runs have begun."""
+    monkeypatch.setenv("STEP_S", step_s)
     launcher = bench.start(*launch_words(bench))
-    bench.wait_for(lambda: len(bench.executions()) >= 2)
+    bench.wait_for(lambda: len(bench.executions()) >= runs)
     return launcher
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_launcher_that_is_ended_leaves_its_agents_and_says_how_to_come_back(bench, monkeypatch, number):
-    launcher = underway(bench, monkeypatch)
+    launcher = underway(bench, monkeypatch, step_s="1", runs=1)  # the next launcher may take 20 s to start
     os.kill(launcher.pid, number)
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + number

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrabench.agent.place import Place, here
+from ultrabench.agent.port import free_port
 
 HERE = socket.gethostname().split(".")[0]
 JOB = {"SLURM_JOB_ID": "60", "SLURM_NODEID": "1", "SLURMD_NODENAME": "gpu02"}
@@ -87,3 +88,10 @@ def test_the_address_others_can_reach(monkeypatch, host, one_host, variable, add
     if variable:
         monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", variable)
     assert place(host=host).address(one_host) == address
+
+
+def test_a_port_is_none_that_the_system_gives_away():
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {free_port("127.0.0.1") for _ in range(30)}
+    assert all(port < first_given for port in ports)
+    assert len(ports) > 20
