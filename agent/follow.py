@@ -25,7 +25,8 @@ def follow(allocation: Allocation, node: Node, leader: Line, stop: StopRequest) 
         _work(allocation, node, leader, stop)
     except Exception as error:
         # Else the leader would take this node for a broken one.
-        leader.send({"ending": f"the agent of {node.host} failed: {type(error).__name__}: {error}"})
+        told = f"the agent of {node.host} failed: {type(error).__name__}: {error}"
+        leader.send({"ending": told, "left": True})
         raise
 
 

@@ -43,6 +43,8 @@ class Gang:
         self.avoid: list[str] = []
         """Nodes that should not be used again."""
         self._ending_peer: str | None = None
+        self._left: set[int] = set()
+        """Nodes whose agent has said why it fails, which is nothing that their node did."""
         self._journal = journal
         self._beaten = 0.0
         self._attention = Attention()
@@ -75,11 +77,13 @@ class Gang:
         self._tell({"do": "kill"})
         self._cleaned[0] = self._node.kill()
         end = time.monotonic() + EXIT_GRACE_S
-        while gathering.running or len(self._cleaned) < len(self.hosts):
+        while gathering.running or len(self._cleaned.keys() | self._left) < len(self.hosts):
             self.listen(gathering, POLL_S)
-            if self.lost or time.monotonic() > end:
+            if self.lost or self._left or time.monotonic() > end:
                 break
         for node, host in enumerate(self.hosts):
+            if node in self._left:
+                continue
             left = self._cleaned.get(node, {"left": "it does not say that it is clean"})["left"]
             if left and (node in self._cleaned or not self.lost):
                 self.lost = f"{host} is given up: {left}"
@@ -129,7 +133,7 @@ class Gang:
         gathering.hear(self._node.news())
         silence = LOST_BEATS * self._allocation.heartbeat_s
         for node, line in self._peers.items():
-            if line.closed or time.monotonic() - line.heard > silence:
+            if node not in self._left and (line.closed or time.monotonic() - line.heard > silence):
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
         self._attention.rest()
 
@@ -143,6 +147,7 @@ class Gang:
                 self._cleaned[node] = {"left": told["left"], "sm_clocks_hz": clocks, "slowdowns": slowdowns}
             if "ending" in message:
                 self._ending_peer = str(message["ending"])
+                self._left |= {node} if message.get("left") else set()
             gathering.hear(message.get("news", []))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             whose = f"the agent of node {node} ({self.hosts[node]})"

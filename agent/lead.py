@@ -76,7 +76,7 @@ class Leader:
         It is told with the weight of Slurm's word, so that a result which that start did write wins.
         """
         for task in self._allocation.tasks if self._place.restart else ():
-            held = owner(self._folder.claims, task.key) or {}
+            held = self._insist(owner, self._folder.claims, task.key) or {}
             if held.get("allocation") == self._allocation.name and held.get("job") != self._place.job:
                 reason = f"job {self._place.job_id} was requeued while it ran"
                 self._tell_end(task, RunResult(status=Status.LOST, reason=reason), "slurm")

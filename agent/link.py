@@ -20,7 +20,7 @@ MEETING_PATIENCE_S = 120.0
 """So long the agents of an allocation wait for one another."""
 
 
-SEND_S = 20.0
+SEND_S = 5.0
 """How long the other side may leave a message untaken."""
 HELLO_BYTES = 2**16
 """Longest message of somebody who has not shown the secret yet."""

@@ -54,7 +54,9 @@ TAIL_BYTES = 64 * 1024
 KEPT = ("rank*.log", f"{AUTOPSY}/*")
 """What is kept of a failed run."""
 MOST_FILES = 1000
-"""Of each of these."""
+"""Files kept per pattern of KEPT."""
+PARTS_A_LOOK = 15
+"""Further parts of a report that are read at once where a rank has written a lot."""
 LAUNCHERS_OWN = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI", "PMIX_")
 
 
@@ -203,7 +205,10 @@ class Node:
     def _told(self, rank: int, report: NewLines) -> list[News]:
         """What a rank has reported since the last call, and how far it has come."""
         assert self._task is not None
-        lines = [parse_line(text) for text in report.read()]
+        texts = report.read()
+        for _ in range(PARTS_A_LOOK if report.behind else 0):
+            texts += report.read()
+        lines = [parse_line(text) for text in texts]
         # Only our own kernel may answer for devices and links.
         told = [line for line in lines if line and (self._task.forked or line["event"] != "probe")]
         found: list[News] = [{"rank": rank, "line": line} for line in told]

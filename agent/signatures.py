@@ -139,7 +139,9 @@ def ends_in_traceback(text: str) -> bool:
 def _survived(lines: list[str], at: int) -> bool:
     """Whether a program went on after line `at`: it was a mere warning, or more came than a message has."""
     after = [line for line in lines[at + 1 :] if not _WARNING.search(line)]
-    return len(after) > (0 if _WARNING.search(lines[at]) else MESSAGE_LINES)
+    if _EXCEPTION.match(lines[at]):  # a logger's goodbye may follow, as long as one likes
+        return any(_EXCEPTION.match(line) for line in after)
+    return bool(_WARNING.search(lines[at])) or len(after) > MESSAGE_LINES
 
 
 def by_text(lines: list[str]) -> tuple[Cause, str] | None:

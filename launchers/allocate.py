@@ -37,10 +37,13 @@ class Draft:
         return self.group[0].candidate.nodes
 
 
-def drafts(sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s: float) -> list[Draft]:
+def drafts(
+    sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s: float,
+    held_s: Mapping[str, float] = MappingProxyType({}),
+) -> list[Draft]:  # fmt: skip
     """The allocations that a decision asks for, in its order; of an untried size only one."""
     config, steps = sweep.config, sweep.plan.steps
-    overhead_s = _overhead_s(state)
+    overhead_s = _overhead_s(state, held_s)
     groups = pack(decision.todo, config, steps)
     cells = controls(sweep.plan) if config.launcher.control and config.launcher.pack != 1 else {}
     known = [*state.attempts, *(key for held in state.allocations.values() for key in held.tasks)]
@@ -74,14 +77,19 @@ def drafts(sweep: OpenSweep, decision: Decision, state: SweepState, max_limit_s:
     return found
 
 
-def _overhead_s(state: SweepState) -> float:
-    """Median time that allocations so far held their nodes beyond their runs; 0 before the first has ended."""
+def _overhead_s(state: SweepState, held_s: Mapping[str, float]) -> float:
+    """Median time that allocations so far held their nodes beyond their runs; 0 before a run has ended.
+
+    Until an allocation is over, those that have ended a run stand for it: `held_s` is how long they have
+    held their nodes by the latest look.
+    """
     ran: dict[str, float] = {}
     for attempt in state.attempts.values():
         if attempt.allocation and attempt.result:
             ran[attempt.allocation] = ran.get(attempt.allocation, 0.0) + (attempt.result.duration_s or 0.0)
-    over = [h for h in state.allocations.values() if h.agents and h.ended is not None]
-    return median(max(0.0, h.held_s - ran.get(h.name, 0.0)) for h in over) if over else 0.0
+    over = {h.name: h.held_s for h in state.allocations.values() if h.agents and h.ended is not None}
+    over = over or {name: seconds for name, seconds in held_s.items() if ran.get(name)}
+    return median(max(0.0, seconds - ran.get(name, 0.0)) for name, seconds in over.items()) if over else 0.0
 
 
 def shapes(chosen: Sequence[Draft], max_array: int) -> list[list[Draft]]:
@@ -161,9 +169,12 @@ def committed_gpu_hours(
     """
     per_node, steps = plan.config.hardware.gpus_per_node, plan.steps
     price = {c.run_id: c.gpu_hours(steps) for c in plan.runs}
-    total = 0.0
+    overhead_s, total = _overhead_s(state, held_s), 0.0
     for name, held in state.allocations.items():
         seconds = held.held_s if held.timed else max(held.held_s, held_s.get(name, 0.0))
-        planned = sum(price.get(key.run_id, 0.0) for key in held.tasks) if name in open_names else 0.0
+        planned = 0.0
+        if name in open_names:
+            planned = overhead_s * held.nodes * per_node / 3600
+            planned += sum(price.get(key.run_id, 0.0) for key in held.tasks)
         total += max(seconds * held.nodes * per_node / 3600, planned)
     return total

@@ -19,7 +19,7 @@ from ultrabench.sweep.retry_policy import excluded
 from ultrabench.window import inside
 
 DISK_PATIENCE_S = 300.0
-"""So long a full, read-only or silent results folder is waited for."""
+"""Seconds to keep retrying a full, read-only or unresponsive results folder."""
 DISK_PAUSE_S = 2.0
 CANCEL_S = 10.0
 """Between two tries to cancel jobs that are to end."""
@@ -167,10 +167,17 @@ class Follower:
         if held.ended is not None or sees(self.launcher.by, held.by):
             return None
         whose = f"{held.by.get('user')} on {held.by.get('cluster') or held.by.get('host')}"
-        if any(a.get("journal") for a in held.agents) and self._vigil.silent(held.name, held.limit_s):
+        # Processes, unlike jobs, do not wait in a queue; should they start all the same, they find our claim.
+        told = any(a.get("journal") for a in held.agents) or not (held.agents or held.by.get("cluster"))
+        if told and self._vigil.silent(held.name, held.limit_s):
             reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
             return Gone(status=Status.LOST, reason=reason, certain=True)
-        self._tell((f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced",))
+        self._tell(
+            (
+                f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced. If it is gone for "
+                "good, launch from a terminal without --yes: jobs that have not started can then be replaced",
+            )
+        )
         return None
 
     def take_over(self, names: Iterable[str]) -> None:
@@ -186,7 +193,10 @@ class Follower:
         for name in sorted(sight.alive & sight.running):
             if reason := self._vigil.frozen_now(state.allocations[name]):
                 self._tell((f"{reason}: ending {name}",))
-                self.launcher.end_frozen(name, sight.jobs[name])
+                try:
+                    self.launcher.end_frozen(name, sight.jobs[name])
+                except ClusterError as error:  # it is found frozen again
+                    self._tell((f"cannot end {name}: {error}; trying again",))
 
     def _take_times(self, sight: Sighting, state: SweepState) -> None:
         """Notes for how long the batch system says that nodes are and were held."""
@@ -210,6 +220,8 @@ class Follower:
         """Ends every open allocation at once; call it when their processes are known to be gone."""
         state = self.sweep.state()
         for name, held in self.mine(state, open_allocations(state)).items():
+            if not held.agents:
+                self._settler.give_up(name)  # one that is still starting finds the claim
             reason, held_s = f"the agents of {name} were ended", self.launcher.held_s(held)
             gone = Gone(status=Status.LOST, reason=reason, elapsed_s=held_s, certain=True)
             self._settler.settle(held, gone, state)
@@ -245,7 +257,7 @@ class Follower:
         free = launcher.max_nodes - sum(held.nodes for held in here)
         used = committed_gpu_hours(self.sweep.plan, state, sorted(sight.alive), self._held_s)
         chosen: list[Draft] = []
-        for draft in drafts(self.sweep, decision, state, launcher.max_limit_s):
+        for draft in drafts(self.sweep, decision, state, launcher.max_limit_s, self._held_s):
             if len(chosen) >= room or draft.nodes > free:
                 break
             if self.max_gpu_hours is not None and used + draft.gpu_hours > self.max_gpu_hours:

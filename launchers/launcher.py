@@ -21,8 +21,7 @@ Origin = dict[str, str]
 def origin(cluster: str = "") -> Origin:
     """This user on this host. Local processes also belong to a PID namespace, which the host then names."""
     host = socket.gethostname().split(".")[0]
-    namespace = pid_namespace()
-    if not cluster and namespace != _FIRST_NAMESPACE:
+    if not cluster and (namespace := pid_namespace()) != _FIRST_NAMESPACE:
         host += f":{namespace}"
     return {"user": own_name(), "cluster": cluster, "host": host}
 
@@ -52,7 +51,7 @@ class Gone:
     elapsed_s: float | None = None
     """How long it held its nodes; None where nobody knows."""
     certain: bool = False
-    """Its processes themselves were looked at; a batch system that does not list a job may be wrong."""
+    """True when the processes themselves were found gone; False when only a batch system says so."""
 
     @property
     def cause(self) -> str | None:
@@ -77,7 +76,7 @@ class Sighting:
     held_s: dict[str, float] = field(default_factory=dict)
     """Seconds for which those that run have held their nodes, setup included."""
     timed: dict[str, float] = field(default_factory=dict)
-    """The same of some that are over, as far as it was not known."""
+    """Seconds that ended allocations held their nodes, where the journal does not say so yet."""
     jobs: dict[str, Job] = field(default_factory=dict)
     """Where the living were found."""
     notes: tuple[str, ...] = ()

@@ -14,9 +14,9 @@ from ultrabench.state import AllocationState, AttemptKey, Start, SweepState
 MOST_BARREN = 3
 """Allocations in a row that may end without having claimed a run."""
 MOST_FRUITLESS = 3
-"""Times the allocations that may be in flight: so many in a row may end without a run that was asked for."""
+"""The sweep stops after this many times max_jobs allocations in a row in which no requested run was claimed."""
 ON_REQUEST = ("the sweep is paused", "outside the window")
-"""Ends of allocations that need not have claimed anything."""
+"""Ends of allocations that need not have claimed anything, though not for ever: clocks of nodes may differ."""
 
 
 class Settler:
@@ -35,7 +35,7 @@ class Settler:
         self.mine: set[str] = set()
         """Allocations of this launch."""
         self.asked: set[AttemptKey] = set()
-        """Attempts that this launch submitted, further repeats of control layouts left out."""
+        """Attempts that this launch wanted; the further control runs of allocations are not among them."""
         self.claimed: set[str] = set()
         """Allocations that agents own, whether or not they have written anything."""
         self.settled: set[tuple[str, Start]] = set()
@@ -69,7 +69,7 @@ class Settler:
             self._tell_end(held, gone.reason, gone.elapsed_s)
         self.settled.add((name, held.start))  # only now: a disk may have refused what was to be written
         reason = held.ended or end.reason
-        if name in self.mine and not (state.paused or state.cancelled or reason.startswith(ON_REQUEST)):
+        if name in self.mine and not (state.paused or state.cancelled):
             self._count(name, owned, reason)
 
     def tell_held(self, held: AllocationState, seconds: float) -> None:
@@ -108,7 +108,7 @@ class Settler:
                     if allocation.name == name:
                         self.plan(allocation)
                         continue
-            reason = f"{name} had claimed it, and no agent of it is alive"
+            reason = f"allocation {name} had claimed this run and ended without a result"
             self._lose([key], state, name, Gone(status=Status.LOST, reason=reason))
         return found
 
@@ -141,7 +141,8 @@ class Settler:
 
     def _count(self, name: str, owned: Collection[AttemptKey], reason: str) -> None:
         """Stops the sweep when allocations go on without bringing any result nearer."""
-        self._barren = 0 if owned else self._barren + 1
+        if not reason.startswith(ON_REQUEST):
+            self._barren = 0 if owned else self._barren + 1
         self._fruitless = 0 if self.asked & {*owned} else self._fruitless + 1
         if self._barren < MOST_BARREN and self._fruitless < self.most_fruitless:
             return

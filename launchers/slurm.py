@@ -188,7 +188,8 @@ class SlurmLauncher:
         for name, told in [*self._goodbyes.items()]:
             if since - told > self._choice.grace_s:
                 del self._goodbyes[name]
-                self.end_frozen(name, _job(moving[name].job_id, moving[name].name))
+                with contextlib.suppress(ClusterError):  # it is still there at the next look
+                    self.end_frozen(name, _job(moving[name].job_id, moving[name].name))
         return frozenset(ended)
 
     def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> Gone | None:

@@ -10,7 +10,7 @@ from ultrabench.state import AllocationState
 from ultrabench.sweep.launcher_choice import LauncherChoice
 
 LATE = 1.5
-"""Times the grace of a cluster: so late other hosts may hear of a time stamp from their file server."""
+"""A touch of a journal may become visible on other hosts this many grace periods late (NFS caches)."""
 
 
 class Vigil:

@@ -195,8 +195,8 @@ class _Following:
         for repeat in range(len(by_repeat) + repeats):
             attempts = by_repeat.get(repeat, [])
             oks = [a for a in attempts if a.result and a.result.status == Status.OK]
-            if oks and not any(a.result and self._accepts(a.result) for a in oks):
-                continue  # measured elsewhere: kept, but another repeat has to be made here
+            if oks and not any(a.key not in self._old or (a.result and self._accepts(a.result)) for a in oks):
+                continue  # measured elsewhere before this launch: kept, but another repeat has to be made here
             if oks and doubts < self._policy.attempts["suspect"] and all(a.key in self._doubted for a in oks):
                 doubts += 1
                 continue

@@ -82,7 +82,7 @@ def owner_of(claims: Path, key: str) -> str | None:
 
 
 GIVEN_UP = "given up"
-"""In the place of an allocation's name: a launcher claimed a whole allocation, whose agents will run nothing."""
+"""Owner name in the claim of an allocation that a launcher has given up; agents that find it run nothing."""
 
 
 def give_up(claims: Path, allocation: str) -> bool:

@@ -11,6 +11,8 @@ from ultrabench.folder import write_whole
 
 REDACTED = "<redacted>"
 """Stands for the value of a secret in everything that is written or shown, and in what is hashed."""
+SHORT = 3
+"""Characters of a value that may well stand in a word by chance."""
 _SECRET = re.compile("(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?![A-Z])", re.IGNORECASE)
 """What the name of a variable with a secret has in it, as a whole word: TOKENIZERS_PARALLELISM is none."""
 
@@ -24,11 +26,19 @@ def redacted(env: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 def hide(words: Iterable[str], given: Mapping[str, str]) -> list[str]:
     """The words of a command line without the secrets given in it; they can still be parsed."""
-    hidden = list(words)
-    for value in filter(None, given.values()):
-        pattern = rf"(['\"]?){re.escape(value)}\1"
-        hidden = [re.sub(pattern, f"'{REDACTED}'", word) for word in hidden]
-    return hidden
+    return [_hidden(word, given) for word in words]
+
+
+def _hidden(word: str, given: Mapping[str, str]) -> str:
+    """The word with the values of secrets replaced, found by name: a value may be spelled in many ways."""
+    for name, value in given.items():
+        word = re.sub(rf"(env\.{re.escape(name)}=).*", rf"\1'{REDACTED}'", word, flags=re.DOTALL)
+        word = re.sub(
+            rf"(\b{re.escape(name)}['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,}}]*)", rf"\1'{REDACTED}'", word
+        )
+        if len(value) > SHORT and value in word:
+            word = f"{word.partition('=')[0]}='{REDACTED}'"
+    return word
 
 
 def revealed(env: Mapping[str, str], file: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:

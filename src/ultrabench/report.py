@@ -5,6 +5,7 @@ import math
 import mmap
 import os
 import re
+import stat
 import struct
 import sys
 import time
@@ -107,7 +108,7 @@ def read_part(path: str | os.PathLike[str], start: int, most: int) -> bytes:
     except OSError:
         return b""
     try:
-        return os.pread(file, most, start)
+        return os.pread(file, most, start) if stat.S_ISREG(os.fstat(file).st_mode) else b""
     except OSError:
         return b""
     finally:

@@ -20,6 +20,9 @@ HANG = Overdue(status=Status.HANG, reason="no progress for 31.0 s")
 TIMEOUT = Overdue(status=Status.TIMEOUT, reason="still in phase measure")
 
 
+TRACE = 'Traceback (most recent call last):\n  File "t.py", line 1, in step\n    y = x @ x\n'
+
+
 def ok(**change):
     return RankStory(**{"steps": STEPS, "code": 0, "spoke": True, **change})
 
@@ -66,7 +69,16 @@ def steps_with(n, **change):
             "exited with code 1: x",
         ),
         ([ok(), RankStory(code=1, tail="CUDA out of memory\nWARNING: not freed\n")], "oom", "rank 1: CUDA"),
-        ([ok(), RankStory(code=1, tail="WARNING: CUDA out of memory\n")], "oom", "rank 1: WARNING"),
+        (
+            [ok(), RankStory(code=1, tail="WARNING: CUDA out of memory\n")],
+            "crash",
+            "rank 1: exited with code 1",
+        ),
+        (
+            [ok(), RankStory(code=1, tail=f"{TRACE}torch.OutOfMemoryError: 2 GiB\n" + "bye: synced\n" * 20)],
+            "oom",
+            "rank 1: torch.OutOfMemoryError",
+        ),
         ([RankStory(code=1, tail="  File\nMemoryError\n"), ok()], "oom", "rank 0: MemoryError"),
         ([ok(), RankStory(code=-6, tail="std::bad_alloc")], "oom", "rank 1: std::bad_alloc"),
         (

@@ -213,7 +213,12 @@ def elsewhere(result):
 def test_a_result_of_another_environment_needs_a_new_repeat():
     state = history(Status.OK)
     run_id = ONE.spec.run_id
-    assert keys(decide([ONE], state, NOBODY, repeats=1, accepts=elsewhere)) == [(run_id, 1, 0)]
+    assert keys(
+        decide([ONE], state, NOBODY, repeats=1, accepts=elsewhere, old=frozenset(state.attempts))
+    ) == [(run_id, 1, 0)]
+    assert decide([ONE], state, NOBODY, repeats=1, accepts=elsewhere).over, (
+        "what this launch has measured counts"
+    )
     key = AttemptKey(run_id, 1, 0)
     ours = RunResult(status=Status.OK, env_id="here")
     state.attempts[key] = AttemptState(key=key, result=ours)
@@ -223,7 +228,8 @@ def test_a_result_of_another_environment_needs_a_new_repeat():
 
 def test_repeats_elsewhere_and_here_are_counted_apart():
     state = state_of((ONE, 0, 0, Status.OK), (ONE, 1, 0, Status.OK))
-    found = keys(decide([ONE], state, NOBODY, repeats=2, accepts=elsewhere))
+    old = frozenset(state.attempts)
+    found = keys(decide([ONE], state, NOBODY, repeats=2, accepts=elsewhere, old=old))
     assert found == [(ONE.spec.run_id, 2, 0), (ONE.spec.run_id, 3, 0)]
 
 

@@ -10,11 +10,14 @@ from tests.unit.one_node import task
 from ultrabench.agent.follow import follow
 from ultrabench.agent.gang import Gang
 from ultrabench.agent.gathering import Gathering
+from ultrabench.agent.judgement import judge
 from ultrabench.agent.link import Line
 from ultrabench.agent.node import Node
 from ultrabench.agent.place import Place
 from ultrabench.agent.stop import StopRequest
 from ultrabench.allocation import Allocation
+from ultrabench.measure import Measure
+from ultrabench.result import Status
 
 
 @pytest.fixture
@@ -71,4 +74,22 @@ def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
     with pytest.raises(IndexError):
         follow(node.allocation, node, line, stop)
     said = [json.loads(text) for text in there.recv(2**16).splitlines()]
-    assert said[-1] == {"ending": "the agent of local-0 failed: IndexError: tuple index out of range"}
+    told = "the agent of local-0 failed: IndexError: tuple index out of range"
+    assert said[-1] == {"ending": told, "left": True}
+
+
+def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair, tmp_path):
+    line, there = pair
+    line.facts = {"node": 1, "host": "local-1"}
+    gang = Gang(
+        node.allocation, node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", tmp_path / "j"
+    )
+    gathering = Gathering(2)
+    there.sendall(b'{"ending": "the agent of local-1 failed: KeyError", "left": true}\n')
+    there.close()
+    gang.listen(gathering, 5.0)
+    gang.end_ranks(gathering)
+    gang.listen(gathering, 0.1)
+    assert (gang.lost, gang.avoid) == (None, [])
+    ended = judge(gathering, Measure(), None, gang.interrupted, gang.lost, gang.hosts)
+    assert (ended.status, ended.suspects) == (Status.CANCELLED, ())

@@ -381,12 +381,13 @@ def test_what_measured_a_control_is_not_barren(sweep):
         row.ends("nothing")
 
 
-def test_ends_on_request_and_of_others_are_not_counted(sweep):
+def test_ends_on_request_and_of_others_are_not_barren(sweep):
     row = Row(sweep)
     for _ in range(5):
         row.ends("nothing", "the sweep is paused")
         row.ends("control", "outside the window 19:00-07:00")
         row.ends("nothing", mine=False)
+        row.ends("asked")
     sweep.journal.write("pause", generation=2, on=True)
     for _ in range(5):
         row.ends("nothing")

@@ -6,7 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -35,6 +35,7 @@ from ultrabench.sweep.plan import make_plan, require_runs
 from ultrabench.sweep.plan_table import planned_runs
 from ultrabench.sweep.progress import progress
 
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 STARTED_IN = Path.cwd()
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -136,15 +137,14 @@ def follow(
         say(f"{other} follows this sweep, too; both may go on: no run is made twice")
     taken = _asked_to_take_over(sweep, launcher, ask=not yes)
     try:
-        for number in TERMINATING:
-            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP, and so it stays
-                signal.signal(number, _terminate)
+        _handle(_terminate, instead_of=signal.SIG_DFL)  # nohup ignores SIGHUP, and so it stays
         with Display(config.name, planned) as display:
             follower = Follower(sweep, launcher, display.show, max_gpu_hours, display.say)
             follower.take_over(taken)
             state = follower.once()[0] if detach else follower.run()
     except (KeyboardInterrupt, Terminated) as stop:
         return _interrupted(sweep, launcher, stop)
+    _handle(signal.SIG_DFL, instead_of=_terminate)  # what is left takes a moment
     if detach and follower.submitted:
         return _left(sweep, follower.submitted)
     now = progress(config.name, planned, state)
@@ -190,6 +190,12 @@ class Terminated(BaseException):
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated(number)
+
+
+def _handle(handler: Handler, instead_of: Handler) -> None:
+    for number in TERMINATING:
+        if signal.getsignal(number) == instead_of:
+            signal.signal(number, handler)
 
 
 def _ignore_signals() -> None:

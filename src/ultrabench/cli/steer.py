@@ -1,6 +1,5 @@
 """`ultrabench sweep pause`, `resume` and `cancel`."""
 
-import time
 from pathlib import Path
 
 from ultrabench.cli.launch import as_launched, continue_sweep, unsettled
@@ -16,9 +15,6 @@ from ultrabench.processes import own_name
 from ultrabench.state import SweepState, fold
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import progress
-
-RETRY_S = 10.0
-"""Between two tries to cancel jobs while the cluster does not answer."""
 
 
 def run_pause(sweep: str | None, results: Path) -> None:
@@ -51,18 +47,18 @@ def run_cancel(sweep: str | None, results: Path) -> None:
     if not (unsettled(folder, state) or open_allocations(state)):
         say(f"nothing to cancel: every run of {folder.name} is settled")
         return
-    JournalWriter(folder.journal, "cancel").write("cancel", generation=state.generation + 1)
-    while True:
-        try:
-            _end(folder, state, queued_only=False)
-            break
-        except ClusterError as error:
-            launchers = living_launchers(folder)
-            if launchers:
-                say(f"{error}. {launchers[0]} follows this sweep and tries again until it is done")
-                return
-            say(f"{error}. Trying again in {RETRY_S:g} s until it is done; Ctrl-C leaves the jobs alone")
-            time.sleep(RETRY_S)
+    writer = JournalWriter(folder.journal, "cancel")
+    writer.write("cancel", generation=state.generation + 1)
+    try:
+        _end(folder, state, queued_only=False)
+    except ClusterError as error:
+        followed = living_launchers(folder, writer.path)
+        if not followed:
+            raise ClusterError(
+                f"{error}. The cancel is written down, but nobody follows it: run it again"
+            ) from error
+        say(f"{error}. {followed[0]} follows this sweep and tries again until it is done")
+        return
     state = fold(read_journal(folder.journal))
     err().print(counts_line(progress(folder.name, read_plan(folder.plan), state)))
     say("cancelled; results stay, and the same launch command goes on from here")
