@@ -55,8 +55,8 @@ KEPT = ("rank*.log", f"{AUTOPSY}/*")
 """What is kept of a failed run."""
 MOST_FILES = 1000
 """Files kept per pattern of KEPT."""
-PARTS_A_LOOK = 15
-"""Further parts of a report that are read at once where a rank has written a lot."""
+PARTS_A_LOOK = 2
+"""Further parts of a report that are read at once where a rank has written a lot; all ranks fit a message."""
 LAUNCHERS_OWN = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI", "PMIX_")
 
 
