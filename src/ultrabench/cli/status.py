@@ -1,6 +1,5 @@
 """`ultrabench sweep status`."""
 
-import shlex
 import time
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | No
         told = "no launcher follows it; what was submitted goes on, what comes next waits for one"
     else:
         told = "nothing runs and no launcher follows it"
-    return f"{told}: ultrabench sweep resume {shlex.quote(folder.name)}"
+    return f"{told}: ultrabench sweep resume {folder.word}"
 
 
 def _page(now: Progress, standing: str | None, suspects: dict[str, str]) -> Group:
