@@ -9,7 +9,6 @@ from typing import Any
 from ultrabench.claim import give_up
 from ultrabench.errors import UltrabenchError
 from ultrabench.folder import SweepFolder
-from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.follow import Follower, interrupt, open_allocations
 from ultrabench.launchers.launcher import Launcher
@@ -20,6 +19,7 @@ from ultrabench.state import AttemptKey, AttemptState, SweepState, final_attempt
 from ultrabench.sweep.config import SweepConfig, config_from_tree
 from ultrabench.sweep.plan import Candidate, Plan
 from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.price import committed_gpu_hours
 
 Choose = Callable[[Plan], Sequence[Candidate]]
 Say = Callable[[str], None]
