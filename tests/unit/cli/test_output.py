@@ -33,6 +33,20 @@ def test_plan_top_names_the_best_of_each_cell(ultrabench, sweep):
     assert measured[0]["step_time_s"] == pytest.approx(0.1)
 
 
+def test_plan_top_names_only_what_fits(ultrabench):
+    words = ("sweep", "plan", "sweep=playbook", "sweep.models=[80B,8B]", "sweep.nodes=[1]", "--top", "2")
+    _, out, _ = ultrabench(*words, "--json")
+    document = json.loads(out)
+    assert [(row["model"], row["peak_mem_bytes"] < 80 * 2**30) for row in document["top"]] == [
+        ("8B", True)
+    ] * 2
+    assert (document["cells"][0]["runs"], document["cells"][0]["predicted_to_fit"]) == (115, 0)
+    _, out, _ = ultrabench(*words)
+    assert re.search(
+        r"80B on 1 node: nothing is predicted to fit; the smallest layout needs \d+ GiB of 80", out
+    )
+
+
 def test_status_json_keeps_its_promise(ultrabench, sweep):
     status = as_json(ultrabench, "sweep", "status")
     total = len(QUICK.runs)
