@@ -19,7 +19,9 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     assert (plan["valid"], plan["runs"]) == (1178, plan["runs"])
     assert plan["predicted_gpu_hours"] > 0
     assert [c["nodes"] for c in plan["cells"]] == [1, 2, 4, 8, 16, 32, 64]
-    assert all(set(c) == {"model", "nodes", "candidates", "valid", "runs"} for c in plan["cells"])
+    assert all(
+        set(c) == {"model", "nodes", "candidates", "valid", "runs", "predicted_to_fit"} for c in plan["cells"]
+    )
     promised = {"sweep", "candidates", "valid", "rejected", "runs", "predicted_gpu_hours", "cells"}
     assert promised <= set(plan)
     assert list(tmp_path.iterdir()) == []
