@@ -53,7 +53,7 @@ def allocations(
             control=draft.control,
             window=config.launcher.window,
             by=dict(by),
-            tasks=tuple(sweep.alter(_task(sweep, todo, draft.best_step_times_s)) for todo in draft.group),
+            tasks=tuple(_task(sweep, todo, draft.best_step_times_s) for todo in draft.group),
         )
         for number, draft in enumerate(array)
     ]
