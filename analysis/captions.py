@@ -8,6 +8,7 @@ import pyarrow as pa
 import ultrabench
 from ultrabench.analysis.cells import Cell, Panel
 from ultrabench.hardware import GIB
+from ultrabench.layout import AXES, labels
 
 _ALWAYS_TOLD = ("ok", "pending", "rejected", "skipped")
 
@@ -37,13 +38,8 @@ def speed(cell: Cell) -> str:
 
 def layout_lines(cell: Cell) -> tuple[str, str]:
     """The layout on two lines: how the ranks are spread, how the batch is cut."""
-    cp = f" cp{cell.cp}" if cell.cp is not None and cell.cp > 1 else ""
-    schedule = "" if cell.pp_schedule in (None, "none", "1f1b") else f" {cell.pp_schedule}"
-    schedule += f" x{cell.virtual_stages}" if (cell.virtual_stages or 1) > 1 else ""
-    return (
-        f"dp{cell.dp} tp{cell.tp} pp{cell.pp}{cp} z{cell.zero_stage}",
-        f"mbs{cell.mbs} gas{cell.gas}{schedule}",
-    )
+    batch = AXES.index("mbs")
+    return " ".join(labels(cell.layout, AXES[:batch])), " ".join(labels(cell.layout, AXES[batch:]))
 
 
 def memory(cell: Cell) -> str | None:

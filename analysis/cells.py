@@ -1,7 +1,10 @@
 """A cell of the ranking: one model on some nodes of one hardware, with its best layout."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from ultrabench.layout import AXES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +28,8 @@ class Cell:
     status: str | None
     """ok; else the commonest end, or null while runs are pending."""
     reason: str | None
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    cp: int | None = None
-    zero_stage: int | None = None
-    mbs: int | None = None
-    gas: int | None = None
-    pp_schedule: str | None = None
-    virtual_stages: int | None = None
-    """Stages of the model that each pipeline rank holds."""
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    """Axis -> value of the best run; empty where there is none."""
     mfu: float | None = None
     """A fraction."""
     source_mfu: float | None = None
@@ -69,8 +64,10 @@ class Cell:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The cell as JSON values."""
-        return asdict(self) | {"as_good_as_best": list(self.as_good_as_best)}
+        """The cell as JSON values, the axes of its layout among the others."""
+        told: dict[str, Any] = asdict(self) | {"as_good_as_best": list(self.as_good_as_best)}
+        layout = told.pop("layout")
+        return told | {name: layout.get(name) for name in AXES}
 
 
 def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:

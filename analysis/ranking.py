@@ -12,6 +12,7 @@ from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.verdict import verdict
 from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.layout import AXES
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
@@ -23,8 +24,7 @@ _SHAPE = (
 _KEY = (*_PANEL, *_SHAPE, "nodes")
 """A cell: two models of one name and different shape are two cells, and so are two batches."""
 _WINNER = (
-    "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "pp_schedule", "virtual_stages", "mfu", "source_mfu",
-    "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source",
+    "mfu", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source",
 )  # fmt: skip
 _OTHERS = (
     "run_id", "status", "rule", "reason", "suspect", "stopped", "step_time_ci95_rel", "sweep", "allocation",
@@ -67,7 +67,7 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     numeric = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if rank_by not in numeric:
         raise ConfigError(unknown_name("column to rank by", rank_by, numeric))
-    wanted = list(dict.fromkeys((*_KEY, *_WINNER, *_OTHERS, "is_final", rank_by)))
+    wanted = list(dict.fromkeys((*_KEY, *AXES, *_WINNER, *_OTHERS, "is_final", rank_by)))
     groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in table.select(wanted).to_pylist():
         if row["is_final"] and row["model"] is not None and row["nodes"] is not None:
@@ -96,6 +96,7 @@ def _cell(rows: Sequence[Row], rank_by: str, include_suspects: bool) -> Cell:
         as_good_as_best=tuple(c.run_id for c in rest if c.high >= best.low),
         ranked_by=by,
         **shared,
+        layout={k: best.row[k] for k in AXES},
         **{k: best.row[k] for k in _WINNER},
     )
 

@@ -14,7 +14,7 @@ from ultrabench.analysis.speed import speed_columns
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
-from ultrabench.layout import Layout
+from ultrabench.layout import AXES, Layout
 from ultrabench.preflight import bandwidths, summary
 from ultrabench.record import from_dict
 from ultrabench.result import RunResult, Status
@@ -30,8 +30,7 @@ Row = dict[str, Any]
 
 Warn = Callable[[str], None]
 
-_LAYOUT = ("dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "pp_schedule", "virtual_stages")
-_PLANNED = ("run_id", "model", "nodes", "gpus_per_node", "gpus", "gbs", "seq_len", *_LAYOUT)
+_PLANNED = ("run_id", "model", "nodes", "gpus_per_node", "gpus", "gbs", "seq_len", *AXES)
 _PREDICTED = {
     "predicted_step_time_s": "step_time_s",
     "predicted_peak_mem_bytes": "peak_mem_bytes",
@@ -42,7 +41,7 @@ _SHAPE = (
     "num_params", "num_active_params", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "intermediate_size", "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
-_OF_TRAINING = frozenset({"model", "gbs", "seq_len", "recompute", "compile", *_SHAPE, *_LAYOUT, *_PREDICTED})
+_OF_TRAINING = frozenset({"model", "gbs", "seq_len", "recompute", "compile", *_SHAPE, *AXES, *_PREDICTED})
 """What a run that only measures devices and links does not have; without a model it is in no ranking."""
 _MEASURED = (
     "env_id", "gpu_name", "reason", "cause", "fingerprint", "confirmed", "stopped", "measured_by", "ci_reached",
@@ -177,7 +176,7 @@ def _shape_columns(shape: ModelShape | None) -> Row:
 def _dominated(plan: list[Row], state: SweepState) -> dict[str, str]:
     """run_id of what is left out -> run_id of what had not enough memory."""
     runs = [row for row in plan if row.get("decision") == "run"]
-    fits = (fit_of(row, Layout(**{k: row[k] for k in _LAYOUT})) for row in runs)
+    fits = (fit_of(row, Layout(**{k: row[k] for k in AXES})) for row in runs)
     return left_out(fits, state, policy_of(state))
 
 
@@ -198,7 +197,7 @@ def _told(head: SweepHead, attempt: AttemptState, warn: Warn) -> Row:
     except ConfigError as error:
         warn(f"attempt {attempt.key} is not in the plan and its claim cannot be read: {error}")
         return _shared(head)
-    row = _shared(head) | {k: getattr(spec.layout, k) for k in _LAYOUT}
+    row = _shared(head) | {k: getattr(spec.layout, k) for k in AXES}
     row |= {"kernel": spec.kernel.name, "precision": spec.kernel.precision}
     row |= {"compile": spec.kernel.compile, "recompute": spec.kernel.recompute}
     row |= {"model": spec.shape.name, "seq_len": spec.workload.seq_len, "gbs": spec.workload.gbs}

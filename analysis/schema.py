@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from ultrabench.layout import AXES, MEANINGS, TEXT_AXES
+
 RESULTS_SCHEMA_VERSION = 1
 """Of result tables; new columns keep it, a changed meaning raises it, a newer one is refused."""
 
@@ -56,17 +58,9 @@ GROUPS: dict[str, tuple[Column, ...]] = {
         Column("tie_word_embeddings", BOOL, "Whether embedding and lm_head are one matrix."),
     ),
     "Layout": (
-        Column("dp", INT, "Data-parallel degree."),
-        Column("tp", INT, "Tensor-parallel degree."),
-        Column("pp", INT, "Pipeline-parallel degree."),
-        Column("cp", INT, "Context-parallel degree."),
-        Column("zero_stage", INT, "What dp shards: 0 nothing, 1 optimizer, 2 gradients, 3 all."),
-        Column("mbs", INT, "Sequences of a micro-batch on one dp rank."),
-        Column("gas", INT, "Micro-batches of one optimizer step."),
+        *(Column(name, TEXT if name in TEXT_AXES else INT, MEANINGS[name]) for name in AXES),
         Column("gbs", INT, "Sequences of a global batch: dp * mbs * gas."),
         Column("seq_len", INT, "Tokens of a sequence."),
-        Column("pp_schedule", TEXT, "Order of micro-batches in the pipeline: none, 1f1b, afab, interleaved or zbv."),
-        Column("virtual_stages", INT, "Pipeline stages on each rank."),
         Column("recompute", TEXT, "Activation recomputation: none, selective or full."),
         Column("precision", TEXT, "Arithmetic of forward and backward."),
         Column("compile", BOOL, "Whether torch.compile was used."),

@@ -66,7 +66,7 @@ class _Acceptance:
 
     def same_loss(self) -> Check:
         """Every layout has the loss of one GPU."""
-        mbs, batch = max(self._config.axes.mbs), self._config.workload.gbs
+        mbs, batch = max(self._config.axes.layout["mbs"]), self._config.workload.gbs
         alone = _replicas(1) | {"mbs": [mbs], "gas": [batch // mbs]}
         one = self._trials.run(self._variant("one", alone, hardware={"gpus_per_node": 1}), _all)
         self._layouts = self._trials.run(self._variant("layouts", {}), _differing)

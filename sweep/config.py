@@ -1,17 +1,17 @@
 """A sweep as frozen values, from a composed configuration."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.kernel_env import redacted
-from ultrabench.layout import PP_SCHEDULES
+from ultrabench.layout import AXES, PP_SCHEDULES, TEXT_AXES, Layout, broken_rule
 from ultrabench.measure import Measure
-from ultrabench.record import from_dict, to_dict
+from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.shape import ModelShape
 from ultrabench.sweep.compose import compose_tree, known_names, read_yaml, search_path
@@ -30,40 +30,52 @@ CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", *TEXTS})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The values each word of a layout takes; candidates are their product."""
+    """The values that nodes and the axes of a layout take; candidates are their product."""
 
     nodes: tuple[int, ...]
-    tp: tuple[int, ...]
-    pp: tuple[int, ...]
-    cp: tuple[int, ...]
-    zero_stage: tuple[int, ...]
-    mbs: tuple[int, ...]
-    gas: tuple[int, ...] | None = None
-    """None: whatever makes the batch, gbs / (dp * mbs); a list keeps only these values."""
-    pp_schedule: tuple[str, ...] = ("auto",)
-    """auto: 1f1b, or afab where gas < pp."""
-    virtual_stages: tuple[int, ...] = (2,)
-    """Stages on each rank under the schedule interleaved."""
+    layout: Mapping[str, tuple[Any, ...]]
+    """Values of each axis but dp, which follows. Without gas it follows, too: gbs / (dp * mbs).
+
+    A pp_schedule of auto is 1f1b, or afab where gas < pp; virtual_stages goes with the schedule interleaved.
+    """
 
     def __post_init__(self) -> None:
-        for name in self.pp_schedule:
+        schedules, stages = self.layout["pp_schedule"], self.layout["virtual_stages"]
+        if not schedules or not stages or any(v < 2 for v in stages):
+            raise ConfigError(
+                f"sweep.pp_schedule={list(schedules)}, sweep.virtual_stages={list(stages)}; at least one schedule "
+                "is needed, and virtual stages >= 2"
+            )
+        for name in schedules:
             if name not in SCHEDULES:
                 raise ConfigError(unknown_name("schedule in sweep.pp_schedule", name, SCHEDULES))
-        few = [v for v in self.virtual_stages if v < 2]
-        if few or not self.virtual_stages or not self.pp_schedule:
-            raise ConfigError(
-                f"sweep.pp_schedule={list(self.pp_schedule)}, sweep.virtual_stages={list(self.virtual_stages)}; "
-                "at least one schedule is needed, and virtual stages >= 2"
-            )
-        for name in ("nodes", "tp", "pp", "cp", "zero_stage", "mbs", "gas"):
-            values = getattr(self, name)
-            if values is None:
-                continue
-            least = 0 if name == "zero_stage" else 1
-            bad = [v for v in values if v < least or (name == "zero_stage" and v > 3)]
-            if not values or bad:
-                rule = "each must be 0, 1, 2 or 3" if name == "zero_stage" else "each must be >= 1"
-                raise ConfigError(f"sweep.{name}={list(values)}; {rule}, and at least one is needed")
+        for name, values in (("nodes", self.nodes), *self.layout.items()):
+            broken = "" if name == "pp_schedule" else next(filter(None, (_rule(name, v) for v in values)), "")
+            if broken or not values:
+                raise ConfigError(
+                    f"sweep.{name}={list(values)}; each must be {broken or 'usable'}, and at least one is needed"
+                )
+
+
+def _rule(name: str, value: int) -> str | None:
+    """The rule that the value of an axis, or a number of nodes, breaks."""
+    return broken_rule("dp" if name == "nodes" else name, value)
+
+
+def _axes(sweep: dict[str, Any]) -> Axes:
+    """The axes that a sweep names; one that it does not name has its neutral value."""
+    known = ("nodes", *AXES[1:])
+    given = {name: _as_list(values) for name, values in sweep.items() if values is not None}
+    for name, values in given.items():
+        if name not in known:
+            raise ConfigError(unknown_name("field of sweep", name, known))
+        kind = tuple[str, ...] if name in TEXT_AXES else tuple[int, ...]
+        given[name] = value_from(kind, values, f"sweep.{name}")
+    if "nodes" not in given:
+        raise ConfigError("sweep lacks nodes: give a list such as sweep.nodes=[1,2]")
+    usual: dict[str, Any] = {f.name: (f.default,) for f in fields(Layout) if f.name not in ("dp", "gas")}
+    layout = usual | {"pp_schedule": ("auto",), "virtual_stages": (2,)} | given
+    return Axes(nodes=layout.pop("nodes"), layout=layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +139,6 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     models = tuple(from_dict(ModelShape, m, where=f"model {m['name']}") for m in tree["models"])
     _distinct(models)
     workload = {k: sweep.pop(k) for k in ("seq_len", "gbs", "seed") if k in sweep}
-    axes = {name: _as_list(values) for name, values in sweep.items() if values is not None}
     tree, given = _without_secrets(tree)
     kernel = {"name": names["kernel"]} | {k: v for k, v in tree["kernel"].items() if v is not None}
     if type(tree["repeats"]) is not int or tree["repeats"] < 1:
@@ -144,7 +155,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         measure=from_dict(Measure, tree["measure"], where="measure"),
         models=models,
         workload=from_dict(Workload, workload, where="sweep"),
-        axes=from_dict(Axes, axes, where="sweep"),
+        axes=_axes(sweep),
         retry=from_dict(RetryPolicy, tree.get("retry") or {}, where="retry"),
         repeats=tree["repeats"],
         profile=tree.get("profile", False),

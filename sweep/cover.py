@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import combinations_with_replacement
 
+from ultrabench.layout import AXES
 from ultrabench.sweep.plan import Candidate
 
 Word = tuple[str, object]
@@ -25,7 +26,6 @@ def cover(runs: Sequence[Candidate], count: int) -> tuple[Candidate, ...]:
 
 def _pairs(run: Candidate) -> set[tuple[Word, Word]]:
     layout = run.layout
-    names = ("tp", "pp", "cp", "zero_stage", "pp_schedule")
-    words: list[Word] = [(name, getattr(layout, name)) for name in names]
+    words: list[Word] = [(name, getattr(layout, name)) for name in AXES if name not in ("dp", "mbs", "gas")]
     words += [("dp > 1", layout.dp > 1), ("mbs > 1", layout.mbs > 1), ("gas > 1", layout.gas > 1)]
     return {*combinations_with_replacement(words, 2)}

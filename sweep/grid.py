@@ -19,8 +19,8 @@ def require_countable(axes: Axes, models: int) -> None:
     Raises:
         ConfigError: it has more than MOST_COMBINATIONS combinations.
     """
-    sizes = {name: len(set(getattr(axes, name))) for name in ("nodes", "tp", "pp", "cp", "zero_stage", "mbs")}
-    sizes |= {"models": models, "pp_schedule": len(axes.pp_schedule) * len(axes.virtual_stages)}
+    sizes = {name: len(set(values)) for name, values in axes.layout.items() if name != "gas"}
+    sizes |= {"models": models, "nodes": len(set(axes.nodes))}
     number = prod(sizes.values())
     if number > MOST_COMBINATIONS:
         longest = sorted(sizes, key=lambda name: -sizes[name])[:3]
@@ -35,34 +35,22 @@ def layouts(axes: Axes, gpus: int, workload: Workload) -> Iterator[Layout]:
 
     dp follows from the other degrees, gas from gbs, dp and mbs. Nothing else is asked here; rules come after.
     """
-    for tp, pp, cp in product(sorted(set(axes.tp)), sorted(set(axes.pp)), sorted(set(axes.cp))):
-        if gpus % (tp * pp * cp):
+    free = [name for name in axes.layout if name not in ("gas", "pp_schedule", "virtual_stages")]
+    for values in product(*(sorted(set(axes.layout[name])) for name in free)):
+        at = dict(zip(free, values, strict=True))
+        dp, ranks_left = divmod(gpus, at["tp"] * at["pp"] * at["cp"])
+        gas, batch_left = divmod(workload.gbs, dp * at["mbs"]) if dp else (0, 1)
+        if ranks_left or batch_left:
             continue
-        dp = gpus // (tp * pp * cp)
-        for mbs in sorted(set(axes.mbs)):
-            gas, rest = divmod(workload.gbs, dp * mbs)
-            if rest:
-                continue
-            schedules = dict.fromkeys(_schedules(axes, pp, gas))
-            for zero_stage, (schedule, virtual) in product(sorted(set(axes.zero_stage)), schedules):
-                yield Layout(
-                    dp=dp,
-                    tp=tp,
-                    pp=pp,
-                    cp=cp,
-                    zero_stage=zero_stage,
-                    mbs=mbs,
-                    gas=gas,
-                    pp_schedule=schedule,
-                    virtual_stages=virtual,
-                )
+        for schedule, virtual_stages in dict.fromkeys(_schedules(axes, at["pp"], gas)):
+            yield Layout(dp=dp, gas=gas, pp_schedule=schedule, virtual_stages=virtual_stages, **at)
 
 
 def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
     """Schedule and virtual stages of each order of micro-batches that is wanted."""
-    for name in axes.pp_schedule if pp > 1 else ("auto",):
+    for name in axes.layout["pp_schedule"] if pp > 1 else ("auto",):
         if name == "interleaved":
-            yield from ((name, stages) for stages in axes.virtual_stages)
+            yield from ((name, stages) for stages in axes.layout["virtual_stages"])
         else:
             schedule = default_schedule(pp, gas) if name == "auto" else name
             yield schedule, default_virtual_stages(schedule)
@@ -70,22 +58,23 @@ def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
 
 def not_listed(axes: Axes, layout: Layout) -> str | None:
     """The reason why a layout that fills GPUs and batch is left out by sweep.gas; None when it is not."""
-    if axes.gas is None or layout.gas in axes.gas:
+    listed = axes.layout.get("gas")
+    if listed is None or layout.gas in listed:
         return None
-    return f"gas={layout.gas} is not in sweep.gas={list(axes.gas)}"
+    return f"gas={layout.gas} is not in sweep.gas={list(listed)}"
 
 
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> ConfigError:
     """The error for axes that give no candidate at all."""
-    gpus = [n * gpus_per_node for n in axes.nodes]
-    products = sorted({a * b * c for a, b, c in product(axes.tp, axes.pp, axes.cp)})
+    gpus, at = [n * gpus_per_node for n in axes.nodes], axes.layout
+    products = sorted({a * b * c for a, b, c in product(at["tp"], at["pp"], at["cp"])})
     degrees = sorted({g // p for g in gpus for p in products if g % p == 0})
     if not degrees:
         return ConfigError(
-            f"sweep.tp={list(axes.tp)}, sweep.pp={list(axes.pp)}, sweep.cp={list(axes.cp)}: no "
+            f"sweep.tp={list(at['tp'])}, sweep.pp={list(at['pp'])}, sweep.cp={list(at['cp'])}: no "
             f"tp*pp*cp divides {' or '.join(map(str, gpus))} GPUs; choose divisors"
         )
     return ConfigError(
-        f"sweep.gbs={workload.gbs} is no dp*mbs*gas with dp in {degrees}, mbs in {list(axes.mbs)}; "
+        f"sweep.gbs={workload.gbs} is no dp*mbs*gas with dp in {degrees}, mbs in {list(at['mbs'])}; "
         "change sweep.gbs or sweep.mbs"
     )

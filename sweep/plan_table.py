@@ -8,14 +8,10 @@ import pyarrow.parquet as pq
 
 from ultrabench.errors import SweepFolderError
 from ultrabench.folder import write_whole
-from ultrabench.layout import Layout
+from ultrabench.layout import AXES, Layout
 from ultrabench.sweep.dominated import fit_of
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.progress import PlannedRun
-
-LAYOUT_COLUMNS = (
-    "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "gbs", "pp_schedule", "virtual_stages",
-)  # fmt: skip
 
 
 def plan_table(plan: Plan) -> pa.Table:
@@ -30,7 +26,7 @@ def plan_table(plan: Plan) -> pa.Table:
                 "nodes": c.nodes,
                 "gpus_per_node": c.spec.gpus_per_node,
                 "gpus": c.layout.world_size,
-                **{name: getattr(c.layout, name) for name in LAYOUT_COLUMNS},
+                **{name: getattr(c.layout, name) for name in (*AXES, "gbs")},
                 "seq_len": c.spec.workload.seq_len,
                 "valid": c.valid,
                 "rule": c.rule,
@@ -105,4 +101,4 @@ def _planned(row: dict[str, Any]) -> PlannedRun:
 
 
 def _layout(row: dict[str, Any]) -> Layout:
-    return Layout(**{name: row[name] for name in LAYOUT_COLUMNS if name != "gbs"})
+    return Layout(**{name: row[name] for name in AXES})

@@ -1,7 +1,8 @@
 """A training layout: the degrees of parallelism and how the batch is cut."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError
 
@@ -25,37 +26,54 @@ class Coordinates(NamedTuple):
     tp: int
 
 
+def axis(
+    label: str,
+    meaning: str,
+    *,
+    default: Any = MISSING,
+    allowed: tuple[int | str, ...] | None = None,
+    untold: tuple[int | str, ...] = (),
+) -> Any:
+    """A field of `Layout`.
+
+    Args:
+        label: what stands before the value in short texts, such as mbs in `mbs4`.
+        meaning: what it is, in a sentence for the documentation of result columns.
+        default: the neutral value; a field without one has to be given.
+        allowed: all values that it may have; without them every whole number from 1 on.
+        untold: values that short texts leave out.
+    """
+    told = {"label": label, "meaning": meaning, "allowed": allowed, "untold": untold}
+    return field(metadata=told) if default is MISSING else field(default=default, metadata=told)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One way to spread one global batch over dp*tp*pp*cp ranks."""
+    """One way to spread one global batch over dp*tp*pp*cp ranks.
 
-    dp: int
-    """Data-parallel degree."""
-    tp: int = 1
-    """Tensor-parallel degree (with sequence parallelism)."""
-    pp: int = 1
-    """Pipeline-parallel degree."""
-    cp: int = 1
-    """Context-parallel degree."""
-    zero_stage: int = 0
-    """What dp shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
-    mbs: int = 1
-    """Micro-batch size of one dp rank, in sequences."""
-    gas: int = 1
-    """Gradient accumulation steps: micro-batches of one optimizer step."""
-    pp_schedule: str = "none"
-    """Order of micro-batches in the pipeline: none (pp=1), 1f1b, afab, interleaved or zbv."""
-    virtual_stages: int = 1
-    """Pipeline stages on each rank."""
+    The only list of a layout's axes: grid, plan, result columns, rankings, figures and texts follow it.
+    """
+
+    dp: int = axis("dp", "Data-parallel degree.")
+    tp: int = axis("tp", "Tensor-parallel degree, with sequence parallelism.", default=1)
+    pp: int = axis("pp", "Pipeline-parallel degree.", default=1)
+    cp: int = axis("cp", "Context-parallel degree.", default=1, untold=(1,))
+    zero_stage: int = axis(
+        "z", "What dp*cp ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.",
+        default=0, allowed=(0, 1, 2, 3),
+    )  # fmt: skip
+    mbs: int = axis("mbs", "Sequences of a micro-batch on one dp rank.", default=1)
+    gas: int = axis("gas", "Micro-batches of one optimizer step (gradient accumulation).", default=1)
+    pp_schedule: str = axis(
+        "", "Order of micro-batches in the pipeline: none (pp=1), 1f1b, afab, interleaved or zbv.",
+        default="none", allowed=PP_SCHEDULES, untold=("none", "1f1b"),
+    )  # fmt: skip
+    virtual_stages: int = axis("x", "Pipeline stages on each rank.", default=1, untold=(1,))
 
     def __post_init__(self) -> None:
-        for field in ("dp", "tp", "pp", "cp", "mbs", "gas", "virtual_stages"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field}={getattr(self, field)}; must be >= 1")
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"zero_stage={self.zero_stage}; must be 0, 1, 2 or 3")
-        if self.pp_schedule not in PP_SCHEDULES:
-            raise ConfigError(f"pp_schedule={self.pp_schedule!r}; must be one of {', '.join(PP_SCHEDULES)}")
+        for name in AXES:
+            if rule := broken_rule(name, getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)}; must be {rule}")
         if (self.pp_schedule == "none") != (self.pp == 1):
             raise ConfigError(f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; none goes with pp=1 only")
         several = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
@@ -108,11 +126,34 @@ class Layout:
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
 
     def label(self) -> str:
-        """Short text such as `dp4 tp1 pp2 z1 mbs2 gas4`; the schedule only when it is another than 1f1b."""
-        cp = f" cp{self.cp}" if self.cp > 1 else ""
-        name = "" if self.pp_schedule in ("none", "1f1b") else f" {self.pp_schedule}"
-        name += str(self.virtual_stages) if self.pp_schedule == "interleaved" else ""
-        return f"dp{self.dp} tp{self.tp} pp{self.pp}{cp} z{self.zero_stage} mbs{self.mbs} gas{self.gas}{name}"
+        """Short text such as `dp4 tp1 pp2 z1 mbs2 gas4`; usual values of some axes are left out."""
+        return " ".join(labels({name: getattr(self, name) for name in AXES}))
+
+
+AXES = tuple(f.name for f in fields(Layout))
+"""Names of the axes of a layout, in the order in which they are shown."""
+MEANINGS = {f.name: str(f.metadata["meaning"]) for f in fields(Layout)}
+TEXT_AXES = frozenset(f.name for f in fields(Layout) if isinstance(f.default, str))
+"""Axes whose values are words; those of the others are whole numbers."""
+_TOLD = {f.name: f.metadata for f in fields(Layout)}
+
+
+def labels(values: Mapping[str, Any], names: Sequence[str] = AXES) -> list[str]:
+    """The short text of each of these axes, such as `mbs4`; axes without a value or with a usual one have none."""
+    known = ((_TOLD[name], values.get(name)) for name in names)
+    return [
+        f"{told['label']}{value}"
+        for told, value in known
+        if value is not None and value not in told["untold"]
+    ]
+
+
+def broken_rule(name: str, value: Any) -> str | None:
+    """What the value of an axis must be, such as `>= 1`, when this one is not; else None."""
+    allowed = _TOLD[name]["allowed"]
+    if allowed is None:
+        return None if value >= 1 else ">= 1"
+    return None if value in allowed else f"one of {', '.join(map(str, allowed))}"
 
 
 def default_schedule(pp: int, gas: int) -> str:

@@ -53,22 +53,26 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
     ]
     if missing:
         raise ConfigError(f"{name} lacks {', '.join(missing)}: give every field without a default")
-    return cls(**{k: _value(hints[k], v, f"{name}.{k}") for k, v in values.items()})
+    return cls(**{k: value_from(hints[k], v, f"{name}.{k}") for k, v in values.items()})
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
-    """`value` turned into what `hint` asks for."""
+def value_from(hint: Any, value: Any, where: str) -> Any:
+    """`value`, of JSON, turned into the type that `hint` asks for.
+
+    Raises:
+        ConfigError: it cannot be; `where` names it.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        return _value(next(a for a in args if a is not type(None)), value, where)
+        return value_from(next(a for a in args if a is not type(None)), value, where)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_dict(hint, value, where=where)  # type: ignore[arg-type]
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_value(args[0], v, where) for v in value)
+        return tuple(value_from(args[0], v, where) for v in value)
     if origin is dict and isinstance(value, Mapping):
-        return {str(k): _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
+        return {str(k): value_from(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
         return hint(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

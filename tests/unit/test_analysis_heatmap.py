@@ -9,6 +9,7 @@ from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.heatmap import draw, figure
 from ultrabench.analysis.heatmap_cell import wrap_reason
 from ultrabench.errors import ConfigError, SweepFolderError
+from ultrabench.layout import AXES
 
 GIB = 2**30
 
@@ -21,7 +22,9 @@ def cell(model="1B", nodes=1, **values):
         "kernel": "embedded", "precision": "bf16", "seq_len": 4096, "gbs": 256,
         "num_params": 1_340_000_000, "pp_schedule": "afab", "peak_source": "https://example.org",
     }  # fmt: skip
-    return Cell(model=model, nodes=nodes, **defaults | values)
+    given = defaults | values
+    layout = {name: given.pop(name) for name in AXES if given.get(name) is not None}
+    return Cell(model=model, nodes=nodes, layout=layout, **{k: v for k, v in given.items() if k not in AXES})
 
 
 def failed(model, nodes, reason, status="crash"):

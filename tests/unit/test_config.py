@@ -80,7 +80,7 @@ def test_model_means_a_list_of_one():
 
 
 def test_one_value_is_a_list_of_one():
-    assert load_config(["sweep.tp=2"]).axes.tp == (2,)
+    assert load_config(["sweep.tp=2"]).axes.layout["tp"] == (2,)
 
 
 def test_the_kernel_takes_the_precision_of_the_hardware():

@@ -37,7 +37,7 @@ def test_words_that_cannot_be_used(ultrabench, words, line):
         (["pp=4", "pp_schedule=zbv"], "dp2 tp1 pp4 z0 mbs1 gas4 zbv", "bf16"),
         (
             ["pp=2", "pp_schedule=interleaved", "virtual_stages=4"],
-            "dp4 tp1 pp2 z0 mbs1 gas2 interleaved4",
+            "dp4 tp1 pp2 z0 mbs1 gas2 interleaved x4",
             "bf16",
         ),
         (["hardware=cpu", "model=tiny", "nodes=2", "cp=2"], "dp2 tp1 pp1 cp2 z0 mbs1 gas1", "fp32"),

@@ -1,0 +1,53 @@
+"""An axis that is added to the fields of Layout is planned, run, collected and drawn without any other change."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+import ultrabench
+
+pytestmark = pytest.mark.local
+
+LAST = '    virtual_stages: int = axis("x", "Pipeline stages on each rank.", default=1, untold=(1,))\n'
+NEW = '    shards: int = axis("shards", "Ranks that share the weights.", default=1, allowed=(1, 2, 4), untold=(1,))\n'
+
+
+@pytest.fixture
+def changed(tmp_path, monkeypatch):
+    """A copy of the package with one more axis, which every process of the test imports."""
+    package = tmp_path / "copy" / "ultrabench"
+    shutil.copytree(Path(ultrabench.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (package / "layout.py").read_text()
+    assert LAST in text
+    (package / "layout.py").write_text(text.replace(LAST, LAST + NEW))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(package.parent), str(Path.cwd()))))
+
+
+def test_one_more_field_is_one_more_axis(changed, bench):
+    axes = (
+        "sweep.nodes=1",
+        "sweep.gbs=8",
+        "sweep.zero_stage=0",
+        "sweep.mbs=1",
+        "sweep.gas=null",
+        "+sweep.shards=[1,2]",
+    )
+    words = bench.overrides("fine", *axes)
+    plan = json.loads(bench.run("sweep", "plan", *words, "--json"))
+    assert (plan["candidates"], plan["runs"]) == (2, 2)
+    bench.run("sweep", "launch", *words)
+    rows = bench.rows()
+    assert sorted((r["status"], r["shards"]) for r in rows) == [("ok", 1), ("ok", 2)]
+    table = pq.read_table(bench.folder / "results/t/runs.parquet", columns=["run_id", "shards"]).to_pylist()
+    two = next(row["run_id"] for row in table if row["shards"] == 2)
+    (cell,) = json.loads(bench.run("heatmap", "t", "--json", "--include-suspects"))
+    assert cell["shards"] in (1, 2)
+    bench.run("heatmap", "t", "-o", "f.svg", "--rank-by", "shards", "--include-suspects")
+    assert "shards2" in (bench.folder / "f.svg").read_text()
+    assert "shards: 2" in bench.run("sweep", "show", two, "--sweep", "t")
+    bad = bench.start("sweep", "plan", *words, "sweep.shards=[3]").communicate(timeout=60)[0]
+    assert "sweep.shards=[3]; each must be one of 1, 2, 4" in bad
