@@ -9,7 +9,7 @@ from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.kernel_env import redacted
-from ultrabench.layout import AXES, PP_SCHEDULES, TEXT_AXES, Layout, broken_rule
+from ultrabench.layout import AXES, PP_SCHEDULES, TEXT_AXES, Layout, keeps_rule, rule_of
 from ultrabench.measure import Measure
 from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
@@ -50,16 +50,11 @@ class Axes:
             if name not in SCHEDULES:
                 raise ConfigError(unknown_name("schedule in sweep.pp_schedule", name, SCHEDULES))
         for name, values in (("nodes", self.nodes), *self.layout.items()):
-            broken = "" if name == "pp_schedule" else next(filter(None, (_rule(name, v) for v in values)), "")
-            if broken or not values:
+            axis = "dp" if name == "nodes" else name
+            if name != "pp_schedule" and not (values and all(keeps_rule(axis, v) for v in values)):
                 raise ConfigError(
-                    f"sweep.{name}={list(values)}; each must be {broken or 'usable'}, and at least one is needed"
+                    f"sweep.{name}={list(values)}; each must be {rule_of(axis)}, and at least one is needed"
                 )
-
-
-def _rule(name: str, value: int) -> str | None:
-    """The rule that the value of an axis, or a number of nodes, breaks."""
-    return broken_rule("dp" if name == "nodes" else name, value)
 
 
 def _axes(sweep: dict[str, Any]) -> Axes:

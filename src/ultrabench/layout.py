@@ -72,8 +72,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in AXES:
-            if rule := broken_rule(name, getattr(self, name)):
-                raise ConfigError(f"{name}={getattr(self, name)}; must be {rule}")
+            if not keeps_rule(name, value := getattr(self, name)):
+                raise ConfigError(f"{name}={value!r}; must be {rule_of(name)}")
         if (self.pp_schedule == "none") != (self.pp == 1):
             raise ConfigError(f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; none goes with pp=1 only")
         several = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
@@ -148,12 +148,16 @@ def labels(values: Mapping[str, Any], names: Sequence[str] = AXES) -> list[str]:
     ]
 
 
-def broken_rule(name: str, value: Any) -> str | None:
-    """What the value of an axis must be, such as `>= 1`, when this one is not; else None."""
+def rule_of(name: str) -> str:
+    """What each value of an axis must be, such as `>= 1` or `0, 1, 2 or 3`."""
+    *most, last = map(str, _TOLD[name]["allowed"] or (">= 1",))
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def keeps_rule(name: str, value: Any) -> bool:
+    """Whether an axis may have this value."""
     allowed = _TOLD[name]["allowed"]
-    if allowed is None:
-        return None if value >= 1 else ">= 1"
-    return None if value in allowed else f"one of {', '.join(map(str, allowed))}"
+    return bool(value >= 1 if allowed is None else value in allowed)
 
 
 def default_schedule(pp: int, gas: int) -> str:

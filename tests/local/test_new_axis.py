@@ -50,4 +50,4 @@ def test_one_more_field_is_one_more_axis(changed, bench):
     assert "shards2" in (bench.folder / "f.svg").read_text()
     assert "shards: 2" in bench.run("sweep", "show", two, "--sweep", "t")
     bad = bench.start("sweep", "plan", *words, "sweep.shards=[3]").communicate(timeout=60)[0]
-    assert "sweep.shards=[3]; each must be one of 1, 2, 4" in bad
+    assert "sweep.shards=[3]; each must be 1, 2 or 4" in bad

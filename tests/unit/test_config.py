@@ -126,7 +126,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["sweep.zero_stage=[4]"], "sweep.zero_stage=[4]; each must be 0, 1, 2 or 3"),
         (["sweep.nodes=two"], "sweep.nodes='two' is not of type int"),
         (["sweep.nodes=1.5"], "sweep.nodes=1.5 is not of type int"),
-        (["sweep.nodes=null"], "sweep.nodes=None is not of type int"),
+        (["sweep.nodes=null"], "sweep lacks nodes"),
         (["sweep.gbs=0"], "gbs=0; both must be >= 1"),
         (["sweep.seq_len=many"], "seq_len='many' is not of type int"),
         (["repeats=0"], "repeats=0; must be a whole number >= 1"),

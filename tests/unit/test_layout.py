@@ -83,7 +83,7 @@ def test_degrees_are_at_least_one(word, value):
     [
         ({"zero_stage": 4}, "zero_stage=4; must be 0, 1, 2 or 3"),
         ({"zero_stage": -1}, "zero_stage=-1; must be 0, 1, 2 or 3"),
-        ({"pp_schedule": "gpipe"}, "pp_schedule='gpipe'; must be one of none, 1f1b, afab, interleaved, zbv"),
+        ({"pp_schedule": "gpipe"}, "pp_schedule='gpipe'; must be none, 1f1b, afab, interleaved or zbv"),
         ({"pp": 2}, "pp_schedule='none' with pp=2; none goes with pp=1 only"),
         ({"pp_schedule": "1f1b"}, "pp_schedule='1f1b' with pp=1; none goes with pp=1 only"),
         (
