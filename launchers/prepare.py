@@ -108,7 +108,7 @@ def open_sweep(
     if (head := folder.read_head()) is not None:
         require_same(head, config, folder.path)
     measured = head["peak"] if head else {}
-    in_table = bool(config.hardware.accelerator.peak_flops_per_s)
+    in_table = bool(config.hardware.peak_flops_per_s)
     if environment is None:
         environment = _look(config, needs_peak=not in_table and not measured, say=say)
     folder.create()
@@ -139,7 +139,7 @@ def open_sweep(
 def _look(config: SweepConfig, needs_peak: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """What this machine is; nothing where the runs are elsewhere and their peak is in the table."""
     local = config.launcher.name == "local"
-    if not local and config.hardware.accelerator.peak_flops_per_s:
+    if not local and config.hardware.peak_flops_per_s:
         return {}
     say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = look_at_machine(needs_peak)
@@ -173,9 +173,10 @@ def require_local(config: SweepConfig) -> None:
 def _require_gpus(config: SweepConfig, gpus: int) -> None:
     hardware = config.hardware
     if hardware.device == "cuda" and gpus < hardware.gpus_per_node:
+        remedy = f"use hardware.gpus_per_node={gpus}" if gpus else "use hardware=cpu, which needs none"
         raise ConfigError(
-            f"hardware={hardware.name} has {hardware.gpus_per_node} GPUs a node; this machine has {gpus}: "
-            "use hardware=cpu, or hardware.gpus_per_node"
+            f"hardware={hardware.name} has {hardware.gpus_per_node} GPUs a node; torch sees {gpus or 'none'} on this "
+            f"machine: {remedy}, or launch where there are more"
         )
 
 

@@ -1,8 +1,9 @@
 """A sweep as frozen values, from a composed configuration."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ultrabench.errors import ConfigError, unknown_name
@@ -124,9 +125,11 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     models = tuple(from_dict(ModelShape, m, where=f"model {m['name']}") for m in tree["models"])
     _distinct(models)
     workload = {k: sweep.pop(k) for k in ("seq_len", "gbs", "seed") if k in sweep}
-    axes = {name: _as_list(values) for name, values in sweep.items()}
     tree, given = _without_secrets(tree)
-    kernel = {"name": names["kernel"]} | {k: v for k, v in tree["kernel"].items() if v is not None}
+    hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
+    kernel = {"name": names["kernel"], "precision": hardware.precision} | {
+        k: v for k, v in tree["kernel"].items() if v is not None
+    }
     if type(tree["repeats"]) is not int or tree["repeats"] < 1:
         raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
     if not isinstance(tree["results_dir"], str) or not tree["results_dir"]:
@@ -135,13 +138,13 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         name=str(tree["name"] or f"{names['sweep']}-{names['hardware']}"),
         results_dir=tree["results_dir"],
         cluster=str(cluster.get("name") or names["cluster"]),
-        hardware=from_dict(Hardware, {"name": names["hardware"], **tree["hardware"]}, where="hardware"),
+        hardware=hardware,
         kernel=from_dict(KernelChoice, kernel, where="kernel"),
         launcher=_launcher(tree["launcher"]),
         measure=from_dict(Measure, tree["measure"], where="measure"),
         models=models,
         workload=from_dict(Workload, workload, where="sweep"),
-        axes=from_dict(Axes, axes, where="sweep"),
+        axes=from_dict(Axes, {name: _as_list(values) for name, values in sweep.items()}, where="sweep"),
         retry=from_dict(RetryPolicy, tree.get("retry") or {}, where="retry"),
         repeats=tree["repeats"],
         profile=tree.get("profile", False),
@@ -156,6 +159,31 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
             "what the program has for that"
         )
     return config
+
+
+def read_hardware(values: Mapping[str, Any]) -> Hardware:
+    """The hardware that a configuration or sweep.json describes.
+
+    What gives no source of its rates takes what it lacks from the file that has that GPU with its rates.
+
+    Raises:
+        ConfigError: a value that cannot be used, or a GPU without rates.
+    """
+    if "gpu" in values and "source" not in values:
+        rows = [read_yaml(_file("hardware", name)) for name in known_names("hardware")]
+        gpus = {row["gpu"]: row for row in rows if isinstance(row, dict) and {"gpu", "source"} <= row.keys()}
+        if values["gpu"] not in gpus:
+            told = unknown_name("gpu", values["gpu"], gpus)
+            raise ConfigError(
+                f"{told}: give its rates in the same file, with their source (see configs/hardware/)"
+            )
+        values = gpus[values["gpu"]] | {k: v for k, v in values.items() if v is not None}
+    return from_dict(Hardware, values, where="hardware")
+
+
+def _file(group: str, name: str) -> Path:
+    """The file of a known name: that of the strongest folder."""
+    return next(path for folder in search_path() if (path := folder / group / f"{name}.yaml").is_file())
 
 
 def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -187,8 +215,7 @@ def load_model(name: str) -> ModelShape:
     """
     if name not in known_names("model"):
         raise ConfigError(unknown_name("model", name, known_names("model")))
-    paths = [folder / "model" / f"{name}.yaml" for folder in search_path()]
-    path = next(path for path in paths if path.is_file())
+    path = _file("model", name)
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is no model: it holds no mapping of sizes; see configs/model/")

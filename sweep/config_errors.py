@@ -47,6 +47,10 @@ def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         if key in groups and value.startswith("["):
             raise ConfigError(f"{override}: {key} takes one name (known: see ultrabench configs {key})")
+        if key == "hardware.gpu":
+            raise ConfigError(
+                f"{override}: a GPU comes with its rates, in a file; name that with hardware=NAME"
+            )
         if key.lstrip("+~").partition(".")[0] == "hydra":
             raise ConfigError(f"{override}: Hydra's own settings have no effect here; leave it out")
 

@@ -189,7 +189,10 @@ def test_a_head_that_lacks_its_hardware_is_not_continued(ultrabench, sweep):
             ["sweep", "plan", "kernel=command", 'kernel.command=[python,"--tp={tpp}"]'],
             "unknown word in kernel.command '{tpp}'; did you mean tp?",
         ),
-        (["sweep", "launch", "hardware=h100x8", "sweep.nodes=[1]"], "this machine has 0: use"),
+        (
+            ["sweep", "launch", "hardware=h100x8", "sweep.nodes=[1]"],
+            "torch sees none on this machine: use hardware=cpu",
+        ),
         (["sweep", "plan", "-o", "x.csv"], "choose a name ending in .parquet"),
         (["sweep", "launch", "--reuse", "some"], "--reuse some; must be same"),
     ],
