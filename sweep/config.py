@@ -15,6 +15,7 @@ from ultrabench.measure import Measure
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Workload
 from ultrabench.shape import ModelShape
+from ultrabench.sweep.checkpoint_config import is_path, read_checkpoint_config
 from ultrabench.sweep.compose import compose_tree, known_names, read_yaml, search_path
 from ultrabench.sweep.launcher_choice import TEXTS, LauncherChoice
 from ultrabench.sweep.retry_policy import RetryPolicy
@@ -130,10 +131,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     kernel = {"name": names["kernel"], "precision": hardware.precision} | {
         k: v for k, v in tree["kernel"].items() if v is not None
     }
-    if type(tree["repeats"]) is not int or tree["repeats"] < 1:
-        raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
-    if not isinstance(tree["results_dir"], str) or not tree["results_dir"]:
-        raise ConfigError(f"results_dir={tree['results_dir']!r}; must be a folder")
+    _require_values(tree)
     config = SweepConfig(
         name=str(tree["name"] or f"{names['sweep']}-{names['hardware']}"),
         results_dir=tree["results_dir"],
@@ -151,14 +149,22 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         resolved=tree,
         secrets=given,
     )
-    if type(config.profile) is not bool:
-        raise ConfigError(f"profile={config.profile!r}; must be true or false")
     if config.profile and config.kernel.kind != "embedded":
         raise ConfigError(
             f"profile=true with kernel={config.kernel.name}; only ultrabench's own kernel looks inside itself: use "
             "what the program has for that"
         )
     return config
+
+
+def _require_values(tree: dict[str, Any]) -> None:
+    """Raises ConfigError when a value outside of the groups cannot be used."""
+    if type(tree["repeats"]) is not int or tree["repeats"] < 1:
+        raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
+    if not isinstance(tree["results_dir"], str) or not tree["results_dir"]:
+        raise ConfigError(f"results_dir={tree['results_dir']!r}; must be a folder")
+    if type(tree.get("profile", False)) is not bool:
+        raise ConfigError(f"profile={tree['profile']!r}; must be true or false")
 
 
 def read_hardware(values: Mapping[str, Any]) -> Hardware:
@@ -208,11 +214,13 @@ def _launcher(values: dict[str, Any]) -> LauncherChoice:
 
 
 def load_model(name: str) -> ModelShape:
-    """The model of that name on the search path.
+    """The model of that name on the search path, or of the config.json that `name` is the path of.
 
     Raises:
         ConfigError: there is none, or it lacks something.
     """
+    if is_path(name):
+        return read_checkpoint_config(name)
     if name not in known_names("model"):
         raise ConfigError(unknown_name("model", name, known_names("model")))
     path = _file("model", name)
@@ -235,7 +243,7 @@ def _model_list(override: str) -> str:
         raise ConfigError(
             f"{override}: model takes one name; for several use sweep.models={value or '[A,B]'}"
         )
-    return f"sweep.models=[{value}]"
+    return f"sweep.models=[{value}]" if '"' in value or "'" in value else f'sweep.models=["{value}"]'
 
 
 def _distinct(models: tuple[ModelShape, ...]) -> None:
@@ -245,4 +253,6 @@ def _distinct(models: tuple[ModelShape, ...]) -> None:
                m.intermediate_size, m.vocab_size, m.tie_word_embeddings, m.rope_theta, m.rms_norm_eps)  # fmt: skip
         if key in seen:
             raise ConfigError(f"sweep.models: {seen[key]} and {m.name} are the same model; name it once")
+        if m.name in seen.values():
+            raise ConfigError(f"sweep.models: two models are called {m.name}; give one of them another name")
         seen[key] = m.name
