@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -100,6 +101,7 @@ def open_sweep(
         ClusterError: this machine could not be looked at.
     """
     require_local(config)
+    _require_program(config)
     if reuse not in (None, "same", "any"):
         raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
     plan = make_plan(config)
@@ -167,6 +169,26 @@ def require_local(config: SweepConfig) -> None:
         raise ConfigError(
             f"sweep.nodes up to {most} of hardware={config.hardware.name} with launcher=local, which has this "
             "machine only; use sweep.nodes=[1], or hardware=cpu for simulated nodes"
+        )
+
+
+def _require_program(config: SweepConfig) -> None:
+    """Raises ConfigError when kernel=command names a program that is not here.
+
+    A path has to exist here, too, when nodes of a cluster run it: the folder of the launch is shared. A bare name is
+    looked for on this machine only when it runs here; launcher.setup may make it known on nodes.
+    """
+    program = config.kernel.command[0] if config.kernel.kind == "command" else "python"
+    script = [w for w in config.kernel.command[1:2] if Path(w).suffix in (".py", ".sh")]
+    missing = [
+        w for w in ([program] if "/" in program else []) + script if "{" not in w and not Path(w).is_file()
+    ]
+    if config.launcher.name == "local" and not {"/", "{"} & {*program} and program != "python":
+        missing += [] if shutil.which(program) else [program]
+    if missing:
+        raise ConfigError(
+            f"kernel.command names {missing[0]}, which is not here ({Path.cwd()}); mend its path, or begin with env "
+            "when only nodes have it: kernel.command='[env,PROGRAM,...]'"
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.claim import give_up
-from ultrabench.errors import UltrabenchError
+from ultrabench.errors import UltrabenchError, counted
 from ultrabench.folder import SweepFolder
 from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
@@ -140,7 +140,7 @@ class _Watch:
         ended = len({k.run_id for k, a in state.attempts.items() if a.result} & self._runs)
         if ended > self._ended:
             self._ended = ended
-            self._say(f"{self._name}: {ended} of {len(self._runs)} runs")
+            self._say(f"{self._name}: {ended} of {counted(len(self._runs), 'run')}")
         attempt = state.attempts.get(self._target) if self._target else None
         held = state.allocations.get(attempt.allocation or "") if attempt else None
         if attempt and held and attempt.phase == "measure":

@@ -52,7 +52,7 @@ def read_checkpoint_config(given: str) -> ModelShape:
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot read model={given}: {why}; it must be the config.json of a model"
+            f"cannot read model={given}: {why}; it must be the path of a config.json here"
         ) from error
     if not isinstance(values, dict):
         raise ConfigError(f"model={given} holds no sizes; it must be the config.json of a model")

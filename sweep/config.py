@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ultrabench.errors import ConfigError, unknown_name
@@ -16,7 +15,7 @@ from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Workload
 from ultrabench.shape import ModelShape
 from ultrabench.sweep.checkpoint_config import is_path, read_checkpoint_config
-from ultrabench.sweep.compose import compose_tree, known_names, read_yaml, search_path
+from ultrabench.sweep.compose import compose_tree, files, known_names, read_yaml
 from ultrabench.sweep.launcher_choice import TEXTS, LauncherChoice
 from ultrabench.sweep.retry_policy import RetryPolicy
 
@@ -96,7 +95,8 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
         ConfigError: anything that cannot be used, in one line.
     """
     tree = compose_tree([_model_list(o) for o in overrides])
-    names = _as_list(tree["sweep"].pop("models"))
+    sweep = tree.get("sweep")
+    names = _as_list(sweep.pop("models", [])) if isinstance(sweep, dict) else []
     if not names:
         raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
     tree["models"] = [to_dict(load_model(str(name))) for name in names]
@@ -176,7 +176,7 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
         ConfigError: a value that cannot be used, or a GPU without rates.
     """
     if "gpu" in values and "source" not in values:
-        rows = [read_yaml(_file("hardware", name)) for name in known_names("hardware")]
+        rows = [read_yaml(path) for path in files("hardware").values()]
         gpus = {row["gpu"]: row for row in rows if isinstance(row, dict) and {"gpu", "source"} <= row.keys()}
         if values["gpu"] not in gpus:
             told = unknown_name("gpu", values["gpu"], gpus)
@@ -185,11 +185,6 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
             )
         values = gpus[values["gpu"]] | {k: v for k, v in values.items() if v is not None}
     return from_dict(Hardware, values, where="hardware")
-
-
-def _file(group: str, name: str) -> Path:
-    """The file of a known name: that of the strongest folder."""
-    return next(path for folder in search_path() if (path := folder / group / f"{name}.yaml").is_file())
 
 
 def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -223,7 +218,7 @@ def load_model(name: str) -> ModelShape:
         return read_checkpoint_config(name)
     if name not in known_names("model"):
         raise ConfigError(unknown_name("model", name, known_names("model")))
-    path = _file("model", name)
+    path = files("model")[name]
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is no model: it holds no mapping of sizes; see configs/model/")

@@ -48,6 +48,12 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, DiskError) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 run`, `2 runs`, `3 processes`."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 MOST_NAMES = 12
 """How many known names a message lists at most."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from ultrabench.cli.tables import duration, err, hours, say, table
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.sweep.decide import Todo
 from ultrabench.sweep.pack import allocation_limit_s, pack
@@ -85,7 +85,7 @@ def _print_price(
     )
     say(
         f"{_many(len(groups), 'job')}, the largest of {_many(nodes, 'node')} for up to {duration(limit_s)}; at most "
-        f"{launcher.max_jobs} jobs and {launcher.max_nodes} nodes at a time; done in {duration(earliest_s)} at "
+        f"{counted(launcher.max_jobs, 'job')} and {counted(launcher.max_nodes, 'node')} at a time; done in {duration(earliest_s)} at "
         f"the earliest; used so far: {hours(used)} GPU hours"
     )
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.cli.tables import hours, out, print_json, say, table
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
 
@@ -23,7 +23,7 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
         from ultrabench.sweep.plan_table import write_plan
 
         write_plan(plan, output)
-        say(f"wrote {len(plan.candidates)} candidates to {output}")
+        say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     best = recommend(plan, top) if top else []
     if as_json:
         document = plan.summary()

@@ -85,6 +85,24 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def show_config(group: str, name: str, as_json: bool) -> None:
+    """Prints the file of a name with its comments, and to stderr where it lies."""
+    from ultrabench.errors import ConfigError, unknown_name
+    from ultrabench.sweep.compose import GROUPS, files, read_text
+
+    if group not in GROUPS:
+        raise ConfigError(unknown_name("config group", group, GROUPS))
+    found = files(group)
+    if name not in found:
+        raise ConfigError(unknown_name(group, name, found))
+    text = read_text(found[name])
+    if as_json:
+        print_json({"path": str(found[name]), "text": text})
+    else:
+        say(str(found[name]))
+        sys.stdout.write(plain(text))
+
+
 def show_configs(group: str | None, as_json: bool) -> None:
     """Prints what can be named in an override, with the first comment of each file."""
     from ultrabench.errors import ConfigError, unknown_name
