@@ -101,7 +101,6 @@ def open_sweep(
         ClusterError: this machine could not be looked at.
     """
     require_local(config)
-    _require_program(config)
     if reuse not in (None, "same", "any"):
         raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
     plan = make_plan(config)
@@ -172,7 +171,7 @@ def require_local(config: SweepConfig) -> None:
         )
 
 
-def _require_program(config: SweepConfig) -> None:
+def require_program(config: SweepConfig) -> None:
     """Raises ConfigError when kernel=command names a program that is not here.
 
     A path has to exist here, too, when nodes of a cluster run it: the folder of the launch is shared. A bare name is

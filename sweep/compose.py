@@ -54,7 +54,7 @@ def _user_folders() -> list[Path]:
 def files(group: str) -> dict[str, Path]:
     """Name -> file of everything that can be named in a group such as `hardware`; the strongest folder wins."""
     found = [path for folder in reversed(search_path()) for path in (folder / group).glob("*.yaml")]
-    return dict(sorted((path.stem, path) for path in found if path.is_file()))
+    return dict(sorted({path.stem: path for path in found if path.is_file()}.items()))
 
 
 def known_names(group: str) -> list[str]:

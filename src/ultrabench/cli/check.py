@@ -14,7 +14,7 @@ from ultrabench.record import to_dict
 from ultrabench.sweep.config import load_model
 
 MOST_RANKS = 64
-RANK_BYTES = 2e8
+RANK_BYTES = 1e8
 """Memory that a process of the check takes for itself, torch's libraries being shared."""
 OTHERS = ("model", "seq_len", "seed", "steps", "recompute")
 

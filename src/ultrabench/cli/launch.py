@@ -25,7 +25,7 @@ from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.follow import Follower, interrupt, open_allocations
 from ultrabench.launchers.launcher import Launcher, sees
-from ultrabench.launchers.prepare import OpenSweep, open_sweep
+from ultrabench.launchers.prepare import OpenSweep, open_sweep, require_program
 from ultrabench.presence import living_launchers
 from ultrabench.result import ANSWERS, Status
 from ultrabench.state import AttemptKey, SweepState, fold
@@ -47,6 +47,7 @@ def run_launch(
     if max_gpu_hours is not None and not math.isfinite(max_gpu_hours):
         raise ConfigError(f"--max-gpu-hours {max_gpu_hours}; must be a number, such as 100")
     config = load_config(overrides)
+    require_program(config)
     if detach and config.launcher.name == "local":
         return _leave_in_background(config, overrides, max_gpu_hours, reuse)
     folder = folder_of(config)

@@ -220,6 +220,10 @@ def test_a_head_that_lacks_its_hardware_is_not_continued(ultrabench, sweep):
             "for a variable of the shell on the nodes write \\${HOME}",
         ),
         (["sweep", "launch", "kernel=command", "kernel.command=[./nope]"], "names ./nope, which is not here"),
+        (
+            ["sweep", "launch", "launcher=slurm", "kernel=command", "kernel.command=[/opt/no-such/python]"],
+            "kernel.command names /opt/no-such/python, which is not here",
+        ),
         (["sweep", "launch", "kernel=command", "kernel.command=[no-such]"], "names no-such, which is not"),
         (["sweep", "launch", "kernel=command", "kernel.command=[python,no.py]"], "names no.py, which is not"),
         (["configs", "model", "tny"], "unknown model 'tny'; did you mean tiny?"),
