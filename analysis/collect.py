@@ -50,6 +50,7 @@ def read_parquet(path: Path) -> pa.Table:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
         told = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        told = "there is no such file" if isinstance(error, FileNotFoundError) else told
         raise SweepFolderError(f"cannot read {path}: {told}") from error
     version = _version(table)
     if version is None:

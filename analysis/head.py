@@ -10,6 +10,7 @@ from ultrabench.hardware import Hardware, Peak, rank_peak
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.record import from_dict
 from ultrabench.shape import ModelShape
+from ultrabench.sweep.config import read_hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class SweepHead:
 
     def peak(self, nodes: int, precision: str) -> Peak | None:
         """The rate mfu is a fraction of, for one rank; None where nobody knows it."""
-        if self.hardware.device == "cpu" and (self.core_flops_per_s is None or self.cores is None):
+        if not self.hardware.peak_flops_per_s and (self.core_flops_per_s is None or self.cores is None):
             return None
         return rank_peak(
             self.hardware,
@@ -62,7 +63,7 @@ def _parse(name: str, raw: Mapping[str, Any]) -> SweepHead:
     return SweepHead(
         sweep=raw.get("sweep") or name,
         cluster=raw.get("cluster"),
-        hardware=from_dict(Hardware, raw["hardware"]),
+        hardware=read_hardware(raw["hardware"]),
         kernel=from_dict(KernelChoice, raw["kernel"]),
         kernel_digest=raw.get("kernel_digest"),
         shapes={shape.name: shape for shape in shapes},

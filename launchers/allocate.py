@@ -69,7 +69,7 @@ def _task(sweep: OpenSweep, todo: Todo, best: Mapping[Cell, float]) -> Task:
         measure=config.measure,
         device=config.hardware.device,
         rank_mem_bytes=config.hardware.rank_mem_bytes,
-        gpu_names=config.hardware.accelerator.reported_as,
+        gpu_names=config.hardware.reported_as,
         predicted_step_time_s=todo.candidate.prediction.step_time_s,
         predicted_duration_s=todo.candidate.duration_s(sweep.plan.steps),
         limit_s=run_limit_s(todo, config, sweep.plan.steps),

@@ -102,8 +102,8 @@ def check_devices(report: Report, hardware: Hardware, name: str) -> Check:
     told += f"; hardware={hardware.name} has {hardware.gpus_per_node} {hardware.gpu}"
     if seen < hardware.gpus_per_node:
         return failed(name, told, _fewer(seen, driver, hardware, torch))
-    if torch.get("gpu_name") not in hardware.accelerator.reported_as:
-        known = " or ".join(hardware.accelerator.reported_as)
+    if torch.get("gpu_name") not in hardware.reported_as:
+        known = " or ".join(hardware.reported_as)
         remedy = f"results would be invalid: name the hardware= that is there (this one says {known})"
         return failed(name, f"{told}; they are {torch.get('gpu_name')}", remedy)
     if report["foreign"]:

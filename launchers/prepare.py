@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -106,7 +107,7 @@ def open_sweep(
     if (head := folder.read_head()) is not None:
         require_same(head, config, folder.path)
     measured = head["peak"] if head else {}
-    in_table = bool(config.hardware.accelerator.peak_flops_per_s)
+    in_table = bool(config.hardware.peak_flops_per_s)
     if environment is None:
         environment = _look(config, needs_peak=not in_table and not measured, say=say)
     folder.create()
@@ -137,7 +138,7 @@ def open_sweep(
 def _look(config: SweepConfig, needs_peak: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """What this machine is; nothing where the runs are elsewhere and their peak is in the table."""
     local = config.launcher.name == "local"
-    if not local and config.hardware.accelerator.peak_flops_per_s:
+    if not local and config.hardware.peak_flops_per_s:
         return {}
     say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = look_at_machine(needs_peak)
@@ -168,12 +169,33 @@ def require_local(config: SweepConfig) -> None:
         )
 
 
+def require_program(config: SweepConfig) -> None:
+    """Raises ConfigError when kernel=command names a program that is not here.
+
+    A path has to exist here, too, when nodes of a cluster run it: the folder of the launch is shared. A bare name is
+    looked for on this machine only when it runs here; launcher.setup may make it known on nodes.
+    """
+    program = config.kernel.command[0] if config.kernel.kind == "command" else "python"
+    script = [w for w in config.kernel.command[1:2] if Path(w).suffix in (".py", ".sh")]
+    missing = [
+        w for w in ([program] if "/" in program else []) + script if "{" not in w and not Path(w).is_file()
+    ]
+    if config.launcher.name == "local" and not {"/", "{"} & {*program} and program != "python":
+        missing += [] if shutil.which(program) else [program]
+    if missing:
+        raise ConfigError(
+            f"kernel.command names {missing[0]}, which is not here ({Path.cwd()}); mend its path, or begin with env "
+            "when only nodes have it: kernel.command='[env,PROGRAM,...]'"
+        )
+
+
 def _require_gpus(config: SweepConfig, gpus: int) -> None:
     hardware = config.hardware
     if hardware.device == "cuda" and gpus < hardware.gpus_per_node:
+        remedy = f"use hardware.gpus_per_node={gpus}" if gpus else "use hardware=cpu, which needs none"
         raise ConfigError(
-            f"hardware={hardware.name} has {hardware.gpus_per_node} GPUs a node; this machine has {gpus}: "
-            "use hardware=cpu, or hardware.gpus_per_node"
+            f"hardware={hardware.name} has {hardware.gpus_per_node} GPUs a node; torch sees {gpus or 'none'} on this "
+            f"machine: {remedy}, or launch where there are more"
         )
 
 

@@ -140,7 +140,7 @@ def check_gpus(hardware: Hardware, choice: LauncherChoice, place: Partition) -> 
         return failed("GPUs", told, f"{remedy}another hardware= or launcher.partition=")
     types = re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", choice.gres or place.gres or "")
     others = {model for kind in types for model in _models(kind)}
-    if others and not others & _models(" ".join([hardware.gpu, *hardware.accelerator.reported_as])):
+    if others and not others & _models(" ".join([hardware.gpu, *hardware.reported_as])):
         return failed(
             "GPUs", told, "set the hardware= that is there, or launcher.partition= or launcher.gres="
         )

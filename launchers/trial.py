@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.claim import give_up
-from ultrabench.errors import UltrabenchError
+from ultrabench.errors import UltrabenchError, counted
 from ultrabench.folder import SweepFolder
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.follow import Follower, interrupt, open_allocations
@@ -118,4 +118,4 @@ class _Told:
         ended = len({k.run_id for k, a in state.attempts.items() if a.result} & self._runs)
         if ended > self._ended:
             self._ended = ended
-            self._say(f"{self._name}: {ended} of {len(self._runs)} runs")
+            self._say(f"{self._name}: {ended} of {counted(len(self._runs), 'run')}")

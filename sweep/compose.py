@@ -51,20 +51,49 @@ def _user_folders() -> list[Path]:
     return search_path()[:-1]
 
 
+def files(group: str) -> dict[str, Path]:
+    """Name -> file of everything that can be named in a group such as `hardware`; the strongest folder wins."""
+    found = [path for folder in reversed(search_path()) for path in (folder / group).glob("*.yaml")]
+    return dict(sorted({path.stem: path for path in found if path.is_file()}.items()))
+
+
 def known_names(group: str) -> list[str]:
-    """What can be named in a group such as `hardware`."""
-    return sorted({p.stem for folder in search_path() for p in (folder / group).glob("*.yaml")})
+    """What can be named in a group."""
+    return list(files(group))
 
 
 def describe(group: str) -> dict[str, str]:
-    """Names of a group with the first comment line of their files; the strongest folder wins."""
-    found: dict[str, str] = {}
-    for folder in search_path():
-        for path in sorted((folder / group).glob("*.yaml")):
-            lines = path.read_text().splitlines()
-            comments = [s for s in lines if s.startswith("#") and "@package" not in s]
-            found.setdefault(path.stem, comments[0].lstrip("# ").strip() if comments else "")
-    return dict(sorted(found.items()))
+    """Names of a group with the first comment line of their files."""
+    found = {}
+    for name, path in files(group).items():
+        lines = read_text(path).splitlines()
+        comments = [s for s in lines if s.startswith("#") and "@package" not in s]
+        found[name] = comments[0].lstrip("# ").strip() if comments else ""
+    return found
+
+
+def read_text(path: Path) -> str:
+    """The text of a configuration file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _require_global(name: str) -> None:
+    """Raises ConfigError when the file of sweep=`name` sets other groups, or `sweep:`, inside of the group sweep."""
+    path = files("sweep").get(name)
+    if path is None or "# @package _global_" in read_text(path):
+        return
+    values = read_yaml(path)
+    if isinstance(values, dict) and (nested := sorted({*GROUPS, "name", "repeats"} & values.keys())):
+        raise ConfigError(
+            f"{path} sets {nested[0]}: and so needs a first line of its own: # @package _global_"
+        )
 
 
 def read_yaml(path: Path) -> Any:
@@ -86,6 +115,9 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
         ConfigError: an override that cannot be used.
     """
     require_usable(overrides, GROUPS)
+    for override in overrides:
+        if override.startswith("sweep="):
+            _require_global(override.removeprefix("sweep="))
     GlobalHydra.instance().clear()
     Plugins.instance().register(UserFolders)
     try:
@@ -115,6 +147,9 @@ def _unreadable(overrides: Sequence[str]) -> str:
             key, eq, value = override.partition("=")
             if not eq or not key.strip():
                 return f"{override!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
+            if value.count("[") > value.count("]"):
+                whole = "".join(overrides[overrides.index(override) :]).partition("]")[0]
+                return f"{override} has no end: the shell cuts words at spaces; write a list without them: {whole}]"
             if "launcher.sbatch.-" in key:
                 return f"{key}; write an option's name without dashes in front"
             return (

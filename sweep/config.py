@@ -14,7 +14,8 @@ from ultrabench.measure import Measure
 from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.shape import ModelShape
-from ultrabench.sweep.compose import compose_tree, known_names, read_yaml, search_path
+from ultrabench.sweep.checkpoint_config import is_path, read_checkpoint_config
+from ultrabench.sweep.compose import compose_tree, files, known_names, read_yaml
 from ultrabench.sweep.launcher_choice import TEXTS, LauncherChoice
 from ultrabench.sweep.retry_policy import RetryPolicy
 
@@ -104,7 +105,8 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
         ConfigError: anything that cannot be used, in one line.
     """
     tree = compose_tree([_model_list(o) for o in overrides])
-    names = _as_list(tree["sweep"].pop("models"))
+    sweep = tree.get("sweep")
+    names = _as_list(sweep.pop("models", [])) if isinstance(sweep, dict) else []
     if not names:
         raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
     tree["models"] = [to_dict(load_model(str(name))) for name in names]
@@ -135,16 +137,16 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     _distinct(models)
     workload = {k: sweep.pop(k) for k in ("seq_len", "gbs", "seed") if k in sweep}
     tree, given = _without_secrets(tree)
-    kernel = {"name": names["kernel"]} | {k: v for k, v in tree["kernel"].items() if v is not None}
-    if type(tree["repeats"]) is not int or tree["repeats"] < 1:
-        raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
-    if not isinstance(tree["results_dir"], str) or not tree["results_dir"]:
-        raise ConfigError(f"results_dir={tree['results_dir']!r}; must be a folder")
+    hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
+    kernel = {"name": names["kernel"], "precision": hardware.precision} | {
+        k: v for k, v in tree["kernel"].items() if v is not None
+    }
+    _require_values(tree)
     config = SweepConfig(
         name=str(tree["name"] or f"{names['sweep']}-{names['hardware']}"),
         results_dir=tree["results_dir"],
         cluster=str(cluster.get("name") or names["cluster"]),
-        hardware=from_dict(Hardware, {"name": names["hardware"], **tree["hardware"]}, where="hardware"),
+        hardware=hardware,
         kernel=from_dict(KernelChoice, kernel, where="kernel"),
         launcher=_launcher(tree["launcher"]),
         measure=from_dict(Measure, tree["measure"], where="measure"),
@@ -157,14 +159,42 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         resolved=tree,
         secrets=given,
     )
-    if type(config.profile) is not bool:
-        raise ConfigError(f"profile={config.profile!r}; must be true or false")
     if config.profile and config.kernel.kind != "embedded":
         raise ConfigError(
             f"profile=true with kernel={config.kernel.name}; only ultrabench's own kernel looks inside itself: use "
             "what the program has for that"
         )
     return config
+
+
+def _require_values(tree: dict[str, Any]) -> None:
+    """Raises ConfigError when a value outside of the groups cannot be used."""
+    if type(tree["repeats"]) is not int or tree["repeats"] < 1:
+        raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
+    if not isinstance(tree["results_dir"], str) or not tree["results_dir"]:
+        raise ConfigError(f"results_dir={tree['results_dir']!r}; must be a folder")
+    if type(tree.get("profile", False)) is not bool:
+        raise ConfigError(f"profile={tree['profile']!r}; must be true or false")
+
+
+def read_hardware(values: Mapping[str, Any]) -> Hardware:
+    """The hardware that a configuration or sweep.json describes.
+
+    What gives no source of its rates takes what it lacks from the file that has that GPU with its rates.
+
+    Raises:
+        ConfigError: a value that cannot be used, or a GPU without rates.
+    """
+    if "gpu" in values and "source" not in values:
+        rows = [read_yaml(path) for path in files("hardware").values()]
+        gpus = {row["gpu"]: row for row in rows if isinstance(row, dict) and {"gpu", "source"} <= row.keys()}
+        if values["gpu"] not in gpus:
+            told = unknown_name("gpu", values["gpu"], gpus)
+            raise ConfigError(
+                f"{told}: give its rates in the same file, with their source (see configs/hardware/)"
+            )
+        values = gpus[values["gpu"]] | {k: v for k, v in values.items() if v is not None}
+    return from_dict(Hardware, values, where="hardware")
 
 
 def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -189,15 +219,16 @@ def _launcher(values: dict[str, Any]) -> LauncherChoice:
 
 
 def load_model(name: str) -> ModelShape:
-    """The model of that name on the search path.
+    """The model of that name on the search path, or of the config.json that `name` is the path of.
 
     Raises:
         ConfigError: there is none, or it lacks something.
     """
+    if is_path(name):
+        return read_checkpoint_config(name)
     if name not in known_names("model"):
         raise ConfigError(unknown_name("model", name, known_names("model")))
-    paths = [folder / "model" / f"{name}.yaml" for folder in search_path()]
-    path = next(path for path in paths if path.is_file())
+    path = files("model")[name]
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is no model: it holds no mapping of sizes; see configs/model/")
@@ -217,7 +248,7 @@ def _model_list(override: str) -> str:
         raise ConfigError(
             f"{override}: model takes one name; for several use sweep.models={value or '[A,B]'}"
         )
-    return f"sweep.models=[{value}]"
+    return f"sweep.models=[{value}]" if '"' in value or "'" in value else f'sweep.models=["{value}"]'
 
 
 def _distinct(models: tuple[ModelShape, ...]) -> None:
@@ -227,4 +258,6 @@ def _distinct(models: tuple[ModelShape, ...]) -> None:
                m.intermediate_size, m.vocab_size, m.tie_word_embeddings, m.rope_theta, m.rms_norm_eps)  # fmt: skip
         if key in seen:
             raise ConfigError(f"sweep.models: {seen[key]} and {m.name} are the same model; name it once")
+        if m.name in seen.values():
+            raise ConfigError(f"sweep.models: two models are called {m.name}; give one of them another name")
         seen[key] = m.name

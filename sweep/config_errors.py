@@ -31,6 +31,13 @@ def explain(
         key, eq, _ = override.partition("=")
         if not eq or not key.strip():
             return f"{override!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
+    several = re.search(r"Ambiguous value for argument '([^'=]+)=([^']*)'", text)
+    if several:
+        return f"{several[1]}={several[2]}: several values are a list; write {several[1]}=[{several[2]}]"
+    if unset := re.search(r"Interpolation key '([^']+)' not found", text):
+        return (
+            f"${{{unset[1]}}} is no setting; for a variable of the shell on the nodes write \\${{{unset[1]}}}"
+        )
     if isinstance(error, yaml.YAMLError):
         return f"a configuration file is no YAML: {' '.join(text.split())}"
     line = " ".join(text.split("\n")[0].split()) or type(error).__name__
@@ -47,6 +54,10 @@ def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         if key in groups and value.startswith("["):
             raise ConfigError(f"{override}: {key} takes one name (known: see ultrabench configs {key})")
+        if key == "hardware.gpu":
+            raise ConfigError(
+                f"{override}: a GPU comes with its rates, in a file; name that with hardware=NAME"
+            )
         if key.lstrip("+~").partition(".")[0] == "hydra":
             raise ConfigError(f"{override}: Hydra's own settings have no effect here; leave it out")
 
@@ -62,6 +73,8 @@ def unknown_override(key: str, groups: Sequence[str]) -> str:
             values = values.get(group) or values
             prefix = f"{group}." if group else ""
             keys |= {f"{prefix}{k}" for k in values if k not in ("defaults", "hydra")}
+            inner = ((k, n) for k, v in values.items() if isinstance(v, dict) for n in v if prefix)
+            keys |= {f"{prefix}{k}.{n}" for k, n in inner}
     if key in keys:
         group = key.partition(".")[0]
         return f"{key} is no setting of the {group} that is chosen; choose another with {group}=NAME"
@@ -69,7 +82,7 @@ def unknown_override(key: str, groups: Sequence[str]) -> str:
     same_word = sorted(k for k in keys if k.rpartition(".")[2] == tail)
     if same_word:
         return f"unknown override {key!r}; did you mean {same_word[0]}?"
-    group = key.partition(".")[0]
-    if "." in key and group in groups:
-        keys = {k for k in keys if k.startswith(f"{group}.")}
-    return unknown_name("override", key, keys)
+    for parent in (key.rpartition(".")[0], key.partition(".")[0]):
+        if beside := {k for k in keys if k.startswith(f"{parent}.")}:
+            return unknown_name("override", key, beside)
+    return unknown_name("override", key, {k for k in keys if "." not in k})

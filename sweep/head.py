@@ -12,7 +12,7 @@ from ultrabench import checkout
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.kernel_env import hide, redacted
 from ultrabench.record import to_dict
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config import SweepConfig, read_hardware
 
 
 def make_head(config: SweepConfig, environment: dict[str, Any]) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def make_head(config: SweepConfig, environment: dict[str, Any]) -> dict[str, Any
 
     Args:
         environment: what the kernel's environment probe said of this machine, with the measured
-            rate of a core where the hardware has no rate in the table.
+            rate of a core where the hardware has no rate of its own.
     """
     return {
         "sweep": config.name,
@@ -49,6 +49,7 @@ def require_same(head: dict[str, Any], config: SweepConfig, where: Path) -> None
         if not isinstance(head.get(group), dict):
             raise SweepFolderError(f"{where}/sweep.json lacks {group}; is it a sweep folder?")
         was, now = head[group], to_dict(getattr(config, group))
+        was = to_dict(read_hardware(was)) if group == "hardware" else was
         if isinstance(was.get("env"), dict):  # an older head may hold what is now redacted
             was = was | {"env": redacted(was["env"])[0]}
         changed = [k for k in sorted({*was, *now}) if was.get(k) != now.get(k)]

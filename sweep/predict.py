@@ -140,12 +140,11 @@ def step_time_s(
     pace, the others are the bubble of filling and draining the pipeline, which v stages on a rank
     divide by v.
     """
-    acc = hardware.accelerator
     word = BYTES[precision]
     tokens = layout.mbs * seq_len / layout.cp
     attention = 12 * shape.hidden_size * seq_len
     tp_inside = layout.tp <= hardware.gpus_per_node
-    tp_link = (acc.link_bytes_per_s if tp_inside else hardware.node_link_bytes_per_s) * LINK_EFFICIENCY
+    tp_link = (hardware.link_bytes_per_s if tp_inside else hardware.node_link_bytes_per_s) * LINK_EFFICIENCY
     # Sequence parallelism: 4 all-gathers or reduce-scatters forward and 4 backward per layer.
     tp_layer_s = 8 * (layout.tp - 1) / layout.tp * tokens * shape.hidden_size * word / tp_link
     floor = LAYER_FLOOR_S * (2 if layout.tp > 1 else 1)
@@ -160,8 +159,8 @@ def step_time_s(
     bubble = (sum(per_rank) - slowest) / layout.virtual_stages
     params = max(sum(stage.num_params(shape) for stage in stages) for stages in ranks) / layout.tp
     dp_ranks = layout.dp * layout.cp
-    dp_link = acc.link_bytes_per_s if nodes == 1 else hardware.node_link_bytes_per_s
+    dp_link = hardware.link_bytes_per_s if nodes == 1 else hardware.node_link_bytes_per_s
     gathers = layout.gas if layout.zero_stage == 3 else 1
     dp_bytes = 2 * (dp_ranks - 1) / dp_ranks * params * (4 + word * (gathers - 1))
-    optimizer = 30 * params / (dp_ranks if layout.zero_stage else 1) / acc.hbm_bytes_per_s
+    optimizer = 30 * params / (dp_ranks if layout.zero_stage else 1) / hardware.hbm_bytes_per_s
     return layout.gas * slowest + bubble + dp_bytes / (dp_link * LINK_EFFICIENCY) + optimizer

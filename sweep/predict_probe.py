@@ -11,7 +11,7 @@ def predict_probe(hardware: Hardware, nodes: int) -> Prediction:
     t = calls * sum(S * f) / link, with the shares f and sizes S of `ultrabench.preflight`.
     """
     form, inside = long_form(hardware.device, 0, 1), hardware.gpus_per_node
-    ranks, link = inside * nodes, hardware.accelerator.link_bytes_per_s
+    ranks, link = inside * nodes, hardware.link_bytes_per_s
     scopes = [(ranks, min(link, hardware.node_link_bytes_per_s) if nodes > 1 else link)]
     scopes += [(inside, link)] if nodes > 1 else []
     step_time_s = sum(

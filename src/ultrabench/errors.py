@@ -48,9 +48,23 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, DiskError) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 run`, `2 runs`, `3 processes`."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+MOST_NAMES = 12
+"""How many known names a message lists at most."""
+
+
 def unknown_name(kind: str, given: object, known: Iterable[str]) -> str:
-    """One line saying that `given` is no `kind`: the nearest name first, then all of them."""
+    """One line saying that `given` is no `kind`: the nearest name, then all of them, or of many the nearest."""
     names = sorted(known)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"unknown {kind} {given!r}{hint} (known: {', '.join(names) or 'none'})"
+    more = len(names) - MOST_NAMES
+    if more > 0:
+        names = difflib.get_close_matches(str(given), names, n=MOST_NAMES, cutoff=0.0)
+    rest = f" and {more} more" if more > 0 else ""
+    return f"unknown {kind} {given!r}{hint} (known: {', '.join(names) or 'none'}{rest})"

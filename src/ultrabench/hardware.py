@@ -1,4 +1,4 @@
-"""What a node is made of: accelerators, their rates with sources, and links."""
+"""What a node is made of: accelerators, their rates and the links between them."""
 
 from dataclasses import dataclass
 
@@ -6,58 +6,8 @@ from ultrabench.errors import ConfigError, unknown_name
 
 GIB = 2**30
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accelerator:
-    """One GPU (or one CPU process) and what its maker promises."""
-
-    name: str
-    device: str
-    """The torch device type: cuda or cpu."""
-    peak_flops_per_s: dict[str, float]
-    """Precision -> dense rate, without sparsity; empty where it has to be measured."""
-    mem_bytes: int
-    hbm_bytes_per_s: float
-    link_bytes_per_s: float
-    """To the other accelerators of the node, one direction."""
-    reported_as: tuple[str, ...]
-    """How the driver names it; a run on anything else is invalid."""
-    source: str
-
-
-_TABLE = (
-    Accelerator(
-        name="H100-SXM",
-        device="cuda",
-        peak_flops_per_s={"bf16": 989e12, "fp32": 67e12, "fp64": 34e12},
-        mem_bytes=80 * GIB,
-        hbm_bytes_per_s=3.35e12,
-        link_bytes_per_s=450e9,
-        reported_as=("NVIDIA H100 80GB HBM3",),
-        source="https://www.nvidia.com/en-us/data-center/h100/",
-    ),
-    Accelerator(
-        name="H200-SXM",
-        device="cuda",
-        peak_flops_per_s={"bf16": 989e12, "fp32": 67e12, "fp64": 34e12},
-        mem_bytes=141 * 10**9,
-        hbm_bytes_per_s=4.8e12,
-        link_bytes_per_s=450e9,
-        reported_as=("NVIDIA H200",),
-        source="https://www.nvidia.com/en-us/data-center/h200/",
-    ),
-    Accelerator(
-        name="cpu",
-        device="cpu",
-        peak_flops_per_s={},
-        mem_bytes=2 * GIB,
-        hbm_bytes_per_s=1e10,
-        link_bytes_per_s=1e9,
-        reported_as=(),
-        source="rates are measured on the machine itself when a sweep is launched",
-    ),
-)
-ACCELERATORS = {a.name: a for a in _TABLE}
+DEVICES = ("cuda", "cpu")
+"""The torch device types; GPUs of AMD are cuda, too."""
 
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """Stands in for a CPU core's fp32 rate in predictions made before it has been measured."""
@@ -65,11 +15,28 @@ UNMEASURED_CPU_FLOPS_PER_S = 5e10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A node type: how many of which accelerator, and the link between nodes."""
+    """A node type: how many of which accelerator, what their maker promises, and the link between nodes.
+
+    The numbers of each are in configs/hardware/ or in a file of the user's, and nowhere else.
+    """
 
     name: str
     gpu: str
-    """A name of the ACCELERATORS table."""
+    """What people call the accelerator."""
+    device: str = "cuda"
+    """The torch device type."""
+    peak_flops_per_s: dict[str, float]
+    """Precision -> dense rate, without sparsity; empty where it has to be measured, on CPUs."""
+    mem_bytes: int
+    """Memory of one accelerator."""
+    hbm_bytes_per_s: float
+    """Between an accelerator and its memory."""
+    link_bytes_per_s: float
+    """To the other accelerators of the node, one direction."""
+    reported_as: tuple[str, ...]
+    """How the driver names the accelerator; a run on anything else is invalid."""
+    source: str
+    """Where the rates come from."""
     gpus_per_node: int
     node_link_bytes_per_s: float
     """Between nodes, per accelerator, one direction."""
@@ -77,34 +44,27 @@ class Hardware:
     """What kernels compute in unless they say otherwise."""
     simulated: bool = False
     """Several nodes of this type are processes of one host."""
-    mem_bytes: int | None = None
-    """Memory of one accelerator; by default the table's."""
 
     def __post_init__(self) -> None:
-        if self.gpu not in ACCELERATORS:
-            raise ConfigError(unknown_name("gpu", self.gpu, ACCELERATORS))
+        if self.device not in DEVICES:
+            raise ConfigError(unknown_name("hardware.device", self.device, DEVICES))
         if self.gpus_per_node < 1:
             raise ConfigError(f"hardware.gpus_per_node={self.gpus_per_node}; must be >= 1")
-        if self.node_link_bytes_per_s <= 0 or self.rank_mem_bytes <= 0:
+        names = ("mem_bytes", "hbm_bytes_per_s", "link_bytes_per_s", "node_link_bytes_per_s")
+        rates = {f"peak_flops_per_s.{k}": v for k, v in self.peak_flops_per_s.items()}
+        for field, value in {**{name: getattr(self, name) for name in names}, **rates}.items():
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"hardware.{field}={value:g}; must be > 0 and finite")
+        if self.device == "cuda" and not (self.peak_flops_per_s and self.reported_as):
             raise ConfigError(
-                f"hardware.node_link_bytes_per_s={self.node_link_bytes_per_s:g}, hardware.mem_bytes="
-                f"{self.rank_mem_bytes}; both must be > 0"
+                f"hardware={self.name} lacks values of peak_flops_per_s or reported_as; a GPU needs its dense rates "
+                "and its names as `nvidia-smi -L` prints them, so that no result is of another GPU"
             )
 
     @property
-    def accelerator(self) -> Accelerator:
-        """The row of the table."""
-        return ACCELERATORS[self.gpu]
-
-    @property
-    def device(self) -> str:
-        """The torch device type: cuda or cpu."""
-        return self.accelerator.device
-
-    @property
     def rank_mem_bytes(self) -> int:
-        """Memory one rank may use."""
-        return self.accelerator.mem_bytes if self.mem_bytes is None else self.mem_bytes
+        """Memory one rank may use: that of its accelerator."""
+        return self.mem_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +81,18 @@ def rank_peak(
 ) -> Peak:
     """Peak rate of one rank.
 
-    The table's dense rate where there is one. On CPUs every simulated node shares one host, so a
+    The hardware's dense rate where it has one. On CPUs every simulated node shares one host, so a
     rank gets the measured rate of a core times cores / ranks on the host.
 
     Args:
         core_flops_per_s: measured fp32 rate of one core with all cores busy, None when unmeasured.
         cores: cores of the host.
     """
-    row = hardware.accelerator
-    if row.peak_flops_per_s:
-        if precision not in row.peak_flops_per_s:
-            raise ConfigError(unknown_name(f"precision of {row.name}", precision, row.peak_flops_per_s))
-        return Peak(flops_per_s=row.peak_flops_per_s[precision], source=row.source)
+    rates = hardware.peak_flops_per_s
+    if rates:
+        if precision not in rates:
+            raise ConfigError(unknown_name(f"precision of {hardware.gpu}", precision, rates))
+        return Peak(flops_per_s=rates[precision], source=hardware.source)
     ranks = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
     if core_flops_per_s is None:
         return Peak(flops_per_s=UNMEASURED_CPU_FLOPS_PER_S * cores / ranks, source="guessed")

@@ -14,6 +14,13 @@ from ultrabench.errors import ConfigError, unknown_name
 
 T = TypeVar("T")
 
+_KINDS: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    bool: "truth value, true or false",
+    str: "text",
+}
+
 
 @functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
@@ -85,7 +92,9 @@ def value_from(hint: Any, value: Any, where: str) -> Any:
     fits = plain is Any or (isinstance(plain, type) and isinstance(value, plain))
     if fits and not (plain in (int, float) and isinstance(value, bool)):
         return value
-    raise ConfigError(f"{where}={value!r} is not of type {getattr(hint, '__name__', hint)}")
+    kind = _KINDS.get(hint, f"value of type {getattr(hint, '__name__', hint)}")
+    unit = " of bytes, such as 80000000000" if where.endswith("_bytes") else ""
+    raise ConfigError(f"{where}={value!r} is no {kind}{unit}")
 
 
 def canonical_json(value: Any) -> str:

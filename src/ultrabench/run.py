@@ -12,6 +12,9 @@ from ultrabench.measure import Measure
 from ultrabench.record import content_id, to_dict
 from ultrabench.shape import ModelShape
 
+LARGEST = 2**30
+"""Tokens of a sequence or sequences of a batch; more is a slip of the finger, and no count of it would fit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -27,6 +30,8 @@ class Workload:
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.gbs < 1:
             raise ConfigError(f"seq_len={self.seq_len}, gbs={self.gbs}; both must be >= 1")
+        if max(self.seq_len, self.gbs) > LARGEST:
+            raise ConfigError(f"seq_len={self.seq_len}, gbs={self.gbs}; both must be <= {LARGEST:,}")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}; must be >= 0")
 
@@ -129,6 +134,8 @@ class Task:
 def fill_in(spec: RunSpec, repeat: int, attempt: int, measure: Measure) -> list[str]:
     """The user's command with `{word}` replaced by the run's own; a first `python` is ours.
 
+    `${WORD}` is left for the shell that the command may be.
+
     Raises:
         ConfigError: a word that does not exist.
     """
@@ -145,7 +152,7 @@ def fill_in(spec: RunSpec, repeat: int, attempt: int, measure: Measure) -> list[
             raise ConfigError(unknown_name("word in kernel.command", match[0], words))
         return str(words[match[1]])
 
-    filled = [re.sub(r"\{(\w+)\}", word, part) for part in spec.kernel.command]
+    filled = [re.sub(r"(?<!\$)\{(\w+)\}", word, part) for part in spec.kernel.command]
     return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]
 
 

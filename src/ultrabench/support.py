@@ -21,7 +21,10 @@ def stage_params(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
     """A stage without parameters has nothing to train (it holds only the cast or the loss)."""
     for stage in split_stages(shape, layout.num_stages):
         if stage.num_params(shape) == 0:
-            return f"stage {stage.index} has no parameters"
+            return (
+                f"pp={layout.pp} is too large for num_hidden_layers={shape.num_hidden_layers}: stage {stage.index} "
+                "has no parameters"
+            )
     return None
 
 

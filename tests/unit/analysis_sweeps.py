@@ -6,22 +6,20 @@ import pytest
 
 from ultrabench.analysis.collect import collect
 from ultrabench.folder import SweepFolder
-from ultrabench.hardware import Hardware
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Workload
 from ultrabench.shape import ModelShape
+from ultrabench.sweep.config import read_hardware
 
 TINY = ModelShape(
     name="tiny", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
     intermediate_size=128, vocab_size=256, tie_word_embeddings=False,
 )  # fmt: skip
-GPUS = Hardware(name="h100x8", gpu="H100-SXM", gpus_per_node=8, node_link_bytes_per_s=5e10)
-LAPTOP = Hardware(
-    name="laptop", gpu="cpu", gpus_per_node=2, node_link_bytes_per_s=1e9, precision="fp32", simulated=True
-)
+GPUS = read_hardware({"name": "h100x8", "gpu": "H100-SXM"})
+LAPTOP = read_hardware({"name": "laptop", "gpu": "cpu"})
 LAYOUTS = tuple(Layout(dp=8, zero_stage=z, mbs=m, gas=16 // m) for z in (0, 1) for m in (1, 2, 4, 8))
 OK = RunResult(
     status=Status.OK,

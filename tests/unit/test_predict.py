@@ -6,12 +6,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.strategies import layouts, shapes
-from ultrabench.hardware import Hardware, Peak
+from ultrabench.hardware import Peak
 from ultrabench.layout import Layout
-from ultrabench.sweep.config import load_model
+from ultrabench.sweep.config import load_config, load_model
 from ultrabench.sweep.predict import predict
 
-GPUS = Hardware(name="h100x8", gpu="H100-SXM", gpus_per_node=8, node_link_bytes_per_s=5e10)
+GPUS = load_config(["hardware=h100x8"]).hardware
 PEAK = Peak(flops_per_s=989e12, source="table")
 PLAYBOOK = ("1B", "3B", "8B", "80B", "469B")
 

@@ -177,11 +177,11 @@ def test_env_id_ignores_what_is_no_fact_of_the_environment():
         (lambda v: v["layout"].update(ddp=2), "unknown field of RunSpec.layout 'ddp'; did you mean"),
         (lambda v: v.update(shap={}), "unknown field of RunSpec 'shap'; did you mean shape?"),
         (lambda v: v["workload"].pop("gbs"), "RunSpec.workload lacks gbs"),
-        (lambda v: v["layout"].update(dp="2"), "RunSpec.layout.dp='2' is not of type int"),
-        (lambda v: v["layout"].update(dp=True), "RunSpec.layout.dp=True is not of type int"),
-        (lambda v: v["layout"].update(dp=2.5), "RunSpec.layout.dp=2.5 is not of type int"),
-        (lambda v: v["kernel"].update(compile=1), "RunSpec.kernel.compile=1 is not of type bool"),
-        (lambda v: v.update(layout=[]), "RunSpec.layout=[] is not of type Layout"),
+        (lambda v: v["layout"].update(dp="2"), "RunSpec.layout.dp='2' is no whole number"),
+        (lambda v: v["layout"].update(dp=True), "RunSpec.layout.dp=True is no whole number"),
+        (lambda v: v["layout"].update(dp=2.5), "RunSpec.layout.dp=2.5 is no whole number"),
+        (lambda v: v["kernel"].update(compile=1), "RunSpec.kernel.compile=1 is no truth value"),
+        (lambda v: v.update(layout=[]), "RunSpec.layout=[] is no value of type Layout"),
     ],
 )
 def test_what_is_no_spec_is_refused_in_one_line(change, line):

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from tests.unit.allocations import CONFIG, drafts_of, open_sweep, with_launcher
 from ultrabench.errors import ConfigError
-from ultrabench.hardware import Hardware
 from ultrabench.launchers.allocate import allocations
 from ultrabench.launchers.slurm_script import array_name, array_script, job_prefix, require_plain
 from ultrabench.record import from_dict, to_dict
+from ultrabench.sweep.config import load_config
 
 NASTY = ["a b", "a'b", 'a"b', "a;touch PWNED", "$(touch PWNED)", "`touch PWNED`", "$HOME", "a\\b", "a\\", "#c", "a #c",
          "*", "~", "{a,b}", "a&b|c>d<e", "%j%u%%", "-x", "--help", "=", "\u00fc\u4f60", "a\tb", "!x", "''"]  # fmt: skip
 SPY = r"""#!/bin/bash
 printf '%s\0' "$@" > argv; env -0 > env; printf '%s\0' "$PWD" > cwd
 """
-GPUS = Hardware(name="h100x8", gpu="H100-SXM", gpus_per_node=8, node_link_bytes_per_s=5e10)
+GPUS = load_config(["hardware=h100x8"]).hardware
 
 
 def scripted(folder, count=1, hardware=CONFIG.hardware, avoid=(), **launcher):

@@ -1,25 +1,35 @@
 """`ultrabench kernel check`."""
 
+import os
 from dataclasses import fields
 from pathlib import Path
 
-from ultrabench.cli.tables import out, print_json, say, table
+from ultrabench.cli.tables import out, print_json, say, table, warn
 from ultrabench.cli.words import read_words, require_possible, whole
-from ultrabench.errors import ConfigError, SweepFolderError
+from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.hardware import GIB
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec, ask
 from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.record import to_dict
 from ultrabench.sweep.config import load_model
 
 MOST_RANKS = 64
+RANK_BYTES = 1e8
+"""Memory that a process of the check takes for itself, torch's libraries being shared."""
 OTHERS = ("model", "seq_len", "seed", "steps", "recompute")
 
 
 def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
     """Checks one layout on CPU processes; 0 when it equals one process, 1 when not."""
     spec = check_spec(words, dump)
+    ranks, cores = spec.layout.world_size, len(os.sched_getaffinity(0))
+    if ranks > max(cores, 8):
+        room = ranks * RANK_BYTES / GIB
+        warn(
+            f"{ranks} processes at a time need about {room:.0f} GiB of memory; with {cores} cores it takes minutes"
+        )
     if not as_json:
-        say(f"checking {spec.layout.label()} on {spec.layout.world_size} processes against one")
+        say(f"checking {spec.layout.label()} on {counted(ranks, 'process')} against one")
     result = ask(spec)
     if as_json:
         print_json(to_dict(result))

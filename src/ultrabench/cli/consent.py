@@ -5,8 +5,8 @@ import sys
 
 import typer
 
-from ultrabench.cli.tables import count, duration, err, hours, say, table
-from ultrabench.errors import ConfigError
+from ultrabench.cli.tables import duration, err, hours, say, table
+from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.price import BUDGET_FACTOR, Price
@@ -69,8 +69,8 @@ def _print_price(plan: Plan, price: Price, launcher: Launcher, used: float) -> N
     together = min(launcher.max_nodes, sum(draft.nodes for draft in drafts))
     earliest_s = max(3600 * price.gpu_hours / (per_node * together), *seconds)
     say(
-        f"{count(len(drafts), 'job')}, the largest of {count(max(draft.nodes for draft in drafts), 'node')} for up "
-        f"to {duration(max(draft.limit_s for draft in drafts))}; at most {launcher.max_jobs} jobs and "
-        f"{launcher.max_nodes} nodes at a time; done in {duration(earliest_s)} at the earliest; used so far: "
+        f"{counted(len(drafts), 'job')}, the largest of {counted(max(draft.nodes for draft in drafts), 'node')} for up "
+        f"to {duration(max(draft.limit_s for draft in drafts))}; at most {counted(launcher.max_jobs, 'job')} and "
+        f"{counted(launcher.max_nodes, 'node')} at a time; done in {duration(earliest_s)} at the earliest; used so far: "
         f"{hours(used)} GPU hours"
     )

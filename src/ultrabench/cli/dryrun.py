@@ -7,7 +7,7 @@ from rich.table import Table
 
 from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.cli.words import read_words, require_possible, whole
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, Hardware
 from ultrabench.kernel.dryrun_spec import RankCost, ask
 from ultrabench.kernel_choice import KernelChoice
@@ -68,7 +68,7 @@ def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
     rest = max(1, numbers.get("tp", 1) * pp * numbers.get("cp", 1))
     if gpus % rest and "dp" not in numbers:
         raise ConfigError(
-            f"tp*pp*cp={rest} does not divide the {gpus} GPUs of {nodes} nodes of {hardware.gpus_per_node}; "
+            f"tp*pp*cp={rest} does not divide the {counted(gpus, 'GPU')} of {counted(nodes, 'node')} of {hardware.gpus_per_node}; "
             "choose degrees that do"
         )
     numbers = {"dp": gpus // rest, "gas": max(1, pp)} | numbers

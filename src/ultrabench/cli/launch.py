@@ -16,7 +16,7 @@ from rich.console import Console
 from ultrabench.cli.consent import ask_for_budget
 from ultrabench.cli.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
-from ultrabench.errors import ConfigError, SweepFolderError
+from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
 from ultrabench.kernel_env import hide
@@ -24,7 +24,7 @@ from ultrabench.launchers.acceptance import not_accepted
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.follow import Follower, interrupt, open_allocations
 from ultrabench.launchers.launcher import Launcher, sees
-from ultrabench.launchers.prepare import OpenSweep, open_sweep
+from ultrabench.launchers.prepare import OpenSweep, open_sweep, require_program
 from ultrabench.presence import living_launchers
 from ultrabench.result import ANSWERS, Status
 from ultrabench.state import AttemptKey, SweepState, fold
@@ -46,6 +46,7 @@ def run_launch(
     """Launches and follows a sweep; the exit code."""
     _require_finite(max_gpu_hours)
     config = load_config(overrides)
+    require_program(config)
     if detach and config.launcher.name == "local":
         return _leave_in_background(config, overrides, max_gpu_hours, reuse)
     folder = folder_of(config)
@@ -134,7 +135,7 @@ def follow(
     config = sweep.config
     planned = planned_runs(sweep.plan)
     price = hours(reckon(sweep.plan).gpu_hours)
-    say(f"{config.name}: {len(planned)} runs, {price} GPU hours predicted, in {sweep.folder.path}")
+    say(f"{config.name}: {counted(len(planned), 'run')}, {price} GPU hours predicted, in {sweep.folder.path}")
     if config.profile and _settled(sweep):
         say(
             "profile=true, but all is measured: only what runs looks inside itself; add repeats=N or name=NAME"
@@ -186,7 +187,7 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher, ask: bool) -> list
     if not others or not ask or sys.stdin is None or not sys.stdin.isatty():
         return []
     whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others.values()}
-    text = f"{len(others)} jobs of {', '.join(sorted(whose))} have not started. Submit others in their place?"
+    text = f"{counted(len(others), 'job')} of {', '.join(sorted(whose))} have not started. Submit others in their place?"
     return sorted(others) if typer.confirm(text, err=True) else []
 
 

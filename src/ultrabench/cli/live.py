@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ultrabench.cli.tables import duration, err, hours, table
+from ultrabench.errors import counted
 from ultrabench.preflight import OPERATIONS, summary
 from ultrabench.result import Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
@@ -97,7 +98,7 @@ def counts_line(now: Progress, busy: bool = True) -> Text:
     )
     left = now.by_status.get("pending", 0) + now.by_status.get("running", 0)
     eta = f", ETA {duration(now.eta_s)}" if left and busy and now.eta_s is not None else ""
-    text = f"{now.sweep}: {sum(settled.values())} of {now.runs} runs settled"
+    text = f"{now.sweep}: {sum(settled.values())} of {counted(now.runs, 'run')} settled"
     return Text(f"{text}{f' ({shown})' if shown else ''}{eta}, {hours(total)} GPU hours{wasted}")
 
 

@@ -12,7 +12,7 @@ from ultrabench.cli.doctor import doctor
 from ultrabench.cli.kernel import kernel_app
 from ultrabench.cli.results import collect, heatmap, plot
 from ultrabench.cli.sweep import sweep_app
-from ultrabench.errors import DiskError, UltrabenchError, may_pass
+from ultrabench.errors import ConfigError, DiskError, UltrabenchError, may_pass
 
 PREFIX = "ultrabench: "
 
@@ -33,12 +33,16 @@ app.command("doctor")(doctor)
 @app.command("configs")
 def configs(
     group: str | None = typer.Argument(None, metavar="[GROUP]", help="One group, such as model."),
+    name: str | None = typer.Argument(None, metavar="[NAME]", help="One of its files, as it is."),
     json_: bool = typer.Option(False, "--json", help="One JSON document on stdout."),
 ) -> None:
-    """List what can be named in an override."""
-    from ultrabench.cli.tables import show_configs
+    """List what can be named in an override, or print what a name holds."""
+    from ultrabench.cli.tables import show_config, show_configs
 
-    show_configs(group, json_)
+    if group is not None and name is not None:
+        show_config(group, name, json_)
+    else:
+        show_configs(group, json_)
 
 
 @app.callback(invoke_without_command=True)
@@ -55,6 +59,7 @@ def main() -> None:
     """Runs the command line; a user's mistake is one line on stderr and exit code 2."""
     _guard_streams()
     try:
+        _require_folder()
         code = app(standalone_mode=False)
         sys.stdout.flush()
     except UltrabenchError as error:
@@ -79,6 +84,16 @@ def main() -> None:
     except OSError:  # told above; what is left must not be tried again at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _require_folder() -> None:
+    """Raises ConfigError when the folder that the command was started in is gone."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working folder cannot be used: {error.strerror}; change to another one"
+        ) from error
 
 
 def _fail(message: str, code: int, prefix: str = PREFIX) -> int:

@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ultrabench.cli.tables import count, hours, out, print_json, say, table
-from ultrabench.errors import ConfigError
+from ultrabench.cli.tables import hours, out, print_json, say, table
+from ultrabench.errors import ConfigError, counted
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
 from ultrabench.sweep.price import Price, reckon
@@ -25,7 +25,7 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
         from ultrabench.sweep.plan_table import write_plan
 
         write_plan(plan, output)
-        say(f"wrote {len(plan.candidates)} candidates to {output}")
+        say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     best = recommend(plan, top) if top else []
     price = reckon(plan)
     if as_json:
@@ -150,7 +150,7 @@ def _print_top(plan: Plan, best: list[dict[str, Any]]) -> None:
     limit = plan.config.hardware.rank_mem_bytes / GIB
     for model, nodes in sorted(smallest.keys() - {(row["model"], row["nodes"]) for row in best}):
         out().print(
-            f"{model} on {count(nodes, 'node')}: nothing is predicted to fit; the smallest layout needs "
+            f"{model} on {counted(nodes, 'node')}: nothing is predicted to fit; the smallest layout needs "
             f"{smallest[model, nodes] / GIB:,.0f} GiB of {limit:.0f}",
             soft_wrap=True,
         )

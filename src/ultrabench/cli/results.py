@@ -26,7 +26,7 @@ def collect(
     from ultrabench.analysis.collect import collect as rows_of
     from ultrabench.analysis.collect import write_parquet
     from ultrabench.cli.tables import say, warn
-    from ultrabench.errors import ConfigError
+    from ultrabench.errors import ConfigError, counted
     from ultrabench.folder import find_sweep
 
     if output is not None and output.suffix != ".parquet":
@@ -37,7 +37,8 @@ def collect(
     path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
     write_parquet(table, path)
     attempts = len(table) - table["attempt"].null_count
-    say(f"wrote {len(table)} rows ({attempts} attempts) of {', '.join(f.name for f in folders)} to {path}")
+    rows = f"{counted(len(table), 'row')} ({counted(attempts, 'attempt')})"
+    say(f"wrote {rows} of {', '.join(f.name for f in folders)} to {path}")
     for line in doubts(table):
         say(line)
 
@@ -64,6 +65,7 @@ def heatmap(
     from ultrabench.analysis.cells import compare as compare_cells
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say
+    from ultrabench.errors import counted
 
     name, default, table = _open(source, results_dir)
     cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), None
@@ -81,7 +83,7 @@ def heatmap(
     by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
     note = f"Ranked by {by[0]}. {notes(table)}" if by else notes(table)
     draw(cells, path, title=name, notes=note, compared_with=label)
-    say(f"drew {len(cells)} cells to {path}")
+    say(f"drew {counted(len(cells), 'cell')} to {path}")
 
 
 def plot(
@@ -93,7 +95,7 @@ def plot(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Draw another figure of the results, as .png, .svg or .pdf."""
-    from ultrabench.errors import ConfigError, unknown_name
+    from ultrabench.errors import ConfigError, counted, unknown_name
 
     if kind not in FIGURES:
         raise ConfigError(unknown_name("figure", kind, FIGURES))
@@ -102,7 +104,7 @@ def plot(
 
     name, default, table = _open(source, results_dir)
     path = output or default.with_name(f"{kind}.png")
-    say(f"drew {draw(table, path, title=name)} points to {path}")
+    say(f"drew {counted(draw(table, path, title=name), 'point')} to {path}")
 
 
 def _open(source: str | None, results: Path) -> "tuple[str, Path, pa.Table]":
@@ -110,10 +112,15 @@ def _open(source: str | None, results: Path) -> "tuple[str, Path, pa.Table]":
     from ultrabench.analysis.collect import collect as rows_of
     from ultrabench.analysis.collect import read_parquet
     from ultrabench.cli.tables import warn
+    from ultrabench.errors import ConfigError
     from ultrabench.folder import find_sweep
 
     if source is not None and source.endswith(".parquet"):
         path = Path(source)
         return path.stem, path.with_suffix(".png"), read_parquet(path)
+    if source is not None and (Path(source).is_file() or source.endswith(".csv")):
+        raise ConfigError(
+            f"{source} is no parquet file; name a sweep, or a file that ultrabench collect made"
+        )
     folder = find_sweep(source, results)
     return folder.name, folder.path / "heatmap.png", rows_of([folder], warn)

@@ -10,11 +10,10 @@ from rich.text import Text
 from ultrabench.cli.live import panel
 from ultrabench.cli.tables import out, print_json, table, warn
 from ultrabench.folder import SweepFolder, find_sweep
-from ultrabench.hardware import Hardware
 from ultrabench.journal import JournalReader
 from ultrabench.presence import living_launchers
-from ultrabench.record import from_dict
 from ultrabench.state import Fold, SweepState
+from ultrabench.sweep.config import read_hardware
 from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import Progress, progress
@@ -57,7 +56,7 @@ def _look(
     state = known.add(reader.poll())
     now = progress(folder.name, read_plan(folder.plan), state)
     hardware = (folder.read_head() or {}).get("hardware")
-    device = from_dict(Hardware, hardware).device if hardware else "cpu"
+    device = read_hardware(hardware).device if hardware else "cpu"
     suspects = {str(key): why for key, why in suspect_attempts(judged(state), device=device).items()}
     return now, _standing(folder, now, state) if _unsettled(now) else None, suspects
 

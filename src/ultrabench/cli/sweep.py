@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ultrabench.errors import ConfigError
+
 sweep_app = typer.Typer(
     help="Plan, launch and look after a sweep.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -40,6 +42,8 @@ def plan(
     ] = False,
 ) -> None:
     """Enumerate every layout, reject with reasons, predict and price; touches nothing."""
+    if show_script and (json_ or output or top):
+        raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     if show_script:
         from ultrabench.cli.script import print_script
 

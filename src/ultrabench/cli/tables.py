@@ -70,11 +70,6 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     return made
 
 
-def count(number: int, noun: str) -> str:
-    """A number with its noun: 1 run, 2,000 runs."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def hours(value: float) -> str:
     """GPU hours with a sensible number of digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -88,6 +83,24 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def show_config(group: str, name: str, as_json: bool) -> None:
+    """Prints the file of a name with its comments, and to stderr where it lies."""
+    from ultrabench.errors import ConfigError, unknown_name
+    from ultrabench.sweep.compose import GROUPS, files, read_text
+
+    if group not in GROUPS:
+        raise ConfigError(unknown_name("config group", group, GROUPS))
+    found = files(group)
+    if name not in found:
+        raise ConfigError(unknown_name(group, name, found))
+    text = read_text(found[name])
+    if as_json:
+        print_json({"path": str(found[name]), "text": text})
+    else:
+        say(str(found[name]))
+        sys.stdout.write(plain(text))
 
 
 def show_configs(group: str | None, as_json: bool) -> None:

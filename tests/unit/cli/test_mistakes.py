@@ -1,8 +1,16 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.unit.cli.conftest import HEAD, QUICK, one_line
+from ultrabench import __version__
+from ultrabench.errors import counted
+from ultrabench.run import fill_in
+from ultrabench.sweep.config import load_config
+from ultrabench.sweep.plan import make_plan
 
 
 @pytest.mark.parametrize(
@@ -16,8 +24,8 @@ from tests.unit.cli.conftest import HEAD, QUICK, one_line
         ("plan", ["nodes=[1]"], "unknown override 'nodes'; did you mean sweep.nodes?"),
         ("plan", ["sweep.nodes=0"], "sweep.nodes=[0]; each must be >= 1"),
         ("plan", ["sweep.tp=[3]"], "no tp*pp*cp divides 2 or 4 GPUs; choose divisors"),
-        ("plan", ["sweep.gbs=7"], "sweep.gbs=7 is no dp*mbs*gas"),
-        ("plan", ["sweep.nodes=[1]", "sweep.gbs=7", "sweep.tp=2"], "sweep.gbs=7 is no dp*mbs*gas"),
+        ("plan", ["sweep.gbs=7"], "gas=7 is not in sweep.gas=[2, 4]"),
+        ("plan", ["sweep.nodes=[1]", "sweep.gbs=7", "sweep.tp=2"], "gas=7 is not in sweep.gas=[2, 4]"),
         ("plan", ["kernel=command", "kernel.command=[]"], "kernel.command is empty"),
         ("plan", ["kernel=command"], "kernel.command has no value; give it"),
         ("plan", ["model=tiny", "sweep.tp=[2]", "sweep.seq_len=3"], "tp=2 does not divide seq_len/cp=3"),
@@ -189,9 +197,37 @@ def test_a_head_that_lacks_its_hardware_is_not_continued(ultrabench, sweep):
             ["sweep", "plan", "kernel=command", 'kernel.command=[python,"--tp={tpp}"]'],
             "unknown word in kernel.command '{tpp}'; did you mean tp?",
         ),
-        (["sweep", "launch", "hardware=h100x8", "sweep.nodes=[1]"], "this machine has 0: use"),
+        (
+            ["sweep", "launch", "hardware=h100x8", "sweep.nodes=[1]"],
+            "torch sees none on this machine: use hardware=cpu",
+        ),
         (["sweep", "plan", "-o", "x.csv"], "choose a name ending in .parquet"),
         (["sweep", "launch", "--reuse", "some"], "--reuse some; must be same"),
+        (["sweep", "plan", "sweep.nodes=[1,", "2]"], "write a list without them: sweep.nodes=[1,2]"),
+        (["sweep", "plan", "sweep.nodes=1,2"], "several values are a list; write sweep.nodes=[1,2]"),
+        (["sweep", "plan", "hardware.mem_bytes=80GB"], "is no whole number of bytes, such as 80000000000"),
+        (["heatmap", "nope.parquet"], "cannot read nope.parquet: there is no such file"),
+        (["heatmap", "x.csv"], "x.csv is no parquet file"),
+        (["sweep", "plan", "foo=1"], "(known: cluster, hardware, kernel, launcher, measure, model, name,"),
+        (["sweep", "plan", "launcher.sbtch=1"], "did you mean launcher.sbatch? (known: launcher.sbatch,"),
+        (["sweep", "plan", "retry.attempts.hung=3"], "did you mean retry.attempts.hang?"),
+        (["kernel", "dryrun", "pp=34", "nodes=17", "tp=4"], "pp=34 is too large for num_hidden_layers=32"),
+        (["sweep", "plan", f"sweep.seq_len={10**24}"], "both must be <= 1,073,741,824"),
+        (["sweep", "plan", "--show-script", "--json"], "leave out --json, -o and --top"),
+        (["sweep", "plan", "--show-script", "--top", "3"], "leave out --json, -o and --top"),
+        (
+            ["sweep", "plan", "kernel=command", 'kernel.command=[bash,-c,"echo ${HOME}"]'],
+            "for a variable of the shell on the nodes write \\${HOME}",
+        ),
+        (["sweep", "launch", "kernel=command", "kernel.command=[./nope]"], "names ./nope, which is not here"),
+        (
+            ["sweep", "launch", "launcher=slurm", "kernel=command", "kernel.command=[/opt/no-such/python]"],
+            "kernel.command names /opt/no-such/python, which is not here",
+        ),
+        (["sweep", "launch", "kernel=command", "kernel.command=[no-such]"], "names no-such, which is not"),
+        (["sweep", "launch", "kernel=command", "kernel.command=[python,no.py]"], "names no.py, which is not"),
+        (["configs", "model", "tny"], "unknown model 'tny'; did you mean tiny?"),
+        (["configs", "modl", "tiny"], "unknown config group 'modl'"),
     ],
 )
 def test_more_mistakes_are_one_line(ultrabench, words, text):
@@ -199,3 +235,71 @@ def test_more_mistakes_are_one_line(ultrabench, words, text):
     assert code == 2
     assert text in said
     assert said.replace("looking at this machine\n", "").count("\n") == 1
+
+
+def configuration(name, text):
+    path = Path("ultrabench") / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode("latin-1"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words", "line"),
+    [
+        ("sweep/mine.yaml", "sweep: {models: [tiny]}\n", ["sweep=mine"], "sets sweep: and so needs a first line"),
+        ("sweep/mine.yaml", "measure: {min_steps: 6}\n", ["sweep=mine"], "needs a first line of its own: # @package _global_"),
+        ("sweep/mine.yaml", "nodes: [1]\n", ["sweep=mine"], "sweep.models is empty"),
+        ("sweep/mine.yaml", "", ["sweep=mine"], "sweep.models is empty"),
+        ("model/x.yaml", "\xff\xfe", ["model=x"], "cannot read "),
+    ],
+)  # fmt: skip
+def test_configuration_that_cannot_be_used_is_one_line(ultrabench, name, text, words, line):
+    configuration(name, text)
+    assert line in one_line(ultrabench, "sweep", "plan", *words)
+
+
+def test_a_folder_in_place_of_a_model_is_no_model(ultrabench):
+    Path("ultrabench/model/x.yaml").mkdir(parents=True)
+    assert "unknown model 'x'" in one_line(ultrabench, "sweep", "plan", "model=x")
+    assert ultrabench("configs", "model")[0] == 0
+
+
+def test_a_sweep_of_ones_own(ultrabench):
+    configuration("sweep/flat.yaml", "models: [tiny]\nnodes: [1]\nseq_len: 64\ngbs: 4\ntp: [1]\npp: [1]\ncp: [1]\n"
+                  "zero_stage: [0]\nmbs: [1]\ngas: [2]\n")  # fmt: skip
+    assert ultrabench("sweep", "plan", "sweep=flat", "sweep.tp=[1,2]")[0] == 0
+
+
+def test_a_working_folder_that_is_gone(ultrabench, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "the working folder cannot be used" in one_line(ultrabench, "sweep", "plan")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_configs_prints_what_a_name_holds(ultrabench):
+    configuration("model/mine.yaml", "# Mine.\nhidden_size: 64  # wide\n")
+    code, out, err = ultrabench("configs", "model", "mine")
+    assert (code, out) == (0, "# Mine.\nhidden_size: 64  # wide\n")
+    assert err.strip() == str(Path("ultrabench/model/mine.yaml").absolute())
+
+
+def test_the_shell_of_the_node_gets_its_variables(ultrabench):
+    config = load_config(["kernel=command", 'kernel.command=[bash,-c,"echo \\${HOME} {tp}"]', "model=tiny"])
+    plan = make_plan(config)
+    assert fill_in(plan.runs[0].spec, 0, 0, config.measure) == ["bash", "-c", "echo ${HOME} 1"]
+
+
+def test_python_m_ultrabench_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "ultrabench", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "said"), [(1, "run", "1 run"), (2, "run", "2 runs"), (3, "process", "3 processes")]
+)
+def test_one_is_no_plural(number, noun, said):
+    assert counted(number, noun) == said

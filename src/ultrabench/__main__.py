@@ -1,0 +1,6 @@
+"""`python -m ultrabench`: the same as the command `ultrabench`."""
+
+from ultrabench.cli.main import main
+
+if __name__ == "__main__":
+    main()
