@@ -7,6 +7,7 @@ import pyarrow as pa
 
 import ultrabench
 from ultrabench.analysis.cells import Cell, Panel
+from ultrabench.analysis.rows import Row
 from ultrabench.hardware import GIB
 
 _ALWAYS_TOLD = ("ok", "pending", "rejected", "skipped")
@@ -37,20 +38,25 @@ def speed(cell: Cell) -> str:
 
 def layout_lines(cell: Cell) -> tuple[str, str]:
     """The layout on two lines: how the ranks are spread, how the batch is cut."""
-    cp = f" cp{cell.cp}" if cell.cp is not None and cell.cp > 1 else ""
-    schedule = "" if cell.pp_schedule in (None, "none", "1f1b") else f" {cell.pp_schedule}"
-    schedule += f" x{cell.virtual_stages}" if (cell.virtual_stages or 1) > 1 else ""
+    return layout_words(cell.to_json())
+
+
+def layout_words(row: Row) -> tuple[str, str]:
+    """The layout of a row of the result table, in the same two parts."""
+    cp = f" cp{row['cp']}" if (row["cp"] or 1) > 1 else ""
+    schedule = "" if row["pp_schedule"] in (None, "none", "1f1b") else f" {row['pp_schedule']}"
+    schedule += f" x{row['virtual_stages']}" if (row["virtual_stages"] or 1) > 1 else ""
     return (
-        f"dp{cell.dp} tp{cell.tp} pp{cell.pp}{cp} z{cell.zero_stage}",
-        f"mbs{cell.mbs} gas{cell.gas}{schedule}",
+        f"dp{row['dp']} tp{row['tp']} pp{row['pp']}{cp} z{row['zero_stage']}",
+        f"mbs{row['mbs']} gas{row['gas']}{schedule}",
     )
 
 
-def memory(cell: Cell) -> str | None:
-    """Peak memory of the fullest rank, None where unknown."""
-    if cell.peak_mem_reserved_bytes is None:
+def memory(held_bytes: float | None) -> str | None:
+    """Memory in MiB or GiB, None where unknown."""
+    if held_bytes is None:
         return None
-    gib = cell.peak_mem_reserved_bytes / GIB
+    gib = held_bytes / GIB
     if gib < 1:
         return f"{gib * 1024:.0f} MiB"
     return f"{gib:.1f} GiB" if gib >= 10 else f"{gib:.2f} GiB"

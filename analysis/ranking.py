@@ -12,6 +12,7 @@ from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.verdict import verdict
 from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.sweep.contenders import may_win
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
@@ -102,8 +103,8 @@ def _cell(rows: Sequence[Row], rank_by: str, include_suspects: bool) -> Cell:
 
 def _fit(row: Row, rank_by: str, include_suspects: bool) -> bool:
     """Whether a row may win."""
-    measured = row["status"] == "ok" and row[rank_by] is not None and row["stopped"] != "slower_than_best"
-    return measured and (include_suspects or row["suspect"] is None)
+    suspect = None if include_suspects else row["suspect"]
+    return row[rank_by] is not None and may_win(row["status"], row["stopped"], suspect)
 
 
 def _controlled(rows: Sequence[Row]) -> bool:

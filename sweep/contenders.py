@@ -43,9 +43,14 @@ def _near_best(times: Sequence[tuple[str, float, float | None]]) -> list[str]:
     return [run_id for time_s, run_id in sorted(known) if time_s <= WITHIN * best][:MOST]
 
 
+def may_win(status: str | None, stopped: str | None, suspect: str | None) -> bool:
+    """Whether a measurement may be named the best of its cell: ok, not given up as slower, not in doubt."""
+    return status == Status.OK and stopped != SLOWER and suspect is None
+
+
 def step_time_s(result: RunResult | None) -> float | None:
     """Median step time of a result that may win; None for any other."""
-    if result is None or result.status != Status.OK or not result.step_times_s or result.stopped == SLOWER:
+    if result is None or not result.step_times_s or not may_win(result.status, result.stopped, None):
         return None
     return median(result.step_times_s)
 

@@ -67,6 +67,11 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
     return found
 
 
+def impossible(mfu: float | None) -> str | None:
+    """Why a number with this mfu (a fraction) is doubtful; None where it is possible or unknown."""
+    return f"mfu {mfu:.2f} is above 1: steps or peak are measured wrongly" if (mfu or 0.0) > 1 else None
+
+
 def control_times(state: SweepState) -> dict[str, float]:
     """Allocation -> median step time of its control layout, where that ended ok."""
     return {

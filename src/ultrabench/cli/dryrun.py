@@ -3,9 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from rich.table import Table
-
-from ultrabench.cli.tables import out, print_json, say, table
+from ultrabench.cli.tables import FittedTable, out, print_json, say, table
 from ultrabench.cli.words import read_words, require_possible, whole
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB, Hardware
@@ -131,7 +129,7 @@ def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost], model_flops:
     )
 
 
-def _collectives(costs: list[RankCost]) -> Table:
+def _collectives(costs: list[RankCost]) -> FittedTable:
     """Stages that send the same share their rows."""
     numbers = ("calls", "MiB")
     made = table(

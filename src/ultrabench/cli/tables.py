@@ -6,13 +6,21 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 WIDE = 1000
 """Columns when stdout is no terminal, so that nothing is cut in a pipe."""
-
+GIVES_WAY = (
+    "predicted", "on", "loss", "step s", "why", "policy", "GPUs", "host", "microbatches", "part", "at", "peak GiB",
+    "step", "seconds", "candidates", "valid", "memory", "tokens/s/GPU", "run", "run id",
+)  # fmt: skip
+"""Columns of any table that are left out on a narrow terminal, the least important one first."""
+WRAPPED, LONGEST_WORD = 12, 24
+"""A column of text may shrink to 12 characters, or to its longest word; only a word longer than 24 is broken."""
 
 _UNSEEN = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
@@ -62,12 +70,67 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
 
 
-def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table in the style of all our tables; numbers stand right."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", header_style="dim")
-    return made
+class FittedTable:
+    """A table that fits the terminal it is printed on.
+
+    Text wraps between its words. Where that is not enough, columns are left out in the order of
+    GIVES_WAY, then from the right, so that no number and no run id is ever cut.
+    """
+
+    def __init__(self, title: str, columns: tuple[str, ...], right: tuple[str, ...]) -> None:
+        self._title, self._columns, self._right = title, columns, right
+        self._rows: list[tuple[str | Text | None, ...]] = []
+        self._sections: set[int] = set()
+
+    def add_row(self, *cells: str | Text | None) -> None:
+        """A row with a cell for each column."""
+        self._rows.append(cells)
+
+    def add_section(self) -> None:
+        """A rule under the rows so far."""
+        self._sections.add(len(self._rows))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Table]:
+        widths = self._widths(options.max_width)
+        made = Table(title=self._title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for at, width in widths.items():
+            side: JustifyMethod = "right" if self._columns[at] in self._right else "left"
+            made.add_column(self._columns[at], justify=side, header_style="dim", width=width)
+        for number, row in enumerate(self._rows, 1):
+            made.add_row(*(row[at] for at in widths), end_section=number in self._sections)
+        yield made
+
+    def _widths(self, room: int) -> dict[int, int]:
+        """Column -> its width, of those that fit into `room` with two blanks between them."""
+        texts = {
+            at: [name, *(str(row[at] or "") for row in self._rows)] for at, name in enumerate(self._columns)
+        }
+        whole = {at: max(map(cell_len, found)) for at, found in texts.items()}
+        least = dict(whole)
+        for at in (at for at in texts if self._columns[at] not in self._right):
+            longest = max(cell_len(word) for text in texts[at] for word in text.split() or [""])
+            least[at] = min(whole[at], max(WRAPPED, min(longest, LONGEST_WORD)))
+        order = {name: place for place, name in enumerate(GIVES_WAY)}
+        for at in sorted(texts, key=lambda at: (order.get(self._columns[at], len(order)), -at))[:-1]:
+            if sum(least.values()) + 2 * (len(least) - 1) > room:
+                del least[at]
+        spare = room - sum(least.values()) - 2 * (len(least) - 1)
+        while spare > 0 and (short := [at for at in least if least[at] < whole[at]][:spare]):
+            least |= {at: least[at] + 1 for at in short}
+            spare -= len(short)
+        return least
+
+
+def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> FittedTable:
+    """A table in the style of all our tables; numbers stand right and are never broken."""
+    return FittedTable(title, columns, right)
+
+
+def style_of(status: str | None, doubtful: bool = False) -> str:
+    """The colour of an end: green ok, yellow ok but not to be compared, red failed, dim not run."""
+    if status == "ok":
+        return "yellow" if doubtful else "green"
+    return "dim" if status in (None, "pending", "running", "skipped", "rejected") else "red"
 
 
 def hours(value: float) -> str:
