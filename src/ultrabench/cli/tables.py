@@ -60,6 +60,12 @@ def say(message: str) -> None:
     err().print(message, soft_wrap=True)
 
 
+def working(message: str) -> None:
+    """Says at once what takes a moment; on a terminal only, since elsewhere a mistake is the only line."""
+    if sys.stderr.isatty():
+        say(message)
+
+
 def warn(message: str) -> None:
     """One line of warning."""
     err().print(f"warning: {message}", soft_wrap=True, style="yellow")
