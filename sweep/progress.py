@@ -92,9 +92,7 @@ class Progress:
         }
 
 
-def progress(
-    sweep: str, planned: Sequence[PlannedRun], state: SweepState, *, device: str = "cuda"
-) -> Progress:
+def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState, device: str = "cuda") -> Progress:
     """The progress of `planned` according to `state`.
 
     Args:

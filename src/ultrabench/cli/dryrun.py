@@ -3,7 +3,9 @@
 from dataclasses import fields
 from typing import Any
 
-from ultrabench.cli.tables import FittedTable, out, print_json, say, table
+from rich.table import Table
+
+from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.cli.words import read_words, require_possible, whole
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB, Hardware
@@ -129,7 +131,7 @@ def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost], model_flops:
     )
 
 
-def _collectives(costs: list[RankCost]) -> FittedTable:
+def _collectives(costs: list[RankCost]) -> Table:
     """Stages that send the same share their rows."""
     numbers = ("calls", "MiB")
     made = table(

@@ -149,7 +149,7 @@ def follow(
     _handle(signal.SIG_DFL, instead_of=_terminate)  # what is left takes a moment
     if detach and follower.submitted:
         return _left(sweep, follower.submitted)
-    now = progress(config.name, planned, state, device=device)
+    now = progress(config.name, planned, state, device)
     (console or out()).print(panel(now, busy=False))
     if follower.stopped:
         if state.cancelled and not launcher.outlives_us:

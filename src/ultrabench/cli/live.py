@@ -45,7 +45,7 @@ class Display:
         """Takes a new state."""
         self._lines(state)
         if self._live:
-            now = progress(self._sweep, self._planned, state, device=self._device)
+            now = progress(self._sweep, self._planned, state, self._device)
             self._live.update(panel(now, bool(alive), bar=True))
 
     def say(self, note: str) -> None:
@@ -101,10 +101,9 @@ def _told(run: PlannedRun, attempt: AttemptState, result: RunResult) -> str:
 def panel(now: Progress, busy: bool = True, bar: bool = False) -> RenderableType:
     """The whole picture: counts (with a bar, in a live view), what runs, what leads, failures, doubts."""
     left = sum(now.by_status.get(name, 0) for name in ("pending", "running"))
-    bars = [ProgressBar(total=now.runs, completed=now.runs - left, width=40)] if bar else []
-    return Group(
-        counts_line(now, busy), *bars, *_running(now, busy), *_best(now), *_failures(now), *_doubts(now)
-    )
+    line = (ProgressBar(total=now.runs, completed=now.runs - left, width=40), Text("")) if bar else ()
+    told = (*_running(now, busy), *_best(now), *_failures(now), *_doubts(now))
+    return Group(counts_line(now, busy), *line, *told)
 
 
 def counts_line(now: Progress, busy: bool = True) -> Text:
@@ -139,9 +138,8 @@ def _best(now: Progress) -> list[RenderableType]:
     made = table("best so far", "model", "nodes", "layout", *numbers[1:], right=numbers)
     for run, rate in now.best:
         peak = run.peak_tokens_per_s_per_gpu
-        made.add_row(
-            run.model, str(run.nodes), run.label, f"{rate:,.0f}", percent(rate / peak) if peak else ""
-        )
+        mfu = percent(rate / peak) if peak else ""
+        made.add_row(run.model, str(run.nodes), run.label, f"{rate:,.0f}", mfu)
     return [made]
 
 
@@ -152,6 +150,5 @@ def _failures(now: Progress) -> list[RenderableType]:
 
 
 def _doubts(now: Progress) -> list[RenderableType]:
-    told = next((f"{key}: {why}" for key, why in now.suspects.items()), None)
-    text = f"{len(now.suspects)} suspect and winning no cell, such as {told}"
-    return [Text(text, style_of("ok", doubtful=True))] if told else []
+    told = f"{len(now.suspects)} suspect and winning no cell, such as "
+    return [Text(f"{told}{key}: {why}", "yellow") for key, why in [*now.suspects.items()][:1]]

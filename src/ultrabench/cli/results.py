@@ -82,12 +82,8 @@ def heatmap(
     note = f"Ranked by {by[0]}. {notes(table)}" if by else notes(table)
     draw(cells, path, title=name, notes=note, compared_with=label)
     close = sum(bool(cell.as_good_as_best) for cell in cells)
-    tied = (
-        f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
-        if close
-        else ""
-    )
-    say(f"drew {len(cells)} cells to {path}{tied}")
+    tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
+    say(f"drew {len(cells)} cells to {path}" + tied * bool(close))
 
 
 def plot(

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from rich.text import Text
-
 from ultrabench.cli.launch import as_launched, continue_sweep
-from ultrabench.cli.tables import err, out, print_json, say, style_of, table, warn
+from ultrabench.cli.tables import err, out, print_json, say, table, warn
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.folder import SweepFolder, find_sweep
 from ultrabench.journal import read_journal
@@ -34,8 +32,7 @@ def run_retry(
             f"{'would run' if dry_run else 'runs'} again", "run", "attempt", "was", "reason", "policy"
         )
         for row in rows:
-            was = Text(str(row["was"]), style_of(str(row["was"])))
-            made.add_row(*(was if name == "was" else str(v) for name, v in row.items()))
+            made.add_row(*(str(v) for v in row.values()))
         out().print(made)
         for node, why in excluded(state, plan.config.retry).items():
             say(f"not on {node}: {why} (retry.forgive=[{node}] uses it again)")

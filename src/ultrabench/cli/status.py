@@ -52,7 +52,7 @@ def _look(folder: SweepFolder, reader: JournalReader, known: Fold) -> tuple[Prog
     """How far it is, and why it stands still if it does."""
     state, head = known.add(reader.poll()), read_head(folder)
     planned = head.with_peaks(read_plan(folder.plan), state)
-    now = progress(folder.name, planned, state, device=head.hardware.device)
+    now = progress(folder.name, planned, state, head.hardware.device)
     return now, _standing(folder, now, state) if _unsettled(now) else None
 
 

@@ -1,5 +1,6 @@
 """`ultrabench sweep ...`: plan, launch and look after a sweep."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,12 @@ InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="As --swee
 RESULTS = Path("results")
 
 
+def _say_at_once(message: str) -> None:
+    """Before the imports, which take a moment; on a terminal only: elsewhere a mistake is the only line."""
+    if sys.stderr.isatty():
+        typer.echo(message, err=True)
+
+
 @sweep_app.command("plan")
 def plan(
     overrides: Overrides = None,
@@ -39,9 +46,7 @@ def plan(
     ] = False,
 ) -> None:
     """Enumerate every layout, reject with reasons, predict and price; touches nothing."""
-    from ultrabench.cli.tables import working
-
-    working("planning")
+    _say_at_once("planning")
     if show_script:
         from ultrabench.cli.script import print_script
 
@@ -68,9 +73,7 @@ def launch(
     ] = None,
 ) -> None:
     """Run a sweep until done; the same command again continues it."""
-    from ultrabench.cli.tables import working
-
-    working("reading the configuration and planning")
+    _say_at_once("reading the configuration and planning")
     from ultrabench.cli.launch import run_launch
 
     raise typer.Exit(run_launch(overrides or [], detach, max_gpu_hours, yes, reuse))

@@ -4,19 +4,20 @@ import json
 import re
 import sys
 from collections.abc import Iterable
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
-from rich.text import Text
 
 WIDE = 1000
 """Columns when stdout is no terminal, so that nothing is cut in a pipe."""
 GIVES_WAY = (
     "predicted", "on", "loss", "step s", "why", "policy", "GPUs", "host", "microbatches", "part", "at", "peak GiB",
-    "step", "seconds", "candidates", "valid", "memory", "tokens/s/GPU", "run", "run id",
+    "step", "seconds", "candidates", "valid", "attempt", "memory", "run", "tokens/s/GPU", "run id",
 )  # fmt: skip
 """Columns of any table that are left out on a narrow terminal, the least important one first."""
 WRAPPED, LONGEST_WORD = 12, 24
@@ -60,12 +61,6 @@ def say(message: str) -> None:
     err().print(message, soft_wrap=True)
 
 
-def working(message: str) -> None:
-    """Says at once what takes a moment; on a terminal only, since elsewhere a mistake is the only line."""
-    if sys.stderr.isatty():
-        say(message)
-
-
 def warn(message: str) -> None:
     """One line of warning."""
     err().print(f"warning: {message}", soft_wrap=True, style="yellow")
@@ -76,48 +71,33 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
 
 
-class FittedTable:
+class FittedTable(Table):
     """A table that fits the terminal it is printed on.
 
     Text wraps between its words. Where that is not enough, columns are left out in the order of
     GIVES_WAY, then from the right, so that no number and no run id is ever cut.
     """
 
-    def __init__(self, title: str, columns: tuple[str, ...], right: tuple[str, ...]) -> None:
-        self._title, self._columns, self._right = title, columns, right
-        self._rows: list[tuple[str | Text | None, ...]] = []
-        self._sections: set[int] = set()
-
-    def add_row(self, *cells: str | Text | None) -> None:
-        """A row with a cell for each column."""
-        self._rows.append(cells)
-
-    def add_section(self) -> None:
-        """A rule under the rows so far."""
-        self._sections.add(len(self._rows))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Table]:
-        widths = self._widths(options.max_width)
-        made = Table(title=self._title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        for at, width in widths.items():
-            side: JustifyMethod = "right" if self._columns[at] in self._right else "left"
-            made.add_column(self._columns[at], justify=side, header_style="dim", width=width)
-        for number, row in enumerate(self._rows, 1):
-            made.add_row(*(row[at] for at in widths), end_section=number in self._sections)
-        yield made
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        fitted = copy(self)
+        widths = self._widths(options.max_width).items()
+        # Rich looks the padding of a column up by its index, which changes when others are left out.
+        fitted.columns = [replace(self.columns[i], width=w, _index=n) for n, (i, w) in enumerate(widths)]
+        yield from Table.__rich_console__(fitted, console, options)
 
     def _widths(self, room: int) -> dict[int, int]:
         """Column -> its width, of those that fit into `room` with two blanks between them."""
-        texts = {
-            at: [name, *(str(row[at] or "") for row in self._rows)] for at, name in enumerate(self._columns)
-        }
-        whole = {at: max(map(cell_len, found)) for at, found in texts.items()}
-        least = dict(whole)
-        for at in (at for at in texts if self._columns[at] not in self._right):
-            longest = max(cell_len(word) for text in texts[at] for word in text.split() or [""])
-            least[at] = min(whole[at], max(WRAPPED, min(longest, LONGEST_WORD)))
+        whole, least = {}, {}
+        for at, column in enumerate(self.columns):
+            texts = [str(column.header), *map(str, column.cells)]
+            whole[at] = least[at] = max(map(cell_len, texts))
+            if column.justify != "right":
+                longest = max(map(cell_len, " ".join(texts).split()), default=0)
+                least[at] = min(whole[at], max(WRAPPED, min(longest, LONGEST_WORD)))
         order = {name: place for place, name in enumerate(GIVES_WAY)}
-        for at in sorted(texts, key=lambda at: (order.get(self._columns[at], len(order)), -at))[:-1]:
+        for at in sorted(whole, key=lambda at: (order.get(str(self.columns[at].header), len(order)), -at))[
+            :-1
+        ]:
             if sum(least.values()) + 2 * (len(least) - 1) > room:
                 del least[at]
         spare = room - sum(least.values()) - 2 * (len(least) - 1)
@@ -129,7 +109,10 @@ class FittedTable:
 
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> FittedTable:
     """A table in the style of all our tables; numbers stand right and are never broken."""
-    return FittedTable(title, columns, right)
+    made = FittedTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", header_style="dim")
+    return made
 
 
 def style_of(status: str | None, doubtful: bool = False) -> str:

@@ -27,7 +27,7 @@ def show_top(source: str | None, first: int | None, by: str, as_json: bool, resu
         _print_cell(name, runs, first or FIRST)
     for line in doubts(rows):
         say(line)
-    say("everything about one of them: ultrabench sweep show RANK, or the first digits of its run id")
+    say("more about a run: ultrabench sweep show RANK")
 
 
 def _print_cell(name: str, runs: list[Row], first: int) -> None:
