@@ -5,8 +5,10 @@ import io
 import pytest
 
 from tests.unit.cli.conftest import QUICK
+from ultrabench.cli.checkup import _show
 from ultrabench.cli.live import attempt_line
 from ultrabench.cli.tables import PlainConsole, style_of, table
+from ultrabench.launchers.check import failed
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState
 from ultrabench.sweep.plan_table import planned_runs
@@ -48,6 +50,14 @@ def test_long_reasons_share_the_room_and_only_overlong_words_are_broken():
     text = shown(made, 80)
     assert {"cannot", "read", "mend", "named", RUN_ID} <= set(text.split())
     assert max(len(line) for line in text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_the_remedy_of_a_check_is_there_on_a_narrow_terminal_too(width, monkeypatch, capsys):
+    monkeypatch.setattr("ultrabench.cli.tables.WIDE", width)
+    _show(QUICK.config, [failed("results folder", "cannot be written: /somewhere/far/away", "mend it")])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "remedy: mend it" in text
 
 
 def line(**values):
