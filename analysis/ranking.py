@@ -13,7 +13,7 @@ from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.verdict import verdict
 from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.sweep.contenders import may_win
+from ultrabench.sweep.suspects import may_win
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 

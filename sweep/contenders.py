@@ -3,17 +3,15 @@
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from ultrabench.result import RunResult, Status
+from ultrabench.result import RunResult
 from ultrabench.state import AttemptState, SweepState
 from ultrabench.sweep.control import Cell, cell_of
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.suspects import control_times
+from ultrabench.sweep.suspects import control_times, may_win
 
 WITHIN = 1.05
 """Of the best step time of the cell."""
 MOST = 4
-SLOWER = "slower_than_best"
-"""RunResult.stopped of a run that lost its race."""
 
 
 def contenders(
@@ -41,11 +39,6 @@ def _near_best(times: Sequence[tuple[str, float, float | None]]) -> list[str]:
         known = [(t, run_id) for run_id, t, _ in times]
     best = min(known)[0]
     return [run_id for time_s, run_id in sorted(known) if time_s <= WITHIN * best][:MOST]
-
-
-def may_win(status: str | None, stopped: str | None, suspect: str | None) -> bool:
-    """Whether a measurement may be named the best of its cell: ok, not given up as slower, not in doubt."""
-    return status == Status.OK and stopped != SLOWER and suspect is None
 
 
 def step_time_s(result: RunResult | None) -> float | None:

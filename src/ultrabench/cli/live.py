@@ -13,9 +13,9 @@ from ultrabench.cli.tables import duration, err, hours, style_of, table
 from ultrabench.preflight import OPERATIONS, summary
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
-from ultrabench.sweep.contenders import SLOWER
 from ultrabench.sweep.losses import judged
 from ultrabench.sweep.progress import PlannedRun, Progress, doubtful, progress
+from ultrabench.sweep.suspects import SLOWER
 
 
 class Display:

@@ -22,9 +22,9 @@ from ultrabench.folder import SweepFolder, find_sweep
 from ultrabench.journal import JournalReader
 from ultrabench.record import to_dict
 from ultrabench.state import AttemptState, Fold, SweepState
-from ultrabench.sweep.contenders import SLOWER
 from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan_table import read_rows
+from ultrabench.sweep.suspects import SLOWER
 
 FOLLOW_S = 0.3
 MOST_RANK_DIGITS = 5
