@@ -1,7 +1,8 @@
 """The words of a figure: what stands in a cell, beside a panel and under the picture."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -38,15 +39,20 @@ def speed(cell: Cell) -> str:
 
 def layout_lines(cell: Cell) -> tuple[str, str]:
     """The layout on two lines: how the ranks are spread, how the batch is cut."""
+    return layout_words(cell.layout)
+
+
+def layout_words(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The layout of a row of the result table, in the same two parts."""
     batch = AXES.index("mbs")
-    return " ".join(labels(cell.layout, AXES[:batch])), " ".join(labels(cell.layout, AXES[batch:]))
+    return " ".join(labels(row, AXES[:batch])), " ".join(labels(row, AXES[batch:]))
 
 
-def memory(cell: Cell) -> str | None:
-    """Peak memory of the fullest rank, None where unknown."""
-    if cell.peak_mem_reserved_bytes is None:
+def memory(held_bytes: float | None) -> str | None:
+    """Memory in MiB or GiB, None where unknown."""
+    if held_bytes is None:
         return None
-    gib = cell.peak_mem_reserved_bytes / GIB
+    gib = held_bytes / GIB
     if gib < 1:
         return f"{gib * 1024:.0f} MiB"
     return f"{gib:.1f} GiB" if gib >= 10 else f"{gib:.2f} GiB"

@@ -1,7 +1,7 @@
 """What a sweep's head, sweep.json, says of every run in it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ultrabench.errors import ConfigError, SweepFolderError
@@ -10,7 +10,9 @@ from ultrabench.hardware import Hardware, Peak, rank_peak
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.record import from_dict
 from ultrabench.shape import ModelShape
+from ultrabench.state import SweepState
 from ultrabench.sweep.config import read_hardware
+from ultrabench.sweep.progress import PlannedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,26 @@ class SweepHead:
             core_flops_per_s=self.core_flops_per_s,
             cores=self.cores or 1,
         )
+
+    def shapes_of(self, state: SweepState) -> dict[str, ModelShape]:
+        """Shapes by model name: the head's, and those of the latest launch, which made the plan."""
+        launched = ((state.config or {}).get("config") or {}).get("models") or []
+        try:
+            shapes = [from_dict(ModelShape, model) for model in launched]
+        except ConfigError:
+            shapes = []
+        return {**self.shapes, **{shape.name: shape for shape in shapes}}
+
+    def with_peaks(self, planned: Sequence[PlannedRun], state: SweepState) -> list[PlannedRun]:
+        """The runs of the plan with the token rate at which their mfu would be 1, where that is known."""
+        shapes = {} if self.kernel.kind == "probe" else self.shapes_of(state)
+        peaks = {nodes: self.peak(nodes, self.kernel.precision) for nodes in {r.nodes for r in planned}}
+        return [
+            replace(run, peak_tokens_per_s_per_gpu=peak.flops_per_s / shape.flops_per_token(run.seq_len))
+            if (peak := peaks[run.nodes]) and (shape := shapes.get(run.model))
+            else run
+            for run in planned
+        ]
 
 
 def read_head(folder: SweepFolder) -> SweepHead:

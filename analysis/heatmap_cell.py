@@ -50,7 +50,7 @@ def paint(
 
 def _lines(at: Square, cell: Cell, compared_with: str | None) -> list[tuple[float, str, float, str]]:
     """Height in the square, text, font size and weight of each line of a result."""
-    small = [text for text in (*layout_lines(cell), memory(cell)) if text is not None]
+    small = [text for text in (*layout_lines(cell), memory(cell.peak_mem_reserved_bytes)) if text is not None]
     weights = ["normal"] * len(small)
     if cell.compare_ratio is not None:
         ratio = f"{cell.compare_ratio:.2f}x"

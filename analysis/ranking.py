@@ -1,8 +1,9 @@
 """The best layout of each cell, with those that are as good, or why there is none."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import hypot
 from statistics import median
 
@@ -13,6 +14,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.analysis.verdict import verdict
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.layout import AXES
+from ultrabench.sweep.suspects import may_win
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
@@ -28,7 +30,7 @@ _WINNER = (
 )  # fmt: skip
 _OTHERS = (
     "run_id", "status", "rule", "reason", "suspect", "stopped", "step_time_ci95_rel", "sweep", "allocation",
-    "control", "control_ratio",
+    "control", "control_ratio", "attempt", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes",
 )  # fmt: skip
 
 _LOWER_IS_BETTER = frozenset({
@@ -64,6 +66,42 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     Raises:
         ConfigError: `rank_by` is no numeric column.
     """
+    groups = _groups(table, rank_by)
+    return [_cell(rows, rank_by, include_suspects) for rows in groups]
+
+
+def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list[Row]]:
+    """The runs of each cell, each as the row that stands for it, with its rank among all of them.
+
+    In a cell those that may win stand first, as `rank` orders them, then the other ok runs, failed
+    ones, those that run or wait, and those that were skipped. `best` and `as_good_as_best` mark winners.
+
+    Raises:
+        ConfigError: `rank_by` is no numeric column.
+    """
+    number = count(1)
+    cells = [[*_places(rows, rank_by)] for rows in _groups(table, rank_by)]
+    return [[{"rank": next(number), **row} for row in rows] for rows in cells]
+
+
+def _places(rows: Sequence[Row], rank_by: str) -> Iterator[Row]:
+    by, winners = _ranked([row for row in rows if _fit(row, rank_by, include_suspects=False)], rank_by)
+    for n, held in enumerate(winners):
+        close = n > 0 and held.high >= winners[0].low
+        yield {**held.row, "ranked_by": by, "best": n == 0, "as_good_as_best": close}
+    known = {held.run_id for held in winners}
+    others = sorted((r for r in rows if r["run_id"] not in known), key=lambda r: r["status"] == "ok")
+    sign = -1 if rank_by in _LOWER_IS_BETTER else 1
+    tiers = {"ok": 0, None: 2, "skipped": 3}
+    for row in sorted(
+        {r["run_id"]: r for r in others if r["status"] != "rejected"}.values(),
+        key=lambda r: (tiers.get(r["status"], 1), -sign * (r[rank_by] or 0.0), r["run_id"]),
+    ):
+        yield {**row, "ranked_by": by, "best": False, "as_good_as_best": False}
+
+
+def _groups(table: pa.Table, rank_by: str) -> list[list[Row]]:
+    """The final rows of each cell, the cells in their order."""
     numeric = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if rank_by not in numeric:
         raise ConfigError(unknown_name("column to rank by", rank_by, numeric))
@@ -72,7 +110,7 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     for row in table.select(wanted).to_pylist():
         if row["is_final"] and row["model"] is not None and row["nodes"] is not None:
             groups[tuple(row[k] for k in _KEY)].append(row)
-    return [_cell(groups[key], rank_by, include_suspects) for key in sorted(groups, key=_nulls_first)]
+    return [groups[key] for key in sorted(groups, key=_nulls_first)]
 
 
 def _nulls_first(key: tuple[object, ...]) -> tuple[tuple[bool, object], ...]:
@@ -86,8 +124,7 @@ def _cell(rows: Sequence[Row], rank_by: str, include_suspects: bool) -> Cell:
     if not fit:
         status, reason = verdict(rows)
         return Cell(run_id=None, status=status, reason=reason, num_runs=len(ended), **shared)
-    by = "control_ratio" if rank_by == DEFAULT_RANK_BY and _controlled(fit) else rank_by
-    best, *rest = sorted(_contenders(fit, by), key=lambda c: (-c.goodness, c.run_id))
+    by, (best, *rest) = _ranked(fit, rank_by)
     return Cell(
         run_id=best.run_id,
         status="ok",
@@ -101,10 +138,16 @@ def _cell(rows: Sequence[Row], rank_by: str, include_suspects: bool) -> Cell:
     )
 
 
+def _ranked(fit: Sequence[Row], rank_by: str) -> tuple[str, list[_Contender]]:
+    """The column that orders the runs, and the runs, the best one first."""
+    by = "control_ratio" if rank_by == DEFAULT_RANK_BY and fit and _controlled(fit) else rank_by
+    return by, sorted(_contenders(fit, by), key=lambda c: (-c.goodness, c.run_id))
+
+
 def _fit(row: Row, rank_by: str, include_suspects: bool) -> bool:
     """Whether a row may win."""
-    measured = row["status"] == "ok" and row[rank_by] is not None and row["stopped"] != "slower_than_best"
-    return measured and (include_suspects or row["suspect"] is None)
+    suspect = None if include_suspects else row["suspect"]
+    return row[rank_by] is not None and may_win(row["status"], row["stopped"], suspect)
 
 
 def _controlled(rows: Sequence[Row]) -> bool:

@@ -23,7 +23,7 @@ from ultrabench.shape import ModelShape
 from ultrabench.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.sweep.dominated import fit_of, left_out, policy_of, skipped_reason
 from ultrabench.sweep.losses import judged
-from ultrabench.sweep.suspects import control_times, suspect_attempts
+from ultrabench.sweep.suspects import control_times, impossible, suspect_attempts
 
 Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
@@ -90,7 +90,7 @@ def _rows(head: SweepHead, plan: list[Row], told: SweepState, warn: Warn) -> Ite
         attempts[key.run_id].append(attempt)
     final = {attempt.key for attempt in final_attempts(state).values()}
     control, suspects = control_times(state), suspect_attempts(state, device=head.hardware.device)
-    shapes, dominated = _planned_shapes(head, state), _dominated(plan, state)
+    shapes, dominated = head.shapes_of(state), _dominated(plan, state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
         row = _attempted(base, attempt, state, attempt.key in final)
@@ -116,21 +116,8 @@ def _marked(row: Row, control: dict[str, float], doubt: str | None) -> Row:
     """The row with its speed over the control's, and its reasons for suspicion, if it has any."""
     time_s, base_s = row.get("step_time_s"), control.get(row.get("allocation") or "")
     row["control_ratio"] = base_s / time_s if time_s and base_s else None
-    doubts = [doubt] if doubt else []
-    if (row.get("mfu") or 0) > 1:
-        doubts.append(f"mfu {row['mfu']:.2f} is above 1: steps or peak are measured wrongly")
-    row["suspect"] = "; ".join(doubts) or None
+    row["suspect"] = "; ".join(filter(None, (doubt, impossible(row.get("mfu"))))) or None
     return row
-
-
-def _planned_shapes(head: SweepHead, state: SweepState) -> dict[str, ModelShape]:
-    """Shapes by model name: the head's, and those of the latest launch, which made the plan."""
-    launched = ((state.config or {}).get("config") or {}).get("models") or []
-    try:
-        shapes = [from_dict(ModelShape, model) for model in launched]
-    except ConfigError:
-        shapes = []
-    return {**head.shapes, **{shape.name: shape for shape in shapes}}
 
 
 def _claimed_shape(attempt: AttemptState) -> ModelShape | None:

@@ -3,17 +3,15 @@
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from ultrabench.result import RunResult, Status
+from ultrabench.result import RunResult
 from ultrabench.state import AttemptState, SweepState
 from ultrabench.sweep.control import Cell, cell_of
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.suspects import control_times
+from ultrabench.sweep.suspects import control_times, may_win
 
 WITHIN = 1.05
 """Of the best step time of the cell."""
 MOST = 4
-SLOWER = "slower_than_best"
-"""RunResult.stopped of a run that lost its race."""
 
 
 def contenders(
@@ -45,7 +43,7 @@ def _near_best(times: Sequence[tuple[str, float, float | None]]) -> list[str]:
 
 def step_time_s(result: RunResult | None) -> float | None:
     """Median step time of a result that may win; None for any other."""
-    if result is None or result.status != Status.OK or not result.step_times_s or result.stopped == SLOWER:
+    if result is None or not result.step_times_s or not may_win(result.status, result.stopped, None):
         return None
     return median(result.step_times_s)
 

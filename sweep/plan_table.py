@@ -96,6 +96,7 @@ def _planned(row: dict[str, Any]) -> PlannedRun:
         gpus=row["gpus"],
         fit=fit_of(row, _layout(row)),
         tokens_per_step=row["gbs"] * row["seq_len"],
+        seq_len=row["seq_len"],
         duration_s=row["predicted_gpu_hours"] * 3600 / row["gpus"],
     )
 

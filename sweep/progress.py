@@ -1,15 +1,16 @@
 """How far a sweep is: counts, price and what leads, for `sweep status` and the live table."""
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptState, SweepState, final_attempts
+from ultrabench.state import AttemptKey, AttemptState, SweepState, final_attempts
 from ultrabench.sweep.dominated import Fit, left_out, policy_of
 from ultrabench.sweep.losses import judged
+from ultrabench.sweep.suspects import impossible, may_win, suspect_attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +24,11 @@ class PlannedRun:
     fit: Fit
     """Its layout, and how well it should fit."""
     tokens_per_step: int
+    seq_len: int
     duration_s: float
     """Predicted, of one repeat."""
+    peak_tokens_per_s_per_gpu: float | None = None
+    """The rate at which mfu would be 1; None where the peak is unknown."""
 
     @property
     def label(self) -> str:
@@ -34,6 +38,11 @@ class PlannedRun:
     def tokens_per_s_per_gpu(self, result: RunResult) -> float:
         """The rate of an ok result."""
         return self.tokens_per_step / median(result.step_times_s) / self.gpus
+
+    def mfu(self, result: RunResult) -> float | None:
+        """The mfu of a result as a fraction; None without steps or where the peak is unknown."""
+        peak = self.peak_tokens_per_s_per_gpu
+        return self.tokens_per_s_per_gpu(result) / peak if peak and result.step_times_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +66,9 @@ class Progress:
     """Predicted rest, scaled by how long finished runs took and shared by the allocations that run;
     None before the first result."""
     best: tuple[tuple[PlannedRun, float], ...]
-    """Fastest run of each (model, nodes) with its tokens/s/GPU."""
+    """Fastest run of each (model, nodes) that may win, with its tokens/s/GPU."""
+    suspects: dict[AttemptKey, str]
+    """Attempts whose number is in doubt, with all reasons."""
     failures: tuple[tuple[PlannedRun, AttemptState], ...]
     """Runs whose latest attempt failed; the last five, newest last."""
 
@@ -76,11 +87,16 @@ class Progress:
             "waiting_allocations": self.waiting,
             "running": [{"run_id": r.run_id, "layout": r.label, "phase": p} for r, p in self.running],
             "eta_s": self.eta_s,
+            "suspects": {str(key): why for key, why in self.suspects.items()},
         }
 
 
-def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Progress:
-    """The progress of `planned` according to `state`."""
+def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState, device: str = "cuda") -> Progress:
+    """The progress of `planned` according to `state`.
+
+    Args:
+        device: the torch device type of the hardware, cuda or cpu.
+    """
     state = judged(state)
     runs = {r.run_id: r for r in planned}
     final = _standing(state, runs)
@@ -92,6 +108,7 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
             status[run_id] = "skipped" if run_id in dominated else "pending"
         else:
             status[run_id] = held.result.status.value if held.result else "running"
+    doubts = doubtful(planned, state, device)
     useful, wasted = gpu_hours(state, planned[0].gpus // planned[0].nodes if planned else 0)
     by_nodes: dict[int, Counter[str]] = {}
     for run in planned:
@@ -112,7 +129,8 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState) -> Pr
         eta_s=_eta(
             runs, status, final, sum(a.ended is None and bool(a.agents) for a in state.allocations.values())
         ),
-        best=_best(planned, state),
+        best=_best(planned, measured_rates(planned, state, doubts)),
+        suspects=doubts,
         failures=tuple(failed[-5:]),
     )
 
@@ -165,22 +183,37 @@ def _eta(
     return rest * median(ratios) / max(1, at_once)
 
 
-def measured_rates(planned: Sequence[PlannedRun], state: SweepState) -> dict[str, float]:
-    """run_id -> tokens/s/GPU of the runs that have an ok result."""
+def doubtful(planned: Sequence[PlannedRun], state: SweepState, device: str) -> dict[AttemptKey, str]:
+    """Ok attempts whose number is doubtful, as `suspect_attempts` says or because their mfu is impossible."""
+    runs, doubts = {r.run_id: r for r in planned}, suspect_attempts(state, device=device)
+    for key, attempt in sorted(state.attempts.items()):
+        run, result = runs.get(key.run_id), attempt.result
+        if run and result and result.status == Status.OK and (told := impossible(run.mfu(result))):
+            doubts[key] = "; ".join(filter(None, (doubts.get(key), told)))
+    return doubts
+
+
+def measured_rates(
+    planned: Sequence[PlannedRun], state: SweepState, doubts: Mapping[AttemptKey, str]
+) -> dict[str, float | None]:
+    """run_id -> median tokens/s/GPU of the ok repeats that may win; None where none of them may."""
     runs = {r.run_id: r for r in planned}
-    rates = {}
+    rates: dict[str, list[float]] = {}
     for (run_id, _), attempt in sorted(final_attempts(state).items()):
         run, result = runs.get(run_id), attempt.result
         if run and result and result.status == Status.OK and result.step_times_s:
-            rates[run_id] = run.tokens_per_s_per_gpu(result)
-    return rates
+            told = rates.setdefault(run_id, [])
+            if may_win(result.status, result.stopped, doubts.get(attempt.key)):
+                told.append(run.tokens_per_s_per_gpu(result))
+    return {run_id: median(told) if told else None for run_id, told in rates.items()}
 
 
-def _best(planned: Sequence[PlannedRun], state: SweepState) -> tuple[tuple[PlannedRun, float], ...]:
-    rates = measured_rates(planned, state)
+def _best(
+    planned: Sequence[PlannedRun], rates: Mapping[str, float | None]
+) -> tuple[tuple[PlannedRun, float], ...]:
     best: dict[tuple[str, int], tuple[PlannedRun, float]] = {}
     for run in planned:
-        rate, cell = rates.get(run.run_id, 0.0), (run.model, run.nodes)
+        rate, cell = rates.get(run.run_id) or 0.0, (run.model, run.nodes)
         if rate > best.get(cell, (run, 0.0))[1]:
             best[cell] = (run, rate)
     return tuple(best[cell] for cell in sorted(best))

@@ -21,6 +21,9 @@ the step times of ranks."""
 SHARED = 10.0
 """Factor on these where the devices are CPU cores, shared with whatever else runs there."""
 
+SLOWER = "slower_than_best"
+"""RunResult.stopped of a run that lost its race."""
+
 _Doubts = Mapping[str, list[str]]
 
 
@@ -65,6 +68,16 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
         if reasons:
             found[key] = "; ".join(reasons)
     return found
+
+
+def may_win(status: str | None, stopped: str | None, suspect: str | None) -> bool:
+    """Whether a measurement may be named the best of its cell: ok, not given up as slower, not in doubt."""
+    return status == Status.OK and stopped != SLOWER and suspect is None
+
+
+def impossible(mfu: float | None) -> str | None:
+    """Why a number with this mfu (a fraction) is doubtful; None where it is possible or unknown."""
+    return f"mfu {mfu:.2f} is above 1: steps or peak are measured wrongly" if (mfu or 0.0) > 1 else None
 
 
 def control_times(state: SweepState) -> dict[str, float]:

@@ -82,7 +82,7 @@ def test_runs_no_longer_planned_do_not_count():
     rest = [r for r in PLANNED if r.run_id != ONE.spec.run_id]
     now = progress("s", rest, state)
     assert now.by_status == {"pending": len(rest)}
-    assert measured_rates(rest, state) == {}
+    assert measured_rates(rest, state, {}) == {}
     assert now.eta_s is None
 
 
@@ -101,7 +101,7 @@ def test_every_planned_run_is_counted_once(ends):
     assert sum(sum(counts.values()) for counts in now.by_nodes.values()) == len(PLANNED)
     oks = {k.run_id for k, a in state.attempts.items() if a.result and a.result.status == Status.OK}
     assert now.by_status.get("ok", 0) == len(oks)
-    assert set(measured_rates(PLANNED, state)) == oks
+    assert set(measured_rates(PLANNED, state, {})) == oks
     done = sum(a.result is not None for a in state.attempts.values())
     nodes = sum(k.nodes * (1 if a.result else 0) for k, a in _with_runs(state))
     assert (now.useful_gpu_hours + now.wasted_gpu_hours) * 3600 == pytest.approx(nodes * GPUS)

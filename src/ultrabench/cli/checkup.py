@@ -106,9 +106,9 @@ def _write(config: SweepConfig, name: str, force: bool, why_local: str | None) -
 
 def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
     names = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
-    made = table(f"doctor: {names}", "check", "verdict", "found", "remedy")
-    made.columns[0].no_wrap = made.columns[1].no_wrap = True
+    made = table(f"doctor: {names}", "check", "verdict", "found")
     for check in checks:
         verdict = Text(check.status, style=STYLES[check.status])
-        made.add_row(check.name, verdict, check.told, check.remedy or "")
+        remedy = f"; remedy: {check.remedy}" if check.remedy else ""
+        made.add_row(check.name, verdict, check.told + remedy)
     out().print(made)

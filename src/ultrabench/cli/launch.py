@@ -13,6 +13,7 @@ from types import FrameType
 import typer
 from rich.console import Console
 
+from ultrabench.analysis.head import read_head
 from ultrabench.cli.consent import ask_for_budget
 from ultrabench.cli.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
@@ -133,7 +134,8 @@ def follow(
 ) -> int:
     """Follows an open sweep to its end, or leaves it after the first submission; the exit code."""
     config = sweep.config
-    planned = planned_runs(sweep.plan)
+    planned = read_head(sweep.folder).with_peaks(planned_runs(sweep.plan), sweep.state())
+    device = config.hardware.device
     price = hours(reckon(sweep.plan).gpu_hours)
     say(f"{config.name}: {counted(len(planned), 'run')}, {price} GPU hours predicted, in {sweep.folder.path}")
     if config.profile and _settled(sweep):
@@ -145,7 +147,7 @@ def follow(
     taken = _asked_to_take_over(sweep, launcher, ask=not yes)
     try:
         _handle(_terminate, instead_of=signal.SIG_DFL)  # nohup ignores SIGHUP, and so it stays
-        with Display(config.name, planned) as display:
+        with Display(config.name, planned, device) as display:
             follower = Follower(sweep, launcher, display.show, max_gpu_hours, display.say)
             follower.take_over(taken)
             state = follower.once()[0] if detach else follower.run()
@@ -154,7 +156,7 @@ def follow(
     _handle(signal.SIG_DFL, instead_of=_terminate)  # what is left takes a moment
     if detach and follower.submitted:
         return _left(sweep, follower.submitted)
-    now = progress(config.name, planned, state)
+    now = progress(config.name, planned, state, device)
     (console or out()).print(panel(now, busy=False))
     if follower.stopped:
         if state.cancelled and not launcher.outlives_us:

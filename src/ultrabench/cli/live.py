@@ -5,22 +5,27 @@ from statistics import median
 
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from ultrabench.cli.tables import duration, err, hours, table
+from ultrabench.analysis.captions import memory, percent
+from ultrabench.cli.tables import duration, err, hours, style_of, table
 from ultrabench.errors import counted
 from ultrabench.preflight import OPERATIONS, summary
-from ultrabench.result import Status
+from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
-from ultrabench.sweep.progress import PlannedRun, Progress, progress
+from ultrabench.sweep.losses import judged
+from ultrabench.sweep.progress import PlannedRun, Progress, doubtful, progress
+from ultrabench.sweep.suspects import SLOWER
 
 
 class Display:
     """Shows the progress of a sweep on stderr; use it as a context."""
 
-    def __init__(self, sweep: str, planned: list[PlannedRun]) -> None:
+    def __init__(self, sweep: str, planned: list[PlannedRun], device: str) -> None:
         self._sweep = sweep
         self._planned = planned
+        self._device = device
         self._labels = {r.run_id: r for r in planned}
         self._told: set[AttemptKey] | None = None
         self._console = err()
@@ -41,7 +46,8 @@ class Display:
         """Takes a new state."""
         self._lines(state)
         if self._live:
-            self._live.update(panel(progress(self._sweep, self._planned, state), bool(alive)))
+            now = progress(self._sweep, self._planned, state, self._device)
+            self._live.update(panel(now, bool(alive), bar=True))
 
     def say(self, note: str) -> None:
         """A line above the table."""
@@ -53,19 +59,28 @@ class Display:
         if self._told is None:
             self._told = ended
             return
-        for key in sorted(ended - self._told):
+        new = sorted(ended - self._told)
+        doubts = doubtful(self._planned, judged(state), self._device) if new else {}
+        for key in new:
             self._told.add(key)
             run = self._labels.get(key.run_id)
             if run is not None:
                 settled = len({k.run_id for k in self._told} & self._labels.keys())
-                text = attempt_line(run, state.attempts[key])
-                self._console.print(f"[{settled}/{len(self._planned)}] {text}", soft_wrap=True)
+                line = Text(f"[{settled}/{len(self._planned)}] ")
+                line.append(attempt_line(run, state.attempts[key], doubts.get(key)))
+                self._console.print(line, soft_wrap=not self._console.is_terminal)
 
 
-def attempt_line(run: PlannedRun, attempt: AttemptState) -> str:
-    """One line about an attempt that has ended."""
+def attempt_line(run: PlannedRun, attempt: AttemptState, doubt: str | None = None) -> Text:
+    """One line about an attempt that has ended, in the colour of its end; a doubtful number is marked."""
     result = attempt.result
     assert result is not None
+    doubt = "slower than the best of its cell, stopped early" if result.stopped == SLOWER else doubt
+    marked = f" ({doubt})" if doubt else ""
+    return Text(_told(run, attempt, result) + marked, style_of(result.status, bool(doubt)))
+
+
+def _told(run: PlannedRun, attempt: AttemptState, result: RunResult) -> str:
     head = f"{run.run_id} {run.model} {run.nodes} node{'s' * (run.nodes > 1)} {run.label}"
     if attempt.key.repeat:
         head += f" (repeat {attempt.key.repeat})"
@@ -77,13 +92,19 @@ def attempt_line(run: PlannedRun, attempt: AttemptState) -> str:
         return f"{head}: ok" + "".join(f", {name} {rate / 1e9:.3g} GB/s" for name, rate in told if rate)
     if result.status == Status.OK:
         rate = run.tokens_per_s_per_gpu(result)
-        return f"{head}: ok, {rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
+        used = [f"{percent(mfu)} MFU"] if (mfu := run.mfu(result)) is not None else []
+        used += [held] if (held := memory(result.peak_mem_reserved_bytes)) else []
+        step = f"{rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
+        return ", ".join((f"{head}: ok", *used, step))
     return f"{head}: {result.status.value}, {result.reason}"
 
 
-def panel(now: Progress, busy: bool = True) -> RenderableType:
-    """The whole picture: counts, what runs, what leads, the last failures."""
-    return Group(counts_line(now, busy), *_running(now, busy), *_best(now), *_failures(now))
+def panel(now: Progress, busy: bool = True, bar: bool = False) -> RenderableType:
+    """The whole picture: counts (with a bar, in a live view), what runs, what leads, failures, doubts."""
+    left = sum(now.by_status.get(name, 0) for name in ("pending", "running"))
+    line = (ProgressBar(total=now.runs, completed=now.runs - left, width=40), Text("")) if bar else ()
+    told = (*_running(now, busy), *_best(now), *_failures(now), *_doubts(now))
+    return Group(counts_line(now, busy), *line, *told)
 
 
 def counts_line(now: Progress, busy: bool = True) -> Text:
@@ -114,13 +135,21 @@ def _running(now: Progress, busy: bool) -> list[RenderableType]:
 def _best(now: Progress) -> list[RenderableType]:
     if not now.best:
         return []
-    made = table("best so far", "model", "nodes", "layout", "tokens/s/GPU", right=("nodes", "tokens/s/GPU"))
+    numbers = ("nodes", "tokens/s/GPU", "MFU")
+    made = table("best so far", "model", "nodes", "layout", *numbers[1:], right=numbers)
     for run, rate in now.best:
-        made.add_row(run.model, str(run.nodes), run.label, f"{rate:,.0f}")
+        peak = run.peak_tokens_per_s_per_gpu
+        mfu = percent(rate / peak) if peak else ""
+        made.add_row(run.model, str(run.nodes), run.label, f"{rate:,.0f}", mfu)
     return [made]
 
 
 def _failures(now: Progress) -> list[RenderableType]:
     if not now.failures:
         return []
-    return [Text("last failures"), *(Text(f"  {attempt_line(r, a)}") for r, a in now.failures)]
+    return [Text("last failures"), *(Text("  ").append(attempt_line(r, a)) for r, a in now.failures)]
+
+
+def _doubts(now: Progress) -> list[RenderableType]:
+    told = f"{len(now.suspects)} suspect and winning no cell, such as "
+    return [Text(f"{told}{key}: {why}", "yellow") for key, why in [*now.suspects.items()][:1]]

@@ -85,11 +85,13 @@ def _print_reasons(plan: Plan) -> None:
 def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
     """The `top` runs of each cell: by measured tokens/s/GPU where this sweep has them, else predicted.
 
-    What is not measured has to be predicted to fit.
+    What is not measured has to be predicted to fit. What was measured and may not win a cell of the
+    heatmap, as a suspect, is left out.
     """
     rates = _measured(plan)
+    unfit = {run_id for run_id, rate in rates.items() if rate is None}
     cells: dict[tuple[str, int], list[tuple[str, float, Candidate]]] = {}
-    for run in plan.runs:
+    for run in (run for run in plan.runs if run.run_id not in unfit):
         tokens = run.spec.tokens_per_step / run.layout.world_size
         measured = rates.get(run.run_id)
         if measured is None and not run.fits:
@@ -116,19 +118,22 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
     return found
 
 
-def _measured(plan: Plan) -> dict[str, float]:
-    """run_id -> tokens/s/GPU of what the sweep of that name has already measured."""
+def _measured(plan: Plan) -> dict[str, float | None]:
+    """run_id -> tokens/s/GPU of what the sweep of that name has already measured; None where it may not win."""
+    from ultrabench.analysis.head import read_head
     from ultrabench.folder import SweepFolder
     from ultrabench.journal import read_journal
     from ultrabench.state import fold
     from ultrabench.sweep.losses import judged
     from ultrabench.sweep.plan_table import planned_runs
-    from ultrabench.sweep.progress import measured_rates
+    from ultrabench.sweep.progress import doubtful, measured_rates
 
     folder = SweepFolder(Path(plan.config.results_dir) / plan.config.name)
     if folder.read_head() is None:
         return {}
-    return measured_rates(planned_runs(plan), judged(fold(read_journal(folder.journal))))
+    state, device = judged(fold(read_journal(folder.journal))), plan.config.hardware.device
+    planned = read_head(folder).with_peaks(planned_runs(plan), state)
+    return measured_rates(planned, state, doubtful(planned, state, device))
 
 
 def _print_top(plan: Plan, best: list[dict[str, Any]]) -> None:

@@ -67,10 +67,10 @@ def heatmap(
     from ultrabench.cli.tables import print_json, say
     from ultrabench.errors import counted
 
-    name, default, table = _open(source, results_dir)
+    name, default, table = open_results(source, results_dir)
     cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), None
     if compare is not None:
-        label, _, others = _open(compare, results_dir)
+        label, _, others = open_results(compare, results_dir)
         bests = rank(others, rank_by=rank_by, include_suspects=include_suspects)
         cells = compare_cells(cells, bests)
     if json_:
@@ -83,7 +83,9 @@ def heatmap(
     by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
     note = f"Ranked by {by[0]}. {notes(table)}" if by else notes(table)
     draw(cells, path, title=name, notes=note, compared_with=label)
-    say(f"drew {counted(len(cells), 'cell')} to {path}")
+    close = sum(bool(cell.as_good_as_best) for cell in cells)
+    tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
+    say(f"drew {counted(len(cells), 'cell')} to {path}" + tied * bool(close))
 
 
 def plot(
@@ -102,12 +104,12 @@ def plot(
     from ultrabench.analysis.comm import draw
     from ultrabench.cli.tables import say
 
-    name, default, table = _open(source, results_dir)
+    name, default, table = open_results(source, results_dir)
     path = output or default.with_name(f"{kind}.png")
     say(f"drew {counted(draw(table, path, title=name), 'point')} to {path}")
 
 
-def _open(source: str | None, results: Path) -> "tuple[str, Path, pa.Table]":
+def open_results(source: str | None, results: Path) -> "tuple[str, Path, pa.Table]":
     """Label, default picture and rows of a sweep or a parquet file."""
     from ultrabench.analysis.collect import collect as rows_of
     from ultrabench.analysis.collect import read_parquet

@@ -2,30 +2,40 @@
 
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
+from rich.text import Text
 
+from ultrabench.analysis.collect import collect
+from ultrabench.analysis.ranking import leaderboard
+from ultrabench.analysis.rows import Row
 from ultrabench.cli.profile import print_profile, profiles
-from ultrabench.cli.tables import out, plain, print_json, say, table, warn
+from ultrabench.cli.tables import out, plain, print_json, say, style_of, table, warn
+from ultrabench.cli.top import numbers
 from ultrabench.errors import SweepFolderError
 from ultrabench.folder import SweepFolder, find_sweep
-from ultrabench.journal import read_journal
+from ultrabench.journal import JournalReader
 from ultrabench.record import to_dict
-from ultrabench.state import AttemptState, SweepState, fold
+from ultrabench.state import AttemptState, Fold, SweepState
 from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan_table import read_rows
+from ultrabench.sweep.suspects import SLOWER
 
 FOLLOW_S = 0.3
+MOST_RANK_DIGITS = 5
+"""A number of more digits is the beginning of a run id, never a rank."""
 AUTOPSY_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
 
 
 def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> None:
     """Prints spec, prediction, attempts and evidence of one run."""
-    folder, run_id, state = _find(given, sweep, results)
-    attempts = state.attempts_of(run_id)
+    folder, run_id, look = _find(given, sweep, results)
+    attempts = look().attempts_of(run_id)
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
     document: dict[str, Any] = {
         "sweep": folder.name,
@@ -40,6 +50,7 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
     console = out()
     shown = {k: v for k, v in (row or {}).items() if v is not None}
     console.print(f"run {run_id} of {folder.name}", style="bold")
+    _print_numbers(folder, run_id)
     console.print(yaml.safe_dump(shown, sort_keys=False).rstrip())
     made = table("\nattempts", "repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
     for a in attempts:
@@ -51,6 +62,21 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
             _print_evidence(a.result.evidence, folder.log_folder(*a.key))
         for seen in profiles(folder.log_folder(*a.key)):
             print_profile(seen)
+
+
+def _print_numbers(folder: SweepFolder, run_id: str) -> None:
+    """The line of `sweep top` of this run, one number below the other; nothing of a run that trains nothing."""
+    for row in (row for row in _runs(folder) if row["run_id"] == run_id):
+        cell = f"{row['model']} on {row['nodes']} node{'s' * (row['nodes'] > 1)}"
+        shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"]}
+        for name, value in shown.items():
+            if str(value or ""):
+                out().print(Text(f"{name:<14}").append(value if isinstance(value, Text) else str(value)))
+
+
+def _runs(folder: SweepFolder) -> list[Row]:
+    """The runs of a sweep by their rank in `sweep top`; none of a sweep that only measures links."""
+    return [row for runs in leaderboard(collect([folder], lambda note: None)) for row in runs]
 
 
 def _print_evidence(evidence: dict[str, Any], logs: Path) -> None:
@@ -83,7 +109,7 @@ def _attempt(folder: SweepFolder, attempt: AttemptState) -> dict[str, Any]:
     }
 
 
-def _columns(attempt: AttemptState) -> list[str]:
+def _columns(attempt: AttemptState) -> list[str | Text]:
     key, result = attempt.key, attempt.result
     if result is None:
         return [str(key.repeat), str(key.attempt), f"running: {attempt.phase}", "", "", "", "", ""]
@@ -92,7 +118,8 @@ def _columns(attempt: AttemptState) -> list[str]:
     took = "" if result.duration_s is None else f"{result.duration_s:.1f}"
     hosts = ",".join(result.hostnames)
     status = result.status.value
-    return [str(key.repeat), str(key.attempt), status, step, loss, took, hosts, result.reason or ""]
+    ended = Text(status, style_of(status, result.stopped == SLOWER))
+    return [str(key.repeat), str(key.attempt), ended, step, loss, took, hosts, result.reason or ""]
 
 
 def _rank_line(rank: dict[str, Any]) -> str:
@@ -107,10 +134,10 @@ def _rank_line(rank: dict[str, Any]) -> str:
 
 def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> None:
     """Prints the log of the latest attempt; with `follow`, until the attempt is over."""
-    folder, run_id, state = _find(given, sweep, results)
+    folder, run_id, look = _find(given, sweep, results)
     offsets: dict[Path, int] = {}
     while True:
-        attempts = state.attempts_of(run_id)
+        attempts = look().attempts_of(run_id)
         if not attempts and not follow:
             raise SweepFolderError(f"run {run_id} has not been attempted yet; follow it with -f")
         over = bool(attempts) and attempts[-1].result is not None
@@ -126,7 +153,6 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
         if over or not follow:
             break
         time.sleep(FOLLOW_S)
-        state = fold(read_journal(folder.journal))
     if not offsets:
         say(f"run {run_id} left no log{' yet' if not over else ''}")
 
@@ -139,24 +165,34 @@ def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
     return sorted((Path(attempt.scratch) / str(attempt.key)).glob("rank*.log"))
 
 
-def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, str, SweepState]:
-    """The sweep and the run whose id begins with `given`.
+def _look(reader: JournalReader, known: Fold) -> SweepState:
+    """The state now; only what is new in the journal is read."""
+    return judged(known.add(reader.poll()))
+
+
+def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, str, Callable[[], SweepState]]:
+    """The sweep, the run whose id begins with `given` or whose rank in the sweep it is, and its state, to call.
 
     Raises:
         SweepFolderError: none or several.
     """
+    if given.isdecimal() and len(given) <= MOST_RANK_DIGITS:
+        runs = _runs(folder := find_sweep(sweep, results))
+        if 0 < int(given) <= len(runs):
+            given, sweep = runs[int(given) - 1]["run_id"], str(folder.path)
     folders = [find_sweep(sweep, results)] if sweep else _all_sweeps(results)
-    matches: list[tuple[SweepFolder, str, SweepState]] = []
+    matches: list[tuple[SweepFolder, str, Callable[[], SweepState]]] = []
     for folder in folders:
         folder.read_head()
-        state = judged(fold(read_journal(folder.journal, warn)))
-        ids = {k.run_id for k in state.attempts} | {row["run_id"] for row in read_rows(folder.plan)}
-        matches += [(folder, i, state) for i in sorted(ids) if i.startswith(given)]
+        look = partial(_look, JournalReader(folder.journal, warn), Fold())
+        ids = {k.run_id for k in look().attempts} | {row["run_id"] for row in read_rows(folder.plan)}
+        matches += [(folder, i, look) for i in sorted(ids) if i.startswith(given)]
     if len(matches) == 1:
         return matches[0]
     where = sweep or f"{results}/"
     if not matches:
-        raise SweepFolderError(f"no run in {where} has an id that begins with {given!r}; see sweep plan -o")
+        told = f"no run in {where} has an id that begins with {given!r}, or that rank"
+        raise SweepFolderError(f"{told}; see them with: ultrabench sweep top -n 100")
     several = ", ".join(f"{m[1]} ({m[0].name})" for m in matches[:5])
     raise SweepFolderError(f"{given!r} means {len(matches)} runs: {several}; give more digits or --sweep")
 

@@ -1,23 +1,22 @@
 """`ultrabench sweep status`."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from ultrabench.analysis.head import read_head
 from ultrabench.cli.live import panel
-from ultrabench.cli.tables import out, print_json, table, warn
+from ultrabench.cli.tables import out, print_json, warn
 from ultrabench.folder import SweepFolder, find_sweep
 from ultrabench.journal import JournalReader
 from ultrabench.presence import living_launchers
 from ultrabench.state import Fold, SweepState
-from ultrabench.sweep.config import read_hardware
-from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import Progress, progress
-from ultrabench.sweep.suspects import suspect_attempts
 
 WATCH_S = 1.0
 
@@ -27,21 +26,21 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     folder = find_sweep(sweep, results)
     folder.read_head()
     reader, known = JournalReader(folder.journal, warn), Fold()
-    now, standing, suspects = _look(folder, reader, known)
+    now, standing = _look(folder, reader, known)
     while as_json and watch and _unsettled(now):
         time.sleep(WATCH_S)
-        now, standing, suspects = _look(folder, reader, known)
+        now, standing = _look(folder, reader, known)
     if as_json:
-        print_json(now.as_json() | {"standing": standing, "suspects": suspects})
+        print_json(now.as_json() | {"standing": standing})
         return 0
     if not watch:
-        out().print(_page(now, standing, suspects))
+        out().print(_page(now, standing))
         return 0
-    with Live(_page(now, standing, suspects), console=out(), auto_refresh=False) as live:
+    with Live(_page(now, standing, bar=True), console=out(), auto_refresh=False) as live:
         while _unsettled(now):
             time.sleep(WATCH_S)
-            now, standing, suspects = _look(folder, reader, known)
-            live.update(_page(now, standing, suspects), refresh=True)
+            now, standing = _look(folder, reader, known)
+            live.update(_page(now, standing, bar=True), refresh=True)
     return 0
 
 
@@ -49,16 +48,12 @@ def _unsettled(now: Progress) -> bool:
     return bool(now.by_status.get("pending") or now.by_status.get("running"))
 
 
-def _look(
-    folder: SweepFolder, reader: JournalReader, known: Fold
-) -> tuple[Progress, str | None, dict[str, str]]:
-    """How far it is, why it stands still if it does, and attempts whose number is in doubt, with the reason."""
-    state = known.add(reader.poll())
-    now = progress(folder.name, read_plan(folder.plan), state)
-    hardware = (folder.read_head() or {}).get("hardware")
-    device = read_hardware(hardware).device if hardware else "cpu"
-    suspects = {str(key): why for key, why in suspect_attempts(judged(state), device=device).items()}
-    return now, _standing(folder, now, state) if _unsettled(now) else None, suspects
+def _look(folder: SweepFolder, reader: JournalReader, known: Fold) -> tuple[Progress, str | None]:
+    """How far it is, and why it stands still if it does."""
+    state, head = known.add(reader.poll()), read_head(folder)
+    planned = head.with_peaks(read_plan(folder.plan), state)
+    now = progress(folder.name, planned, state, head.hardware.device)
+    return now, _standing(folder, now, state) if _unsettled(now) else None
 
 
 def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | None:
@@ -75,14 +70,12 @@ def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | No
     return f"{told}: ultrabench sweep resume {folder.word}"
 
 
-def _page(now: Progress, standing: str | None, suspects: dict[str, str]) -> Group:
-    names = sorted({name for counts in now.by_nodes.values() for name in counts})
-    made = table("", "nodes", *names, right=("nodes", *names))
-    for nodes, counts in now.by_nodes.items():
-        made.add_row(str(nodes), *(str(counts.get(name, "")) for name in names))
+def _page(now: Progress, standing: str | None, bar: bool = False) -> Group:
     told = [Text(standing, style="yellow")] if standing else []
-    doubts = []
-    if suspects:
-        key, why = next(iter(suspects.items()))
-        doubts = [Text(f"{len(suspects)} suspect and winning no cell, such as {key}: {why}", style="yellow")]
-    return Group(*told, panel(now, busy=standing is None), made, *doubts)
+    return Group(*told, panel(now, busy=standing is None, bar=bar), *map(Text, _by_nodes(now)))
+
+
+def _by_nodes(now: Progress) -> Iterator[str]:
+    """A line for each number of nodes; a column for each status would not fit a narrow terminal."""
+    for nodes, counts in now.by_nodes.items():
+        yield f"{nodes} node{'s' * (nodes > 1)}: {', '.join(f'{n} {name}' for name, n in counts.items())}"

@@ -1,5 +1,6 @@
 """`ultrabench sweep ...`: plan, launch and look after a sweep."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,15 @@ InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder; de
 MaxGpuHours = Annotated[
     float | None, typer.Option("--max-gpu-hours", min=0.0, help="The most that the sweep may use in all.")
 ]
+Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]
+InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="As --sweep.")]
 RESULTS = Path("results")
+
+
+def _say_at_once(message: str) -> None:
+    """Before the imports, which take a moment; on a terminal only: elsewhere a mistake is the only line."""
+    if sys.stderr.isatty():
+        typer.echo(message, err=True)
 
 
 @sweep_app.command("plan")
@@ -44,6 +53,7 @@ def plan(
     """Enumerate every layout, reject with reasons, predict and price; touches nothing."""
     if show_script and (json_ or output or top):
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
+    _say_at_once("planning")
     if show_script:
         from ultrabench.cli.script import print_script
 
@@ -68,6 +78,7 @@ def launch(
     ] = None,
 ) -> None:
     """Run a sweep until done; the same command again continues it."""
+    _say_at_once("reading the configuration and planning")
     from ultrabench.cli.launch import run_launch
 
     raise typer.Exit(run_launch(overrides or [], detach, max_gpu_hours, yes, reuse))
@@ -84,6 +95,26 @@ def status(
     from ultrabench.cli.status import show_status
 
     raise typer.Exit(show_status(sweep, watch, json_, results_dir))
+
+
+@sweep_app.command("top")
+def top(
+    source: Annotated[
+        str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="The newest sweep.")
+    ] = None,
+    first: Annotated[
+        int | None, typer.Option("-n", min=1, help="The first K of each cell; 10, and all with --json.")
+    ] = None,
+    by: Annotated[
+        str, typer.Option("--by", metavar="COLUMN", help="A numeric column of the result table.")
+    ] = "tokens_per_s_per_gpu",
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Rank all runs, cell by cell, as the heatmap does; suspects stand behind those that may win."""
+    from ultrabench.cli.top import show_top
+
+    show_top(source, first, by, json_, results_dir)
 
 
 @sweep_app.command("retry")
@@ -134,20 +165,22 @@ def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
 
 @sweep_app.command("show")
 def show(
-    run_id: Annotated[str, typer.Argument(help="The id of a run, or its first digits.")],
+    run_id: Run,
+    in_sweep: InThis = None,
     sweep: InSweep = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show everything about one run: spec, prediction, attempts, evidence."""
+    """Show everything about one run: its numbers, spec, prediction, attempts, evidence."""
     from ultrabench.cli.show import show_run
 
-    show_run(run_id, sweep, json_, results_dir)
+    show_run(run_id, in_sweep or sweep, json_, results_dir)
 
 
 @sweep_app.command("logs")
 def logs(
-    run_id: Annotated[str, typer.Argument(help="The id of a run, or its first digits.")],
+    run_id: Run,
+    in_sweep: InThis = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing.")] = False,
     sweep: InSweep = None,
     results_dir: ResultsDir = RESULTS,
@@ -155,4 +188,4 @@ def logs(
     """Print the log of a run's latest attempt."""
     from ultrabench.cli.show import show_logs
 
-    show_logs(run_id, follow, sweep, results_dir)
+    show_logs(run_id, follow, in_sweep or sweep, results_dir)

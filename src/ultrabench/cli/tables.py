@@ -4,15 +4,24 @@ import json
 import re
 import sys
 from collections.abc import Iterable
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 
 WIDE = 1000
 """Columns when stdout is no terminal, so that nothing is cut in a pipe."""
-
+GIVES_WAY = (
+    "predicted", "on", "loss", "step s", "why", "policy", "GPUs", "host", "microbatches", "part", "at", "peak GiB",
+    "step", "seconds", "candidates", "valid", "they fit", "attempt", "memory", "run", "tokens/s/GPU", "run id",
+)  # fmt: skip
+"""Columns of any table that are left out on a narrow terminal, the least important one first."""
+WRAPPED, LONGEST_WORD = 12, 24
+"""A column of text may shrink to 12 characters, or to its longest word; only a word longer than 24 is broken."""
 
 _UNSEEN = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
@@ -62,12 +71,55 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
 
 
-def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table in the style of all our tables; numbers stand right."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+class FittedTable(Table):
+    """A table that fits the terminal it is printed on.
+
+    Text wraps between its words. Where that is not enough, columns are left out in the order of
+    GIVES_WAY, then from the right, so that no number and no run id is ever cut.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        fitted = copy(self)
+        widths = self._widths(options.max_width).items()
+        # Rich looks the padding of a column up by its index, which changes when others are left out.
+        fitted.columns = [replace(self.columns[i], width=w, _index=n) for n, (i, w) in enumerate(widths)]
+        yield from Table.__rich_console__(fitted, console, options)
+
+    def _widths(self, room: int) -> dict[int, int]:
+        """Column -> its width, of those that fit into `room` with two blanks between them."""
+        whole, least = {}, {}
+        for at, column in enumerate(self.columns):
+            texts = [str(column.header), *map(str, column.cells)]
+            whole[at] = least[at] = max(map(cell_len, texts))
+            if column.justify != "right":
+                longest = max(map(cell_len, " ".join(texts).split()), default=0)
+                least[at] = min(whole[at], max(WRAPPED, min(longest, LONGEST_WORD)))
+        order = {name: place for place, name in enumerate(GIVES_WAY)}
+        for at in sorted(whole, key=lambda at: (order.get(str(self.columns[at].header), len(order)), -at))[
+            :-1
+        ]:
+            if sum(least.values()) + 2 * (len(least) - 1) > room:
+                del least[at]
+        spare = room - sum(least.values()) - 2 * (len(least) - 1)
+        while spare > 0 and (short := [at for at in least if least[at] < whole[at]][:spare]):
+            least |= {at: least[at] + 1 for at in short}
+            spare -= len(short)
+        return least
+
+
+def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> FittedTable:
+    """A table in the style of all our tables; numbers stand right and are never broken."""
+    made = FittedTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", header_style="dim")
     return made
+
+
+def style_of(status: str | None, doubtful: bool = False) -> str:
+    """The colour of an end: green ok, yellow ok but not to be compared, red failed, dim not run."""
+    if status == "ok":
+        return "yellow" if doubtful else "green"
+    return "dim" if status in (None, "pending", "running", "skipped", "rejected") else "red"
 
 
 def hours(value: float) -> str:

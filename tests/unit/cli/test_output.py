@@ -251,3 +251,33 @@ def test_time_between_runs_is_named_and_not_called_wasted(ultrabench, sweep):
     out = ultrabench("sweep", "status")[1]
     assert "of them in failed runs" in out
     assert "wasted" not in out
+
+
+@pytest.fixture
+def outrun(sweep):
+    """The sweep with faster runs that win no cell: one in doubt, one above its peak, one that was slower."""
+    writer = JournalWriter(sweep.journal, "agent")
+    odd = (
+        {"rank_step_times_s": {"0": 0.05, "1": 0.5}},
+        {"step_times_s": (1e-9,) * 6},
+        {"stopped": "slower_than_best"},
+    )
+    cell = [run for run in QUICK.runs[2:] if run.nodes == QUICK.runs[0].nodes]
+    for run, more in zip(cell, odd, strict=False):
+        known = {"step_times_s": (0.09,) * 6, "loss_final": 3.0, "peak_mem_reserved_bytes": 3 << 28}
+        name = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
+        result = RunResult(status=Status.OK, **(known | more))
+        writer.write("result", **name, source="agent", spec=to_dict(run.spec), result=to_dict(result))
+    return [run.run_id for run in cell[:3]]
+
+
+def test_what_may_not_win_a_cell_is_named_as_best_by_no_command(ultrabench, sweep, outrun):
+    nodes, best = QUICK.runs[0].nodes, QUICK.runs[0].run_id
+    (cell,) = [c for c in as_json(ultrabench, "heatmap") if c["nodes"] == nodes]
+    assert cell["run_id"] == best
+    table = ultrabench("sweep", "status")[1].split("best so far")[1]
+    assert f"{QUICK.runs[0].spec.tokens_per_step / 0.1 / QUICK.runs[0].layout.world_size:,.0f}" in table
+    top = as_json(ultrabench, "sweep", "plan", "model=tiny", "--top", "99")["top"]
+    assert [row["run_id"] for row in top if row["why"] == "measured"] == [best]
+    assert not {row["run_id"] for row in top} & set(outrun)
+    assert set(as_json(ultrabench, "sweep", "status")["suspects"]) == {f"{i}.0.0" for i in outrun[:2]}

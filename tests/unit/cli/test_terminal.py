@@ -78,6 +78,37 @@ def test_what_a_run_has_said_is_shown_without_escape_sequences(sweep):
     assert cli("sweep", "logs", QUICK.runs[0].run_id)[1] == f"{SHOWN}\n 10%\n 20%\n"
 
 
+def test_a_followed_log_reads_only_what_is_new_in_the_journal(sweep, tmp_path):
+    key = {"run_id": QUICK.runs[2].run_id, "repeat": 0, "attempt": 0}
+    log = tmp_path / f"{'.'.join(map(str, key.values()))}" / "rank0.log"
+    log.parent.mkdir()
+    log.write_text("first\n")
+    agent, other = JournalWriter(sweep.journal, "agent"), JournalWriter(sweep.journal, "agent")
+    agent.write("started", **key, allocation="n1", scratch=str(tmp_path))
+    command = [sys.executable, "-m", "ultrabench.cli.main", "sweep", "logs", key["run_id"], "-f"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout.readline() == "first\n"
+        agent.path.write_text(" " * agent.path.stat().st_size)  # who reads it again knows of no log
+        with log.open("a") as file:
+            file.write("second\n")
+        other.write("result", **key, source="agent", result=to_dict(RunResult(status=Status.OK)))
+        assert follower.stdout.read() == "second\n"
+
+
+@pytest.mark.parametrize("words", [("sweep", "plan"), ("sweep", "launch", "sweep.nodes=0")])
+def test_commands_that_plan_say_so_at_once_on_a_terminal_only(tmp_path, words):
+    shown = cli(*words, how="script -qec '{}' /dev/null", TERM="xterm")[1]
+    assert "planning\r\n" in shown.splitlines(keepends=True)[0]
+    assert "planning" not in cli(*words)[2]
+
+
+def test_colours_are_for_terminals_without_no_color(sweep):
+    command = ["sweep", "status", "s"]
+    assert "\x1b[31m" in cli(*command, how="script -qec '{}' /dev/null", TERM="xterm", COLUMNS="80")[1]
+    assert "\x1b[3" not in cli(*command, how="script -qec '{}' /dev/null", TERM="xterm", NO_COLOR="1")[1]
+    assert "\x1b" not in cli(*command)[1]
+
+
 def test_plain_text_keeps_lines_and_tabs():
     assert plain("a\tb\nc\r\x7f") == "a\tb\nc"
     assert plain(HOSTILE) == SHOWN

@@ -1,0 +1,72 @@
+"""`ultrabench sweep top`: all runs of a sweep or a file of results, the best first."""
+
+from pathlib import Path
+
+from rich.text import Text
+
+from ultrabench.analysis.captions import doubts, layout_words, memory, percent
+from ultrabench.analysis.ranking import leaderboard
+from ultrabench.analysis.rows import Row
+from ultrabench.cli.results import open_results
+from ultrabench.cli.tables import out, print_json, say, style_of, table
+
+COLUMNS = ("rank", "layout", "MFU", "tokens/s/GPU", "memory", "step", "predicted", "status", "run id")
+NUMBERS = ("rank", "MFU", "tokens/s/GPU", "memory", "step", "predicted")
+FIRST = 10
+"""Runs of each cell that a table shows unless told otherwise."""
+
+
+def show_top(source: str | None, first: int | None, by: str, as_json: bool, results: Path) -> None:
+    """Prints the first runs of each cell: 10 in a table, all as JSON, unless `first` says how many."""
+    name, _, rows = open_results(source, results)
+    cells = [runs for runs in leaderboard(rows, rank_by=by) if runs]
+    if as_json:
+        print_json([row for runs in cells for row in runs[: first or len(runs)]])
+        return
+    for runs in cells:
+        _print_cell(name, runs, first or FIRST)
+    for line in doubts(rows):
+        say(line)
+    say("more about a run: ultrabench sweep show RANK")
+
+
+def _print_cell(name: str, runs: list[Row], first: int) -> None:
+    at = runs[0]
+    nodes = f"{at['nodes']} node{'s' * (at['nodes'] > 1)}"
+    made = table(f"{name}: {at['model']} on {nodes}, by {at['ranked_by']}", *COLUMNS, right=NUMBERS)
+    for row in runs[:first]:
+        made.add_row(str(row["rank"]), *numbers(row).values(), row["run_id"])
+    out().print(made)
+    more = len(runs) - first
+    out().print(f"{more} more; -n {len(runs)} shows all\n" if more > 0 else "")
+
+
+def numbers(row: Row) -> dict[str, str | Text]:
+    """What people ask of a run first, by its name in the table; an unknown number is empty."""
+    rate, step_s, sure = row["tokens_per_s_per_gpu"], row["step_time_s"], row["step_time_ci95_rel"]
+    predicted_s = row["predicted_step_time_s"]
+    interval = "" if sure is None else f" +- {percent(sure)}"
+    return {
+        "layout": " ".join(layout_words(row)),
+        "MFU": "" if row["mfu"] is None else percent(row["mfu"]),
+        "tokens/s/GPU": "" if rate is None else f"{rate:,.0f}",
+        "memory": memory(row["peak_mem_reserved_bytes"]) or "",
+        "step": "" if step_s is None else f"{step_s:.4g} s{interval}",
+        "predicted": "" if predicted_s is None else f"{predicted_s:.4g} s",
+        "status": _status(row),
+    }
+
+
+def _status(row: Row) -> Text:
+    """The end of a run in a word; of an ok run, what the ranking makes of it."""
+    status, slower = row["status"], row["stopped"] == "slower_than_best"
+    word = status or ("pending" if row["attempt"] is None else "running")
+    if status == "ok":
+        marks = {
+            "best": row["best"],
+            "as good": row["as_good_as_best"],
+            "suspect": row["suspect"],
+            "slower": slower,
+        }
+        word = next((mark for mark, holds in marks.items() if holds), "ok")
+    return Text(word, style_of(status, doubtful=word in ("suspect", "slower")))

@@ -1,0 +1,105 @@
+"""`sweep top` ranks as the heatmap does, and `sweep show` finds its runs."""
+
+import pytest
+
+from tests.unit.cli.conftest import QUICK, as_json, one_line
+from ultrabench.journal import JournalWriter
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+
+NODES = QUICK.runs[0].nodes
+CELL = [run for run in QUICK.runs if run.nodes == NODES]
+BEST, DOUBTED, SLOW, CRASHED, TRIED = (
+    QUICK.runs[0],
+    *[run for run in CELL[1:] if run is not QUICK.runs[1]][:2],
+    QUICK.runs[1],
+    4,
+)
+
+
+@pytest.fixture
+def results(sweep):
+    """The sweep with a suspect and a run that was slower, both faster than the best."""
+    writer = JournalWriter(sweep.journal, "agent")
+    for run, more in ((DOUBTED, {"throttled": "hot"}), (SLOW, {"stopped": "slower_than_best"})):
+        name = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
+        known = {"step_times_s": (0.09,) * 6, "loss_final": 3.0, "peak_mem_reserved_bytes": 3 << 29}
+        result = RunResult(status=Status.OK, **known, **more)
+        writer.write("result", **name, source="agent", spec=to_dict(run.spec), result=to_dict(result))
+    return sweep
+
+
+def test_top_ranks_all_runs_as_the_heatmap_ranks(ultrabench, results):
+    runs = as_json(ultrabench, "sweep", "top")
+    assert {row["run_id"] for row in runs} == {run.run_id for run in QUICK.runs}
+    assert [row["rank"] for row in runs] == list(range(1, len(runs) + 1))
+    cell = [row for row in runs if row["nodes"] == NODES]
+    ended = [row["run_id"] for row in cell if row["status"]]
+    assert ended[0] == BEST.run_id
+    assert set(ended[1:3]) == {DOUBTED.run_id, SLOW.run_id}
+    winners = {c["run_id"] for c in as_json(ultrabench, "heatmap")} - {None}
+    assert {row["run_id"] for row in runs if row["best"]} == winners
+    assert [row["suspect"] for row in cell if row["run_id"] == DOUBTED.run_id] == ["throttled: hot"]
+    assert ultrabench("collect")[0] == 0
+    assert as_json(ultrabench, "sweep", "top", str(results.path / "runs.parquet")) == runs
+
+
+def test_top_shows_the_numbers_of_each_run_in_peoples_units(ultrabench, results):
+    code, out, err = ultrabench("sweep", "top", "-n", "3")
+    assert code == 0
+    table = out.split(f"{NODES} node")[1]
+    best = next(line for line in table.splitlines() if BEST.run_id in line)
+    assert "best" in best
+    assert "0.1 s +- 0 %" in best
+    doubted = next(line for line in table.splitlines() if DOUBTED.run_id in line)
+    assert "suspect" in doubted
+    assert "1.50 GiB" in doubted
+    assert "slower" in next(line for line in table.splitlines() if SLOW.run_id in line)
+    assert f"{len(CELL) - 3} more" in table
+    assert "suspect and wins no cell" in err
+
+
+@pytest.mark.parametrize("words", [["--by", "mfuu"], ["nobody"], ["none.parquet"]])
+def test_what_cannot_be_ranked_is_one_line(ultrabench, results, words):
+    line = one_line(ultrabench, "sweep", "top", *words)
+    assert words[0] != "--by" or "did you mean mfu?" in line
+
+
+def test_the_heatmap_says_first_where_several_layouts_are_as_good(ultrabench, results):
+    assert "as good" not in ultrabench("heatmap")[2]
+    writer = JournalWriter(results.journal, "agent")
+    name = {"run_id": CELL[-1].run_id, "repeat": 0, "attempt": 0}
+    close = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, loss_final=3.0)
+    writer.write("result", **name, source="agent", spec=to_dict(CELL[-1].spec), result=to_dict(close))
+    first = ultrabench("heatmap")[2].splitlines()[0]
+    assert "; in 1 of them several layouts are as good as the best" in first
+
+
+def test_another_column_orders_the_runs(ultrabench, results):
+    runs = as_json(ultrabench, "sweep", "top", "--by", "dp", "-n", "2")
+    assert {row["ranked_by"] for row in runs if row["nodes"] == NODES} == {"dp"}
+    assert len(runs) == 2 * len({run.nodes for run in QUICK.runs})
+
+
+def test_show_takes_a_rank_and_begins_with_the_numbers_of_the_table(ultrabench, results):
+    rank = next(r["rank"] for r in as_json(ultrabench, "sweep", "top") if r["run_id"] == DOUBTED.run_id)
+    for words in (
+        [str(rank)],
+        [DOUBTED.run_id[:9]],
+        [DOUBTED.run_id, "quick-cpu"],
+        [str(rank), "--sweep", "quick-cpu"],
+    ):
+        out = ultrabench("sweep", "show", *words)[1].splitlines()
+        assert out[0] == f"run {DOUBTED.run_id} of quick-cpu"
+        assert out[1].split() == [
+            "rank",
+            f"{rank},",
+            "tiny",
+            "on",
+            str(NODES),
+            *f"node{'s' * (NODES > 1)}".split(),
+        ]
+        told = dict(line.split(maxsplit=1) for line in out[2:10] if " " in line)
+        assert (told["memory"], told["status"]) == ("1.50 GiB", "suspect")
+    assert "or that rank" in one_line(ultrabench, "sweep", "show", "99")
+    assert "unknown sweep 'other'" in one_line(ultrabench, "sweep", "show", "1", "other")
