@@ -11,7 +11,6 @@ from ultrabench.kernel_choice import KernelChoice
 from ultrabench.record import from_dict
 from ultrabench.shape import ModelShape
 from ultrabench.state import SweepState
-from ultrabench.sweep.config import read_hardware
 from ultrabench.sweep.progress import PlannedRun
 
 
@@ -85,7 +84,7 @@ def _parse(name: str, raw: Mapping[str, Any]) -> SweepHead:
     return SweepHead(
         sweep=raw.get("sweep") or name,
         cluster=raw.get("cluster"),
-        hardware=read_hardware(raw["hardware"]),
+        hardware=_hardware(raw["hardware"]),
         kernel=from_dict(KernelChoice, raw["kernel"]),
         kernel_digest=raw.get("kernel_digest"),
         shapes={shape.name: shape for shape in shapes},
@@ -93,3 +92,12 @@ def _parse(name: str, raw: Mapping[str, Any]) -> SweepHead:
         cores=peak.get("cores"),
         git_commit=(raw.get("provenance") or {}).get("git_commit"),
     )
+
+
+def _hardware(told: Mapping[str, Any]) -> Hardware:
+    """The hardware of a sweep; the rates of one that was launched before they were written down come from its file."""
+    if "source" in told:
+        return from_dict(Hardware, told, where="hardware")
+    from ultrabench.sweep.config import read_hardware  # imports Hydra
+
+    return read_hardware(told)

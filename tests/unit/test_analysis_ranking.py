@@ -179,7 +179,8 @@ def many(number, status, reason=None, **values):
 def test_a_cell_without_a_winner_says_why(rows, status, reason):
     (cell,) = cells_of(*rows)
     assert cell.run_id is None
-    assert cell.dp is cell.mfu is cell.tokens_per_s_per_gpu is None
+    assert cell.layout == {}
+    assert cell.mfu is cell.tokens_per_s_per_gpu is None
     assert (cell.status, cell.reason) == (status, reason)
 
 
