@@ -80,7 +80,7 @@ def test_who_watches_writes_nothing_and_submits_nothing(sweeps, monkeypatch):
 
     before, jobs = files(), slurm_says("squeue", "-h", "-r", "-t", "all", "-o", "%i").split()
     watcher = sweeps.start("sweep", "status", "t", "--watch")
-    time.sleep(12)  # longer than three heartbeats and twice the grace
+    time.sleep(12 * sweeps.slowness)  # longer than three heartbeats and twice the grace
     assert watcher.poll() is None
     watcher.send_signal(signal.SIGINT)
     output, _ = watcher.communicate(timeout=20)
@@ -102,9 +102,7 @@ def test_jobs_of_another_cluster_are_watched_only(sweeps, bare, monkeypatch):
     sweeps.run(*words, "--detach")
     sweeps.wait_for(sweeps.executions)
     monkeypatch.setenv("SLURM_CONF", second)
-    done = subprocess.run(
-        sweeps.command(*words), cwd=sweeps.folder, capture_output=True, text=True, timeout=120
-    )
+    done = sweeps.done(*words)
     assert "it is watched, and neither ended nor replaced" in done.stderr
     rows = sweeps.judge(runs=1)
     assert [row["status"] for row in rows] == ["ok"]
@@ -180,9 +178,7 @@ def test_cancel_is_tried_again_until_slurm_takes_it(sweeps, slurm, monkeypatch):
     launcher = sweeps.start(*sweeps.launch("fine", *ONE))
     sweeps.wait_for(sweeps.executions)
     sweeps.fake("scancel", '[ $N -gt 3 ] && exec $REAL "$@"; echo "scancel: error: Unable to contact slurm controller" >&2; exit 1')  # fmt: skip
-    told = subprocess.run(
-        sweeps.command("sweep", "cancel", "t"), cwd=sweeps.folder, capture_output=True, text=True, timeout=60
-    )
+    told = sweeps.done("sweep", "cancel", "t")
     assert told.returncode == 0, told.stderr
     assert "tries again until it is done" in told.stderr
     subprocess.run(["scancel", "--name", "nothing"], check=False)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 
 import pytest
 
@@ -14,10 +13,7 @@ pytestmark = pytest.mark.slurm
 
 def refused(sweeps: SlurmBench, *words: str, code: int) -> str:
     """What a launch says that must not come about."""
-    done = subprocess.run(
-        sweeps.command(*words), cwd=sweeps.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
+    done = sweeps.done(*words)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr.strip().splitlines()[-1]
