@@ -159,18 +159,23 @@ def test_the_budget_bounds_what_was_held_with_its_setup(sweeps):
     told = json.loads(sweeps.run("sweep", "status", "t", "--json"))["gpu_hours"]
     assert told["useful"] + told["wasted"] == pytest.approx(hours, rel=0.1, abs=0.003)
     # The canary of each size is submitted at its predicted price; its true one is known only then.
-    assert hours < budget + 0.06, held
+    assert hours < budget + 0.06 * sweeps.slowness, held
 
 
 def _sacct(sweeps) -> list[str]:
-    time.sleep(3)
-    text = slurm_says(
-        "sacct", "--parsable2", "--noheader", "--allocations", "--format=JobName,ElapsedRaw,NNodes,Start",
-        "--starttime=now-1hour",
-    )  # fmt: skip
+    """Seconds|nodes of each job of the sweep, once the accounting knows the end of all of them."""
     names = {p.name.rpartition(".")[0] for p in sweeps.folder.glob("results/t/allocations/*")}
-    rows = [line.split("|") for line in text.splitlines()]
-    return [f"{row[1]}|{row[2]}" for row in rows if row[0].removeprefix("ub-t-") in names]
+
+    def rows() -> list[list[str]]:
+        text = slurm_says(
+            "sacct", "--parsable2", "--noheader", "--allocations", "--format=JobName,ElapsedRaw,NNodes,End",
+            "--starttime=now-1hour",
+        )  # fmt: skip
+        found = [line.split("|") for line in text.splitlines()]
+        return [row for row in found if row[0].removeprefix("ub-t-") in names]
+
+    sweeps.wait_for(lambda: rows() and all(row[3] != "Unknown" for row in rows()))
+    return [f"{row[1]}|{row[2]}" for row in rows()]
 
 
 def test_cancel_is_tried_again_until_slurm_takes_it(sweeps, slurm, monkeypatch):
