@@ -217,8 +217,6 @@ class Node:
         if done != before and done.step >= before.step and done.microbatches >= before.microbatches:
             self._progress[rank] = done
             found.append({"rank": rank, **to_dict(done)})
-            if rank == self._task.stop_rank and done.step > self._task.measure.warmup_steps:
-                os.kill(self._pids()[rank], signal.SIGSTOP)
         return found
 
     def _tail(self, rank: int, size: int = 8192) -> str:

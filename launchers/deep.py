@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.acceptance import place, write_verdict
 from ultrabench.launchers.check import Check, failed
 from ultrabench.launchers.published import judge_speed, published
-from ultrabench.launchers.trial import Outcome, Say, Trials, endless, variant
-from ultrabench.launchers.trial_verdict import judge_cancel, judge_losses, judge_memory, judge_stop
-from ultrabench.run import Task
+from ultrabench.launchers.trial import Outcome, Say, Trials, variant
+from ultrabench.launchers.trial_verdict import judge_losses, judge_memory
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.control import SAFE_SHARE
 from ultrabench.sweep.cover import cover
@@ -36,8 +34,7 @@ def accept(config: SweepConfig, say: Say) -> list[Check]:
         raise ConfigError(f"kernel={config.kernel.name} with --deep, which trains; use kernel=embedded")
     run = _Acceptance(config, say)
     lines: dict[str, Callable[[], Check]] = {
-        "same loss": run.same_loss, "stopped rank": run.stopped_rank, "out of memory": run.out_of_memory,
-        "cancelled job": run.cancelled_job, "published speed": run.speed,
+        "same loss": run.same_loss, "out of memory": run.out_of_memory, "published speed": run.speed,
     }  # fmt: skip
     checks: list[Check] = []
     for name, line in lines.items():
@@ -75,28 +72,9 @@ class _Acceptance:
         self._layouts = self._trials.run(self._variant("layouts", {}), _differing)
         return judge_losses(one, self._layouts)
 
-    def stopped_rank(self) -> Check:
-        """A frozen rank is named, its run is cleaned away, and the next one measures."""
-        last = self._most * self._hardware.gpus_per_node - 1
-
-        def stop(task: Task) -> Task:
-            return replace(endless(task), stop_rank=last) if task.spec.layout.mbs == 1 else task
-
-        config = self._variant("stopped", self._batches(self._most))
-        return judge_stop(self._trials.run(config, lambda plan: _by_mbs(plan)[:2], alter=stop), last)
-
     def out_of_memory(self) -> Check:
         """What does not fit is told as such, and for sure."""
         return judge_memory(self._trials.run(self._too_large(), _all))
-
-    def cancelled_job(self) -> Check:
-        """What had finished stays, what had not is run again."""
-
-        def wait(task: Task) -> Task:
-            return endless(task) if task.spec.layout.mbs == 2 and task.attempt == 0 else task
-
-        config = self._variant("cancelled", self._batches(1))
-        return judge_cancel(self._trials.run(config, _by_mbs, alter=wait, cancel=1))
 
     def speed(self) -> Check:
         """As fast as others were on this hardware, where that is known."""
@@ -108,11 +86,6 @@ class _Acceptance:
 
     def _variant(self, name: str, sweep: dict[str, Any], **groups: Any) -> SweepConfig:
         return variant(self._config, name, self._folder, sweep=sweep, **groups)
-
-    def _batches(self, nodes: int) -> dict[str, Any]:
-        """Three layouts that differ in mbs: 1, 2 and 4."""
-        gbs = 4 * nodes * self._hardware.gpus_per_node
-        return _replicas(nodes) | {"mbs": [1, 2, 4], "gas": [1, 2, 4], "gbs": gbs}
 
     def _too_large(self) -> SweepConfig:
         """One run on one node whose micro-batches cannot fit."""
@@ -133,10 +106,6 @@ def _replicas(nodes: int) -> dict[str, Any]:
 
 def _all(plan: Plan) -> Sequence[Candidate]:
     return plan.runs
-
-
-def _by_mbs(plan: Plan) -> Sequence[Candidate]:
-    return sorted(plan.runs, key=lambda run: run.layout.mbs)
 
 
 def _differing(plan: Plan) -> Sequence[Candidate]:

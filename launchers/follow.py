@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ultrabench.errors import ClusterError, SweepFolderError, may_pass
-from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
+from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.launcher import Gone, Launcher, Sighting, same_place, sees
 from ultrabench.launchers.prepare import OpenSweep
 from ultrabench.launchers.settle import Settler
@@ -15,6 +15,7 @@ from ultrabench.presence import SIGN_OF_LIFE_S, show_presence
 from ultrabench.result import Status
 from ultrabench.state import AllocationState, SweepState
 from ultrabench.sweep.decide import Decision
+from ultrabench.sweep.price import Draft, committed_gpu_hours, drafts
 from ultrabench.sweep.retry_policy import excluded
 from ultrabench.window import inside
 
@@ -46,6 +47,8 @@ class Follower:
         self.max_gpu_hours = max_gpu_hours
         self.stopped: str | None = None
         """Why it ended before everything was done."""
+        self.over_budget = False
+        """Whether an allocation was too expensive for what is left of the budget."""
         self.submitted = 0
         """Allocations submitted by this launch."""
         self._settler = Settler(sweep, launcher)
@@ -257,13 +260,17 @@ class Follower:
         free = launcher.max_nodes - sum(held.nodes for held in here)
         used = committed_gpu_hours(self.sweep.plan, state, sorted(sight.alive), self._held_s)
         chosen: list[Draft] = []
-        for draft in drafts(self.sweep, decision, state, launcher.max_limit_s, self._held_s):
+        for draft in drafts(
+            self.sweep.plan, decision.todo, state,
+            max_limit_s=launcher.max_limit_s, untried=decision.untried, held_s=self._held_s,
+        ):  # fmt: skip
             if len(chosen) >= room or draft.nodes > free:
                 break
             if self.max_gpu_hours is not None and used + draft.gpu_hours > self.max_gpu_hours:
+                self.over_budget = True
                 self.stopped = (
-                    f"the next allocation would take {used:.3g} used GPU hours to {used + draft.gpu_hours:.3g}, "
-                    f"over --max-gpu-hours {self.max_gpu_hours:g}"
+                    f"the next job would take {used:.3g} used GPU hours to {used + draft.gpu_hours:.3g}, over the "
+                    f"{self.max_gpu_hours:.3g} that may be used"
                 )
                 break
             chosen.append(draft)

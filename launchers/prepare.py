@@ -16,7 +16,7 @@ from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.kernel_env import keep
 from ultrabench.result import RunResult, Status
-from ultrabench.run import Task, env_id
+from ultrabench.run import env_id
 from ultrabench.state import AttemptKey, Fold, SweepState
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.decide import Decision, next_step
@@ -43,8 +43,6 @@ class OpenSweep:
     kernel_digest: str
     """Of the training program when it was launched."""
     git_commit: str | None
-    alter: Callable[[Task], Task] = lambda task: task
-    """What is done to an attempt before it is submitted, where a fault is wanted."""
     known: Fold = field(default_factory=Fold)
     """What `reader` has read so far."""
     _ended_at: dict[AttemptKey, float] = field(default_factory=dict)

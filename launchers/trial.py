@@ -1,4 +1,4 @@
-"""A small sweep of an acceptance run: chosen runs of a plan, followed to their end, with a fault or without."""
+"""A small sweep of an acceptance run: chosen runs of a plan, followed to their end."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -9,22 +9,19 @@ from typing import Any
 from ultrabench.claim import give_up
 from ultrabench.errors import UltrabenchError
 from ultrabench.folder import SweepFolder
-from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.follow import Follower, interrupt, open_allocations
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.prepare import OpenSweep, open_sweep
 from ultrabench.result import RunResult
-from ultrabench.run import Task
-from ultrabench.state import AttemptKey, AttemptState, SweepState, final_attempts
+from ultrabench.state import SweepState, final_attempts
 from ultrabench.sweep.config import SweepConfig, config_from_tree
 from ultrabench.sweep.plan import Candidate, Plan
 from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.price import committed_gpu_hours
 
 Choose = Callable[[Plan], Sequence[Candidate]]
 Say = Callable[[str], None]
-ENDLESS = 10**6
-"""Steps of a run that somebody else has to end; its time limit does when nobody else can."""
 
 
 def variant(config: SweepConfig, name: str, folder: Path, **groups: Any) -> SweepConfig:
@@ -43,10 +40,6 @@ class Outcome:
     state: SweepState
     stopped: str | None
     """Why it ended before everything was done."""
-
-    def attempt(self, run: Candidate, number: int = 0) -> AttemptState | None:
-        """That attempt of the first repeat."""
-        return self.state.attempts.get(AttemptKey(run.run_id, 0, number))
 
     def result(self, run: Candidate) -> RunResult | None:
         """How the run ended after all its attempts; None when it never did."""
@@ -67,12 +60,6 @@ class Outcome:
         return f"ultrabench sweep show {run.run_id} {place}"
 
 
-def endless(task: Task) -> Task:
-    """The task without an end of its own."""
-    measure = replace(task.measure, min_steps=ENDLESS, max_steps=ENDLESS, race=None)
-    return replace(task, measure=measure)
-
-
 class Trials:
     """The sweeps of one acceptance run, which share a budget and what is known of this machine."""
 
@@ -82,15 +69,8 @@ class Trials:
         self._gpus_per_node, self._say = gpus_per_node, say
         self._environment: dict[str, Any] | None = None
 
-    def run(
-        self, config: SweepConfig, choose: Choose, *, alter: Callable[[Task], Task] = lambda task: task,
-        cancel: int | None = None,
-    ) -> Outcome:  # fmt: skip
+    def run(self, config: SweepConfig, choose: Choose) -> Outcome:
         """Follows the chosen runs to their end; whatever ends it early, nothing of it runs on.
-
-        Args:
-            alter: what is done to an attempt before it is submitted.
-            cancel: number of the run whose allocation is cancelled while its first attempt is measured.
 
         Raises:
             ClusterError: the cluster, or this machine, cannot be used.
@@ -101,12 +81,11 @@ class Trials:
             config, reuse="any", warn=self._say, say=self._say, max_gpu_hours=self.left_gpu_hours,
             environment=self._environment,
         )  # fmt: skip
-        self._environment, sweep.alter = sweep.environment, alter
+        self._environment = sweep.environment
         sweep.plan = replace(sweep.plan, candidates=tuple(choose(sweep.plan)))
         write_plan(sweep.plan, folder.plan)
-        target = None if cancel is None else AttemptKey(sweep.plan.runs[cancel].run_id, 0, 0)
-        watch = _Watch(sweep, launcher, target, self._say)
-        follower = Follower(sweep, launcher, watch.look, self.left_gpu_hours, self._say)
+        told = _Told(config.name, sweep.plan, self._say)
+        follower = Follower(sweep, launcher, told.show, self.left_gpu_hours, self._say)
         try:
             state = follower.run()
         except BaseException:
@@ -128,21 +107,15 @@ class Trials:
             self._say(f"cannot end the jobs of {sweep.folder.path}: {error}")
 
 
-class _Watch:
-    """Tells how far a trial has come, and cancels the allocation of one attempt when that is being measured."""
+class _Told:
+    """Says how many runs of a sweep have ended, whenever that has changed."""
 
-    def __init__(self, sweep: OpenSweep, launcher: Launcher, target: AttemptKey | None, say: Say) -> None:
-        self._launcher, self._target, self._say = launcher, target, say
-        self._name, self._runs = sweep.config.name, {run.run_id for run in sweep.plan.runs}
-        self._ended = 0
+    def __init__(self, name: str, plan: Plan, say: Say) -> None:
+        self._name, self._say = name, say
+        self._runs, self._ended = {run.run_id for run in plan.runs}, 0
 
-    def look(self, state: SweepState, alive: frozenset[str]) -> None:
+    def show(self, state: SweepState, alive: frozenset[str]) -> None:
         ended = len({k.run_id for k, a in state.attempts.items() if a.result} & self._runs)
         if ended > self._ended:
             self._ended = ended
             self._say(f"{self._name}: {ended} of {len(self._runs)} runs")
-        attempt = state.attempts.get(self._target) if self._target else None
-        held = state.allocations.get(attempt.allocation or "") if attempt else None
-        if attempt and held and attempt.phase == "measure":
-            self._target = None
-            self._launcher.cancel({held.name: held})

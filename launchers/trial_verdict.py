@@ -4,7 +4,6 @@ from ultrabench.launchers.check import Check, failed, passed
 from ultrabench.launchers.trial import Outcome
 from ultrabench.result import Status
 from ultrabench.sweep.losses import TOLERANCE
-from ultrabench.sweep.plan import Candidate
 
 
 def judge_losses(one: Outcome, layouts: Outcome) -> Check:
@@ -31,25 +30,6 @@ def judge_losses(one: Outcome, layouts: Outcome) -> Check:
     return failed("same loss", told, remedy)
 
 
-def judge_stop(outcome: Outcome, rank: int) -> Check:
-    """Whether the verdict on a frozen rank names it, and the next run measured on the cleaned nodes."""
-    frozen, after = outcome.runs
-    attempt, following = outcome.attempt(frozen), outcome.attempt(after)
-    result = attempt.result if attempt else None
-    if result is None or result.status != Status.HANG:
-        told = f"a run with a stopped rank is no hang: {outcome.why(frozen)}"
-        return failed("stopped rank", told, f"see {outcome.see(frozen)}")
-    said = str(result.reason)
-    if not said.startswith(f"rank {rank} on ") or "is stopped" not in said:
-        remedy = f"agents have to be able to read /proc of their ranks; see {outcome.see(frozen)}"
-        return failed("stopped rank", f"rank {rank} was stopped, the verdict is: {said}", remedy)
-    same = attempt and following and attempt.allocation == following.allocation
-    if not same or not following or not following.result or following.result.status != Status.OK:
-        remedy = f"processes have to go when their agent kills them; see {outcome.see(after)}"
-        return failed("stopped rank", f"the run after it did not measure: {outcome.why(after)}", remedy)
-    return passed("stopped rank", f"{said}; the next run measured on the same nodes")
-
-
 def judge_memory(outcome: Outcome) -> Check:
     """Whether a lack of memory is known as such, and confirmed."""
     run = outcome.runs[0]
@@ -59,25 +39,3 @@ def judge_memory(outcome: Outcome) -> Check:
     told = outcome.why(run) + (", but not confirmed" if result and result.status == Status.OOM else "")
     remedy = f"GPUs have to be free, and of the memory that hardware= says; see {outcome.see(run)}"
     return failed("out of memory", f"predicted {needs:.0f} GiB: {told}", remedy)
-
-
-def judge_cancel(outcome: Outcome) -> Check:
-    """Whether runs that had finished before a cancel stayed, and the others were made again."""
-    before, under_way, _ = outcome.runs
-    for run in outcome.runs:
-        result = outcome.result(run)
-        if result is None or result.status != Status.OK:
-            return failed("cancelled job", outcome.why(run), f"see {outcome.see(run)}")
-    first, again = outcome.attempt(under_way), outcome.attempt(under_way, 1)
-    if outcome.attempt(before, 1) or not again or not first or not first.result:
-        told = f"{_attempts(outcome, before)} attempts of the run that had finished, "
-        told += f"{_attempts(outcome, under_way)} of the one under way; expected 1 and 2"
-        return failed("cancelled job", told, f"see {outcome.see(under_way)}")
-    ended = f"{first.result.status.value}, {first.result.reason}"
-    return passed(
-        "cancelled job", f"the run under way ended as {ended}, and ran again; what had finished did not"
-    )
-
-
-def _attempts(outcome: Outcome, run: Candidate) -> int:
-    return len(outcome.state.attempts_of(run.run_id))

@@ -38,7 +38,8 @@ class Axes:
     cp: tuple[int, ...]
     zero_stage: tuple[int, ...]
     mbs: tuple[int, ...]
-    gas: tuple[int, ...]
+    gas: tuple[int, ...] | None = None
+    """None: whatever makes the batch, gbs / (dp * mbs); a list keeps only these values."""
     pp_schedule: tuple[str, ...] = ("auto",)
     """auto: 1f1b, or afab where gas < pp."""
     virtual_stages: tuple[int, ...] = (2,)
@@ -56,6 +57,8 @@ class Axes:
             )
         for name in ("nodes", "tp", "pp", "cp", "zero_stage", "mbs", "gas"):
             values = getattr(self, name)
+            if values is None:
+                continue
             least = 0 if name == "zero_stage" else 1
             bad = [v for v in values if v < least or (name == "zero_stage" and v > 3)]
             if not values or bad:
@@ -124,7 +127,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     models = tuple(from_dict(ModelShape, m, where=f"model {m['name']}") for m in tree["models"])
     _distinct(models)
     workload = {k: sweep.pop(k) for k in ("seq_len", "gbs", "seed") if k in sweep}
-    axes = {name: _as_list(values) for name, values in sweep.items()}
+    axes = {name: _as_list(values) for name, values in sweep.items() if values is not None}
     tree, given = _without_secrets(tree)
     kernel = {"name": names["kernel"]} | {k: v for k, v in tree["kernel"].items() if v is not None}
     if type(tree["repeats"]) is not int or tree["repeats"] < 1:

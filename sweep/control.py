@@ -18,19 +18,18 @@ def cell_of(run: Candidate) -> Cell:
 
 def controls(plan: Plan) -> dict[Cell, Candidate]:
     """One run for each cell: the fastest by prediction of those that surely fit, else the smallest."""
-    limit = SAFE_SHARE * plan.config.hardware.rank_mem_bytes
     chosen: dict[Cell, Candidate] = {}
     for run in plan.runs:
         held = chosen.get(cell_of(run))
-        if held is None or _rank(run, limit) < _rank(held, limit):
+        if held is None or _rank(run) < _rank(held):
             chosen[cell_of(run)] = run
     return chosen
 
 
-def _rank(run: Candidate, limit: float) -> tuple[float, float, str]:
+def _rank(run: Candidate) -> tuple[float, float, str]:
     """Smaller is better; the id settles ties, so that every launch chooses the same."""
-    memory, time_s = run.prediction.peak_mem_bytes, run.prediction.step_time_s
-    return (0.0, time_s, run.run_id) if memory <= limit else (memory, 0.0, run.run_id)
+    share, time_s = run.prediction.memory_share, run.prediction.step_time_s
+    return (0.0, time_s, run.run_id) if share <= SAFE_SHARE else (share, 0.0, run.run_id)
 
 
 def next_repeat(run_id: str, known: Iterable[tuple[str, int, int]], repeats: int) -> int:

@@ -61,7 +61,6 @@ def decide(
     canary: bool = False,
     policy: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
     confirm: int = 1,
-    rank_mem_bytes: float | None = None,
     old: frozenset[AttemptKey] = frozenset(),
     doubted: Collection[AttemptKey] = (),
     ended_s: Mapping[AttemptKey, float] = MappingProxyType({}),
@@ -77,7 +76,6 @@ def decide(
             its way and no run of that size has passed.
         policy: what follows from failures.
         confirm: measurements wanted of the contenders of a cell, once all its runs are settled.
-        rank_mem_bytes: what a rank has; an OOM that was not predicted by that is doubted.
         old: attempts that ended before this launch.
         doubted: ok attempts whose number is suspect; the policy says how many repeats that is worth.
         ended_s: how long ago this launcher saw attempts end, by its own monotonic clock; after a failure a
@@ -89,8 +87,8 @@ def decide(
     tried: dict[str, list[AttemptState]] = {}
     for key, attempt in sorted(state.attempts.items()):
         tried.setdefault(key.run_id, []).append(attempt)
-    following = _Following(state, policy, old, rank_mem_bytes, accepts, doubted)
-    fits = (Fit(r.run_id, cell_of(r), r.layout, following.memory_share(r)) for r in runs)
+    following = _Following(state, policy, old, accepts, doubted)
+    fits = (Fit(r.run_id, cell_of(r), r.layout, r.prediction.memory_share) for r in runs)
     dominated = left_out(fits, state, policy)
     open_runs = [run for run in runs if run.run_id not in dominated]
     todo = _wanted(open_runs, tried, following, range(repeats))
@@ -130,8 +128,8 @@ def next_step(
     return decide(
         plan.runs, state, alive, doubted=doubted,
         repeats=config.repeats, accepts=accepts, canary=config.launcher.control,
-        policy=config.retry, confirm=config.measure.confirm, rank_mem_bytes=config.hardware.rank_mem_bytes,
-        old=old, ended_s=ended_s,
+        policy=config.retry, confirm=config.measure.confirm, old=old,
+        ended_s=ended_s,
     )  # fmt: skip
 
 
@@ -173,16 +171,11 @@ class _Following:
         state: SweepState,
         policy: RetryPolicy,
         old: frozenset[AttemptKey],
-        rank_mem_bytes: float | None,
         accepts: Callable[[RunResult], bool],
         doubted: Collection[AttemptKey],
     ) -> None:
         self._state, self._policy, self._old, self._doubted = state, policy, old, doubted
-        self._rank_mem_bytes, self._accepts = rank_mem_bytes, accepts
-
-    def memory_share(self, run: Candidate) -> float:
-        """Predicted memory of a run, as a share of what a rank has."""
-        return run.prediction.peak_mem_bytes / self._rank_mem_bytes if self._rank_mem_bytes else 1.0
+        self._accepts = accepts
 
     def next_attempt(
         self, run: Candidate, nth: int, repeats: int, tried: Sequence[AttemptState]
@@ -219,7 +212,7 @@ class _Following:
             self._policy,
             asked=last.key in self._state.retried,
             old=self._old,
-            memory_share=self.memory_share(run),
+            memory_share=run.prediction.memory_share,
         )
         if not verdict.again:
             return None

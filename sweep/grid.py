@@ -33,16 +33,15 @@ def require_countable(axes: Axes, models: int) -> None:
 def layouts(axes: Axes, gpus: int, workload: Workload) -> Iterator[Layout]:
     """The layouts of `gpus` ranks with dp*tp*pp*cp = gpus and dp*mbs*gas = gbs, each once.
 
-    dp follows from the other degrees. Nothing else is asked here; rules come after.
+    dp follows from the other degrees, gas from gbs, dp and mbs. Nothing else is asked here; rules come after.
     """
-    gas_values = frozenset(axes.gas)
     for tp, pp, cp in product(sorted(set(axes.tp)), sorted(set(axes.pp)), sorted(set(axes.cp))):
         if gpus % (tp * pp * cp):
             continue
         dp = gpus // (tp * pp * cp)
         for mbs in sorted(set(axes.mbs)):
             gas, rest = divmod(workload.gbs, dp * mbs)
-            if rest or gas not in gas_values:
+            if rest:
                 continue
             schedules = dict.fromkeys(_schedules(axes, pp, gas))
             for zero_stage, (schedule, virtual) in product(sorted(set(axes.zero_stage)), schedules):
@@ -69,6 +68,13 @@ def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
             yield schedule, default_virtual_stages(schedule)
 
 
+def not_listed(axes: Axes, layout: Layout) -> str | None:
+    """The reason why a layout that fills GPUs and batch is left out by sweep.gas; None when it is not."""
+    if axes.gas is None or layout.gas in axes.gas:
+        return None
+    return f"gas={layout.gas} is not in sweep.gas={list(axes.gas)}"
+
+
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> ConfigError:
     """The error for axes that give no candidate at all."""
     gpus = [n * gpus_per_node for n in axes.nodes]
@@ -80,6 +86,6 @@ def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> ConfigError:
             f"tp*pp*cp divides {' or '.join(map(str, gpus))} GPUs; choose divisors"
         )
     return ConfigError(
-        f"sweep.gbs={workload.gbs} is no dp*mbs*gas with dp in {degrees}, mbs in {list(axes.mbs)}, "
-        f"gas in {list(axes.gas)}; change sweep.gbs, sweep.mbs or sweep.gas"
+        f"sweep.gbs={workload.gbs} is no dp*mbs*gas with dp in {degrees}, mbs in {list(axes.mbs)}; "
+        "change sweep.gbs or sweep.mbs"
     )

@@ -1,9 +1,11 @@
 """Which attempts share an allocation, and how long it may take."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.control import Cell, cell_of
 from ultrabench.sweep.decide import Todo
 
 START_S = 120.0
@@ -13,6 +15,10 @@ ROUND_S = 300.0
 """Limits are rounded up to this, so that jobs of one shape are alike."""
 RUN_LIMIT_FACTOR = 3.0
 """A run may take this many times its predicted duration, if that is more than measure.run_limit_s."""
+
+
+CONTROL_SHARE = 0.1
+"""Of an allocation's runs that its control run may take; where it would take more, the allocation is longer."""
 
 
 def run_limit_s(todo: Todo, config: SweepConfig, steps: int) -> float:
@@ -34,12 +40,20 @@ def allocation_limit_s(group: Sequence[Todo], config: SweepConfig, steps: int) -
     return ROUND_S * math.ceil((START_S + MARGIN * predicted + slowest) / ROUND_S)
 
 
-def pack(todo: Sequence[Todo], config: SweepConfig, steps: int) -> list[tuple[Todo, ...]]:
+def pack(
+    todo: Sequence[Todo],
+    config: SweepConfig,
+    steps: int,
+    control_s: Mapping[Cell, float] = MappingProxyType({}),
+) -> list[tuple[Todo, ...]]:
     """The attempts in groups, one allocation each, in order.
 
     A group holds one number of nodes and at most one repeat of a run, of one model where a control
     layout is run beside them, and is filled up to launcher.allocation_minutes of predicted duration
     or launcher.pack runs.
+
+    Args:
+        control_s: predicted seconds of the control run of each cell; allocations are long enough to bear it.
     """
     groups: list[list[Todo]] = []
     filled: dict[int, float] = {}
@@ -51,7 +65,8 @@ def pack(todo: Sequence[Todo], config: SweepConfig, steps: int) -> list[tuple[To
         at = latest.get(kind)
         duration = item.candidate.duration_s(steps)
         if at is not None:
-            over_time = filled[at] + duration > 60 * minutes
+            least_s = control_s.get(cell_of(item.candidate), 0.0) / CONTROL_SHARE
+            over_time = filled[at] + duration > 60 * minutes and filled[at] >= least_s
             over_count = most is not None and len(groups[at]) >= most
             if over_time or over_count:
                 at = None

@@ -12,7 +12,7 @@ from ultrabench.run import RunSpec, Workload, fill_in
 from ultrabench.shape import ModelShape
 from ultrabench.support import refusal
 from ultrabench.sweep.config import SweepConfig
-from ultrabench.sweep.grid import layouts, require_countable, why_none
+from ultrabench.sweep.grid import layouts, not_listed, require_countable, why_none
 from ultrabench.sweep.predict import Prediction, predict
 from ultrabench.sweep.predict_probe import predict_probe
 from ultrabench.sweep.rules import first_broken
@@ -46,9 +46,14 @@ class Candidate:
         """It is worth running and the kernel can."""
         return self.rule is None
 
+    @property
+    def fits(self) -> bool:
+        """Its predicted memory is within that of a rank."""
+        return self.prediction.memory_share <= 1
+
     def duration_s(self, steps: int) -> float:
-        """Predicted wall-clock seconds of a run of `steps` steps."""
-        return self.prediction.start_s + steps * self.prediction.step_time_s
+        """Predicted wall-clock seconds of a run of `steps` steps; what does not fit ends at its start."""
+        return self.prediction.start_s + steps * self.prediction.step_time_s * self.fits
 
     def gpu_hours(self, steps: int) -> float:
         """Predicted price of a run of `steps` steps."""
@@ -57,7 +62,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All candidates of a sweep: the runs first, cheapest first, then the rest in grid order."""
+    """All candidates of a sweep, the runs first.
+
+    Of the runs the cheapest is first; those whose predicted memory is too large come last, the smallest first.
+    """
 
     config: SweepConfig
     candidates: tuple[Candidate, ...]
@@ -72,10 +80,6 @@ class Plan:
     def runs(self) -> tuple[Candidate, ...]:
         """The candidates that run."""
         return tuple(c for c in self.candidates if c.runs)
-
-    def gpu_hours(self) -> float:
-        """Predicted price of all repeats of all runs."""
-        return self.config.repeats * sum(c.gpu_hours(self.steps) for c in self.runs)
 
     def summary(self) -> dict[str, Any]:
         """The document of `sweep plan --json`."""
@@ -92,6 +96,7 @@ class Plan:
                         "candidates": len(cell),
                         "valid": sum(c.valid for c in cell),
                         "runs": sum(c.runs for c in cell),
+                        "predicted_to_fit": sum(c.runs and c.fits for c in cell),
                     }
                 )
         return {
@@ -101,7 +106,7 @@ class Plan:
             "rejected": dict(sorted(rejected.items())),
             "refused_by_kernel": dict(sorted(refused.items())),
             "runs": len(self.runs),
-            "predicted_gpu_hours": round(self.gpu_hours(), 4),
+            "predicted_to_fit": sum(c.fits for c in self.runs),
             "cells": cells,
         }
 
@@ -151,8 +156,13 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
         fill_in(found[0].spec, 0, 0, config.measure)  # names a wrong word now, not on the nodes
     steps = Plan(config=config, candidates=()).steps
     # sorted() is stable: equal prices keep the order of the grid, so the same input plans the same.
-    runs = sorted((c for c in found if c.runs), key=lambda c: c.gpu_hours(steps))
+    runs = sorted((c for c in found if c.runs), key=lambda c: _order(c, steps))
     return Plan(config=config, candidates=(*runs, *(c for c in found if not c.runs)))
+
+
+def _order(run: Candidate, steps: int) -> tuple[bool, float]:
+    """Price in GPU hours; of what does not fit, the memory."""
+    return (False, run.gpu_hours(steps)) if run.fits else (True, run.prediction.memory_share)
 
 
 def _candidate(
@@ -164,6 +174,8 @@ def _candidate(
     prediction: Prediction,
 ) -> Candidate:
     broken = first_broken(layout, shape)
+    if broken is None and (reason := not_listed(config.axes, layout)):
+        broken = ("gas_not_listed", reason)
     if broken is None:
         reason = refusal(config.kernel, layout, shape, config.workload.seq_len)
         broken = None if reason is None else ("kernel", reason)

@@ -38,7 +38,8 @@ def plan_table(plan: Plan) -> pa.Table:
                 "decision": "run" if c.runs else "rejected",
                 "predicted_step_time_s": c.prediction.step_time_s,
                 "predicted_peak_mem_bytes": int(c.prediction.peak_mem_bytes),
-                "predicted_memory_share": c.prediction.peak_mem_bytes / plan.config.hardware.rank_mem_bytes,
+                "predicted_memory_share": c.prediction.memory_share,
+                "predicted_to_fit": c.fits,
                 "p_oom": None,
                 "predicted_gpu_hours": c.gpu_hours(plan.steps),
             }

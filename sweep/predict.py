@@ -27,6 +27,8 @@ class Prediction:
     step_time_s: float
     peak_mem_bytes: float
     """Largest stage's."""
+    memory_share: float
+    """peak_mem_bytes, as a share of what a rank has."""
     start_s: float
     """Before the first step."""
 
@@ -56,6 +58,7 @@ def predict(
     return Prediction(
         step_time_s=step_time_s(ranks, layout, shape, hardware, seq_len, precision, nodes, peak),
         peak_mem_bytes=memory,
+        memory_share=memory / hardware.rank_mem_bytes,
         start_s=start,
     )
 

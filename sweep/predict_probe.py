@@ -22,6 +22,10 @@ def predict_probe(hardware: Hardware, nodes: int) -> Prediction:
     )
     on_host = ranks if hardware.simulated else inside
     start = RANK_START_S[hardware.device] * (on_host if hardware.device == "cpu" else 1)
+    memory = 3.0 * max(form.sizes_bytes)
     return Prediction(
-        step_time_s=step_time_s, peak_mem_bytes=3.0 * max(form.sizes_bytes), start_s=start + 2 * form.device_s
+        step_time_s=step_time_s,
+        peak_mem_bytes=memory,
+        memory_share=memory / hardware.rank_mem_bytes,
+        start_s=start + 2 * form.device_s,
     )

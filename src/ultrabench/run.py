@@ -112,8 +112,6 @@ class Task:
     """What the accelerators may call themselves; a result on another is invalid. Empty: anything."""
     probe: bool = False
     """Only measure the devices and links of the allocation; train nothing."""
-    stop_rank: int | None = None
-    """The rank that its agent stops by SIGSTOP once it is measured, to see what comes of it."""
     profile: bool = False
     """After the measured steps, look inside some more."""
 

@@ -46,18 +46,10 @@ def test_an_acceptance_run_in_small(bench):
     checks = {
         c["name"]: c for c in json.loads(bench.run("doctor", "launcher=local", *SMALL, "--json", timeout=290))
     }
-    assert list(checks)[5:] == [
-        "same loss",
-        "stopped rank",
-        "out of memory",
-        "cancelled job",
-        "published speed",
-    ]
+    assert list(checks)[5:] == ["same loss", "out of memory", "published speed"]
     assert {c["status"] for c in checks.values()} == {"pass"}
     assert "4 layouts have the loss of one GPU at step 5" in checks["same loss"]["told"]
-    assert checks["stopped rank"]["told"].startswith("rank 3 on local-1 is stopped (state T)")
     assert "allocate memory" in checks["out of memory"]["told"]
-    assert "ended as cancelled" in checks["cancelled job"]["told"]
     assert "nothing is published" in checks["published speed"]["told"]
     (path,) = bench.folder.glob("results/*/doctor.json")
     assert path.parent.name == "doctor-local-cpu"

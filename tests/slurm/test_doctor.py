@@ -154,10 +154,8 @@ def test_written_clusters_are_used(sweeps):
 
 def test_an_acceptance_run_in_small(sweeps):
     checks = doctor(sweeps, *SMALL)
-    assert len(checks) == 22
+    assert len(checks) == 20
     assert {c["status"] for c in checks.values()} == {"pass"}, checks
-    assert checks["stopped rank"]["told"].startswith("rank 3 on gpu02 is stopped (state T)")
-    assert "ended by SIGTERM, and ran again" in checks["cancelled job"]["told"]
 
 
 def test_ctrl_c_ends_the_jobs_of_an_acceptance_run(sweeps, slurm):

@@ -153,7 +153,7 @@ def test_the_budget_bounds_what_was_held_with_its_setup(sweeps):
     )  # fmt: skip
     output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 1, output
-    assert "over --max-gpu-hours 0.03" in output
+    assert "over the 0.03 that may be used" in output
     held = [line.split("|") for line in _sacct(sweeps)]
     hours = sum(int(seconds) * int(nodes) * 2 / 3600 for seconds, nodes in held)
     told = json.loads(sweeps.run("sweep", "status", "t", "--json"))["gpu_hours"]

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalReader, JournalWriter
-from ultrabench.launchers.allocate import allocations, drafts
+from ultrabench.launchers.allocate import allocations
 from ultrabench.launchers.prepare import OpenSweep
 from ultrabench.state import SweepState
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.decide import decide
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.price import drafts
 
 CONFIG = load_config(["launcher=slurm", "model=tiny"])
 PLAN = make_plan(CONFIG)
@@ -43,7 +44,7 @@ def drafts_of(sweep, state=None, alive=frozenset(), max_limit_s=float("inf")):
         sweep.plan.runs, state, alive, repeats=config.repeats, accepts=sweep.accepts,
         canary=config.launcher.control,
     )  # fmt: skip
-    return drafts(sweep, decision, state, max_limit_s)
+    return drafts(sweep.plan, decision.todo, state, max_limit_s=max_limit_s, untried=decision.untried)
 
 
 def first_allocations(sweep, count=1):

@@ -12,7 +12,7 @@ from ultrabench.launchers.check import Verdict, failed, passed
 from ultrabench.launchers.deep import LAYOUTS, _differing
 from ultrabench.launchers.published import judge_speed, published
 from ultrabench.launchers.trial import Outcome
-from ultrabench.launchers.trial_verdict import judge_cancel, judge_losses, judge_memory, judge_stop
+from ultrabench.launchers.trial_verdict import judge_losses, judge_memory
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.config import load_config
@@ -62,43 +62,11 @@ def test_losses(one, layouts, told):
     assert not told or "ultrabench sweep show " in check.remedy
 
 
-HANG = RunResult(status=Status.HANG, reason="rank 3 on b is stopped (state T), as by SIGSTOP; 3 ranks wait")
-
-
-@pytest.mark.parametrize(
-    ("ends", "told"),
-    [
-        ((HANG, OK), None),
-        ((OK, OK), "is no hang"),
-        ((replace(HANG, reason="rank 2 on b is stopped"), OK), "rank 3 was stopped, the verdict is: rank 2"),
-        ((HANG, RunResult(status=Status.NODE_FAIL)), "did not measure"),
-        ((HANG, [None, OK]), "did not measure"),
-    ],
-)
-def test_a_stopped_rank(ends, told):
-    check = judge_stop(outcome(*ends), 3)
-    assert (check.status is Verdict.FAIL) == bool(told)
-    assert (told or "the next run measured") in check.told
-
-
 def test_an_oom_counts_when_it_is_confirmed():
     oom = RunResult(status=Status.OOM, reason="no memory", confirmed=True)
     assert judge_memory(outcome(oom)).status is Verdict.PASS
     assert "not confirmed" in judge_memory(outcome(replace(oom, confirmed=False))).told
     assert judge_memory(outcome(OK)).status is Verdict.FAIL
-
-
-@pytest.mark.parametrize(
-    ("ends", "passes"),
-    [
-        ((OK, [RunResult(status=Status.CANCELLED), OK], OK), True),
-        (([OK, OK], [RunResult(status=Status.CANCELLED), OK], OK), False),
-        ((OK, OK, OK), False),
-        ((OK, RunResult(status=Status.CANCELLED), OK), False),
-    ],
-)
-def test_a_cancelled_job(ends, passes):
-    assert (judge_cancel(outcome(*ends)).status is Verdict.PASS) == passes
 
 
 @pytest.mark.parametrize(("share", "status"), [(1.1, Verdict.PASS), (0.6, Verdict.FAIL)])

@@ -7,15 +7,17 @@ from hypothesis import strategies as st
 
 from tests.unit.allocations import PLAN, drafts_of, open_sweep
 from ultrabench.allocation import read_allocation
-from ultrabench.launchers.allocate import Draft, allocations, committed_gpu_hours, drafts, shapes
+from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.control import cell_of, controls
 from ultrabench.sweep.decide import Decision, Todo
+from ultrabench.sweep.price import ALLOCATION_START_S, Draft, committed_gpu_hours, drafts
 
 CONTROLS = {run.nodes: run.spec.run_id for run in controls(PLAN).values()}
 HOUR = 3600.0
+START_S = ALLOCATION_START_S["cpu"]
 
 
 def todo_of(run, repeat=0, attempt=0):
@@ -40,13 +42,17 @@ def sweep(tmp_path):
     return open_sweep(tmp_path, pack=2)
 
 
+def made_of(sweep, decision, state, max_limit_s=9e9):
+    return drafts(sweep.plan, decision.todo, state, max_limit_s=max_limit_s, untried=decision.untried)
+
+
 def keys(draft):
     return [t.key for t in draft.group]
 
 
 def test_every_allocation_begins_with_its_control_in_a_new_repeat(sweep):
     decision = decided(*(todo_of(r) for r in (*others(1, 4), *others(2, 1))))
-    made = drafts(sweep, decision, SweepState(), float("inf"))
+    made = made_of(sweep, decision, SweepState())
     assert [d.nodes for d in made] == [1, 1, 2]
     assert [d.control for d in made] == [CONTROLS[1], CONTROLS[1], CONTROLS[2]]
     assert [keys(d)[0] for d in made] == [
@@ -56,12 +62,12 @@ def test_every_allocation_begins_with_its_control_in_a_new_repeat(sweep):
 
 
 def test_a_control_that_is_to_be_done_anyway_goes_first(sweep):
-    (draft,) = drafts(sweep, decided(todo_of(others(1, 1)[0]), todo_of(control(1))), SweepState(), 9e9)
+    (draft,) = made_of(sweep, decided(todo_of(others(1, 1)[0]), todo_of(control(1))), SweepState())
     assert keys(draft) == [AttemptKey(CONTROLS[1], 0, 0), todo_of(others(1, 1)[0]).key]
 
 
 def test_a_control_that_is_all_there_is_to_do_is_not_run_twice(sweep):
-    (draft,) = drafts(sweep, decided(todo_of(control(1))), SweepState(), 9e9)
+    (draft,) = made_of(sweep, decided(todo_of(control(1))), SweepState())
     assert keys(draft) == [AttemptKey(CONTROLS[1], 0, 0)]
     assert draft.control == CONTROLS[1]
 
@@ -72,14 +78,14 @@ def test_repeats_of_controls_known_from_anywhere_are_not_taken_again(sweep):
     state.attempts[done] = AttemptState(key=done, result=RunResult(status=Status.OK, step_times_s=(1.0,)))
     waiting = AttemptKey(CONTROLS[1], 6, 0)
     state.allocations["n1-a.0"] = AllocationState(name="n1-a.0", tasks=(waiting,))
-    made = drafts(sweep, decided(*(todo_of(r) for r in others(1, 4))), state, 9e9)
+    made = made_of(sweep, decided(*(todo_of(r) for r in others(1, 4))), state)
     assert [keys(d)[0].repeat for d in made] == [7, 8]
 
 
 def test_a_repeat_that_is_to_be_done_is_not_taken_for_a_control(sweep):
     """Its first repeat was measured elsewhere, so the plan itself asks for the second."""
     wanted = todo_of(control(1), repeat=1)
-    made = drafts(sweep, decided(*(todo_of(r) for r in others(1, 4)), wanted), SweepState(), 9e9)
+    made = made_of(sweep, decided(*(todo_of(r) for r in others(1, 4)), wanted), SweepState())
     chosen = [key for draft in made for key in keys(draft)]
     assert len(chosen) == len(set(chosen))
     assert wanted.key in chosen
@@ -88,25 +94,28 @@ def test_a_repeat_that_is_to_be_done_is_not_taken_for_a_control(sweep):
 @pytest.mark.parametrize("launcher", [{"control": False, "pack": 2}, {"pack": 1}])
 def test_without_a_control_nothing_is_added(tmp_path, launcher):
     todo = [todo_of(r) for r in others(1, 3)]
-    made = drafts(open_sweep(tmp_path, **launcher), decided(*todo), SweepState(), 9e9)
+    made = made_of(open_sweep(tmp_path, **launcher), decided(*todo), SweepState())
     assert [key for d in made for key in keys(d)] == [t.key for t in todo]
     assert {d.control for d in made} == {None}
 
 
 def test_of_an_untried_size_only_one_is_submitted(sweep):
     todo = [todo_of(r) for r in (*others(1, 4), *others(2, 4))]
-    made = drafts(sweep, decided(*todo, untried={2}), SweepState(), 9e9)
+    made = made_of(sweep, decided(*todo, untried={2}), SweepState())
     assert [d.nodes for d in made] == [1, 1, 2]
-    made = drafts(sweep, decided(*todo, untried={1, 2}), SweepState(), 9e9)
+    made = made_of(sweep, decided(*todo, untried={1, 2}), SweepState())
     assert [d.nodes for d in made] == [1, 2]
 
 
 def test_limit_and_price_hold_for_the_control_too(sweep):
     todo = [todo_of(r) for r in others(1, 2)]
-    (draft,) = drafts(sweep, decided(*todo), SweepState(), 9e9)
-    assert draft.gpu_hours == pytest.approx(sum(t.candidate.gpu_hours(PLAN.steps) for t in draft.group))
-    assert draft.gpu_hours > sum(t.candidate.gpu_hours(PLAN.steps) for t in todo)
-    (short,) = drafts(sweep, decided(*todo), SweepState(), 60.0)
+    (draft,) = made_of(sweep, decided(*todo), SweepState())
+    start = START_S * 2 / HOUR
+    assert draft.gpu_hours == pytest.approx(
+        start + sum(t.candidate.gpu_hours(PLAN.steps) for t in draft.group)
+    )
+    assert draft.gpu_hours > start + sum(t.candidate.gpu_hours(PLAN.steps) for t in todo)
+    (short,) = made_of(sweep, decided(*todo), SweepState(), 60.0)
     assert short.limit_s == 60.0 < draft.limit_s
 
 
@@ -190,7 +199,7 @@ def end(elapsed_s, held_s=None):
 
 def test_what_ended_costs_what_it_held_and_what_is_open_what_is_predicted():
     two = control(2)
-    price = two.gpu_hours(PLAN.steps)
+    price = two.gpu_hours(PLAN.steps) + START_S * 4 / HOUR
     state = held(held(SweepState(), "n2-a.0", two, HOUR), "n2-b.0", two)
     assert committed_gpu_hours(PLAN, state, ()) == pytest.approx(4.0)
     assert committed_gpu_hours(PLAN, state, ("n2-b.0",)) == pytest.approx(4.0 + price)
@@ -215,7 +224,7 @@ def test_runs_that_are_no_longer_planned_are_paid_for_all_the_same():
 def test_what_runs_costs_what_it_has_held_so_far_if_that_is_more_than_predicted():
     """The setup of a job is paid for, too, though no agent of it has said a word."""
     two = control(2)
-    price = two.gpu_hours(PLAN.steps)
+    price = two.gpu_hours(PLAN.steps) + START_S * 4 / HOUR
     state = held(SweepState(), "n2-a.0", two)
     assert committed_gpu_hours(PLAN, state, ("n2-a.0",), {"n2-a.0": 0.1}) == pytest.approx(price)
     assert committed_gpu_hours(PLAN, state, ("n2-a.0",), {"n2-a.0": HOUR}) == pytest.approx(4.0)
@@ -230,7 +239,7 @@ def test_what_runs_costs_what_it_has_held_so_far_if_that_is_more_than_predicted(
 def test_the_next_allocation_is_priced_with_what_the_ones_before_took_beyond_their_runs(sweep):
     one = control(1)
     todo = decided(todo_of(others(1, 1)[0]))
-    (free,) = drafts(sweep, todo, SweepState(), 9e9)
+    (free,) = made_of(sweep, todo, SweepState())
     state = SweepState()
     for n, held_s in enumerate((100.0, 160.0, 9000.0)):
         name = f"n1-{n}.0"
@@ -241,8 +250,8 @@ def test_the_next_allocation_is_priced_with_what_the_ones_before_took_beyond_the
         ok = RunResult(status=Status.OK, step_times_s=(1.0,), duration_s=40.0)
         state.attempts[key] = AttemptState(key=key, result=ok, allocation=name)
     held(state, "n1-never.0", one, 0.0)  # no agent of it has started: it tells nothing
-    (priced,) = drafts(sweep, todo, state, 9e9)
-    assert priced.gpu_hours - free.gpu_hours == pytest.approx(120.0 * 1 * 2 / HOUR)
+    (priced,) = made_of(sweep, todo, state)
+    assert priced.gpu_hours - free.gpu_hours == pytest.approx((120.0 - START_S) * 1 * 2 / HOUR)
 
 
 def test_an_allocation_says_who_submitted_it(sweep):

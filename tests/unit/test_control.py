@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.unit.allocations import PLAN
 from ultrabench.sweep.control import SAFE_SHARE, cell_of, controls, next_repeat
 
-LIMIT = SAFE_SHARE * PLAN.config.hardware.rank_mem_bytes
+LIMIT = SAFE_SHARE
 ONE = [r for r in PLAN.runs if r.nodes == 1]
 
 
@@ -16,7 +16,7 @@ def plan_of(predictions, nodes=1):
     same = [r for r in PLAN.runs if r.nodes == nodes][: len(predictions)]
     runs = [
         replace(
-            run, prediction=replace(run.prediction, peak_mem_bytes=share * LIMIT, step_time_s=time_s)
+            run, prediction=replace(run.prediction, memory_share=share * LIMIT, step_time_s=time_s)
         )
         for run, (share, time_s) in zip(same, predictions, strict=True)
     ]  # fmt: skip
@@ -50,12 +50,12 @@ def test_every_launch_chooses_the_same_control(predictions, random):
     random.shuffle(shuffled)
     (chosen,) = controls(plan).values()
     assert controls(replace(plan, candidates=tuple(shuffled))) == {cell_of(chosen): chosen}
-    fitting = [r for r in runs if r.prediction.peak_mem_bytes <= LIMIT]
+    fitting = [r for r in runs if r.prediction.memory_share <= LIMIT]
     if fitting:
         assert chosen in fitting
         assert chosen.prediction.step_time_s == min(r.prediction.step_time_s for r in fitting)
     else:
-        assert chosen.prediction.peak_mem_bytes == min(r.prediction.peak_mem_bytes for r in runs)
+        assert chosen.prediction.memory_share == min(r.prediction.memory_share for r in runs)
 
 
 def test_every_cell_that_runs_has_a_control_of_its_own():

@@ -15,7 +15,13 @@ from ultrabench.sweep.plan import make_plan
 
 PLAN = make_plan(load_config(["sweep=playbook", "sweep.models=[1B]", "sweep.nodes=[1,2]"]))
 RUNS = PLAN.runs
-SAME = [r for r in RUNS if (r.nodes, r.layout.tp, r.layout.pp) == (1, 1, 1)]
+
+
+def of_share(run, share):
+    return replace(run, prediction=replace(run.prediction, memory_share=share))
+
+
+SAME = [of_share(r, 1.0) for r in RUNS if (r.nodes, r.layout.tp, r.layout.pp) == (1, 1, 1)]
 SURE = RunResult(status=Status.OOM, confirmed=True)
 
 
@@ -62,11 +68,10 @@ def test_only_a_confirmed_oom_speaks_for_others(end):
 
 def test_an_oom_that_was_not_predicted_has_to_happen_twice():
     one, two = state_of(m8z1=SURE), state_of(m8z1=(SURE, SURE))
-    share = run_of(8, 1).prediction.peak_mem_bytes
+    unlikely = [of_share(r, 0.8) for r in SAME]
     for state, number in ((one, 0), (two, 5)):
-        found = decide(SAME, state, frozenset(), repeats=1, rank_mem_bytes=share / 0.8).dominated
-        assert len(found) == number
-    todo = decide(SAME, one, frozenset(), repeats=1, rank_mem_bytes=share / 0.8).todo
+        assert len(decide(unlikely, state, frozenset(), repeats=1).dominated) == number
+    todo = decide(unlikely, one, frozenset(), repeats=1).todo
     assert (run_of(8, 1).run_id, 0, 1) in {t.key for t in todo}
 
 

@@ -133,8 +133,13 @@ def test_no_run_id_twice(playbook):
 def test_runs_come_first_and_cheapest_first(playbook):
     runs = [c.runs for c in playbook.candidates]
     assert runs == sorted(runs, reverse=True)
-    prices = [c.gpu_hours(playbook.steps) for c in playbook.runs]
+    fit = [c.prediction.memory_share <= 1 for c in playbook.runs]
+    assert fit == sorted(fit, reverse=True)
+    prices = [c.gpu_hours(playbook.steps) for c in playbook.runs[: sum(fit)]]
     assert prices == sorted(prices)
+    shares = [c.prediction.memory_share for c in playbook.runs[sum(fit) :]]
+    assert shares == sorted(shares), "what is most likely to fit all the same is first"
+    assert all(c.duration_s(30) == c.prediction.start_s for c in playbook.runs[sum(fit) :])
 
 
 def order(plan):
@@ -168,13 +173,18 @@ axes = st.builds(
 )  # fmt: skip
 
 
-@given(axes=axes, gpus=st.sampled_from((4, 12, 24)), gbs=st.sampled_from((8, 12, 48)))
+@given(
+    axes=axes.map(lambda a: replace(a, gas=None)),
+    gpus=st.sampled_from((4, 12, 24)),
+    gbs=st.sampled_from((8, 12, 48)),
+)
 def test_the_grid_is_every_combination_that_fits_once(axes, gpus, gbs):
     found = list(layouts(axes, gpus, Workload(seq_len=8, gbs=gbs)))
     assert len(found) == len(set(found))
     by_hand = {
         (dp, tp, pp, cp, zero, mbs, gas)
-        for tp in axes.tp for pp in axes.pp for cp in axes.cp for mbs in axes.mbs for gas in axes.gas
+        for tp in axes.tp for pp in axes.pp for cp in axes.cp for mbs in axes.mbs
+        for gas in range(1, gbs + 1)
         for zero in axes.zero_stage for dp in range(1, gpus + 1)
         if dp * tp * pp * cp == gpus and dp * mbs * gas == gbs
     }  # fmt: skip
@@ -191,6 +201,18 @@ def test_random_sweeps_have_no_run_twice(one_model, nodes, mbs, gas, tp):
     ids = [c.spec.run_id for c in plan.candidates]
     assert len(ids) == len(set(ids))
     assert all(c.layout.gbs == 24 for c in plan.candidates)
+
+
+def test_what_a_list_of_gas_leaves_out_has_a_row_with_its_reason():
+    words = ["sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[1]", "sweep.gbs=1024"]
+    free, listed = make_plan(load_config([*words, "sweep.gas=null"])), make_plan(load_config(words))
+    assert {c.run_id for c in free.candidates} == {c.run_id for c in listed.candidates}
+    lost = [c for c in listed.candidates if c.rule == "gas_not_listed"]
+    assert len(lost) == free.summary()["valid"] - listed.summary()["valid"] > 0
+    assert {c.layout.gas for c in lost} == {512, 1024}
+    values = [2**n for n in range(9)]
+    assert {c.reason for c in lost} == {f"gas={g} is not in sweep.gas={values}" for g in (512, 1024)}
+    assert listed.summary()["rejected"]["gas_not_listed"] == len(lost)
 
 
 def test_the_default_sweep_is_small_and_covers_everything():

@@ -469,4 +469,5 @@ def test_a_budget_counts_the_setup_of_what_runs(sweep):
     again.end()
     follower.once()
     assert len(launcher.taken) == 2
-    assert follower.stopped.endswith("over --max-gpu-hours 2.5")
+    assert follower.stopped.endswith("over the 2.5 that may be used")
+    assert follower.over_budget

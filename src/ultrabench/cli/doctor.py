@@ -32,7 +32,7 @@ def doctor(
 
     A job of one node is submitted as a sweep's jobs are. Without launcher= it is Slurm that is looked
     at where it answers, else this machine. With --deep small sweeps follow, with faults among them: same
-    losses, a stopped rank, a lack of memory, a cancelled job, a published speed. Exit code: 1 when a check
+    losses, a lack of memory, a published speed. Exit code: 1 when a check
     fails, 3 when Slurm cannot be asked.
     """
     from ultrabench.cli.checkup import run_doctor

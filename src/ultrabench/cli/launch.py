@@ -21,7 +21,6 @@ from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
 from ultrabench.kernel_env import hide
 from ultrabench.launchers.acceptance import not_accepted
-from ultrabench.launchers.allocate import committed_gpu_hours
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.follow import Follower, interrupt, open_allocations
 from ultrabench.launchers.launcher import Launcher, sees
@@ -33,6 +32,7 @@ from ultrabench.sweep.config import SweepConfig, config_from_tree, load_config
 from ultrabench.sweep.decide import next_step
 from ultrabench.sweep.plan import make_plan, require_runs
 from ultrabench.sweep.plan_table import planned_runs
+from ultrabench.sweep.price import BUDGET_FACTOR, committed_gpu_hours, reckon
 from ultrabench.sweep.progress import progress
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
@@ -44,8 +44,7 @@ def run_launch(
     overrides: list[str], detach: bool, max_gpu_hours: float | None, yes: bool, reuse: str | None
 ) -> int:
     """Launches and follows a sweep; the exit code."""
-    if max_gpu_hours is not None and not math.isfinite(max_gpu_hours):
-        raise ConfigError(f"--max-gpu-hours {max_gpu_hours}; must be a number, such as 100")
+    _require_finite(max_gpu_hours)
     config = load_config(overrides)
     if detach and config.launcher.name == "local":
         return _leave_in_background(config, overrides, max_gpu_hours, reuse)
@@ -71,9 +70,14 @@ def _budget(
     plan = make_plan(config)
     require_runs(plan)
     state = fold(read_journal(folder.journal, warn)) if folder.read_head() else SweepState()
-    todo = next_step(plan, state, frozenset(), old=frozenset(state.attempts)).todo
+    price = reckon(plan, state, launcher.max_limit_s)
     used = committed_gpu_hours(plan, state, ())
-    return ask_for_budget(plan, todo, used, launcher, given, yes, bool(open_allocations(state)))
+    return ask_for_budget(plan, price, used, launcher, given, yes, bool(open_allocations(state)))
+
+
+def _require_finite(max_gpu_hours: float | None) -> None:
+    if max_gpu_hours is not None and not math.isfinite(max_gpu_hours):
+        raise ConfigError(f"--max-gpu-hours {max_gpu_hours}; must be a number, such as 100")
 
 
 def continue_sweep(
@@ -83,12 +87,14 @@ def continue_sweep(
     reuse: str = "any",
     console: Console | None = None,
     detach: bool = False,
+    max_gpu_hours: float | None = None,
 ) -> int:
-    """Goes on with a sweep as it was launched last, within the GPU hours agreed to then."""
+    """Goes on with a sweep as it was launched last, within the GPU hours given or agreed to then."""
+    _require_finite(max_gpu_hours)
     state = fold(read_journal(folder.journal, warn))
     config = as_launched(folder, state)
     launched = state.config or {}
-    budget = launched.get("max_gpu_hours")
+    budget = launched.get("max_gpu_hours") if max_gpu_hours is None else max_gpu_hours
     work_dir = launched.get("work_dir")
     if work_dir and Path(work_dir).is_dir():
         os.chdir(work_dir)  # a command of the user's may name files beside it
@@ -127,7 +133,7 @@ def follow(
     """Follows an open sweep to its end, or leaves it after the first submission; the exit code."""
     config = sweep.config
     planned = planned_runs(sweep.plan)
-    price = hours(sweep.plan.gpu_hours())
+    price = hours(reckon(sweep.plan).gpu_hours)
     say(f"{config.name}: {len(planned)} runs, {price} GPU hours predicted, in {sweep.folder.path}")
     if config.profile and _settled(sweep):
         say(
@@ -153,11 +159,21 @@ def follow(
         if state.cancelled and not launcher.outlives_us:
             interrupt(sweep, launcher)  # what was submitted while the cancel was being written
         say(f"stopped: {follower.stopped}")
+        if follower.over_budget:
+            say(f"go on with: {_with_larger_budget(sweep, state)}")
         return 1
     if Status.OK in now.by_status:
         figure = "plot comm" if config.kernel.kind == "probe" else "heatmap"
         say(f"next: ultrabench {figure} {sweep.folder.word}" + _where(sweep.folder.path.parent))
     return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
+
+
+def _with_larger_budget(sweep: OpenSweep, state: SweepState) -> str:
+    """The command that goes on with GPU hours enough for what is left."""
+    left = reckon(sweep.plan, state).gpu_hours
+    needed = committed_gpu_hours(sweep.plan, state, ()) + BUDGET_FACTOR * left
+    where = _where(sweep.folder.path.parent)
+    return f"ultrabench sweep resume {sweep.folder.word}{where} --max-gpu-hours {needed:.3g}"
 
 
 def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher, ask: bool) -> list[str]:

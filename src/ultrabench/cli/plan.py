@@ -1,15 +1,17 @@
 """`ultrabench sweep plan`."""
 
+import math
 from pathlib import Path
 from typing import Any
 
-from ultrabench.cli.tables import hours, out, print_json, say, table
+from ultrabench.cli.tables import count, hours, out, print_json, say, table
 from ultrabench.errors import ConfigError
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
+from ultrabench.sweep.price import Price, reckon
 
 GIB = 2**30
-MEASURED, PREDICTED, TOO_LARGE = ORDER = ("measured", "predicted", "predicted, too large for memory")
+MEASURED, PREDICTED = ORDER = ("measured", "predicted")
 """Why a layout is recommended, the best reason first."""
 
 
@@ -25,39 +27,43 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
         write_plan(plan, output)
         say(f"wrote {len(plan.candidates)} candidates to {output}")
     best = recommend(plan, top) if top else []
+    price = reckon(plan)
     if as_json:
-        document = plan.summary()
+        document = plan.summary() | {"predicted_gpu_hours": round(price.gpu_hours, 4)}
+        document["predicted_gpu_hours_beside_runs"] = {k: round(h, 4) for k, (_, h) in price.extra.items()}
         if top:
             document["top"] = best
         print_json(document)
         return
-    _print_cells(plan)
+    _print_cells(plan, price)
     _print_reasons(plan)
     if top:
-        _print_top(best)
+        _print_top(plan, best)
 
 
-def _print_cells(plan: Plan) -> None:
+def _print_cells(plan: Plan, price: Price) -> None:
     summary = plan.summary()
-    numbers = ("nodes", "GPUs", "candidates", "valid", "runs", "GPU hours")
+    counts = ("candidates", "valid", "runs", "predicted_to_fit")
+    numbers = ("nodes", "GPUs", *counts[:3], "they fit", "GPU hours")
     made = table(f"sweep {plan.config.name}", "model", *numbers, right=numbers)
     per_node = plan.config.hardware.gpus_per_node
-    price: dict[tuple[str, int], float] = {}
-    for run in plan.runs:
-        key = (run.shape.name, run.nodes)
-        price[key] = price.get(key, 0.0) + run.gpu_hours(plan.steps) * plan.config.repeats
     for cell in summary["cells"]:
-        key = (cell["model"], cell["nodes"])
-        made.add_row(
-            cell["model"], str(cell["nodes"]), str(cell["nodes"] * per_node),
-            *(f"{cell[k]:,}" for k in ("candidates", "valid", "runs")), hours(price.get(key, 0.0)),
-        )  # fmt: skip
+        _, cost = price.runs.get((cell["model"], cell["nodes"]), (0, 0.0))
+        gpus = str(cell["nodes"] * per_node)
+        made.add_row(cell["model"], str(cell["nodes"]), gpus, *(f"{cell[k]:,}" for k in counts), hours(cost))
     made.add_section()
-    made.add_row(
-        "all", "", "", *(f"{summary[k]:,}" for k in ("candidates", "valid", "runs")),
-        hours(plan.gpu_hours()),
-    )  # fmt: skip
+    for what, (number, cost) in price.extra.items():
+        if number:
+            made.add_row(what, "", "", "", "", f"{number:,}", "", hours(cost))
+    made.add_section()
+    made.add_row("all", "", "", *(f"{summary[k]:,}" for k in counts), hours(price.gpu_hours))
     out().print(made)
+    if large := summary["runs"] - summary["predicted_to_fit"]:
+        out().print(
+            f"{large:,} of the runs are predicted to need more memory than a rank has: they come last, and their price is "
+            "that of their start",
+            soft_wrap=True,
+        )
 
 
 def _print_reasons(plan: Plan) -> None:
@@ -79,17 +85,17 @@ def _print_reasons(plan: Plan) -> None:
 def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
     """The `top` runs of each cell: by measured tokens/s/GPU where this sweep has them, else predicted.
 
-    Layouts whose predicted memory exceeds the accelerator's come last.
+    What is not measured has to be predicted to fit.
     """
     rates = _measured(plan)
     cells: dict[tuple[str, int], list[tuple[str, float, Candidate]]] = {}
-    limit = plan.config.hardware.rank_mem_bytes
     for run in plan.runs:
         tokens = run.spec.tokens_per_step / run.layout.world_size
         measured = rates.get(run.run_id)
+        if measured is None and not run.fits:
+            continue
         rate = measured if measured is not None else tokens / run.prediction.step_time_s
-        fits = run.prediction.peak_mem_bytes <= limit
-        why = MEASURED if measured is not None else (PREDICTED if fits else TOO_LARGE)
+        why = PREDICTED if measured is None else MEASURED
         cells.setdefault((run.shape.name, run.nodes), []).append((why, rate, run))
     found = []
     for (model, nodes), options in cells.items():
@@ -125,7 +131,7 @@ def _measured(plan: Plan) -> dict[str, float]:
     return measured_rates(planned_runs(plan), judged(fold(read_journal(folder.journal))))
 
 
-def _print_top(best: list[dict[str, Any]]) -> None:
+def _print_top(plan: Plan, best: list[dict[str, Any]]) -> None:
     numbers = ("nodes", "tokens/s/GPU", "step s", "peak GiB")
     made = table(
         "\nlayouts to try first", "model", "nodes", "layout", *numbers[1:], "why", "run", right=numbers
@@ -135,4 +141,16 @@ def _print_top(best: list[dict[str, Any]]) -> None:
             row["model"], str(row["nodes"]), row["layout"], f"{row['tokens_per_s_per_gpu']:,.0f}",
             f"{row['step_time_s']:.3g}", f"{row['peak_mem_bytes'] / GIB:.1f}", row["why"], row["run_id"],
         )  # fmt: skip
-    out().print(made)
+    if best:
+        out().print(made)
+    smallest: dict[tuple[str, int], float] = {}
+    for run in plan.runs:
+        cell = (run.shape.name, run.nodes)
+        smallest[cell] = min(smallest.get(cell, math.inf), run.prediction.peak_mem_bytes)
+    limit = plan.config.hardware.rank_mem_bytes / GIB
+    for model, nodes in sorted(smallest.keys() - {(row["model"], row["nodes"]) for row in best}):
+        out().print(
+            f"{model} on {count(nodes, 'node')}: nothing is predicted to fit; the smallest layout needs "
+            f"{smallest[model, nodes] / GIB:,.0f} GiB of {limit:.0f}",
+            soft_wrap=True,
+        )

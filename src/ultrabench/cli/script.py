@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from ultrabench.cli.launch import folder_of
 from ultrabench.errors import ConfigError
 from ultrabench.journal import JournalReader, JournalWriter
-from ultrabench.launchers.allocate import allocations, drafts, shapes
+from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.prepare import OpenSweep
 from ultrabench.launchers.slurm_script import array_script
 from ultrabench.state import SweepState
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.decide import next_step
 from ultrabench.sweep.plan import make_plan, require_runs
+from ultrabench.sweep.price import drafts
 
 
 def print_script(overrides: Sequence[str]) -> None:
@@ -38,8 +39,7 @@ def print_script(overrides: Sequence[str]) -> None:
         git_commit=None,
     )
     decision = next_step(plan, SweepState(), frozenset())
-    first = shapes(
-        drafts(sweep, decision, SweepState(), float("inf"))[: config.launcher.max_jobs], sys.maxsize
-    )[0]
+    made = drafts(plan, decision.todo, SweepState(), untried=decision.untried)
+    first = shapes(made[: config.launcher.max_jobs], sys.maxsize)[0]
     script = array_script(allocations(sweep, first), config.launcher, config.hardware)
     sys.stdout.write(script.executor().text(script.command))

@@ -32,13 +32,13 @@ def run_pause(sweep: str | None, results: Path) -> None:
     say(f"paused: runs under way end, nothing begins; go on with: ultrabench sweep resume {folder.word}")
 
 
-def run_resume(sweep: str | None, results: Path, detach: bool) -> int:
+def run_resume(sweep: str | None, results: Path, detach: bool, max_gpu_hours: float | None) -> int:
     """Lifts a pause and goes on with the sweep as it was launched; the exit code."""
     folder, state = _find(sweep, results)
     folder.pause.unlink(missing_ok=True)
     if state.paused:
         JournalWriter(folder.journal, "pause").write("pause", generation=state.generation + 1, on=False)
-    return continue_sweep(folder, detach=detach)
+    return continue_sweep(folder, detach=detach, max_gpu_hours=max_gpu_hours)
 
 
 def run_cancel(sweep: str | None, results: Path) -> None:

@@ -19,6 +19,9 @@ Sweep = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 ResultsDir = Annotated[Path, typer.Option("--results-dir", help="Where sweeps are.")]
 InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder; default: all here.")]
+MaxGpuHours = Annotated[
+    float | None, typer.Option("--max-gpu-hours", min=0.0, help="The most that the sweep may use in all.")
+]
 RESULTS = Path("results")
 
 
@@ -51,9 +54,7 @@ def plan(
 def launch(
     overrides: Overrides = None,
     detach: Annotated[bool, typer.Option("--detach", help="Submit and leave.")] = False,
-    max_gpu_hours: Annotated[
-        float | None, typer.Option("--max-gpu-hours", min=0.0, help="The sweep may use so many in all.")
-    ] = None,
+    max_gpu_hours: MaxGpuHours = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Ask nothing on a terminal: no price, no jobs of others.")
     ] = False,
@@ -110,12 +111,13 @@ def pause(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
 def resume(
     sweep: Sweep = None,
     detach: Annotated[bool, typer.Option("--detach", help="Submit and leave.")] = False,
+    max_gpu_hours: MaxGpuHours = None,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Go on with a sweep as it was launched last: one that is paused, or that nobody follows."""
     from ultrabench.cli.steer import run_resume
 
-    raise typer.Exit(run_resume(sweep, results_dir, detach))
+    raise typer.Exit(run_resume(sweep, results_dir, detach, max_gpu_hours))
 
 
 @sweep_app.command("cancel")

@@ -70,6 +70,11 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     return made
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun: 1 run, 2,000 runs."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def hours(value: float) -> str:
     """GPU hours with a sensible number of digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -10,10 +10,9 @@ import typer
 
 from tests.unit.allocations import PLAN
 from tests.unit.cli.conftest import one_line
-from ultrabench.cli.consent import BUDGET_FACTOR, ask_for_budget
+from ultrabench.cli.consent import ask_for_budget
 from ultrabench.errors import ConfigError
-from ultrabench.state import SweepState
-from ultrabench.sweep.decide import decide
+from ultrabench.sweep.price import BUDGET_FACTOR, Price, reckon
 
 CONTROLLER = """#!/bin/sh
 echo "scontrol $*" >> asked
@@ -22,8 +21,9 @@ case "$*" in
 *) echo "PartitionName=hopper Default=YES MaxNodes=UNLIMITED MaxTime=04:00:00 State=UP TotalNodes=8";;
 esac
 """
-TODO = decide(PLAN.runs, SweepState(), frozenset(), repeats=1).todo
-PRICE = sum(t.candidate.gpu_hours(PLAN.steps) for t in TODO)
+WHOLE = reckon(PLAN)
+NOTHING = Price(drafts=(), runs={}, extra={})
+PRICE = WHOLE.gpu_hours
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def ask(given=None, *, todo=TODO, used=0.0, yes=False, cluster=CLUSTER):
-    return ask_for_budget(PLAN, todo, used, cluster, given, yes)
+def ask(given=None, *, price=WHOLE, used=0.0, yes=False, cluster=CLUSTER):
+    return ask_for_budget(PLAN, price, used, cluster, given, yes)
 
 
 @pytest.fixture
@@ -75,12 +75,16 @@ def test_the_price_is_shown_by_cell(capsys, typed):
     ask(used=2.0)
     lines = capsys.readouterr().err.splitlines()
     cells = [line.split() for line in lines if line.startswith("tiny")]
-    count = {n: sum(t.candidate.nodes == n for t in TODO) for n in (1, 2)}
+    count = {n: sum(c.nodes == n for c in PLAN.runs) for n in (1, 2)}
     assert [cell[:4] for cell in cells] == [
         ["tiny", "1", "2", str(count[1])],
         ["tiny", "2", "4", str(count[2])],
     ]
-    assert sum(float(cell[4]) for cell in cells) == pytest.approx(PRICE, rel=0.01)
+    rest = [float(line.split()[-1]) for line in lines if line.startswith("starts of jobs")]
+    assert sum(float(cell[4]) for cell in cells) + sum(rest) == pytest.approx(PRICE, rel=0.01)
+    assert float(next(line for line in lines if line.startswith("all")).split()[-1]) == pytest.approx(
+        PRICE, rel=0.01
+    )
     told = next(line for line in lines if "jobs, the largest" in line)
     assert re.search(
         r"^2 jobs, the largest of 2 nodes for up to \d+m\d\ds; at most 8 jobs and 2 nodes at a time; "
@@ -90,7 +94,7 @@ def test_the_price_is_shown_by_cell(capsys, typed):
 
 
 def test_the_limit_of_the_partition_is_that_of_the_largest_job(capsys):
-    ask(100.0, cluster=Cluster(max_limit_s=90.0))
+    ask(100.0, price=reckon(PLAN, max_limit_s=90.0))
     assert "for up to 1m30s;" in capsys.readouterr().err
 
 
@@ -137,20 +141,20 @@ def test_who_gives_a_number_or_says_yes_is_not_asked(typed):
 def test_a_budget_that_the_first_job_would_break_is_refused_unless_jobs_are_under_way():
     with pytest.raises(ConfigError, match="the first job needs"):
         ask(0.0)
-    assert ask_for_budget(PLAN, TODO, 0.0, CLUSTER, 0.0, False, True) == 0.0
+    assert ask_for_budget(PLAN, WHOLE, 0.0, CLUSTER, 0.0, False, True) == 0.0
 
 
 @pytest.mark.parametrize(("given", "used", "budget"), [(None, 3.0, 3.0), (7.0, 3.0, 7.0)])
 def test_where_nothing_is_left_to_do_nobody_is_asked(monkeypatch, capsys, given, used, budget):
     monkeypatch.setattr(sys, "stdin", None)
-    assert ask(given, todo=(), used=used) == budget
+    assert ask(given, price=NOTHING, used=used) == budget
     assert capsys.readouterr().err == ""
 
 
 def test_a_launch_without_a_terminal_writes_and_submits_nothing(ultrabench, site):
     code, out, said = ultrabench("sweep", "launch", "launcher=slurm", "model=tiny")
     assert (code, out) == (2, "")
-    assert said.splitlines()[-1].startswith("ultrabench: no terminal to ask whether 0.0")
+    assert said.splitlines()[-1].startswith("ultrabench: no terminal to ask whether 0.1")
     assert [p.name for p in site.iterdir()] == ["asked"]
     assert "sbatch" not in (site / "asked").read_text()
 

@@ -19,7 +19,9 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     assert (plan["valid"], plan["runs"]) == (1178, plan["runs"])
     assert plan["predicted_gpu_hours"] > 0
     assert [c["nodes"] for c in plan["cells"]] == [1, 2, 4, 8, 16, 32, 64]
-    assert all(set(c) == {"model", "nodes", "candidates", "valid", "runs"} for c in plan["cells"])
+    assert all(
+        set(c) == {"model", "nodes", "candidates", "valid", "runs", "predicted_to_fit"} for c in plan["cells"]
+    )
     promised = {"sweep", "candidates", "valid", "rejected", "runs", "predicted_gpu_hours", "cells"}
     assert promised <= set(plan)
     assert list(tmp_path.iterdir()) == []
@@ -31,6 +33,20 @@ def test_plan_top_names_the_best_of_each_cell(ultrabench, sweep):
     measured = [row for row in plan["top"] if row["why"] == "measured"]
     assert [row["run_id"] for row in measured] == [QUICK.runs[0].spec.run_id]
     assert measured[0]["step_time_s"] == pytest.approx(0.1)
+
+
+def test_plan_top_names_only_what_fits(ultrabench):
+    words = ("sweep", "plan", "sweep=playbook", "sweep.models=[80B,8B]", "sweep.nodes=[1]", "--top", "2")
+    _, out, _ = ultrabench(*words, "--json")
+    document = json.loads(out)
+    assert [(row["model"], row["peak_mem_bytes"] < 80 * 2**30) for row in document["top"]] == [
+        ("8B", True)
+    ] * 2
+    assert (document["cells"][0]["runs"], document["cells"][0]["predicted_to_fit"]) == (115, 0)
+    _, out, _ = ultrabench(*words)
+    assert re.search(
+        r"80B on 1 node: nothing is predicted to fit; the smallest layout needs \d+ GiB of 80", out
+    )
 
 
 def test_status_json_keeps_its_promise(ultrabench, sweep):

@@ -1,0 +1,83 @@
+"""One reckoning of what is left of a sweep, for its plan, the consent and the budget."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.allocations import PLAN, drafts_of, open_sweep
+from ultrabench.result import RunResult, Status
+from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.config import load_config
+from ultrabench.sweep.control import cell_of, controls
+from ultrabench.sweep.decide import Todo
+from ultrabench.sweep.pack import CONTROL_SHARE, pack
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.price import ALLOCATION_START_S, reckon
+
+BIG = make_plan(load_config(["sweep=playbook", "launcher=slurm", "sweep.models=[8B]", "sweep.nodes=[1,2]"]))
+
+
+def todo_of(run):
+    return Todo(candidate=run, key=AttemptKey(run.run_id, 0, 0))
+
+
+def tasks_of(price):
+    return [t for draft in price.drafts for t in draft.group]
+
+
+def test_the_price_is_that_of_every_task_and_of_every_start():
+    price = reckon(BIG)
+    tasks = sum(t.candidate.gpu_hours(BIG.steps) for t in tasks_of(price))
+    starts = sum(ALLOCATION_START_S["cuda"] * d.nodes * 8 / 3600 for d in price.drafts)
+    assert price.gpu_hours == pytest.approx(tasks + starts)
+    parts = [*price.runs.values(), *price.extra.values()]
+    assert sum(cost for _, cost in parts) == pytest.approx(price.gpu_hours)
+    assert {name: number for name, (number, _) in price.extra.items()} == {
+        "control runs": sum(d.group[0].key.repeat == 3 + n for d in price.drafts for n in range(99)),
+        "repeats of the best": 2 * 2 * 4,
+        "starts of jobs": len(price.drafts),
+    }
+    assert sum(number for number, _ in price.runs.values()) == len(BIG.runs)
+
+
+def test_a_launch_submits_what_was_priced():
+    """Without repeats of the best, whose number nobody knows before, price and submissions are the same."""
+    price = reckon(PLAN)
+    made = drafts_of(open_sweep("unused"))
+    assert price.extra["repeats of the best"] == (0, 0)
+    assert [d.group for d in made] == [d.group for d in price.drafts]
+    assert sum(d.gpu_hours for d in made) == pytest.approx(price.gpu_hours)
+
+
+def test_only_what_is_left_is_priced():
+    state, done = SweepState(), PLAN.runs[:5]
+    for run in done:
+        key = AttemptKey(run.run_id, 0, 0)
+        state.attempts[key] = AttemptState(key=key, result=RunResult(status=Status.OK, step_times_s=(1.0,)))
+    left = reckon(PLAN, state)
+    assert sum(number for number, _ in left.runs.values()) == len(PLAN.runs) - 5
+    assert left.gpu_hours < reckon(PLAN).gpu_hours
+    for run in PLAN.runs:
+        key = AttemptKey(run.run_id, 0, 0)
+        state.attempts[key] = AttemptState(key=key, result=RunResult(status=Status.OK, step_times_s=(1.0,)))
+    assert reckon(PLAN, state).gpu_hours == 0
+
+
+def test_a_control_run_takes_a_small_share_of_its_allocation():
+    steps = BIG.steps
+    for cell, control in controls(BIG).items():
+        todo = [todo_of(r) for r in BIG.runs if cell_of(r) == cell and r.fits]
+        whole = pack(todo, BIG.config, steps, {cell: control.duration_s(steps)})
+        assert len(whole) < len(pack(todo, BIG.config, steps)), "by allocation_minutes they would be shorter"
+        for group in whole[:-1]:
+            seconds = [t.candidate.duration_s(steps) for t in group]
+            assert control.duration_s(steps) <= CONTROL_SHARE * sum(seconds)
+
+
+def test_what_does_not_fit_costs_its_start():
+    large = [c for c in BIG.runs if not c.fits]
+    assert len(large) == 189
+    cost = sum(c.gpu_hours(BIG.steps) for c in large)
+    assert cost == pytest.approx(sum(c.prediction.start_s * c.layout.world_size for c in large) / 3600)
+    most = replace(BIG, candidates=tuple(large))
+    assert reckon(most).extra["repeats of the best"] == (0, 0), "an OOM is not repeated"
