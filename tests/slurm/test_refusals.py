@@ -72,10 +72,14 @@ def test_nobody_to_ask_and_no_budget(sweeps):
 
 
 def test_the_budget_ends_a_sweep_and_a_larger_one_goes_on(sweeps):
-    words = sweeps.launch("fine", *FEW)
-    price = round(0.006 * sweeps.slowness, 4)  # what jobs hold grows with what the machine takes to start
-    output = refused(sweeps, *words[:-1], f"{price}", code=1)
-    assert f"over --max-gpu-hours {price:g}" in output
+    words = sweeps.launch("fine", *FEW, "launcher.pack=1")
+    plan = json.loads(sweeps.run("sweep", "plan", *words[2:-2], "--json"))
+    budget = (
+        f"{0.12 * plan['predicted_gpu_hours']:.3g}"  # enough for a job of one node, and not for one of two
+    )
+    stopped = sweeps.done(*words[:-1], budget)
+    assert stopped.returncode == 1, stopped.stderr
+    assert f"over the {budget} that may be used" in stopped.stderr
     rows = sweeps.rows()
     assert 0 < len(rows) < 10
     sweeps.run(*words)
