@@ -53,7 +53,7 @@ def test_a_claim_that_cannot_be_read_costs_an_attempt_and_not_a_night(sweeps, mo
 
 
 def test_lost_journals_with_claims_that_stayed_cost_an_attempt_each(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "1")
+    monkeypatch.setenv("STEP_S", "0.3")
     launcher = sweeps.start(*sweeps.launch("fine", *FEW))
     sweeps.wait_for(lambda: len(sweeps.executions()) >= 2)
     launcher.kill()
@@ -61,6 +61,7 @@ def test_lost_journals_with_claims_that_stayed_cost_an_attempt_each(sweeps, monk
     shutil.rmtree(sweeps.folder / "results/t/journal")
     (sweeps.folder / "results/t/journal").mkdir()
     before = len(claims(sweeps))
+    monkeypatch.setenv("STEP_S", "0.002")
     output = sweeps.run(*sweeps.launch("fine", *FEW), timeout=280)
     rows = sweeps.judge(runs=10, allowed=frozenset({"lost"}))
     assert 2 <= sum(row["status"] == "lost" for row in rows) <= before + 8, output

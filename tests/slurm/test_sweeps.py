@@ -87,7 +87,7 @@ def test_detach_leaves_and_resume_goes_on(sweeps, monkeypatch):
 
 
 def test_a_killed_launcher_is_followed_by_another_and_two_at_once_know_of_each_other(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.4")  # a launcher takes 20 s to start on a loaded machine
+    monkeypatch.setenv("STEP_S", "0.2")
     words = sweeps.launch("fine", *FEW)
     first = sweeps.start(*words)
     sweeps.wait_for(lambda: sweeps.executions())
