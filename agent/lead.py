@@ -11,7 +11,7 @@ from ultrabench.agent.gang import Gang
 from ultrabench.agent.gathering import Gathering
 from ultrabench.agent.node import Node
 from ultrabench.agent.place import Place
-from ultrabench.agent.root_cause import last_line
+from ultrabench.agent.root_cause import findings, last_line
 from ultrabench.agent.watch import Watched, explained, watch
 from ultrabench.allocation import Allocation
 from ultrabench.claim import claim, owner
@@ -121,8 +121,8 @@ class Leader:
             probe = self._allocation.probe
             gathering = self._gang.start(probe, -1)
             seen = watch(self._gang, probe, gathering, self._ends, lambda gathering: None)
-            failed = seen.ended or (seen.missed and seen.missed.reason) or _failure_of(gathering)
             self._gang.end_ranks(gathering)
+            failed = seen.ended or (seen.missed and seen.missed.reason) or failure_of(gathering)
             self._gang.finish(keep_all=bool(failed))
             if failed:
                 return f"the preflight failed: {failed}"
@@ -228,12 +228,17 @@ def _name(task: Task) -> dict[str, Any]:
     return {"run_id": task.run_id, "repeat": task.repeat, "attempt": task.attempt}
 
 
-def _failure_of(gathering: Gathering) -> str | None:
-    """What went wrong with a preflight; None when all ranks did it."""
+def failure_of(gathering: Gathering) -> str | None:
+    """What went wrong with a preflight whose ranks have all ended; None when all of them did it.
+
+    It is told of the rank that failed first, since those that waited for it have nothing to say.
+    """
     if gathering.fault is not None:
         return gathering.fault
-    for number, rank in enumerate(gathering.ranks):
-        if rank.done is None:
-            told = (rank.error or {}).get("message") or last_line(rank.tail)
-            return f"rank {number}: {told}"
-    return None
+    found = [f"rank {finding.rank}: {finding.line}" for finding in findings(gathering.ranks)]
+    found += [
+        f"rank {number} ended with code {rank.code} in phase {rank.phase}: {last_line(rank.tail)}"
+        for number, rank in enumerate(gathering.ranks)
+        if rank.done is None
+    ]
+    return found[0] if found else None

@@ -1,6 +1,7 @@
 """Settles allocations that are over: what they claimed and did not finish is lost, and what they held is told."""
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 from ultrabench.allocation import Allocation, read_allocation
 from ultrabench.claim import give_up, owner_of
@@ -146,13 +147,22 @@ class Settler:
         self._fruitless = 0 if self.asked & {*owned} else self._fruitless + 1
         if self._barren < MOST_BARREN and self._fruitless < self.most_fruitless:
             return
-        log = self._sweep.folder.allocations / name / "job.log"
-        lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-        said = [line.strip() for line in lines if line.strip()][-1:]
+        log, said = _last_said(self._sweep.folder.allocations / name)
         number, what = self._barren, "anything"
         if number < MOST_BARREN:
             number, what = self._fruitless, "any run that was asked for but control layouts"
         raise ClusterError(
             f"{number} allocations in a row ended without running {what} ({reason}"
-            f"{f'; its log ends: {said[0][:200]}' if said else ''}); see {log}, then launch again"
+            f"{f'; its log ends: {said[:200]}' if said else ''}); see {log}, then launch again"
         )
+
+
+def _last_said(folder: Path) -> tuple[Path, str]:
+    """The first log of an allocation's agents that says anything, and its last line; on this machine
+    submitit keeps one log for each node."""
+    logs = [log for pattern in ("job.log", "submitit/*.err") for log in sorted(folder.glob(pattern))]
+    for log in logs:
+        lines = [line.strip() for line in log.read_text(errors="replace").split("\n") if line.strip()]
+        if lines:
+            return log, lines[-1]
+    return (logs or [folder])[0], ""

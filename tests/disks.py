@@ -1,9 +1,10 @@
 """Small real file systems that can be filled and made read-only, for code that runs beside the tests."""
 
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+
+from tests import patience
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,9 +41,15 @@ mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk))
 
 def on_a_small_disk(folder: Path, code: str) -> str:
     """What `code` prints; for it, `disk` is a folder of 256 KiB with `fill`, `free`, `read_only` and `later`."""
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", sys.executable, "-c", PRELUDE + dedent(code), str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+    words = [
+        "unshare",
+        "--map-root-user",
+        "--mount",
+        sys.executable,
+        "-c",
+        PRELUDE + dedent(code),
+        str(folder),
+    ]
+    done = patience.run(words, 280, cwd=ROOT)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

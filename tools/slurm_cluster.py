@@ -33,7 +33,7 @@ ACCOUNTING = {"mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-serve
 USABLE = ("idle", "mixed", "allocated", "completing")
 
 
-def wait(cluster: Cluster, what: str, test: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait(cluster: Cluster, what: str, test: Callable[[], bool], seconds: float = 120.0) -> None:
     """Return when the test holds; says on stderr what is waited for.
 
     Raises:

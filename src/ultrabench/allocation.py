@@ -10,7 +10,8 @@ from ultrabench.folder import write_whole
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Task
 
-PROBE_LIMIT_S = 120.0
+PROBE_LIMIT_S = 300.0
+"""Seconds after which a preflight is given up; on a loaded machine the import of torch alone may take a minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

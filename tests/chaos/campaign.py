@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from tests import patience
 from tests.chaos.bystander import OtherCluster
 from tests.chaos.fault import OF_A_PROGRAM, Fault
 from tests.chaos.judge import judge, submitted_jobs
@@ -57,6 +58,7 @@ class Campaign:
         self, bench: SlurmBench, cluster: Cluster, say: Callable[[str], None] = lambda note: None
     ) -> None:
         self.bench, self.cluster, self.say = bench, cluster, say
+        bench.slowness = 1.0  # how long faults last is made for the deadlines above
         self.results = bench.folder / "results"
         self.records: list[dict[str, Any]] = []
         self.problems: list[str] = []
@@ -210,9 +212,9 @@ class Campaign:
         return (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1][:300]
 
     def _finish(self) -> None:
-        end = time.monotonic() + END_S
+        deadline = patience.Deadline(END_S)
         while self.living() or not self._over():
-            if time.monotonic() > end:
+            if deadline.over():
                 self.complain(f"it has not ended {END_S:.0f} s after the last fault: {self._last_words()}")
                 self.kill_launchers()
                 break
@@ -259,6 +261,6 @@ class Campaign:
         )
 
     def _wait(self, what: Callable[[], object], seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not what() and time.monotonic() < end:
+        deadline = patience.Deadline(seconds)
+        while not what() and not deadline.over():
             time.sleep(0.1)

@@ -2,18 +2,21 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import patience
 from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, tag_of
 
 PROGRAM = Path(__file__).parent / "program.py"
+DEADLINES = ("measure.deadline_floor_s", "measure.run_limit_s", "launcher.heartbeat_s", "launcher.grace_s")
+"""Options of a sweep that a slow machine may pass where nothing is wrong: tests give them for an idle one."""
 
 
 @dataclass
@@ -21,32 +24,53 @@ class Bench:
     """A folder with sweeps, and the ultrabench that runs them."""
 
     folder: Path
+    slowness: float = field(default_factory=patience.slowness)
+    """It stays the same, so that the same command again is the same sweep."""
+    started: list[patience.Process] = field(default_factory=list)
 
     @property
     def witness(self) -> Path:
         return self.folder / "witness.txt"
 
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "ultrabench.cli.main", *words]
+        return [sys.executable, "-m", "ultrabench.cli.main", *(self._scaled(word) for word in words)]
+
+    def _scaled(self, word: str) -> str:
+        name, _, value = word.partition("=")
+        return f"{name}={float(value) * self.slowness:.1f}" if name in DEADLINES else word
+
+    def environment(self) -> dict[str, str]:
+        """Ours; a step of the program lasts longer where what a test does meanwhile takes longer."""
+        step_s = os.environ.get("STEP_S")
+        return {**os.environ, **({"STEP_S": f"{float(step_s) * self.slowness:.4f}"} if step_s else {})}
+
+    def done(self, *words: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
+        """Both outputs and the exit code of a command."""
+        return patience.run(self.command(*words), seconds, cwd=self.folder, env=self.environment())
 
     def run(self, *words: str, code: int | None = 0, timeout: float = 240) -> str:
-        done = subprocess.run(
-            self.command(*words), cwd=self.folder, capture_output=True, text=True, timeout=timeout
-        )
+        done = self.done(*words, seconds=timeout)
         if code is not None:
             assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str) -> patience.Process:
         # A test run in the background ignores Ctrl-C and hang-ups, and what it starts would inherit that.
-        return subprocess.Popen(
-            ["env", "--default-signal=INT,HUP", *self.command(*words)],
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        command = ["env", "--default-signal=INT,HUP", *self.command(*words)]
+        self.started.append(
+            patience.Process(
+                command, cwd=self.folder, env=self.environment(), stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            )
+        )  # fmt: skip
+        return self.started[-1]
+
+    def close(self) -> None:
+        """Ends launchers that a failed test has left."""
+        for process in self.started:
+            if process.returncode is None:
+                process.kill()
+                process.communicate()
 
     def overrides(self, behaviour: str, *more: str) -> list[str]:
         """A sweep of the misbehaving program."""
@@ -64,6 +88,14 @@ class Bench:
         self.run("collect", "t")
         table = pq.read_table(self.folder / "results/t/runs.parquet")
         return [row for row in table.to_pylist() if row["attempt"] is not None]
+
+    def journal(self) -> str:
+        """All journal lines."""
+        return "".join(p.read_text() for p in sorted(self.folder.glob("results/t/journal/*.jsonl")))
+
+    def measuring(self) -> bool:
+        """Whether some run has come to its measured steps."""
+        return '"name":"measure"' in self.journal()
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.run("sweep", "status", "t", "--json"))
@@ -87,10 +119,7 @@ class Bench:
         return {p.name for p in self.folder.glob("results/*/allocations/*")}
 
     def wait_for(self, what: Any, seconds: float = 60.0) -> None:
-        end = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.05)
+        patience.wait_until(what, seconds, lambda: "\n".join(["what still runs:", *self.leftovers()]))
 
 
 @pytest.fixture
@@ -98,4 +127,10 @@ def bench(tmp_path: Path) -> Any:
     made = Bench(tmp_path)
     os.environ.pop(TAG_VARIABLE, None)
     yield made
-    assert made.leftovers() == []
+    made.close()
+    try:
+        made.wait_for(lambda: made.leftovers() == [], 10)
+    except AssertionError:
+        for line in made.leftovers():  # they would disturb the next test
+            os.kill(int(line.split()[0]), signal.SIGKILL)
+        raise

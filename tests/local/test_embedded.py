@@ -65,19 +65,14 @@ def test_a_rank_killed_from_outside_is_a_crash_that_says_so(bench):
         "measure.min_steps=400",
     ]  # fmt: skip
     launcher = bench.start("sweep", "launch", *words)
-    bench.wait_for(lambda: _measuring(bench))
+    bench.wait_for(bench.measuring)
     os.kill(_ranks(bench)[-1], signal.SIGKILL)
-    bench.wait_for(lambda: bench.status()["by_status"].get("crash"))
+    bench.wait_for(lambda: '"status":"crash"' in bench.journal())
     bench.run("sweep", "cancel", "t")
     launcher.communicate(timeout=30)
     crashed = [r for r in bench.rows() if r["status"] == "crash"]
     assert len(crashed) == 1
     assert "killed by SIGKILL, which ultrabench did not send" in crashed[0]["reason"]
-
-
-def _measuring(bench):
-    running = bench.status()["running"] if (bench.folder / "results/t/plan.parquet").exists() else []
-    return any(r["phase"] == "measure" for r in running)
 
 
 def _ranks(bench):
@@ -101,7 +96,7 @@ def test_an_agent_killed_from_outside_takes_its_ranks_along_and_the_run_is_made_
         "sweep.zero_stage=[0,1]", "measure.max_steps=60", "measure.min_steps=60",
     ]  # fmt: skip
     launcher = bench.start("sweep", "launch", *words)
-    bench.wait_for(lambda: _measuring(bench))
+    bench.wait_for(bench.measuring)
     agents = [
         pid
         for pid in own_processes()

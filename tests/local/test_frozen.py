@@ -63,7 +63,7 @@ def test_a_job_that_is_suspended_and_resumed_goes_on(bench, monkeypatch):
             os.kill(pid, number)
         if wait_s:
             os.kill(launcher.pid, number)  # a launcher would end agents that do not move
-            time.sleep(wait_s)
+            time.sleep(wait_s * bench.slowness)
     launcher.send_signal(signal.SIGCONT)
     output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, output

@@ -22,11 +22,6 @@ def hung(bench):
     return row, told
 
 
-def measuring(bench):
-    journals = [path.read_text() for path in bench.folder.glob("results/t/journal/agent-*.jsonl")]
-    return any('"name":"measure"' in text for text in journals)
-
-
 def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
     words = [
         "model=tiny", "name=t", "sweep.gbs=8", "sweep.seq_len=32", "sweep.nodes=1", "sweep.tp=1",
@@ -36,7 +31,7 @@ def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
         "retry.backoff_s=0",
     ]  # fmt: skip
     launcher = bench.start("sweep", "launch", *words)
-    bench.wait_for(lambda: measuring(bench))
+    bench.wait_for(bench.measuring)
     os.kill(_ranks(bench)[-1], signal.SIGSTOP)
     output, _ = launcher.communicate(timeout=200)
     assert launcher.returncode == 0, output

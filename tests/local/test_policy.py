@@ -1,7 +1,5 @@
 """A sweep whose runs all fail in the same way is stopped, and says why."""
 
-import subprocess
-
 import pytest
 
 pytestmark = pytest.mark.local
@@ -12,9 +10,7 @@ def test_the_breaker_stops_a_sweep_and_a_new_launch_goes_on(bench):
             "launcher.pack=1")  # fmt: skip
     words = ["sweep", "launch", *bench.overrides("raise", *axes), "retry.breaker=3"]
     for executed in (3, 6):
-        done = subprocess.run(
-            bench.command(*words), cwd=bench.folder, capture_output=True, text=True, timeout=120
-        )
+        done = bench.done(*words)
         assert done.returncode == 1
         assert "the last 3 runs all ended as crash in the same way" in done.stderr
         assert "planted error" in done.stderr

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import subprocess
 
 import pytest
 
@@ -42,20 +41,12 @@ def test_both_stages_leave_a_trace_and_a_summary_after_the_measured_steps(bench)
         with gzip.open(bench.folder / seen["folder"] / "trace.json.gz") as file:
             assert len(json.load(file)["traceEvents"]) > 100
     assert "exposed communication" in bench.run("sweep", "show", row["run_id"])
-    again = subprocess.run(
-        bench.command("sweep", "launch", *PIPELINE),
-        cwd=bench.folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    again = bench.done("sweep", "launch", *PIPELINE)
+    assert again.returncode == 0
     assert "profile=true, but all is measured" in again.stderr
 
 
 def test_a_program_of_the_users_has_its_own_profiler(bench):
-    done = subprocess.run(
-        bench.command("sweep", "launch", *bench.overrides("ok", "profile=true")),
-        cwd=bench.folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = bench.done("sweep", "launch", *bench.overrides("ok", "profile=true"))
     assert done.returncode == 2
     assert "kernel=command" in done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_layouts import spec_of
 
+from tests.patience import Deadline
 from ultrabench.kernel.check_spec import TINY
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.measure import Measure
@@ -82,9 +83,9 @@ def run_ranks(task: Task, folder: Path, command: Sequence[str] = WORKER) -> tupl
         )
         for rank in range(world_size)
     ]
-    deadline = time.monotonic() + 60
+    deadline = Deadline(60)
     while any(rank.poll() is None for rank in ranks):
-        assert time.monotonic() < deadline, [lines_of(report) for report in reports]
+        assert not deadline.over(), [lines_of(report) for report in reports]
         for line in lines_of(reports[0]):
             if line["event"] == "store" and not (folder / "port").exists():
                 (folder / "port.new").write_text(str(line["port"]))

@@ -1,16 +1,15 @@
 """One real Slurm of simulated nodes for the session, and the proof that every test leaves it clean."""
 
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests import patience
 from tests.slurm.sweeps import SlurmBench
 from ultrabench.processes import TAG_VARIABLE
 
@@ -27,7 +26,7 @@ class Cluster:
     def tool(self, verb: str, *words: str, code: int = 0) -> str:
         """Output of slurm_cluster.py for this cluster; skips the test where it cannot work here."""
         command = [sys.executable, str(TOOL), verb, f"--dir={self.folder}", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = patience.run(command)
         if verb == "up" and done.returncode == 2 != code:
             pytest.skip(done.stderr.strip().splitlines()[-1])
         assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -37,7 +36,7 @@ class Cluster:
         """Output of a Slurm command."""
         # SLURM_CONF on the command line: another cluster's is in our environment.
         command = ["env", f"SLURM_CONF={self.folder}/slurm.conf", *words]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=timeout)
+        done = patience.run(command, timeout, cwd=self.folder)
         if code is not None:
             assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -56,10 +55,7 @@ class Cluster:
         return set(self.nodes().values()) == {"idle"} and not self.jobs()
 
     def wait_for(self, what: Callable[[], object], seconds: float = 30.0) -> None:
-        end = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < end, f"waited in vain; nodes {self.nodes()}, jobs {self.jobs()}"
-            time.sleep(0.1)
+        patience.wait_until(what, seconds, lambda: f"nodes {self.nodes()}, jobs {self.jobs()}")
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,12 @@
 
 import os
 import stat
-import subprocess
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import patience
 from tests.local.conftest import Bench
 
 MANY = ("sweep.nodes=[1,2,4]", "sweep.gbs=32", "sweep.zero_stage=[0,1,2,3]", "sweep.mbs=[1,2,4,8]",
@@ -23,18 +23,6 @@ class SlurmBench(Bench):
     """A folder with sweeps on a Slurm; `path` comes before PATH of what is started."""
 
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    launchers: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        self.launchers.append(super().start(*words))
-        return self.launchers[-1]
-
-    def close(self) -> None:
-        """Ends launchers that a failed test has left."""
-        for launcher in self.launchers:
-            if launcher.returncode is None:
-                launcher.kill()
-                launcher.communicate()
 
     def overrides(self, behaviour: str, *more: str) -> list[str]:
         return super().overrides(
@@ -55,10 +43,6 @@ class SlurmBench(Bench):
                         f'echo x >> $COUNT; N=$(wc -l < $COUNT)\n{script}\n')  # fmt: skip
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         os.environ["PATH"] = f"{folder}:{self.environ['PATH']}"
-
-    def journal(self) -> str:
-        """All journal lines."""
-        return "".join(p.read_text() for p in sorted(self.folder.glob("results/t/journal/*.jsonl")))
 
     def job_ids(self) -> list[str]:
         """Jobs of the sweep that Slurm still knows as queued or running."""
@@ -85,4 +69,4 @@ def in_files(folder: Path, text: str) -> list[str]:
 
 def slurm_says(*words: str) -> str:
     """Output of a Slurm command; empty while Slurm does not answer."""
-    return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
+    return patience.run([*words], 30).stdout

@@ -5,7 +5,7 @@ import pytest
 from tests.chaos.campaign import Campaign
 from tests.chaos.fault import EXPLAINS, INTERFERENCE, draw
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 
 def test_the_same_seed_draws_the_same_faults():

@@ -116,9 +116,7 @@ def test_other_sources_on_the_node(sweeps, tmp_path):
 def test_a_full_cluster_is_waited_for_and_told(sweeps, slurm):
     slurm.run("sbatch", "-N8", "--exclusive", "-o", "/dev/null", "--mem=100M", "--wrap", "sleep 60")
     slurm.wait_for(lambda: set(slurm.nodes().values()) == {"allocated"})
-    done = subprocess.run(
-        sweeps.command("doctor", *LITTLE, "--wait", "4"), cwd=sweeps.folder, capture_output=True, text=True
-    )
+    done = sweeps.done("doctor", *LITTLE, "--wait", "4")
     assert done.returncode == 1
     assert "waits (" in done.stderr
     assert "the cluster is busy" in done.stdout
@@ -148,9 +146,7 @@ def test_written_clusters_are_used(sweeps):
         script = sweeps.run("sweep", "plan", f"cluster={name}", "launcher=slurm", "--show-script")
         assert f"\n#SBATCH --partition={partition}\n" in script
         assert "\n#SBATCH --gres=gpu:h100:8\n" in script
-    assert "exists; give --force" in subprocess.run(
-        sweeps.command("doctor", "--write"), cwd=sweeps.folder, capture_output=True, text=True
-    ).stderr  # fmt: skip
+    assert "exists; give --force" in sweeps.done("doctor", "--write").stderr
     assert doctor(sweeps, "cluster=mine-debug", "sweep.nodes=[1]")["partition"]["told"].startswith(
         "debug: UP"
     )

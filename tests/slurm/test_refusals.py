@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 
 import pytest
 
@@ -14,10 +13,7 @@ pytestmark = pytest.mark.slurm
 
 def refused(sweeps: SlurmBench, *words: str, code: int) -> str:
     """What a launch says that must not come about."""
-    done = subprocess.run(
-        sweeps.command(*words), cwd=sweeps.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
+    done = sweeps.done(*words)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr.strip().splitlines()[-1]
@@ -76,10 +72,14 @@ def test_nobody_to_ask_and_no_budget(sweeps):
 
 
 def test_the_budget_ends_a_sweep_and_a_larger_one_goes_on(sweeps):
-    words = sweeps.launch("fine", *FEW)
-    price = 0.006
-    output = refused(sweeps, *words[:-1], f"{price}", code=1)
-    assert f"over --max-gpu-hours {price:g}" in output
+    words = sweeps.launch("fine", *FEW, "launcher.pack=1")
+    plan = json.loads(sweeps.run("sweep", "plan", *words[2:-2], "--json"))
+    budget = (
+        f"{0.12 * plan['predicted_gpu_hours']:.3g}"  # enough for a job of one node, and not for one of two
+    )
+    stopped = sweeps.done(*words[:-1], budget)
+    assert stopped.returncode == 1, stopped.stderr
+    assert f"over the {budget} that may be used" in stopped.stderr
     rows = sweeps.rows()
     assert 0 < len(rows) < 10
     sweeps.run(*words)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -79,9 +78,8 @@ def _collected(sweeps: SlurmBench) -> str:
 
 def test_detach_leaves_and_resume_goes_on(sweeps, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.05")
-    started = time.monotonic()
     sweeps.run(*sweeps.launch("fine", *FEW), "--detach")
-    assert time.monotonic() - started < 30
+    assert len(sweeps.executions()) < 10, "it followed the sweep to its end"
     assert sweeps.journal().count('"event":"submitted"') >= 2
     output = sweeps.run("sweep", "resume", "t")
     assert "best so far" in output
@@ -89,7 +87,7 @@ def test_detach_leaves_and_resume_goes_on(sweeps, monkeypatch):
 
 
 def test_a_killed_launcher_is_followed_by_another_and_two_at_once_know_of_each_other(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.4")  # a launcher takes 20 s to start on a loaded machine
+    monkeypatch.setenv("STEP_S", "0.2")
     words = sweeps.launch("fine", *FEW)
     first = sweeps.start(*words)
     sweeps.wait_for(lambda: sweeps.executions())

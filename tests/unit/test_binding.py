@@ -1,9 +1,9 @@
 import os
 import sys
-import time
 
 import pytest
 
+from tests.patience import wait_until
 from ultrabench.agent import forks
 from ultrabench.agent.binding import cpu_list, cpu_text, gpu_bus_ids, rank_cpus
 from ultrabench.agent.forks import Exit, ForkServer, Programs
@@ -96,10 +96,8 @@ TELL = "import os; print(sorted(os.sched_getaffinity(0)))"
 
 
 def wait_for_exits(ranks, count):
-    found, end = [], time.monotonic() + 30
-    while len(found) < count and time.monotonic() < end:
-        found += ranks.exits()
-        time.sleep(0.01)
+    found = []
+    wait_until(lambda: found.extend(ranks.exits()) or len(found) >= count, 30)
     return sorted(found, key=lambda e: e.rank)
 
 

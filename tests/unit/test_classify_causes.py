@@ -3,8 +3,10 @@
 import pytest
 
 from tests.unit.test_classify import HANG, PEER, TIMEOUT, failing, judged, killed, ok
-from ultrabench.agent.gathering import RankStory
+from ultrabench.agent.gathering import Gathering, RankStory
+from ultrabench.agent.lead import failure_of
 
+DONE = ok(done={"event": "done"})
 HOSTS = ("gpu01", "gpu02", "gpu03", "gpu04")
 GONE = "the agent of node 2 (gpu03) is gone"
 NAMES_A_PEER = (
@@ -46,3 +48,21 @@ def naming(own, peer):
 def test_causes_and_suspects(ranks, words, status, cause, suspects):
     found = judged(*ranks, hosts=HOSTS, **words)
     assert (found.status, found.cause, list(found.suspects)) == (status, cause, suspects), found.reason
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([killed(), RankStory(code=1, tail="ImportError: no gloo\n"), killed()], "rank 1: ImportError: no gloo"),
+        ([killed(), RankStory(code=-9), killed()],
+         "rank 1: killed by SIGKILL, which ultrabench did not send: (empty log)"),
+        ([PEER, DONE, failing("oom", "MemoryError", failed_at=9.0)], "rank 2: MemoryError"),
+        ([DONE, RankStory(code=0, phase="join")], "rank 1: exited with code 0 in phase join while others went on"),
+        ([DONE, killed(phase="join")], "rank 1 ended with code -9 in phase join: (empty log)"),
+        ([DONE, DONE], None),
+    ],
+)  # fmt: skip
+def test_a_preflight_tells_of_the_rank_that_failed_and_not_of_those_that_waited_for_it(ranks, told):
+    gathering = Gathering(len(ranks))
+    gathering.ranks = ranks
+    assert failure_of(gathering) == told

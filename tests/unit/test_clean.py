@@ -12,6 +12,7 @@ from textwrap import dedent
 
 import pytest
 
+from tests.patience import Deadline, wait_until
 from ultrabench.agent.leftovers import SHARED_MEMORY, Leftovers
 from ultrabench.processes import alive, start_time
 
@@ -45,11 +46,8 @@ class OneNode:
 
     def wait_for(self, count: int) -> dict[int, int]:
         """Pids of so many processes of the run, with their start times."""
-        end = time.monotonic() + 20
-        while len(list(self.pids.iterdir())) < count:
-            assert time.monotonic() < end
-            assert self._process.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda: len(list(self.pids.iterdir())) >= count or self._process.poll() is not None, 20)
+        assert self._process.poll() is None
         return {int(p.name): start_time(int(p.name)) or 0 for p in self.pids.iterdir()}
 
     def ask(self, expression: str):
@@ -117,10 +115,7 @@ def test_children_that_fork_and_leave_all_the_time_end_for_good(one_node):
     )
     node.wait_for(1)
     folder = node.pids.parent
-    end = time.monotonic() + 20
-    while len(list(folder.glob("alive*"))) < 6:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: len(list(folder.glob("alive*"))) == 6, 20)
     server = node.ask("node._server.pid")
     assert node.ask("node.kill()")["left"] is None
     ended = time.time()
@@ -159,9 +154,9 @@ def test_a_report_that_ends_late_is_heard_before_the_exit(one_node):
         open(f"pids/{os.getpid()}", "w").close()
     """)
     node.wait_for(1)
-    heard, end = [], time.monotonic() + 30
+    heard, deadline = [], Deadline(30)
     while not heard or "code" not in heard[-1]:
-        assert time.monotonic() < end
+        assert not deadline.over()
         news = node.ask("node.news()")
         assert len(news) < 50_000
         heard += news

@@ -3,6 +3,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "ultrabench"
@@ -52,6 +53,17 @@ def test_functions_are_short(path):
             lines = node.end_lineno - node.lineno + 1
             lines -= doc.end_lineno - doc.lineno + 1 if doc else 0
             assert lines <= 45, f"{node.name} has {lines} lines without its docstring"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_default_that_a_page_tells_with_its_unit_is_that_of_the_configuration(page):
+    choices = {"measure": "measure/default", "launcher": "launcher/slurm", "retry": "retry/default"}
+    told = re.findall(
+        r"`(measure|launcher|retry)\.(\w+)`\s+\(([\d.]+) (?:s|MiB)\)", page.read_text(encoding="utf-8")
+    )
+    for group, key, number in told:
+        text = (ROOT / f"configs/{choices[group]}.yaml").read_text(encoding="utf-8")
+        assert float(yaml.safe_load(text)[key]) == float(number), f"{group}.{key}"
 
 
 def anchors(page):

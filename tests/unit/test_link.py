@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 
+from tests.patience import slowness
 from ultrabench.agent.link import HELLO_BYTES, Meeting, call_leader, wait_readable
 from ultrabench.errors import ClusterError
 
@@ -71,10 +72,10 @@ def test_a_stranger_costs_nobody_anything(tmp_path, words):
     leader = Gathered(tmp_path)
     strangers = [leader.call(words) for _ in range(3)]
     time.sleep(0.3)
-    peers = [call_leader(leader.file, {"node": n, "host": f"n{n}"}, SECRET, 10.0) for n in (1, 2)]
-    leader.join(10.0)
+    peers = [call_leader(leader.file, {"node": n, "host": f"n{n}"}, SECRET, 60.0) for n in (1, 2)]
+    leader.join(60.0)
     assert sorted(leader.lines) == [1, 2]
-    assert max(b - a for a, b in zip(leader.beats, leader.beats[1:], strict=False)) < 2.0
+    assert max(b - a for a, b in zip(leader.beats, leader.beats[1:], strict=False)) < 2.0 * slowness()
     for line in (*strangers, *peers, *leader.lines.values()):
         line.close()
 
@@ -85,7 +86,7 @@ def test_a_hello_may_come_in_pieces_and_the_first_of_a_node_stays(tmp_path):
     with closing(leader.call(words[:5], words[5:30], words[30:], pause_s=0.2)) as first:
         time.sleep(0.2)
         with closing(leader.call(hello(1, mark="second"))) as second, closing(leader.call(hello(2))):
-            leader.join(10.0)
+            leader.join(60.0)
             assert sorted(leader.lines) == [1, 2]
             second.settimeout(10.0)
             assert second.recv(1) == b""
@@ -102,7 +103,7 @@ def test_a_hello_may_come_in_pieces_and_the_first_of_a_node_stays(tmp_path):
 def test_nobody_can_call_when_all_have_come(tmp_path):
     leader = Gathered(tmp_path, nodes=2)
     with closing(leader.call(hello(1))):
-        leader.join(10.0)
+        leader.join(60.0)
         with pytest.raises(ConnectionRefusedError):
             leader.call()
     leader.lines[1].close()
@@ -111,5 +112,5 @@ def test_nobody_can_call_when_all_have_come(tmp_path):
 def test_who_does_not_come_is_named(tmp_path):
     leader = Gathered(tmp_path, patience_s=0.5)
     with closing(leader.call(hello(2))):
-        leader.join(10.0)
+        leader.join(60.0)
     assert str(leader.error) == "agents of nodes [1] did not come within 0.5 s"

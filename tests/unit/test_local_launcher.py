@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.patience import slowness, wait_until
 from ultrabench.folder import SweepFolder
 from ultrabench.launchers import local
 from ultrabench.launchers.launcher import origin
@@ -48,7 +49,7 @@ def start():
 @pytest.fixture
 def launcher(folder, monkeypatch):
     monkeypatch.setattr(local, "GRACE_S", GRACE_S)
-    monkeypatch.setattr(local, "STOP_PATIENCE_S", 0.1)
+    monkeypatch.setattr(local, "STOP_PATIENCE_S", 0.1 * slowness())
     return LocalLauncher(folder)
 
 
@@ -57,12 +58,7 @@ def held(*names, **words):
 
 
 def gone_within(launcher, allocations, seconds=3.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        sight = launcher.look(allocations)
-        if sight.gone:
-            return sight
-        time.sleep(0.02)
+    wait_until(lambda: launcher.look(allocations).gone, seconds)
     return launcher.look(allocations)
 
 

@@ -313,11 +313,13 @@ def test_allocations_that_only_measure_their_control_are_stopped(sweep):
     assert set(statuses(sweep).values()) == {Status.OK}
 
 
-@pytest.mark.parametrize("max_jobs", [1, 4])
-def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs):
+@pytest.mark.parametrize(("max_jobs", "log"), [(1, "submitit/7_1_log.err"), (4, "job.log")])
+def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
     def play(allocation):
         Agents(sweep, allocation.name).start().end("crashed")
-        (allocation.folder / "job.log").write_text("first\nImportError: no module x\n\n")
+        (allocation.folder / "submitit").mkdir()
+        (allocation.folder / "submitit/7_0_log.err").touch()
+        (allocation.folder / log).write_text("first\nImportError: no module x\n\n")
 
     launcher = Played(play, max_jobs)
     with pytest.raises(ClusterError) as stopped:
@@ -325,6 +327,7 @@ def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs):
     assert str(stopped.value).startswith(
         "3 allocations in a row ended without running anything (crashed; its log ends: ImportError: no module x"
     )
+    assert str(stopped.value).endswith(f"; see {launcher.taken[-1].folder}/{log}, then launch again")
     assert len(launcher.taken) == MOST_BARREN
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import slowness, wait_until
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm_command import CommandError, ask
 from ultrabench.launchers.slurm_job import collapse, duration_s, find, sacct_jobs, squeue_jobs
@@ -189,15 +190,12 @@ def test_nonsense_is_a_failure_not_an_empty_queue(slurm, query, clock, text):
 
 def test_a_program_that_hangs_is_killed_with_its_children(slurm, clock, tmp_path):
     slurm.program("squeue", f"sleep 60 & echo $! > {tmp_path}/child; wait")
-    query = SlurmQuery("1000", timeout_s=0.2, clock=clock)
+    query = SlurmQuery("1000", timeout_s=0.2 * slowness(), clock=clock)
     begun = time.monotonic()
     assert query.jobs("ub-") is None
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 30
     child = int((tmp_path / "child").read_text())
-    end = time.monotonic() + 3
-    while _runs(child) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not _runs(child)
+    wait_until(lambda: not _runs(child), 3)
 
 
 def _runs(pid: int) -> bool:
