@@ -19,6 +19,9 @@ KINDS = ("embedded", "command", "probe")
 STEP_TIMES = ("seconds", "milliseconds", "tokens_per_s_per_gpu")
 """How a line of a log may tell how long a step took."""
 
+_IMPORT = re.compile(r"^\s*(?:from|import)\s+ultrabench\.([\w.]+)(?:\s+import\s+(\w+))?", re.MULTILINE)
+"""An import of a module of this package: its path, and the first name that is taken from it."""
+
 CODE_SUFFIXES = frozenset({".py", ".sh", ".yaml", ".yml", ".toml", ".json"})
 
 
@@ -70,20 +73,33 @@ class KernelChoice:
     def digest(self) -> str:
         """First 16 hex digits of a hash of the code that runs.
 
-        The sources of the kernel room, or the command's words and the content of every program
+        The sources that a rank of ours imports, or the command's words and the content of every program
         and configuration file among them (by their suffix: a log or a data file may change).
         """
         seen = hashlib.sha256()
         if self.kind != "command":
-            room = Path(ultrabench.__file__).parent / "kernel"
-            for path in sorted(room.glob("*.py")):
-                seen.update(path.name.encode() + b"\0" + path.read_bytes())
+            root = Path(ultrabench.__file__).parent
+            for path in rank_sources(root):
+                seen.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
         for word in self.command:
             seen.update(word.encode() + b"\0")
             for name in (word, word.partition("=")[2]):  # a file may be the value of an option
                 if Path(name).suffix in CODE_SUFFIXES and Path(name).is_file():
                     seen.update(Path(name).read_bytes())
         return seen.hexdigest()[:16]
+
+
+def rank_sources(root: Path) -> list[Path]:
+    """The files of the package at `root` that a rank imports: those of the kernel, and what these import in turn."""
+    left, found = [*(root / "kernel").rglob("*.py")], set[Path]()
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            for module, name in _IMPORT.findall(path.read_text()):
+                place = root.joinpath(*module.split("."))
+                left += [p for p in (place.with_suffix(".py"), place / f"{name}.py") if p.is_file()]
+    return sorted(found)
 
 
 def _require_pattern(text: str) -> None:
