@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ultrabench.allocation import Allocation
-from ultrabench.launchers.prepare import OpenSweep, rank_threads
+from ultrabench.launchers.open_sweep import OpenSweep, rank_threads
 from ultrabench.run import Task
 from ultrabench.sweep.control import Cell, cell_of
 from ultrabench.sweep.decide import Todo

@@ -1,18 +1,13 @@
-"""What a follower needs of a launcher: submit allocations, see what became of them, end them."""
+"""What a reconciler needs of a launcher: submit allocations, see what became of them, end them."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from ultrabench.allocation import Allocation
+from ultrabench.jobs_seen import Job, JobsSeen
 from ultrabench.processes import own_name, pid_namespace
-from ultrabench.result import Status
 from ultrabench.state import AllocationState
-
-Job = dict[str, Any]
-"""How to find an allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
-
 
 Origin = dict[str, str]
 """Who submits allocations and where from: {user, cluster, host}; cluster is empty for local processes."""
@@ -39,48 +34,6 @@ def sees(own: Origin, by: Mapping[str, str]) -> bool:
 
 _FIRST_NAMESPACE = 0xEFFFFFFC
 """Inode of the PID namespace of a host outside all containers (PROC_PID_INIT_INO of Linux)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gone:
-    """An allocation is over, by the word of whoever ran it."""
-
-    status: Status
-    """Of attempts it had claimed and did not finish."""
-    reason: str
-    elapsed_s: float | None = None
-    """How long it held its nodes; None where nobody knows."""
-    certain: bool = False
-    """True when the processes themselves were found gone; False when only a batch system says so."""
-
-    @property
-    def cause(self) -> str | None:
-        """What failed, where the status leaves no doubt."""
-        causes = {Status.OOM: "host_oom", Status.PREEMPTED: "preempted", Status.NODE_FAIL: "node_failure"}
-        return causes.get(self.status)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sighting:
-    """What became of allocations."""
-
-    alive: frozenset[str] = frozenset()
-    """Queued or running, or not known to be over."""
-    queued: frozenset[str] = frozenset()
-    """Those of them that surely hold no nodes."""
-    running: frozenset[str] = frozenset()
-    """Those of them whose processes run, so that their agents should show signs of life."""
-    leaving: frozenset[str] = frozenset()
-    """Ended by the word of their agents, but still on their nodes."""
-    gone: dict[str, Gone] = field(default_factory=dict)
-    held_s: dict[str, float] = field(default_factory=dict)
-    """Seconds for which those that run have held their nodes, setup included."""
-    timed: dict[str, float] = field(default_factory=dict)
-    """Seconds that ended allocations held their nodes, where the journal does not say so yet."""
-    jobs: dict[str, Job] = field(default_factory=dict)
-    """Where the living were found."""
-    notes: tuple[str, ...] = ()
-    """What a person should know or do: why jobs wait, what does not answer."""
 
 
 class Launcher(Protocol):
@@ -114,7 +67,7 @@ class Launcher(Protocol):
             ClusterError: it cannot be done; whether some were submitted is for `look` to find out.
         """
 
-    def look(self, allocations: Mapping[str, AllocationState]) -> Sighting:
+    def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         """What became of `allocations` (of those that have ended, only what lives again)."""
 
     def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
-from ultrabench.launchers.launcher import Gone, Job, Sighting, origin
+from ultrabench.jobs_seen import Job, JobEnd, JobsSeen
+from ultrabench.launchers.launcher import origin
 from ultrabench.presence import touched
 from ultrabench.processes import (
     clean_up_after_the_dead,
@@ -76,7 +77,7 @@ class LocalLauncher:
         pid = int(done.stdout.split()[-1])
         return {"host": socket.gethostname(), "pid": pid, "start_time": start_time(pid)}
 
-    def look(self, allocations: Mapping[str, AllocationState]) -> Sighting:
+    def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         """Allocations are alive while they have a process on this host, and a moment longer.
 
         Command lines are looked at, not remembered pids: that holds whenever a launcher died, and
@@ -90,7 +91,7 @@ class LocalLauncher:
         self._missing = {n: self._missing.get(n, now) for n in unended if n not in found}
         lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
         gone = {
-            n: Gone(
+            n: JobEnd(
                 status=Status.LOST, reason=f"the agents of {n} vanished", certain=True,
                 elapsed_s=self.held_s(allocations[n]),
             )
@@ -100,7 +101,7 @@ class LocalLauncher:
             clean_up_after_the_dead()
         host = socket.gethostname()
         jobs: dict[str, Job] = {name: {"host": host} for name in found}
-        return Sighting(alive=frozenset(unended) - lost, running=frozenset(found), gone=gone, jobs=jobs)
+        return JobsSeen(alive=frozenset(unended) - lost, running=frozenset(found), ended_jobs=gone, jobs=jobs)
 
     def held_s(self, held: AllocationState) -> float:
         """Seconds from the moment an allocation was written to its latest sign of life."""

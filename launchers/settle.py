@@ -5,8 +5,9 @@ from collections.abc import Collection, Iterable
 from ultrabench.allocation import Allocation, read_allocation
 from ultrabench.claim import give_up, owner_of
 from ultrabench.errors import ClusterError, UltrabenchError, may_pass
-from ultrabench.launchers.launcher import Gone, Launcher
-from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.jobs_seen import JobEnd
+from ultrabench.launchers.launcher import Launcher
+from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, AttemptKey, Start, SweepState
@@ -51,7 +52,7 @@ class Settler:
             return False
         return True
 
-    def settle(self, held: AllocationState, gone: Gone | None, state: SweepState) -> None:
+    def settle(self, held: AllocationState, gone: JobEnd | None, state: SweepState) -> None:
         """Settles an allocation that is over.
 
         Args:
@@ -63,7 +64,7 @@ class Settler:
         """
         name = held.name
         owned = [key for key in held.tasks if self._owned(key, name, state)]
-        end = gone or Gone(status=Status.LOST, reason=f"the agents of {name} ended ({held.ended})")
+        end = gone or JobEnd(status=Status.LOST, reason=f"the agents of {name} ended ({held.ended})")
         self._lose(owned, state, name, end)
         if gone is not None:
             self._tell_end(held, gone.reason, gone.elapsed_s)
@@ -109,7 +110,7 @@ class Settler:
                         self.plan(allocation)
                         continue
             reason = f"allocation {name} had claimed this run and ended without a result"
-            self._lose([key], state, name, Gone(status=Status.LOST, reason=reason))
+            self._lose([key], state, name, JobEnd(status=Status.LOST, reason=reason))
         return found
 
     def _owned(self, key: AttemptKey, name: str, state: SweepState) -> bool:
@@ -119,7 +120,7 @@ class Settler:
             return attempt.allocation == name
         return owner_of(self._claims, str(key)) == name
 
-    def _lose(self, keys: Collection[AttemptKey], state: SweepState, name: str, end: Gone) -> None:
+    def _lose(self, keys: Collection[AttemptKey], state: SweepState, name: str, end: JobEnd) -> None:
         for key in keys:
             attempt = state.attempts.get(key)
             if attempt is None or attempt.result is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.launchers.allocate import allocations
-from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.state import SweepState
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.decide import decide

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.small_slurm import SmallJob, SmallSlurm
+from ultrabench.jobs_seen import JobsSeen
 from ultrabench.journal import JournalWriter, read_journal
-from ultrabench.launchers.launcher import Sighting
-from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.state import SweepState, fold
 
 WHOLE = 99
@@ -36,7 +36,7 @@ class Process:
     seq: int = 0
     """Lines it had written before them."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """Of a launcher: what its follower remembers from one look to the next."""
+    """Of a launcher: what its reconciler remembers from one look to the next."""
     over: bool = False
 
 
@@ -154,12 +154,12 @@ class TapedSlurm(SmallSlurm):
             lambda: SmallSlurm.submit(self, allocations, avoid, say), word="submits", wait=True
         )
 
-    def look(self, allocations):  # type: ignore[no-untyped-def]
+    def observe(self, allocations):  # type: ignore[no-untyped-def]
         asked = {name: bool(held.agents) for name, held in allocations.items()}
 
-        def take() -> Sighting:
-            # Of what was read before, a follower uses no more than this once it has looked.
+        def take() -> JobsSeen:
+            # Of what was read before, a reconciler uses no more than this once it has looked.
             self._tape.known["state"] = sorted(asked.items())
-            return SmallSlurm.look(self, allocations)
+            return SmallSlurm.observe(self, allocations)
 
         return self._tape.step(take, word="looks", kind="look")

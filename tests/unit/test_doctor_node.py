@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.checkup_folder import CheckupFolder, checkup_folder
-from ultrabench.launchers.checkup_job import Seen, checkup_script
-from ultrabench.launchers.cluster_file import cluster_files, write_cluster_files
-from ultrabench.launchers.node_checks import (
+from ultrabench.launchers.doctor.checkup_folder import CheckupFolder, checkup_folder
+from ultrabench.launchers.doctor.checkup_job import Seen, checkup_script
+from ultrabench.launchers.doctor.cluster_file import cluster_files, write_cluster_files
+from ultrabench.launchers.doctor.node_checks import (
     Origin,
     check_clock,
     check_devices,
@@ -18,9 +18,9 @@ from ultrabench.launchers.node_checks import (
     check_room,
     check_torch,
 )
-from ultrabench.launchers.slurm_accounts import Accounts, Association
-from ultrabench.launchers.slurm_limits import Limits
-from ultrabench.launchers.slurm_partition import Partition
+from ultrabench.launchers.slurm.accounts import Accounts, Association
+from ultrabench.launchers.slurm.limits import Limits
+from ultrabench.launchers.slurm.partition import Partition
 from ultrabench.sweep.config import load_config
 
 H100 = load_config(["hardware=h100x8"]).hardware

@@ -5,9 +5,9 @@ import getpass
 import pytest
 
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.slurm_command import CommandError
-from ultrabench.launchers.slurm_limits import read_limits
-from ultrabench.launchers.slurm_partition import partitions
+from ultrabench.launchers.slurm.command import CommandError
+from ultrabench.launchers.slurm.limits import read_limits
+from ultrabench.launchers.slurm.partition import partitions
 
 CONFIG = """Configuration data as of 2026-11-21T09:18:27
 AccountingStorageEnforce = associations,limits,qos

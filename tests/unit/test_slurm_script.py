@@ -15,7 +15,7 @@ from tests.unit.allocations import CONFIG, drafts_of, open_sweep, with_launcher
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
 from ultrabench.launchers.allocate import allocations
-from ultrabench.launchers.slurm_script import array_name, array_script, job_prefix, require_plain
+from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix, require_plain
 from ultrabench.record import from_dict, to_dict
 
 NASTY = ["a b", "a'b", 'a"b', "a;touch PWNED", "$(touch PWNED)", "`touch PWNED`", "$HOME", "a\\b", "a\\", "#c", "a #c",

@@ -27,7 +27,7 @@ from ultrabench.allocation import Allocation
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalReader, JournalWriter, read_journal
 from ultrabench.kernel_choice import KernelChoice
-from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.result import Status
 from ultrabench.state import fold
 from ultrabench.sweep.plan import make_plan
@@ -65,8 +65,8 @@ def stage(monkeypatch, request):
         clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 0.0)
         names = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=made.current))
         monkeypatch.setattr("ultrabench.journal.time", SimpleNamespace(time=lambda: 0.0))
-        monkeypatch.setattr("ultrabench.launchers.follow.time", clock)
-        monkeypatch.setattr("ultrabench.launchers.follow.uuid", names)
+        monkeypatch.setattr("ultrabench.launchers.reconcile.time", clock)
+        monkeypatch.setattr("ultrabench.launchers.reconcile.uuid", names)
         monkeypatch.setattr("ultrabench.launchers.allocate.uuid", names)
         monkeypatch.setattr("ultrabench.launchers.settle.owner_of", made.owner_of)
         monkeypatch.setattr("ultrabench.launchers.settle.give_up", made.give_up)
@@ -175,7 +175,7 @@ def test_a_claim_that_everybody_wins_is_found_out(stage):
 
 
 def test_a_launcher_that_does_not_look_for_lost_answers_is_found_out(stage, monkeypatch):
-    known = "ultrabench.launchers.follow.open_allocations"
+    known = "ultrabench.launchers.reconcile.open_allocations"
     monkeypatch.setattr(
         known, lambda state: [n for n, a in state.allocations.items() if not a.ended and a.job]
     )
@@ -226,7 +226,7 @@ def test_a_launcher_that_passes_over_claims_it_cannot_read_is_found_out(stage, m
 
 
 def test_a_launcher_that_takes_what_it_does_not_see_for_dead_is_found_out(stage, monkeypatch):
-    monkeypatch.setattr("ultrabench.launchers.follow.sees", lambda own, by: True)
+    monkeypatch.setattr("ultrabench.launchers.reconcile.sees", lambda own, by: True)
     stage.stranger, stage.coarse, stage.most_kills = True, True, 0
     with pytest.raises(WrongError, match="has ended"):
         explore(stage)

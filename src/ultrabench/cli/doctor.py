@@ -35,6 +35,6 @@ def doctor(
     losses, a lack of memory, a published speed. Exit code: 1 when a check
     fails, 3 when Slurm cannot be asked.
     """
-    from ultrabench.cli.checkup import run_doctor
+    from ultrabench.cli.run_doctor import run_doctor
 
     raise typer.Exit(run_doctor(overrides or [], name if write else None, force, wait, deep, json_))

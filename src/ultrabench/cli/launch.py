@@ -20,11 +20,11 @@ from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
 from ultrabench.kernel_env import hide
-from ultrabench.launchers.acceptance import not_accepted
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.follow import Follower, interrupt, open_allocations
+from ultrabench.launchers.doctor.acceptance_file import not_accepted
 from ultrabench.launchers.launcher import Launcher, sees
-from ultrabench.launchers.prepare import OpenSweep, open_sweep
+from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
+from ultrabench.launchers.reconcile import Reconciler, interrupt, open_allocations
 from ultrabench.presence import living_launchers
 from ultrabench.result import ANSWERS, Status
 from ultrabench.state import AttemptKey, SweepState, fold
@@ -145,21 +145,21 @@ def follow(
     try:
         _handle(_terminate, instead_of=signal.SIG_DFL)  # nohup ignores SIGHUP, and so it stays
         with Display(config.name, planned) as display:
-            follower = Follower(sweep, launcher, display.show, max_gpu_hours, display.say)
-            follower.take_over(taken)
-            state = follower.once()[0] if detach else follower.run()
+            reconciler = Reconciler(sweep, launcher, display.show, max_gpu_hours, display.say)
+            reconciler.take_over(taken)
+            state = reconciler.once()[0] if detach else reconciler.run()
     except (KeyboardInterrupt, Terminated) as stop:
         return _interrupted(sweep, launcher, stop)
     _handle(signal.SIG_DFL, instead_of=_terminate)  # what is left takes a moment
-    if detach and follower.submitted:
-        return _left(sweep, follower.submitted)
+    if detach and reconciler.submitted:
+        return _left(sweep, reconciler.submitted)
     now = progress(config.name, planned, state)
     (console or out()).print(panel(now, busy=False))
-    if follower.stopped:
+    if reconciler.stopped:
         if state.cancelled and not launcher.outlives_us:
             interrupt(sweep, launcher)  # what was submitted while the cancel was being written
-        say(f"stopped: {follower.stopped}")
-        if follower.over_budget:
+        say(f"stopped: {reconciler.stopped}")
+        if reconciler.over_budget:
             say(f"go on with: {_with_larger_budget(sweep, state)}")
         return 1
     if Status.OK in now.by_status:

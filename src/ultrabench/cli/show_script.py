@@ -7,8 +7,8 @@ from ultrabench.cli.launch import folder_of
 from ultrabench.errors import ConfigError
 from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.launchers.allocate import allocations, shapes
-from ultrabench.launchers.prepare import OpenSweep
-from ultrabench.launchers.slurm_script import array_script
+from ultrabench.launchers.open_sweep import OpenSweep
+from ultrabench.launchers.slurm.script import array_script
 from ultrabench.state import SweepState
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.decide import next_step

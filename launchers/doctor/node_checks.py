@@ -6,8 +6,8 @@ from typing import Any
 import ultrabench
 from ultrabench import checkout
 from ultrabench.hardware import Hardware
-from ultrabench.launchers.check import Check, failed, passed, warned
-from ultrabench.launchers.checkup_job import Seen
+from ultrabench.launchers.doctor.check import Check, failed, passed, warned
+from ultrabench.launchers.doctor.checkup_job import Seen
 from ultrabench.sweep.config import SweepConfig
 
 GIB = 2**30

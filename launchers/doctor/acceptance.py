@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.acceptance import place, write_verdict
-from ultrabench.launchers.check import Check, failed
-from ultrabench.launchers.published import judge_speed, published
-from ultrabench.launchers.trial import Outcome, Say, Trials, variant
-from ultrabench.launchers.trial_verdict import judge_losses, judge_memory
+from ultrabench.launchers.doctor.acceptance_file import acceptance_folder, write_acceptance
+from ultrabench.launchers.doctor.acceptance_sweep import AcceptanceSweeps, Outcome, Say, variant
+from ultrabench.launchers.doctor.check import Check, failed, passed
+from ultrabench.launchers.doctor.published import check_speed, published
+from ultrabench.result import Status
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.control import SAFE_SHARE
 from ultrabench.sweep.cover import cover
+from ultrabench.sweep.losses import TOLERANCE
 from ultrabench.sweep.plan import Candidate, Plan, make_plan
 
 GPU_HOURS = 3.0
@@ -23,7 +24,7 @@ TOO_MUCH = 3.0
 """Times the memory of a rank by prediction: that cannot fit, however rough the prediction."""
 
 
-def accept(config: SweepConfig, say: Say) -> list[Check]:
+def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
     """The lines of the acceptance run, in order; doctor.json is written.
 
     Raises:
@@ -54,35 +55,35 @@ class _Acceptance:
     def __init__(self, config: SweepConfig, say: Say) -> None:
         self._config, self._hardware = config, config.hardware
         self._most = max(config.axes.nodes)
-        self._folder = place(config) / time.strftime("%Y%m%d-%H%M%S")
-        self._trials = Trials(GPU_HOURS, config.hardware.gpus_per_node, say)
+        self._folder = acceptance_folder(config) / time.strftime("%Y%m%d-%H%M%S")
+        self._sweeps = AcceptanceSweeps(GPU_HOURS, config.hardware.gpus_per_node, say)
         self._published = published(config)  # before anything has been spent
         self._layouts: Outcome | None = None
 
     def write(self, checks: Sequence[Check]) -> Path:
         """Writes doctor.json; its path."""
-        spent = GPU_HOURS - self._trials.left_gpu_hours
-        return write_verdict(self._config, checks, self._folder, spent)
+        spent = GPU_HOURS - self._sweeps.left_gpu_hours
+        return write_acceptance(self._config, checks, self._folder, spent)
 
     def same_loss(self) -> Check:
         """Every layout has the loss of one GPU."""
         mbs, batch = max(self._config.axes.mbs), self._config.workload.gbs
         alone = _replicas(1) | {"mbs": [mbs], "gas": [batch // mbs]}
-        one = self._trials.run(self._variant("one", alone, hardware={"gpus_per_node": 1}), _all)
-        self._layouts = self._trials.run(self._variant("layouts", {}), _differing)
-        return judge_losses(one, self._layouts)
+        one = self._sweeps.run(self._variant("one", alone, hardware={"gpus_per_node": 1}), _all)
+        self._layouts = self._sweeps.run(self._variant("layouts", {}), _differing)
+        return check_losses(one, self._layouts)
 
     def out_of_memory(self) -> Check:
         """What does not fit is told as such, and for sure."""
-        return judge_memory(self._trials.run(self._too_large(), _all))
+        return check_memory(self._sweeps.run(self._too_large(), _all))
 
     def speed(self) -> Check:
         """As fast as others were on this hardware, where that is known."""
         known = self._published
         if known is None:
-            return judge_speed(None, self._layouts)
+            return check_speed(None, self._layouts)
         config = self._variant("published", known.axes, models=[known.model])
-        return judge_speed(known, self._trials.run(config, known.choose))
+        return check_speed(known, self._sweeps.run(config, known.choose))
 
     def _variant(self, name: str, sweep: dict[str, Any], **groups: Any) -> SweepConfig:
         return variant(self._config, name, self._folder, sweep=sweep, **groups)
@@ -114,3 +115,38 @@ def _differing(plan: Plan) -> Sequence[Candidate]:
     fitting = [run for run in plan.runs if run.prediction.peak_mem_bytes <= limit]
     sizes = sorted({run.nodes for run in fitting})
     return [r for n in sizes for r in cover([f for f in fitting if f.nodes == n], LAYOUTS // len(sizes))]
+
+
+def check_losses(one: Outcome, layouts: Outcome) -> Check:
+    """Whether every layout has the loss that one GPU has."""
+    alone, runs = one.result(one.runs[0]), layouts.runs
+    if alone is None or alone.loss_final is None:
+        return failed("same loss", f"one GPU alone: {one.why(one.runs[0])}", f"see {one.see(one.runs[0])}")
+    wanted, allowed = alone.loss_final, TOLERANCE[one.runs[0].spec.kernel.precision]
+    off: dict[str, float] = {}
+    for run in runs:
+        result = layouts.result(run)
+        if result is None or result.status != Status.OK or result.loss_final is None:
+            return failed("same loss", layouts.why(run), f"see {layouts.see(run)}")
+        off[run.run_id] = abs(result.loss_final - wanted) / abs(wanted)
+    worst = max(runs, key=lambda run: off[run.run_id])
+    of = f"at step {alone.loss_step}: {wanted:.6f}; largest difference {off[worst.run_id]:.1g}, allowed {allowed:g}"
+    wrong = [run for run in runs if off[run.run_id] > allowed]
+    if not wrong:
+        return passed("same loss", f"{len(runs)} layouts have the loss of one GPU {of}")
+    told = f"{len(wrong)} of {len(runs)} layouts, such as {worst.layout.label()}, have not the loss of one GPU {of}"
+    remedy = (
+        f"a GPU or a link that computes wrongly, or a bug of torch: compare hosts in {layouts.see(worst)}"
+    )
+    return failed("same loss", told, remedy)
+
+
+def check_memory(outcome: Outcome) -> Check:
+    """Whether a lack of memory is known as such, and confirmed."""
+    run = outcome.runs[0]
+    result, needs = outcome.result(run), run.prediction.peak_mem_bytes / 2**30
+    if result and result.status == Status.OOM and result.confirmed:
+        return passed("out of memory", f"{run.layout.label()}, predicted {needs:.0f} GiB: {result.reason}")
+    told = outcome.why(run) + (", but not confirmed" if result and result.status == Status.OOM else "")
+    remedy = f"GPUs have to be free, and of the memory that hardware= says; see {outcome.see(run)}"
+    return failed("out of memory", f"predicted {needs:.0f} GiB: {told}", remedy)

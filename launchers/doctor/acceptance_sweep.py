@@ -10,9 +10,9 @@ from ultrabench.claim import give_up
 from ultrabench.errors import UltrabenchError
 from ultrabench.folder import SweepFolder
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.follow import Follower, interrupt, open_allocations
 from ultrabench.launchers.launcher import Launcher
-from ultrabench.launchers.prepare import OpenSweep, open_sweep
+from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
+from ultrabench.launchers.reconcile import Reconciler, interrupt, open_allocations
 from ultrabench.result import RunResult
 from ultrabench.state import SweepState, final_attempts
 from ultrabench.sweep.config import SweepConfig, config_from_tree
@@ -60,7 +60,7 @@ class Outcome:
         return f"ultrabench sweep show {run.run_id} {place}"
 
 
-class Trials:
+class AcceptanceSweeps:
     """The sweeps of one acceptance run, which share a budget and what is known of this machine."""
 
     def __init__(self, max_gpu_hours: float, gpus_per_node: int, say: Say) -> None:
@@ -85,15 +85,15 @@ class Trials:
         sweep.plan = replace(sweep.plan, candidates=tuple(choose(sweep.plan)))
         write_plan(sweep.plan, folder.plan)
         told = _Told(config.name, sweep.plan, self._say)
-        follower = Follower(sweep, launcher, told.show, self.left_gpu_hours, self._say)
+        reconciler = Reconciler(sweep, launcher, told.show, self.left_gpu_hours, self._say)
         try:
-            state = follower.run()
+            state = reconciler.run()
         except BaseException:
             self._end(sweep, launcher)
             raise
         held = self._gpus_per_node / config.hardware.gpus_per_node
         self.left_gpu_hours -= held * committed_gpu_hours(sweep.plan, state, ())
-        return Outcome(folder=folder, runs=sweep.plan.runs, state=state, stopped=follower.stopped)
+        return Outcome(folder=folder, runs=sweep.plan.runs, state=state, stopped=reconciler.stopped)
 
     def _end(self, sweep: OpenSweep, launcher: Launcher) -> None:
         """Ends all jobs of a sweep; one that is just being submitted will run nothing."""

@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.check import Check, failed, passed
-from ultrabench.launchers.trial import Outcome
+from ultrabench.launchers.doctor.acceptance_sweep import Outcome
+from ultrabench.launchers.doctor.check import Check, failed, passed
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.sweep.compose import read_yaml, search_path
@@ -60,7 +60,7 @@ def published(config: SweepConfig) -> Published | None:
     return known if rows and told["precision"] == config.kernel.precision else None
 
 
-def judge_speed(known: Published | None, outcome: Outcome | None) -> Check:
+def check_speed(known: Published | None, outcome: Outcome | None) -> Check:
     """Ours beside theirs; without theirs the fastest of ours."""
     measured = [(run, outcome.result(run)) for run in outcome.runs] if outcome else []
     ours = {run.run_id: _tokens_per_s_per_gpu(run, r) for run, r in measured if r and r.status == Status.OK}

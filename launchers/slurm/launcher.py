@@ -9,12 +9,13 @@ from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
 from ultrabench.hardware import Hardware
-from ultrabench.launchers.launcher import Gone, Job, Sighting, origin
-from ultrabench.launchers.sbatch import SubmitError, submit
-from ultrabench.launchers.slurm_job import Job as SlurmJob
-from ultrabench.launchers.slurm_query import Answer, SlurmQuery
-from ultrabench.launchers.slurm_script import array_name, array_script, job_prefix
-from ultrabench.launchers.slurm_state import Phase, pending_remedy
+from ultrabench.jobs_seen import Job, JobEnd, JobsSeen
+from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.slurm.job import SlurmJob
+from ultrabench.launchers.slurm.query import Answer, SlurmQuery
+from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
+from ultrabench.launchers.slurm.states import Phase, pending_remedy
+from ultrabench.launchers.slurm.submit import SubmitError, submit
 from ultrabench.result import Status
 from ultrabench.state import AllocationState
 from ultrabench.sweep.launcher_choice import LauncherChoice
@@ -114,7 +115,7 @@ class SlurmLauncher:
     def _allocation(self, job: SlurmJob) -> str:
         return f"{job.name.removeprefix(self._prefix)}.{job.array_index}"
 
-    def look(self, allocations: Mapping[str, AllocationState]) -> Sighting:
+    def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         """What squeue, and for jobs it has forgotten sacct, say of the sweep's jobs.
 
         Raises:
@@ -125,7 +126,7 @@ class SlurmLauncher:
         self._asked_for = {n: self._asked_for.get(n, began) for n in unended}
         answer = self.query.jobs(self._prefix)
         if answer is None:
-            return Sighting(alive=frozenset(unended), notes=("waiting for an answer of squeue",))
+            return JobsSeen(alive=frozenset(unended), notes=("waiting for an answer of squeue",))
         seen: dict[str, list[SlurmJob]] = {}
         for job in answer.jobs.values():
             if (held := allocations.get(self._allocation(job))) is not None:
@@ -140,12 +141,12 @@ class SlurmLauncher:
         gone = {
             n: end for n in sorted(self._unseen) if (end := self._over(allocations[n], seen.get(n), answer))
         }
-        return Sighting(
+        return JobsSeen(
             alive=frozenset((unended | queued) - set(gone)),
             queued=frozenset(queued),
             running=frozenset(moving),
             leaving=self._leaving(moving.keys() - unended, moving, since),
-            gone=gone,
+            ended_jobs=gone,
             held_s={n: job.elapsed_s for n, job in active.items() if n not in queued},
             timed=self._timed(allocations, seen, active.keys() | unended),
             jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
@@ -192,7 +193,7 @@ class SlurmLauncher:
                     self.end_frozen(name, _job(moving[name].job_id, moving[name].name))
         return frozenset(ended)
 
-    def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> Gone | None:
+    def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> JobEnd | None:
         """How an allocation ended that squeue does not call active; None while that is not sure.
 
         squeue's silence about a job counts only from one answer to another.
@@ -207,14 +208,14 @@ class SlurmLauncher:
             job = self.query.accounting([number]).get(number)
         if job is None:
             named = f"job {number}" if number else f"a job of {held.name}"
-            return Gone(status=Status.LOST, reason=f"Slurm does not know {named}")
+            return JobEnd(status=Status.LOST, reason=f"Slurm does not know {named}")
         if job.meaning.phase is not Phase.OVER:
             if waited < STALE_ACCOUNTING_S:
                 return None
-            return Gone(
+            return JobEnd(
                 status=Status.LOST, reason=f"squeue has forgotten job {job.job_id}, sacct says {job.state}"
             )
-        return Gone(
+        return JobEnd(
             status=job.meaning.status or Status.LOST,
             reason=f"Slurm ended job {job.job_id}: {job.state}" + (f" ({job.reason})" if _tells(job) else ""),
             elapsed_s=job.elapsed_s,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ultrabench.launchers.slurm_state import Meaning, meaning
+from ultrabench.launchers.slurm.states import Meaning, meaning
 from ultrabench.result import Status
 
 SQUEUE_FORMAT = "%i|%A|%T|%M|%N|%r|%j"
@@ -15,7 +15,7 @@ _NO_NODES = {"None assigned", "(null)", "n/a", "N/A"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SlurmJob:
     """One job, or one element of an array, as squeue or sacct shows it."""
 
     job_id: str
@@ -85,14 +85,14 @@ def _expand(job_id: str) -> Iterator[str]:
         yield from (f"{array_id}_{i}" for i in range(int(first), int(last or first) + 1, int(step or 1)))
 
 
-def squeue_jobs(text: str) -> dict[str, Job]:
+def squeue_jobs(text: str) -> dict[str, SlurmJob]:
     """Jobs by job_id from what squeue prints in SQUEUE_FORMAT.
 
     Raises:
         ValueError: squeue does not talk like that.
     """
     return {
-        one: Job(
+        one: SlurmJob(
             job_id=one, raw_id=raw_id, name=name, state=state, reason=reason,
             nodes="" if nodes in _NO_NODES else nodes, elapsed_s=duration_s(elapsed) or 0.0,
         )
@@ -101,7 +101,7 @@ def squeue_jobs(text: str) -> dict[str, Job]:
     }  # fmt: skip
 
 
-def sacct_jobs(text: str) -> dict[str, Job]:
+def sacct_jobs(text: str) -> dict[str, SlurmJob]:
     """Jobs by job_id from what `sacct --parsable2 --noheader` prints in SACCT_FORMAT.
 
     Raises:
@@ -111,7 +111,7 @@ def sacct_jobs(text: str) -> dict[str, Job]:
     # have a row of each start: the last submission counts.
     rows = sorted(_rows(text), key=lambda row: ("[" not in row[0], row[5]))
     return {
-        one: Job(
+        one: SlurmJob(
             job_id=one, raw_id=raw_id, name=name, state=state,
             nodes="" if nodes in _NO_NODES else nodes, elapsed_s=float(elapsed or 0),
         )
@@ -120,7 +120,7 @@ def sacct_jobs(text: str) -> dict[str, Job]:
     }  # fmt: skip
 
 
-def find(jobs: Mapping[str, Job], job_id: str) -> Job | None:
+def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
     """The job of this id; elements cancelled before they started share the row of their array.
 
     One that was cancelled alone has no row at all (tried with Slurm 22.05).

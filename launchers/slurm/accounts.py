@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ultrabench.launchers.check import Check, failed, passed, warned
-from ultrabench.launchers.slurm_command import CommandError
-from ultrabench.launchers.slurm_partition import Ask, ask_controller
+from ultrabench.launchers.doctor.check import Check, failed, passed, warned
+from ultrabench.launchers.slurm.command import CommandError
+from ultrabench.launchers.slurm.partition import Ask, ask_controller
 
 _COLUMNS = ("Account", "Partition", "QOS", "DefaultQOS")
 

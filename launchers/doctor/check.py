@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
+class CheckStatus(StrEnum):
     """How a check ended."""
 
     PASS = "pass"
@@ -18,7 +18,7 @@ class Check:
     """One question, its answer, and what to do about it."""
 
     name: str
-    status: Verdict
+    status: CheckStatus
     told: str
     """What was found, with its numbers."""
     remedy: str | None = None
@@ -27,19 +27,19 @@ class Check:
 
 def passed(name: str, told: str) -> Check:
     """A check without fault."""
-    return Check(name=name, status=Verdict.PASS, told=told)
+    return Check(name=name, status=CheckStatus.PASS, told=told)
 
 
 def warned(name: str, told: str, remedy: str) -> Check:
     """A check whose finding will bite some sweeps."""
-    return Check(name=name, status=Verdict.WARN, told=told, remedy=remedy)
+    return Check(name=name, status=CheckStatus.WARN, told=told, remedy=remedy)
 
 
 def failed(name: str, told: str, remedy: str) -> Check:
     """A check whose finding stops sweeps."""
-    return Check(name=name, status=Verdict.FAIL, told=told, remedy=remedy)
+    return Check(name=name, status=CheckStatus.FAIL, told=told, remedy=remedy)
 
 
 def skipped(name: str, told: str) -> Check:
     """A check that made no sense any more."""
-    return Check(name=name, status=Verdict.SKIP, told=told)
+    return Check(name=name, status=CheckStatus.SKIP, told=told)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from ultrabench.errors import ConfigError
 from ultrabench.folder import SweepFolder
-from ultrabench.launchers.slurm import SlurmLauncher
-from ultrabench.launchers.slurm_limits import Limits, read_limits
-from ultrabench.launchers.slurm_query import SlurmQuery
-from ultrabench.launchers.slurm_script import require_plain
+from ultrabench.launchers.slurm.launcher import SlurmLauncher
+from ultrabench.launchers.slurm.limits import Limits, read_limits
+from ultrabench.launchers.slurm.query import SlurmQuery
+from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.sweep.config import SweepConfig
 
 SHARE = 4

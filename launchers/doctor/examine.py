@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers import node_checks
-from ultrabench.launchers.check import Check, Verdict, failed, passed, skipped
-from ultrabench.launchers.checkup_folder import CheckupFolder, checkup_folder
-from ultrabench.launchers.checkup_job import CheckupJob, Say, Seen
-from ultrabench.launchers.prepare import require_local
-from ultrabench.launchers.site_checks import (
+from ultrabench.launchers.doctor import node_checks
+from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, passed, skipped
+from ultrabench.launchers.doctor.checkup_folder import CheckupFolder, checkup_folder
+from ultrabench.launchers.doctor.checkup_job import CheckupJob, Say, Seen
+from ultrabench.launchers.doctor.site_checks import (
     check_accounting,
     check_controller,
     check_gpus,
@@ -24,10 +23,11 @@ from ultrabench.launchers.site_checks import (
     check_size,
     controller_failed,
 )
-from ultrabench.launchers.slurm_accounts import check_accounts, read_accounts
-from ultrabench.launchers.slurm_limits import read_limits
-from ultrabench.launchers.slurm_partition import ask_slurm, partitions
-from ultrabench.launchers.slurm_script import require_plain
+from ultrabench.launchers.open_sweep import require_local
+from ultrabench.launchers.slurm.accounts import check_accounts, read_accounts
+from ultrabench.launchers.slurm.limits import read_limits
+from ultrabench.launchers.slurm.partition import ask_slurm, partitions
+from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.sweep.config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0
@@ -49,9 +49,9 @@ def examine(config: SweepConfig, *, wait_s: float, say: Say) -> list[Check]:
         require_plain(path)
     say("asking Slurm's programs")
     checks = [check_programs(ask_slurm)]
-    if checks[-1].status is not Verdict.FAIL:
+    if checks[-1].status is not CheckStatus.FAIL:
         checks.append(check_controller(ask_slurm))
-    if checks[-1].status is Verdict.FAIL:
+    if checks[-1].status is CheckStatus.FAIL:
         return [*checks, skipped("everything else", f"not looked at, because {checks[-1].name} failed")]
     try:
         checks += _examine_site(config, say)
@@ -59,7 +59,7 @@ def examine(config: SweepConfig, *, wait_s: float, say: Say) -> list[Check]:
         return [*checks, controller_failed(str(error))]
     with checkup_folder(config) as (folder, check):
         checks.append(check)
-        bad = [c.name for c in checks if c.status is Verdict.FAIL and c.name in NEEDED_BY_A_JOB]
+        bad = [c.name for c in checks if c.status is CheckStatus.FAIL and c.name in NEEDED_BY_A_JOB]
         if bad or not wait_s:
             why = f"{' and '.join(bad)} failed" if bad else "of --wait 0"
             return [*checks, skipped("job", f"none submitted, because {why}; nodes were not looked at")]
@@ -69,7 +69,7 @@ def examine(config: SweepConfig, *, wait_s: float, say: Say) -> list[Check]:
 
 def reachable(checks: Sequence[Check]) -> bool:
     """Whether Slurm could be asked at all."""
-    return not any(c.status is Verdict.FAIL and c.name in ("programs", "slurmctld") for c in checks)
+    return not any(c.status is CheckStatus.FAIL and c.name in ("programs", "slurmctld") for c in checks)
 
 
 def why_not_slurm() -> str | None:
@@ -77,7 +77,7 @@ def why_not_slurm() -> str | None:
     if shutil.which("sbatch") is None:
         return "there is no sbatch on PATH"
     check = check_controller(ask_slurm)
-    return None if check.status is Verdict.PASS else f"sbatch is here, but {check.told}"
+    return None if check.status is CheckStatus.PASS else f"sbatch is here, but {check.told}"
 
 
 def _examine_site(config: SweepConfig, say: Say) -> list[Check]:
@@ -124,7 +124,7 @@ def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
     checks = [_check_nodes_here(config)]
     with checkup_folder(config) as (folder, check):
         checks.append(check)
-        if check.status is Verdict.FAIL:
+        if check.status is CheckStatus.FAIL:
             return [*checks, skipped("this machine", "not looked at, because the results folder failed")]
         say("looking at this machine")
         command = [sys.executable, "-P", "-m", "ultrabench.agent.checkup", str(folder.path)]

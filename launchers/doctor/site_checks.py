@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
-from ultrabench.launchers.check import Check, failed, passed, warned
-from ultrabench.launchers.slurm_command import CommandError
-from ultrabench.launchers.slurm_limits import Limits
-from ultrabench.launchers.slurm_partition import Ask, Partition
-from ultrabench.launchers.slurm_site import node_share
+from ultrabench.launchers.doctor.check import Check, failed, passed, warned
+from ultrabench.launchers.slurm.command import CommandError
+from ultrabench.launchers.slurm.limits import Limits
+from ultrabench.launchers.slurm.partition import Ask, Partition
+from ultrabench.launchers.slurm.site import node_share
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.launcher_choice import LauncherChoice
 

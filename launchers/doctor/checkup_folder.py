@@ -11,7 +11,7 @@ from typing import Any
 
 from ultrabench.claim import claim, owner
 from ultrabench.folder import write_whole
-from ultrabench.launchers.check import Check, failed, passed, warned
+from ultrabench.launchers.doctor.check import Check, failed, passed, warned
 from ultrabench.record import to_dict
 from ultrabench.sweep.config import SweepConfig
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ultrabench.errors import ClusterError, SweepFolderError, may_pass
+from ultrabench.jobs_seen import JobEnd, JobsSeen
+from ultrabench.launchers.agent_watchdog import AgentWatchdog
 from ultrabench.launchers.allocate import allocations, shapes
-from ultrabench.launchers.launcher import Gone, Launcher, Sighting, same_place, sees
-from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.launchers.launcher import Launcher, same_place, sees
+from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.settle import Settler
-from ultrabench.launchers.vigil import Vigil
 from ultrabench.presence import SIGN_OF_LIFE_S, show_presence
 from ultrabench.result import Status
 from ultrabench.state import AllocationState, SweepState
@@ -28,7 +29,7 @@ CANCEL_S = 10.0
 Show = Callable[[SweepState, frozenset[str]], None]
 
 
-class Follower:
+class Reconciler:
     """One launch of a sweep."""
 
     def __init__(
@@ -62,7 +63,7 @@ class Follower:
         self._touched = 0.0
         self._failing_since: float | None = None
         self._leaving = frozenset[str]()
-        self._vigil = Vigil(sweep.folder, sweep.config.launcher, launcher.outlives_us)
+        self._watchdog = AgentWatchdog(sweep.folder, sweep.config.launcher, launcher.outlives_us)
         attempts = self.sweep.state().attempts.items()
         self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
         """Attempts that ended before this launch."""
@@ -102,79 +103,79 @@ class Follower:
     def once(self) -> tuple[SweepState, bool]:
         """Looks, decides and submits; gives the state and whether there is anything to wait for."""
         self._sign_of_life()
-        sight, state = self.look()
-        self.show(state, sight.alive)
-        self._tell((*sight.notes, *self._other_commits(state)))
+        seen, state = self.observe()
+        self.show(state, seen.alive)
+        self._tell((*seen.notes, *self._other_commits(state)))
         self.stopped = None
         if state.cancelled:
             self.stopped = "cancelled"
-            return state, self._cancel(sight, state)
-        decision = self.sweep.next_step(sight.alive, self._old)
+            return state, self._cancel(seen, state)
+        decision = self.sweep.next_step(seen.alive, self._old)
         if decision.broken:
             self.stopped = decision.broken
-            return state, self._cancel(sight, state)
+            return state, self._cancel(seen, state)
         if not decision.todo:
-            return state, bool(sight.alive) or not decision.over
+            return state, bool(seen.alive) or not decision.over
         self.stopped = self._may_not_submit(state)
         if self.stopped is None:
-            self._submit(decision, state, sight)
-        return state, bool(sight.alive) or self.stopped is None
+            self._submit(decision, state, seen)
+        return state, bool(seen.alive) or self.stopped is None
 
-    def look(self) -> tuple[Sighting, SweepState]:
+    def observe(self) -> tuple[JobsSeen, SweepState]:
         """What lives and the state, after the dead were settled."""
         # The launcher's word first, the journal second: what ended in between has written its end.
         state = self.sweep.state()
         known = self.mine(state, state.allocations)
         started = {n for n, held in state.allocations.items() if held.agents} | self._settler.claimed
         asked = set(known)
-        sight = self.launcher.look(known)
+        seen = self.launcher.observe(known)
         state = self.sweep.state()
-        revived = {n for n in sight.queued if n in state.allocations and state.allocations[n].ended}
+        revived = {n for n in seen.queued if n in state.allocations and state.allocations[n].ended}
         unended = set(open_allocations(state))
-        sight = replace(sight, alive=sight.alive & (unended | revived))
-        self._leaving = sight.leaving
-        self._vigil.look((state.allocations[name] for name in sorted(unended)), sight.running)
-        self._end_frozen(sight, state)
-        self._take_times(sight, state)
-        for name in sorted(sight.alive - self._settler.mine - self._adopted):
+        seen = replace(seen, alive=seen.alive & (unended | revived))
+        self._leaving = seen.leaving
+        self._watchdog.observe((state.allocations[name] for name in sorted(unended)), seen.running)
+        self._end_frozen(seen, state)
+        self._take_times(seen, state)
+        for name in sorted(seen.alive - self._settler.mine - self._adopted):
             self._adopted.add(name)
-            self.sweep.journal.write("adopted", allocation=name, job=sight.jobs.get(name, {}))
+            self.sweep.journal.write("adopted", allocation=name, job=seen.jobs.get(name, {}))
         for name, held in sorted(state.allocations.items()):
-            if name in sight.alive or (name, held.start) in self._settler.settled:
+            if name in seen.alive or (name, held.start) in self._settler.settled:
                 continue
-            gone = sight.gone.get(name) if name in asked else self._abandoned(held)
-            if gone and name in self._vigil.frozen:
-                gone = replace(gone, status=Status.LOST, reason=self._vigil.frozen[name])
+            gone = seen.ended_jobs.get(name) if name in asked else self._abandoned(held)
+            if gone and name in self._watchdog.frozen:
+                gone = replace(gone, status=Status.LOST, reason=self._watchdog.frozen[name])
             if held.ended is not None:
                 self._settler.settle(held, None, state)
             elif gone and (self._is_dead(held, gone) if name in started else self._settler.give_up(name)):
                 self._settler.settle(held, gone, state)
             elif gone or name not in asked:  # others' jobs, and what is on its way since the launcher looked
-                sight = replace(sight, alive=sight.alive | {name})
-        return sight, self.sweep.state()
+                seen = replace(seen, alive=seen.alive | {name})
+        return seen, self.sweep.state()
 
-    def _is_dead(self, held: AllocationState, gone: Gone) -> bool:
+    def _is_dead(self, held: AllocationState, gone: JobEnd) -> bool:
         """Whether an allocation whose agents had started is over: what is not visible need not be dead.
 
         The batch system has to say so, and the agents must have stopped touching their journal.
         """
-        if gone.certain or self._vigil.silent(held.name):
+        if gone.certain or self._watchdog.silent(held.name):
             return True
         since = self._gone_since.setdefault(held.name, time.monotonic())
-        if time.monotonic() - since > self._vigil.patience_s:
+        if time.monotonic() - since > self._watchdog.patience_s:
             self._tell((f"{gone.reason}, but the agents of {held.name} touch their journal: they live",))
         return False
 
-    def _abandoned(self, held: AllocationState) -> Gone | None:
+    def _abandoned(self, held: AllocationState) -> JobEnd | None:
         """The end of an allocation that is not ours to look for, once nothing of it can be alive any more."""
         if held.ended is not None or sees(self.launcher.by, held.by):
             return None
         whose = f"{held.by.get('user')} on {held.by.get('cluster') or held.by.get('host')}"
         # Processes, unlike jobs, do not wait in a queue; should they start all the same, they find our claim.
         told = any(a.get("journal") for a in held.agents) or not (held.agents or held.by.get("cluster"))
-        if told and self._vigil.silent(held.name, held.limit_s):
+        if told and self._watchdog.silent(held.name, held.limit_s):
             reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
-            return Gone(status=Status.LOST, reason=reason, certain=True)
+            return JobEnd(status=Status.LOST, reason=reason, certain=True)
         self._tell(
             (
                 f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced. If it is gone for "
@@ -188,29 +189,29 @@ class Follower:
         state = self.sweep.state()
         for name in names:
             if not state.allocations[name].agents and self._settler.give_up(name):
-                gone = Gone(status=Status.LOST, reason=f"taken over by {self.launcher.by['user']}")
+                gone = JobEnd(status=Status.LOST, reason=f"taken over by {self.launcher.by['user']}")
                 self._settler.settle(state.allocations[name], gone, state)
 
-    def _end_frozen(self, sight: Sighting, state: SweepState) -> None:
+    def _end_frozen(self, seen: JobsSeen, state: SweepState) -> None:
         """Ends allocations whose leading agent shows no sign of life: nothing else would, but their limit."""
-        for name in sorted(sight.alive & sight.running):
-            if reason := self._vigil.frozen_now(state.allocations[name]):
+        for name in sorted(seen.alive & seen.running):
+            if reason := self._watchdog.frozen_now(state.allocations[name]):
                 self._tell((f"{reason}: ending {name}",))
                 try:
-                    self.launcher.end_frozen(name, sight.jobs[name])
+                    self.launcher.end_frozen(name, seen.jobs[name])
                 except ClusterError as error:  # it is found frozen again
                     self._tell((f"cannot end {name}: {error}; trying again",))
 
-    def _take_times(self, sight: Sighting, state: SweepState) -> None:
+    def _take_times(self, seen: JobsSeen, state: SweepState) -> None:
         """Notes for how long the batch system says that nodes are and were held."""
-        self._held_s |= sight.held_s
-        for name, seconds in sorted(sight.timed.items()):
+        self._held_s |= seen.held_s
+        for name, seconds in sorted(seen.timed.items()):
             if state.allocations[name].ended is not None:
                 self._settler.tell_held(state.allocations[name], seconds)
 
-    def _cancel(self, sight: Sighting, state: SweepState) -> bool:
+    def _cancel(self, seen: JobsSeen, state: SweepState) -> bool:
         """Ends what this launcher can see, tried again until it is done; whether something is left."""
-        mine = self.mine(state, sight.alive)
+        mine = self.mine(state, seen.alive)
         if mine and time.monotonic() - self._cancelled_at >= CANCEL_S:
             self._cancelled_at = time.monotonic()
             try:
@@ -219,14 +220,14 @@ class Follower:
                 self._tell((f"cannot cancel: {error}; trying again until it is done",))
         return bool(mine)
 
-    def bury_all(self) -> None:
+    def settle_all(self) -> None:
         """Ends every open allocation at once; call it when their processes are known to be gone."""
         state = self.sweep.state()
         for name, held in self.mine(state, open_allocations(state)).items():
             if not held.agents:
                 self._settler.give_up(name)  # one that is still starting finds the claim
             reason, held_s = f"the agents of {name} were ended", self.launcher.held_s(held)
-            gone = Gone(status=Status.LOST, reason=reason, elapsed_s=held_s, certain=True)
+            gone = JobEnd(status=Status.LOST, reason=reason, elapsed_s=held_s, certain=True)
             self._settler.settle(held, gone, state)
 
     def mine(self, state: SweepState, names: Iterable[str]) -> dict[str, AllocationState]:
@@ -246,19 +247,19 @@ class Follower:
             )
         return None
 
-    def _submit(self, decision: Decision, state: SweepState, sight: Sighting) -> None:
+    def _submit(self, decision: Decision, state: SweepState, seen: JobsSeen) -> None:
         """Submits as many allocations as may be in flight and the budget holds."""
         config, launcher = self.sweep.config, self.launcher
         if not inside(config.launcher.window, time.time()):
             self._tell((f"outside the window {config.launcher.window}: nothing is submitted",))
             return
         # Refilled when half of them are gone, so that submissions come in arrays and not one by one.
-        here = [a for n in sight.alive if same_place(launcher.by, (a := state.allocations[n]).by)]
+        here = [a for n in seen.alive if same_place(launcher.by, (a := state.allocations[n]).by)]
         if len(here) > launcher.max_jobs // 2:
             return
         room = launcher.max_jobs - len(here)
         free = launcher.max_nodes - sum(held.nodes for held in here)
-        used = committed_gpu_hours(self.sweep.plan, state, sorted(sight.alive), self._held_s)
+        used = committed_gpu_hours(self.sweep.plan, state, sorted(seen.alive), self._held_s)
         chosen: list[Draft] = []
         for draft in drafts(
             self.sweep.plan, decision.todo, state,
@@ -326,7 +327,7 @@ def open_allocations(state: SweepState) -> list[str]:
 
 def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
     """Ends what runs on this machine and settles it; the sweep can be continued."""
-    follower = Follower(sweep, launcher, lambda state, alive: None)
+    reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
     state = sweep.state()
-    launcher.cancel(follower.mine(state, open_allocations(state)))
-    follower.bury_all()
+    launcher.cancel(reconciler.mine(state, open_allocations(state)))
+    reconciler.settle_all()

@@ -8,12 +8,12 @@ import pytest
 from tests.unit.allocations import CONFIG, with_launcher
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
-from ultrabench.launchers import slurm as slurm_module
 from ultrabench.launchers.launcher import origin
-from ultrabench.launchers.sbatch import SubmitError
-from ultrabench.launchers.slurm import END_GRACE_S, STALE_ACCOUNTING_S, SlurmLauncher
-from ultrabench.launchers.slurm_job import Job, find
-from ultrabench.launchers.slurm_query import Answer
+from ultrabench.launchers.slurm import launcher as slurm_module
+from ultrabench.launchers.slurm.job import SlurmJob, find
+from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, SlurmLauncher
+from ultrabench.launchers.slurm.query import Answer
+from ultrabench.launchers.slurm.submit import SubmitError
 from ultrabench.result import Status
 from ultrabench.state import AllocationState, AttemptKey
 
@@ -81,7 +81,7 @@ class Cluster:
         }  # fmt: skip
 
     def timed(self, name, seconds):
-        """What a follower makes of the times of a look."""
+        """What a reconciler makes of the times of a look."""
         self.held[name].end["held_s"] = seconds
 
     def lists(self, *rows):
@@ -91,14 +91,14 @@ class Cluster:
     def accounts(self, *rows):
         self.query.known = {job_id: row(job_id, *more) for job_id, *more in rows}
 
-    def look(self, after=0.0):
+    def observe(self, after=0.0):
         self.query.now += after
         self.clock.now = self.query.now
-        return self.launcher.look(self.held)
+        return self.launcher.observe(self.held)
 
 
 def row(job_id, state, name="ub-quick-n1-0000aaaa", **more):
-    return Job(job_id=job_id, raw_id="99", name=name, state=state, **more)
+    return SlurmJob(job_id=job_id, raw_id="99", name=name, state=state, **more)
 
 
 @pytest.fixture
@@ -116,18 +116,18 @@ def slurm(tmp_path, monkeypatch):
     return made
 
 
-def nothing_happens(sight):
-    assert sight.alive == {A}
-    assert sight.gone == {}
+def nothing_happens(seen):
+    assert seen.alive == {A}
+    assert seen.ended_jobs == {}
 
 
 def test_before_the_first_answer_everything_may_live(slurm):
     slurm.query.silent = True
     for _ in range(3):
-        sight = slurm.look(after=1000)
-        nothing_happens(sight)
-        assert sight.queued == set()
-        assert sight.notes == ("waiting for an answer of squeue",)
+        seen = slurm.observe(after=1000)
+        nothing_happens(seen)
+        assert seen.queued == set()
+        assert seen.notes == ("waiting for an answer of squeue",)
 
 
 @pytest.mark.parametrize(
@@ -138,23 +138,23 @@ def test_before_the_first_answer_everything_may_live(slurm):
 def test_what_squeue_lists_lives(slurm, state, queued):
     slurm.lists(("57_0", state))
     for _ in range(3):
-        sight = slurm.look(after=1000)
-        nothing_happens(sight)
-        assert sight.queued == ({A} if queued else set())
-        assert sight.running == ({A} if state == "RUNNING" else set())
-        assert sight.jobs == {A: {"job_id": "57_0", "name": "ub-quick-n1-0000aaaa"}}
+        seen = slurm.observe(after=1000)
+        nothing_happens(seen)
+        assert seen.queued == ({A} if queued else set())
+        assert seen.running == ({A} if state == "RUNNING" else set())
+        assert seen.jobs == {A: {"job_id": "57_0", "name": "ub-quick-n1-0000aaaa"}}
     assert slurm.query.asked == []
 
 
 def test_a_word_nobody_knows_is_told(slurm):
     slurm.lists(("57_0", "FROBNICATED"))
-    assert slurm.look().notes == (
+    assert slurm.observe().notes == (
         "job 57_0 is FROBNICATED: is in the state FROBNICATED, which is not known here",
     )
     slurm.lists(("57_0", "REQUEUE_HOLD"))
-    assert "held" in slurm.look().notes[0]
+    assert "held" in slurm.observe().notes[0]
     slurm.lists(("57_0", "RUNNING"))
-    assert slurm.look().notes == ()
+    assert slurm.observe().notes == ()
 
 
 @pytest.mark.parametrize(
@@ -164,35 +164,35 @@ def test_a_word_nobody_knows_is_told(slurm):
 )  # fmt: skip
 def test_a_job_that_is_over_leaves_its_agents_a_moment_to_say_so(slurm, state, status):
     slurm.lists(("57_0", state))
-    nothing_happens(slurm.look())
-    nothing_happens(slurm.look(after=END_GRACE_S - 1))
-    sight = slurm.look(after=1)
-    assert (sight.alive, sight.queued) == (frozenset(), frozenset())
-    assert sight.gone[A].status == status
-    assert sight.gone[A].reason == f"Slurm ended job 57_0: {state}"
+    nothing_happens(slurm.observe())
+    nothing_happens(slurm.observe(after=END_GRACE_S - 1))
+    seen = slurm.observe(after=1)
+    assert (seen.alive, seen.queued) == (frozenset(), frozenset())
+    assert seen.ended_jobs[A].status == status
+    assert seen.ended_jobs[A].reason == f"Slurm ended job 57_0: {state}"
 
 
 def test_what_the_agents_said_in_time_is_enough(slurm):
     slurm.lists(("57_0", "COMPLETED"))
-    nothing_happens(slurm.look())
+    nothing_happens(slurm.observe())
     slurm.ended(A)
-    sight = slurm.look(after=1000)
-    assert (sight.alive, sight.gone) == (frozenset(), {})
+    seen = slurm.observe(after=1000)
+    assert (seen.alive, seen.ended_jobs) == (frozenset(), {})
 
 
 def test_a_job_that_squeue_forgot_is_looked_up(slurm):
     slurm.accounts(("57_0", "NODE_FAIL"))
-    nothing_happens(slurm.look())
-    nothing_happens(slurm.look(after=GRACE_S - 1))
+    nothing_happens(slurm.observe())
+    nothing_happens(slurm.observe(after=GRACE_S - 1))
     assert slurm.query.asked == []
-    gone = slurm.look(after=1).gone[A]
+    gone = slurm.observe(after=1).ended_jobs[A]
     assert (gone.status, gone.reason) == (Status.NODE_FAIL, "Slurm ended job 57_0: NODE_FAIL")
 
 
 def test_the_time_it_held_its_nodes_is_told(slurm):
     slurm.query.known = {"57_0": row("57_0", "TIMEOUT", elapsed_s=77.0, reason="TimeLimit")}
-    slurm.look()
-    gone = slurm.look(after=GRACE_S).gone[A]
+    slurm.observe()
+    gone = slurm.observe(after=GRACE_S).ended_jobs[A]
     assert gone.elapsed_s == 77.0
     assert gone.reason == "Slurm ended job 57_0: TIMEOUT (TimeLimit)"
 
@@ -200,39 +200,39 @@ def test_the_time_it_held_its_nodes_is_told(slurm):
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING", "WHATEVER"])
 def test_accounting_that_lags_is_believed_for_a_while(slurm, state):
     slurm.accounts(("57_0", state))
-    nothing_happens(slurm.look())
-    nothing_happens(slurm.look(after=GRACE_S))
-    nothing_happens(slurm.look(after=STALE_ACCOUNTING_S - GRACE_S - 1))
-    gone = slurm.look(after=1).gone[A]
+    nothing_happens(slurm.observe())
+    nothing_happens(slurm.observe(after=GRACE_S))
+    nothing_happens(slurm.observe(after=STALE_ACCOUNTING_S - GRACE_S - 1))
+    gone = slurm.observe(after=1).ended_jobs[A]
     assert (gone.status, gone.reason) == (Status.LOST, f"squeue has forgotten job 57_0, sacct says {state}")
 
 
 @pytest.mark.parametrize("job_id", ["57_0", None])
 def test_without_accounting_a_missing_job_is_lost(slurm, job_id):
     slurm.submitted(A, job_id)
-    nothing_happens(slurm.look())
-    nothing_happens(slurm.look(after=GRACE_S - 1))
-    gone = slurm.look(after=1).gone[A]
+    nothing_happens(slurm.observe())
+    nothing_happens(slurm.observe(after=GRACE_S - 1))
+    gone = slurm.observe(after=1).ended_jobs[A]
     assert gone.status == Status.LOST
     assert gone.reason == ("Slurm does not know job 57_0" if job_id else f"Slurm does not know a job of {A}")
 
 
 def test_a_job_that_comes_back_begins_anew(slurm):
-    nothing_happens(slurm.look())
-    nothing_happens(slurm.look(after=GRACE_S - 1))
+    nothing_happens(slurm.observe())
+    nothing_happens(slurm.observe(after=GRACE_S - 1))
     slurm.lists(("57_0", "RUNNING"))
-    nothing_happens(slurm.look(after=2))
+    nothing_happens(slurm.observe(after=2))
     slurm.lists()
-    nothing_happens(slurm.look(after=GRACE_S))
-    nothing_happens(slurm.look(after=GRACE_S - 1))
+    nothing_happens(slurm.observe(after=GRACE_S))
+    nothing_happens(slurm.observe(after=GRACE_S - 1))
 
 
 def test_a_lost_answer_of_sbatch_is_no_lost_job(slurm):
     slurm.submitted(A, None)
     slurm.lists(("61_0", "RUNNING"))
-    sight = slurm.look(after=1000)
-    nothing_happens(sight)
-    assert sight.jobs[A]["job_id"] == "61_0"
+    seen = slurm.observe(after=1000)
+    nothing_happens(seen)
+    assert seen.jobs[A]["job_id"] == "61_0"
 
 
 @pytest.mark.parametrize("first", ["COMPLETED", "CANCELLED", "RUNNING"])
@@ -240,52 +240,50 @@ def test_a_lost_answer_of_sbatch_is_no_lost_job(slurm):
 def test_of_two_jobs_of_one_name_the_one_that_lives_counts(slurm, first, job_ids):
     slurm.lists((job_ids[0], first), (job_ids[1], "PENDING"))
     for _ in range(3):
-        nothing_happens(slurm.look(after=1000))
+        nothing_happens(slurm.observe(after=1000))
     slurm.lists((job_ids[0], "FAILED"), (job_ids[1], "FAILED"))
-    nothing_happens(slurm.look())
-    assert A in slurm.look(after=END_GRACE_S).gone
+    nothing_happens(slurm.observe())
+    assert A in slurm.observe(after=END_GRACE_S).ended_jobs
 
 
 def test_a_requeued_job_lives_again_though_its_agents_said_goodbye(slurm):
     slurm.ended(A, "the allocation was ended by SIGTERM")
     slurm.lists(("57_0", "PENDING"))
-    sight = slurm.look(after=1000)
-    assert (sight.alive, sight.queued, sight.gone) == ({A}, {A}, {})
+    seen = slurm.observe(after=1000)
+    assert (seen.alive, seen.queued, seen.ended_jobs) == ({A}, {A}, {})
     slurm.lists(("57_0", "COMPLETING"))
-    sight = slurm.look(after=1000)
-    assert (sight.alive, sight.queued, sight.gone) == (frozenset(), frozenset(), {})
+    seen = slurm.observe(after=1000)
+    assert (seen.alive, seen.queued, seen.ended_jobs) == (frozenset(), frozenset(), {})
 
 
 def test_answers_that_are_stale_bury_nobody(slurm):
-    nothing_happens(slurm.look())
+    nothing_happens(slurm.observe())
     slurm.query.error = "squeue: no answer within 20 s"
     for _ in range(100):
-        sight = slurm.look(after=100)
-        nothing_happens(sight)
-    assert sight.notes == (
-        "squeue does not answer (squeue: no answer within 20 s); jobs go on, asking again",
-    )
+        seen = slurm.observe(after=100)
+        nothing_happens(seen)
+    assert seen.notes == ("squeue does not answer (squeue: no answer within 20 s); jobs go on, asking again",)
     slurm.query.error = None
     slurm.lists(("57_0", "RUNNING"))
-    nothing_happens(slurm.look())
+    nothing_happens(slurm.observe())
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 1.0, GRACE_S])
 def test_an_answer_older_than_a_submission_says_nothing_of_it(slurm, grace_s):
     slurm.launcher._choice = with_launcher(grace_s=grace_s).launcher
     slurm.lists(("57_0", "RUNNING"))
-    slurm.look()
+    slurm.observe()
     slurm.query.polled = False
     slurm.submitted(B, "58_0")
     for _ in range(3):
-        assert slurm.look(after=GRACE_S).alive == {A, B}
+        assert slurm.observe(after=GRACE_S).alive == {A, B}
     slurm.query.polled = True
     # Only from here on its absence counts.
-    sight = slurm.look()
-    assert (B in sight.gone) == (grace_s == 0)
+    seen = slurm.observe()
+    assert (B in seen.ended_jobs) == (grace_s == 0)
     if grace_s:
-        assert slurm.look(after=grace_s - 0.5).alive == {A, B}
-        assert B in slurm.look(after=0.5).gone
+        assert slurm.observe(after=grace_s - 0.5).alive == {A, B}
+        assert B in slurm.observe(after=0.5).ended_jobs
 
 
 @pytest.mark.parametrize(
@@ -293,18 +291,18 @@ def test_an_answer_older_than_a_submission_says_nothing_of_it(slurm, grace_s):
 )
 def test_jobs_of_others_whose_names_begin_alike_are_not_ours(slurm, name):
     slurm.lists(("60_0", "RUNNING", name))
-    nothing_happens(slurm.look())
-    sight = slurm.look(after=GRACE_S)
-    assert (sight.alive, sight.jobs, list(sight.gone)) == (frozenset(), {}, [A])
+    nothing_happens(slurm.observe())
+    seen = slurm.observe(after=GRACE_S)
+    assert (seen.alive, seen.jobs, list(seen.ended_jobs)) == (frozenset(), {}, [A])
 
 
 def test_elements_that_were_cancelled_with_their_array_are_found(slurm):
     slurm.submitted(B, "57_1")
     slurm.lists(("57", "CANCELLED"), ("57_0", "RUNNING"))
-    assert slurm.look().alive == {A, B}
-    sight = slurm.look(after=GRACE_S)
-    assert sight.alive == {A}
-    assert (sight.gone[B].status, sight.gone[B].reason) == (
+    assert slurm.observe().alive == {A, B}
+    seen = slurm.observe(after=GRACE_S)
+    assert seen.alive == {A}
+    assert (seen.ended_jobs[B].status, seen.ended_jobs[B].reason) == (
         Status.CANCELLED,
         "Slurm ended job 57_1: CANCELLED",
     )
@@ -314,10 +312,10 @@ def test_what_a_person_has_to_mend_is_told_once(slurm):
     slurm.submitted(B, "57_1")
     reason = {"reason": "PartitionTimeLimit"}
     slurm.query.listed = {i: row(i, "PENDING", **reason) for i in ("57_0", "57_1")}
-    (note,) = slurm.look().notes
+    (note,) = slurm.observe().notes
     assert note.startswith("jobs wait for PartitionTimeLimit: ")
     slurm.query.listed = {"57_0": row("57_0", "PENDING", reason="Resources")}
-    assert slurm.look().notes == ()
+    assert slurm.observe().notes == ()
 
 
 def test_what_it_submits_is_of_this_cluster(slurm):
@@ -331,14 +329,14 @@ def test_what_it_submits_is_of_this_cluster(slurm):
 def test_the_second_of_two_jobs_is_cancelled_once_while_it_waits(slurm, job_ids):
     owner, second = job_ids
     slurm.lists((owner, "RUNNING"), (second, "PENDING"))
-    slurm.look()
+    slurm.observe()
     assert slurm.query.cancelled == [], "nobody knows yet which of them will own it"
     slurm.started(A, owner)
     for _ in range(3):
-        sight = slurm.look(after=1000)
-        nothing_happens(sight)
-        assert (sight.queued, sight.running) == (frozenset(), {A})
-        assert sight.jobs[A]["job_id"] == owner
+        seen = slurm.observe(after=1000)
+        nothing_happens(seen)
+        assert (seen.queued, seen.running) == (frozenset(), {A})
+        assert seen.jobs[A]["job_id"] == owner
     assert slurm.query.cancelled == [[second]]
 
 
@@ -347,12 +345,12 @@ def test_the_second_job_never_revives_an_allocation(slurm):
     slurm.ended(A)
     slurm.lists(("57_0", "COMPLETED"), ("61_0", "PENDING"))
     for _ in range(3):
-        sight = slurm.look(after=1000)
-        assert (sight.alive, sight.queued, sight.gone, sight.jobs) == (frozenset(), frozenset(), {}, {})
+        seen = slurm.observe(after=1000)
+        assert (seen.alive, seen.queued, seen.ended_jobs, seen.jobs) == (frozenset(), frozenset(), {}, {})
     assert slurm.query.cancelled == [["61_0"]]
     slurm.lists(("61_0", "RUNNING"))
-    sight = slurm.look(after=1000)
-    assert (sight.alive, sight.running, sight.leaving) == (frozenset(), frozenset(), frozenset())
+    seen = slurm.observe(after=1000)
+    assert (seen.alive, seen.running, seen.leaving) == (frozenset(), frozenset(), frozenset())
     # What runs leaves by itself: its agent finds the claim.
     assert slurm.query.cancelled == [["61_0"]]
 
@@ -361,11 +359,11 @@ def test_the_second_job_never_revives_an_allocation(slurm):
 def test_the_second_job_neither_keeps_an_allocation_alive_nor_ends_it(slurm, state):
     slurm.started(A)
     slurm.lists(("57_0", "NODE_FAIL"), ("61_0", state))
-    nothing_happens(slurm.look())
-    gone = slurm.look(after=END_GRACE_S).gone[A]
+    nothing_happens(slurm.observe())
+    gone = slurm.observe(after=END_GRACE_S).ended_jobs[A]
     assert (gone.status, gone.reason) == (Status.NODE_FAIL, "Slurm ended job 57_0: NODE_FAIL")
     slurm.lists(("57_0", "RUNNING"), ("61_0", "COMPLETED"))
-    nothing_happens(slurm.look(after=1000))
+    nothing_happens(slurm.observe(after=1000))
 
 
 def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
@@ -373,8 +371,8 @@ def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
     slurm.submitted(A, "61_0")
     slurm.started(A, "57_0")
     slurm.accounts(("57_0", "TIMEOUT"), ("61_0", "COMPLETED"))
-    slurm.look()
-    assert slurm.look(after=GRACE_S).gone[A].reason == "Slurm ended job 57_0: TIMEOUT"
+    slurm.observe()
+    assert slurm.observe(after=GRACE_S).ended_jobs[A].reason == "Slurm ended job 57_0: TIMEOUT"
     assert slurm.query.asked == ["57_0"]
 
 
@@ -383,28 +381,28 @@ def test_second_jobs_that_cannot_be_cancelled_do_no_harm(slurm):
     slurm.started(A)
     slurm.lists(("57_0", "RUNNING"), ("61_0", "PENDING"), ("62_0", "REQUEUE_HOLD"), ("63_0", "RUNNING"))
     for _ in range(3):
-        nothing_happens(slurm.look(after=1000))
+        nothing_happens(slurm.observe(after=1000))
     assert slurm.query.cancelled == [["61_0", "62_0"]]
 
 
 def test_a_stale_answer_cancels_nothing(slurm):
     slurm.lists(("57_0", "RUNNING"), ("61_0", "PENDING"))
-    slurm.look()
+    slurm.observe()
     slurm.query.error = "squeue: no answer within 20 s"
     slurm.started(A)
-    nothing_happens(slurm.look(after=10))
+    nothing_happens(slurm.observe(after=10))
     assert slurm.query.cancelled == []
     slurm.query.error = None
-    nothing_happens(slurm.look(after=10))
+    nothing_happens(slurm.observe(after=10))
     assert slurm.query.cancelled == [["61_0"]]
 
 
 def test_a_requeued_owner_is_no_second_job(slurm):
     slurm.started(A)
     slurm.lists(("57_0", "PENDING"))
-    sight = slurm.look()
-    nothing_happens(sight)
-    assert (sight.queued, slurm.query.cancelled) == ({A}, [])
+    seen = slurm.observe()
+    nothing_happens(seen)
+    assert (seen.queued, slurm.query.cancelled) == ({A}, [])
 
 
 # for how long nodes were held
@@ -418,21 +416,21 @@ def test_jobs_that_hold_nodes_are_timed(slurm):
     """Also those that are set up, or whose agents have said goodbye; none that wait."""
     for state, held_s in (("CONFIGURING", 7.0), ("RUNNING", 8.0), ("COMPLETING", 9.0)):
         slurm.query.listed = listed_for(held_s, state)
-        assert slurm.look().held_s == {A: held_s}
+        assert slurm.observe().held_s == {A: held_s}
     slurm.query.listed = listed_for(0.0, "PENDING")
-    assert slurm.look().held_s == {}
+    assert slurm.observe().held_s == {}
 
 
 def test_an_ended_job_is_timed_by_squeue_until_that_was_taken_down(slurm):
     slurm.started(A)
     slurm.ended(A)
     slurm.query.listed = listed_for(130.0, "COMPLETING")
-    assert slurm.look().timed == {}, "its nodes are not free yet"
+    assert slurm.observe().timed == {}, "its nodes are not free yet"
     slurm.query.listed = listed_for(135.0)
     for _ in range(2):
-        assert slurm.look(after=10).timed == {A: 135.0}
+        assert slurm.observe(after=10).timed == {A: 135.0}
     slurm.timed(A, 135.0)
-    assert slurm.look(after=10).timed == {}
+    assert slurm.observe(after=10).timed == {}
     assert slurm.query.asked == []
 
 
@@ -440,9 +438,9 @@ def test_sacct_is_asked_once_for_what_squeue_has_forgotten(slurm):
     slurm.started(A)
     slurm.ended(A)
     slurm.query.known = listed_for(140.0)
-    assert slurm.look().timed == {A: 140.0}
+    assert slurm.observe().timed == {A: 140.0}
     for _ in range(3):
-        assert slurm.look(after=1000).timed == {}
+        assert slurm.observe(after=1000).timed == {}
     assert slurm.query.asked == ["57_0"]
 
 
@@ -450,7 +448,7 @@ def test_where_sacct_knows_nothing_it_is_not_asked_again(slurm):
     slurm.started(A)
     slurm.ended(A)
     for _ in range(3):
-        assert slurm.look(after=1000).timed == {}
+        assert slurm.observe(after=1000).timed == {}
     assert slurm.query.asked == ["57_0"]
 
 
@@ -459,8 +457,8 @@ def test_what_never_started_or_is_not_over_is_not_timed(slurm):
     slurm.ended(A)
     slurm.started(B, "58_0")
     slurm.query.listed = listed_for(50.0) | {"58_0": row("58_0", "RUNNING", "ub-quick-n1-0000aaaa")}
-    sight = slurm.look()
-    assert (sight.timed, slurm.query.asked) == ({}, [])
+    seen = slurm.observe()
+    assert (seen.timed, slurm.query.asked) == ({}, [])
 
 
 def test_the_time_of_a_second_job_is_not_that_of_the_allocation(slurm):
@@ -468,15 +466,15 @@ def test_the_time_of_a_second_job_is_not_that_of_the_allocation(slurm):
     slurm.ended(A)
     slurm.query.listed = listed_for(3.0, job_id="61_0")
     slurm.query.known = listed_for(140.0) | listed_for(3.0, job_id="61_0")
-    assert slurm.look().timed == {A: 140.0}
+    assert slurm.observe().timed == {A: 140.0}
     assert slurm.query.asked == ["57_0"]
 
 
 def test_the_end_of_a_job_that_ended_by_itself_carries_its_time(slurm):
     slurm.started(A)
     slurm.query.listed = listed_for(77.0, "NODE_FAIL")
-    slurm.look()
-    assert slurm.look(after=END_GRACE_S).gone[A].elapsed_s == 77.0
+    slurm.observe()
+    assert slurm.observe(after=END_GRACE_S).ended_jobs[A].elapsed_s == 77.0
 
 
 # a submission without an answer

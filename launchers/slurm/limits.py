@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.launchers.slurm_command import CommandError
-from ultrabench.launchers.slurm_partition import (
+from ultrabench.launchers.slurm.command import CommandError
+from ultrabench.launchers.slurm.partition import (
     Ask,
     Partition,
     ask_controller,

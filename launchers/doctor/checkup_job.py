@@ -12,14 +12,14 @@ from typing import Any
 
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.check import Check, failed, passed
-from ultrabench.launchers.checkup_folder import CheckupFolder
-from ultrabench.launchers.sbatch import SubmitError, submit
-from ultrabench.launchers.slurm_command import CommandError
-from ultrabench.launchers.slurm_job import Job
-from ultrabench.launchers.slurm_query import SlurmQuery
-from ultrabench.launchers.slurm_script import ArrayScript, array_script
-from ultrabench.launchers.slurm_state import Phase, pending_remedy
+from ultrabench.launchers.doctor.check import Check, failed, passed
+from ultrabench.launchers.doctor.checkup_folder import CheckupFolder
+from ultrabench.launchers.slurm.command import CommandError
+from ultrabench.launchers.slurm.job import SlurmJob
+from ultrabench.launchers.slurm.query import SlurmQuery
+from ultrabench.launchers.slurm.script import ArrayScript, array_script
+from ultrabench.launchers.slurm.states import Phase, pending_remedy
+from ultrabench.launchers.slurm.submit import SubmitError, submit
 from ultrabench.processes import own_name
 from ultrabench.sweep.config import SweepConfig
 
@@ -97,7 +97,7 @@ class CheckupJob:
         self._query = SlurmQuery(poll_s=min(POLL_S, config.launcher.poll_s))
         self._log = folder.path / "allocations" / "checkup.0" / "job.log"
         self._number = ""
-        self._job: Job | None = None
+        self._job: SlurmJob | None = None
         self._over_since: float | None = None
         self._told = ""
         self._earliest_s = time.time()

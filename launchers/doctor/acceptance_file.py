@@ -8,7 +8,7 @@ from typing import Any
 
 from ultrabench import checkout
 from ultrabench.folder import write_whole
-from ultrabench.launchers.check import Check, Verdict
+from ultrabench.launchers.doctor.check import Check, CheckStatus
 from ultrabench.record import to_dict
 from ultrabench.sweep.config import SweepConfig
 
@@ -17,12 +17,12 @@ MANY_NODES = 8
 """A sweep on more nodes should know that its cluster was tried."""
 
 
-def place(config: SweepConfig) -> Path:
+def acceptance_folder(config: SweepConfig) -> Path:
     """RESULTS_DIR/doctor-CLUSTER-HARDWARE: doctor.json, and a folder of sweeps for each acceptance run."""
     return Path(config.results_dir).absolute() / f"doctor-{config.cluster}-{config.hardware.name}"
 
 
-def write_verdict(config: SweepConfig, checks: Sequence[Check], sweeps: Path, gpu_hours: float) -> Path:
+def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path, gpu_hours: float) -> Path:
     """Writes doctor.json, in place of an older one; its path.
 
     Args:
@@ -31,7 +31,7 @@ def write_verdict(config: SweepConfig, checks: Sequence[Check], sweeps: Path, gp
     """
     document = {
         "schema_version": SCHEMA_VERSION,
-        "passed": not any(c.status is Verdict.FAIL for c in checks),
+        "passed": not any(c.status is CheckStatus.FAIL for c in checks),
         "cluster": config.cluster,
         "hardware": to_dict(config.hardware),
         "nodes": sorted(config.axes.nodes),
@@ -43,7 +43,7 @@ def write_verdict(config: SweepConfig, checks: Sequence[Check], sweeps: Path, gp
         "sweeps": str(sweeps),
         "checks": [to_dict(check) for check in checks],
     }
-    path = place(config) / "doctor.json"
+    path = acceptance_folder(config) / "doctor.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(document, indent=1) + "\n")
     return path
@@ -54,15 +54,15 @@ def not_accepted(config: SweepConfig) -> str | None:
     most = max(config.axes.nodes)
     if config.launcher.name == "local" or config.hardware.simulated or most <= MANY_NODES:
         return None
-    document, found = _read(place(config) / "doctor.json"), "has no acceptance run"
+    document, found = _read(acceptance_folder(config) / "doctor.json"), "has no acceptance run"
     if document.get("passed") is True and document.get("nodes", [1])[-1] > 1:
         return None
     if document.get("passed") is False:
-        bad = [c["name"] for c in document.get("checks", ()) if c.get("status") == Verdict.FAIL]
+        bad = [c["name"] for c in document.get("checks", ()) if c.get("status") == CheckStatus.FAIL]
         found = f"failed its acceptance run ({', '.join(bad)})"
     names = f"cluster={config.cluster} hardware={config.hardware.name}"
     return (
-        f"sweep.nodes up to {most}, and {names} {found} in {place(config)}; at most 3 GPU hours on two nodes: "
+        f"sweep.nodes up to {most}, and {names} {found} in {acceptance_folder(config)}; at most 3 GPU hours on two nodes: "
         f"ultrabench doctor --deep launcher=slurm {names}"
     )
 

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.slurm_command import CommandError, ask
-from ultrabench.launchers.slurm_job import (
+from ultrabench.launchers.slurm.command import CommandError, ask
+from ultrabench.launchers.slurm.job import (
     SACCT_FORMAT,
     SQUEUE_FORMAT,
-    Job,
+    SlurmJob,
     collapse,
     find,
     sacct_jobs,
     squeue_jobs,
 )
-from ultrabench.launchers.slurm_state import Phase
+from ultrabench.launchers.slurm.states import Phase
 
 FRESH_S = 2.0
 """Even an urgent question comes no sooner than this after the last."""
@@ -30,14 +30,14 @@ IDS_A_COMMAND = 200
 class Answer:
     """What squeue said."""
 
-    jobs: dict[str, Job]
+    jobs: dict[str, SlurmJob]
     """By job_id; ended ones stay listed for MinJobAge, then they are missing here."""
     age_s: float
     """Since the question was put; a job submitted after that cannot be in the answer."""
     error: str | None = None
     """Why the newest question failed; the answer is then that of an earlier one."""
 
-    def find(self, job_id: str) -> Job | None:
+    def find(self, job_id: str) -> SlurmJob | None:
         """The job of this id, or the array it was cancelled with before it started."""
         return find(self.jobs, job_id)
 
@@ -66,13 +66,13 @@ class SlurmQuery:
         self.has_accounting: bool | None = None
         """Whether sacct answered when it was last asked; None before that."""
         self._poll_s, self._timeout_s, self._budget_s, self._clock = poll_s, timeout_s, budget_s, clock
-        self._jobs: dict[str, Job] | None = None
+        self._jobs: dict[str, SlurmJob] | None = None
         self._asked_at = self._answered_at = self._failing_since = -float("inf")
         self._failures = 0
         self._error: str | None = None
         self._sacct_from = -float("inf")
         self._looked_up: dict[str, float] = {}
-        self._accounts: dict[str, Job] = {}
+        self._accounts: dict[str, SlurmJob] = {}
 
     def ask(self, *words: str) -> str:
         """What a Slurm program prints; see `ask`, the function."""
@@ -121,7 +121,7 @@ class SlurmQuery:
         else:
             self._failures, self._error, self._answered_at = 0, None, now
 
-    def accounting(self, job_ids: Iterable[str]) -> dict[str, Job]:
+    def accounting(self, job_ids: Iterable[str]) -> dict[str, SlurmJob]:
         """What sacct knows of jobs, arrays or elements that squeue lists no more, at most `poll_s` old.
 
         Empty while sacct does not answer; a site without accounting is asked again every 5 minutes. It
@@ -142,17 +142,17 @@ class SlurmQuery:
         named = ((job_id, find(self._accounts, job_id)) for job_id in wanted)
         return jobs | {job_id: job for job_id, job in named if job}
 
-    def accounting_named(self, names: Iterable[str], since: float) -> dict[str, Job]:
+    def accounting_named(self, names: Iterable[str], since: float) -> dict[str, SlurmJob]:
         """The same for all jobs of these names that were there after `since` (seconds since 1970)."""
         # Clocks of this host and of the accounting differ.
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 3600))
-        found: dict[str, Job] = {}
+        found: dict[str, SlurmJob] = {}
         for some in _chunks(sorted(set(names))):
             options = (f"--user={self.user}", f"--starttime={start}", "--name=" + ",".join(some))
             found |= self._sacct(*options) or {}
         return found
 
-    def _sacct(self, *options: str) -> dict[str, Job] | None:
+    def _sacct(self, *options: str) -> dict[str, SlurmJob] | None:
         if self._clock() < self._sacct_from:
             return None
         try:

@@ -9,9 +9,9 @@ import yaml
 
 from ultrabench.errors import ConfigError
 from ultrabench.folder import write_whole
-from ultrabench.launchers.slurm_accounts import Accounts
-from ultrabench.launchers.slurm_limits import Limits
-from ultrabench.launchers.slurm_partition import Partition
+from ultrabench.launchers.slurm.accounts import Accounts
+from ultrabench.launchers.slurm.limits import Limits
+from ultrabench.launchers.slurm.partition import Partition
 from ultrabench.sweep.launcher_choice import LauncherChoice
 
 TAKEN = ("local",)

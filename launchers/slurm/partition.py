@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ultrabench.errors import ClusterError
-from ultrabench.launchers import slurm_command
-from ultrabench.launchers.slurm_command import CommandError
-from ultrabench.launchers.slurm_job import duration_s
+from ultrabench.launchers.slurm import command
+from ultrabench.launchers.slurm.command import CommandError
+from ultrabench.launchers.slurm.job import duration_s
 
 TIMEOUT_S = 20.0
 _USABLE = re.compile(r"(idle|allocated|mixed|completing|planned|reserved|blocked|power\w*)[~#!%+@^-]*")
@@ -99,7 +99,7 @@ def _with_nodes(place: Partition, rows: Sequence[Sequence[str]]) -> Partition:
 
 def ask_slurm(*words: str) -> str:
     """What a program prints, where nobody counts; raises CommandError."""
-    return slurm_command.ask(words, TIMEOUT_S)
+    return command.ask(words, TIMEOUT_S)
 
 
 def ask_controller(ask: Ask, *words: str) -> str:

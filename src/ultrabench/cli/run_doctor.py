@@ -8,17 +8,22 @@ from rich.text import Text
 
 from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.check import Check, Verdict, skipped, warned
-from ultrabench.launchers.cluster_file import cluster_files, write_cluster_files
-from ultrabench.launchers.deep import accept
-from ultrabench.launchers.doctor import examine, reachable, why_not_slurm
-from ultrabench.launchers.slurm_accounts import read_accounts
-from ultrabench.launchers.slurm_limits import read_limits
-from ultrabench.launchers.slurm_partition import ask_slurm, partitions
+from ultrabench.launchers.doctor.acceptance import run_acceptance
+from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped, warned
+from ultrabench.launchers.doctor.cluster_file import cluster_files, write_cluster_files
+from ultrabench.launchers.doctor.examine import examine, reachable, why_not_slurm
+from ultrabench.launchers.slurm.accounts import read_accounts
+from ultrabench.launchers.slurm.limits import read_limits
+from ultrabench.launchers.slurm.partition import ask_slurm, partitions
 from ultrabench.record import to_dict
 from ultrabench.sweep.config import SweepConfig, load_config
 
-STYLES = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.SKIP: "dim"}
+STYLES = {
+    CheckStatus.PASS: "green",
+    CheckStatus.WARN: "yellow",
+    CheckStatus.FAIL: "red",
+    CheckStatus.SKIP: "dim",
+}
 
 
 def run_doctor(
@@ -31,7 +36,7 @@ def run_doctor(
         deep: try it with an acceptance run, too.
 
     Raises:
-        ConfigError: an acceptance run of another sweep is asked for, or what `examine` and `accept` raise.
+        ConfigError: an acceptance run of another sweep is asked for, or what `examine` and `run_acceptance` raise.
     """
     if deep and (named := _names("sweep", overrides)):
         raise ConfigError(
@@ -46,9 +51,11 @@ def run_doctor(
             config = load_config([*given, f"cluster={write}"])
     checks = examine(config, wait_s=wait_s, say=say)
     if deep:
-        bad = " and ".join(c.name for c in checks if c.status is Verdict.FAIL)
+        bad = " and ".join(c.name for c in checks if c.status is CheckStatus.FAIL)
         checks += (
-            [skipped("acceptance run", f"not begun, because {bad} failed")] if bad else accept(config, say)
+            [skipped("acceptance run", f"not begun, because {bad} failed")]
+            if bad
+            else run_acceptance(config, say)
         )
     if note and "sbatch is here" in note:
         checks.insert(0, warned("slurmctld", note, "if a cluster was meant: launcher=slurm looks at it"))
@@ -56,11 +63,11 @@ def run_doctor(
         print_json([to_dict(check) for check in checks])
     else:
         _show(config, checks)
-    counts = {v: sum(c.status is v for c in checks) for v in Verdict}
-    say(", ".join(f"{counts[v]} {v}" for v in Verdict if counts[v]))
+    counts = {v: sum(c.status is v for c in checks) for v in CheckStatus}
+    say(", ".join(f"{counts[v]} {v}" for v in CheckStatus if counts[v]))
     if not reachable(checks) and config.launcher.name == "slurm":
         return ClusterError.exit_code
-    return int(counts[Verdict.FAIL] > 0)
+    return int(counts[CheckStatus.FAIL] > 0)
 
 
 def _with_launcher(overrides: Sequence[str]) -> tuple[list[str], str | None]:
@@ -106,9 +113,9 @@ def _write(config: SweepConfig, name: str, force: bool, why_local: str | None) -
 
 def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
     names = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
-    made = table(f"doctor: {names}", "check", "verdict", "found", "remedy")
+    made = table(f"doctor: {names}", "check", "status", "found", "remedy")
     made.columns[0].no_wrap = made.columns[1].no_wrap = True
     for check in checks:
-        verdict = Text(check.status, style=STYLES[check.status])
-        made.add_row(check.name, verdict, check.told, check.remedy or "")
+        status = Text(check.status, style=STYLES[check.status])
+        made.add_row(check.name, status, check.told, check.remedy or "")
     out().print(made)

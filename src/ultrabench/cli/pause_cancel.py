@@ -9,7 +9,7 @@ from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder, find_sweep, write_whole
 from ultrabench.journal import JournalWriter, read_journal
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.follow import open_allocations
+from ultrabench.launchers.reconcile import open_allocations
 from ultrabench.presence import living_launchers
 from ultrabench.processes import own_name
 from ultrabench.state import SweepState, fold
