@@ -14,6 +14,7 @@ from ultrabench.launchers.doctor.checkup_folder import CheckupFolder, checkup_fo
 from ultrabench.launchers.doctor.checkup_job import CheckupJob, Say, Seen
 from ultrabench.launchers.doctor.site_checks import (
     check_accounting,
+    check_accounts,
     check_controller,
     check_gpus,
     check_limits,
@@ -24,21 +25,20 @@ from ultrabench.launchers.doctor.site_checks import (
     controller_failed,
 )
 from ultrabench.launchers.open_sweep import require_local
-from ultrabench.launchers.slurm.accounts import check_accounts, read_accounts
 from ultrabench.launchers.slurm.limits import read_limits
-from ultrabench.launchers.slurm.partition import ask_slurm, partitions
 from ultrabench.launchers.slurm.script import require_plain
+from ultrabench.launchers.slurm.site import Site
 from ultrabench.sweep.config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0
 NEEDED_BY_A_JOB = ("partition", "nodes", "results folder")
 
 
-def examine(config: SweepConfig, *, wait_s: float, say: Say) -> list[Check]:
+def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list[Check]:
     """All checks of the launcher that `config` names, in the order in which they depend on each other.
 
     Args:
-        wait_s: how long the job of the checkup may take; 0: none is submitted.
+        wait_s: seconds that the job on a node may take; with 0 none is submitted.
 
     Raises:
         ConfigError: a folder that no job script can name.
@@ -48,13 +48,13 @@ def examine(config: SweepConfig, *, wait_s: float, say: Say) -> list[Check]:
     for path in (Path(config.results_dir).absolute(), Path.cwd()):
         require_plain(path)
     say("asking Slurm's programs")
-    checks = [check_programs(ask_slurm)]
+    checks = [check_programs(site.ask)]
     if checks[-1].status is not CheckStatus.FAIL:
-        checks.append(check_controller(ask_slurm))
+        checks.append(check_controller(site.ask))
     if checks[-1].status is CheckStatus.FAIL:
         return [*checks, skipped("everything else", f"not looked at, because {checks[-1].name} failed")]
     try:
-        checks += _examine_site(config, say)
+        checks += _examine_site(config, site, say)
     except ClusterError as error:
         return [*checks, controller_failed(str(error))]
     with checkup_folder(config) as (folder, check):
@@ -72,15 +72,15 @@ def reachable(checks: Sequence[Check]) -> bool:
     return not any(c.status is CheckStatus.FAIL and c.name in ("programs", "slurmctld") for c in checks)
 
 
-def why_not_slurm() -> str | None:
+def why_not_slurm(site: Site) -> str | None:
     """Why there is no Slurm to be checked here; None when there is one."""
     if shutil.which("sbatch") is None:
         return "there is no sbatch on PATH"
-    check = check_controller(ask_slurm)
+    check = check_controller(site.ask)
     return None if check.status is CheckStatus.PASS else f"sbatch is here, but {check.told}"
 
 
-def _examine_site(config: SweepConfig, say: Say) -> list[Check]:
+def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
     """What Slurm says; only the partition's check when there is no such partition.
 
     Raises:
@@ -88,20 +88,19 @@ def _examine_site(config: SweepConfig, say: Say) -> list[Check]:
     """
     choice = config.launcher
     try:
-        limits = read_limits(choice.partition, choice.account, choice.qos)
+        limits = read_limits(site, choice.partition, choice.account, choice.qos)
     except ConfigError as error:
         told, _, remedy = str(error).partition("; ")
         return [failed("partition", told, remedy or "set launcher.partition=")]
-    say(f"looking at partition {limits.partition}")
-    accounts = read_accounts(ask_slurm)
+    say(f"looking at partition {limits.name}")
     return [
-        check_partition(limits, partitions()),
-        check_nodes(ask_slurm, limits, max(config.axes.nodes)),
+        check_partition(limits, site.partitions),
+        check_nodes(site.ask, limits, max(config.axes.nodes)),
         check_gpus(config.hardware, choice, limits),
         check_size(choice, limits),
         check_limits(config, limits),
-        check_accounts(accounts, limits.partition, choice.account, choice.qos),
-        check_accounting(ask_slurm, limits),
+        check_accounts(site, limits.name, choice.account, choice.qos),
+        check_accounting(site.ask, limits),
     ]
 
 

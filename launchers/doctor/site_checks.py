@@ -11,8 +11,9 @@ from ultrabench.hardware import Hardware
 from ultrabench.launchers.doctor.check import Check, failed, passed, warned
 from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.limits import Limits
-from ultrabench.launchers.slurm.partition import Ask, Partition
-from ultrabench.launchers.slurm.site import node_share
+from ultrabench.launchers.slurm.partition import Partition
+from ultrabench.launchers.slurm.share import node_share
+from ultrabench.launchers.slurm.site import Ask, Site
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.launcher_choice import LauncherChoice
 
@@ -71,62 +72,64 @@ def controller_failed(told: str) -> Check:
     return failed("slurmctld", told, remedy)
 
 
-def check_partition(place: Partition, others: Sequence[Partition]) -> Check:
+def check_partition(partition: Partition, others: Sequence[Partition]) -> Check:
     """Whether the partition takes and starts jobs."""
-    rest = "; ".join([f"{p.partition}: {_facts(p)}" for p in others if p.partition != place.partition][:MOST])
-    default = " (the default)" if place.is_default else ""
-    told = f"{place.partition}{default}: {_facts(place)}" + (f"; others: {rest}" if rest else "")
-    up = [p.partition for p in others if p.partition_state == "UP" and p.partition != place.partition]
-    if place.partition_state != "UP":
+    rest = "; ".join([f"{p.name}: {_facts(p)}" for p in others if p.name != partition.name][:MOST])
+    default = " (the default)" if partition.is_default else ""
+    told = f"{partition.name}{default}: {_facts(partition)}" + (f"; others: {rest}" if rest else "")
+    up = [p.name for p in others if p.state == "UP" and p.name != partition.name]
+    if partition.state != "UP":
         other = f"set launcher.partition= ({', '.join(up)})" if up else "wait"
-        admins = f"`scontrol update partitionname={place.partition} state=up` is the administrators'"
+        admins = f"`scontrol update partitionname={partition.name} state=up` is the administrators'"
         return failed("partition", told, f"{other}; {admins}")
-    if not place.total_nodes:
+    if not partition.total_nodes:
         return failed("partition", told, "it has no nodes: set launcher.partition=")
     return passed("partition", told)
 
 
-def _facts(place: Partition) -> str:
-    limit = "no time limit" if place.max_time_minutes is None else f"up to {place.max_time_minutes} min"
-    most = "" if place.max_nodes is None else f" ({place.max_nodes} a job)"
-    return f"{place.partition_state or 'state unknown'}, {place.total_nodes} nodes{most}, {limit}"
+def _facts(partition: Partition) -> str:
+    limit = (
+        "no time limit" if partition.max_time_minutes is None else f"up to {partition.max_time_minutes} min"
+    )
+    most = "" if partition.max_nodes is None else f" ({partition.max_nodes} a job)"
+    return f"{partition.state or 'state unknown'}, {partition.total_nodes} nodes{most}, {limit}"
 
 
-def check_nodes(ask: Ask, place: Partition, largest: int) -> Check:
+def check_nodes(ask: Ask, partition: Partition, largest: int) -> Check:
     """Whether enough nodes run jobs, and why the others do not; `largest` is what one run needs."""
-    if place.up_nodes is None:
+    if partition.up_nodes is None:
         return warned("nodes", "sinfo does not tell which nodes are up", "look at `sinfo` by hand")
-    told = f"{place.up_nodes} of {place.total_nodes} up"
-    reasons = _reasons(ask, place.partition)
+    told = f"{partition.up_nodes} of {partition.total_nodes} up"
+    reasons = _reasons(ask, partition.name)
     if reasons:
         told += f"; {reasons}"
-    if not place.up_nodes:
+    if not partition.up_nodes:
         return failed("nodes", told, "wait for the administrators (`sinfo -R`), or set launcher.partition=")
-    if place.up_nodes < largest <= place.total_nodes:
+    if partition.up_nodes < largest <= partition.total_nodes:
         remedy = f"runs of {largest} nodes wait until they are back: leave them out with sweep.nodes="
         return warned("nodes", told, remedy)
-    if place.up_nodes < place.total_nodes:
+    if partition.up_nodes < partition.total_nodes:
         return warned("nodes", told, "nothing to do for this sweep; `sinfo -R` shows who looks after them")
     return passed("nodes", told)
 
 
-def _reasons(ask: Ask, partition: str) -> str:
+def _reasons(ask: Ask, name: str) -> str:
     """Nodes that are out, with the reason somebody gave, such as `gpu03 drained (bad fan)`."""
     try:
-        text = ask("sinfo", "--list-reasons", "--noheader", f"--partition={partition}", "--format=%N|%T|%E")
+        text = ask("sinfo", "--list-reasons", "--noheader", f"--partition={name}", "--format=%N|%T|%E")
     except CommandError:
         return ""
     rows = [fields for line in text.splitlines() if len(fields := line.split("|", 2)) == 3]
     return "; ".join(f"{nodes} {state} ({reason.strip()})" for nodes, state, reason in rows)
 
 
-def check_gpus(hardware: Hardware, choice: LauncherChoice, place: Partition) -> Check:
+def check_gpus(hardware: Hardware, choice: LauncherChoice, partition: Partition) -> Check:
     """Whether the GPUs that Slurm knows are those of the hardware."""
-    own, seen = hardware.gpus_per_node, f"nodes of {place.partition} have {place.gres or 'no GPUs'}"
+    own, seen = hardware.gpus_per_node, f"nodes of {partition.name} have {partition.gres or 'no GPUs'}"
     if hardware.device != "cuda":
-        other = "; to have them checked, name the hardware= of the sweep" if place.gpus_per_node else ""
+        other = "; to have them checked, name the hardware= of the sweep" if partition.gpus_per_node else ""
         return passed("GPUs", f"hardware={hardware.name} needs none; {seen}{other}")
-    if place.gpus_per_node is None:
+    if partition.gpus_per_node is None:
         return warned("GPUs", "sinfo does not tell what nodes have", "look at `sinfo -o '%N %G'` by hand")
     told = f"hardware={hardware.name} has {own} {hardware.gpu} a node; {seen}"
     asked = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", choice.gres or "")
@@ -135,22 +138,26 @@ def check_gpus(hardware: Hardware, choice: LauncherChoice, place: Partition) -> 
         return failed(
             "GPUs", told, f"make launcher.gres= ask for hardware.gpus_per_node={own}, or leave it out"
         )
-    if place.gpus_per_node < own:
-        remedy = f"set hardware.gpus_per_node={place.gpus_per_node}, " if place.gpus_per_node else "set "
+    if partition.gpus_per_node < own:
+        remedy = (
+            f"set hardware.gpus_per_node={partition.gpus_per_node}, " if partition.gpus_per_node else "set "
+        )
         return failed("GPUs", told, f"{remedy}another hardware= or launcher.partition=")
-    types = re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", choice.gres or place.gres or "")
+    types = re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", choice.gres or partition.gres or "")
     others = {model for kind in types for model in _models(kind)}
     if others and not others & _models(" ".join([hardware.gpu, *hardware.accelerator.reported_as])):
         return failed(
             "GPUs", told, "set the hardware= that is there, or launcher.partition= or launcher.gres="
         )
-    if place.gpus_per_node > own:
+    if partition.gpus_per_node > own:
         return warned(
-            "GPUs", told, f"the others stay idle; use all: hardware.gpus_per_node={place.gpus_per_node}"
+            "GPUs", told, f"the others stay idle; use all: hardware.gpus_per_node={partition.gpus_per_node}"
         )
-    if len(place.kinds) > 1:
+    if len(partition.kinds) > 1:
         return warned(
-            "GPUs", f"nodes differ: {'; '.join(place.kinds)}", "keep to one kind with launcher.constraint="
+            "GPUs",
+            f"nodes differ: {'; '.join(partition.kinds)}",
+            "keep to one kind with launcher.constraint=",
         )
     return passed("GPUs", told)
 
@@ -160,9 +167,9 @@ def _models(text: str) -> set[str]:
     return set(re.findall(r"[a-z]{1,3}\d{2,4}[a-z]?", text.lower()))
 
 
-def check_size(choice: LauncherChoice, place: Partition) -> Check:
+def check_size(choice: LauncherChoice, partition: Partition) -> Check:
     """Whether a node has the memory and the CPUs that jobs ask for."""
-    mem, cpus = place.mem_mb_per_node, place.cpus_per_node
+    mem, cpus = partition.mem_mb_per_node, partition.cpus_per_node
     if mem is None or cpus is None:
         return warned(
             "node size", "sinfo does not tell what nodes have", "look at `sinfo -o '%N %c %m'` by hand"
@@ -206,6 +213,40 @@ def check_limits(config: SweepConfig, limits: Limits) -> Check:
 
 def _any(number: int | None) -> str:
     return "any" if number is None else str(number)
+
+
+def check_accounts(site: Site, partition: str, account: str | None, qos: str | None) -> Check:
+    """Whether jobs of this account and QOS are taken in a partition; None stands for the default."""
+    accounts, usable = site.accounts, site.accounts.usable(partition)
+    rule = f"Slurm enforces {', '.join(sorted(site.enforced))}" if site.enforced else "not enforced here"
+    names = list(dict.fromkeys(a.account for a in usable))
+    told = f"user {site.user}: {_list(names) or 'no account'}; default {accounts.default or 'none'}; {rule}"
+    if accounts.error:
+        told = f"{accounts.error}; {rule}"
+    if not site.enforced:
+        return passed("account", told)
+    if accounts.error:
+        remedy = "ask the site for your account, and set launcher.account= if jobs are refused"
+        return warned("account", told, remedy)
+    wanted = account or accounts.default
+    if not names:
+        return failed("account", told, f"ask the site for an account that may use partition {partition}")
+    chosen = [a for a in usable if a.account.lower() == (wanted or "").lower()]
+    if not chosen:
+        given = f"launcher.account={account}" if account else f"default {wanted or 'none'}"
+        return failed("account", f"{given}; {told}", f"set launcher.account= to one of {_list(names)}")
+    known = list(dict.fromkeys(q for a in chosen for q in a.qos))
+    if qos and site.enforced & {"qos", "all"} and qos not in known:
+        told = f"launcher.qos={qos}; account {wanted} has QOS {_list(known) or 'none'}; {rule}"
+        return failed(
+            "account", told, f"set launcher.qos= to one of {_list(known) or '(none: leave it out)'}"
+        )
+    return passed("account", f"{told}; QOS {_list(known) or 'none'}")
+
+
+def _list(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def check_accounting(ask: Ask, limits: Limits) -> Check:

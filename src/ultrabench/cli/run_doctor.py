@@ -1,6 +1,5 @@
-"""Runs the checks of `ultrabench doctor` and shows them; writes cluster configurations."""
+"""Runs the checks of `ultrabench doctor` and shows them; writes a cluster configuration."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +9,10 @@ from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor.acceptance import run_acceptance
 from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped, warned
-from ultrabench.launchers.doctor.cluster_file import cluster_files, write_cluster_files
+from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import examine, reachable, why_not_slurm
-from ultrabench.launchers.slurm.accounts import read_accounts
 from ultrabench.launchers.slurm.limits import read_limits
-from ultrabench.launchers.slurm.partition import ask_slurm, partitions
+from ultrabench.launchers.slurm.site import Site
 from ultrabench.record import to_dict
 from ultrabench.sweep.config import SweepConfig, load_config
 
@@ -27,38 +25,49 @@ STYLES = {
 
 
 def run_doctor(
-    overrides: Sequence[str], write: str | None, force: bool, wait_s: float, deep: bool, as_json: bool
+    overrides: Sequence[str],
+    write: str | None,
+    partition: str | None,
+    force: bool,
+    wait_s: float,
+    deep: bool,
+    as_json: bool,
 ) -> int:
     """Checks what `overrides` name; the exit code.
 
     Args:
         write: name of the cluster configuration to write first, which is then what is checked; None: none.
+        partition: the partition to write it for; None stands for launcher.partition, else the default one.
         deep: try it with an acceptance run, too.
 
     Raises:
-        ConfigError: an acceptance run of another sweep is asked for, or what `examine` and `run_acceptance` raise.
+        ConfigError: an acceptance run of another sweep is asked for, --partition without --write, or what
+            `examine` and `run_acceptance` raise.
     """
     if deep and (named := _names("sweep", overrides)):
         raise ConfigError(
             f"{named} with --deep, which has a sweep of its own, sweep=acceptance; leave it out"
         )
-    given, note = _with_launcher(overrides)
+    if partition and write is None:
+        raise ConfigError(
+            f"--partition {partition} without --write; to check it, set launcher.partition={partition}"
+        )
+    site = Site()
+    given, why_local = _with_launcher(site, overrides)
     given = _with_acceptance(given) if deep else given
+    given += [f"launcher.partition={partition}"] if partition else []
     config = load_config(given)
     if write is not None:
-        _write(config, write, force, note)
-        if not any(o.partition("=")[0] == "cluster" for o in overrides):
+        _write(config, site, write, force, why_local)
+        if not _names("cluster", overrides):
             config = load_config([*given, f"cluster={write}"])
-    checks = examine(config, wait_s=wait_s, say=say)
+    checks = examine(config, site, wait_s=wait_s, say=say)
     if deep:
         bad = " and ".join(c.name for c in checks if c.status is CheckStatus.FAIL)
-        checks += (
-            [skipped("acceptance run", f"not begun, because {bad} failed")]
-            if bad
-            else run_acceptance(config, say)
-        )
-    if note and "sbatch is here" in note:
-        checks.insert(0, warned("slurmctld", note, "if a cluster was meant: launcher=slurm looks at it"))
+        skip = [skipped("acceptance run", f"not begun, because {bad} failed")] if bad else []
+        checks += skip or run_acceptance(config, say)
+    if why_local and "sbatch is here" in why_local:
+        checks.insert(0, warned("slurmctld", why_local, "if a cluster was meant: launcher=slurm looks at it"))
     if as_json:
         print_json([to_dict(check) for check in checks])
     else:
@@ -70,11 +79,11 @@ def run_doctor(
     return int(counts[CheckStatus.FAIL] > 0)
 
 
-def _with_launcher(overrides: Sequence[str]) -> tuple[list[str], str | None]:
+def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], str | None]:
     """The overrides, of Slurm where it answers and no launcher is named; else why they are this machine's."""
     if _names("launcher", overrides):
         return [*overrides], None
-    why = why_not_slurm()
+    why = why_not_slurm(site)
     launcher = "slurm" if why is None else "local"
     say(f"looking at launcher={launcher}: {why or 'Slurm answers here'}")
     return [*overrides, f"launcher={launcher}"], why
@@ -91,11 +100,11 @@ def _with_acceptance(overrides: Sequence[str]) -> list[str]:
     return [*overrides, "sweep=acceptance-small"] if load_config(full).hardware.device == "cpu" else full
 
 
-def _write(config: SweepConfig, name: str, force: bool, why_local: str | None) -> None:
-    """Writes the configurations of all partitions.
+def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: str | None) -> None:
+    """Writes the configuration of the partition that `config` names.
 
     Raises:
-        ConfigError: they exist, or cannot be written.
+        ConfigError: it exists or cannot be written, or there is no such partition.
         ClusterError: there is no Slurm to ask.
     """
     choice = config.launcher
@@ -103,11 +112,9 @@ def _write(config: SweepConfig, name: str, force: bool, why_local: str | None) -
         raise ClusterError(f"--write asks Slurm, and {why_local}; run it on a login node")
     if choice.name == "local":
         raise ConfigError("--write asks Slurm; leave launcher=local out")
-    limits = read_limits(choice.partition, choice.account, choice.qos)
-    accounts, today = read_accounts(ask_slurm), time.strftime("%Y-%m-%d")
-    texts = cluster_files(name, limits, partitions(), accounts, choice, today)
-    for path in write_cluster_files(Path.cwd() / "ultrabench" / "cluster", texts, force):
-        say(f"wrote {path}")
+    limits = read_limits(site, choice.partition, choice.account, choice.qos)
+    path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", name, site, limits, choice, force)
+    say(f"wrote {path}")
     say(f"use it with: ultrabench sweep plan cluster={name} launcher=slurm")
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.unit.cli.conftest import HEAD, QUICK, one_line
-from ultrabench.cli import steer
+from ultrabench.cli import pause_cancel
 from ultrabench.errors import ClusterError
 from ultrabench.journal import JournalWriter, read_journal
 from ultrabench.processes import own_name
@@ -160,7 +160,7 @@ class Cluster:
 @pytest.fixture
 def cluster(unreachable, monkeypatch):
     made = Cluster(unreachable, failures=3)
-    monkeypatch.setattr(steer, "choose_launcher", made.choose)
+    monkeypatch.setattr(pause_cancel, "choose_launcher", made.choose)
     monkeypatch.setattr(time, "sleep", made.slept.append)
     return made
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests.unit.allocations import CONFIG, with_launcher
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.slurm.limits import Limits
-from ultrabench.launchers.slurm.site import SHARE, _max_minutes, node_share
+from ultrabench.launchers.slurm.share import SHARE, _max_minutes, node_share
 
-HOPPER = Limits(partition="hopper", total_nodes=16)
+HOPPER = Limits(name="hopper", total_nodes=16)
 
 
 def wanting(*nodes, **launcher):
