@@ -4,13 +4,13 @@ import hashlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ultrabench import checkout
+from ultrabench.claim import give_up, owner_of
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.journal import JournalReader, JournalWriter
@@ -19,14 +19,11 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import env_id
 from ultrabench.state import AttemptKey, Fold, SweepState
 from ultrabench.sweep.config import SweepConfig
-from ultrabench.sweep.decide import Decision, next_step
 from ultrabench.sweep.head import make_head, provenance, require_same
-from ultrabench.sweep.plan import Plan, make_plan, require_runs
+from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 
 PROBE_TIMEOUT_S = 120.0
-DECISION_S = 5.0
-"""Runs that rest after a failure become ready by the clock alone."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,10 +42,6 @@ class OpenSweep:
     git_commit: str | None
     known: Fold = field(default_factory=Fold)
     """What `reader` has read so far."""
-    _ended_at: dict[AttemptKey, float] = field(default_factory=dict)
-    """When this launcher saw attempts end, by its monotonic clock: clocks of nodes may differ by hours."""
-    _decided: tuple[float, tuple[int, frozenset[str]], Decision] | None = None
-    """When for what which decision was taken."""
 
     @property
     def config(self) -> SweepConfig:
@@ -59,23 +52,17 @@ class OpenSweep:
         """The state now; always the same object, which grows with the journal."""
         return self.known.add(self.reader.poll())
 
-    def next_step(self, alive: frozenset[str], old: frozenset[AttemptKey]) -> Decision:
-        """What to do now; taken anew when the journal or the living have changed, else every 5 s."""
-        state, now = self.state(), time.monotonic()
-        for key, attempt in state.attempts.items():
-            if attempt.result is not None and key not in old:
-                self._ended_at.setdefault(key, now)
-        ground = (self.known.heard, alive)
-        if self._decided and self._decided[1] == ground and now - self._decided[0] < DECISION_S:
-            return self._decided[2]
-        ended_s = {key: now - at for key, at in self._ended_at.items()}
-        decision = next_step(self.plan, state, alive, accepts=self.accepts, old=old, ended_s=ended_s)
-        self._decided = (now, ground, decision)
-        return decision
+    def owner_of(self, name: str) -> str | None:
+        """The allocation that claimed this attempt or allocation; None when nobody did."""
+        return owner_of(self.folder.claims, name)
+
+    def give_up(self, name: str) -> bool:
+        """Claims an allocation so that it will never run; False when its agents own it."""
+        return give_up(self.folder.claims, name)
 
 
 def open_sweep(
-    config: SweepConfig,
+    plan: Plan,
     *,
     reuse: str | None,
     warn: Callable[[str], None],
@@ -84,7 +71,7 @@ def open_sweep(
     max_gpu_hours: float | None = None,
     environment: dict[str, Any] | None = None,
 ) -> OpenSweep:
-    """Creates or continues the sweep of `config`.
+    """Creates or continues the sweep of a plan, which is made anew where a rate had to be measured.
 
     Args:
         reuse: what to do with ok results of another environment: `any` counts them, `same` measures
@@ -97,11 +84,10 @@ def open_sweep(
         ConfigError, SweepFolderError: it cannot be launched like this; nothing was written.
         ClusterError: this machine could not be looked at.
     """
+    config = plan.config
     require_local(config)
     if reuse not in (None, "same", "any"):
         raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
-    plan = make_plan(config)
-    require_runs(plan)
     folder = SweepFolder(Path(config.results_dir).absolute() / config.name)
     if (head := folder.read_head()) is not None:
         require_same(head, config, folder.path)
@@ -221,14 +207,3 @@ def _reuse(
     if reuse == "any":
         return lambda result: True
     return same
-
-
-def rank_threads(config: SweepConfig, nodes: int, cores: int | None) -> int | None:
-    """OMP_NUM_THREADS of a rank: the host's cores shared by the ranks on it.
-
-    None where the nodes are other hosts than this one: their agents count for themselves.
-    """
-    if cores is None or (config.launcher.name != "local" and not config.hardware.simulated):
-        return None
-    hosts_nodes = nodes if config.hardware.simulated else 1
-    return max(1, cores // (config.hardware.gpus_per_node * hosts_nodes))

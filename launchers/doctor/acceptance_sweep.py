@@ -16,7 +16,7 @@ from ultrabench.launchers.reconcile import Reconciler, interrupt, open_allocatio
 from ultrabench.result import RunResult
 from ultrabench.state import SweepState, final_attempts
 from ultrabench.sweep.config import SweepConfig, config_from_tree
-from ultrabench.sweep.plan import Candidate, Plan
+from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.price import committed_gpu_hours
 
@@ -77,8 +77,10 @@ class AcceptanceSweeps:
         """
         folder = SweepFolder(Path(config.results_dir) / config.name)
         launcher = choose_launcher(config, folder)
+        plan = make_plan(config)
+        require_runs(plan)
         sweep = open_sweep(
-            config, reuse="any", warn=self._say, say=self._say, max_gpu_hours=self.left_gpu_hours,
+            plan, reuse="any", warn=self._say, say=self._say, max_gpu_hours=self.left_gpu_hours,
             environment=self._environment,
         )  # fmt: skip
         self._environment = sweep.environment

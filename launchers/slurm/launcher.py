@@ -9,7 +9,7 @@ from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
 from ultrabench.hardware import Hardware
-from ultrabench.jobs_seen import Job, JobEnd, JobsSeen
+from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm.job import SlurmJob
 from ultrabench.launchers.slurm.query import Answer, SlurmQuery
@@ -46,10 +46,9 @@ class SlurmLauncher:
 
     def __init__(
         self, folder: SweepFolder, choice: LauncherChoice, hardware: Hardware, query: SlurmQuery,
-        *, max_jobs: int, max_nodes: int, max_array: int, max_limit_s: float, cluster: str = "slurm",
+        limits: JobLimits, cluster: str = "slurm",
     ) -> None:  # fmt: skip
-        self.max_jobs, self.max_nodes, self.max_array = max_jobs, max_nodes, max_array
-        self.max_limit_s = max_limit_s
+        self.limits = limits
         self.by = origin(cluster)
         self.query = query
         self._choice, self._hardware = choice, hardware
@@ -221,13 +220,13 @@ class SlurmLauncher:
             elapsed_s=job.elapsed_s,
         )
 
-    def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:
+    def cancel(
+        self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
+    ) -> dict[str, float]:
         """scancel for all jobs of the arrays that hold `allocations`; their agents say how runs ended."""
         for array in sorted({name.rpartition(".")[0] for name in allocations}):
             self.query.cancel(name=f"{self._prefix}{array}", pending_only=queued_only)
-
-    def held_s(self, held: AllocationState) -> None:
-        """squeue and sacct tell, when it is over."""
+        return {}
 
     def end_frozen(self, name: str, job: Job) -> None:
         """scancel for this element of its array; what does not end by itself Slurm kills after KillWait."""

@@ -1,9 +1,11 @@
 """What a sweep may take of a cluster: the site's limits, held against what the sweep asks for."""
 
+import math
 from pathlib import Path
 
 from ultrabench.errors import ConfigError
 from ultrabench.folder import SweepFolder
+from ultrabench.jobs_seen import JobLimits
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
 from ultrabench.launchers.slurm.limits import Limits, read_limits
 from ultrabench.launchers.slurm.query import SlurmQuery
@@ -25,10 +27,7 @@ def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = 
     choice = config.launcher
     query = SlurmQuery(poll_s=choice.poll_s)
     if not limited:
-        return SlurmLauncher(
-            folder, choice, config.hardware, query,
-            max_jobs=0, max_nodes=0, max_array=1, max_limit_s=float("inf"),
-        )  # fmt: skip
+        return SlurmLauncher(folder, choice, config.hardware, query, JobLimits(max_jobs=0))
     for path in (folder.path, Path.cwd()):
         require_plain(path)
     limits = read_limits(Site(), choice.partition, choice.account, choice.qos)
@@ -37,14 +36,13 @@ def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = 
             f"launcher.cpus={choice.cpus}; nodes of partition {limits.name} have {limits.cpus_per_node}: "
             "set at most that, or null"
         )
-    return SlurmLauncher(
-        folder, choice, config.hardware, query,
+    allowed = JobLimits(
         max_jobs=min(choice.max_jobs, limits.max_submit or choice.max_jobs),
         max_nodes=node_share(config, limits),
         max_array=limits.max_array_size,
-        max_limit_s=60.0 * (_max_minutes(config, limits) or float("inf")),
-        cluster=limits.cluster or "slurm",
-    )  # fmt: skip
+        max_limit_s=60.0 * (_max_minutes(config, limits) or math.inf),
+    )
+    return SlurmLauncher(folder, choice, config.hardware, query, allowed, limits.cluster or "slurm")
 
 
 def node_share(config: SweepConfig, limits: Limits) -> int:

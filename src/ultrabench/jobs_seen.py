@@ -1,5 +1,8 @@
-"""What a launcher has seen of its jobs: which live, how the others ended, and how long they held their nodes."""
+"""What a launcher may submit, and what it has seen of its jobs: which live, and how the others ended."""
 
+import math
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,6 +10,36 @@ from ultrabench.result import Status
 
 Job = dict[str, Any]
 """How to find an allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
+
+Origin = dict[str, str]
+"""Who submits allocations and where from: {user, cluster, host}; cluster is empty for local processes."""
+
+
+def same_place(own: Origin, by: Mapping[str, str]) -> bool:
+    """Whether allocations of `by` run where those of `own` do; what does not tell where counts as here."""
+    name = "cluster" if own["cluster"] else "host"
+    return not by or (by.get(name) == own[name] and by.get("cluster") == own["cluster"])
+
+
+def sees(own: Origin, by: Mapping[str, str]) -> bool:
+    """Whether a launcher of `own` sees the allocations of `by`: the same user, on the same cluster or host."""
+    return not by or (same_place(own, by) and by.get("user") == own["user"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLimits:
+    """How much a launch may have in flight and use."""
+
+    max_jobs: int
+    """Largest number of allocations queued or running."""
+    max_nodes: int = sys.maxsize
+    """Largest number of nodes of all of them together."""
+    max_array: int = 1
+    """Largest number of allocations of one submission."""
+    max_limit_s: float = math.inf
+    """Longest wall-clock limit of one allocation."""
+    max_gpu_hours: float | None = None
+    """Budget of the sweep; None: no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

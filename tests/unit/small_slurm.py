@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
-from ultrabench.jobs_seen import Job, JobEnd, JobsSeen
+from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.result import Status
 from ultrabench.state import AllocationState
 
@@ -30,7 +30,7 @@ class SmallJob:
 class SmallSlurm:
     """The Launcher of a reconciler; `jobs` are those of the world it was made for, by their id."""
 
-    max_jobs, max_nodes, max_array, max_limit_s = 2, 2, 2, float("inf")
+    limits = JobLimits(max_jobs=2, max_nodes=2, max_array=2)
     outlives_us, rest_s = True, 0.0
 
     def __init__(
@@ -55,6 +55,7 @@ class SmallSlurm:
         What is not submitted yet is called unknown at once: a launcher may sleep as long as it likes between
         the line in its journal and its submission.
         """
+        # Time stamps stand for nothing in a world without clocks, so every end is certain.
         unended = {name for name, held in allocations.items() if held.ended is None}
         visible = [job for job in self.jobs.values() if job.allocation.by == self.by]
         active = {}
@@ -65,7 +66,9 @@ class SmallSlurm:
         queued = {n for n, job in active.items() if job.phase == "pending"}
         known = {job.allocation.name for job in visible}
         gone = {
-            n: JobEnd(status=Status.NODE_FAIL if n in known else Status.LOST, reason="it is over")
+            n: JobEnd(
+                status=Status.NODE_FAIL if n in known else Status.LOST, reason="it is over", certain=True
+            )
             for n in sorted(unended - set(active))
         }
         return JobsSeen(

@@ -90,7 +90,7 @@ class TapedJournal:
         self._writer = JournalWriter(folder, "process")
         self._writer.name, self._writer.path = process.name, folder / f"{process.name}.jsonl"
         self._writer._seq = process.seq
-        self.path, self._tape, self._seq = self._writer.path, tape, process.seq
+        self.name, self.path, self._tape, self._seq = process.name, self._writer.path, tape, process.seq
 
     @property
     def seq(self) -> int:
@@ -131,6 +131,14 @@ class TapedSweep(OpenSweep):
         for each in fields(SweepState):  # always the same object, as the real one: what was known is gone
             setattr(self._held, each.name, getattr(found, each.name))
         return self._held
+
+    def owner_of(self, name: str) -> str | None:
+        read = super(TapedSweep, self).owner_of
+        return self.tape.step(lambda: read(name), word=f"reads claim {name}", kind=f"claim {name}")
+
+    def give_up(self, name: str) -> bool:
+        claim = super(TapedSweep, self).give_up
+        return self.tape.step(lambda: claim(name), word=f"gives up {name}", kind=f"claim {name}")
 
     def _read(self) -> SweepState:
         files = sorted(self.folder.journal.iterdir())

@@ -5,13 +5,12 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tests.unit.small_slurm import OTHERS, OURS, SmallJob, SmallSlurm
 from tests.unit.small_tape import PLAIN, WHOLE, Halt, Process, Tape, TapedJournal, TapedSlurm, TapedSweep
 from ultrabench.agent.lead import owns
-from ultrabench.claim import claim, give_up, owner, owner_of
+from ultrabench.claim import claim, owner
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.reconcile import Reconciler
@@ -100,8 +99,6 @@ class Stage:
         kept = ("folder", "plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
         self._open = {name: getattr(sweep, name) for name in kept}
         self._template = vars(Reconciler(sweep, SmallSlurm({}), lambda state, alive: None))
-        # Time stamps stand for nothing in a world without clocks: whoever is over has long been silent.
-        self._template["_watchdog"].silent = lambda name, more_s=0.0: True
         self._settler = vars(self._template["_settler"])
 
     def first(self) -> World:
@@ -195,14 +192,6 @@ class Stage:
         told = (*world.story, tape.told(name))
         made = replace(world, files=self._from_disk(process.name), jobs=jobs, launchers=launchers, story=told)
         return made, tape.new
-
-    def owner_of(self, claims: Path, key: str) -> str | None:
-        """What the launcher at work reads of a claim."""
-        return self.tape.step(lambda: owner_of(claims, key), word=f"reads claim {key}", kind=f"claim {key}")
-
-    def give_up(self, claims: Path, name: str) -> bool:
-        """Whether the launcher at work can claim an allocation."""
-        return self.tape.step(lambda: give_up(claims, name), word=f"gives up {name}", kind=f"claim {name}")
 
     def _born(self, sweep: TapedSweep, process: Process, slurm: TapedSlurm) -> Reconciler:
         """The reconciler of a launcher that has just started, or of one that begins to look again."""

@@ -8,9 +8,9 @@ import pytest
 
 from tests.unit.test_settle import Agents, Played, keys, plan, statuses, sweep, written
 from ultrabench.claim import GIVEN_UP, owner_of
-from ultrabench.jobs_seen import JobEnd
+from ultrabench.jobs_seen import JobEnd, same_place, sees
 from ultrabench.launchers import launcher as launcher_module
-from ultrabench.launchers.launcher import origin, same_place, sees
+from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.reconcile import Reconciler, interrupt
 from ultrabench.processes import own_name
 from ultrabench.result import Status
@@ -231,7 +231,7 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
     assert watched.ended(made.name) is None
     assert statuses(watched.sweep) == {keys(made)[0]: None}
     assert len(watched.launcher.taken) == 1
-    note = f"{gone.reason}, but the agents of {made.name} touch their journal: they live"
+    note = f"{gone.reason}, but the agents of {made.name} have touched their journal: it is over when they"
     assert sum(told.startswith(note) for told in watched.told) == 1
     for _ in range(3):
         watched.once(after=0.3 * patience_s)

@@ -8,6 +8,7 @@ import pytest
 from tests.unit.allocations import CONFIG, with_launcher
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
+from ultrabench.jobs_seen import JobLimits
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm import launcher as slurm_module
 from ultrabench.launchers.slurm.job import SlurmJob, find
@@ -62,7 +63,7 @@ class Cluster:
         choice = with_launcher(grace_s=GRACE_S).launcher
         self.launcher = SlurmLauncher(
             SweepFolder(folder / "quick"), choice, CONFIG.hardware, self.query,
-            max_jobs=8, max_nodes=8, max_array=100, max_limit_s=9e9,
+            JobLimits(max_jobs=8, max_nodes=8, max_array=100, max_limit_s=9e9),
         )  # fmt: skip
         self.held = {}
 

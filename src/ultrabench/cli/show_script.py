@@ -1,19 +1,18 @@
 """`ultrabench sweep plan --show-script`."""
 
 import sys
+import uuid
 from collections.abc import Sequence
 
 from ultrabench.cli.launch import folder_of
 from ultrabench.errors import ConfigError
-from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.launchers.allocate import allocations, shapes
-from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.state import SweepState
+from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
-from ultrabench.sweep.decide import next_step
 from ultrabench.sweep.plan import make_plan, require_runs
-from ultrabench.sweep.price import drafts
+from ultrabench.sweep.price import planned_jobs
 
 
 def print_script(overrides: Sequence[str]) -> None:
@@ -27,19 +26,11 @@ def print_script(overrides: Sequence[str]) -> None:
         raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")
     plan = make_plan(config)
     require_runs(plan)
-    folder = folder_of(config)
-    sweep = OpenSweep(
-        folder=folder,
-        plan=plan,
-        journal=JournalWriter(folder.journal, "plan"),
-        reader=JournalReader(folder.journal),
-        environment={},
-        accepts=lambda result: True,
-        kernel_digest=config.kernel.digest(),
-        git_commit=None,
+    left = next_attempts(plan, SweepState(), frozenset())
+    jobs = planned_jobs(plan, left.todo, SweepState(), untried=left.untried)
+    first = shapes(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
+    made = allocations(
+        plan, folder_of(config), first, token=uuid.uuid4().hex, by={}, kernel_digest=config.kernel.digest()
     )
-    decision = next_step(plan, SweepState(), frozenset())
-    made = drafts(plan, decision.todo, SweepState(), untried=decision.untried)
-    first = shapes(made[: config.launcher.max_jobs], sys.maxsize)[0]
-    script = array_script(allocations(sweep, first), config.launcher, config.hardware)
+    script = array_script(made, config.launcher, config.hardware)
     sys.stdout.write(script.executor().text(script.command))
