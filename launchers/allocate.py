@@ -1,24 +1,25 @@
 """What the agents of allocations read, and which allocations one submission can hold."""
 
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from ultrabench.allocation import Allocation
-from ultrabench.launchers.prepare import OpenSweep, rank_threads
+from ultrabench.folder import SweepFolder
+from ultrabench.jobs_seen import Origin
 from ultrabench.run import Task
+from ultrabench.sweep.attempts import PlannedAttempt
+from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.control import Cell, cell_of
-from ultrabench.sweep.decide import Todo
 from ultrabench.sweep.pack import run_limit_s
-from ultrabench.sweep.price import Draft
+from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.price import PlannedJob
 
 
-def shapes(chosen: Sequence[Draft], max_array: int) -> list[list[Draft]]:
-    """The drafts that one submission each can hold: alike in nodes and time limit."""
-    alike: dict[tuple[int, float], list[Draft]] = {}
-    for draft in chosen:
-        alike.setdefault((draft.nodes, draft.limit_s), []).append(draft)
+def shapes(jobs: Sequence[PlannedJob], max_array: int) -> list[list[PlannedJob]]:
+    """The jobs that one submission each can hold: alike in nodes and time limit."""
+    alike: dict[tuple[int, float], list[PlannedJob]] = {}
+    for job in jobs:
+        alike.setdefault((job.nodes, job.limit_s), []).append(job)
     return [
         group[start : start + max_array]
         for group in alike.values()
@@ -27,52 +28,71 @@ def shapes(chosen: Sequence[Draft], max_array: int) -> list[list[Draft]]:
 
 
 def allocations(
-    sweep: OpenSweep, array: Sequence[Draft], by: Mapping[str, str] = MappingProxyType({})
+    plan: Plan,
+    folder: SweepFolder,
+    jobs: Sequence[PlannedJob],
+    *,
+    token: str,
+    by: Origin,
+    kernel_digest: str,
+    git_commit: str | None = None,
+    cores: int | None = None,
 ) -> list[Allocation]:
-    """What the agents of a submission's allocations will read; nothing is written yet.
+    """What the agents of one submission will read; nothing is written yet.
 
     Args:
-        by: who submits them and where, {user, cluster, host}.
+        token: hexadecimal digits that no other submission has.
+        by: who submits them and where.
+        kernel_digest: of the training program, which has to be the same on the nodes.
+        cores: of this host; None where nobody has counted them.
     """
-    config = sweep.config
-    token = f"n{array[0].nodes}-{uuid.uuid4().hex[:8]}"
+    config = plan.config
     return [
         Allocation(
-            name=f"{token}.{number}",
-            sweep_dir=str(sweep.folder.path),
+            name=f"n{job.nodes}-{token[:8]}.{number}",
+            sweep_dir=str(folder.path),
             work_dir=str(Path.cwd()),
-            nodes=draft.nodes,
+            nodes=job.nodes,
             gpus_per_node=config.hardware.gpus_per_node,
             simulated=config.hardware.simulated,
-            threads=rank_threads(config, draft.nodes, sweep.environment.get("cores")),
+            threads=_rank_threads(config, job.nodes, cores),
             heartbeat_s=config.launcher.heartbeat_s,
-            limit_s=draft.limit_s,
-            kernel_digest=sweep.kernel_digest,
-            git_commit=sweep.git_commit,
+            limit_s=job.limit_s,
+            kernel_digest=kernel_digest,
+            git_commit=git_commit,
             preflight=config.launcher.preflight,
-            control=draft.control,
+            control=job.control,
             window=config.launcher.window,
-            by=dict(by),
-            tasks=tuple(_task(sweep, todo, draft.best_step_times_s) for todo in draft.group),
+            by=by,
+            tasks=tuple(_task(plan, attempt, job.best_step_times_s) for attempt in job.attempts),
         )
-        for number, draft in enumerate(array)
+        for number, job in enumerate(jobs)
     ]
 
 
-def _task(sweep: OpenSweep, todo: Todo, best: Mapping[Cell, float]) -> Task:
-    config = sweep.config
+def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[Cell, float]) -> Task:
+    config, run = plan.config, attempt.candidate
     return Task(
-        run_id=todo.key.run_id,
-        repeat=todo.key.repeat,
-        attempt=todo.key.attempt,
-        spec=todo.candidate.spec,
+        **attempt.key._asdict(),
+        spec=run.spec,
         measure=config.measure,
         device=config.hardware.device,
         rank_mem_bytes=config.hardware.rank_mem_bytes,
         gpu_names=config.hardware.reported_as,
-        predicted_step_time_s=todo.candidate.prediction.step_time_s,
-        predicted_duration_s=todo.candidate.duration_s(sweep.plan.steps),
-        limit_s=run_limit_s(todo, config, sweep.plan.steps),
-        best_step_time_s=best.get(cell_of(todo.candidate)),
+        predicted_step_time_s=run.prediction.step_time_s,
+        predicted_duration_s=run.duration_s(plan.steps),
+        limit_s=run_limit_s(attempt, config, plan.steps),
+        best_step_time_s=best.get(cell_of(run)),
         profile=config.profile,
     )
+
+
+def _rank_threads(config: SweepConfig, nodes: int, cores: int | None) -> int | None:
+    """OMP_NUM_THREADS of a rank: the host's cores shared by the ranks on it.
+
+    None where the nodes are other hosts than this one: their agents count for themselves.
+    """
+    if cores is None or (config.launcher.name != "local" and not config.hardware.simulated):
+        return None
+    hosts_nodes = nodes if config.hardware.simulated else 1
+    return max(1, cores // (config.hardware.gpus_per_node * hosts_nodes))

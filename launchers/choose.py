@@ -18,6 +18,6 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool =
     """
     if config.launcher.name == "local":
         return LocalLauncher(folder)
-    from ultrabench.launchers.slurm_site import slurm_launcher  # it needs submitit, which takes a while
+    from ultrabench.launchers.slurm.share import slurm_launcher  # it needs submitit, which takes a while
 
     return slurm_launcher(config, folder, limited=submits)

@@ -12,7 +12,8 @@ from pathlib import Path
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder
-from ultrabench.launchers.launcher import Gone, Job, Sighting, origin
+from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
+from ultrabench.launchers.launcher import origin
 from ultrabench.presence import touched
 from ultrabench.processes import (
     clean_up_after_the_dead,
@@ -34,10 +35,7 @@ OURS = {"ultrabench.agent", "ultrabench.launchers.submit_local", "submitit.local
 class LocalLauncher:
     """Starts, finds and kills allocations that are processes of this host."""
 
-    max_jobs = 1  # two at once would disturb each other's measurements
-    max_nodes = sys.maxsize
-    max_array = 1
-    max_limit_s = float("inf")
+    limits = JobLimits(max_jobs=1)  # two at once would disturb each other's measurements
     outlives_us = False
     rest_s = 0.3
 
@@ -76,7 +74,7 @@ class LocalLauncher:
         pid = int(done.stdout.split()[-1])
         return {"host": socket.gethostname(), "pid": pid, "start_time": start_time(pid)}
 
-    def look(self, allocations: Mapping[str, AllocationState]) -> Sighting:
+    def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         """Allocations are alive while they have a process on this host, and a moment longer.
 
         Command lines are looked at, not remembered pids: that holds whenever a launcher died, and
@@ -90,9 +88,9 @@ class LocalLauncher:
         self._missing = {n: self._missing.get(n, now) for n in unended if n not in found}
         lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
         gone = {
-            n: Gone(
+            n: JobEnd(
                 status=Status.LOST, reason=f"the agents of {n} vanished", certain=True,
-                elapsed_s=self.held_s(allocations[n]),
+                elapsed_s=self._held_s(allocations[n]),
             )
             for n in sorted(lost)
         }  # fmt: skip
@@ -100,9 +98,9 @@ class LocalLauncher:
             clean_up_after_the_dead()
         host = socket.gethostname()
         jobs: dict[str, Job] = {name: {"host": host} for name in found}
-        return Sighting(alive=frozenset(unended) - lost, running=frozenset(found), gone=gone, jobs=jobs)
+        return JobsSeen(alive=frozenset(unended) - lost, running=frozenset(found), ended_jobs=gone, jobs=jobs)
 
-    def held_s(self, held: AllocationState) -> float:
+    def _held_s(self, held: AllocationState) -> float:
         """Seconds from the moment an allocation was written to its latest sign of life."""
         paths = [self._folder.journal / str(a["journal"]) for a in held.agents if a.get("journal")]
         began = touched(self._folder.allocations / held.name / "allocation.json")
@@ -123,12 +121,16 @@ class LocalLauncher:
         kill_until_gone(lambda: _processes_of(folder))
         clean_up_after_the_dead()
 
-    def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:
-        """Ends allocations: asks their agents, then kills whatever is left."""
-        if not queued_only:
-            for name in allocations:
-                self._kill(self._folder.allocations / name)
-            clean_up_after_the_dead()
+    def cancel(
+        self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
+    ) -> dict[str, float]:
+        """Ends allocations: asks their agents, then kills whatever is left. None of them ever waits in a queue."""
+        if queued_only:
+            return {}
+        for name in allocations:
+            self._kill(self._folder.allocations / name)
+        clean_up_after_the_dead()
+        return {name: self._held_s(held) for name, held in allocations.items()}
 
     def _kill(self, folder: Path) -> None:
         for pid in _processes_of(folder):

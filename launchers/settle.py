@@ -1,77 +1,53 @@
 """Settles allocations that are over: what they claimed and did not finish is lost, and what they held is told."""
 
 from collections.abc import Collection, Iterable
-from pathlib import Path
 
 from ultrabench.allocation import Allocation, read_allocation
-from ultrabench.claim import give_up, owner_of
-from ultrabench.errors import ClusterError, UltrabenchError, may_pass
-from ultrabench.launchers.launcher import Gone, Launcher
-from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.errors import UltrabenchError, may_pass
+from ultrabench.jobs_seen import JobEnd
+from ultrabench.launchers.launcher import Launcher
+from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, AttemptKey, Start, SweepState
 
-MOST_BARREN = 3
-"""Allocations in a row that may end without having claimed a run."""
-MOST_FRUITLESS = 3
-"""The sweep stops after this many times max_jobs allocations in a row in which no requested run was claimed."""
-ON_REQUEST = ("the sweep is paused", "outside the window")
-"""Ends of allocations that need not have claimed anything, though not for ever: clocks of nodes may differ."""
-
 
 class Settler:
-    """Concludes for one launch of a sweep what became of allocations, and stops it when they lead nowhere.
-
-    The number of allocations is bounded by the plan: each that runs something ends an attempt that was asked
-    for, attempts are bounded by the retry policy, and of the others no more than `most_fruitless` follow each
-    other.
-    """
+    """Concludes for one launch of a sweep what became of allocations, and writes it to the journal."""
 
     def __init__(self, sweep: OpenSweep, launcher: Launcher) -> None:
         self._sweep, self._launcher = sweep, launcher
-        self._claims = sweep.folder.claims
         self._specs = {c.run_id: to_dict(c.spec) for c in sweep.plan.runs}
-        self.most_fruitless = MOST_FRUITLESS * max(1, launcher.max_jobs)
-        self.mine: set[str] = set()
-        """Allocations of this launch."""
-        self.asked: set[AttemptKey] = set()
-        """Attempts that this launch wanted; the further control runs of allocations are not among them."""
         self.claimed: set[str] = set()
         """Allocations that agents own, whether or not they have written anything."""
         self.settled: set[tuple[str, Start]] = set()
-        self._barren = self._fruitless = 0
 
     def give_up(self, name: str) -> bool:
         """Sees to it that an allocation which never ran never will; False when agents own it after all.
 
         Another launcher may still be about to submit it, however long that takes: its agent finds this claim.
         """
-        if not give_up(self._claims, name):
+        if not self._sweep.give_up(name):
             self.claimed.add(name)
             return False
         return True
 
-    def settle(self, held: AllocationState, gone: Gone | None, state: SweepState) -> None:
+    def settle(self, held: AllocationState, told: JobEnd | None, state: SweepState) -> None:
         """Settles an allocation that is over.
 
         Args:
-            gone: how it ended by the launcher's word, when its agents said nothing.
+            told: how it ended by the launcher's word, when its agents said nothing.
 
         Raises:
-            ClusterError: allocations end again and again without running what was asked for.
             OSError: a claim cannot be read now; nothing was concluded.
         """
         name = held.name
         owned = [key for key in held.tasks if self._owned(key, name, state)]
-        end = gone or Gone(status=Status.LOST, reason=f"the agents of {name} ended ({held.ended})")
+        end = told or JobEnd(status=Status.LOST, reason=f"the agents of {name} ended ({held.ended})")
         self._lose(owned, state, name, end)
-        if gone is not None:
-            self._tell_end(held, gone.reason, gone.elapsed_s)
+        if told is not None:
+            self._tell_end(held, told.reason, told.elapsed_s)
         self.settled.add((name, held.start))  # only now: a disk may have refused what was to be written
-        reason = held.ended or end.reason
-        if name in self.mine and not (state.paused or state.cancelled):
-            self._count(name, owned, reason)
 
     def tell_held(self, held: AllocationState, seconds: float) -> None:
         """Writes down for how long the batch system says that an ended allocation had its nodes."""
@@ -93,7 +69,7 @@ class Settler:
         """
         found = False
         for key in keys:
-            name = owner_of(self._claims, str(key))
+            name = self._sweep.owner_of(str(key))
             if name is None:
                 continue
             found, held = True, state.allocations.get(name)
@@ -110,7 +86,7 @@ class Settler:
                         self.plan(allocation)
                         continue
             reason = f"allocation {name} had claimed this run and ended without a result"
-            self._lose([key], state, name, Gone(status=Status.LOST, reason=reason))
+            self._lose([key], state, name, JobEnd(status=Status.LOST, reason=reason))
         return found
 
     def _owned(self, key: AttemptKey, name: str, state: SweepState) -> bool:
@@ -118,9 +94,9 @@ class Settler:
         attempt = state.attempts.get(key)
         if attempt is not None and attempt.allocation is not None:
             return attempt.allocation == name
-        return owner_of(self._claims, str(key)) == name
+        return self._sweep.owner_of(str(key)) == name
 
-    def _lose(self, keys: Collection[AttemptKey], state: SweepState, name: str, end: Gone) -> None:
+    def _lose(self, keys: Collection[AttemptKey], state: SweepState, name: str, end: JobEnd) -> None:
         for key in keys:
             attempt = state.attempts.get(key)
             if attempt is None or attempt.result is None:
@@ -139,30 +115,3 @@ class Settler:
             "allocation_ended", allocation=held.name, restart=restart, reason=reason, held_s=held_s,
             job={"job_id": job_id, "restart": restart} if job_id else None, source=source,
         )  # fmt: skip
-
-    def _count(self, name: str, owned: Collection[AttemptKey], reason: str) -> None:
-        """Stops the sweep when allocations go on without bringing any result nearer."""
-        if not reason.startswith(ON_REQUEST):
-            self._barren = 0 if owned else self._barren + 1
-        self._fruitless = 0 if self.asked & {*owned} else self._fruitless + 1
-        if self._barren < MOST_BARREN and self._fruitless < self.most_fruitless:
-            return
-        log, said = _last_said(self._sweep.folder.allocations / name)
-        number, what = self._barren, "anything"
-        if number < MOST_BARREN:
-            number, what = self._fruitless, "any run that was asked for but control layouts"
-        raise ClusterError(
-            f"{number} allocations in a row ended without running {what} ({reason}"
-            f"{f'; its log ends: {said[:200]}' if said else ''}); see {log}, then launch again"
-        )
-
-
-def _last_said(folder: Path) -> tuple[Path, str]:
-    """The first log of an allocation's agents that says anything, and its last line; on this machine
-    submitit keeps one log for each node."""
-    logs = [log for pattern in ("job.log", "submitit/*.err") for log in sorted(folder.glob(pattern))]
-    for log in logs:
-        lines = [line.strip() for line in log.read_text(errors="replace").split("\n") if line.strip()]
-        if lines:
-            return log, lines[-1]
-    return (logs or [folder])[0], ""

@@ -1,226 +1,158 @@
-"""What a running sweep does next: a pure function of its plan, its state and what is alive."""
+"""What a running sweep does next: a pure function of its plan, its state and what was seen of its jobs."""
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptKey, AttemptState, SweepState
-from ultrabench.sweep.contenders import contenders
-from ultrabench.sweep.control import cell_of
-from ultrabench.sweep.dominated import Fit, left_out
-from ultrabench.sweep.losses import disputed_attempts, judged
-from ultrabench.sweep.plan import Candidate, Plan
-from ultrabench.sweep.retry_policy import RetryPolicy, broken, judge
-from ultrabench.sweep.suspects import suspect_attempts
+from ultrabench.jobs_seen import JobLimits, JobsSeen, Origin, same_place
+from ultrabench.result import RunResult
+from ultrabench.state import AttemptKey, SweepState
+from ultrabench.sweep.attempts import AttemptsLeft, next_attempts
+from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.price import PlannedJob, committed_gpu_hours, planned_jobs
+from ultrabench.sweep.retry_policy import excluded
+from ultrabench.window import inside
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Todo:
-    """One attempt that has to be made."""
-
-    candidate: Candidate
-    key: AttemptKey
-    patience: float = 1.0
-    """Factor on the time limit: a run that timed out gets more."""
-    after: AttemptKey | None = None
-    """The failed attempt that it follows."""
-    pause_s: float = 0.0
-    """Seconds to wait after the end of that."""
+MOST_BARREN = 3
+"""Allocations in a row that may end without having claimed a run."""
+MOST_FRUITLESS = 3
+"""The sweep stops after this many times max_jobs allocations in a row that ran nothing but control layouts."""
+ON_REQUEST = ("the sweep is paused", "outside the window")
+"""Allocations that ended for these reasons need not have claimed a run. They count as fruitless, since clocks of
+nodes may differ and such ends could go on for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Launch:
+    """What one launch of a sweep knows beside the journal."""
+
+    name: str
+    """Name of its journal."""
+    by: Origin
+    """Who launches, and where."""
+    accepts: Callable[[RunResult], bool] = lambda result: True
+    """Whether an ok result counts; it may come from another environment."""
+    old: frozenset[AttemptKey] = frozenset()
+    """Attempts that had ended before this launch."""
+    ended_s: Mapping[AttemptKey, float] = field(default_factory=dict)
+    """Seconds since this launch saw attempts end, by its own monotonic clock."""
+    excused: frozenset[str] = frozenset()
+    """Allocations that were there when the sweep was paused or cancelled: they need not have run anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadEnd:
+    """Why more allocations would lead nowhere."""
+
+    number: int
+    """Allocations in a row that brought no result nearer."""
+    what: str
+    """What none of them ran."""
+    allocation: str
+    """The latest of them."""
+    reason: str
+    """Why that one ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actions:
     """What to do now."""
 
-    todo: tuple[Todo, ...]
-    """Attempts to submit, in the plan's order."""
-    waiting: int
-    """Attempts that are queued or running."""
-    untried: frozenset[int] = frozenset()
-    """Numbers of nodes on which nothing has passed yet: one allocation of each at a time."""
-    dominated: Mapping[str, str] = field(default_factory=dict)
-    """Runs that are left out, and the run whose lack of memory tells that they cannot fit."""
-    broken: str | None = None
-    """Why nothing more should be submitted."""
-
-    @property
-    def over(self) -> bool:
-        """Nothing is left to do or to wait for."""
-        return not self.todo and not self.waiting
+    submit: tuple[PlannedJob, ...] = ()
+    avoid: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that the submitted jobs must not use, and why."""
+    end_jobs: bool = False
+    """All jobs that are queued or running have to be ended."""
+    wait: bool = False
+    """There will be something to do later, even if no job lives."""
+    stopped: str | None = None
+    """Why nothing more is submitted though something is left to do."""
+    over_budget: bool = False
+    """The next job is too expensive for what is left of the budget."""
+    dead_end: DeadEnd | None = None
+    notes: tuple[str, ...] = ()
+    """What a person should know."""
 
 
 def decide(
-    runs: Sequence[Candidate],
-    state: SweepState,
-    alive: frozenset[str],
-    *,
-    repeats: int,
-    accepts: Callable[[RunResult], bool] = lambda result: True,
-    canary: bool = False,
-    policy: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
-    confirm: int = 1,
-    old: frozenset[AttemptKey] = frozenset(),
-    doubted: Collection[AttemptKey] = (),
-    ended_s: Mapping[AttemptKey, float] = MappingProxyType({}),
-) -> Decision:
-    """The attempts to make and how many are on their way.
+    plan: Plan, state: SweepState, seen: JobsSeen, limits: JobLimits, launch: Launch, now_s: float
+) -> Actions:
+    """What a launch does next.
 
     Args:
-        runs: what the plan runs, in order.
-        alive: names of the allocations that are queued or running.
-        repeats: independent measurements wanted of each run.
-        accepts: whether an ok result counts (it may come from another environment).
-        canary: hold back the runs of a number of nodes while the first allocation of that size is on
-            its way and no run of that size has passed.
-        policy: what follows from failures.
-        confirm: measurements wanted of the contenders of a cell, once all its runs are settled.
-        old: attempts that ended before this launch.
-        doubted: ok attempts whose number is suspect; the policy says how many repeats that is worth.
-        ended_s: how long ago this launcher saw attempts end, by its own monotonic clock; after a failure a
-            run may have to wait. What ended before this launch has waited enough and is left out.
+        state: the journal, with the ends of all allocations that are not alive.
+        now_s: seconds since 1970.
     """
-    on_their_way = {
-        key for name in alive for key in _tasks(state, name) if _unfinished(state.attempts.get(key))
-    }
-    tried: dict[str, list[AttemptState]] = {}
-    for key, attempt in sorted(state.attempts.items()):
-        tried.setdefault(key.run_id, []).append(attempt)
-    following = _Following(state, policy, old, accepts, doubted)
-    fits = (Fit(r.run_id, cell_of(r), r.layout, r.prediction.memory_share) for r in runs)
-    dominated = left_out(fits, state, policy)
-    open_runs = [run for run in runs if run.run_id not in dominated]
-    todo = _wanted(open_runs, tried, following, range(repeats))
-    if confirm > repeats:
-        unsettled = {cell_of(t.candidate) for t in todo}
-        settled = [run for run in open_runs if cell_of(run) not in unsettled]
-        best = contenders(settled, tried, state)
-        todo += _wanted([r for r in settled if r.run_id in best], tried, following, range(repeats, confirm))
-    todo = [t for t in todo if t.key not in on_their_way]
-    resting = {t.key for t in todo if t.after and ended_s.get(t.after, math.inf) < t.pause_s}
-    untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
-    busy = {state.allocations[name].nodes for name in alive if name in state.allocations}
-    held_back = untried & busy
-    ready = tuple(t for t in todo if t.candidate.nodes not in held_back and t.key not in resting)
-    return Decision(
-        todo=ready,
-        waiting=len(on_their_way) + len(todo) - len(ready),
-        untried=untried,
-        dominated=dominated,
-        broken=broken(state, policy, ended_s),
+    if state.cancelled:
+        return Actions(stopped="cancelled", end_jobs=True)
+    left = next_attempts(
+        plan, state, seen.alive, accepts=launch.accepts, old=launch.old, ended_s=launch.ended_s
     )
+    if left.broken:
+        return Actions(stopped=left.broken, end_jobs=True)
+    if not left.todo:
+        return Actions(wait=left.waiting > 0)
+    if state.paused:
+        return Actions(stopped=f"paused; go on with: ultrabench sweep resume {shlex.quote(plan.config.name)}")
+    if dead_end := _dead_end(state, limits, launch):
+        return Actions(dead_end=dead_end)
+    window = plan.config.launcher.window
+    if not inside(window, now_s):
+        return Actions(wait=True, notes=(f"outside the window {window}: nothing is submitted",))
+    return _submit(plan, state, seen, limits, launch, left)
 
 
-def next_step(
-    plan: Plan,
-    state: SweepState,
-    alive: frozenset[str],
-    *,
-    accepts: Callable[[RunResult], bool] = lambda result: True,
-    old: frozenset[AttemptKey] = frozenset(),
-    ended_s: Mapping[AttemptKey, float] = MappingProxyType({}),
-) -> Decision:
-    """`decide` with the values of the plan's configuration, and what results say of each other."""
-    config, state = plan.config, judged(state)
-    # Where losses differ without a majority, a repeat of each would only repeat that.
-    doubted = suspect_attempts(state, device=config.hardware.device).keys() - disputed_attempts(state).keys()
-    return decide(
-        plan.runs, state, alive, doubted=doubted,
-        repeats=config.repeats, accepts=accepts, canary=config.launcher.control,
-        policy=config.retry, confirm=config.measure.confirm, old=old,
-        ended_s=ended_s,
-    )  # fmt: skip
+def _submit(
+    plan: Plan, state: SweepState, seen: JobsSeen, limits: JobLimits, launch: Launch, left: AttemptsLeft
+) -> Actions:
+    """As many jobs as may be in flight and the budget holds."""
+    here = [held for n in seen.alive if same_place(launch.by, (held := state.allocations[n]).by)]
+    # Refilled when half of them are over, so that submissions come in arrays and not one by one.
+    if len(here) > limits.max_jobs // 2:
+        return Actions(wait=True)
+    room, free = limits.max_jobs - len(here), limits.max_nodes - sum(held.nodes for held in here)
+    used = committed_gpu_hours(plan, state, sorted(seen.alive), seen.held_s)
+    chosen: list[PlannedJob] = []
+    for job in planned_jobs(
+        plan, left.todo, state, max_limit_s=limits.max_limit_s, untried=left.untried, held_s=seen.held_s
+    ):
+        if len(chosen) >= room or job.nodes > free:
+            break
+        if limits.max_gpu_hours is not None and used + job.gpu_hours > limits.max_gpu_hours:
+            if chosen:
+                break
+            return Actions(
+                over_budget=True,
+                stopped=f"the next job would take {used:.3g} used GPU hours to {used + job.gpu_hours:.3g}, over "
+                f"the {limits.max_gpu_hours:.3g} that may be used",
+            )
+        chosen.append(job)
+        free -= job.nodes
+        used += job.gpu_hours
+    return Actions(submit=tuple(chosen), avoid=excluded(state, plan.config.retry), wait=True)
 
 
-def _wanted(
-    runs: Sequence[Candidate],
-    tried: Mapping[str, list[AttemptState]],
-    following: "_Following",
-    repeats: range,
-) -> list[Todo]:
-    """The attempts that these repeats of `runs` still need, one repeat of all of them after another."""
-    return [
-        todo
-        for nth in repeats
-        for run in runs
-        if (todo := following.next_attempt(run, nth, repeats.stop, tried.get(run.run_id, [])))
-    ]
+def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd | None:
+    """Whether the allocations of this launch go on, in the order of their submission, without any use.
 
-
-def _passed(state: SweepState) -> set[int]:
-    """Numbers of nodes on which some run has ended ok."""
-    oks = (a for a in state.attempts.values() if a.result and a.result.status == Status.OK)
-    return {nodes for a in oks if isinstance(nodes := (a.spec or {}).get("nodes"), int)}
-
-
-def _tasks(state: SweepState, allocation: str) -> Iterable[AttemptKey]:
-    held = state.allocations.get(allocation)
-    return held.tasks if held else ()
-
-
-def _unfinished(attempt: AttemptState | None) -> bool:
-    return attempt is None or attempt.result is None
-
-
-class _Following:
-    """What follows the attempts of one run, by the policy and the state of the whole sweep."""
-
-    def __init__(
-        self,
-        state: SweepState,
-        policy: RetryPolicy,
-        old: frozenset[AttemptKey],
-        accepts: Callable[[RunResult], bool],
-        doubted: Collection[AttemptKey],
-    ) -> None:
-        self._state, self._policy, self._old, self._doubted = state, policy, old, doubted
-        self._accepts = accepts
-
-    def next_attempt(
-        self, run: Candidate, nth: int, repeats: int, tried: Sequence[AttemptState]
-    ) -> Todo | None:
-        """The attempt that the nth counted repeat of `run` still needs, or None."""
-        by_repeat: dict[int, list[AttemptState]] = {}
-        for attempt in tried:
-            by_repeat.setdefault(attempt.key.repeat, []).append(attempt)
-        counted, doubts = -1, 0
-        for repeat in range(len(by_repeat) + repeats):
-            attempts = by_repeat.get(repeat, [])
-            oks = [a for a in attempts if a.result and a.result.status == Status.OK]
-            if oks and not any(a.key not in self._old or (a.result and self._accepts(a.result)) for a in oks):
-                continue  # measured elsewhere before this launch: kept, but another repeat has to be made here
-            if oks and doubts < self._policy.attempts["suspect"] and all(a.key in self._doubted for a in oks):
-                doubts += 1
-                continue
-            counted += 1
-            if counted == nth:
-                return None if oks else self._after(run, repeat, attempts)
+    That bounds their number: each that runs something ends an attempt of the plan, attempts are bounded by
+    the retry policy, and of the others only so many may follow each other.
+    """
+    mine = [held for held in state.allocations.values() if held.submission[0] == launch.name]
+    barren = fruitless = 0
+    latest = None
+    for held in sorted(mine, key=lambda held: held.submission):
+        if held.ended is None or held.name in launch.excused:
+            continue
+        latest = held
+        ran = {k for k in held.tasks if (a := state.attempts.get(k)) and a.allocation == held.name}
+        asked = [key for key in held.tasks if key.run_id != held.control] or held.tasks
+        if not held.ended.startswith(ON_REQUEST):
+            barren = 0 if ran else barren + 1
+        fruitless = 0 if ran & {*asked} else fruitless + 1
+    if latest is None or (barren < MOST_BARREN and fruitless < MOST_FRUITLESS * limits.max_jobs):
         return None
-
-    def _after(self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]) -> Todo | None:
-        """The attempt that follows `attempts`, none of which is ok."""
-        run_id = run.run_id
-        if not attempts:
-            return Todo(candidate=run, key=AttemptKey(run_id, repeat, 0))
-        last = attempts[-1]
-        if last.result is None:
-            # Still running, or its end is not told yet: the same attempt stays the one to wait for.
-            return Todo(candidate=run, key=last.key)
-        verdict = judge(
-            attempts,
-            self._policy,
-            asked=last.key in self._state.retried,
-            old=self._old,
-            memory_share=run.prediction.memory_share,
-        )
-        if not verdict.again:
-            return None
-        timeouts = sum(a.result is not None and a.result.status == Status.TIMEOUT for a in attempts)
-        return Todo(
-            candidate=run,
-            key=AttemptKey(run_id, repeat, last.key.attempt + 1),
-            patience=2.0**timeouts,
-            after=last.key,
-            pause_s=verdict.pause_s,
-        )
+    number, what = barren, "anything"
+    if barren < MOST_BARREN:
+        number, what = fruitless, "any run that was asked for but control layouts"
+    return DeadEnd(number=number, what=what, allocation=latest.name, reason=str(latest.ended))

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
+from ultrabench.sweep.attempts import PlannedAttempt
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.control import Cell, cell_of
-from ultrabench.sweep.decide import Todo
 
 START_S = 120.0
 """For starting agents, their meeting and the preflight."""
@@ -21,13 +20,13 @@ CONTROL_SHARE = 0.1
 """Of an allocation's runs that its control run may take; where it would take more, the allocation is longer."""
 
 
-def run_limit_s(todo: Todo, config: SweepConfig, steps: int) -> float:
+def run_limit_s(todo: PlannedAttempt, config: SweepConfig, steps: int) -> float:
     """Wall-clock limit of one attempt, in seconds."""
     predicted = RUN_LIMIT_FACTOR * todo.candidate.duration_s(steps)
     return max(config.measure.run_limit_s, predicted) * todo.patience
 
 
-def allocation_limit_s(group: Sequence[Todo], config: SweepConfig, steps: int) -> float:
+def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig, steps: int) -> float:
     """Wall-clock limit of an allocation: its predicted duration with a margin, and one slow run.
 
     A run that is cut off by the end of its allocation is run again, so the margin need not hold
@@ -41,11 +40,11 @@ def allocation_limit_s(group: Sequence[Todo], config: SweepConfig, steps: int) -
 
 
 def pack(
-    todo: Sequence[Todo],
+    todo: Sequence[PlannedAttempt],
     config: SweepConfig,
     steps: int,
-    control_s: Mapping[Cell, float] = MappingProxyType({}),
-) -> list[tuple[Todo, ...]]:
+    control_s: Mapping[Cell, float] | None = None,
+) -> list[tuple[PlannedAttempt, ...]]:
     """The attempts in groups, one allocation each, in order.
 
     A group holds one number of nodes and at most one repeat of a run, of one model where a control
@@ -55,7 +54,8 @@ def pack(
     Args:
         control_s: predicted seconds of the control run of each cell; allocations are long enough to bear it.
     """
-    groups: list[list[Todo]] = []
+    control_s = control_s or {}
+    groups: list[list[PlannedAttempt]] = []
     filled: dict[int, float] = {}
     latest: dict[tuple[object, ...], int] = {}
     minutes, most = config.launcher.allocation_minutes, config.launcher.pack

@@ -4,12 +4,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from types import MappingProxyType
 
 from ultrabench.state import AttemptKey, SweepState
+from ultrabench.sweep.attempts import PlannedAttempt, next_attempts
 from ultrabench.sweep.contenders import MOST, best_step_times_s
 from ultrabench.sweep.control import Cell, cell_of, controls, next_repeat
-from ultrabench.sweep.decide import Todo, next_step
 from ultrabench.sweep.pack import allocation_limit_s, pack
 from ultrabench.sweep.plan import Candidate, Plan
 
@@ -20,10 +19,10 @@ ALLOCATION_START_S = {"cuda": 60.0, "cpu": 20.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class PlannedJob:
     """An allocation that could be submitted."""
 
-    group: tuple[Todo, ...]
+    attempts: tuple[PlannedAttempt, ...]
     """In the order they run, the control first."""
     control: str | None
     limit_s: float
@@ -35,13 +34,13 @@ class Draft:
     @property
     def nodes(self) -> int:
         """Its size."""
-        return self.group[0].candidate.nodes
+        return self.attempts[0].candidate.nodes
 
 
-def drafts(
-    plan: Plan, todo: Sequence[Todo], state: SweepState, *, max_limit_s: float = math.inf,
-    untried: Collection[int] = (), held_s: Mapping[str, float] = MappingProxyType({}),
-) -> list[Draft]:  # fmt: skip
+def planned_jobs(
+    plan: Plan, todo: Sequence[PlannedAttempt], state: SweepState, *, max_limit_s: float = math.inf,
+    untried: Collection[int] = (), held_s: Mapping[str, float] | None = None,
+) -> list[PlannedJob]:  # fmt: skip
     """The allocations that attempts need, in order.
 
     Args:
@@ -49,7 +48,7 @@ def drafts(
         held_s: seconds that open allocations have held their nodes by the latest look.
     """
     config, steps = plan.config, plan.steps
-    start_s = _start_s(plan, state, held_s)
+    start_s = _start_s(plan, state, held_s or {})
     cells = controls(plan) if config.launcher.control and config.launcher.pack != 1 else {}
     known = [*state.attempts, *(key for held in state.allocations.values() for key in held.tasks)]
     repeats: dict[str, int] = {}
@@ -67,12 +66,12 @@ def drafts(
             if not own:
                 if run_id not in repeats:
                     repeats[run_id] = next_repeat(run_id, [*known, *(t.key for t in todo)], config.repeats)
-                own = [Todo(candidate=control, key=AttemptKey(run_id, repeats[run_id], 0))]
+                own = [PlannedAttempt(candidate=control, key=AttemptKey(run_id, repeats[run_id], 0))]
                 repeats[run_id] += 1
             group = (*own, *(t for t in group if t.key.run_id != run_id))
         found.append(
-            Draft(
-                group=group,
+            PlannedJob(
+                attempts=group,
                 control=control.run_id if control else None,
                 limit_s=min(max_limit_s, allocation_limit_s(group, config, steps)),
                 gpu_hours=sum(t.candidate.gpu_hours(steps) for t in group)
@@ -104,7 +103,7 @@ def _start_s(plan: Plan, state: SweepState, held_s: Mapping[str, float]) -> floa
 class Price:
     """What is left of a sweep, and the GPU hours that it is expected to take."""
 
-    drafts: tuple[Draft, ...]
+    jobs: tuple[PlannedJob, ...]
     """All allocations to come, those of the confirmations included."""
     runs: Mapping[Cell, tuple[int, float]]
     """Number and GPU hours of the attempts that are still to be made, by cell."""
@@ -114,23 +113,23 @@ class Price:
     @property
     def gpu_hours(self) -> float:
         """All of it."""
-        return sum(draft.gpu_hours for draft in self.drafts)
+        return sum(draft.gpu_hours for draft in self.jobs)
 
 
 def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = math.inf) -> Price:
     """The price of what is left of a sweep; of all of it where there is no state yet."""
     state = state or SweepState()
-    todo = next_step(plan, state, frozenset(), old=frozenset(state.attempts)).todo
+    todo = next_attempts(plan, state, frozenset(), old=frozenset(state.attempts)).todo
     confirmations = _confirmations(plan, todo)
-    made = drafts(plan, [*todo, *confirmations], state, max_limit_s=max_limit_s)
+    made = planned_jobs(plan, [*todo, *confirmations], state, max_limit_s=max_limit_s)
     asked = {t.key for t in [*todo, *confirmations]}
-    tasks = [t for draft in made for t in draft.group]
+    tasks = [t for draft in made for t in draft.attempts]
     runs: dict[Cell, list[Candidate]] = {}
     for item in todo:
         runs.setdefault(cell_of(item.candidate), []).append(item.candidate)
     starts = sum(draft.gpu_hours for draft in made) - _priced(plan, [t.candidate for t in tasks])[1]
     return Price(
-        drafts=tuple(made),
+        jobs=tuple(made),
         runs={cell: _priced(plan, items) for cell, items in runs.items()},
         extra={
             "control runs": _priced(plan, [t.candidate for t in tasks if t.key not in asked]),
@@ -144,7 +143,7 @@ def _priced(plan: Plan, runs: Collection[Candidate]) -> tuple[int, float]:
     return len(runs), sum(run.gpu_hours(plan.steps) for run in runs)
 
 
-def _confirmations(plan: Plan, todo: Iterable[Todo]) -> list[Todo]:
+def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAttempt]:
     """The repeats that the best of each unmeasured cell will need; the fastest by prediction stand for them."""
     repeats = plan.config.repeats
     cells = {cell_of(t.candidate) for t in todo if t.key.repeat < repeats}
@@ -153,7 +152,7 @@ def _confirmations(plan: Plan, todo: Iterable[Todo]) -> list[Todo]:
         if len(best := fastest.get(cell_of(run), [])) < MOST and cell_of(run) in cells:
             best.append(run)
     return [
-        Todo(candidate=run, key=AttemptKey(run.run_id, nth, 0))
+        PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, nth, 0))
         for nth in range(repeats, plan.config.measure.confirm)
         for runs in fastest.values()
         for run in runs
@@ -161,10 +160,7 @@ def _confirmations(plan: Plan, todo: Iterable[Todo]) -> list[Todo]:
 
 
 def committed_gpu_hours(
-    plan: Plan,
-    state: SweepState,
-    open_names: Sequence[str],
-    held_s: Mapping[str, float] = MappingProxyType({}),
+    plan: Plan, state: SweepState, open_names: Sequence[str], held_s: Mapping[str, float] | None = None
 ) -> float:
     """GPU hours for which allocations held their nodes; of open ones what was predicted, if that is more.
 
@@ -173,6 +169,7 @@ def committed_gpu_hours(
     """
     per_node, steps = plan.config.hardware.gpus_per_node, plan.steps
     price = {c.run_id: c.gpu_hours(steps) for c in plan.runs}
+    held_s = held_s or {}
     start_s, total = _start_s(plan, state, held_s), 0.0
     for name, held in state.allocations.items():
         seconds = held.held_s if held.timed else max(held.held_s, held_s.get(name, 0.0))

@@ -42,26 +42,3 @@ def touched(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-class Stillness:
-    """How long writers of journal files have not touched them, as far as somebody looked.
-
-    A time stamp that changes is a sign of life whatever clock made it. A pause of the one who looks
-    (a file server that stands still, a laptop that sleeps) proves nothing of the others and counts
-    little.
-    """
-
-    def __init__(self, most_gap_s: float) -> None:
-        """`most_gap_s`: so much of the time between two looks counts."""
-        self._most_gap_s = most_gap_s
-        self._seen: dict[str, tuple[float, float, float]] = {}
-        """Name -> latest time stamp, when it was looked at, and seconds without a change."""
-
-    def look(self, name: str, journals: list[Path], now: float) -> float:
-        """Seconds that none of these files was touched; `now` is of a monotonic clock."""
-        stamp = max((touched(path) for path in journals), default=0.0)
-        held, looked, still_s = self._seen.get(name, (stamp, now, 0.0))
-        still_s = still_s + min(now - looked, self._most_gap_s) if stamp == held else 0.0
-        self._seen[name] = (stamp, now, still_s)
-        return still_s

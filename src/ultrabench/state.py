@@ -62,7 +62,8 @@ class AllocationState:
     nodes: int = 1
     tasks: tuple[AttemptKey, ...] = ()
     limit_s: float = 0.0
-    submitting: bool = False
+    submission: tuple[str, int] = ("", 0)
+    """Name and line number of the launcher's journal that told of its submission; later ones have larger numbers."""
     by: dict[str, Any] = field(default_factory=dict)
     """Who submitted it: {user, cluster, host}; empty where that was not written down."""
     job: dict[str, Any] | None = None
@@ -270,7 +271,7 @@ def _allocation_fields(event: Event) -> dict[str, Any]:
                 "by": by,
             }
         case "submitting":
-            return {"submitting": True}
+            return {"submission": (str(event["writer"]), int(event["seq"]))}
         case "submitted" | "adopted":
             return {"job": _object(event["job"])}
     return {}

@@ -1,17 +1,18 @@
 """Open sweeps and allocations made by hand, for tests of what is submitted."""
 
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.launchers.allocate import allocations
-from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.state import SweepState
+from ultrabench.sweep.attempts import attempts_left
 from ultrabench.sweep.config import load_config
-from ultrabench.sweep.decide import decide
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.price import drafts
+from ultrabench.sweep.price import planned_jobs
 
 CONFIG = load_config(["launcher=slurm", "model=tiny"])
 PLAN = make_plan(CONFIG)
@@ -36,17 +37,25 @@ def open_sweep(path, plan=PLAN, **launcher):
     )
 
 
-def drafts_of(sweep, state=None, alive=frozenset(), max_limit_s=float("inf")):
+def jobs_of(sweep, state=None, alive=frozenset(), max_limit_s=float("inf")):
     """What a launch would submit next."""
     state = state or SweepState()
     config = sweep.config
-    decision = decide(
+    decision = attempts_left(
         sweep.plan.runs, state, alive, repeats=config.repeats, accepts=sweep.accepts,
         canary=config.launcher.control,
     )  # fmt: skip
-    return drafts(sweep.plan, decision.todo, state, max_limit_s=max_limit_s, untried=decision.untried)
+    return planned_jobs(sweep.plan, decision.todo, state, max_limit_s=max_limit_s, untried=decision.untried)
+
+
+def made_of(sweep, jobs, by=None):
+    """What the agents of a submission read."""
+    return allocations(
+        sweep.plan, sweep.folder, jobs, token=uuid.uuid4().hex, by=by or {}, kernel_digest=sweep.kernel_digest,
+        git_commit=sweep.git_commit, cores=sweep.environment.get("cores"),
+    )  # fmt: skip
 
 
 def first_allocations(sweep, count=1):
-    """The allocations of the first drafts, which are alike enough for an array."""
-    return allocations(sweep, drafts_of(sweep)[:count])
+    """The allocations of the first jobs, which are alike enough for an array."""
+    return made_of(sweep, jobs_of(sweep)[:count])

@@ -1,11 +1,11 @@
-"""A batch system in memory, as a follower sees one: nothing but what was accepted and what became of it."""
+"""A batch system in memory, as a reconciler sees one: nothing but what was accepted and what became of it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.launcher import Gone, Job, Sighting
+from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.result import Status
 from ultrabench.state import AllocationState
 
@@ -28,9 +28,9 @@ class SmallJob:
 
 
 class SmallSlurm:
-    """The Launcher of a follower; `jobs` are those of the world it was made for, by their id."""
+    """The Launcher of a reconciler; `jobs` are those of the world it was made for, by their id."""
 
-    max_jobs, max_nodes, max_array, max_limit_s = 2, 2, 2, float("inf")
+    limits = JobLimits(max_jobs=2, max_nodes=2, max_array=2)
     outlives_us, rest_s = True, 0.0
 
     def __init__(
@@ -49,12 +49,13 @@ class SmallSlurm:
             self.jobs |= {f"{a.name}{again}": SmallJob(a, f"{a.name}{again}") for a in allocations}
         return {a.name: {"job_id": a.name} for a in allocations}
 
-    def look(self, allocations: Mapping[str, AllocationState]) -> Sighting:
+    def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         """The worst a batch system may say in good faith.
 
         What is not submitted yet is called unknown at once: a launcher may sleep as long as it likes between
         the line in its journal and its submission.
         """
+        # Time stamps stand for nothing in a world without clocks, so every end is certain.
         unended = {name for name, held in allocations.items() if held.ended is None}
         visible = [job for job in self.jobs.values() if job.allocation.by == self.by]
         active = {}
@@ -65,14 +66,16 @@ class SmallSlurm:
         queued = {n for n, job in active.items() if job.phase == "pending"}
         known = {job.allocation.name for job in visible}
         gone = {
-            n: Gone(status=Status.NODE_FAIL if n in known else Status.LOST, reason="it is over")
+            n: JobEnd(
+                status=Status.NODE_FAIL if n in known else Status.LOST, reason="it is over", certain=True
+            )
             for n in sorted(unended - set(active))
         }
-        return Sighting(
+        return JobsSeen(
             alive=frozenset((unended & set(active)) | queued),
             queued=frozenset(queued),
             running=frozenset(set(active) - queued),
-            gone=gone,
+            ended_jobs=gone,
             jobs={n: {"job_id": job.job_id} for n, job in active.items()},
         )
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.small_slurm import SmallJob, SmallSlurm
+from ultrabench.jobs_seen import JobsSeen
 from ultrabench.journal import JournalWriter, read_journal
-from ultrabench.launchers.launcher import Sighting
-from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.state import SweepState, fold
 
 WHOLE = 99
@@ -36,7 +36,7 @@ class Process:
     seq: int = 0
     """Lines it had written before them."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """Of a launcher: what its follower remembers from one look to the next."""
+    """Of a launcher: what its reconciler remembers from one look to the next."""
     over: bool = False
 
 
@@ -90,7 +90,7 @@ class TapedJournal:
         self._writer = JournalWriter(folder, "process")
         self._writer.name, self._writer.path = process.name, folder / f"{process.name}.jsonl"
         self._writer._seq = process.seq
-        self.path, self._tape, self._seq = self._writer.path, tape, process.seq
+        self.name, self.path, self._tape, self._seq = process.name, self._writer.path, tape, process.seq
 
     @property
     def seq(self) -> int:
@@ -132,6 +132,14 @@ class TapedSweep(OpenSweep):
             setattr(self._held, each.name, getattr(found, each.name))
         return self._held
 
+    def owner_of(self, name: str) -> str | None:
+        read = super(TapedSweep, self).owner_of
+        return self.tape.step(lambda: read(name), word=f"reads claim {name}", kind=f"claim {name}")
+
+    def give_up(self, name: str) -> bool:
+        claim = super(TapedSweep, self).give_up
+        return self.tape.step(lambda: claim(name), word=f"gives up {name}", kind=f"claim {name}")
+
     def _read(self) -> SweepState:
         files = sorted(self.folder.journal.iterdir())
         content = b"".join(path.read_bytes() for path in files)
@@ -154,12 +162,12 @@ class TapedSlurm(SmallSlurm):
             lambda: SmallSlurm.submit(self, allocations, avoid, say), word="submits", wait=True
         )
 
-    def look(self, allocations):  # type: ignore[no-untyped-def]
+    def observe(self, allocations):  # type: ignore[no-untyped-def]
         asked = {name: bool(held.agents) for name, held in allocations.items()}
 
-        def take() -> Sighting:
-            # Of what was read before, a follower uses no more than this once it has looked.
+        def take() -> JobsSeen:
+            # Of what was read before, a reconciler uses no more than this once it has looked.
             self._tape.known["state"] = sorted(asked.items())
-            return SmallSlurm.look(self, allocations)
+            return SmallSlurm.observe(self, allocations)
 
         return self._tape.step(take, word="looks", kind="look")

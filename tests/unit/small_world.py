@@ -5,16 +5,15 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tests.unit.small_slurm import OTHERS, OURS, SmallJob, SmallSlurm
 from tests.unit.small_tape import PLAIN, WHOLE, Halt, Process, Tape, TapedJournal, TapedSlurm, TapedSweep
 from ultrabench.agent.lead import owns
-from ultrabench.claim import claim, give_up, owner, owner_of
+from ultrabench.claim import claim, owner
 from ultrabench.errors import ClusterError
-from ultrabench.launchers import follow
-from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.launchers.open_sweep import OpenSweep
+from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import Settler
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
@@ -90,7 +89,7 @@ class Stage:
         """Slurm may call a job over before the last line of its agent is there."""
         self.claim: Callable[..., bool] = claim
         self.owns: Callable[..., bool] = owns
-        self.follower = follow.Follower
+        self.reconciler = Reconciler
         self.tape = Tape(Process(""), WHOLE)
         """Of the launcher at work."""
         self.current = ""
@@ -99,9 +98,7 @@ class Stage:
         self._folds: dict[bytes, SweepState] = {}
         kept = ("folder", "plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
         self._open = {name: getattr(sweep, name) for name in kept}
-        self._template = vars(follow.Follower(sweep, SmallSlurm({}), lambda state, alive: None))
-        # Time stamps stand for nothing in a world without clocks: whoever is over has long been silent.
-        self._template["_vigil"].silent = lambda name, more_s=0.0: True
+        self._template = vars(Reconciler(sweep, SmallSlurm({}), lambda state, alive: None))
         self._settler = vars(self._template["_settler"])
 
     def first(self) -> World:
@@ -178,11 +175,11 @@ class Stage:
         sweep = TapedSweep(**self._open, journal=journal, tape=tape, folds=self._folds)  # type: ignore[arg-type]
         try:
             by = OTHERS if self.stranger and name in ("launcher-b", "launcher-d") else OURS
-            follower = self._born(sweep, process, TapedSlurm(jobs, self.most_jobs, tape, by, self.double))
-            self.current = f"{name[-1]}{follower.submitted}"
-            _, busy = follower.once()
-            memory = {k: v for k, v in vars(follower).items() if isinstance(v, PLAIN)}
-            settler = vars(follower._settler).items()
+            reconciler = self._born(sweep, process, TapedSlurm(jobs, self.most_jobs, tape, by, self.double))
+            self.current = f"{name[-1]}{reconciler.submitted}"
+            _, busy = reconciler.once()
+            memory = {k: v for k, v in vars(reconciler).items() if isinstance(v, PLAIN)}
+            settler = vars(reconciler._settler).items()
             memory["_settler"] = {k: v for k, v in settler if isinstance(v, PLAIN) and k != "_specs"}
             process = Process(name, seq=journal.seq, memory=memory) if busy else Process(name, over=True)
         except Halt:
@@ -196,19 +193,11 @@ class Stage:
         made = replace(world, files=self._from_disk(process.name), jobs=jobs, launchers=launchers, story=told)
         return made, tape.new
 
-    def owner_of(self, claims: Path, key: str) -> str | None:
-        """What the launcher at work reads of a claim."""
-        return self.tape.step(lambda: owner_of(claims, key), word=f"reads claim {key}", kind=f"claim {key}")
-
-    def give_up(self, claims: Path, name: str) -> bool:
-        """Whether the launcher at work can claim an allocation."""
-        return self.tape.step(lambda: give_up(claims, name), word=f"gives up {name}", kind=f"claim {name}")
-
-    def _born(self, sweep: TapedSweep, process: Process, slurm: TapedSlurm) -> follow.Follower:
-        """The follower of a launcher that has just started, or of one that begins to look again."""
+    def _born(self, sweep: TapedSweep, process: Process, slurm: TapedSlurm) -> Reconciler:
+        """The reconciler of a launcher that has just started, or of one that begins to look again."""
         if not process.memory:
-            return self.follower(sweep, slurm, lambda state, alive: None)
-        made, settler = object.__new__(self.follower), object.__new__(Settler)
+            return self.reconciler(sweep, slurm, lambda state, alive: None)
+        made, settler = object.__new__(self.reconciler), object.__new__(Settler)
         memory = copy.deepcopy(process.memory)
         vars(settler).update(self._settler, _sweep=sweep, _launcher=slurm, **memory.pop("_settler"))
         vars(made).update(self._template, sweep=sweep, launcher=slurm, _settler=settler, **memory)

@@ -7,12 +7,11 @@ import pytest
 
 from ultrabench.errors import ConfigError
 from ultrabench.folder import SweepFolder
-from ultrabench.launchers.acceptance import not_accepted, place, write_verdict
-from ultrabench.launchers.check import Verdict, failed, passed
-from ultrabench.launchers.deep import LAYOUTS, _differing
-from ultrabench.launchers.published import judge_speed, published
-from ultrabench.launchers.trial import Outcome
-from ultrabench.launchers.trial_verdict import judge_losses, judge_memory
+from ultrabench.launchers.doctor.acceptance import LAYOUTS, _differing, check_losses, check_memory
+from ultrabench.launchers.doctor.acceptance_file import acceptance_folder, not_accepted, write_acceptance
+from ultrabench.launchers.doctor.acceptance_sweep import Outcome
+from ultrabench.launchers.doctor.check import CheckStatus, failed, passed
+from ultrabench.launchers.doctor.published import check_speed, published
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.config import load_config
@@ -37,7 +36,7 @@ def outcome(*ends, runs=RUNS):
         for number, result in enumerate(end if isinstance(end, list) else [end]):
             key = AttemptKey(run.run_id, 0, number)
             attempts[key] = AttemptState(key=key, allocation="n1-a.0", result=result)
-    folder = SweepFolder(place(PLAN.config) / "now" / "trial")
+    folder = SweepFolder(acceptance_folder(PLAN.config) / "now" / "trial")
     return Outcome(folder=folder, runs=runs[: len(ends)], state=SweepState(attempts=attempts), stopped=None)
 
 
@@ -56,20 +55,20 @@ def loss(value):
     ],
 )
 def test_losses(one, layouts, told):
-    check = judge_losses(outcome(one), outcome(*layouts))
-    assert (check.status is Verdict.FAIL) == bool(told)
+    check = check_losses(outcome(one), outcome(*layouts))
+    assert (check.status is CheckStatus.FAIL) == bool(told)
     assert (told or "2 layouts have the loss of one GPU") in check.told
     assert not told or "ultrabench sweep show " in check.remedy
 
 
 def test_an_oom_counts_when_it_is_confirmed():
     oom = RunResult(status=Status.OOM, reason="no memory", confirmed=True)
-    assert judge_memory(outcome(oom)).status is Verdict.PASS
-    assert "not confirmed" in judge_memory(outcome(replace(oom, confirmed=False))).told
-    assert judge_memory(outcome(OK)).status is Verdict.FAIL
+    assert check_memory(outcome(oom)).status is CheckStatus.PASS
+    assert "not confirmed" in check_memory(outcome(replace(oom, confirmed=False))).told
+    assert check_memory(outcome(OK)).status is CheckStatus.FAIL
 
 
-@pytest.mark.parametrize(("share", "status"), [(1.1, Verdict.PASS), (0.6, Verdict.FAIL)])
+@pytest.mark.parametrize(("share", "status"), [(1.1, CheckStatus.PASS), (0.6, CheckStatus.FAIL)])
 def test_our_speed_stands_beside_the_published_one(share, status):
     config = load_config(H100)
     known = published(config)
@@ -78,7 +77,7 @@ def test_our_speed_stands_beside_the_published_one(share, status):
     assert [(r.nodes, r.layout.dp, r.layout.zero_stage) for r in runs] == [(1, 8, 0), (2, 16, 1)]
     step_s = [4096 * 256 / 40149.94 / 8, 4096 * 256 / 38839.82 / 16 / share]
     ends = [replace(OK, step_times_s=(s,) * 6) for s in step_s]
-    check = judge_speed(known, outcome(*ends, runs=runs))
+    check = check_speed(known, outcome(*ends, runs=runs))
     assert check.status is status
     assert "40,150 tokens/s/GPU, published 40,150 (100%)" in check.told
     assert f"published 38,840 ({share:.0%})" in check.told
@@ -88,10 +87,10 @@ def test_nothing_is_published_of_other_hardware():
     assert published(PLAN.config) is None
     assert published(load_config([*H100, "kernel.precision=fp32"])) is None
     assert published(load_config([*H100, "hardware.gpus_per_node=4"])) is None
-    check = judge_speed(None, outcome(OK, OK))
-    assert check.status is Verdict.PASS
+    check = check_speed(None, outcome(OK, OK))
+    assert check.status is CheckStatus.PASS
     assert "ours: tiny " in check.told
-    assert "compare" in judge_speed(None, None).told
+    assert "compare" in check_speed(None, None).told
 
 
 def test_a_published_file_of_the_user_that_lacks_something(tmp_path):
@@ -118,7 +117,7 @@ def test_twelve_layouts_use_every_parallel_form_on_one_and_two_nodes():
 
 def test_a_large_sweep_wants_an_acceptance_run_that_passed():
     large = load_config([*H100, "sweep.nodes=[1,16]"])
-    folder = place(large) / "now"
+    folder = acceptance_folder(large) / "now"
     assert "has no acceptance run" in not_accepted(large)
     assert "ultrabench doctor --deep launcher=slurm cluster=local hardware=h100x8" in not_accepted(large)
     for small in ("sweep.nodes=[8]", "hardware.simulated=true", "launcher=local"):
@@ -126,11 +125,11 @@ def test_a_large_sweep_wants_an_acceptance_run_that_passed():
             not_accepted(load_config([*[o for o in H100 if small[:8] not in o], "sweep.nodes=[16]", small]))
             is None
         )
-    write_verdict(load_config([*H100, "sweep.nodes=[1]"]), [passed("a", "x")], folder, 1.0)
+    write_acceptance(load_config([*H100, "sweep.nodes=[1]"]), [passed("a", "x")], folder, 1.0)
     assert "has no acceptance run" in not_accepted(large), "on one node only"
-    write_verdict(load_config(H100), [passed("a", "x"), failed("b", "x", "y")], folder, 1.0)
+    write_acceptance(load_config(H100), [passed("a", "x"), failed("b", "x", "y")], folder, 1.0)
     assert "failed its acceptance run (b)" in not_accepted(large)
-    path = write_verdict(load_config(H100), [passed("a", "x")], folder, 1.0)
+    path = write_acceptance(load_config(H100), [passed("a", "x")], folder, 1.0)
     assert not_accepted(large) is None
     assert json.loads(path.read_text())["gpu_hours"] == 1.0
     path.write_text("{")

@@ -5,15 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.allocations import PLAN, drafts_of, open_sweep
+from tests.unit.allocations import PLAN, jobs_of, open_sweep
+from tests.unit.allocations import made_of as allocations_of
 from ultrabench.allocation import read_allocation
-from ultrabench.launchers.allocate import allocations, shapes
+from ultrabench.launchers.allocate import shapes
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.attempts import AttemptsLeft, PlannedAttempt
 from ultrabench.sweep.control import cell_of, controls
-from ultrabench.sweep.decide import Decision, Todo
-from ultrabench.sweep.price import ALLOCATION_START_S, Draft, committed_gpu_hours, drafts
+from ultrabench.sweep.price import ALLOCATION_START_S, PlannedJob, committed_gpu_hours, planned_jobs
 
 CONTROLS = {run.nodes: run.spec.run_id for run in controls(PLAN).values()}
 HOUR = 3600.0
@@ -21,11 +22,11 @@ START_S = ALLOCATION_START_S["cpu"]
 
 
 def todo_of(run, repeat=0, attempt=0):
-    return Todo(candidate=run, key=AttemptKey(run.spec.run_id, repeat, attempt))
+    return PlannedAttempt(candidate=run, key=AttemptKey(run.spec.run_id, repeat, attempt))
 
 
 def decided(*todo, untried=()):
-    return Decision(todo=tuple(todo), waiting=0, untried=frozenset(untried))
+    return AttemptsLeft(todo=tuple(todo), waiting=0, untried=frozenset(untried))
 
 
 def others(nodes, count):
@@ -43,11 +44,11 @@ def sweep(tmp_path):
 
 
 def made_of(sweep, decision, state, max_limit_s=9e9):
-    return drafts(sweep.plan, decision.todo, state, max_limit_s=max_limit_s, untried=decision.untried)
+    return planned_jobs(sweep.plan, decision.todo, state, max_limit_s=max_limit_s, untried=decision.untried)
 
 
 def keys(draft):
-    return [t.key for t in draft.group]
+    return [t.key for t in draft.attempts]
 
 
 def test_every_allocation_begins_with_its_control_in_a_new_repeat(sweep):
@@ -58,7 +59,7 @@ def test_every_allocation_begins_with_its_control_in_a_new_repeat(sweep):
     assert [keys(d)[0] for d in made] == [
         AttemptKey(CONTROLS[1], 1, 0), AttemptKey(CONTROLS[1], 2, 0), AttemptKey(CONTROLS[2], 1, 0)
     ]  # fmt: skip
-    assert [len(d.group) for d in made] == [3, 3, 2]
+    assert [len(d.attempts) for d in made] == [3, 3, 2]
 
 
 def test_a_control_that_is_to_be_done_anyway_goes_first(sweep):
@@ -112,7 +113,7 @@ def test_limit_and_price_hold_for_the_control_too(sweep):
     (draft,) = made_of(sweep, decided(*todo), SweepState())
     start = START_S * 2 / HOUR
     assert draft.gpu_hours == pytest.approx(
-        start + sum(t.candidate.gpu_hours(PLAN.steps) for t in draft.group)
+        start + sum(t.candidate.gpu_hours(PLAN.steps) for t in draft.attempts)
     )
     assert draft.gpu_hours > start + sum(t.candidate.gpu_hours(PLAN.steps) for t in todo)
     (short,) = made_of(sweep, decided(*todo), SweepState(), 60.0)
@@ -130,14 +131,14 @@ def test_nothing_is_asked_for_twice_and_nothing_is_lost(data):
             state.attempts[key] = AttemptState(key=key, result=result, spec=to_dict(run.spec))
     sweep = open_sweep("anywhere", pack=data.draw(st.sampled_from((None, 1, 2, 5))))
     sweep.accepts = data.draw(st.sampled_from((lambda result: True, lambda result: False)))
-    made = drafts_of(sweep, state)
-    chosen = [t.key for d in made for t in d.group]
+    made = jobs_of(sweep, state)
+    chosen = [t.key for d in made for t in d.attempts]
     assert len(chosen) == len(set(chosen))
     done = {k for k, a in state.attempts.items() if a.result}
     assert not done & set(chosen)
     for draft in made:
-        assert {cell_of(t.candidate) for t in draft.group} == {cell_of(draft.group[0].candidate)}
-        assert draft.control in (None, draft.group[0].key.run_id)
+        assert {cell_of(t.candidate) for t in draft.attempts} == {cell_of(draft.attempts[0].candidate)}
+        assert draft.control in (None, draft.attempts[0].key.run_id)
         assert (draft.control is None) == (sweep.config.launcher.pack == 1)
 
 
@@ -146,7 +147,7 @@ def test_nothing_is_asked_for_twice_and_nothing_is_lost(data):
 
 def draft(nodes, limit_s):
     run = control(nodes)
-    return Draft(group=(todo_of(run),), control=None, limit_s=limit_s, gpu_hours=1.0)
+    return PlannedJob(attempts=(todo_of(run),), control=None, limit_s=limit_s, gpu_hours=1.0)
 
 
 @given(
@@ -168,7 +169,7 @@ def test_one_submission_holds_what_is_alike(words, most):
 
 
 def test_what_the_agents_of_an_array_read(sweep):
-    made = allocations(sweep, drafts_of(sweep)[:1] * 3)
+    made = allocations_of(sweep, jobs_of(sweep)[:1] * 3)
     token = made[0].name.rpartition(".")[0]
     assert [a.name for a in made] == [f"{token}.{n}" for n in range(3)]
     assert token.startswith("n1-")
@@ -179,7 +180,7 @@ def test_what_the_agents_of_an_array_read(sweep):
     assert (first.preflight, first.window, first.git_commit) == (True, None, None)
     assert all(task.limit_s <= first.limit_s for task in first.tasks)
     assert not first.folder.exists()
-    assert allocations(sweep, drafts_of(sweep)[:1])[0].name.rpartition(".")[0] != token
+    assert allocations_of(sweep, jobs_of(sweep)[:1])[0].name.rpartition(".")[0] != token
 
 
 # what is committed
@@ -256,7 +257,7 @@ def test_the_next_allocation_is_priced_with_what_the_ones_before_took_beyond_the
 
 def test_an_allocation_says_who_submitted_it(sweep):
     by = {"user": "ann", "cluster": "big", "host": "login1"}
-    (made,) = allocations(sweep, drafts_of(sweep)[:1], by)
+    (made,) = allocations_of(sweep, jobs_of(sweep)[:1], by)
     made.write()
     assert made.by == read_allocation(made.folder).by == by
-    assert allocations(sweep, drafts_of(sweep)[:1])[0].by == {}
+    assert allocations_of(sweep, jobs_of(sweep)[:1])[0].by == {}

@@ -1,395 +1,123 @@
-import time
-from collections import Counter
+"""What a launch does next, by its plan, its state, what was seen of its jobs, and the limits."""
+
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.strategies import FAILURES
-from tests.unit.allocations import open_sweep
-from ultrabench.record import to_dict
+from tests.unit.allocations import PLAN, with_launcher
+from ultrabench.jobs_seen import JobLimits, JobsSeen
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
-from ultrabench.sweep.config import load_config
-from ultrabench.sweep.decide import Todo, decide
-from ultrabench.sweep.pack import RUN_LIMIT_FACTOR, pack, run_limit_s
-from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.retry_policy import RetryPolicy
+from ultrabench.sweep.decide import Launch, decide
 
-FREE_TRIES = 5
-CONFIG = load_config([])
-RUNS = make_plan(CONFIG).runs
-ONE, TWO, THREE = RUNS[:3]
-NOBODY = frozenset()
-ENDS = (Status.OK, *FAILURES)
-MOST_TRIES = 2 + 2 + 1 + 1 + FREE_TRIES + 1
-"""Every retry is paid from the allowance of one status; one attempt more is the last."""
+BIG = {"user": "ann", "cluster": "big", "host": "login1"}
+LAUNCH = Launch(name="launcher-a", by=BIG)
+ONES = [run for run in PLAN.runs if run.nodes == 1]
+NOON = 1_700_000_000.0
 
 
-def state_of(*attempts, retried=()):
-    """A state of (run, repeat, attempt, status); status None means no end was told."""
-    made = SweepState(retried=frozenset(retried))
-    for run, repeat, attempt, status in attempts:
-        key = AttemptKey(run.spec.run_id, repeat, attempt)
-        result = None if status is None else RunResult(status=status)
-        made.attempts[key] = AttemptState(key=key, result=result)
-    return made
+def plan_of(*runs, **launcher):
+    """Each run is an allocation of its own."""
+    config = with_launcher(PLAN.config, **{"pack": 1, "control": False, **launcher})
+    return replace(PLAN, candidates=tuple(runs or ONES), config=config)
 
 
-def history(*statuses, run=ONE):
-    return state_of(*((run, 0, n, status) for n, status in enumerate(statuses)))
+def in_flight(*allocations, state=None):
+    """Each of (name, run, by) is alive."""
+    state = state or SweepState()
+    for name, run, by in allocations:
+        key = AttemptKey(run.run_id, 0, 0)
+        state.allocations[name] = AllocationState(name=name, nodes=run.nodes, tasks=(key,), by=by)
+    return state, JobsSeen(alive=frozenset(name for name, *_ in allocations))
 
 
-def keys(decision):
-    return [(t.key.run_id, t.key.repeat, t.key.attempt) for t in decision.todo]
+def actions(state=None, seen=None, plan=None, launch=LAUNCH, **limits):
+    allowed = JobLimits(**{"max_jobs": 8, **limits})
+    return decide(plan or plan_of(), state or SweepState(), seen or JobsSeen(), allowed, launch, NOON)
 
 
-def todo_after(*statuses):
-    decision = decide([ONE], history(*statuses), NOBODY, repeats=1)
-    return decision.todo[0] if decision.todo else None
+def submitted(found):
+    return [tuple(t.key) for job in found.submit for t in job.attempts]
 
 
-@st.composite
-def states(draw):
-    """Any state of three runs: each repeat has attempts 0, 1, 2 .. with ends, the last maybe open."""
-    attempts = []
-    for run in (ONE, TWO, THREE):
-        for repeat in draw(st.sets(st.integers(0, 3))):
-            ends = draw(st.lists(st.sampled_from(ENDS), max_size=8))
-            attempts += [(run, repeat, n, status) for n, status in enumerate(ends)]
-            if draw(st.booleans()):
-                attempts.append((run, repeat, len(ends), None))
-    state = state_of(*attempts)
-    state.retried = frozenset(k for k in state.attempts if draw(st.booleans()))
-    open_keys = [k for k, a in state.attempts.items() if a.result is None]
-    for n, key in enumerate(open_keys):
-        name = f"n1-{n}"
-        state.allocations[name] = AllocationState(name=name, tasks=(key,))
-    return state
+def test_as_many_jobs_as_may_be_in_flight():
+    assert submitted(actions(max_jobs=3)) == [(run.run_id, 0, 0) for run in ONES[:3]]
+    assert len(actions(max_nodes=2).submit) == 2
+    two = next(run for run in PLAN.runs if run.nodes == 2)
+    mixed = plan_of(ONES[0], two, ONES[1])
+    assert len(actions(plan=mixed, max_nodes=2).submit) == 1, "the order of the plan is kept"
 
 
-@given(state=states(), repeats=st.integers(1, 3), data=st.data())
-def test_what_is_to_do_is_new_and_named_once(state, repeats, data):
-    alive = frozenset(a for a in state.allocations if data.draw(st.booleans()))
-    decision = decide([ONE, TWO, THREE], state, alive, repeats=repeats)
-    found = [t.key for t in decision.todo]
-    assert len(found) == len(set(found))
-    for todo in decision.todo:
-        held = state.attempts.get(todo.key)
-        assert held is None or held.result is None
-        assert todo.key.run_id == todo.candidate.spec.run_id
-        assert todo.patience >= 1.0
-    running = {key for name in alive for key in state.allocations[name].tasks}
-    assert not running & set(found)
-    assert decision.waiting == len(running)
+@pytest.mark.parametrize(("alive", "number"), [(0, 4), (1, 3), (2, 2), (3, 0), (4, 0)])
+def test_it_is_refilled_when_half_of_the_jobs_are_over(alive, number):
+    state, seen = in_flight(*((f"n1-{n}.0", run, BIG) for n, run in enumerate(ONES[:alive])))
+    found = actions(state, seen, max_jobs=4)
+    assert (len(found.submit), found.wait, found.stopped) == (number, True, None)
 
 
-@given(state=states(), repeats=st.integers(1, 3))
-def test_a_repeat_that_is_ok_is_never_run_again(state, repeats):
-    done = {
-        (k.run_id, k.repeat) for k, a in state.attempts.items() if a.result and a.result.status == Status.OK
-    }
-    decision = decide([ONE, TWO, THREE], state, NOBODY, repeats=repeats)
-    assert not done & {(t.key.run_id, t.key.repeat) for t in decision.todo}
+def test_only_jobs_in_the_same_place_take_room():
+    elsewhere = {"user": "ann", "cluster": "small", "host": "login1"}
+    bobs = {**BIG, "user": "bob"}
+    for by, number in ((elsewhere, 2), (bobs, 0)):
+        state, seen = in_flight(*((f"n1-{n}.0", run, by) for n, run in enumerate(ONES[:2])))
+        assert len(actions(state, seen, max_jobs=2).submit) == number
 
 
-@given(
-    state=states(),
-    repeats=st.integers(1, 3),
-    luck=st.lists(st.sampled_from((*ENDS, None)), min_size=1, max_size=40),
-    at_once=st.integers(1, 4),
-)
-def test_every_sweep_ends(state, repeats, luck, at_once):
-    """The attempts of each decision end in any way at all; None dies unseen and is buried as lost."""
-    state.retried = frozenset()
-    cancels, tries = 3, Counter()
-    settled = {k for k, a in state.attempts.items() if a.result and a.result.status == Status.OK}
-    for step in range(1000):
-        decision = decide([ONE, TWO, THREE], state, NOBODY, repeats=repeats)
-        if decision.over:
-            break
-        for n, todo in enumerate(decision.todo[:at_once]):
-            assert state.attempts.get(todo.key, AttemptState(key=todo.key)).result is None
-            assert (todo.key.run_id, todo.key.repeat) not in {(k[0], k[1]) for k in settled}
-            status = luck[(step * at_once + n) % len(luck)] or Status.LOST
-            if status == Status.CANCELLED:
-                # The user tires of cancelling, and allocations do not end for ever.
-                cancels -= 1
-                status = Status.CANCELLED if cancels >= 0 else Status.CRASH
-            state.attempts[todo.key] = AttemptState(key=todo.key, result=RunResult(status=status))
-            tries[todo.key.run_id, todo.key.repeat] += 1
-            if status == Status.OK:
-                settled.add(todo.key)
-    else:
-        pytest.fail(f"still {decision.todo} after 1000 decisions")
-    assert max(tries.values(), default=0) <= MOST_TRIES + 3
+def test_a_budget_holds_what_is_used_and_what_is_planned():
+    price = actions().submit[0].gpu_hours
+    assert len(actions(max_gpu_hours=1.01 * price).submit) == 1
+    none = actions(max_gpu_hours=0.99 * price)
+    assert (none.submit, none.over_budget, none.wait) == ((), True, False)
+    assert none.stopped.endswith("that may be used")
+    state, seen = in_flight(("n1-a.0", ONES[0], BIG))
+    seen = replace(seen, held_s={"n1-a.0": 7200.0})  # two GPUs for two hours
+    assert actions(state, seen, max_gpu_hours=4.0 + 0.5 * price).over_budget
+    assert not actions(state, seen, max_gpu_hours=4.0 + 3 * price).over_budget
 
 
-@pytest.mark.parametrize(
-    ("status", "tries"),
-    [
-        (Status.OK, 1),
-        (Status.OOM, 2),  # nothing confirms it: one repeat
-        (Status.CRASH, 1),
-        (Status.TIMEOUT, 2),
-        (Status.INVALID, 2),
-        (Status.HANG, 3),
-        (Status.COMM_ERROR, 3),
-        (Status.NODE_FAIL, FREE_TRIES + 1),
-        (Status.PREEMPTED, FREE_TRIES + 1),
-        (Status.LOST, FREE_TRIES + 1),
-        (Status.CANCELLED, FREE_TRIES + 1),
-    ],
-)
-def test_how_often_each_status_is_tried(status, tries):
-    for made in range(1, tries):
-        again = todo_after(*[status] * made)
-        assert again.key == AttemptKey(ONE.spec.run_id, 0, made)
-    assert todo_after(*[status] * tries) is None
+def test_outside_its_window_it_waits():
+    for window, number in (("00:00-00:00", 8), ("00:00-00:01", 0)):
+        found = actions(plan=plan_of(*ONES[:8], window=window))
+        assert (len(found.submit), found.wait, bool(found.notes)) == (number, True, number == 0)
 
 
-@pytest.mark.parametrize(
-    ("statuses", "again"),
-    [
-        (("hang", "crash"), False),
-        (("crash", "hang"), True),
-        (("hang", "comm_error", "hang"), True),
-        (("lost", "node_fail", "preempted", "lost", "lost"), True),
-        (("lost", "node_fail", "preempted", "lost", "lost", "node_fail"), False),
-        (("hang", "hang", "lost"), True),
-        (("timeout", "hang", "timeout"), False),
-        (("oom", "cancelled"), True),
-    ],
-)
-def test_mixed_histories(statuses, again):
-    assert (todo_after(*map(Status, statuses)) is not None) is again
+def test_what_a_person_has_stopped():
+    paused = actions(SweepState(paused=True))
+    assert (paused.submit, paused.end_jobs, paused.wait) == ((), False, False)
+    assert paused.stopped == f"paused; go on with: ultrabench sweep resume {PLAN.config.name}"
+    cancelled = actions(SweepState(cancelled=True, paused=True))
+    assert (cancelled.submit, cancelled.end_jobs, cancelled.stopped) == ((), True, "cancelled")
 
 
-@pytest.mark.parametrize(
-    ("statuses", "patience"), [((), 1.0), (("hang",), 1.0), (("timeout",), 2.0),
-                               (("timeout", "lost"), 2.0), (("timeout", "timeout", "lost"), 4.0)],
-)  # fmt: skip
-def test_what_timed_out_gets_more_patience(statuses, patience):
-    assert todo_after(*map(Status, statuses)).patience == patience
+def test_runs_that_all_fail_alike_end_the_sweep():
+    state, ended_s = SweepState(), {}
+    for n, run in enumerate(ONES[:10]):
+        key = AttemptKey(run.run_id, 0, 0)
+        crash = RunResult(status=Status.CRASH, fingerprint="same", reason="no module x")
+        state.attempts[key], ended_s[key] = AttemptState(key=key, result=crash), 10.0 - n
+    found = actions(state, launch=replace(LAUNCH, ended_s=ended_s))
+    assert (found.end_jobs, found.submit) == (True, ())
+    assert "no module x" in found.stopped
 
 
-def test_a_retry_by_the_user_overrides_the_policy_once():
-    run_id = ONE.spec.run_id
-    crashed = history(Status.CRASH)
-    crashed.retried = frozenset({AttemptKey(run_id, 0, 0)})
-    assert keys(decide([ONE], crashed, NOBODY, repeats=1)) == [(run_id, 0, 1)]
-    twice = history(Status.CRASH, Status.CRASH)
-    twice.retried = crashed.retried
-    assert decide([ONE], twice, NOBODY, repeats=1).over
-
-
-def test_a_fresh_sweep_does_everything_in_the_order_of_the_plan():
-    decision = decide(RUNS, SweepState(), NOBODY, repeats=1)
-    assert keys(decision) == [(r.spec.run_id, 0, 0) for r in RUNS]
-    assert (decision.waiting, decision.over) == (0, False)
-
-
-def test_repeats_go_round_the_whole_plan_first():
-    decision = decide([ONE, TWO], SweepState(), NOBODY, repeats=2)
-    first, second = ONE.spec.run_id, TWO.spec.run_id
-    assert keys(decision) == [(first, 0, 0), (second, 0, 0), (first, 1, 0), (second, 1, 0)]
-
-
-def test_repeats_are_counted_one_by_one():
-    state = state_of((ONE, 0, 0, Status.OK), (ONE, 1, 0, Status.HANG))
-    run_id = ONE.spec.run_id
-    assert keys(decide([ONE], state, NOBODY, repeats=3)) == [(run_id, 1, 1), (run_id, 2, 0)]
-
-
-def test_a_failed_repeat_does_not_start_another():
-    assert decide([ONE], history(Status.CRASH), NOBODY, repeats=1).over
-
-
-def elsewhere(result):
-    return result.env_id == "here"
-
-
-def test_a_result_of_another_environment_needs_a_new_repeat():
-    state = history(Status.OK)
-    run_id = ONE.spec.run_id
-    assert keys(
-        decide([ONE], state, NOBODY, repeats=1, accepts=elsewhere, old=frozenset(state.attempts))
-    ) == [(run_id, 1, 0)]
-    assert decide([ONE], state, NOBODY, repeats=1, accepts=elsewhere).over, (
-        "what this launch has measured counts"
+def test_a_sweep_with_nothing_left_is_over():
+    state, seen = in_flight(("n1-a.0", ONES[0], BIG))
+    assert actions(state, seen, plan_of(ONES[0])).wait
+    key = AttemptKey(ONES[0].run_id, 0, 0)
+    ok = RunResult(status=Status.OK, step_times_s=(1.0,))
+    state.attempts[key] = AttemptState(key=key, result=ok, allocation="n1-a.0")
+    config = replace(plan_of().config, measure=replace(PLAN.config.measure, confirm=1))
+    assert actions(state, plan=replace(plan_of(ONES[0]), config=config)) == actions(
+        SweepState(), plan=replace(plan_of(), candidates=())
     )
-    key = AttemptKey(run_id, 1, 0)
-    ours = RunResult(status=Status.OK, env_id="here")
-    state.attempts[key] = AttemptState(key=key, result=ours)
-    assert decide([ONE], state, NOBODY, repeats=1, accepts=elsewhere).over
-    assert decide([ONE], state, NOBODY, repeats=2, accepts=lambda result: True).over
 
 
-def test_repeats_elsewhere_and_here_are_counted_apart():
-    state = state_of((ONE, 0, 0, Status.OK), (ONE, 1, 0, Status.OK))
-    old = frozenset(state.attempts)
-    found = keys(decide([ONE], state, NOBODY, repeats=2, accepts=elsewhere, old=old))
-    assert found == [(ONE.spec.run_id, 2, 0), (ONE.spec.run_id, 3, 0)]
-
-
-def test_what_an_allocation_holds_is_waited_for():
-    key = AttemptKey(ONE.spec.run_id, 0, 0)
-    state = SweepState(allocations={"n1": AllocationState(name="n1", tasks=(key,))})
-    waiting = decide([ONE], state, frozenset({"n1"}), repeats=1)
-    assert (waiting.todo, waiting.waiting, waiting.over) == ((), 1, False)
-    assert keys(decide([ONE], state, NOBODY, repeats=1)) == [key]
-
-
-def test_an_end_not_told_yet_is_waited_for_under_the_same_name():
-    assert todo_after(None).key.attempt == 0
-    assert todo_after(Status.LOST, None).key.attempt == 1
-
-
-# pauses after failures
-
-RESTING = RetryPolicy(backoff_s=60.0, backoff_max_s=100.0)
-
-
-def failed_at(started_at, *statuses):
-    """Attempts of ONE by the clock of some node."""
-    state = history(*statuses)
-    for key, attempt in state.attempts.items():
-        ended = replace(attempt.result, started_at=started_at + 100 * key.attempt, duration_s=9.0)
-        state.attempts[key] = replace(attempt, result=ended)
-    return state
-
-
-@pytest.mark.parametrize("clock_off_s", [0.0, -3600.0, 3600.0, 1e9, None])
-def test_a_pause_counts_from_when_its_end_was_seen_whatever_clocks_say(clock_off_s):
-    """The clocks of nodes may be an hour off, and some results have no time at all."""
-    state = history(Status.HANG)
-    if clock_off_s is not None:
-        state = failed_at(time.time() + clock_off_s, Status.HANG)
-    first, again = (AttemptKey(ONE.spec.run_id, 0, n) for n in range(2))
-    for ago_s, rests in ((0.0, True), (59.9, True), (60.0, False), (1e6, False)):
-        decision = decide([ONE], state, NOBODY, repeats=1, policy=RESTING, ended_s={first: ago_s})
-        assert keys(decision) == ([] if rests else [again])
-        assert (decision.waiting, decision.over) == (int(rests), False)
-    (todo,) = decision.todo
-    assert (todo.after, todo.pause_s) == (first, 60.0)
-
-
-def test_what_ended_before_this_launch_has_rested_enough():
-    state = failed_at(time.time() + 3600.0, Status.HANG)
-    elsewhere = {AttemptKey(TWO.spec.run_id, 0, 0): 0.0}
-    for ended_s in ({}, elsewhere):
-        decision = decide([ONE], state, NOBODY, repeats=1, policy=RESTING, ended_s=ended_s)
-        assert keys(decision) == [(ONE.spec.run_id, 0, 1)]
-
-
-def test_it_is_the_end_of_the_latest_attempt_that_counts():
-    state = failed_at(0.0, Status.HANG, Status.HANG)
-    first, second = state.attempts
-    for first_s, second_s, rests in ((500.0, 99.0, True), (0.0, 100.0, False), (500.0, 100.0, False)):
-        ended_s = {first: first_s, second: second_s}
-        decision = decide([ONE], state, NOBODY, repeats=1, policy=RESTING, ended_s=ended_s)
-        assert bool(decision.todo) is not rests
-
-
-def test_a_resting_run_keeps_no_other_waiting():
-    ended_s = {AttemptKey(ONE.spec.run_id, 0, 0): 1.0}
-    decision = decide(
-        [ONE, TWO], failed_at(0.0, Status.HANG), NOBODY, repeats=1, policy=RESTING, ended_s=ended_s
-    )
-    assert keys(decision) == [(TWO.spec.run_id, 0, 0)]
-    assert decision.waiting == 1
-
-
-@pytest.mark.parametrize("status", [Status.LOST, Status.PREEMPTED, Status.TIMEOUT, Status.OOM])
-def test_where_waiting_would_not_help_it_goes_on_at_once(status):
-    ended_s = {AttemptKey(ONE.spec.run_id, 0, 0): 0.0}
-    decision = decide([ONE], failed_at(9e9, status), NOBODY, repeats=1, policy=RESTING, ended_s=ended_s)
-    assert keys(decision) == [(ONE.spec.run_id, 0, 1)]
-
-
-@pytest.mark.parametrize("clock_off_s", [-3600.0, 3600.0])
-def test_a_launcher_counts_pauses_by_its_own_clock(tmp_path, monkeypatch, clock_off_s):
-    config = load_config(["model=tiny", "retry.backoff_s=60"])
-    plan = make_plan(config)
-    sweep = open_sweep(tmp_path, replace(plan, candidates=plan.runs[:1]))
-    sweep.folder.create()
-    clock = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    run_id = plan.runs[0].run_id
-
-    def fail(attempt):
-        hang = RunResult(status=Status.HANG, started_at=time.time() + clock_off_s, duration_s=9.0)
-        sweep.journal.write(
-            "failed", run_id=run_id, repeat=0, attempt=attempt, source="agent", result=to_dict(hang)
+def test_nodes_under_suspicion_are_named_with_the_submission():
+    state = SweepState()
+    for n in range(2):
+        key = AttemptKey(ONES[n].run_id, 0, 0)
+        lost = RunResult(
+            status=Status.NODE_FAIL, suspects=("gpu07",), hostnames=("gpu07",), reason="no answer"
         )
-
-    def step(old=NOBODY):
-        return keys(sweep.next_step(NOBODY, old))
-
-    fail(0)
-    old = frozenset({AttemptKey(run_id, 0, 0)})
-    assert step(old) == [(run_id, 0, 1)], "it ended before this launch"
-    fail(1)
-    for wait_s, ready in ((0.0, False), (60.0, False), (59.0, False), (6.0, True)):
-        clock[0] += wait_s
-        assert step(old) == [(run_id, 0, 2)] * ready
-
-
-# pack
-
-
-def todos(numbers):
-    """Attempts of the default sweep's runs: (index of the run, repeat)."""
-    return [
-        Todo(candidate=RUNS[i % len(RUNS)], key=AttemptKey(RUNS[i % len(RUNS)].spec.run_id, r, n))
-        for n, (i, r) in enumerate(numbers)
-    ]
-
-
-def with_launcher(**words):
-    return replace(CONFIG, launcher=replace(CONFIG.launcher, **words))
-
-
-@given(
-    numbers=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=30),
-    most=st.none() | st.integers(1, 5),
-    minutes=st.floats(0.1, 30),
-    steps=st.integers(1, 60),
-)
-def test_pack_loses_nothing_and_keeps_the_order(numbers, most, minutes, steps):
-    items = todos(numbers)
-    config = with_launcher(pack=most, allocation_minutes=minutes)
-    groups = pack(items, config, steps)
-    place = {t.key: n for n, t in enumerate(items)}
-    assert sorted(place[t.key] for g in groups for t in g) == list(range(len(items)))
-    firsts = [place[group[0].key] for group in groups]
-    assert firsts == sorted(firsts)
-    for group in groups:
-        at = [place[t.key] for t in group]
-        assert at == sorted(at)
-        assert len({(t.candidate.nodes, t.key.repeat) for t in group}) == 1
-        assert most is None or len(group) <= most
-        total = sum(t.candidate.duration_s(steps) for t in group)
-        assert len(group) == 1 or total <= 60 * minutes * (1 + 1e-9)
-
-
-def test_pack_fills_an_allocation_before_the_next():
-    same_nodes = [i for i, r in enumerate(RUNS) if r.nodes == RUNS[0].nodes][:5]
-    groups = pack(todos([(i, 0) for i in same_nodes]), with_launcher(pack=2), 1)
-    assert [len(g) for g in groups] == [2, 2, 1]
-
-
-def test_a_run_longer_than_an_allocation_gets_one_of_its_own():
-    groups = pack(todos([(0, 0), (1, 0)]), with_launcher(allocation_minutes=1e-9), 5)
-    assert [len(g) for g in groups] == [1, 1]
-
-
-def test_the_limit_of_a_run_follows_prediction_and_patience():
-    todo = todos([(0, 0)])[0]
-    short = run_limit_s(todo, CONFIG, 1)
-    assert short == CONFIG.measure.run_limit_s
-    assert run_limit_s(replace(todo, patience=2.0), CONFIG, 1) == 2 * short
-    many = 10**6
-    predicted = todo.candidate.duration_s(many)
-    assert run_limit_s(todo, CONFIG, many) == RUN_LIMIT_FACTOR * predicted
+        state.attempts[key] = AttemptState(key=key, result=lost, allocation=f"n1-{n}.0")
+    assert actions(state).avoid == {"gpu07": "no answer"}

@@ -11,7 +11,6 @@ import pytest
 from tests.disks import on_a_small_disk
 from ultrabench.agent.patience import Patience
 from ultrabench.errors import ClusterError
-from ultrabench.presence import Stillness
 
 JOURNAL = """
 from ultrabench.errors import DiskError
@@ -157,29 +156,3 @@ def test_presence_is_shown_at_most_so_often_and_leaves_no_thread(tmp_path):
     assert threading.active_count() == 1
     patience._touched -= 4000.0
     patience.touch(tmp_path / "gone")
-
-
-def test_stillness_counts_changes_and_not_clocks(tmp_path):
-    journal = tmp_path / "journal"
-    journal.write_text("")
-    stillness = Stillness(10.0)
-    looks = [stillness.look("a", [journal], now) for now in (0.0, 4.0, 8.0)]
-    assert looks == [0.0, 4.0, 8.0]
-    os.utime(journal, (0, 0))  # a clock that jumps back is a sign of life, too
-    assert stillness.look("a", [journal], 12.0) == 0.0
-    # The one who looks was away for an hour: that proves little.
-    assert stillness.look("a", [journal], 3612.0) == 10.0
-    # It goes on from there, for each name alone; a file that is not there is no sign of life.
-    assert stillness.look("a", [journal, tmp_path / "none"], 3614.0) == 12.0
-    assert stillness.look("b", [journal], 3614.0) == 0.0
-    os.utime(journal, (5, 5))
-    assert stillness.look("a", [journal, tmp_path / "none"], 3620.0) == 0.0
-    assert stillness.look("b", [journal], 3620.0) == 0.0
-
-
-def test_stillness_of_what_never_had_a_file_counts_too(tmp_path):
-    stillness = Stillness(10.0)
-    gone = [tmp_path / "none"]
-    assert [stillness.look("a", gone, now) for now in (0.0, 4.0, 99.0)] == [0.0, 4.0, 14.0]
-    gone[0].write_text("")
-    assert stillness.look("a", gone, 100.0) == 0.0

@@ -24,8 +24,8 @@ hopper|8|16|2000|idle|gpu:h100:8(S:0-1)
 debug|2|16|2000|idle|gpu:h100:8(S:0-1)
 """
 ASSOCIATIONS = """\
-research||normal,short|normal
-guests|debug|normal|
+research|||||||normal,short|normal
+guests|debug||||||normal|
 """
 DOWN = "Slurmctld(primary) at vm is DOWN\n"
 UP = "Slurmctld(primary) at vm is UP\n"
@@ -299,17 +299,32 @@ def test_write_is_for_slurm(doctor):
         assert (got, line in said) == (code, True), said
 
 
-def test_write(doctor, tmp_path):
-    code, _, said = doctor("--write", "--name", "alps", "--wait", "0")
+def test_write(doctor, site, tmp_path):
+    code, checks, _ = doctor("--write", "--name", "alps", "--wait", "0")
     assert code == 0
-    folder = tmp_path / "here/ultrabench/cluster"
-    assert sorted(p.name for p in folder.iterdir()) == ["alps-debug.yaml", "alps.yaml"]
-    before = (folder / "alps.yaml").read_text()
-    assert "partition: hopper\ngres: gpu:h100:8\n" in before
-    (folder / "alps-debug.yaml").unlink()
+    assert checks["partition"]["told"].startswith("hopper (the default)")
+    path = tmp_path / "here/ultrabench/cluster/alps.yaml"
+    assert "partition: hopper\ngres: gpu:h100:8\n" in path.read_text()
+    for question in ("scontrol show config", "scontrol --all", "sinfo --all", "show assoc", "show user"):
+        assert site.asked.count(question) == 1, "Slurm is asked once for the file and the checks"
     code, checks, said = doctor("--write", "--name", "alps", "--wait", "0")
     assert (code, checks) == (2, {})
     assert "alps.yaml exists; give --force" in said
-    assert not (folder / "alps-debug.yaml").exists(), "all or nothing"
     assert doctor("--write", "--name", "alps", "--wait", "0", "--force")[0] == 0
     assert doctor("--write", "--name", "local", "--wait", "0")[0] == 2
+    assert [p.name for p in path.parent.iterdir()] == ["alps.yaml"]
+
+
+def test_write_for_one_partition(doctor, tmp_path):
+    words = ("--write", "--partition", "debug", "--name", "short", "sweep.nodes=[1]", "--wait", "0")
+    code, checks, _ = doctor(*words)
+    assert (code, checks["partition"]["told"].partition(":")[0]) == (0, "debug")
+    (path,) = (tmp_path / "here/ultrabench/cluster").iterdir()
+    text = path.read_text()
+    assert (path.name, "partition: debug\n" in text, "# nodes: 2, 2 up; of one job: 2" in text) == (
+        "short.yaml", True, True
+    )  # fmt: skip
+    code, _, said = doctor("--write", "--partition", "debog", "--name", "other", "--wait", "0")
+    assert (code, "did you mean debug?" in said) == (2, True)
+    code, _, said = doctor("--partition", "debug", "--wait", "0")
+    assert (code, "set launcher.partition=debug" in said) == (2, True)

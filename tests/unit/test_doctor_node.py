@@ -1,15 +1,16 @@
 """What doctor makes of a node's report, and the cluster configurations it writes."""
 
+import time
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.checkup_folder import CheckupFolder, checkup_folder
-from ultrabench.launchers.checkup_job import Seen, checkup_script
-from ultrabench.launchers.cluster_file import cluster_files, write_cluster_files
-from ultrabench.launchers.node_checks import (
+from ultrabench.launchers.doctor.checkup_folder import CheckupFolder, checkup_folder
+from ultrabench.launchers.doctor.checkup_job import Seen, checkup_script
+from ultrabench.launchers.doctor.cluster_file import write_cluster_file
+from ultrabench.launchers.doctor.node_checks import (
     Origin,
     check_clock,
     check_devices,
@@ -18,9 +19,8 @@ from ultrabench.launchers.node_checks import (
     check_room,
     check_torch,
 )
-from ultrabench.launchers.slurm_accounts import Accounts, Association
-from ultrabench.launchers.slurm_limits import Limits
-from ultrabench.launchers.slurm_partition import Partition
+from ultrabench.launchers.slurm.limits import Limits
+from ultrabench.launchers.slurm.site import Site
 from ultrabench.sweep.config import load_config
 
 H100 = load_config(["hardware=h100x8"]).hardware
@@ -164,62 +164,58 @@ def test_the_folder_of_a_checkup_goes_with_all_that_was_made_for_it(tmp_path):
 
 
 LIMITS = Limits(
-    partition="hopper", total_nodes=8, up_nodes=7, gres="gpu:h100:8(S:0-1)", cluster="alps", max_array_size=101,
-    kinds=("8 nodes of 16 CPUs, 2000 MB, gpu:h100:8",), mem_mb_per_node=2000, partition_state="UP",
+    name="hopper", total_nodes=8, up_nodes=7, gres="gpu:h100:8(S:0-1)", cluster="alps", max_array_size=101,
+    kinds=("8 nodes of 16 CPUs, 2000 MB, gpu:h100:8",), mem_mb_per_node=2000, state="UP",
 )  # fmt: skip
-OTHERS = [LIMITS, Partition(partition="on"), Partition(partition="big.mem", gres="gpu:8")]
-ACCOUNTS = Accounts(
-    user="me", enforced=frozenset({"associations"}), default="research",
-    mine=(Association(account="research", partition="", qos=("normal", "short"), default_qos="short"),),
-)  # fmt: skip
+SMALL = Limits(name="big.mem", gres="gpu:8")
 
 
-def test_cluster_files():
-    texts = cluster_files("mine", LIMITS, OTHERS, ACCOUNTS, load_config([]).launcher, "2026-11-21")
-    values = {name: yaml.safe_load(text) for name, text in texts.items()}
-    assert values == {
-        "mine": {"name": "mine", "partition": "hopper", "gres": "gpu:h100:8"},
-        "mine-on": {"name": "mine-on", "partition": "on"},
-        "mine-big_mem": {"name": "mine-big_mem", "partition": "big.mem"},
-    }
-    first = texts["mine"].splitlines()
+def site(default="research", enforce="associations"):
+    """A Slurm that knows one account of ours."""
+    answers = {"config": f"AccountingStorageEnforce = {enforce}\n", "user": f"{default}\n",
+               "assoc": "research|||||||normal,short|short\n"}  # fmt: skip
+    return Site(lambda *words: next(text for word, text in answers.items() if word in words))
+
+
+def written(folder, limits=LIMITS, site=site(), **choice):  # noqa: B008
+    path = write_cluster_file(
+        folder, "mine", site, limits, replace(load_config([]).launcher, **choice), force=True
+    )
+    return path.read_text()
+
+
+def test_a_cluster_file(tmp_path):
+    text = written(tmp_path)
+    assert yaml.safe_load(text) == {"name": "mine", "partition": "hopper", "gres": "gpu:h100:8"}
+    first = text.splitlines()
     assert first[0] == "# Partition hopper of alps: 8 nodes of 16 CPUs, 2000 MB, gpu:h100:8"
-    assert "2026-11-21" in first[1]
+    assert time.strftime("%Y-%m-%d") in first[1]
     assert first[2] == "# nodes: 8, 7 up; of one job: any number; time limit: none; state: UP"
     assert "# account: research  # the default is research; yours are research" in first
     assert "# qos: short  # account research has normal, short" in first
+    assert yaml.safe_load(written(tmp_path, SMALL)) == {"name": "mine", "partition": "big.mem"}
 
 
-def test_cluster_files_name_what_is_asked_for_or_needed():
-    choice = replace(load_config([]).launcher, account="a", qos="q", gres="gpu:4")
-    (text, *_) = cluster_files("x", LIMITS, [], ACCOUNTS, choice, "today").values()
-    assert yaml.safe_load(text) == {
-        "name": "x",
-        "partition": "hopper",
-        "account": "a",
-        "qos": "q",
-        "gres": "gpu:4",
-    }
-    nameless = replace(ACCOUNTS, default="gone")
-    (text, *_) = cluster_files("x", LIMITS, [], nameless, load_config([]).launcher, "today").values()
-    assert yaml.safe_load(text)["account"] == "research"
-    free = replace(nameless, enforced=frozenset())
-    (text, *_) = cluster_files("x", LIMITS, [], free, load_config([]).launcher, "today").values()
-    assert "account" not in yaml.safe_load(text)
+def test_a_cluster_file_names_what_is_asked_for_or_needed(tmp_path):
+    asked = {"account": "a", "qos": "q", "gres": "gpu:4"}
+    assert yaml.safe_load(written(tmp_path, **asked)) == {"name": "mine", "partition": "hopper", **asked}
+    nameless = written(tmp_path, site=site("gone"))
+    assert yaml.safe_load(nameless)["account"] == "research"
+    assert "account" not in yaml.safe_load(written(tmp_path, site=site("gone", "none")))
 
 
 @pytest.mark.parametrize("name", ["a/b", "local", "", "-x", "a b", "../x"])
-def test_names_that_cannot_be(name):
+def test_names_that_cannot_be(tmp_path, name):
     with pytest.raises(ConfigError, match="--name"):
-        cluster_files(name, LIMITS, OTHERS, ACCOUNTS, load_config([]).launcher, "today")
+        write_cluster_file(tmp_path, name, site(), LIMITS, load_config([]).launcher, force=False)
 
 
-def test_written_configurations_can_be_composed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("limits", "partition"), [(LIMITS, "hopper"), (SMALL, "big.mem")])
+def test_a_written_configuration_can_be_composed(tmp_path, monkeypatch, limits, partition):
     monkeypatch.chdir(tmp_path)
-    texts = cluster_files("mine", LIMITS, OTHERS, ACCOUNTS, load_config([]).launcher, "today")
-    write_cluster_files(tmp_path / "ultrabench" / "cluster", texts, force=False)
-    for name, partition in (("mine", "hopper"), ("mine-on", "on"), ("mine-big_mem", "big.mem")):
-        config = load_config([f"cluster={name}", "launcher=slurm"])
-        assert (config.cluster, config.launcher.partition) == (name, partition)
-    with pytest.raises(ConfigError, match=r"mine-on\.yaml"):
-        write_cluster_files(tmp_path / "ultrabench" / "cluster", texts, force=False)
+    folder = tmp_path / "ultrabench" / "cluster"
+    written(folder, limits)
+    config = load_config(["cluster=mine", "launcher=slurm"])
+    assert (config.cluster, config.launcher.partition) == ("mine", partition)
+    with pytest.raises(ConfigError, match=r"mine\.yaml exists"):
+        write_cluster_file(folder, "mine", site(), limits, config.launcher, force=False)

@@ -58,26 +58,26 @@ def held(*names, **words):
 
 
 def gone_within(launcher, allocations, seconds=3.0):
-    wait_until(lambda: launcher.look(allocations).gone, seconds)
-    return launcher.look(allocations)
+    wait_until(lambda: launcher.observe(allocations).ended_jobs, seconds)
+    return launcher.observe(allocations)
 
 
 def test_an_allocation_lives_while_it_has_a_process(folder, launcher, start):
     agent = start("ultrabench.agent", str(folder.allocations / NAME))
     for _ in range(3):
-        sight = launcher.look(held(NAME))
-        assert (sight.alive, sight.queued, sight.gone) == ({NAME}, frozenset(), {})
-        assert set(sight.jobs) == {NAME}
+        seen = launcher.observe(held(NAME))
+        assert (seen.alive, seen.queued, seen.ended_jobs) == ({NAME}, frozenset(), {})
+        assert set(seen.jobs) == {NAME}
         time.sleep(GRACE_S)
     agent.kill()
     agent.wait()
-    sight = launcher.look(held(NAME))
-    assert (sight.alive, sight.gone) == ({NAME}, {})
-    sight = gone_within(launcher, held(NAME))
-    assert sight.alive == frozenset()
-    assert sight.gone[NAME].status == Status.LOST
-    assert sight.gone[NAME].reason == f"the agents of {NAME} vanished"
-    assert sight.gone[NAME].certain, "its processes were looked at"
+    seen = launcher.observe(held(NAME))
+    assert (seen.alive, seen.ended_jobs) == ({NAME}, {})
+    seen = gone_within(launcher, held(NAME))
+    assert seen.alive == frozenset()
+    assert seen.ended_jobs[NAME].status == Status.LOST
+    assert seen.ended_jobs[NAME].reason == f"the agents of {NAME} vanished"
+    assert seen.ended_jobs[NAME].certain, "its processes were looked at"
 
 
 def test_those_that_start_agents_count(folder, launcher, start):
@@ -85,7 +85,7 @@ def test_those_that_start_agents_count(folder, launcher, start):
     modules = ("ultrabench.launchers.submit_local", "submitit.local._local")
     for name, module in zip(names, modules, strict=True):
         start(module, f"{folder.allocations / name}/submitit")
-    assert set(launcher.look(held(*names)).jobs) == set(names)
+    assert set(launcher.observe(held(*names)).jobs) == set(names)
 
 
 def test_other_processes_do_not(folder, launcher, start):
@@ -97,20 +97,20 @@ def test_other_processes_do_not(folder, launcher, start):
         (f"ultrabench.agent {mine}",),
     ):
         start(*words)
-    assert launcher.look(held(NAME)).jobs == {}
-    assert NAME in gone_within(launcher, held(NAME)).gone
+    assert launcher.observe(held(NAME)).jobs == {}
+    assert NAME in gone_within(launcher, held(NAME)).ended_jobs
 
 
 def test_one_that_appears_late_begins_anew(folder, launcher, start):
-    launcher.look(held(NAME))
+    launcher.observe(held(NAME))
     time.sleep(GRACE_S)
     agent = start("ultrabench.agent", str(folder.allocations / NAME))
-    assert launcher.look(held(NAME)).alive == {NAME}
+    assert launcher.observe(held(NAME)).alive == {NAME}
     agent.kill()
     agent.wait()
     time.sleep(GRACE_S)
-    assert launcher.look(held(NAME)).gone == {}
-    assert NAME in gone_within(launcher, held(NAME)).gone
+    assert launcher.observe(held(NAME)).ended_jobs == {}
+    assert NAME in gone_within(launcher, held(NAME)).ended_jobs
 
 
 def test_a_process_that_outlives_its_allocation_is_killed(folder, launcher, start):
@@ -118,8 +118,8 @@ def test_a_process_that_outlives_its_allocation_is_killed(folder, launcher, star
     straggler.send_signal(signal.SIGSTOP)
     end = {"reason": "all tasks done", "elapsed_s": 1.0, "held_s": None, "avoid": [], "source": "agent"}
     ends = {("", 0): end}
-    sight = launcher.look(held(NAME, ends=ends))
-    assert (sight.alive, sight.gone, sight.jobs) == (frozenset(), {}, {})
+    seen = launcher.observe(held(NAME, ends=ends))
+    assert (seen.alive, seen.ended_jobs, seen.jobs) == (frozenset(), {}, {})
     assert straggler.wait() == -signal.SIGKILL
 
 
@@ -148,13 +148,13 @@ def test_what_vanished_is_paid_for_until_its_last_sign_of_life(folder, launcher)
         journal.write_text("")
         os.utime(journal, (1050 + n, 1050 + n))
     agents = tuple({"host": "here", "journal": journal.name} for journal in journals)
-    assert gone_within(launcher, held(NAME, agents=agents)).gone[NAME].elapsed_s == 51.0
+    assert gone_within(launcher, held(NAME, agents=agents)).ended_jobs[NAME].elapsed_s == 51.0
     # Clocks may be set back, and what never started has held nothing.
     for journal in journals:
         os.utime(journal, (900, 900))
-    assert gone_within(launcher, held(NAME, agents=agents)).gone[NAME].elapsed_s == 0.0
-    assert gone_within(launcher, held(NAME)).gone[NAME].elapsed_s == 0.0
-    assert gone_within(launcher, held(NAME, agents=({"host": "here"},))).gone[NAME].elapsed_s == 0.0
+    assert gone_within(launcher, held(NAME, agents=agents)).ended_jobs[NAME].elapsed_s == 0.0
+    assert gone_within(launcher, held(NAME)).ended_jobs[NAME].elapsed_s == 0.0
+    assert gone_within(launcher, held(NAME, agents=({"host": "here"},))).ended_jobs[NAME].elapsed_s == 0.0
 
 
 def test_what_it_submits_is_of_this_host(launcher):

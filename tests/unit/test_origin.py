@@ -8,9 +8,10 @@ import pytest
 
 from tests.unit.test_settle import Agents, Played, keys, plan, statuses, sweep, written
 from ultrabench.claim import GIVEN_UP, owner_of
+from ultrabench.jobs_seen import JobEnd, same_place, sees
 from ultrabench.launchers import launcher as launcher_module
-from ultrabench.launchers.follow import Follower, interrupt
-from ultrabench.launchers.launcher import Gone, origin, same_place, sees
+from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.reconcile import Reconciler, interrupt
 from ultrabench.processes import own_name
 from ultrabench.result import Status
 
@@ -59,19 +60,19 @@ def test_who_sees_whose_allocations(own, by, place, seen):
 
 
 class Watched:
-    """A follower whose looks a test can take one by one, at times of its own."""
+    """A reconciler whose looks a test can take one by one, at times of its own."""
 
     def __init__(self, sweep, launcher, clock):
         self.sweep, self.launcher, self.clock = sweep, launcher, clock
         self.told, self.alive = [], frozenset()
-        self.follower = Follower(sweep, launcher, self._show, say=self.told.append)
+        self.reconciler = Reconciler(sweep, launcher, self._show, say=self.told.append)
 
     def _show(self, state, alive):
         self.alive = alive
 
     def once(self, after=0.0):
         self.clock[0] += after
-        return self.follower.once()[1]
+        return self.reconciler.once()[1]
 
     def ended(self, name):
         return self.sweep.state().allocations[name].ended
@@ -102,7 +103,7 @@ def test_an_allocation_of_others_lives_and_is_left_alone(watched, by, started):
     plan(watched.sweep, THEIRS, keys(mine), by=by)
     if started:
         agents = Agents(watched.sweep, THEIRS).start()
-    watched.launcher.gone[THEIRS] = Gone(status=Status.LOST, reason="Slurm does not know a job of it")
+    watched.launcher.ended_jobs[THEIRS] = JobEnd(status=Status.LOST, reason="Slurm does not know a job of it")
     local = not (by["cluster"] or started)
     for n in range(2 if local else 50):
         if started:
@@ -157,7 +158,7 @@ def test_others_whose_agents_are_silent_for_longer_than_their_limit_are_over(wat
     plan(watched.sweep, THEIRS, [key], by={"user": "bob", "cluster": "small", "host": "login1"})
     agents = Agents(watched.sweep, THEIRS).start()
     agents.claim(key)
-    patience_s = watched.follower._vigil.patience_s
+    patience_s = watched.reconciler._watchdog.patience_s
     touch(agents, 2e9)
     silent_s = 0.0
     watched.once()
@@ -185,7 +186,7 @@ def test_what_others_have_queued_is_taken_over_only_where_a_person_asks(watched)
     Agents(watched.sweep, mine.name).start().end()
     watched.once()
     assert watched.alive >= {THEIRS, running}
-    watched.follower.take_over([THEIRS, running])
+    watched.reconciler.take_over([THEIRS, running])
     assert owner_of(watched.sweep.folder.claims, THEIRS) == GIVEN_UP
     assert watched.ended(THEIRS) == f"taken over by {own_name()}"
     assert watched.ended(running) is None, "what runs is waited for"
@@ -202,7 +203,7 @@ def test_what_has_started_meanwhile_is_not_taken_over(watched):
     plan(watched.sweep, THEIRS, by={"user": "bob", "cluster": "small", "host": "login1"})
     agents = Agents(watched.sweep, THEIRS).start()
     agents.journal.path.rename(agents.journal.path.with_suffix(".late"))
-    watched.follower.take_over([THEIRS])
+    watched.reconciler.take_over([THEIRS])
     assert watched.ended(THEIRS) is None
     assert owner_of(watched.sweep.folder.claims, THEIRS) == THEIRS
 
@@ -210,8 +211,8 @@ def test_what_has_started_meanwhile_is_not_taken_over(watched):
 # a job that Slurm does not show
 
 
-UNKNOWN = Gone(status=Status.LOST, reason="Slurm does not know job 57_0")
-ENDED = Gone(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", elapsed_s=50.0)
+UNKNOWN = JobEnd(status=Status.LOST, reason="Slurm does not know job 57_0")
+ENDED = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", elapsed_s=50.0)
 
 
 @pytest.mark.parametrize("gone", [UNKNOWN, ENDED])
@@ -221,8 +222,8 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
     (made,) = watched.launcher.taken
     agents = Agents(watched.sweep, made.name).start()
     agents.claim(keys(made)[0])
-    watched.launcher.gone[made.name] = gone
-    patience_s = watched.follower._vigil.patience_s
+    watched.launcher.ended_jobs[made.name] = gone
+    patience_s = watched.reconciler._watchdog.patience_s
     for n in range(100):
         touch(agents, (-1) ** n * n + 1e9)  # whatever clock it is
         assert watched.once(after=0.3 * patience_s)
@@ -230,7 +231,7 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
     assert watched.ended(made.name) is None
     assert statuses(watched.sweep) == {keys(made)[0]: None}
     assert len(watched.launcher.taken) == 1
-    note = f"{gone.reason}, but the agents of {made.name} touch their journal: they live"
+    note = f"{gone.reason}, but the agents of {made.name} have touched their journal: it is over when they"
     assert sum(told.startswith(note) for told in watched.told) == 1
     for _ in range(3):
         watched.once(after=0.3 * patience_s)
@@ -244,7 +245,7 @@ def test_where_its_processes_were_looked_at_it_is_dead_at_once(watched):
     watched.once()
     (made,) = watched.launcher.taken
     Agents(watched.sweep, made.name).start()
-    watched.launcher.gone[made.name] = Gone(status=Status.LOST, reason="vanished", certain=True)
+    watched.launcher.ended_jobs[made.name] = JobEnd(status=Status.LOST, reason="vanished", certain=True)
     watched.once()
     assert watched.ended(made.name) == "vanished"
 

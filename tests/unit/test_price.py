@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.allocations import PLAN, drafts_of, open_sweep
+from tests.unit.allocations import PLAN, jobs_of, open_sweep
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.attempts import PlannedAttempt
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.control import cell_of, controls
-from ultrabench.sweep.decide import Todo
 from ultrabench.sweep.pack import CONTROL_SHARE, pack
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.price import ALLOCATION_START_S, reckon
@@ -18,24 +18,24 @@ BIG = make_plan(load_config(["sweep=playbook", "launcher=slurm", "sweep.models=[
 
 
 def todo_of(run):
-    return Todo(candidate=run, key=AttemptKey(run.run_id, 0, 0))
+    return PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0))
 
 
 def tasks_of(price):
-    return [t for draft in price.drafts for t in draft.group]
+    return [t for draft in price.jobs for t in draft.attempts]
 
 
 def test_the_price_is_that_of_every_task_and_of_every_start():
     price = reckon(BIG)
     tasks = sum(t.candidate.gpu_hours(BIG.steps) for t in tasks_of(price))
-    starts = sum(ALLOCATION_START_S["cuda"] * d.nodes * 8 / 3600 for d in price.drafts)
+    starts = sum(ALLOCATION_START_S["cuda"] * d.nodes * 8 / 3600 for d in price.jobs)
     assert price.gpu_hours == pytest.approx(tasks + starts)
     parts = [*price.runs.values(), *price.extra.values()]
     assert sum(cost for _, cost in parts) == pytest.approx(price.gpu_hours)
     assert {name: number for name, (number, _) in price.extra.items()} == {
-        "control runs": sum(d.group[0].key.repeat == 3 + n for d in price.drafts for n in range(99)),
+        "control runs": sum(d.attempts[0].key.repeat == 3 + n for d in price.jobs for n in range(99)),
         "repeats of the best": 2 * 2 * 4,
-        "starts of jobs": len(price.drafts),
+        "starts of jobs": len(price.jobs),
     }
     assert sum(number for number, _ in price.runs.values()) == len(BIG.runs)
 
@@ -43,9 +43,9 @@ def test_the_price_is_that_of_every_task_and_of_every_start():
 def test_a_launch_submits_what_was_priced():
     """Without repeats of the best, whose number nobody knows before, price and submissions are the same."""
     price = reckon(PLAN)
-    made = drafts_of(open_sweep("unused"))
+    made = jobs_of(open_sweep("unused"))
     assert price.extra["repeats of the best"] == (0, 0)
-    assert [d.group for d in made] == [d.group for d in price.drafts]
+    assert [d.attempts for d in made] == [d.attempts for d in price.jobs]
     assert sum(d.gpu_hours for d in made) == pytest.approx(price.gpu_hours)
 
 

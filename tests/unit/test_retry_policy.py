@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ultrabench.errors import ConfigError
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
-from ultrabench.sweep.decide import next_step
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.retry_policy import ATTEMPTS, FAILURES, broken, excluded, judge
 
@@ -151,7 +151,7 @@ ENDS = st.builds(
 def test_a_sweep_ends_whatever_happens_and_no_ok_repeat_is_run_again(data):
     state, done = SweepState(), set()
     for _ in range(200):
-        decision = next_step(SMALL, state, frozenset())
+        decision = next_attempts(SMALL, state, frozenset())
         if decision.over:
             break
         assert decision.todo, "nothing is alive, so something has to be started"

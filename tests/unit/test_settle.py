@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.allocations import PLAN, drafts_of, open_sweep
+from tests.unit.allocations import PLAN, jobs_of, open_sweep
+from tests.unit.allocations import made_of as allocations_of
 from ultrabench.claim import claim, give_up
 from ultrabench.errors import ClusterError
+from ultrabench.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.journal import JournalWriter, read_journal
-from ultrabench.launchers.allocate import allocations
-from ultrabench.launchers.follow import CANCEL_S, Follower
-from ultrabench.launchers.launcher import Gone, Sighting, origin
-from ultrabench.launchers.settle import MOST_BARREN, MOST_FRUITLESS, Settler
+from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.reconcile import CANCEL_S, Reconciler
+from ultrabench.launchers.settle import Settler
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey
 from ultrabench.sweep.control import controls
+from ultrabench.sweep.decide import MOST_BARREN, MOST_FRUITLESS, Launch, decide
 
 CONTROL = next(run for run in controls(PLAN).values() if run.nodes == 1)
 OTHERS = [run for run in PLAN.runs if run.nodes == 1 and run.run_id != CONTROL.run_id][:2]
@@ -31,14 +33,14 @@ JOB = {"job_id": "57_0", "restart": 0}
 class Played:
     """A batch system of which everything lives until the test says otherwise."""
 
-    max_nodes, max_array, max_limit_s = 99, 99, float("inf")
     outlives_us, rest_s = True, 0.0
 
     def __init__(self, play=lambda allocation: None, max_jobs=2):
         """`play` is what agents do at once where a job is submitted."""
-        self.play, self.max_jobs, self.by = play, max_jobs, origin("big")
+        self.play, self.by = play, origin("big")
+        self.limits = JobLimits(max_jobs=max_jobs, max_nodes=99, max_array=99)
         self.taken, self.looked, self.cancelled, self.ended = [], [], [], []
-        self.gone, self.running, self.timed = {}, frozenset(), {}
+        self.ended_jobs, self.running, self.timed = {}, frozenset(), {}
         self.refusals = 0
 
     def submit(self, made, avoid, say):
@@ -47,21 +49,21 @@ class Played:
             self.play(allocation)
         return {a.name: {"job_id": a.name} for a in made}
 
-    def look(self, known):
+    def observe(self, known):
         self.looked.append(sorted(known))
         unended = {name for name, held in known.items() if held.ended is None}
-        gone = {name: end for name, end in self.gone.items() if name in unended}
+        gone = {name: end for name, end in self.ended_jobs.items() if name in unended}
         alive = frozenset(unended - gone.keys())
         jobs = {name: {"job_id": name} for name in alive}
-        return Sighting(alive=alive, running=self.running & alive, gone=gone, timed=self.timed, jobs=jobs)
+        return JobsSeen(
+            alive=alive, running=self.running & alive, ended_jobs=gone, timed=self.timed, jobs=jobs
+        )
 
     def cancel(self, known, *, queued_only=False):
         self.cancelled.append(sorted(known))
         if len(self.cancelled) <= self.refusals:
             raise ClusterError("scancel: no answer")
-
-    def held_s(self, held):
-        return None
+        return {}
 
     def end_frozen(self, name, job):
         self.ended.append(name)
@@ -141,7 +143,7 @@ def statuses(sweep):
     return {key: a.result and a.result.status for key, a in sweep.state().attempts.items()}
 
 
-GONE = Gone(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", elapsed_s=77.0)
+GONE = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", elapsed_s=77.0)
 
 # one allocation
 
@@ -249,20 +251,20 @@ def test_files_of_an_owner_that_cannot_be_used_do_no_harm(sweep, content):
 def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
     """The journal of the launcher that submitted it was lost: its job may run."""
     by = {"user": origin()["user"], "cluster": "big", "host": "login7"}
-    (made,) = allocations(sweep, drafts_of(sweep)[:1], by)
+    (made,) = allocations_of(sweep, jobs_of(sweep)[:1], by)
     made.write()
     agents = Agents(sweep, made.name).start()
     agents.claim(keys(made)[0], told=False)
     agents.journal.path.unlink()
     launcher = Played()
-    follower = Follower(sweep, launcher, lambda state, alive: None)
-    assert follower.once()[1]
+    reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
+    assert reconciler.once()[1]
     (told,) = written(sweep, "allocation_planned")
     assert (told["allocation"], told["by"], told["limit_s"]) == (made.name, by, made.limit_s)
     assert [AttemptKey(*key) for key in told["tasks"]] == keys(made)
     assert launcher.taken == []
     for _ in range(3):
-        assert follower.once()[1]
+        assert reconciler.once()[1]
     assert launcher.looked[-1] == [made.name]
     assert (launcher.taken, statuses(sweep)) == ([], {})
     assert len(written(sweep, "allocation_planned")) == 1
@@ -271,17 +273,17 @@ def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
 def test_an_unreadable_claim_of_an_ended_allocation_is_lost_and_tried_again(sweep):
     """Nobody can tell whose it was, and nobody else will ever run this attempt."""
     launcher = Played()
-    follower = Follower(sweep, launcher, lambda state, alive: None)
-    follower.once()
+    reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
+    reconciler.once()
     (first,) = launcher.taken
     lost, *rest = keys(first)
     agents = Agents(sweep, first.name).start()
     (sweep.folder.claims / str(lost)).write_bytes(b"\x00" * 30)
     agents.end()
-    assert follower.once()[1]
+    assert reconciler.once()[1]
     assert statuses(sweep) == {lost: Status.LOST}
     assert len(launcher.taken) == 1, "first it is settled"
-    assert follower.once()[1]
+    assert reconciler.once()[1]
     again = keys(launcher.taken[-1])
     assert lost._replace(attempt=1) in again
     assert set(rest) <= set(again)
@@ -301,15 +303,14 @@ def test_allocations_that_only_measure_their_control_are_stopped(sweep):
 
     launcher = Played(play, max_jobs=2)
     with pytest.raises(ClusterError) as stopped:
-        Follower(sweep, launcher, lambda state, alive: None).run()
-    most = MOST_FRUITLESS * launcher.max_jobs
+        Reconciler(sweep, launcher, lambda state, alive: None).run()
+    most = MOST_FRUITLESS * launcher.limits.max_jobs
     assert str(stopped.value).startswith(
         f"{most} allocations in a row ended without running any run that was asked for but control layouts "
         "(no time left)"
     )
-    # The first repeat of the control was asked for like any run.
-    assert len(launcher.taken) == most + 1
-    assert {keys(a)[0] for a in launcher.taken} == {key_of(CONTROL, n) for n in range(most + 1)}
+    assert len(launcher.taken) == most
+    assert {keys(a)[0] for a in launcher.taken} == {key_of(CONTROL, n) for n in range(most)}
     assert set(statuses(sweep).values()) == {Status.OK}
 
 
@@ -323,7 +324,7 @@ def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
 
     launcher = Played(play, max_jobs)
     with pytest.raises(ClusterError) as stopped:
-        Follower(sweep, launcher, lambda state, alive: None).run()
+        Reconciler(sweep, launcher, lambda state, alive: None).run()
     assert str(stopped.value).startswith(
         "3 allocations in a row ended without running anything (crashed; its log ends: ImportError: no module x"
     )
@@ -335,27 +336,30 @@ class Row:
     """Allocations of one launch that end one after another."""
 
     def __init__(self, sweep, max_jobs=1):
-        self.sweep, self.count = sweep, 0
-        self.settler = Settler(sweep, Played(max_jobs=max_jobs))
+        self.sweep, self.count, self.excused = sweep, 0, frozenset()
+        self.limits = JobLimits(max_jobs=max_jobs)
 
     def ends(self, kind, reason="no time left", mine=True):
         """`kind` of it ran: nothing, its control or a run that was asked for."""
         self.count += 1
         name = f"n1-0000aaaa.{self.count}"
-        key = {"nothing": None, "control": key_of(CONTROL, self.count)}.get(
-            kind, key_of(OTHERS[0], self.count)
-        )
-        if kind == "asked":
-            self.settler.asked.add(key)
+        tasks = [key_of(CONTROL, self.count), key_of(OTHERS[0], self.count)]
+        plan(self.sweep, name, tasks, control=CONTROL.run_id)
         if mine:
-            self.settler.mine.add(name)
-        plan(self.sweep, name, [key] if key else [])
+            self.sweep.journal.write("submitting", allocation=name, token="t")
         agents = Agents(self.sweep, name).start()
-        if key:
-            agents.ok(key)
+        if kind != "nothing":
+            agents.ok(tasks[kind == "asked"])
         agents.end(reason)
-        state = self.sweep.state()
-        self.settler.settle(state.allocations[name], None, state)
+
+    @property
+    def dead_end(self):
+        """Why a launch that looks now gives up, if it does."""
+        launch = Launch(name=self.sweep.journal.name, by=origin("big"), excused=self.excused)
+        found = decide(
+            self.sweep.plan, self.sweep.state(), JobsSeen(), self.limits, launch, time.time()
+        ).dead_end
+        return found and (found.number, found.what)
 
 
 @pytest.mark.parametrize(
@@ -369,8 +373,9 @@ def test_only_what_follows_each_other_counts(sweep, harmless, last):
             row.ends(kind)
     for kind in harmless:
         row.ends(kind)
-    with pytest.raises(ClusterError):
-        row.ends(last)
+        assert row.dead_end is None
+    row.ends(last)
+    assert row.dead_end[0] == 3
 
 
 def test_what_measured_a_control_is_not_barren(sweep):
@@ -380,8 +385,9 @@ def test_what_measured_a_control_is_not_barren(sweep):
             row.ends(kind)
     row.ends("nothing")
     row.ends("nothing")
-    with pytest.raises(ClusterError, match=r"^3 allocations in a row ended without running anything"):
-        row.ends("nothing")
+    assert row.dead_end is None
+    row.ends("nothing")
+    assert row.dead_end == (3, "anything")
 
 
 def test_ends_on_request_and_of_others_are_not_barren(sweep):
@@ -391,14 +397,27 @@ def test_ends_on_request_and_of_others_are_not_barren(sweep):
         row.ends("control", "outside the window 19:00-07:00")
         row.ends("nothing", mine=False)
         row.ends("asked")
-    sweep.journal.write("pause", generation=2, on=True)
+        assert row.dead_end is None
     for _ in range(5):
         row.ends("nothing")
-    sweep.journal.write("pause", generation=3, on=False)
+    row.excused = frozenset(sweep.state().allocations)
     row.ends("nothing")
     row.ends("nothing")
-    with pytest.raises(ClusterError):
-        row.ends("nothing")
+    assert row.dead_end is None, "what was there when the sweep was paused need not have run anything"
+    row.ends("nothing")
+    assert row.dead_end == (3, "anything")
+
+
+def test_a_launcher_excuses_what_was_there_while_the_sweep_was_paused(sweep):
+    launcher = Played(max_jobs=1)
+    reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
+    for generation in range(2, 12, 2):
+        reconciler.once()
+        sweep.journal.write("pause", generation=generation, on=True)
+        launcher.ended_jobs[launcher.taken[-1].name] = JobEnd(status=Status.CANCELLED, reason="cancelled")
+        assert not reconciler.once()[1]
+        sweep.journal.write("pause", generation=generation + 1, on=False)
+    assert len(launcher.taken) == 5
 
 
 # a cancelled sweep
@@ -408,19 +427,19 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
     clock, told = [1000.0], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     launcher = Played()
-    follower = Follower(sweep, launcher, lambda state, alive: None, say=told.append)
-    follower.once()
+    reconciler = Reconciler(sweep, launcher, lambda state, alive: None, say=told.append)
+    reconciler.once()
     (made,) = launcher.taken
     sweep.journal.write("cancel", generation=2)
     launcher.refusals = 2
     for tries in range(1, 5):
-        assert follower.once()[1], "something is left"
-        assert follower.once()[1]
+        assert reconciler.once()[1], "something is left"
+        assert reconciler.once()[1]
         assert launcher.cancelled == [[made.name]] * tries
         clock[0] += CANCEL_S
     assert told == ["cannot cancel: scancel: no answer; trying again until it is done"]
     Agents(sweep, made.name).start().end("the allocation was ended by SIGTERM")
-    assert not follower.once()[1]
+    assert not reconciler.once()[1]
     assert (len(launcher.cancelled), len(launcher.taken)) == (4, 1)
 
 
@@ -429,18 +448,18 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
 
 def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
     launcher = Played()
-    follower = Follower(sweep, launcher, lambda state, alive: None)
-    follower.once()
+    reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
+    reconciler.once()
     (made,) = launcher.taken
     launcher.timed = {made.name: 130.0}
-    follower.once()
+    reconciler.once()
     assert written(sweep, "allocation_ended") == [], "it has not ended"
     agents = Agents(sweep, made.name).start()
     agents.ok(keys(made)[0])
     agents.end("all tasks done")
-    follower.once()
+    reconciler.once()
     launcher.timed = {}
-    follower.once()
+    reconciler.once()
     held = sweep.state().allocations[made.name]
     assert (held.ended, held.held_s, held.timed) == ("all tasks done", 130.0, True)
     (told,) = (e for e in written(sweep, "allocation_ended") if e["source"] == "slurm")
@@ -450,24 +469,26 @@ def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
 
 def test_a_budget_counts_the_setup_of_what_runs(sweep):
     """The time is Slurm's: agents that have not started tell nothing."""
-    launcher, look = Played(max_jobs=4), Played.look
-    follower = Follower(sweep, launcher, lambda state, alive: None, max_gpu_hours=2.5)
-    follower.once()
+    launcher, observe = Played(max_jobs=4), Played.observe
+    reconciler = Reconciler(sweep, launcher, lambda state, alive: None, max_gpu_hours=2.5)
+    reconciler.once()
     (made,) = launcher.taken
-    launcher.look = lambda known: replace(look(launcher, known), held_s={made.name: 3600.0})
+    launcher.observe = lambda known: replace(observe(launcher, known), held_s={made.name: 3600.0})
     agents = Agents(sweep, made.name).start()
     agents.ok(keys(made)[0])
-    follower.once()
+    reconciler.once()
     agents.end()
-    launcher.look = lambda known: look(launcher, known)
-    follower.once()
+    launcher.observe = lambda known: observe(launcher, known)
+    reconciler.once()
     assert len(launcher.taken) == 2, "two GPUs for an hour leave half an hour of one"
-    launcher.look = lambda known: replace(look(launcher, known), held_s={launcher.taken[1].name: 1000.0})
+    launcher.observe = lambda known: replace(
+        observe(launcher, known), held_s={launcher.taken[1].name: 1000.0}
+    )
     again = Agents(sweep, launcher.taken[1].name).start()
     again.ok(keys(launcher.taken[1])[0])
-    follower.once()
+    reconciler.once()
     again.end()
-    follower.once()
+    reconciler.once()
     assert len(launcher.taken) == 2
-    assert follower.stopped.endswith("over the 2.5 that may be used")
-    assert follower.over_budget
+    assert reconciler.stopped.endswith("over the 2.5 that may be used")
+    assert reconciler.over_budget

@@ -5,9 +5,9 @@ import getpass
 import pytest
 
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.slurm_command import CommandError
-from ultrabench.launchers.slurm_limits import read_limits
-from ultrabench.launchers.slurm_partition import partitions
+from ultrabench.launchers.slurm.command import CommandError
+from ultrabench.launchers.slurm.limits import read_limits as limits_of
+from ultrabench.launchers.slurm.site import Site as RealSite
 
 CONFIG = """Configuration data as of 2026-11-21T09:18:27
 AccountingStorageEnforce = associations,limits,qos
@@ -53,7 +53,7 @@ QOSES = {
 }
 
 
-class Site:
+class Programs:
     """Answers for the programs; the words of sacctmgr it was asked with stay in `asked`."""
 
     def __init__(self, **changed):
@@ -82,9 +82,13 @@ class Site:
         return text
 
 
+def read_limits(partition=None, account=None, qos=None, *, ask):
+    return limits_of(RealSite(ask), partition, account, qos)
+
+
 def test_the_default_partition_and_its_nodes():
-    limits = read_limits(ask=Site())
-    assert (limits.partition, limits.partition_state, limits.is_default) == ("hopper", "UP", True)
+    limits = read_limits(ask=Programs())
+    assert (limits.name, limits.state, limits.is_default) == ("hopper", "UP", True)
     assert (limits.total_nodes, limits.up_nodes) == (8, 6)
     assert (limits.cpus_per_node, limits.mem_mb_per_node, limits.gpus_per_node) == (16, 2000, 8)
     assert limits.gres == "gpu:h100:8"
@@ -92,14 +96,12 @@ def test_the_default_partition_and_its_nodes():
         "6 nodes of 16 CPUs, 2000 MB, gpu:h100:8",
         "2 nodes of 64 CPUs, 515000 MB, gpu:a100:4(S:0-1),gpu:v100:2(S:0)",
     )
-    assert (limits.max_time_minutes, limits.default_time_minutes) == (None, None)
+    assert limits.max_time_minutes is None
 
 
 def test_the_site():
-    limits = read_limits(ask=Site())
-    assert (limits.cluster, limits.slurm_version, limits.accounting) == ("alps", "22.05.8", True)
-    assert (limits.max_array_size, limits.max_job_count) == (101, 10000)
-    assert (limits.kill_wait_s, limits.min_job_age_s) == (30, 300)
+    limits = read_limits(ask=Programs())
+    assert (limits.cluster, limits.accounting, limits.max_array_size) == ("alps", True, 101)
 
 
 @pytest.mark.parametrize(
@@ -117,56 +119,56 @@ def test_the_site():
     ],
 )
 def test_limits_of_qos_and_account(partition, account, qos, limits):
-    site = Site()
-    told = read_limits(partition, account, qos, ask=site)
+    programs = Programs()
+    told = read_limits(partition, account, qos, ask=programs)
     found = (told.max_nodes, told.max_nodes_per_user, told.max_submit, told.max_jobs, told.max_wall_minutes)
     assert found == limits
-    assert f"user={getpass.getuser()}" in site.asked[0]
-    assert "cluster=alps" in site.asked[0]
+    assert f"user={getpass.getuser()}" in programs.asked[0]
+    assert "cluster=alps" in programs.asked[0]
 
 
 def test_limits_that_are_not_enforced_are_none():
-    site = Site(config=CONFIG.replace("associations,limits,qos", "associations,nojobs"))
-    limits = read_limits(ask=site)
+    programs = Programs(config=CONFIG.replace("associations,limits,qos", "associations,nojobs"))
+    limits = read_limits(ask=programs)
     assert (limits.max_submit, limits.max_wall_minutes, limits.accounting) == (None, None, False)
-    assert site.asked == []
+    assert programs.asked == []
 
 
 @pytest.mark.parametrize("gone", ["sinfo", "assoc"])
 def test_a_source_that_fails_leaves_its_values_open(gone):
-    limits = read_limits(ask=Site(**{gone: None}))
+    limits = read_limits(ask=Programs(**{gone: None}))
     assert limits.total_nodes == 8
     assert (limits.up_nodes is None) == (gone == "sinfo")
     assert (limits.max_submit is None) == (gone == "assoc")
 
 
 def test_other_partitions():
-    found = {p.partition: p for p in partitions(Site())}
+    found = {p.name: p for p in RealSite(Programs()).partitions}
     assert list(found) == ["hopper", "debug", "secret"]
     debug, secret = found["debug"], found["secret"]
-    assert (debug.max_nodes, debug.max_time_minutes, debug.default_time_minutes) == (2, 30, 10)
+    assert (debug.max_nodes, debug.max_time_minutes) == (2, 30)
     assert (debug.partition_qos, debug.up_nodes, debug.gpus_per_node, debug.gres) == ("part", 0, 0, None)
-    assert (secret.partition_state, secret.max_time_minutes, secret.up_nodes) == ("DOWN", 3600, None)
+    assert (secret.state, secret.max_time_minutes, secret.up_nodes) == ("DOWN", 3600, None)
 
 
 def test_an_unknown_partition_names_the_nearest():
     with pytest.raises(ConfigError, match=r"launcher.partition 'hoper'; did you mean hopper\?"):
-        read_limits("hoper", ask=Site())
+        read_limits("hoper", ask=Programs())
 
 
 def test_no_partition_where_none_is_the_default():
     with pytest.raises(ConfigError, match=r"set launcher.partition= \(hopper, debug, secret\)"):
-        read_limits(ask=Site(partition=PARTITIONS.replace("Default=YES", "Default=NO")))
+        read_limits(ask=Programs(partition=PARTITIONS.replace("Default=YES", "Default=NO")))
 
 
 @pytest.mark.parametrize("gone", ["config", "partition"])
 def test_a_controller_that_does_not_answer(gone):
     with pytest.raises(ClusterError, match="connect failure") as caught:
-        read_limits(ask=Site(**{gone: None}))
+        read_limits(ask=Programs(**{gone: None}))
     assert "login node" in str(caught.value)
 
 
 def test_the_real_programs_are_asked_by_default(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match="scontrol: No such file"):
-        read_limits()
+        limits_of(RealSite(), None, None, None)

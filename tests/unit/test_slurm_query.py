@@ -8,10 +8,10 @@ import pytest
 
 from tests.patience import slowness, wait_until
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.slurm_command import CommandError, ask
-from ultrabench.launchers.slurm_job import collapse, duration_s, find, sacct_jobs, squeue_jobs
-from ultrabench.launchers.slurm_query import SlurmQuery
-from ultrabench.launchers.slurm_state import Phase
+from ultrabench.launchers.slurm.command import CommandError, ask
+from ultrabench.launchers.slurm.job import collapse, duration_s, find, sacct_jobs, squeue_jobs
+from ultrabench.launchers.slurm.query import SlurmQuery
+from ultrabench.launchers.slurm.states import Phase
 
 QUEUE = """12|12|PENDING|0:00||PartitionNodeLimit|ub-c
 10_1|10|PENDING|0:00||Resources|ub-a

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.allocations import CONFIG, drafts_of, open_sweep, with_launcher
+from tests.unit.allocations import CONFIG, jobs_of, open_sweep, with_launcher
+from tests.unit.allocations import made_of as allocations_of
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.allocate import allocations
-from ultrabench.launchers.slurm_script import array_name, array_script, job_prefix, require_plain
+from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix, require_plain
 from ultrabench.record import from_dict, to_dict
 from ultrabench.sweep.config import load_config
 
@@ -29,7 +29,7 @@ GPUS = load_config(["hardware=h100x8"]).hardware
 def scripted(folder, count=1, hardware=CONFIG.hardware, avoid=(), **launcher):
     """The script of an array, and its first allocation."""
     sweep = open_sweep(folder / "sweep")
-    array = allocations(sweep, drafts_of(sweep)[:1] * count)
+    array = allocations_of(sweep, jobs_of(sweep)[:1] * count)
     return array_script(array, with_launcher(**launcher).launcher, hardware, avoid), array[0]
 
 

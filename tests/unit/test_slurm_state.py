@@ -1,6 +1,6 @@
 import pytest
 
-from ultrabench.launchers.slurm_state import Phase, meaning, pending_remedy
+from ultrabench.launchers.slurm.states import Phase, meaning, pending_remedy
 from ultrabench.result import Status
 
 QUEUED, RUNNING, HELD, OVER = Phase.QUEUED, Phase.RUNNING, Phase.HELD, Phase.OVER

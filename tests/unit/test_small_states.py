@@ -25,11 +25,13 @@ from tests.unit.small_tape import Process
 from tests.unit.small_world import Stage, World
 from ultrabench.allocation import Allocation
 from ultrabench.folder import SweepFolder
+from ultrabench.jobs_seen import JobsSeen
 from ultrabench.journal import JournalReader, JournalWriter, read_journal
 from ultrabench.kernel_choice import KernelChoice
-from ultrabench.launchers.prepare import OpenSweep
+from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.result import Status
 from ultrabench.state import fold
+from ultrabench.sweep.decide import decide
 from ultrabench.sweep.plan import make_plan
 
 RUNS = 2
@@ -65,11 +67,8 @@ def stage(monkeypatch, request):
         clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 0.0)
         names = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=made.current))
         monkeypatch.setattr("ultrabench.journal.time", SimpleNamespace(time=lambda: 0.0))
-        monkeypatch.setattr("ultrabench.launchers.follow.time", clock)
-        monkeypatch.setattr("ultrabench.launchers.follow.uuid", names)
-        monkeypatch.setattr("ultrabench.launchers.allocate.uuid", names)
-        monkeypatch.setattr("ultrabench.launchers.settle.owner_of", made.owner_of)
-        monkeypatch.setattr("ultrabench.launchers.settle.give_up", made.give_up)
+        monkeypatch.setattr("ultrabench.launchers.reconcile.time", clock)
+        monkeypatch.setattr("ultrabench.launchers.reconcile.uuid", names)
         monkeypatch.setattr(Allocation, "write", lambda self: None)
         monkeypatch.setattr(KernelChoice, "digest", lambda self: "digest")
         yield made
@@ -175,7 +174,7 @@ def test_a_claim_that_everybody_wins_is_found_out(stage):
 
 
 def test_a_launcher_that_does_not_look_for_lost_answers_is_found_out(stage, monkeypatch):
-    known = "ultrabench.launchers.follow.open_allocations"
+    known = "ultrabench.launchers.reconcile.open_allocations"
     monkeypatch.setattr(
         known, lambda state: [n for n, a in state.allocations.items() if not a.ended and a.job]
     )
@@ -226,7 +225,7 @@ def test_a_launcher_that_passes_over_claims_it_cannot_read_is_found_out(stage, m
 
 
 def test_a_launcher_that_takes_what_it_does_not_see_for_dead_is_found_out(stage, monkeypatch):
-    monkeypatch.setattr("ultrabench.launchers.follow.sees", lambda own, by: True)
+    monkeypatch.setattr("ultrabench.launchers.reconcile.sees", lambda own, by: True)
     stage.stranger, stage.coarse, stage.most_kills = True, True, 0
     with pytest.raises(WrongError, match="has ended"):
         explore(stage)
@@ -243,4 +242,14 @@ def test_a_launcher_that_gives_jobs_up_without_telling_them_is_found_out(stage, 
     monkeypatch.setattr("ultrabench.launchers.settle.Settler.give_up", lambda self, name: True)
     stage.most_kills = 0
     with pytest.raises(WrongError, match="has ended"):
+        explore(stage)
+
+
+@ONE_RUN
+def test_a_decision_that_forgets_what_is_under_way_is_found_out(stage, monkeypatch):
+    """Of what it has seen it is told nothing."""
+    known = "ultrabench.launchers.reconcile.decide"
+    monkeypatch.setattr(known, lambda plan, state, seen, *rest: decide(plan, state, JobsSeen(), *rest))
+    stage.in_turn, stage.most_kills = True, 0
+    with pytest.raises(WrongError, match="in two jobs at once"):
         explore(stage)

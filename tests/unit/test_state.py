@@ -265,7 +265,7 @@ def test_what_an_allocation_says_of_itself():
     )
     held = state.allocations["n2"]
     assert (held.nodes, held.limit_s, held.tasks) == (2, 60.0, (KEY,))
-    assert (held.submitting, held.job, held.ended) == (True, {"pid": 7}, None)
+    assert (held.submission[1], held.job, held.ended) == (1, {"pid": 7}, None)
     assert held.agents == tuple(agents)
     over = fold([event("allocation_ended", allocation="n2", reason="all tasks done")])
     assert over.allocations["n2"].ended == "all tasks done"

@@ -12,8 +12,8 @@ from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState, final_attempts, fold
 from ultrabench.step_time import extremes
+from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
-from ultrabench.sweep.decide import next_step
 from ultrabench.sweep.losses import disputed_attempts, invalid_attempts, judged
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.suspects import suspect_attempts
@@ -275,7 +275,7 @@ def test_the_next_step_tries_an_outlier_once_more_and_a_suspect_in_a_further_rep
     )
 
     def again(*more):
-        todo = next_step(plan, state_of([*told, *more]), frozenset()).todo
+        todo = next_attempts(plan, state_of([*told, *more]), frozenset()).todo
         tried = {run.run_id for run in plan.runs[:5]}
         return {tuple(t.key) for t in todo if t.key.run_id in tried}
 

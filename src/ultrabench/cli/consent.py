@@ -7,13 +7,13 @@ import typer
 
 from ultrabench.cli.tables import duration, err, hours, say, table
 from ultrabench.errors import ConfigError, counted
-from ultrabench.launchers.launcher import Launcher
+from ultrabench.jobs_seen import JobLimits
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.price import BUDGET_FACTOR, Price
 
 
 def ask_for_budget(
-    plan: Plan, price: Price, used: float, launcher: Launcher, given: float | None, yes: bool,
+    plan: Plan, price: Price, used: float, limits: JobLimits, given: float | None, yes: bool,
     following: bool = False,
 ) -> float:  # fmt: skip
     """Shows the price of what is left to do and asks; the GPU hours that the sweep may use in all.
@@ -25,11 +25,11 @@ def ask_for_budget(
         ConfigError: there is nobody to ask and no --max-gpu-hours.
         typer.Abort: the answer is no.
     """
-    if not price.drafts:
+    if not price.jobs:
         return given if given is not None else max(used, 1e-9)
-    _print_price(plan, price, launcher, used)
+    _print_price(plan, price, limits, used)
     budget = given if given is not None else used + BUDGET_FACTOR * price.gpu_hours
-    first = price.drafts[0].gpu_hours
+    first = price.jobs[0].gpu_hours
     if given is not None and not following and used + first > given:
         raise ConfigError(
             f"--max-gpu-hours {given:g}; {hours(used)} are used and the first job needs {hours(first)}: give at "
@@ -49,7 +49,7 @@ def ask_for_budget(
     return budget
 
 
-def _print_price(plan: Plan, price: Price, launcher: Launcher, used: float) -> None:
+def _print_price(plan: Plan, price: Price, limits: JobLimits, used: float) -> None:
     per_node = plan.config.hardware.gpus_per_node
     numbers = ("nodes", "GPUs", "runs", "GPU hours")
     made = table(f"sweep {plan.config.name}", "model", *numbers, right=numbers)
@@ -64,13 +64,13 @@ def _print_price(plan: Plan, price: Price, launcher: Launcher, used: float) -> N
     made.add_section()
     made.add_row("all", "", "", "", hours(price.gpu_hours))
     err().print(made)
-    drafts = price.drafts
-    seconds = [3600 * draft.gpu_hours / (per_node * draft.nodes) for draft in drafts]
-    together = min(launcher.max_nodes, sum(draft.nodes for draft in drafts))
+    jobs = price.jobs
+    seconds = [3600 * job.gpu_hours / (per_node * job.nodes) for job in jobs]
+    together = min(limits.max_nodes, sum(job.nodes for job in jobs))
     earliest_s = max(3600 * price.gpu_hours / (per_node * together), *seconds)
     say(
-        f"{counted(len(drafts), 'job')}, the largest of {counted(max(draft.nodes for draft in drafts), 'node')} for up "
-        f"to {duration(max(draft.limit_s for draft in drafts))}; at most {counted(launcher.max_jobs, 'job')} and "
-        f"{counted(launcher.max_nodes, 'node')} at a time; done in {duration(earliest_s)} at the earliest; used so far: "
+        f"{counted(len(jobs), 'job')}, the largest of {counted(max(job.nodes for job in jobs), 'node')} for up "
+        f"to {duration(max(job.limit_s for job in jobs))}; at most {counted(limits.max_jobs, 'job')} and "
+        f"{counted(limits.max_nodes, 'node')} at a time; done in {duration(earliest_s)} at the earliest; used so far: "
         f"{hours(used)} GPU hours"
     )

@@ -17,7 +17,13 @@ def doctor(
     write: Annotated[
         bool, typer.Option("--write", help="Write ./ultrabench/cluster/NAME.yaml from what Slurm says.")
     ] = False,
-    name: Annotated[str, typer.Option("--name", help="Of what --write writes.")] = "mine",
+    name: Annotated[str, typer.Option("--name", help="Name of the configuration to write.")] = "mine",
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            "--partition", help="Partition to write it for; by default launcher.partition or the site's."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --write overwrite.")] = False,
     wait: Annotated[
         float,
@@ -31,10 +37,11 @@ def doctor(
     """Tell whether this cluster is usable, each failure with its remedy.
 
     A job of one node is submitted as a sweep's jobs are. Without launcher= it is Slurm that is looked
-    at where it answers, else this machine. With --deep small sweeps follow, with faults among them: same
-    losses, a lack of memory, a published speed. Exit code: 1 when a check
-    fails, 3 when Slurm cannot be asked.
+    at where it answers, else this machine. With --deep small sweeps follow: the same loss in every layout, a lack of
+    memory on purpose, a published speed. Exit code: 1 when a check fails, 3 when Slurm cannot be asked.
     """
-    from ultrabench.cli.checkup import run_doctor
+    from ultrabench.cli.run_doctor import run_doctor
 
-    raise typer.Exit(run_doctor(overrides or [], name if write else None, force, wait, deep, json_))
+    raise typer.Exit(
+        run_doctor(overrides or [], name if write else None, partition, force, wait, deep, json_)
+    )

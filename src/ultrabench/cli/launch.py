@@ -19,25 +19,25 @@ from ultrabench.cli.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.folder import SweepFolder
+from ultrabench.jobs_seen import sees
 from ultrabench.journal import read_journal
 from ultrabench.kernel_env import hide
-from ultrabench.launchers.acceptance import not_accepted
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.follow import Follower, interrupt, open_allocations
-from ultrabench.launchers.launcher import Launcher, sees
-from ultrabench.launchers.prepare import OpenSweep, open_sweep, require_program
+from ultrabench.launchers.doctor.acceptance_file import not_accepted
+from ultrabench.launchers.launcher import Launcher
+from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_program
+from ultrabench.launchers.reconcile import Reconciler, interrupt, open_allocations
 from ultrabench.presence import living_launchers
 from ultrabench.result import ANSWERS, Status
 from ultrabench.state import AttemptKey, SweepState, fold
+from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import SweepConfig, config_from_tree, load_config
-from ultrabench.sweep.decide import next_step
-from ultrabench.sweep.plan import make_plan, require_runs
+from ultrabench.sweep.plan import Plan, make_plan, require_runs
 from ultrabench.sweep.plan_table import planned_runs
 from ultrabench.sweep.price import BUDGET_FACTOR, committed_gpu_hours, reckon
 from ultrabench.sweep.progress import progress
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
-STARTED_IN = Path.cwd()
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -52,12 +52,14 @@ def run_launch(
         return _leave_in_background(config, overrides, max_gpu_hours, reuse)
     folder = folder_of(config)
     launcher = choose_launcher(config, folder)
+    plan = make_plan(config)
+    require_runs(plan)
     if launcher.outlives_us:
         if untried := not_accepted(config):
             warn(untried)
-        max_gpu_hours = _budget(config, folder, launcher, max_gpu_hours, yes)
-    sweep = open_sweep(config, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
-    return follow(sweep, launcher, max_gpu_hours, detach=detach, yes=yes)
+        max_gpu_hours = _budget(plan, folder, launcher, max_gpu_hours, yes)
+    sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
+    return follow(sweep, launcher, max_gpu_hours, where=_where(folder), detach=detach, yes=yes)
 
 
 def folder_of(config: SweepConfig) -> SweepFolder:
@@ -65,16 +67,12 @@ def folder_of(config: SweepConfig) -> SweepFolder:
     return SweepFolder(Path(config.results_dir).absolute() / config.name)
 
 
-def _budget(
-    config: SweepConfig, folder: SweepFolder, launcher: Launcher, given: float | None, yes: bool
-) -> float:
+def _budget(plan: Plan, folder: SweepFolder, launcher: Launcher, given: float | None, yes: bool) -> float:
     """The GPU hours that the user agrees to; nothing has been written before that."""
-    plan = make_plan(config)
-    require_runs(plan)
     state = fold(read_journal(folder.journal, warn)) if folder.read_head() else SweepState()
-    price = reckon(plan, state, launcher.max_limit_s)
+    price = reckon(plan, state, launcher.limits.max_limit_s)
     used = committed_gpu_hours(plan, state, ())
-    return ask_for_budget(plan, price, used, launcher, given, yes, bool(open_allocations(state)))
+    return ask_for_budget(plan, price, used, launcher.limits, given, yes, bool(open_allocations(state)))
 
 
 def _require_finite(max_gpu_hours: float | None) -> None:
@@ -97,12 +95,12 @@ def continue_sweep(
     config = as_launched(folder, state)
     launched = state.config or {}
     budget = launched.get("max_gpu_hours") if max_gpu_hours is None else max_gpu_hours
-    work_dir = launched.get("work_dir")
+    work_dir, where = launched.get("work_dir"), _where(folder)
     if work_dir and Path(work_dir).is_dir():
         os.chdir(work_dir)  # a command of the user's may name files beside it
     launcher = choose_launcher(config, folder)
-    sweep = open_sweep(config, reuse=reuse, warn=warn, say=say, retry=retry, max_gpu_hours=budget)
-    return follow(sweep, launcher, budget, console=console, detach=detach)
+    sweep = open_sweep(make_plan(config), reuse=reuse, warn=warn, say=say, retry=retry, max_gpu_hours=budget)
+    return follow(sweep, launcher, budget, where=where, console=console, detach=detach)
 
 
 def as_launched(folder: SweepFolder, state: SweepState) -> SweepConfig:
@@ -120,7 +118,7 @@ def as_launched(folder: SweepFolder, state: SweepState) -> SweepConfig:
 def unsettled(folder: SweepFolder, state: SweepState) -> bool:
     """Whether a sweep as it was launched last has attempts to make or to wait for, in any repeat."""
     config = as_launched(folder, state)
-    return not next_step(make_plan(config), state, frozenset(), old=frozenset(state.attempts)).over
+    return not next_attempts(make_plan(config), state, frozenset(), old=frozenset(state.attempts)).over
 
 
 def follow(
@@ -128,11 +126,16 @@ def follow(
     launcher: Launcher,
     max_gpu_hours: float | None,
     *,
+    where: str,
     console: Console | None = None,
     detach: bool = False,
     yes: bool = False,
 ) -> int:
-    """Follows an open sweep to its end, or leaves it after the first submission; the exit code."""
+    """Follows an open sweep to its end, or leaves it after the first submission; the exit code.
+
+    Args:
+        where: the option that says where the sweep is, for commands that are shown.
+    """
     config = sweep.config
     planned = read_head(sweep.folder).with_peaks(planned_runs(sweep.plan), sweep.state())
     device = config.hardware.device
@@ -148,34 +151,33 @@ def follow(
     try:
         _handle(_terminate, instead_of=signal.SIG_DFL)  # nohup ignores SIGHUP, and so it stays
         with Display(config.name, planned, device) as display:
-            follower = Follower(sweep, launcher, display.show, max_gpu_hours, display.say)
-            follower.take_over(taken)
-            state = follower.once()[0] if detach else follower.run()
+            reconciler = Reconciler(sweep, launcher, display.show, max_gpu_hours, display.say)
+            reconciler.take_over(taken)
+            state = reconciler.once()[0] if detach else reconciler.run()
     except (KeyboardInterrupt, Terminated) as stop:
-        return _interrupted(sweep, launcher, stop)
+        return _interrupted(sweep, launcher, stop, where)
     _handle(signal.SIG_DFL, instead_of=_terminate)  # what is left takes a moment
-    if detach and follower.submitted:
-        return _left(sweep, follower.submitted)
+    if detach and reconciler.submitted:
+        return _left(sweep, reconciler.submitted, where)
     now = progress(config.name, planned, state, device)
     (console or out()).print(panel(now, busy=False))
-    if follower.stopped:
+    if reconciler.stopped:
         if state.cancelled and not launcher.outlives_us:
             interrupt(sweep, launcher)  # what was submitted while the cancel was being written
-        say(f"stopped: {follower.stopped}")
-        if follower.over_budget:
-            say(f"go on with: {_with_larger_budget(sweep, state)}")
+        say(f"stopped: {reconciler.stopped}")
+        if reconciler.over_budget:
+            say(f"go on with: {_with_larger_budget(sweep, state, where)}")
         return 1
     if Status.OK in now.by_status:
         figure = "plot comm" if config.kernel.kind == "probe" else "heatmap"
-        say(f"next: ultrabench {figure} {sweep.folder.word}" + _where(sweep.folder.path.parent))
+        say(f"next: ultrabench {figure} {sweep.folder.word}{where}")
     return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
 
 
-def _with_larger_budget(sweep: OpenSweep, state: SweepState) -> str:
+def _with_larger_budget(sweep: OpenSweep, state: SweepState, where: str) -> str:
     """The command that goes on with GPU hours enough for what is left."""
     left = reckon(sweep.plan, state).gpu_hours
     needed = committed_gpu_hours(sweep.plan, state, ()) + BUDGET_FACTOR * left
-    where = _where(sweep.folder.path.parent)
     return f"ultrabench sweep resume {sweep.folder.word}{where} --max-gpu-hours {needed:.3g}"
 
 
@@ -196,7 +198,7 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher, ask: bool) -> list
 def _settled(sweep: OpenSweep) -> bool:
     known = sweep.state()
     old = frozenset(known.attempts)
-    return next_step(sweep.plan, known, frozenset(), accepts=sweep.accepts, old=old).over
+    return next_attempts(sweep.plan, known, frozenset(), accepts=sweep.accepts, old=old).over
 
 
 class Terminated(BaseException):
@@ -227,7 +229,9 @@ def _give_up(number: int, frame: FrameType | None) -> None:
     raise Terminated(number)
 
 
-def _interrupted(sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt | Terminated) -> int:
+def _interrupted(
+    sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt | Terminated, where: str
+) -> int:
     """Says what goes on and how to come back; the exit code.
 
     Jobs of Slurm go on. Here, Ctrl-C ends what runs; a launcher that is ended by somebody else, or
@@ -236,7 +240,7 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt |
     again = shlex.join(["ultrabench", *hide(sys.argv[1:], sweep.config.secrets)])
     number = stop.number if isinstance(stop, Terminated) else signal.SIGINT
     why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
-    end = f"ultrabench sweep cancel {sweep.folder.word}{_where(sweep.folder.path.parent)}"
+    end = f"ultrabench sweep cancel {sweep.folder.word}{where}"
     if launcher.outlives_us:
         told = f"{why}no longer followed; its jobs go on. Follow again: {again}; end them: {end}"
     elif isinstance(stop, Terminated):
@@ -257,18 +261,18 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt |
     return 128 + number
 
 
-def _left(sweep: OpenSweep, jobs: int) -> int:
-    name = sweep.folder.word
-    where = _where(sweep.folder.path.parent)
+def _left(sweep: OpenSweep, jobs: int, where: str) -> int:
     say(
         f"submitted {jobs} job{'s' * (jobs > 1)} and left; what comes after them is submitted by whoever follows: "
-        f"ultrabench sweep resume {name}{where}, by the same user on any login node of this cluster"
+        f"ultrabench sweep resume {sweep.folder.word}{where}, by the same user on any login node of this cluster"
     )
     return 0
 
 
-def _where(parent: Path) -> str:
-    return "" if parent == STARTED_IN / "results" else f" --results-dir {shlex.quote(str(parent))}"
+def _where(folder: SweepFolder) -> str:
+    """The option that says where a sweep is, for a command that is typed in the present folder."""
+    parent = folder.path.parent
+    return "" if parent == Path.cwd() / "results" else f" --results-dir {shlex.quote(str(parent))}"
 
 
 def _leave_in_background(
@@ -287,5 +291,5 @@ def _leave_in_background(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     say(f"launching in the background (process {process.pid}, output in {folder.path}/launcher.log)")
-    say(f"look with: ultrabench sweep status {folder.word} --watch" + _where(folder.path.parent))
+    say(f"look with: ultrabench sweep status {folder.word} --watch{_where(folder)}")
     return 0

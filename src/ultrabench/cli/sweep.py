@@ -55,7 +55,7 @@ def plan(
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     _say_at_once("planning")
     if show_script:
-        from ultrabench.cli.script import print_script
+        from ultrabench.cli.show_script import print_script
 
         print_script(overrides or [])
         return
@@ -137,7 +137,7 @@ def retry(
 @sweep_app.command("pause")
 def pause(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
     """Finish the runs under way and give the nodes back."""
-    from ultrabench.cli.steer import run_pause
+    from ultrabench.cli.pause_cancel import run_pause
 
     run_pause(sweep, results_dir)
 
@@ -150,7 +150,7 @@ def resume(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Go on with a sweep as it was launched last: one that is paused, or that nobody follows."""
-    from ultrabench.cli.steer import run_resume
+    from ultrabench.cli.pause_cancel import run_resume
 
     raise typer.Exit(run_resume(sweep, results_dir, detach, max_gpu_hours))
 
@@ -158,7 +158,7 @@ def resume(
 @sweep_app.command("cancel")
 def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
     """Cancel what is queued and running; results stay."""
-    from ultrabench.cli.steer import run_cancel
+    from ultrabench.cli.pause_cancel import run_cancel
 
     run_cancel(sweep, results_dir)
 

@@ -3,7 +3,6 @@
 import io
 import re
 import sys
-from dataclasses import dataclass
 
 import pytest
 import typer
@@ -12,6 +11,7 @@ from tests.unit.allocations import PLAN
 from tests.unit.cli.conftest import one_line
 from ultrabench.cli.consent import ask_for_budget
 from ultrabench.errors import ConfigError
+from ultrabench.jobs_seen import JobLimits
 from ultrabench.sweep.price import BUDGET_FACTOR, Price, reckon
 
 CONTROLLER = """#!/bin/sh
@@ -22,20 +22,11 @@ case "$*" in
 esac
 """
 WHOLE = reckon(PLAN)
-NOTHING = Price(drafts=(), runs={}, extra={})
+NOTHING = Price(jobs=(), runs={}, extra={})
 PRICE = WHOLE.gpu_hours
 
 
-@dataclass
-class Cluster:
-    """The limits of a launcher."""
-
-    max_jobs: int = 8
-    max_nodes: int = 2
-    max_limit_s: float = float("inf")
-
-
-CLUSTER = Cluster()
+CLUSTER = JobLimits(max_jobs=8, max_nodes=2)
 
 
 class Terminal(io.StringIO):

@@ -5,10 +5,10 @@ import io
 import pytest
 
 from tests.unit.cli.conftest import QUICK
-from ultrabench.cli.checkup import _show
+from ultrabench.cli.run_doctor import _show
 from ultrabench.cli.live import attempt_line
 from ultrabench.cli.tables import PlainConsole, style_of, table
-from ultrabench.launchers.check import failed
+from ultrabench.launchers.doctor.check import failed
 from ultrabench.result import RunResult, Status
 from ultrabench.state import AttemptKey, AttemptState
 from ultrabench.sweep.plan_table import planned_runs

@@ -1,0 +1,88 @@
+"""Watches over the leading agents of allocations by the time stamps of their journals."""
+
+import time
+from collections.abc import Container, Iterable
+from pathlib import Path
+
+from ultrabench.folder import SweepFolder
+from ultrabench.presence import MISSED, touched
+from ultrabench.state import AllocationState
+from ultrabench.sweep.launcher_choice import LauncherChoice
+
+LATE = 1.5
+"""A touch of a journal may become visible on other hosts this many grace periods late (NFS caches)."""
+
+
+class AgentWatchdog:
+    """Tells which agents touch their journals, and which have stopped."""
+
+    def __init__(self, folder: SweepFolder, choice: LauncherChoice, outlives_us: bool) -> None:
+        """`outlives_us`: the agents are on other hosts."""
+        self._folder = folder
+        self.patience_s = max(MISSED * choice.heartbeat_s, LATE * choice.grace_s if outlives_us else 0.0)
+        """Seconds without a touch after which an agent counts as dead or frozen."""
+        self._silence = SilenceTimer(self.patience_s / MISSED)
+        self._silent_s: dict[str, float] = {}
+        self._told_s: dict[str, float] = {}
+        """Allocation -> how long it had been silent when it was last called frozen."""
+        self.frozen: dict[str, str] = {}
+        """Allocation -> how its agent was found, of those that were found frozen."""
+
+    def observe(self, unended: Iterable[AllocationState], running: Container[str]) -> None:
+        """Takes in the time stamps of allocations: of journals and, before there are any, of the claim.
+
+        Args:
+            running: those whose processes run; the silence of others, such as suspended ones, proves nothing.
+        """
+        now = time.monotonic()
+        paths = {held.name: self._paths(held) for held in unended}
+        self._silent_s = {n: self._silence.observe(n, found, now) for n, found in paths.items() if found}
+        self._told_s |= {n: silent_s for n, silent_s in self._silent_s.items() if n not in running}
+
+    def _paths(self, held: AllocationState) -> list[Path]:
+        if not held.agents:
+            return [self._folder.claims / held.name]
+        return [self._folder.journal / str(a["journal"]) for a in held.agents if a.get("journal")]
+
+    def silent(self, name: str, more_s: float = 0.0) -> bool:
+        """Whether an allocation shows no sign of life, or keeps no journal that could show one.
+
+        Args:
+            more_s: seconds beyond the usual patience.
+        """
+        return self._silent_s.get(name, float("inf")) > self.patience_s + more_s
+
+    def frozen_now(self, held: AllocationState) -> str | None:
+        """Why this running allocation has to be ended, again after each patience; None: it lives."""
+        silent_s = self._silent_s.get(held.name, 0.0) if held.agents else 0.0
+        if silent_s < self._told_s.get(held.name, 0.0):
+            del self._told_s[held.name]
+        if silent_s - self._told_s.get(held.name, 0.0) <= self.patience_s:
+            return None
+        self._told_s[held.name] = silent_s
+        host = held.agents[-1].get("host")
+        self.frozen[held.name] = f"the agent on {host} did not move for {silent_s:.0f} s"
+        return self.frozen[held.name]
+
+
+class SilenceTimer:
+    """How long writers of journal files have not touched them, as far as somebody looked.
+
+    A time stamp that changes is a sign of life whatever clock made it. A pause of the one who looks
+    (a file server that stands still, a laptop that sleeps) proves nothing of the others and counts
+    little.
+    """
+
+    def __init__(self, most_gap_s: float) -> None:
+        """`most_gap_s`: so much of the time between two looks counts."""
+        self._most_gap_s = most_gap_s
+        self._seen: dict[str, tuple[float, float, float]] = {}
+        """Name -> latest time stamp, when it was looked at, and seconds without a change."""
+
+    def observe(self, name: str, journals: list[Path], now: float) -> float:
+        """Seconds that none of these files was touched; `now` is of a monotonic clock."""
+        stamp = max((touched(path) for path in journals), default=0.0)
+        held, looked, still_s = self._seen.get(name, (stamp, now, 0.0))
+        still_s = still_s + min(now - looked, self._most_gap_s) if stamp == held else 0.0
+        self._seen[name] = (stamp, now, still_s)
+        return still_s

@@ -1,0 +1,1 @@
+"""Checks whether a cluster, or this machine, can run sweeps."""

@@ -1,0 +1,76 @@
+"""What is known of the acceptance run of a cluster: doctor.json, and what a launch says without it."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ultrabench import checkout
+from ultrabench.folder import write_whole
+from ultrabench.launchers.doctor.check import Check, CheckStatus
+from ultrabench.record import to_dict
+from ultrabench.sweep.config import SweepConfig
+
+SCHEMA_VERSION = 1
+MANY_NODES = 8
+"""A sweep on more nodes should know that its cluster was tried."""
+
+
+def acceptance_folder(config: SweepConfig) -> Path:
+    """RESULTS_DIR/doctor-CLUSTER-HARDWARE: doctor.json, and a folder of sweeps for each acceptance run."""
+    return Path(config.results_dir).absolute() / f"doctor-{config.cluster}-{config.hardware.name}"
+
+
+def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path, gpu_hours: float) -> Path:
+    """Writes doctor.json, in place of an older one; its path.
+
+    Args:
+        sweeps: where the sweeps of this run lie.
+        gpu_hours: what they took.
+    """
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "passed": not any(c.status is CheckStatus.FAIL for c in checks),
+        "cluster": config.cluster,
+        "hardware": to_dict(config.hardware),
+        "nodes": sorted(config.axes.nodes),
+        "launcher": config.launcher.name,
+        "time": time.time(),
+        "gpu_hours": round(gpu_hours, 4),
+        "kernel_digest": config.kernel.digest(),
+        "git_commit": checkout.commit(),
+        "sweeps": str(sweeps),
+        "checks": [to_dict(check) for check in checks],
+    }
+    path = acceptance_folder(config) / "doctor.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def not_accepted(config: SweepConfig) -> str | None:
+    """Why nobody knows that a large sweep will work on this cluster; None when that is known, or the sweep small."""
+    most = max(config.axes.nodes)
+    if config.launcher.name == "local" or config.hardware.simulated or most <= MANY_NODES:
+        return None
+    document, found = _read(acceptance_folder(config) / "doctor.json"), "has no acceptance run"
+    if document.get("passed") is True and document.get("nodes", [1])[-1] > 1:
+        return None
+    if document.get("passed") is False:
+        bad = [c["name"] for c in document.get("checks", ()) if c.get("status") == CheckStatus.FAIL]
+        found = f"failed its acceptance run ({', '.join(bad)})"
+    names = f"cluster={config.cluster} hardware={config.hardware.name}"
+    return (
+        f"sweep.nodes up to {most}, and {names} {found} in {acceptance_folder(config)}; at most 3 GPU hours on two nodes: "
+        f"ultrabench doctor --deep launcher=slurm {names}"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Empty when there is none, or nothing that can be read."""
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,94 @@
+"""The folder in the results folder that a checkup uses: made, tried, read and removed."""
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ultrabench.claim import claim, owner
+from ultrabench.folder import write_whole
+from ultrabench.launchers.doctor.check import Check, failed, passed, warned
+from ultrabench.record import to_dict
+from ultrabench.sweep.config import SweepConfig
+
+LITTLE_BYTES = 2**30
+GIB = 2**30
+
+
+class CheckupFolder:
+    """RESULTS_DIR/.doctor-XXXXXXXX; a sweep's name begins with no dot."""
+
+    def __init__(self, results_dir: Path) -> None:
+        self.results_dir = results_dir
+        self.token = uuid.uuid4().hex
+        self.path = results_dir / f".doctor-{self.token[:8]}"
+        self.keep = False
+        """Whether it stays, as evidence."""
+
+    @property
+    def claims(self) -> Path:
+        """Where claims are tried."""
+        return self.path / "claims"
+
+    def make(self, config: SweepConfig) -> None:
+        """Makes it and writes what the other side has to find.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.claims.mkdir(parents=True)
+        request = {"token": self.token, "kernel": to_dict(config.kernel), "work_dir": os.getcwd()}
+        write_whole(self.path / "request.json", json.dumps(request))
+
+    def report(self) -> dict[str, Any] | None:
+        """What the checkup found; None until it is here."""
+        # A listing is fresh where NFS remembers for a while that a file is not there.
+        if "report.json" not in os.listdir(self.path):
+            return None
+        found: dict[str, Any] = json.loads((self.path / "report.json").read_text())
+        return found
+
+    def node_claim_seen(self) -> bool:
+        """Whether the claim that the checkup made is to be seen here."""
+        return owner(self.claims, "node") is not None
+
+
+@contextlib.contextmanager
+def checkup_folder(config: SweepConfig) -> Iterator[tuple[CheckupFolder, Check]]:
+    """The folder with the check of it; it and what was made for it are removed at the end."""
+    results_dir = Path(config.results_dir).absolute()
+    new = [folder for folder in (results_dir, *results_dir.parents) if not folder.exists()]
+    folder = CheckupFolder(results_dir)
+    try:
+        yield folder, _try(folder, config)
+    finally:
+        if not folder.keep:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                for made in new:
+                    made.rmdir()
+
+
+def _try(folder: CheckupFolder, config: SweepConfig) -> Check:
+    """Whether the results folder can be written, and whether a claim there is made only once."""
+    name = "results folder"
+    try:
+        folder.make(config)
+        claims = [claim(folder.claims, "login", {"host": "here"}) for _ in range(2)]
+        free = shutil.disk_usage(folder.path).free
+    except OSError as error:
+        told = f"cannot write {folder.results_dir}: {error.strerror}"
+        return failed(name, told, "choose another with results_dir=FOLDER, which all nodes share")
+    told = f"{folder.results_dir}: can be written, {free / GIB:.1f} GiB free"
+    if claims != [True, False]:
+        told = f"{folder.results_dir}: of two claims of one run {sum(claims)} succeeded, so link(2) does not work"
+        return failed(
+            name, told, "put results_dir= on a file system with hard links, such as NFS, Lustre or ext4"
+        )
+    if free < LITTLE_BYTES:
+        return warned(name, told, "make room, or choose another with results_dir=FOLDER")
+    return passed(name, f"{told}, claims work")

@@ -1,0 +1,79 @@
+"""A cluster configuration from what Slurm says: the file that `ultrabench doctor --write` writes."""
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ultrabench.errors import ConfigError
+from ultrabench.folder import write_whole
+from ultrabench.launchers.slurm.limits import Limits
+from ultrabench.launchers.slurm.site import Site
+from ultrabench.sweep.launcher_choice import LauncherChoice
+
+TAKEN = ("local",)
+"""Names of the package's own clusters."""
+
+
+def write_cluster_file(
+    folder: Path, name: str, site: Site, limits: Limits, choice: LauncherChoice, force: bool
+) -> Path:
+    """Writes FOLDER/NAME.yaml for the partition of `limits`; its path.
+
+    Raises:
+        ConfigError: `name` cannot be a cluster's, the file exists and `force` is not set, or it cannot be written.
+    """
+    path = folder / f"{name}.yaml"
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII) or name in TAKEN:
+        rule = f"letters, digits, _ and -, not {' or '.join(TAKEN)}"
+        raise ConfigError(f"--name {name}; a cluster's name has {rule}: choose another")
+    if path.exists() and not force:
+        raise ConfigError(f"--write: {path} exists; give --force to overwrite it, or another --name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, _text(name, site, limits, choice))
+    except OSError as error:
+        raise ConfigError(f"--write: cannot write {path}: {error.strerror}; go to another folder") from error
+    return path
+
+
+def _text(name: str, site: Site, limits: Limits, choice: LauncherChoice) -> str:
+    """What jobs in the partition need, and in comments what was found."""
+    account = choice.account or site.needed_account(limits.name)
+    typed = re.search(r"(?:^|,)(gpu:[^:,(\d][^:,(]*:\d+)", limits.gres or "")
+    values: dict[str, Any] = {
+        "name": name, "partition": limits.name, "account": account, "qos": choice.qos,
+        "gres": choice.gres or (typed[1] if typed else None),
+    }  # fmt: skip
+    limit = "none" if limits.max_time_minutes is None else f"{limits.max_time_minutes} minutes"
+    most = "any number" if limits.max_nodes is None else str(limits.max_nodes)
+    up = "unknown" if limits.up_nodes is None else str(limits.up_nodes)
+    lines = [
+        f"# Partition {limits.name} of {limits.cluster or 'this cluster'}: {'; '.join(limits.kinds) or 'nodes unknown'}",
+        f"# By `ultrabench doctor --write` on {time.strftime('%Y-%m-%d')}, from what Slurm said; yours to edit.",
+        f"# nodes: {limits.total_nodes}, {up} up; of one job: {most}; time limit: {limit}; state: "
+        f"{limits.state or 'unknown'}",
+        *(yaml.safe_dump({k: v}, width=1000).strip() for k, v in values.items() if v is not None),
+        *_hints(site, limits, values),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _hints(site: Site, limits: Limits, values: Mapping[str, Any]) -> list[str]:
+    """Commented lines that name what else could be set."""
+    account, default, usable = values["account"], site.accounts.default, site.accounts.usable(limits.name)
+    names = list(dict.fromkeys(a.account for a in usable))
+    own = next((a for a in usable if a.account == (account or default)), None)
+    hints = []
+    if account is None and names:
+        told = f"the default is {default}" if default else "no default"
+        hints.append(f"# account: {default or names[0]}  # {told}; yours are {', '.join(names)}")
+    if values["qos"] is None and own and own.qos:
+        qos = own.default_qos or own.qos[0]
+        hints.append(f"# qos: {qos}  # account {own.account} has {', '.join(own.qos)}")
+    if limits.mem_mb_per_node:
+        hints.append(f"# mem: {limits.mem_mb_per_node}M  # of a node; unset, jobs get what the site gives")
+    return [*hints, "# python: /path/of/python  # where nodes have another", '# setup: ["module load cuda"]']

@@ -1,0 +1,231 @@
+"""Opens a sweep for launching: its folder, its plan, and what this machine is."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ultrabench import checkout
+from ultrabench.claim import give_up, owner_of
+from ultrabench.errors import ClusterError, ConfigError
+from ultrabench.folder import SweepFolder, write_whole
+from ultrabench.journal import JournalReader, JournalWriter
+from ultrabench.kernel_env import keep
+from ultrabench.result import RunResult, Status
+from ultrabench.run import env_id
+from ultrabench.state import AttemptKey, Fold, SweepState
+from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.head import make_head, provenance, require_same
+from ultrabench.sweep.plan import Plan, make_plan
+from ultrabench.sweep.plan_table import write_plan
+
+PROBE_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenSweep:
+    """A sweep that this process launches."""
+
+    folder: SweepFolder
+    plan: Plan
+    journal: JournalWriter
+    reader: JournalReader
+    environment: dict[str, Any]
+    accepts: Callable[[RunResult], bool]
+    """Whether an ok result counts here."""
+    kernel_digest: str
+    """Of the training program when it was launched."""
+    git_commit: str | None
+    known: Fold = field(default_factory=Fold)
+    """What `reader` has read so far."""
+
+    @property
+    def config(self) -> SweepConfig:
+        """Its configuration."""
+        return self.plan.config
+
+    def state(self) -> SweepState:
+        """The state now; always the same object, which grows with the journal."""
+        return self.known.add(self.reader.poll())
+
+    def owner_of(self, name: str) -> str | None:
+        """The allocation that claimed this attempt or allocation; None when nobody did."""
+        return owner_of(self.folder.claims, name)
+
+    def give_up(self, name: str) -> bool:
+        """Claims an allocation so that it will never run; False when its agents own it."""
+        return give_up(self.folder.claims, name)
+
+
+def open_sweep(
+    plan: Plan,
+    *,
+    reuse: str | None,
+    warn: Callable[[str], None],
+    say: Callable[[str], None],
+    retry: Sequence[AttemptKey] = (),
+    max_gpu_hours: float | None = None,
+    environment: dict[str, Any] | None = None,
+) -> OpenSweep:
+    """Creates or continues the sweep of a plan, which is made anew where a rate had to be measured.
+
+    Args:
+        reuse: what to do with ok results of another environment: `any` counts them, `same` measures
+            again, None asks.
+        max_gpu_hours: the budget of this launch, for the record.
+        retry: failed attempts to try again, whatever the policy had settled.
+        environment: what this machine is, when another sweep of this process has looked already.
+
+    Raises:
+        ConfigError, SweepFolderError: it cannot be launched like this; nothing was written.
+        ClusterError: this machine could not be looked at.
+    """
+    config = plan.config
+    require_local(config)
+    if reuse not in (None, "same", "any"):
+        raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
+    folder = SweepFolder(Path(config.results_dir).absolute() / config.name)
+    if (head := folder.read_head()) is not None:
+        require_same(head, config, folder.path)
+    measured = head["peak"] if head else {}
+    in_table = bool(config.hardware.peak_flops_per_s)
+    if environment is None:
+        environment = _look(config, needs_peak=not in_table and not measured, say=say)
+    folder.create()
+    keep(config.kernel.env, folder.secrets, config.secrets)
+    peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
+    if not in_table:
+        plan = make_plan(config, core_flops_per_s=peak.get("core_flops_per_s"), cores=peak.get("cores") or 1)
+    reader, known = JournalReader(folder.journal, warn), Fold()
+    state = known.add(reader.poll())
+    accepts = _reuse(config, environment, state, reuse)
+    if head is None:
+        folder.write_head(make_head(config, environment))
+    journal = JournalWriter(folder.journal, "launcher")
+    digest, origin = config.kernel.digest(), provenance(config)
+    journal.write(
+        "config", generation=state.generation + 1, config=config.resolved, provenance=origin,
+        kernel_digest=digest, reuse=reuse, retry=[list(key) for key in retry], max_gpu_hours=max_gpu_hours,
+        work_dir=str(Path.cwd()),
+    )  # fmt: skip
+    _keep_difference(folder)
+    write_plan(plan, folder.plan)
+    return OpenSweep(
+        folder=folder, plan=plan, journal=journal, reader=reader, known=known, environment=environment,
+        accepts=accepts, kernel_digest=digest, git_commit=origin["git_commit"],
+    )  # fmt: skip
+
+
+def _look(config: SweepConfig, needs_peak: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """What this machine is; nothing where the runs are elsewhere and their peak is in the table."""
+    local = config.launcher.name == "local"
+    if not local and config.hardware.peak_flops_per_s:
+        return {}
+    say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
+    environment = look_at_machine(needs_peak)
+    if local:
+        _require_gpus(config, int(environment.get("gpus") or 0))
+    return environment
+
+
+def _keep_difference(folder: SweepFolder) -> None:
+    """What the sources had that their commit has not, as a patch named by its content."""
+    patch = checkout.difference()
+    if patch:
+        name = hashlib.sha256(patch).hexdigest()[:16]
+        write_whole(folder.path / f"changes-{name}.patch", patch)
+
+
+def require_local(config: SweepConfig) -> None:
+    """Raises when the local launcher cannot stand for this hardware.
+
+    Raises:
+        ConfigError: real nodes, and more than one.
+    """
+    most = max(config.axes.nodes)
+    if config.launcher.name == "local" and most > 1 and not config.hardware.simulated:
+        raise ConfigError(
+            f"sweep.nodes up to {most} of hardware={config.hardware.name} with launcher=local, which has this "
+            "machine only; use sweep.nodes=[1], or hardware=cpu for simulated nodes"
+        )
+
+
+def require_program(config: SweepConfig) -> None:
+    """Raises ConfigError when kernel=command names a program that is not here.
+
+    A path has to exist here, too, when nodes of a cluster run it: the folder of the launch is shared. A bare name is
+    looked for on this machine only when it runs here; launcher.setup may make it known on nodes.
+    """
+    program = config.kernel.command[0] if config.kernel.kind == "command" else "python"
+    script = [w for w in config.kernel.command[1:2] if Path(w).suffix in (".py", ".sh")]
+    missing = [
+        w for w in ([program] if "/" in program else []) + script if "{" not in w and not Path(w).is_file()
+    ]
+    if config.launcher.name == "local" and not {"/", "{"} & {*program} and program != "python":
+        missing += [] if shutil.which(program) else [program]
+    if missing:
+        raise ConfigError(
+            f"kernel.command names {missing[0]}, which is not here ({Path.cwd()}); mend its path, or begin with env "
+            "when only nodes have it: kernel.command='[env,PROGRAM,...]'"
+        )
+
+
+def _require_gpus(config: SweepConfig, gpus: int) -> None:
+    hardware = config.hardware
+    if hardware.device == "cuda" and gpus < hardware.gpus_per_node:
+        remedy = f"use hardware.gpus_per_node={gpus}" if gpus else "use hardware=cpu, which needs none"
+        raise ConfigError(
+            f"hardware={hardware.name} has {hardware.gpus_per_node} GPUs a node; torch sees {gpus or 'none'} on this "
+            f"machine: {remedy}, or launch where there are more"
+        )
+
+
+def look_at_machine(peak: bool) -> dict[str, Any]:
+    """What the kernel's environment probe reports, run in a process of its own (it needs torch).
+
+    Raises:
+        ClusterError: it failed.
+    """
+    command = [sys.executable, "-P", "-m", "ultrabench.kernel.environment", *(["--peak"] if peak else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ClusterError(f"the kernel does not start here: {last}") from error
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ClusterError(f"the kernel does not start here: {error}") from error
+    return found
+
+
+def _reuse(
+    config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None
+) -> Callable[[RunResult], bool]:
+    """Which ok results count, given where they were measured."""
+    facts = environment if config.kernel.kind != "command" else {}
+    digest = config.kernel.digest()
+    here = env_id(facts, config.kernel, digest)
+    # What nodes of a cluster are made of, this host does not know: there the sources decide.
+    on_nodes = config.launcher.name != "local"
+
+    def same(result: RunResult) -> bool:
+        return result.kernel_digest == digest if on_nodes else result.env_id == here
+
+    oks = [a.result for a in state.attempts.values() if a.result and a.result.status == Status.OK]
+    others = [r for r in oks if not same(r)]
+    if others and reuse is None:
+        what = sorted({r.kernel_digest or "?" for r in others})
+        raise ConfigError(
+            f"{len(others)} of {len(oks)} results were measured in another environment (kernel sources, "
+            f"torch or machine; theirs: kernel_digest {', '.join(what)}, torch {others[0].torch_version}; "
+            f"here: {digest}, torch {facts.get('torch_version')}); "
+            "--reuse any counts them, --reuse same measures those runs again"
+        )
+    if reuse == "any":
+        return lambda result: True
+    return same

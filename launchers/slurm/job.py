@@ -1,0 +1,140 @@
+"""A job, or an element of an array, as Slurm's programs print it."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ultrabench.launchers.slurm.states import Meaning, meaning
+from ultrabench.result import Status
+
+SQUEUE_FORMAT = "%i|%A|%T|%M|%N|%r|%j"
+SACCT_FORMAT = "JobID,JobIDRaw,State,ElapsedRaw,NodeList,Submit,JobName"
+_COLUMNS = 7
+_ROW = re.compile(r"\d+(_(\d+|\[[^|]*\]))?(\+\d+)?\|")
+_NO_NODES = {"None assigned", "(null)", "n/a", "N/A"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """One job, or one element of an array, as squeue or sacct shows it."""
+
+    job_id: str
+    """"123", or "123_4" for an element of an array."""
+    raw_id: str
+    """SLURM_JOB_ID inside the job: an element has a number of its own once it starts."""
+    name: str
+    state: str
+    reason: str = ""
+    """Why it waits or failed, in squeue's words; sacct does not tell."""
+    nodes: str = ""
+    """Such as gpu[01-04]; empty before the start."""
+    elapsed_s: float = 0.0
+
+    @property
+    def array_id(self) -> str:
+        """The number sbatch answered."""
+        return self.job_id.partition("_")[0]
+
+    @property
+    def array_index(self) -> int | None:
+        """SLURM_ARRAY_TASK_ID; None for a job that is no array."""
+        index = self.job_id.partition("_")[2]
+        return int(index) if index else None
+
+    @property
+    def meaning(self) -> Meaning:
+        """What its state means to us."""
+        return meaning(self.state)
+
+
+def duration_s(text: str) -> float | None:
+    """Seconds of a time as Slurm writes it; None for UNLIMITED, NONE and the like.
+
+    MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text.strip())
+    if not found:
+        return None
+    days, *rest = found.groups()
+    numbers = [int(n) for n in rest if n]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return 86400.0 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+
+
+def _rows(text: str) -> Iterator[list[str]]:
+    """Rows that begin with a job id and end with a name: a name may hold bars, even line breaks."""
+    within = False
+    for line in text.split("\n"):
+        fields = line.split("|", _COLUMNS - 1)
+        if _ROW.match(line) and len(fields) == _COLUMNS:
+            within = True
+            yield fields
+        elif line.strip() and (_ROW.match(line) or not within):
+            raise ValueError(f"not an answer: {line.strip()[:80]!r}")
+
+
+def _expand(job_id: str) -> Iterator[str]:
+    """The elements of `123_[4-7,9%2]`: those that have not started share a row."""
+    array_id, bracket, spec = job_id.partition("_[")
+    if not bracket:
+        yield job_id
+        return
+    for first, last, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", spec.partition("%")[0]):
+        yield from (f"{array_id}_{i}" for i in range(int(first), int(last or first) + 1, int(step or 1)))
+
+
+def squeue_jobs(text: str) -> dict[str, SlurmJob]:
+    """Jobs by job_id from what squeue prints in SQUEUE_FORMAT.
+
+    Raises:
+        ValueError: squeue does not talk like that.
+    """
+    return {
+        one: SlurmJob(
+            job_id=one, raw_id=raw_id, name=name, state=state, reason=reason,
+            nodes="" if nodes in _NO_NODES else nodes, elapsed_s=duration_s(elapsed) or 0.0,
+        )
+        for job_id, raw_id, state, elapsed, nodes, reason, name in _rows(text)
+        for one in _expand(job_id)
+    }  # fmt: skip
+
+
+def sacct_jobs(text: str) -> dict[str, SlurmJob]:
+    """Jobs by job_id from what `sacct --parsable2 --noheader` prints in SACCT_FORMAT.
+
+    Raises:
+        ValueError: sacct does not talk like that.
+    """
+    # The row of a range may still hold elements that have a row of their own since, and a requeued job may
+    # have a row of each start: the last submission counts.
+    rows = sorted(_rows(text), key=lambda row: ("[" not in row[0], row[5]))
+    return {
+        one: SlurmJob(
+            job_id=one, raw_id=raw_id, name=name, state=state,
+            nodes="" if nodes in _NO_NODES else nodes, elapsed_s=float(elapsed or 0),
+        )
+        for job_id, raw_id, state, elapsed, nodes, _, name in rows
+        for one in _expand(job_id)
+    }  # fmt: skip
+
+
+def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
+    """The job of this id; elements cancelled before they started share the row of their array.
+
+    One that was cancelled alone has no row at all (tried with Slurm 22.05).
+    """
+    job, whole = jobs.get(job_id), jobs.get(job_id.partition("_")[0])
+    if job is None and whole and whole.meaning.status is Status.CANCELLED:
+        return replace(whole, job_id=job_id)
+    return job
+
+
+def collapse(job_ids: Iterable[str]) -> list[str]:
+    """The ids as few words for scancel: elements of one array become `123_[4,6]`."""
+    elements: dict[str, list[int]] = {}
+    for array_id, _, index in (job_id.partition("_") for job_id in job_ids):
+        elements.setdefault(array_id, []).extend([int(index)] if index else [])
+    ranges = ((array_id, ",".join(map(str, sorted(some)))) for array_id, some in sorted(elements.items()))
+    return [f"{array_id}_[{some}]" if some else array_id for array_id, some in ranges]

@@ -1,0 +1,266 @@
+"""Allocations as jobs of a Slurm cluster: one job array for those that are alike."""
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+
+from ultrabench.allocation import Allocation
+from ultrabench.errors import ClusterError
+from ultrabench.folder import SweepFolder
+from ultrabench.hardware import Hardware
+from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
+from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.slurm.job import SlurmJob
+from ultrabench.launchers.slurm.query import Answer, SlurmQuery
+from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
+from ultrabench.launchers.slurm.states import Phase, pending_remedy
+from ultrabench.launchers.slurm.submit import SubmitError, submit
+from ultrabench.result import Status
+from ultrabench.state import AllocationState
+from ultrabench.sweep.launcher_choice import LauncherChoice
+
+FIND_TIMEOUT_S = 60.0
+SUBMIT_TRIES = 6
+SUBMIT_PAUSE_S = 1.0
+"""After a failed submission; doubled each time."""
+END_GRACE_S = 10.0
+"""Between Slurm's word that a job is over and ours that its agents said nothing: file systems lag."""
+STALE_ACCOUNTING_S = 300.0
+"""So long sacct is believed that calls a job active which squeue no longer knows."""
+_FOR_GOOD = re.compile(
+    r"invalid|not permitted|not available|violates|unrecognized|unable to open|not found|more processors|"
+    r"access/permission denied|cannot be satisfied",
+    re.IGNORECASE,
+)
+"""Refusals that come again however often one asks."""
+_FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
+"""Refusals that sound like those and go away by themselves, or with our own jobs."""
+
+
+class SlurmLauncher:
+    """Submits, finds and ends allocations that are elements of job arrays."""
+
+    outlives_us = True
+    rest_s = 1.0
+
+    def __init__(
+        self, folder: SweepFolder, choice: LauncherChoice, hardware: Hardware, query: SlurmQuery,
+        limits: JobLimits, cluster: str = "slurm",
+    ) -> None:  # fmt: skip
+        self.limits = limits
+        self.by = origin(cluster)
+        self.query = query
+        self._choice, self._hardware = choice, hardware
+        self._prefix = job_prefix(folder.path)
+        self._unseen: dict[str, float] = {}
+        """Allocation -> when squeue first did not list it, or listed it as over."""
+        self._goodbyes: dict[str, float] = {}
+        """Allocation -> when it was first seen running after its agents had told its end."""
+        self._asked_for: dict[str, float] = {}
+        """Allocation -> when it was first looked for: what squeue said before says nothing of it."""
+        self._second: set[str] = set()
+        """Jobs of second submissions that were cancelled."""
+        self._accounted: dict[str, float] = {}
+        """Allocations that are over -> when sacct was first asked for their time."""
+
+    def submit(
+        self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
+    ) -> dict[str, Job]:
+        """Submits one array; a submission whose answer was lost is found by its name.
+
+        Raises:
+            ClusterError: sbatch refuses it, or failed again and again.
+        """
+        script = array_script(allocations, self._choice, self._hardware, avoid)
+        name = f"{self._prefix}{array_name(allocations[0])}"
+        told = ""
+        for number in range(SUBMIT_TRIES):
+            self.query.counts["sbatch"] += 1
+            try:
+                job_id = submit(script, self._choice.environment)
+                return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
+            except SubmitError as error:
+                told = str(error)
+            if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
+                break
+            say(f"sbatch failed ({told}); looking whether it took the job, and trying again")
+            # Without an answer of squeue nobody knows whether the job was taken: it is not submitted twice.
+            while (found := self._find(name)) is None:
+                say("squeue does not answer; nothing is submitted before it does")
+            if found:
+                return {n: job for n, job in found.items() if n in {a.name for a in allocations}}
+            time.sleep(SUBMIT_PAUSE_S * 2**number)
+        raise ClusterError(
+            f"sbatch does not take a job of {allocations[0].nodes} nodes: {told}; mend launcher.* or "
+            "the cluster, then launch again: nothing is lost"
+        )
+
+    def _find(self, name: str) -> dict[str, Job] | None:
+        """Jobs of this name, whose number never reached us, by allocation; None while squeue does not answer.
+
+        Raises:
+            ClusterError: squeue has not answered for a long time.
+        """
+        asked = time.monotonic()
+        while time.monotonic() - asked < FIND_TIMEOUT_S:
+            answer = self.query.jobs(self._prefix, fresh=True)
+            if answer is not None and not answer.stale and answer.age_s < time.monotonic() - asked:
+                seen = [job for job in answer.jobs.values() if job.name == name]
+                return {self._allocation(job): _job(job.job_id, name) for job in seen}
+            time.sleep(0.5)
+        return None
+
+    def _allocation(self, job: SlurmJob) -> str:
+        return f"{job.name.removeprefix(self._prefix)}.{job.array_index}"
+
+    def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
+        """What squeue, and for jobs it has forgotten sacct, say of the sweep's jobs.
+
+        Raises:
+            ClusterError: Slurm has not answered for a long time.
+        """
+        unended = {name for name, held in allocations.items() if held.ended is None}
+        began = time.monotonic()
+        self._asked_for = {n: self._asked_for.get(n, began) for n in unended}
+        answer = self.query.jobs(self._prefix)
+        if answer is None:
+            return JobsSeen(alive=frozenset(unended), notes=("waiting for an answer of squeue",))
+        seen: dict[str, list[SlurmJob]] = {}
+        for job in answer.jobs.values():
+            if (held := allocations.get(self._allocation(job))) is not None:
+                seen.setdefault(held.name, []).append(job)
+        seen = {n: self._of_the_owner(allocations[n], jobs, answer.stale) for n, jobs in seen.items()}
+        active = {n: found for n, jobs in seen.items() if (found := _active(jobs))}
+        queued = {n for n, job in active.items() if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
+        moving = {n: job for n, job in active.items() if _moves(job) and not answer.stale}
+        since = time.monotonic() - answer.age_s
+        missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
+        self._unseen = {n: self._unseen.get(n, since) for n in missing}
+        gone = {
+            n: end for n in sorted(self._unseen) if (end := self._over(allocations[n], seen.get(n), answer))
+        }
+        return JobsSeen(
+            alive=frozenset((unended | queued) - set(gone)),
+            queued=frozenset(queued),
+            running=frozenset(moving),
+            leaving=self._leaving(moving.keys() - unended, moving, since),
+            ended_jobs=gone,
+            held_s={n: job.elapsed_s for n, job in active.items() if n not in queued},
+            timed=self._timed(allocations, seen, active.keys() | unended),
+            jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
+            notes=_notes(answer, active),
+        )
+
+    def _of_the_owner(self, held: AllocationState, jobs: list[SlurmJob], stale: bool) -> list[SlurmJob]:
+        """The jobs of an allocation without those of a second submission, which will run nothing.
+
+        Before an agent has claimed the allocation nobody knows which job that will be.
+        """
+        owner = held.start[0]
+        second = [job for job in jobs if owner and job.job_id != owner]
+        waiting = {job.job_id for job in second if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
+        waiting -= self._second
+        if waiting and not stale:
+            self._second |= waiting
+            with contextlib.suppress(ClusterError):  # it costs its nodes a few seconds then
+                self.query.cancel(waiting)
+        return [job for job in jobs if job not in second]
+
+    def _timed(
+        self, allocations: Mapping[str, AllocationState], seen: Mapping[str, list[SlurmJob]], active: Set[str]
+    ) -> dict[str, float]:
+        """How long jobs that are over had their nodes, by squeue or, once it has forgotten them, sacct."""
+        over = {n: h for n, h in allocations.items() if n not in active and h.agents and not h.timed}
+        found = {n: seen[n][-1] for n in over if seen.get(n)}
+        now, missing = time.monotonic(), over.keys() - found.keys()
+        self._accounted = {n: self._accounted.get(n, now) for n in missing}
+        asked = {n: over[n].start[0] for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S}
+        known = self.query.accounting(asked.values()) if asked else {}
+        found |= {n: known[number] for n, number in asked.items() if number in known}
+        return {n: job.elapsed_s for n, job in found.items() if job.meaning.phase is Phase.OVER}
+
+    def _leaving(self, ended: set[str], moving: Mapping[str, SlurmJob], since: float) -> frozenset[str]:
+        """Jobs whose agents have said goodbye; one that froze before it left is ended after a while."""
+        if self._choice.requeue:  # then it may have been started again
+            return frozenset()
+        self._goodbyes = {n: self._goodbyes.get(n, time.monotonic()) for n in ended}
+        for name, told in [*self._goodbyes.items()]:
+            if since - told > self._choice.grace_s:
+                del self._goodbyes[name]
+                with contextlib.suppress(ClusterError):  # it is still there at the next look
+                    self.end_frozen(name, _job(moving[name].job_id, moving[name].name))
+        return frozenset(ended)
+
+    def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> JobEnd | None:
+        """How an allocation ended that squeue does not call active; None while that is not sure.
+
+        squeue's silence about a job counts only from one answer to another.
+        """
+        waited = time.monotonic() - answer.age_s - self._unseen[held.name]
+        grace = min(END_GRACE_S, self._choice.grace_s) if listed else self._choice.grace_s
+        if waited < grace:
+            return None
+        number = held.start[0] or (held.job or {}).get("job_id")
+        job = listed[-1] if listed else answer.find(number) if number else None
+        if job is None and number:
+            job = self.query.accounting([number]).get(number)
+        if job is None:
+            named = f"job {number}" if number else f"a job of {held.name}"
+            return JobEnd(status=Status.LOST, reason=f"Slurm does not know {named}")
+        if job.meaning.phase is not Phase.OVER:
+            if waited < STALE_ACCOUNTING_S:
+                return None
+            return JobEnd(
+                status=Status.LOST, reason=f"squeue has forgotten job {job.job_id}, sacct says {job.state}"
+            )
+        return JobEnd(
+            status=job.meaning.status or Status.LOST,
+            reason=f"Slurm ended job {job.job_id}: {job.state}" + (f" ({job.reason})" if _tells(job) else ""),
+            elapsed_s=job.elapsed_s,
+        )
+
+    def cancel(
+        self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
+    ) -> dict[str, float]:
+        """scancel for all jobs of the arrays that hold `allocations`; their agents say how runs ended."""
+        for array in sorted({name.rpartition(".")[0] for name in allocations}):
+            self.query.cancel(name=f"{self._prefix}{array}", pending_only=queued_only)
+        return {}
+
+    def end_frozen(self, name: str, job: Job) -> None:
+        """scancel for this element of its array; what does not end by itself Slurm kills after KillWait."""
+        self.query.cancel([job["job_id"]])
+
+
+_USUAL = {"RUNNING", "CONFIGURING", "COMPLETING", "POWER_UP_NODE", "STAGE_OUT", "SIGNALING", "RESIZING"}
+
+
+def _job(job_id: str, name: str) -> Job:
+    return {"job_id": job_id, "name": name}
+
+
+def _active(jobs: Sequence[SlurmJob]) -> SlurmJob | None:
+    """One that is not over: a submission that was made twice has two of each."""
+    return next((job for job in jobs if job.meaning.phase is not Phase.OVER), None)
+
+
+def _moves(job: SlurmJob) -> bool:
+    """Not so one that Slurm has suspended, which is frozen for good reason."""
+    return job.state == "RUNNING"
+
+
+def _tells(job: SlurmJob) -> bool:
+    return job.reason not in ("", "None")
+
+
+def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:
+    """What a person has to mend, and what cannot be known now."""
+    notes = [f"squeue does not answer ({answer.error}); jobs go on, asking again"] if answer.stale else []
+    for job in active.values():
+        remedy = pending_remedy(job.reason) if job.meaning.phase is Phase.QUEUED else None
+        if remedy:
+            notes.append(f"jobs wait for {job.reason}: {remedy}")
+        elif job.meaning.phase is not Phase.QUEUED and job.state not in _USUAL:
+            notes.append(f"job {job.job_id} is {job.state}: {job.meaning.note}")
+    return tuple(dict.fromkeys(notes))

@@ -1,0 +1,103 @@
+"""What a site lets this user do in a partition: the limits of the partition, the QOS and the account."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from ultrabench.launchers.slurm.command import CommandError
+from ultrabench.launchers.slurm.partition import Partition, count, known, minutes
+from ultrabench.launchers.slurm.site import Site
+
+_QOS = ("Name", "Flags", "MaxJobsPU", "MaxSubmitPU", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES")
+
+Rules = Sequence[Mapping[str, str]]
+"""Rows of sacctmgr; the first that sets a limit counts."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits(Partition):
+    """A partition, and what this user may do there; None means that there is no limit, or that nobody said."""
+
+    cluster: str | None = None
+    accounting: bool = False
+    """Whether jobs are recorded for sacct."""
+    max_array_size: int = 1
+    """Elements of an array; its indices are smaller than this."""
+    max_submit: int | None = None
+    """Jobs of this user queued or running; each element of an array counts."""
+    max_jobs: int | None = None
+    """Jobs of this user running."""
+    max_nodes_per_user: int | None = None
+    max_wall_minutes: int | None = None
+    """Time limit of one job by QOS or account."""
+
+
+def read_limits(site: Site, partition: str | None, account: str | None, qos: str | None) -> Limits:
+    """What this user may do in a partition; None stands for the site's default.
+
+    `max_nodes` of the answer is the least that partition, QOS and account give one job.
+
+    Raises:
+        ConfigError: there is no such partition, or no default one.
+        ClusterError: Slurm does not answer.
+    """
+    config, found = site.config, site.partition(partition)
+    rules = _rules(site, found, account, qos)
+    most = [found.max_nodes, _nodes(rules, "MaxTRES", found), _nodes(rules, "GrpTRES", found)]
+    recorded = config.get("AccountingStorageType", "").endswith("dbd")
+    return Limits(
+        **asdict(found) | {"max_nodes": min((n for n in most if n is not None), default=None)},
+        cluster=known(config.get("ClusterName")),
+        accounting=recorded and "nojobs" not in config.get("AccountingStorageEnforce", ""),
+        max_array_size=count(config.get("MaxArraySize")) or 1,
+        max_submit=_first(rules, ("MaxSubmitPU", "MaxSubmit"), count),
+        max_jobs=_first(rules, ("MaxJobsPU", "MaxJobs"), count),
+        max_nodes_per_user=_nodes(rules, "MaxTRESPU", found),
+        max_wall_minutes=_first(rules, ("MaxWall",), minutes),
+    )
+
+
+def _rules(site: Site, partition: Partition, account: str | None, qos: str | None) -> Rules:
+    """The limits enforced here: of the QOS of partition and job, then of the association.
+
+    That is the order in which they count (slurm.schedmd.com/resource_limits.html); the association shows
+    what it inherits from parent accounts.
+    """
+    if not site.enforced & {"limits", "safe"}:
+        return []
+    account = (account or site.accounts.default or "").lower()
+    mine = [a for a in site.accounts.usable(partition.name) if a.account.lower() == account]
+    mine = sorted(mine, key=lambda a: a.partition == "")[:1]
+    own = qos or next((a.default_qos or ",".join(a.qos) for a in mine), "")
+    wanted = [name for name in (partition.partition_qos, own) if name and "," not in name]
+    try:
+        # Asked for a name that is not there, sacctmgr prints nothing, or complains.
+        rows = site.table("qos", "where", f"name={','.join(wanted)}", columns=_QOS) if wanted else []
+    except CommandError:
+        rows = []
+    found = sorted((r for r in rows if r["Name"] in wanted), key=lambda r: wanted.index(r["Name"]))
+    if "OverPartQOS" in (found[-1]["Flags"] if found else ""):
+        found.reverse()
+    return [*found, *(a.limits for a in mine)]
+
+
+def _first(rules: Rules, keys: Sequence[str], read: Callable[[str], T | None]) -> T | None:
+    """The value of the first rule that sets one of the keys."""
+    values = (read(rule[key]) for rule in rules for key in keys if key in rule)
+    return next((value for value in values if value is not None), None)
+
+
+def _nodes(rules: Rules, key: str, partition: Partition) -> int | None:
+    """Whole nodes within limits such as `cpu=64,gres/gpu=16,node=4`; at least one."""
+    most = [_first(rules, (key,), lambda text: _tres(text, "node"))]
+    gpus = _first(rules, (key,), lambda text: _tres(text, "gres/gpu"))
+    if gpus is not None and partition.gpus_per_node:
+        most.append(max(1, gpus // partition.gpus_per_node))
+    return min((n for n in most if n is not None), default=None)
+
+
+def _tres(text: str, name: str) -> int | None:
+    found = re.findall(rf"(?:^|,){name}(?::\w+)?=(\d+)", text)
+    return min((int(n) for n in found), default=None)

@@ -1,0 +1,216 @@
+"""Asks Slurm about our jobs, gently: few questions, each with a time-out, and old answers said to be old."""
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ultrabench.errors import ClusterError
+from ultrabench.launchers.slurm.command import CommandError, ask
+from ultrabench.launchers.slurm.job import (
+    SACCT_FORMAT,
+    SQUEUE_FORMAT,
+    SlurmJob,
+    collapse,
+    find,
+    sacct_jobs,
+    squeue_jobs,
+)
+from ultrabench.launchers.slurm.states import Phase
+
+FRESH_S = 2.0
+"""Even an urgent question comes no sooner than this after the last."""
+MOST_BACK_OFF_S = 300.0
+IDS_A_COMMAND = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What squeue said."""
+
+    jobs: dict[str, SlurmJob]
+    """By job_id; ended ones stay listed for MinJobAge, then they are missing here."""
+    age_s: float
+    """Since the question was put; a job submitted after that cannot be in the answer."""
+    error: str | None = None
+    """Why the newest question failed; the answer is then that of an earlier one."""
+
+    def find(self, job_id: str) -> SlurmJob | None:
+        """The job of this id, or the array it was cancelled with before it started."""
+        return find(self.jobs, job_id)
+
+    @property
+    def stale(self) -> bool:
+        """Whether Slurm has stopped answering since."""
+        return self.error is not None
+
+
+class SlurmQuery:
+    """All questions of one launcher to Slurm."""
+
+    def __init__(
+        self,
+        user: str | None = None,
+        *,
+        poll_s: float = 30.0,
+        timeout_s: float = 20.0,
+        budget_s: float = 1800.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`user` is a name or number, by default ours; `budget_s` is how long Slurm may fail to answer."""
+        self.user = user or str(os.getuid())
+        self.counts: Counter[str] = Counter()
+        """Commands run so far, by program."""
+        self.has_accounting: bool | None = None
+        """Whether sacct answered when it was last asked; None before that."""
+        self._poll_s, self._timeout_s, self._budget_s, self._clock = poll_s, timeout_s, budget_s, clock
+        self._jobs: dict[str, SlurmJob] | None = None
+        self._asked_at = self._answered_at = self._failing_since = -float("inf")
+        self._failures = 0
+        self._error: str | None = None
+        self._sacct_from = -float("inf")
+        self._looked_up: dict[str, float] = {}
+        self._accounts: dict[str, SlurmJob] = {}
+
+    def ask(self, *words: str) -> str:
+        """What a Slurm program prints; see `ask`, the function."""
+        self.counts[words[0]] += 1
+        return ask(words, self._timeout_s)
+
+    def jobs(self, prefix: str, *, fresh: bool = False) -> Answer | None:
+        """Our jobs whose name begins with `prefix`; None while Slurm has not answered once.
+
+        Asks squeue when the last question is `poll_s` old (with `fresh`: FRESH_S), while it fails after a
+        wait that doubles each time. In between, and when it fails, it is the last answer that comes.
+
+        Raises:
+            ClusterError: squeue has failed for longer than the budget.
+        """
+        now = self._clock()
+        pause = FRESH_S if fresh and not self._failures else self._poll_s
+        if self._failures > 1:
+            pause = max(pause, min(self._poll_s * 2.0 ** (self._failures - 1), MOST_BACK_OFF_S))
+        if now - self._asked_at >= pause:
+            self._poll(now)
+        if self._jobs is None:
+            return None
+        jobs = {i: job for i, job in self._jobs.items() if job.name.startswith(prefix)}
+        return Answer(jobs=jobs, age_s=self._clock() - self._answered_at, error=self._error)
+
+    def _poll(self, now: float) -> None:
+        self._asked_at = now
+        try:
+            # One user: slurmctld then looks up that user's jobs only. Names and ids would not spare it
+            # anything, and an id it has forgotten is an error.
+            text = self.ask(
+                "squeue", f"--user={self.user}", "--states=all", "--all", "--array", "--noheader",
+                f"--format={SQUEUE_FORMAT}",
+            )  # fmt: skip
+            self._jobs = squeue_jobs(text)
+        except (CommandError, ValueError) as error:
+            self._failing_since = self._failing_since if self._failures else now
+            self._failures, self._error = self._failures + 1, f"{error}"
+            failing_s = self._clock() - self._failing_since
+            if failing_s >= self._budget_s:
+                raise ClusterError(
+                    f"{error}, and so for {failing_s / 60:.0f} minutes; running jobs go on, and the same "
+                    "command continues the sweep when Slurm answers again"
+                ) from error
+        else:
+            self._failures, self._error, self._answered_at = 0, None, now
+
+    def accounting(self, job_ids: Iterable[str]) -> dict[str, SlurmJob]:
+        """What sacct knows of jobs, arrays or elements that squeue lists no more, at most `poll_s` old.
+
+        Empty while sacct does not answer; a site without accounting is asked again every 5 minutes. It
+        learns of changes some seconds after squeue.
+        """
+        now, wanted = self._clock(), set(job_ids)
+        # Whole arrays: asked for an element that has not started, sacct knows nothing.
+        arrays = sorted({job_id.partition("_")[0] for job_id in wanted})
+        due = [i for i in arrays if now - self._looked_up.get(i, -float("inf")) >= self._poll_s]
+        for some in _chunks(due):
+            found = self._sacct("--jobs=" + ",".join(some))
+            if found is None:
+                return {}
+            old = {i: job for i, job in self._accounts.items() if job.array_id not in some}
+            self._accounts = old | found
+            self._looked_up |= dict.fromkeys(some, now)
+        jobs = {i: job for i, job in self._accounts.items() if job.array_id in wanted}
+        named = ((job_id, find(self._accounts, job_id)) for job_id in wanted)
+        return jobs | {job_id: job for job_id, job in named if job}
+
+    def accounting_named(self, names: Iterable[str], since: float) -> dict[str, SlurmJob]:
+        """The same for all jobs of these names that were there after `since` (seconds since 1970)."""
+        # Clocks of this host and of the accounting differ.
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 3600))
+        found: dict[str, SlurmJob] = {}
+        for some in _chunks(sorted(set(names))):
+            options = (f"--user={self.user}", f"--starttime={start}", "--name=" + ",".join(some))
+            found |= self._sacct(*options) or {}
+        return found
+
+    def _sacct(self, *options: str) -> dict[str, SlurmJob] | None:
+        if self._clock() < self._sacct_from:
+            return None
+        try:
+            text = self.ask(
+                "sacct", "--parsable2", "--noheader", "--allocations",
+                f"--format={SACCT_FORMAT}", *options,
+            )  # fmt: skip
+            jobs = sacct_jobs(text)
+        except (CommandError, ValueError):
+            self.has_accounting = False
+            self._sacct_from = self._clock() + MOST_BACK_OFF_S
+            return None
+        self.has_accounting = True
+        return jobs
+
+    def cancel(
+        self, job_ids: Iterable[str] = (), *, name: str | None = None, pending_only: bool = False
+    ) -> None:
+        """Ends jobs, arrays or elements of arrays, by number or by name; those already over do not matter.
+
+        Raises:
+            ClusterError: Slurm did not take it.
+        """
+        ids = set(job_ids)
+        if pending_only:
+            ids, name = self._waiting(ids, name), None
+        targets = [tuple(collapse(some)) for some in _chunks(sorted(ids))]
+        if name is not None:
+            targets.append((f"--user={self.user}", f"--name={name}"))
+        failed: CommandError | None = None
+        for target in targets:
+            try:
+                self.ask("scancel", *target)
+            except CommandError as error:
+                lines = [line for line in error.complaints.splitlines() if line.strip()]
+                if not lines or not all(_ALREADY_OVER.search(line) for line in lines):
+                    failed = error
+        if failed:
+            raise ClusterError(f"{failed}; the jobs may run on: `squeue --me` shows them") from failed
+
+    def _waiting(self, job_ids: set[str], name: str | None) -> set[str]:
+        """Those that hold no nodes at this moment.
+
+        `scancel --state=PENDING 123_4` cancels all waiting elements of the array (tried with Slurm 22.05).
+        """
+        self._poll(self._clock())
+        if self._error is not None or self._jobs is None:
+            raise ClusterError(f"{self._error}; nothing was cancelled")
+        return {
+            job_id
+            for job_id, job in self._jobs.items()
+            if job.meaning.phase in (Phase.QUEUED, Phase.HELD)
+            and (job_id in job_ids or job.array_id in job_ids or job.name == name)
+        }
+
+
+_ALREADY_OVER = re.compile("invalid job id|already complet|already finish|no longer pending", re.IGNORECASE)
+
+
+def _chunks(items: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (items[i : i + IDS_A_COMMAND] for i in range(0, len(items), IDS_A_COMMAND))

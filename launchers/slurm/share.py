@@ -1,0 +1,86 @@
+"""What a sweep may take of a cluster: the site's limits, held against what the sweep asks for."""
+
+import math
+from pathlib import Path
+
+from ultrabench.errors import ConfigError
+from ultrabench.folder import SweepFolder
+from ultrabench.jobs_seen import JobLimits
+from ultrabench.launchers.slurm.launcher import SlurmLauncher
+from ultrabench.launchers.slurm.limits import Limits, read_limits
+from ultrabench.launchers.slurm.query import SlurmQuery
+from ultrabench.launchers.slurm.script import require_plain
+from ultrabench.launchers.slurm.site import Site
+from ultrabench.sweep.config import SweepConfig
+
+SHARE = 4
+"""By default a sweep takes a quarter of its partition."""
+
+
+def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = True) -> SlurmLauncher:
+    """A launcher that keeps to what the site allows; one that is not `limited` must not submit.
+
+    Raises:
+        ConfigError: the sweep asks for what the site does not give.
+        ClusterError: Slurm cannot be asked.
+    """
+    choice = config.launcher
+    query = SlurmQuery(poll_s=choice.poll_s)
+    if not limited:
+        return SlurmLauncher(folder, choice, config.hardware, query, JobLimits(max_jobs=0))
+    for path in (folder.path, Path.cwd()):
+        require_plain(path)
+    limits = read_limits(Site(), choice.partition, choice.account, choice.qos)
+    if choice.cpus and limits.cpus_per_node and choice.cpus > limits.cpus_per_node:
+        raise ConfigError(
+            f"launcher.cpus={choice.cpus}; nodes of partition {limits.name} have {limits.cpus_per_node}: "
+            "set at most that, or null"
+        )
+    allowed = JobLimits(
+        max_jobs=min(choice.max_jobs, limits.max_submit or choice.max_jobs),
+        max_nodes=node_share(config, limits),
+        max_array=limits.max_array_size,
+        max_limit_s=60.0 * (_max_minutes(config, limits) or math.inf),
+    )
+    return SlurmLauncher(folder, choice, config.hardware, query, allowed, limits.cluster or "slurm")
+
+
+def node_share(config: SweepConfig, limits: Limits) -> int:
+    """Nodes that the sweep may hold or queue for at a time.
+
+    Raises:
+        ConfigError: its largest runs need more.
+    """
+    choice, largest = config.launcher, max(config.axes.nodes)
+    per_user = limits.max_nodes_per_user
+    most = min(n for n in (limits.max_nodes, limits.total_nodes, per_user) if n is not None)
+    share = choice.max_nodes or max(1, limits.total_nodes // SHARE)
+    where = f"partition {limits.name} has {limits.total_nodes} nodes"
+    if limits.max_nodes is not None:
+        where += f" and gives a job {limits.max_nodes}"
+    if per_user is not None:
+        where += f", a user {per_user} at a time"
+    if largest > most:
+        fitting = ",".join(str(n) for n in sorted(set(config.axes.nodes)) if n <= most)
+        instead = f", sweep.nodes=[{fitting}]" if fitting else ""
+        raise ConfigError(f"sweep.nodes up to {largest}; {where}: leave out what is larger{instead}")
+    if largest > share:
+        given = f"launcher.max_nodes={share}" if choice.max_nodes else f"by default a sweep takes {share}"
+        raise ConfigError(f"sweep.nodes up to {largest}; {where}, {given}: set launcher.max_nodes={largest}")
+    return share if per_user is None else min(share, per_user)
+
+
+def _max_minutes(config: SweepConfig, limits: Limits) -> int | None:
+    """The longest time limit a job may have; None: any.
+
+    Raises:
+        ConfigError: more is asked for.
+    """
+    known = [m for m in (limits.max_time_minutes, limits.max_wall_minutes) if m is not None]
+    most = min(known, default=None)
+    asked = config.launcher.time_minutes
+    if most is not None and asked is not None and asked > most:
+        raise ConfigError(
+            f"launcher.time_minutes={asked}; partition {limits.name} allows {most}: set at most that"
+        )
+    return most

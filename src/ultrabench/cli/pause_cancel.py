@@ -1,0 +1,79 @@
+"""`ultrabench sweep pause`, `resume` and `cancel`."""
+
+from pathlib import Path
+
+from ultrabench.cli.launch import as_launched, continue_sweep, unsettled
+from ultrabench.cli.live import counts_line
+from ultrabench.cli.tables import err, say, warn
+from ultrabench.errors import ClusterError
+from ultrabench.folder import SweepFolder, find_sweep, write_whole
+from ultrabench.journal import JournalWriter, read_journal
+from ultrabench.launchers.choose import choose_launcher
+from ultrabench.launchers.reconcile import open_allocations
+from ultrabench.presence import living_launchers
+from ultrabench.processes import own_name
+from ultrabench.state import SweepState, fold
+from ultrabench.sweep.plan_table import read_plan
+from ultrabench.sweep.progress import progress
+
+
+def run_pause(sweep: str | None, results: Path) -> None:
+    """Has running allocations end after their current run and takes back what is queued."""
+    folder, state = _find(sweep, results)
+    if not unsettled(folder, state):
+        say(f"nothing to pause: every run of {folder.name} is settled")
+        return
+    if not state.paused:
+        writer = JournalWriter(folder.journal, "pause")
+        writer.write("pause", generation=state.generation + 1, on=True)
+    # After the journal: a marker without its event would be taken away by the next resume only.
+    write_whole(folder.pause, "ultrabench sweep resume takes this file away\n")
+    _end(folder, state, queued_only=True)
+    say(f"paused: runs under way end, nothing begins; go on with: ultrabench sweep resume {folder.word}")
+
+
+def run_resume(sweep: str | None, results: Path, detach: bool, max_gpu_hours: float | None) -> int:
+    """Lifts a pause and goes on with the sweep as it was launched; the exit code."""
+    folder, state = _find(sweep, results)
+    folder.pause.unlink(missing_ok=True)
+    if state.paused:
+        JournalWriter(folder.journal, "pause").write("pause", generation=state.generation + 1, on=False)
+    return continue_sweep(folder, detach=detach, max_gpu_hours=max_gpu_hours)
+
+
+def run_cancel(sweep: str | None, results: Path) -> None:
+    """Cancels a sweep: no new allocation, and what is queued or runs ends."""
+    folder, state = _find(sweep, results)
+    if not (unsettled(folder, state) or open_allocations(state)):
+        say(f"nothing to cancel: every run of {folder.name} is settled")
+        return
+    writer = JournalWriter(folder.journal, "cancel")
+    writer.write("cancel", generation=state.generation + 1)
+    try:
+        _end(folder, state, queued_only=False)
+    except ClusterError as error:
+        followed = living_launchers(folder, writer.path)
+        if not followed:
+            raise ClusterError(
+                f"{error}. The cancel is written down, but nobody follows it: run it again"
+            ) from error
+        say(f"{error}. {followed[0]} follows this sweep and tries again until it is done")
+        return
+    state = fold(read_journal(folder.journal))
+    err().print(counts_line(progress(folder.name, read_plan(folder.plan), state)))
+    say("cancelled; results stay, and the same launch command goes on from here")
+
+
+def _find(sweep: str | None, results: Path) -> tuple[SweepFolder, SweepState]:
+    folder = find_sweep(sweep, results)
+    folder.read_head()
+    return folder, fold(read_journal(folder.journal, warn))
+
+
+def _end(folder: SweepFolder, state: SweepState, *, queued_only: bool) -> None:
+    config = as_launched(folder, state)
+    open_now = {name: state.allocations[name] for name in open_allocations(state)}
+    others = {str(a.by["user"]) for a in open_now.values() if a.by and a.by.get("user") != own_name()}
+    if others:
+        say(f"jobs of {', '.join(sorted(others))} are under way: only whoever submitted them can end them")
+    choose_launcher(config, folder, submits=False).cancel(open_now, queued_only=queued_only)

@@ -1,0 +1,128 @@
+"""Runs the checks of `ultrabench doctor` and shows them; writes a cluster configuration."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.text import Text
+
+from ultrabench.cli.tables import out, print_json, say, table
+from ultrabench.errors import ClusterError, ConfigError
+from ultrabench.launchers.doctor.acceptance import run_acceptance
+from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped, warned
+from ultrabench.launchers.doctor.cluster_file import write_cluster_file
+from ultrabench.launchers.doctor.examine import examine, reachable, why_not_slurm
+from ultrabench.launchers.slurm.limits import read_limits
+from ultrabench.launchers.slurm.site import Site
+from ultrabench.record import to_dict
+from ultrabench.sweep.config import SweepConfig, load_config
+
+STYLES = {
+    CheckStatus.PASS: "green",
+    CheckStatus.WARN: "yellow",
+    CheckStatus.FAIL: "red",
+    CheckStatus.SKIP: "dim",
+}
+
+
+def run_doctor(
+    overrides: Sequence[str],
+    write: str | None,
+    partition: str | None,
+    force: bool,
+    wait_s: float,
+    deep: bool,
+    as_json: bool,
+) -> int:
+    """Checks what `overrides` name; the exit code.
+
+    Args:
+        write: name of the cluster configuration to write first, which is then what is checked; None: none.
+        partition: the partition to write it for; None stands for launcher.partition, else the default one.
+        deep: try it with an acceptance run, too.
+
+    Raises:
+        ConfigError: an acceptance run of another sweep is asked for, --partition without --write, or what
+            `examine` and `run_acceptance` raise.
+    """
+    if deep and (named := _names("sweep", overrides)):
+        raise ConfigError(
+            f"{named} with --deep, which has a sweep of its own, sweep=acceptance; leave it out"
+        )
+    if partition and write is None:
+        raise ConfigError(
+            f"--partition {partition} without --write; to check it, set launcher.partition={partition}"
+        )
+    site = Site()
+    given, why_local = _with_launcher(site, overrides)
+    given = _with_acceptance(given) if deep else given
+    given += [f"launcher.partition={partition}"] if partition else []
+    config = load_config(given)
+    if write is not None:
+        _write(config, site, write, force, why_local)
+        if not _names("cluster", overrides):
+            config = load_config([*given, f"cluster={write}"])
+    checks = examine(config, site, wait_s=wait_s, say=say)
+    if deep:
+        bad = " and ".join(c.name for c in checks if c.status is CheckStatus.FAIL)
+        skip = [skipped("acceptance run", f"not begun, because {bad} failed")] if bad else []
+        checks += skip or run_acceptance(config, say)
+    if why_local and "sbatch is here" in why_local:
+        checks.insert(0, warned("slurmctld", why_local, "if a cluster was meant: launcher=slurm looks at it"))
+    if as_json:
+        print_json([to_dict(check) for check in checks])
+    else:
+        _show(config, checks)
+    counts = {v: sum(c.status is v for c in checks) for v in CheckStatus}
+    say(", ".join(f"{counts[v]} {v}" for v in CheckStatus if counts[v]))
+    if not reachable(checks) and config.launcher.name == "slurm":
+        return ClusterError.exit_code
+    return int(counts[CheckStatus.FAIL] > 0)
+
+
+def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], str | None]:
+    """The overrides, of Slurm where it answers and no launcher is named; else why they are this machine's."""
+    if _names("launcher", overrides):
+        return [*overrides], None
+    why = why_not_slurm(site)
+    launcher = "slurm" if why is None else "local"
+    say(f"looking at launcher={launcher}: {why or 'Slurm answers here'}")
+    return [*overrides, f"launcher={launcher}"], why
+
+
+def _names(group: str, overrides: Sequence[str]) -> str | None:
+    """The override that chooses in a group."""
+    return next((o for o in overrides if o.lstrip("+~").partition("=")[0] == group), None)
+
+
+def _with_acceptance(overrides: Sequence[str]) -> list[str]:
+    """The overrides with the layouts of an acceptance run."""
+    full = [*overrides, "sweep=acceptance"]
+    return [*overrides, "sweep=acceptance-small"] if load_config(full).hardware.device == "cpu" else full
+
+
+def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: str | None) -> None:
+    """Writes the configuration of the partition that `config` names.
+
+    Raises:
+        ConfigError: it exists or cannot be written, or there is no such partition.
+        ClusterError: there is no Slurm to ask.
+    """
+    choice = config.launcher
+    if choice.name == "local" and why_local:
+        raise ClusterError(f"--write asks Slurm, and {why_local}; run it on a login node")
+    if choice.name == "local":
+        raise ConfigError("--write asks Slurm; leave launcher=local out")
+    limits = read_limits(site, choice.partition, choice.account, choice.qos)
+    path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", name, site, limits, choice, force)
+    say(f"wrote {path}")
+    say(f"use it with: ultrabench sweep plan cluster={name} launcher=slurm")
+
+
+def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
+    names = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
+    made = table(f"doctor: {names}", "check", "status", "found")
+    for check in checks:
+        status = Text(check.status, style=STYLES[check.status])
+        remedy = f"; remedy: {check.remedy}" if check.remedy else ""
+        made.add_row(check.name, status, check.told + remedy)
+    out().print(made)

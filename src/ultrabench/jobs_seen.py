@@ -1,0 +1,84 @@
+"""What a launcher may submit, and what it has seen of its jobs: which live, and how the others ended."""
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ultrabench.result import Status
+
+Job = dict[str, Any]
+"""How to find an allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
+
+Origin = dict[str, str]
+"""Who submits allocations and where from: {user, cluster, host}; cluster is empty for local processes."""
+
+
+def same_place(own: Origin, by: Mapping[str, str]) -> bool:
+    """Whether allocations of `by` run where those of `own` do; what does not tell where counts as here."""
+    name = "cluster" if own["cluster"] else "host"
+    return not by or (by.get(name) == own[name] and by.get("cluster") == own["cluster"])
+
+
+def sees(own: Origin, by: Mapping[str, str]) -> bool:
+    """Whether a launcher of `own` sees the allocations of `by`: the same user, on the same cluster or host."""
+    return not by or (same_place(own, by) and by.get("user") == own["user"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLimits:
+    """How much a launch may have in flight and use."""
+
+    max_jobs: int
+    """Largest number of allocations queued or running."""
+    max_nodes: int = sys.maxsize
+    """Largest number of nodes of all of them together."""
+    max_array: int = 1
+    """Largest number of allocations of one submission."""
+    max_limit_s: float = math.inf
+    """Longest wall-clock limit of one allocation."""
+    max_gpu_hours: float | None = None
+    """Budget of the sweep; None: no end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnd:
+    """An allocation is over, by the word of whoever ran it."""
+
+    status: Status
+    """Of attempts it had claimed and did not finish."""
+    reason: str
+    elapsed_s: float | None = None
+    """How long it held its nodes; None where nobody knows."""
+    certain: bool = False
+    """True when the processes themselves were found gone; False when only a batch system says so."""
+
+    @property
+    def cause(self) -> str | None:
+        """What failed, where the status leaves no doubt."""
+        causes = {Status.OOM: "host_oom", Status.PREEMPTED: "preempted", Status.NODE_FAIL: "node_failure"}
+        return causes.get(self.status)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsSeen:
+    """What became of allocations."""
+
+    alive: frozenset[str] = frozenset()
+    """Queued or running, or not known to be over."""
+    queued: frozenset[str] = frozenset()
+    """Those of them that surely hold no nodes."""
+    running: frozenset[str] = frozenset()
+    """Those of them whose processes run, so that their agents should show signs of life."""
+    leaving: frozenset[str] = frozenset()
+    """Ended by the word of their agents, but still on their nodes."""
+    ended_jobs: dict[str, JobEnd] = field(default_factory=dict)
+    held_s: dict[str, float] = field(default_factory=dict)
+    """Seconds for which those that run have held their nodes, setup included."""
+    timed: dict[str, float] = field(default_factory=dict)
+    """Seconds that ended allocations held their nodes, where the journal does not say so yet."""
+    jobs: dict[str, Job] = field(default_factory=dict)
+    """Where the living were found."""
+    notes: tuple[str, ...] = ()
+    """What a person should know or do: why jobs wait, what does not answer."""

@@ -1,0 +1,226 @@
+"""The attempts that a sweep still needs: a pure function of its plan, its state and what is alive."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ultrabench.result import RunResult, Status
+from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.contenders import contenders
+from ultrabench.sweep.control import cell_of
+from ultrabench.sweep.dominated import Fit, left_out
+from ultrabench.sweep.losses import disputed_attempts, judged
+from ultrabench.sweep.plan import Candidate, Plan
+from ultrabench.sweep.retry_policy import RetryPolicy, broken, judge
+from ultrabench.sweep.suspects import suspect_attempts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAttempt:
+    """One attempt that has to be made."""
+
+    candidate: Candidate
+    key: AttemptKey
+    patience: float = 1.0
+    """Factor on the time limit: a run that timed out gets more."""
+    after: AttemptKey | None = None
+    """The failed attempt that it follows."""
+    pause_s: float = 0.0
+    """Seconds to wait after the end of that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptsLeft:
+    """What is left to do and to wait for."""
+
+    todo: tuple[PlannedAttempt, ...]
+    """Attempts to submit, in the plan's order."""
+    waiting: int
+    """Attempts that are queued or running."""
+    untried: frozenset[int] = frozenset()
+    """Numbers of nodes on which nothing has passed yet: one allocation of each at a time."""
+    dominated: Mapping[str, str] = field(default_factory=dict)
+    """Runs that are left out, and the run whose lack of memory tells that they cannot fit."""
+    broken: str | None = None
+    """Why nothing more should be submitted."""
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to do or to wait for."""
+        return not self.todo and not self.waiting
+
+
+def attempts_left(
+    runs: Sequence[Candidate],
+    state: SweepState,
+    alive: frozenset[str],
+    *,
+    repeats: int,
+    accepts: Callable[[RunResult], bool] = lambda result: True,
+    canary: bool = False,
+    policy: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
+    confirm: int = 1,
+    old: frozenset[AttemptKey] = frozenset(),
+    doubted: Collection[AttemptKey] = (),
+    ended_s: Mapping[AttemptKey, float] | None = None,
+) -> AttemptsLeft:
+    """The attempts to make and how many are on their way.
+
+    Args:
+        runs: what the plan runs, in order.
+        alive: names of the allocations that are queued or running.
+        repeats: independent measurements wanted of each run.
+        accepts: whether an ok result counts (it may come from another environment).
+        canary: hold back the runs of a number of nodes while the first allocation of that size is on
+            its way and no run of that size has passed.
+        policy: what follows from failures.
+        confirm: measurements wanted of the contenders of a cell, once all its runs are settled.
+        old: attempts that ended before this launch.
+        doubted: ok attempts whose number is suspect; the policy says how many repeats that is worth.
+        ended_s: how long ago this launcher saw attempts end, by its own monotonic clock; after a failure a
+            run may have to wait. What ended before this launch has waited enough and is left out.
+    """
+    ended_s = ended_s or {}
+    on_their_way = {
+        key for name in alive for key in _tasks(state, name) if _unfinished(state.attempts.get(key))
+    }
+    tried: dict[str, list[AttemptState]] = {}
+    for key, attempt in sorted(state.attempts.items()):
+        tried.setdefault(key.run_id, []).append(attempt)
+    following = _Following(state, policy, old, accepts, doubted)
+    fits = (Fit(r.run_id, cell_of(r), r.layout, r.prediction.memory_share) for r in runs)
+    dominated = left_out(fits, state, policy)
+    open_runs = [run for run in runs if run.run_id not in dominated]
+    todo = _wanted(open_runs, tried, following, range(repeats))
+    if confirm > repeats:
+        unsettled = {cell_of(t.candidate) for t in todo}
+        settled = [run for run in open_runs if cell_of(run) not in unsettled]
+        best = contenders(settled, tried, state)
+        todo += _wanted([r for r in settled if r.run_id in best], tried, following, range(repeats, confirm))
+    todo = [t for t in todo if t.key not in on_their_way]
+    resting = {t.key for t in todo if t.after and ended_s.get(t.after, math.inf) < t.pause_s}
+    untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
+    busy = {state.allocations[name].nodes for name in alive if name in state.allocations}
+    held_back = untried & busy
+    ready = tuple(t for t in todo if t.candidate.nodes not in held_back and t.key not in resting)
+    return AttemptsLeft(
+        todo=ready,
+        waiting=len(on_their_way) + len(todo) - len(ready),
+        untried=untried,
+        dominated=dominated,
+        broken=broken(state, policy, ended_s),
+    )
+
+
+def next_attempts(
+    plan: Plan,
+    state: SweepState,
+    alive: frozenset[str],
+    *,
+    accepts: Callable[[RunResult], bool] = lambda result: True,
+    old: frozenset[AttemptKey] = frozenset(),
+    ended_s: Mapping[AttemptKey, float] | None = None,
+) -> AttemptsLeft:
+    """`decide` with the values of the plan's configuration, and what results say of each other."""
+    config, state = plan.config, judged(state)
+    # Where losses differ without a majority, a repeat of each would only repeat that.
+    doubted = suspect_attempts(state, device=config.hardware.device).keys() - disputed_attempts(state).keys()
+    return attempts_left(
+        plan.runs, state, alive, doubted=doubted,
+        repeats=config.repeats, accepts=accepts, canary=config.launcher.control,
+        policy=config.retry, confirm=config.measure.confirm, old=old,
+        ended_s=ended_s,
+    )  # fmt: skip
+
+
+def _wanted(
+    runs: Sequence[Candidate],
+    tried: Mapping[str, list[AttemptState]],
+    following: "_Following",
+    repeats: range,
+) -> list[PlannedAttempt]:
+    """The attempts that these repeats of `runs` still need, one repeat of all of them after another."""
+    return [
+        todo
+        for nth in repeats
+        for run in runs
+        if (todo := following.next_attempt(run, nth, repeats.stop, tried.get(run.run_id, [])))
+    ]
+
+
+def _passed(state: SweepState) -> set[int]:
+    """Numbers of nodes on which some run has ended ok."""
+    oks = (a for a in state.attempts.values() if a.result and a.result.status == Status.OK)
+    return {nodes for a in oks if isinstance(nodes := (a.spec or {}).get("nodes"), int)}
+
+
+def _tasks(state: SweepState, allocation: str) -> Iterable[AttemptKey]:
+    held = state.allocations.get(allocation)
+    return held.tasks if held else ()
+
+
+def _unfinished(attempt: AttemptState | None) -> bool:
+    return attempt is None or attempt.result is None
+
+
+class _Following:
+    """What follows the attempts of one run, by the policy and the state of the whole sweep."""
+
+    def __init__(
+        self,
+        state: SweepState,
+        policy: RetryPolicy,
+        old: frozenset[AttemptKey],
+        accepts: Callable[[RunResult], bool],
+        doubted: Collection[AttemptKey],
+    ) -> None:
+        self._state, self._policy, self._old, self._doubted = state, policy, old, doubted
+        self._accepts = accepts
+
+    def next_attempt(
+        self, run: Candidate, nth: int, repeats: int, tried: Sequence[AttemptState]
+    ) -> PlannedAttempt | None:
+        """The attempt that the nth counted repeat of `run` still needs, or None."""
+        by_repeat: dict[int, list[AttemptState]] = {}
+        for attempt in tried:
+            by_repeat.setdefault(attempt.key.repeat, []).append(attempt)
+        counted, doubts = -1, 0
+        for repeat in range(len(by_repeat) + repeats):
+            attempts = by_repeat.get(repeat, [])
+            oks = [a for a in attempts if a.result and a.result.status == Status.OK]
+            if oks and not any(a.key not in self._old or (a.result and self._accepts(a.result)) for a in oks):
+                continue  # measured elsewhere before this launch: kept, but another repeat has to be made here
+            if oks and doubts < self._policy.attempts["suspect"] and all(a.key in self._doubted for a in oks):
+                doubts += 1
+                continue
+            counted += 1
+            if counted == nth:
+                return None if oks else self._after(run, repeat, attempts)
+        return None
+
+    def _after(self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]) -> PlannedAttempt | None:
+        """The attempt that follows `attempts`, none of which is ok."""
+        run_id = run.run_id
+        if not attempts:
+            return PlannedAttempt(candidate=run, key=AttemptKey(run_id, repeat, 0))
+        last = attempts[-1]
+        if last.result is None:
+            # Still running, or its end is not told yet: the same attempt stays the one to wait for.
+            return PlannedAttempt(candidate=run, key=last.key)
+        verdict = judge(
+            attempts,
+            self._policy,
+            asked=last.key in self._state.retried,
+            old=self._old,
+            memory_share=run.prediction.memory_share,
+        )
+        if not verdict.again:
+            return None
+        timeouts = sum(a.result is not None and a.result.status == Status.TIMEOUT for a in attempts)
+        return PlannedAttempt(
+            candidate=run,
+            key=AttemptKey(run_id, repeat, last.key.attempt + 1),
+            patience=2.0**timeouts,
+            after=last.key,
+            pause_s=verdict.pause_s,
+        )
