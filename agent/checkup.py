@@ -17,8 +17,8 @@ from typing import Any
 
 import ultrabench
 from ultrabench import checkout
-from ultrabench.agent.gpus import foreign_processes, visible_gpus
-from ultrabench.agent.place import here
+from ultrabench.agent.node_identity import identify_node
+from ultrabench.agent.ranks.gpus import foreign_processes, visible_gpus
 from ultrabench.claim import claim
 from ultrabench.errors import UltrabenchError
 from ultrabench.folder import write_whole
@@ -40,7 +40,7 @@ def main() -> int:
             folder / "report.json", json.dumps({"began_s": began_s, **report, "ended_s": time.time()})
         )
     except OSError as error:
-        sys.stderr.write(f"cannot write {folder}: {error.strerror} on {here(os.environ).host}\n")
+        sys.stderr.write(f"cannot write {folder}: {error.strerror} on {identify_node(os.environ).host}\n")
         return CANNOT_WRITE
     return 0
 
@@ -51,18 +51,18 @@ def look(folder: Path) -> dict[str, Any]:
     Raises:
         OSError: `folder` cannot be written.
     """
-    place = here(os.environ)
+    identity = identify_node(os.environ)
     try:
         request = json.loads((folder / "request.json").read_text())
     except (OSError, ValueError):
         request = {}
-    owner = {"host": place.host, "job": place.job}
+    owner = {"host": identity.host, "job": identity.job}
     digest, error = _digest(request)
     # Before torch is tried, for that is a process on the GPUs, too.
     foreign = foreign_processes(lambda pid: False)
     return {
-        "host": place.host,
-        "job_id": place.job_id,
+        "host": identity.host,
+        "job_id": identity.job_id,
         "token": request.get("token"),
         "won_own_claim": claim(folder / "claims", "node", owner),
         "won_taken_claim": claim(folder / "claims", "login", owner),

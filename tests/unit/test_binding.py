@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from ultrabench.agent import forks
-from ultrabench.agent.binding import cpu_list, cpu_text, gpu_bus_ids, rank_cpus
-from ultrabench.agent.forks import Exit, ForkServer, Programs
+from ultrabench.agent.ranks import forks
+from ultrabench.agent.ranks.binding import cpu_list, cpu_text, rank_cpus
+from ultrabench.agent.ranks.forks import Exit, ForkServer, Programs
 
 MINE = tuple(sorted(os.sched_getaffinity(0)))
 FIRST, LAST = MINE[:1], MINE[-1:]
@@ -79,19 +79,6 @@ def test_ranks_run_near_their_gpus(sysfs):
     assert rank_cpus(2, True, tree, buses) == [LAST, FIRST]
 
 
-def test_bus_ids_are_those_of_the_visible_gpus(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '0, GPU-a, 00000000:1B:00.0'\necho '1, GPU-b, 00000001:C3:00.0'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_bus_ids() == ["0000:1b:00.0", "0001:c3:00.0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    assert gpu_bus_ids() == ["0001:c3:00.0", "0000:1b:00.0"]
-    program.unlink()
-    assert gpu_bus_ids() == []
-
-
 TELL = "import os; print(sorted(os.sched_getaffinity(0)))"
 
 
@@ -123,7 +110,7 @@ def test_an_executed_rank_is_bound(tmp_path):
     programs, command = Programs(), [sys.executable, "-c", TELL]
     for rank, cpus in ((0, LAST), (1, None)):
         log = tmp_path / f"{rank}.log"
-        assert programs.start(rank, command, dict(os.environ), log, str(tmp_path), cpus) is None
+        programs.start(rank, command, dict(os.environ), log, str(tmp_path), cpus)
     assert wait_for_exits(programs, 2) == [Exit(rank=0, code=0), Exit(rank=1, code=0)]
     assert (tmp_path / "0.log").read_text() == f"{list(LAST)}\n"
     assert (tmp_path / "1.log").read_text() == f"{list(MINE)}\n"
@@ -131,6 +118,7 @@ def test_an_executed_rank_is_bound(tmp_path):
 
 def test_cpus_that_do_not_exist_fail_the_rank_alone(tmp_path):
     command = [sys.executable, "-c", TELL]
-    gone = Programs().start(3, command, dict(os.environ), tmp_path / "log", str(tmp_path), (100000,))
-    assert gone == Exit(rank=3, code=127)
+    programs = Programs()
+    programs.start(3, command, dict(os.environ), tmp_path / "log", str(tmp_path), (100000,))
+    assert list(programs.exits()) == [Exit(rank=3, code=127)]
     assert "cannot start" in (tmp_path / "log").read_text()
