@@ -10,9 +10,10 @@ from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.diagnose.root_cause import last_line
 from ultrabench.agent.node_identity import NodeIdentity
+from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
-from ultrabench.agent.ranks.watch import Watched, explained, watch
+from ultrabench.agent.ranks.watch import watch
 from ultrabench.claim import claim, owner
 from ultrabench.dominance import dominates
 from ultrabench.folder import SweepFolder
@@ -122,8 +123,8 @@ class Leader:
         if self._allocation.preflight:
             probe = self._allocation.probe
             progress = self._group.start(probe, -1)
-            seen = watch(self._group, probe, progress, self._ends, lambda progress: None)
-            failed = seen.ended or (seen.missed and seen.missed.reason) or _failure_of(progress)
+            end = watch(self._group, probe, progress, self._ends, lambda progress: None)
+            failed = end.reason if end else _failure_of(progress)
             self._group.end_ranks(progress)
             self._group.finish(keep_all=bool(failed))
             if failed:
@@ -156,8 +157,8 @@ class Leader:
             at = progress.ranks[0].phase_at
             self._retry(self._journal.write, "phase", **name, name=progress.phase, at=at)
 
-        watched = watch(self._group, task, progress, self._ends, write_phase, self._race_s(task))
-        result = self._finish(task, progress, watched)
+        end = watch(self._group, task, progress, self._ends, write_phase, self._race_s(task))
+        result = self._finish(task, progress, end)
         self._write_result(task, result, "agent")
         self._learn(task.spec, result)
 
@@ -187,16 +188,12 @@ class Leader:
         event = "result" if result.status == Status.OK else "failed"
         self._write(event, **_name(task), source=source, spec=to_dict(task.spec), result=to_dict(result))
 
-    def _finish(self, task: Task, progress: AttemptProgress, watched: Watched) -> RunResult:
+    def _finish(self, task: Task, progress: AttemptProgress, end: RunEnd | None) -> RunResult:
         """Ends the ranks, saves their logs and returns the result."""
-        group, measure, missed, ended = self._group, task.measure, watched.missed, watched.ended
+        group = self._group
         group.end_ranks(progress)
         try:
-            hosts, gpus = group.hosts, task.gpu_names
-            result = classify(
-                progress, measure, stopped=missed, ended=ended, lost=group.lost, hosts=hosts, gpu_names=gpus
-            )
-            result = explained(result, watched)
+            result = classify(progress, task.measure, end, group.lost, group.hosts, task.gpu_names)
             canonical_json(to_dict(result))  # what cannot be written as JSON must not reach the journal
         except Exception as error:  # what ranks report may be anything, and is no fault of the node
             reason = f"what the ranks reported cannot be judged: {type(error).__name__}: {error}"

@@ -36,29 +36,31 @@ def find_hang_cause(ranks: Ranks) -> HangCause:
     Ranks that have left or are stopped explain everything; then the order of collectives is
     looked at, then who is busy while others wait, and at last who has done the least.
     """
-    alive = [r for r in ranks if r.code is None]
+    alive = [r for r in ranks if r.progress.code is None]
     for test in TESTS:
         if found := test(ranks, alive):
             return found
     if not alive:
         return HangCause(headline="all ranks had ended")
-    at = f"phase {alive[0].phase}" + (f", step {alive[0].step}" if alive[0].step else "")
+    at = f"phase {alive[0].progress.phase}" + (f", step {alive[0].step}" if alive[0].step else "")
     headline = f"no rank stands out of {len(alive)}: rank {alive[0].rank} is in {at}"
     return HangCause(headline=headline, details=_places(alive[:1]))
 
 
 def _left(ranks: Ranks, alive: Ranks) -> HangCause | None:
     """Ranks that ended before they were done, while others wait for them."""
-    gone = [r for r in ranks if r.code is not None and not r.done]
-    known = any(r.groups for r in alive)
+    gone = [r for r in ranks if r.progress.code is not None and r.progress.done is None]
+    known = any(r.found["groups"] for r in alive)
     if not gone or not alive or (known and not _direct(alive, gone)):
         return None
-    return _blame(f"exited with code {gone[0].code} in phase {gone[0].phase}, not done", gone, alive)
+    return _blame(
+        f"exited with code {gone[0].progress.code} in phase {gone[0].progress.phase}, not done", gone, alive
+    )
 
 
 def _stopped(_: Ranks, alive: Ranks) -> HangCause | None:
-    stopped = [r for r in alive if r.state == "T"]
-    dead = [r for r in alive if r.state == "Z"]
+    stopped = [r for r in alive if r.found["state"] == "T"]
+    dead = [r for r in alive if r.found["state"] == "Z"]
     if stopped:
         return _blame("is stopped (state T), as by SIGSTOP", stopped, alive)
     return _blame("is dead, and nobody has noticed (state Z)", dead, alive) if dead else None
@@ -77,7 +79,7 @@ def _missing(ranks: Ranks, alive: Ranks) -> HangCause | None:
                     awaited.setdefault(member.rank, Counter())[replace(p, started=None)] += 1
                     waiters.add(r.rank)
     roots = [by_rank[rank] for rank in sorted(awaited) if rank not in waiters]
-    told = [r for r in roots if r.groups] or roots
+    told = [r for r in roots if r.found["groups"]] or roots
     # Of two that are missing, one may be waiting for the other in a way that no record holds.
     told = [r for r in told if not r.waits_in] or told
     if not told:
@@ -116,7 +118,7 @@ def _different(_: Ranks, alive: Ranks) -> HangCause | None:
 
 
 def _in_kernel(_: Ranks, alive: Ranks) -> HangCause | None:
-    stuck = [r for r in alive if r.state == "D"]
+    stuck = [r for r in alive if r.found["state"] == "D"]
     return _blame("waits for a device or a disk (state D)", stuck, alive) if stuck else None
 
 
@@ -133,18 +135,21 @@ def _together(_: Ranks, alive: Ranks) -> HangCause | None:
 def _busy(_: Ranks, alive: Ranks) -> HangCause | None:
     """Some ranks wait and others compute; a rank of which nothing is known does neither."""
     waiting = [r for r in alive if r.waits_in]
-    busy = [r for r in alive if r.stack and not r.waits_in]
+    busy = [r for r in alive if r.found["stack"] and not r.waits_in]
     return _blame(f"is in {busy[0].where}, in no collective", busy, alive) if waiting and busy else None
 
 
 def _behind(_: Ranks, alive: Ranks) -> HangCause | None:
     """The minority of ranks that has done the least, among ranks that report steps or micro-batches."""
-    counting = [r for r in alive if r.step or r.microbatches]
+    counting = [r for r in alive if r.step or r.progress.microbatches]
     order = ("data", "forward_backward", "optimizer")
     keys: list[tuple[Callable[[RankFacts], int], Callable[[int], str]]] = [
         (lambda r: r.step, lambda n: f"in step {n}"),
-        (lambda r: order.index(r.part) if r.part in order else 0, lambda n: f"in {order[n]}"),
-        (lambda r: r.microbatches, lambda n: f"at {n} micro-batches"),
+        (
+            lambda r: order.index(r.progress.part) if r.progress.part in order else 0,
+            lambda n: f"in {order[n]}",
+        ),
+        (lambda r: r.progress.microbatches, lambda n: f"at {n} micro-batches"),
     ]
     for key, text in keys:
         values = sorted({key(r) for r in counting})
@@ -188,5 +193,8 @@ def _count(ranks: int) -> str:
 
 def _places(ranks: Ranks) -> tuple[str, ...]:
     """In which function the first two of these ranks are, in words."""
-    kernel = {r.rank: f", in the kernel's {r.wchan}" if r.state == "D" and r.wchan else "" for r in ranks}
-    return tuple(f"Rank {r.rank} is in {r.where}{kernel[r.rank]}" for r in ranks[:2] if r.where)
+    places = []
+    for r in (r for r in ranks[:2] if r.where):
+        wchan = r.found["wchan"] if r.found["state"] == "D" else ""
+        places.append(f"Rank {r.rank} is in {r.where}" + (f", in the kernel's {wchan}" if wchan else ""))
+    return tuple(places)

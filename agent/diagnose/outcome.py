@@ -9,7 +9,7 @@ from typing import Any
 from ultrabench.agent.diagnose.memory_account import own_gpu_memory, own_limit
 from ultrabench.agent.diagnose.root_cause import Finding, findings, fingerprint, last_line, own_words
 from ultrabench.agent.diagnose.signatures import last_words
-from ultrabench.agent.ranks.deadline import Overdue
+from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
@@ -22,9 +22,7 @@ MESSAGE_CHARS = 1000
 def classify(
     progress: AttemptProgress,
     measure: Measure,
-    *,
-    stopped: Overdue | None,
-    ended: str | None,
+    end: RunEnd | None,
     lost: str | None = None,
     hosts: Sequence[str] = (),
     gpu_names: tuple[str, ...] = (),
@@ -36,13 +34,12 @@ def classify(
     its consequences: a communication error, which the peers of any dying rank report, is the last.
 
     Args:
-        stopped: the deadline for which the ranks were killed, if it was that.
-        ended: why the allocation ended under the run, if it did.
+        end: why ultrabench ended the ranks, if they did not end by themselves.
         lost: which node was lost, if one was.
         hosts: the nodes, each with an equal share of the ranks, in their order.
         gpu_names: what the accelerators may call themselves; empty: anything.
     """
-    result = _explained(progress, measure, stopped, ended, lost, hosts)
+    result = _explained(progress, measure, end, lost, hosts)
     environment, rank0 = progress.environment, progress.ranks[0]
     gpu, done = environment.get("gpu_name"), rank0.done or {}
     if result.status == Status.OK and gpu_names and gpu is not None and gpu not in gpu_names:
@@ -53,12 +50,12 @@ def classify(
     texts: dict[str, Any] = {
         name: str(environment[name]) for name in named if environment.get(name) is not None
     }
-    ok = result.status == Status.OK
+    ok, ranks = result.status == Status.OK, [_evidence(n, rank) for n, rank in enumerate(progress.ranks)]
     return replace(
         result,
         **texts,
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
-        stopped=done.get("stopped") or (((stopped and stopped.stopped) or "program") if ok else None),
+        stopped=done.get("stopped") or (((end and end.stopped) or "program") if ok else None),
         ci_reached=None if interval is None else interval <= measure.target_ci95_rel,
         step_times_s=tuple(times),
         rank_step_times_s=extremes([rank.measured_steps(measure) for rank in progress.ranks]),
@@ -72,17 +69,12 @@ def classify(
         started_at=progress.started_at,
         omp_num_threads=environment.get("omp_num_threads"),
         probe=progress.probe,
-        evidence={} if ok else {"ranks": [_evidence(n, rank) for n, rank in enumerate(progress.ranks)]},
+        evidence={} if ok else {"ranks": ranks, **(end.evidence if end else {})},
     )
 
 
 def _explained(
-    progress: AttemptProgress,
-    measure: Measure,
-    stopped: Overdue | None,
-    ended: str | None,
-    lost: str | None,
-    hosts: Sequence[str],
+    progress: AttemptProgress, measure: Measure, end: RunEnd | None, lost: str | None, hosts: Sequence[str]
 ) -> RunResult:
     """Status, reason and cause, without what was measured; the arguments are those of `classify`."""
     if progress.fault is not None:
@@ -103,11 +95,11 @@ def _explained(
     if lost is not None:
         there = _named(hosts, lost)
         return RunResult(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspects=there)
-    if ended is not None:
-        return RunResult(status=Status.CANCELLED, reason=ended, cause="stopped")
-    if stopped and (stopped.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
-        causes = {Status.HANG: "hang", Status.TIMEOUT: "time_limit"}  # none for one that lost a race
-        return RunResult(status=stopped.status, reason=stopped.reason, cause=causes.get(stopped.status))
+    if end and (end.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
+        # A run that lost a race is ok and has no cause.
+        causes = {Status.HANG: "hang", Status.TIMEOUT: "time_limit", Status.CANCELLED: "stopped"}
+        cause, suspects = causes.get(end.status), end.suspects
+        return RunResult(status=end.status, reason=end.reason, cause=cause, suspects=suspects)
     if root is not None:
         return _failed(root, progress, hosts, found)
     return RunResult(status=Status.CRASH, reason="the ranks vanished without an exit code", cause="exit_code")

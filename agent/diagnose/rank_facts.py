@@ -15,6 +15,9 @@ INNER_FRAMES = 6
 """How many of the innermost frames are searched for a function in which the rank waits."""
 
 
+UNKNOWN: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
     """A collective that a rank has entered and not finished."""
@@ -30,28 +33,29 @@ class Pending:
         return f"{self.op} #{self.number} of group {self.group}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What a rank reported, what /proc says of it, and what it answered when asked."""
+    """One rank of a run that hangs: what it reported, and what its node found."""
 
     rank: int
     host: str
-    phase: str = "start"
-    step: int = 0
-    part: str = ""
-    microbatches: int = 0
-    code: int | None = None
-    """Exit code of a rank that was gone."""
-    done: bool = False
-    """It had reported that it was done."""
-    state: str = "?"
-    """R runs, S sleeps, D waits for a device or disk, T is stopped, Z is dead; ? is unknown."""
-    wchan: str = ""
-    """Function of the kernel in which it sleeps."""
-    stack: tuple[str, ...] = ()
-    """`function (file:line)` of its main thread, innermost first."""
-    groups: tuple[dict[str, Any], ...] = ()
-    """Its process groups: {group, ranks, entered, started, finished, ops}; empty if it did not answer."""
+    progress: RankProgress
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What its node found: {state, wchan, stack, groups}.
+
+        `state` is R (runs), S (sleeps), D (waits for a device or disk), T (is stopped), Z (is dead) or ?
+        (unknown), `wchan` the function of the kernel in which it sleeps, `stack` the frames of its main thread
+        as `function (file:line)`, innermost first. `groups` has {group, ranks, entered, started, finished,
+        ops} for each process group, and is empty if the rank did not answer.
+        """
+        return UNKNOWN | (self.progress.found or {})
+
+    @property
+    def step(self) -> int:
+        """The step it is in, or how many steps it has reported."""
+        return self.progress.step or len(self.progress.steps)
 
     @property
     def name(self) -> str:
@@ -61,8 +65,8 @@ class RankFacts:
     @property
     def where(self) -> str | None:
         """The innermost function that is not torch's own, with the end of its path."""
-        own = (f for f in self.stack if "/torch/" not in f)
-        frame = next(own, None) or next(iter(self.stack), None)
+        own = (f for f in self.found["stack"] if "/torch/" not in f)
+        frame = next(own, None) or next(iter(self.found["stack"]), None)
         if frame is None:
             return None
         function, _, place = frame.partition(" (")
@@ -72,7 +76,7 @@ class RankFacts:
     def pending(self) -> tuple[Pending, ...]:
         """The collective that it has not finished, for each group where there is one."""
         found = []
-        for g in self.groups:
+        for g in self.found["groups"]:
             number = (g["finished"] or 0) + 1
             if g["finished"] is not None and number <= g["entered"]:
                 started = None if g["started"] is None else g["started"] >= number
@@ -84,41 +88,28 @@ class RankFacts:
     @property
     def waits_in(self) -> str | None:
         """The collective, or the function of torch, in which it waits for others."""
-        inner = [f.partition(" ")[0] for f in self.stack[:INNER_FRAMES] if "/torch/" in f]
+        inner = [f.partition(" ")[0] for f in self.found["stack"][:INNER_FRAMES] if "/torch/" in f]
         called = next((name for name in reversed(inner) if name in WAITING), None)
         return str(self.pending[0]) if self.pending else called
 
     def entered(self, group: str, ranks: tuple[int, ...]) -> int | None:
         """How many collectives of a group it has entered; None where it did not report that."""
-        same = (g for g in self.groups if g["group"] == group and tuple(g["ranks"]) == ranks)
+        same = (g for g in self.found["groups"] if g["group"] == group and tuple(g["ranks"]) == ranks)
         return next((g["entered"] for g in same), None)
 
     def row(self) -> dict[str, Any]:
         """The row of this rank in the table of `sweep show`."""
-        gone = None if self.code is None else f"exited {self.code}"
-        latest = max(self.groups, key=lambda g: int(g["entered"]), default=None)
+        told, groups = self.progress, self.found["groups"]
+        latest = max(groups, key=lambda g: int(g["entered"]), default=None)
         last = f"#{latest['entered']} of {latest['group']}, done" if latest and latest["entered"] else ""
         return {
-            "rank": self.rank, "host": self.host, "state": gone or self.state, "phase": self.phase,
-            "step": self.step, "part": self.part, "microbatches": self.microbatches,
-            "collective": self.waits_in or last, "at": self.where,
-        }  # fmt: skip
-
-
-def facts_of(rank: int, host: str, progress: RankProgress) -> RankFacts:
-    """The facts about one rank, from what it reported and what its node found."""
-    found = progress.found or {}
-    return RankFacts(
-        rank=rank,
-        host=host,
-        phase=progress.phase,
-        step=progress.step or len(progress.steps),
-        part=progress.part,
-        microbatches=progress.microbatches,
-        code=progress.code,
-        done=progress.done is not None,
-        state=found.get("state", "?"),
-        wchan=found.get("wchan", ""),
-        stack=tuple(found.get("stack", ())),
-        groups=tuple(found.get("groups", ())),
-    )
+            "rank": self.rank,
+            "host": self.host,
+            "state": self.found["state"] if told.code is None else f"exited {told.code}",
+            "phase": told.phase,
+            "step": self.step,
+            "part": told.part,
+            "microbatches": told.microbatches,
+            "collective": self.waits_in or last,
+            "at": self.where,
+        }

@@ -1,6 +1,7 @@
 """When silence becomes a hang, and when a run has used up its time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.report import PROFILE
@@ -12,24 +13,29 @@ SLOWEST_GAP_FACTOR = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overdue:
-    """A deadline that was missed."""
+class RunEnd:
+    """Why ultrabench ends a run whose ranks have neither failed nor are done."""
 
     status: Status
+    """hang, timeout, cancelled (its allocation ends), or ok where enough was measured."""
     reason: str
     stopped: str | None = None
-    """Why measuring ended here, for a run that is ok all the same."""
+    """Why measuring ended here, for a run that is ok."""
+    suspects: tuple[str, ...] = ()
+    """Hosts of the ranks that made it hang."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    """What every rank did when it hung."""
 
 
-def overdue(task: Task, progress: AttemptProgress, now: float) -> Overdue | None:
-    """The deadline missed at `now`, a time of the monotonic clock of `progress`; None while there is time.
+def overdue(task: Task, progress: AttemptProgress, now: float) -> RunEnd | None:
+    """How a run ends that has missed a deadline at `now`, by the monotonic clock; None while there is time.
 
     Before any rank has reported something, only the time limit holds for a program that is not ours.
     """
     measure, phase = task.measure, progress.phase
     if now - progress.started > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
-        return Overdue(status=Status.TIMEOUT, reason=reason)
+        return RunEnd(status=Status.TIMEOUT, reason=reason)
     if progress.first_step is None or phase == PROFILE:  # writing a large trace takes as long as a start
         allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
     else:
@@ -37,5 +43,5 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> Overdue | None
     silence = now - progress.moved
     if silence > allowed and (progress.spoke or task.forked):
         reason = f"no progress for {silence:.1f} s in phase {phase} (deadline {allowed:.1f} s)"
-        return Overdue(status=Status.HANG, reason=reason)
+        return RunEnd(status=Status.HANG, reason=reason)
     return None

@@ -82,14 +82,14 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         if case.signal and progress.phase == "measure":
             os.kill(max(descendants(os.getpid())), case.signal)
 
-    watched = watch(group, task, progress, float("inf"), strike)
+    end = watch(group, task, progress, float("inf"), strike)
     group.end_ranks(progress)
     group.finish(keep_all=False)
     node.close()
     return {
         "how": case.how,
         "expected": {"status": case.status, "cause": case.cause, "rank": case.rank},
-        "stopped": watched.missed and {"status": watched.missed.status, "reason": watched.missed.reason},
+        "stopped": end and {"status": end.status, "reason": end.reason},
         "killed_by_us": [n for n, rank in enumerate(progress.ranks) if rank.killed_by_us],
         "rank_events": shortened(node.heard, folder, node.scratch),
     }

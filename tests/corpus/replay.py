@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.ranks.deadline import Overdue
+from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
@@ -30,7 +30,7 @@ class Case:
     name: str
     expected: dict[str, Any]
     ranks: list[Rank]
-    stopped: Overdue | None = None
+    stopped: RunEnd | None = None
     order: list[int] = field(default_factory=list)
     """The order in which their ends become known; empty: rank by rank."""
 
@@ -39,7 +39,7 @@ class Case:
         for number in self.order or range(len(self.ranks)):
             progress.ranks[number].killed_by_us = self.ranks[number].killed_by_us
             progress.add([{**item, "rank": number} for item in self.ranks[number].rank_events])
-        return classify(progress, MEASURE, stopped=self.stopped, ended=None, hosts=hosts)
+        return classify(progress, MEASURE, self.stopped, hosts=hosts)
 
 
 def made() -> list[Case]:
@@ -54,7 +54,7 @@ def made() -> list[Case]:
             for number in kept["killed_by_us"]:
                 ranks[number].killed_by_us = True
             stopped = kept["stopped"]
-            overdue = stopped and Overdue(status=Status(stopped["status"]), reason=stopped["reason"])
+            overdue = stopped and RunEnd(status=Status(stopped["status"]), reason=stopped["reason"])
             order = [item["rank"] for item in kept["rank_events"] if "code" in item]
             cases.append(Case(path.stem, kept["expected"], ranks, overdue, order))
     return cases

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause
-from ultrabench.agent.diagnose.rank_facts import RankFacts, facts_of
+from ultrabench.agent.diagnose.rank_facts import RankFacts
 from ultrabench.agent.ranks.rank_progress import RankProgress
 
 REDUCE = "all_reduce (/site-packages/torch/distributed/distributed_c10d.py:3000)"
@@ -22,15 +22,17 @@ def group(name, ranks, entered, finished, op="all_reduce", started=None):
     }  # fmt: skip
 
 
+def facts(rank, host, done=False, state="?", stack=(), groups=(), wchan="", **progress):
+    found = {"state": state, "stack": stack, "groups": groups, "wchan": wchan}
+    return RankFacts(rank, host, RankProgress(found=found, done={} if done else None, **progress))
+
+
 def waiting(rank, *groups, stack=(REDUCE, STEP), **more):
-    return RankFacts(
-        rank=rank, host=f"gpu{rank // 4:02d}", phase="measure", step=7, groups=groups, state="S",
-        stack=stack, **more,
-    )  # fmt: skip
+    return silent(rank, groups=groups, stack=stack, **more)
 
 
 def silent(rank, state="S", **more):
-    return RankFacts(rank=rank, host=f"gpu{rank // 4:02d}", phase="measure", step=7, state=state, **more)
+    return facts(rank, f"gpu{rank // 4:02d}", phase="measure", step=7, state=state, **more)
 
 
 TP = range(8)
@@ -93,18 +95,18 @@ CASES = {
     "computes while a peer receives": (
         [waiting(0, P0, P1, stack=(FORWARD,)), waiting(1, P0, P1, stack=(RECV, STEP))], [0],
         "rank 0 on gpu00 is in forward (kernel/model.py:88), in no collective; 1 rank waits in recv"),
-    "fewer steps": ([silent(r) for r in range(3)] + [RankFacts(rank=3, host="b", step=5)], [3],
+    "fewer steps": ([silent(r) for r in range(3)] + [facts(3, "b", step=5)], [3],
                     "rank 3 on b is behind: it is in step 5, others are in step 7"),
     "an earlier part": ([silent(r, part="optimizer") for r in range(3)] + [silent(3, part="data")], [3],
                         "it is in data, others are in optimizer"),
     "fewer micro-batches": ([silent(r, microbatches=16) for r in range(3)] + [silent(3, microbatches=12)], [3],
                             "it is at 12 micro-batches, others are at 16"),
-    "half and half": ([silent(0), RankFacts(rank=1, host="b", step=8)], [0], "is behind"),
-    "most are behind": ([silent(0), silent(1), RankFacts(rank=2, host="b", step=8)], [], "no rank stands out"),
+    "half and half": ([silent(0), facts(1, "b", step=8)], [0], "is behind"),
+    "most are behind": ([silent(0), silent(1), facts(2, "b", step=8)], [], "no rank stands out"),
     # Ranks that do not count are no laggards of one that does.
-    "only rank 0 reports": ([silent(0), RankFacts(rank=1, host="b"), RankFacts(rank=2, host="b")], [],
+    "only rank 0 reports": ([silent(0), facts(1, "b"), facts(2, "b")], [],
                             "no rank stands out of 3: rank 0 is in phase measure, step 7"),
-    "nothing is known": ([RankFacts(rank=0, host="a"), RankFacts(rank=1, host="a")], [], "no rank stands out"),
+    "nothing is known": ([facts(0, "a"), facts(1, "a")], [], "no rank stands out"),
     "all have ended": ([silent(0, code=0, done=True)], [], "all ranks had ended"),
 }  # fmt: skip
 
@@ -137,16 +139,16 @@ def test_the_paragraph_says_where_the_blamed_stand():
     )
 
 
-def test_facts_of_a_story():
-    story = RankProgress(phase="measure", microbatches=12, steps=[{}, {}])
-    story.found = {"state": "S", "stack": [REDUCE, STEP], "groups": [group("tp", (0, 1), 9, 8, op="recv")]}
-    facts = facts_of(3, "gpu00", story)
-    assert facts.step == 2
-    assert facts.row() == {
+def test_facts_of_a_rank():
+    progress = RankProgress(phase="measure", microbatches=12, steps=[{}, {}])
+    progress.found = {"state": "S", "stack": [REDUCE, STEP], "groups": [group("tp", (0, 1), 9, 8, op="recv")]}
+    rank = RankFacts(3, "gpu00", progress)
+    assert rank.step == 2
+    assert rank.row() == {
         "rank": 3, "host": "gpu00", "state": "S", "phase": "measure", "step": 2, "part": "",
         "microbatches": 12, "collective": "recv #9 of group tp", "at": "update (kernel/step.py:170)",
     }  # fmt: skip
-    story.found = {"groups": [group("tp", (0, 1), 9, 9)]}
-    assert facts_of(3, "gpu00", story).row()["collective"] == "#9 of tp, done"
-    story.code = 0
-    assert facts_of(3, "gpu00", story).row()["state"] == "exited 0"
+    progress.found = {"groups": [group("tp", (0, 1), 9, 9)]}
+    assert RankFacts(3, "gpu00", progress).row()["collective"] == "#9 of tp, done"
+    progress.code = 0
+    assert RankFacts(3, "gpu00", progress).row()["state"] == "exited 0"

@@ -13,7 +13,7 @@ import pytest
 
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause
 from ultrabench.agent.diagnose.hang_evidence import HangEvidence, main_stack
-from ultrabench.agent.diagnose.rank_facts import facts_of
+from ultrabench.agent.diagnose.rank_facts import RankFacts
 from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER as FOLDER
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.processes import TAG_VARIABLE, descendants
@@ -101,7 +101,7 @@ def test_an_answer_may_be_anything(run, told):
     found = looked(folder, r0=deaf.pid)[0]
     assert found["groups"] in ([], [GROUP])
     progress = RankProgress(found=found, phase="measure")
-    assert find_hang_cause([facts_of(rank, "n0", progress) for rank in (0, 1)]).headline
+    assert find_hang_cause([RankFacts(rank, "n0", progress) for rank in (0, 1)]).headline
 
 
 def test_a_stopped_child_of_a_rank_counts_as_that_rank(run):

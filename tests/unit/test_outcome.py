@@ -5,7 +5,7 @@ import pytest
 
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.diagnose.root_cause import last_line
-from ultrabench.agent.ranks.deadline import Overdue
+from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.measure import Measure
 from ultrabench.report import parse_line
@@ -15,8 +15,8 @@ MEASURE = Measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5, target_
 STEPS = [
     {"event": "step", "seconds": 0.1 + 0.001 * n, "loss": 5.0 - n / 10, "measured": n >= 2} for n in range(8)
 ]
-HANG = Overdue(status=Status.HANG, reason="no progress for 31.0 s")
-TIMEOUT = Overdue(status=Status.TIMEOUT, reason="still in phase measure")
+HANG = RunEnd(status=Status.HANG, reason="no progress for 31.0 s")
+TIMEOUT = RunEnd(status=Status.TIMEOUT, reason="still in phase measure")
 
 
 TRACE = 'Traceback (most recent call last):\n  File "t.py", line 1, in step\n    y = x @ x\n'
@@ -39,9 +39,10 @@ PEER = failing("comm", "RuntimeError: Connection closed by peer")
 
 
 def judged(*ranks, stopped=None, ended=None, lost=None, hosts=()):
+    end = RunEnd(status=Status.CANCELLED, reason=ended) if ended else stopped
     progress = AttemptProgress(len(ranks))
     progress.ranks = list(ranks)
-    return classify(progress, MEASURE, stopped=stopped, ended=ended, lost=lost, hosts=hosts)
+    return classify(progress, MEASURE, end, lost=lost, hosts=hosts)
 
 
 def steps_with(n, **change):
@@ -137,7 +138,6 @@ def test_how_it_ended(ranks, status, reason):
         ([killed(), killed()], {"stopped": HANG}, "hang", HANG.reason),
         ([killed(), killed()], {"stopped": TIMEOUT}, "timeout", TIMEOUT.reason),
         ([killed(), killed()], {"ended": "cancelled by the user"}, "cancelled", "cancelled by the"),
-        ([killed(), killed()], {"ended": "no time left", "stopped": HANG}, "cancelled", "no time"),
         # A cause found among the ranks is believed before the deadline it led to.
         ([killed(), failing("oom", "MemoryError")], {"stopped": HANG}, "oom", "rank 1: MemoryError"),
         ([killed(), failing("non_finite", "inf")], {"ended": "x"}, "invalid", "rank 1: inf"),
@@ -161,7 +161,7 @@ def test_the_facts_of_an_ok_run():
     ]
     progress.environment = {"gpu_name": "cpu", "torch_version": "2.13.0", "omp_num_threads": 1}
     progress.first_step = progress.started + 1.5
-    result = classify(progress, MEASURE, stopped=None, ended=None)
+    result = classify(progress, MEASURE, None)
     assert result.status == Status.OK
     assert result.step_times_s == pytest.approx([0.102, 0.103, 0.104, 0.105, 0.106, 0.107])
     assert result.loss_final == pytest.approx(4.6)
@@ -252,7 +252,7 @@ def test_report_lines_with_nonsense_do_not_stop_the_agent(line):
         progress.add([{"rank": rank, "line": {"event": "memory", "reserved_bytes": 5}}])
     progress.add([{"rank": 1, "line": said(line)}])
     progress.add([{"rank": rank, "code": 0} for rank in (0, 1)])
-    assert classify(progress, MEASURE, stopped=None, ended=None).status == Status.OK
+    assert classify(progress, MEASURE, None).status == Status.OK
 
 
 def test_gathering_follows_the_ranks():
@@ -279,7 +279,7 @@ def test_a_result_of_another_accelerator_is_invalid():
     progress.ranks = [ok()]
     progress.environment = {"gpu_name": "NVIDIA A10"}
     for names, status in [((), "ok"), (("NVIDIA A10",), "ok"), (("NVIDIA H200",), "invalid")]:
-        found = classify(progress, MEASURE, stopped=None, ended=None, gpu_names=names)
+        found = classify(progress, MEASURE, None, gpu_names=names)
         assert found.status == status
     assert found.reason == "it ran on 'NVIDIA A10'; this hardware has NVIDIA H200"
 

@@ -23,7 +23,7 @@ def judged(message, memory=None, error=None):
     progress = AttemptProgress(2)
     said = {"event": "error", "kind": "oom", "message": message, **(error or {})}
     progress.ranks[1] = RankProgress(code=1, error=said, memory=memory or {})
-    found = classify(progress, Measure(), stopped=None, ended=None, hosts=("gpu01", "gpu02"))
+    found = classify(progress, Measure(), None, hosts=("gpu01", "gpu02"))
     return found.status, found.cause, found.confirmed, found.suspects
 
 

@@ -12,6 +12,7 @@ from ultrabench.agent.connection import Connection
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.follow import follow
 from ultrabench.agent.node_identity import NodeIdentity
+from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.allocation import Allocation
@@ -87,6 +88,10 @@ def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair,
     group.listen(progress, 0.1)
     assert (group.lost, group.avoid) == (None, [])
     ended = classify(
-        progress, Measure(), stopped=None, ended=group.interrupted, lost=group.lost, hosts=group.hosts
+        progress,
+        Measure(),
+        RunEnd(status=Status.CANCELLED, reason=str(group.interrupted)),
+        group.lost,
+        group.hosts,
     )
     assert (ended.status, ended.suspects) == (Status.CANCELLED, ())

@@ -31,7 +31,7 @@ def judged(*texts, ranks=4, rank=3):
     progress.add([{"rank": r, "line": step} for r in range(ranks) for step in steps])
     progress.add([{"rank": rank, "line": line} for line in map(parse_line, texts) if line])
     progress.add([{"rank": r, "code": 0, "tail": ""} for r in range(ranks)])
-    result = classify(progress, MEASURE, stopped=None, ended=None, hosts=("n0", "n1"))
+    result = classify(progress, MEASURE, None, hosts=("n0", "n1"))
     canonical_json(to_dict(result))
     env_id(progress.environment, KERNEL, "")
     return result
@@ -79,7 +79,7 @@ def test_an_error_may_say_anything(value):
     line = parse_line(json.dumps({"event": "error", "kind": value, "message": value, "traceback": value}))
     progress = AttemptProgress(1)
     progress.add([{"rank": 0, "line": line}, {"rank": 0, "code": 1, "tail": ""}])
-    result = classify(progress, MEASURE, stopped=None, ended=None)
+    result = classify(progress, MEASURE, None)
     assert result.status in (Status.CRASH, Status.INVALID)
     canonical_json(to_dict(result))
 
@@ -100,7 +100,7 @@ def test_news_that_cannot_be_taken_in_cost_the_run_only():
     progress = AttemptProgress(2)
     progress.add([{"rank": 1, "line": None}, {"rank": 0, "code": 0}, {"rank": 1, "code": 0}])
     assert progress.failed
-    result = classify(progress, MEASURE, stopped=None, ended=None, hosts=("n0", "n1"))
+    result = classify(progress, MEASURE, None, hosts=("n0", "n1"))
     assert (result.status, result.suspects) == (Status.INVALID, ())
 
 
@@ -110,7 +110,7 @@ def test_sixty_thousand_steps_are_judged_at_once_and_stay_a_line_of_bounded_leng
     progress = AttemptProgress(2)
     progress.add([{"rank": r, "line": parse_line(text)} for r in (0, 1) for text in steps])
     progress.add([{"rank": r, "code": 0} for r in (0, 1)])
-    result = classify(progress, MEASURE, stopped=None, ended=None)
+    result = classify(progress, MEASURE, None)
     assert (result.status, len(result.step_times_s)) == (Status.OK, MAX_STEPS - MEASURE.warmup_steps)
     assert len(canonical_json(to_dict(result))) < 200_000
     assert time.process_time() - began < 20
