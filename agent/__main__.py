@@ -11,7 +11,7 @@ from ultrabench.agent.connection import RENDEZVOUS_TIMEOUT_S, Rendezvous, connec
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.follow import follow
 from ultrabench.agent.lead import Leader, owns
-from ultrabench.agent.node_identity import NodeIdentity, identify_node
+from ultrabench.agent.node_identity import identify_node
 from ultrabench.agent.ranks.node import Node
 from ultrabench.allocation import read_allocation
 from ultrabench.errors import ClusterError, UltrabenchError
@@ -49,7 +49,7 @@ def take_part() -> int:
     node.warm_up()
     try:
         if identity.node == 0:
-            return lead(node, identity, secret, stop)
+            return lead(node, secret, stop)
         file = folder / identity.rendezvous_file
         follow(node, connect_to_leader(file, node.facts(), secret, RENDEZVOUS_TIMEOUT_S), stop)
     finally:
@@ -57,25 +57,23 @@ def take_part() -> int:
     return 0
 
 
-def lead(node: Node, identity: NodeIdentity, secret: str, stop: StopRequest) -> int:
+def lead(node: Node, secret: str, stop: StopRequest) -> int:
     """Node 0: waits for the other nodes, runs the tasks, writes why it ended; 1 when a node was lost.
 
     A job that does not own the allocation, because it was submitted twice or given up, writes nothing
     into the journal and leaves with 1 too, upon which srun ends the agents of its other nodes.
     """
     started, pid = time.monotonic(), os.getpid()
-    allocation, disk = node.allocation, node.disk
+    allocation, identity, disk = node.allocation, node.identity, node.disk
     address = identity.address(allocation.simulated or allocation.nodes == 1)
     folder, file = SweepFolder(Path(allocation.sweep_dir)), allocation.folder / identity.rendezvous_file
-    me = {"allocation": allocation.name, "host": identity.host, "job": identity.job}
-    if not disk.retry(owns, folder.claims, allocation.name, me):
-        log_line(
-            f"{allocation.name} belongs to another job, or was given up before it ran: nothing is run here"
-        )
+    title = allocation.name
+    if not disk.retry(owns, folder.claims, title, identity.owner(title)):
+        log_line(f"{title} belongs to another job, or was given up before it ran: nothing is run here")
         return 1
     journal = JournalWriter(folder.journal, "agent")
     disk.beat = partial(disk.touch, journal.path)
-    name = {"allocation": allocation.name, "restart": identity.restart}
+    name = {"allocation": title, "restart": identity.restart}
     agent = {"node": 0, "host": identity.host, "pid": pid, "start_time": start_time(pid)}
     agent |= {"job": identity.job, "journal": journal.path.name}
     disk.retry(journal.write, "allocation_started", **name, agent=agent)
@@ -85,7 +83,7 @@ def lead(node: Node, identity: NodeIdentity, secret: str, stop: StopRequest) -> 
         peers = rendezvous.wait_for_peers(allocation.nodes, RENDEZVOUS_TIMEOUT_S, disk.beat)
         group = AgentGroup(node, disk.retry(node.facts), peers, stop, address, journal.path)
         avoid = group.avoid
-        reason = Leader(node, identity, group, journal, me).run()
+        reason = Leader(node, group, journal).run()
         group.dismiss()
         return int(group.lost is not None)
     except Exception as error:
@@ -95,15 +93,9 @@ def lead(node: Node, identity: NodeIdentity, secret: str, stop: StopRequest) -> 
     finally:
         node.close()
         elapsed_s = time.monotonic() - started
-        end = {
-            "reason": reason,
-            "source": "agent",
-            "elapsed_s": elapsed_s,
-            "avoid": avoid,
-            "job": identity.job,
-        }
+        end = {**name, "reason": reason, "source": "agent", "elapsed_s": elapsed_s, "avoid": avoid}
         try:
-            disk.retry_for(LAST_RETRY_S, journal.write, "allocation_ended", **name, **end)
+            disk.retry_for(LAST_RETRY_S, journal.write, "allocation_ended", **end, job=identity.job)
             file.unlink(missing_ok=True)  # nobody needs its address any more
         except (ClusterError, OSError) as error:
             log_line(f"{error}; this allocation ended: {reason}")

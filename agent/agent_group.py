@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any
 
-from ultrabench.agent.connection import POLL_S, Connection, PauseDetector, wait_readable
+from ultrabench.agent.connection import POLL_S, Message, PauseDetector, Peers, wait_readable
 from ultrabench.agent.ranks.node import Cleaned, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.run import Task
@@ -43,13 +42,7 @@ class AgentGroup:
     """All agents of an allocation, this node's own included."""
 
     def __init__(
-        self,
-        node: Node,
-        facts: dict[str, Any],
-        peers: dict[int, Connection],
-        stop: StopRequest,
-        address: str,
-        journal: Path,
+        self, node: Node, facts: Message, peers: Peers, stop: StopRequest, address: str, journal: Path
     ) -> None:
         """`facts` are those of this node; `journal` is touched to show launchers that this agent is alive."""
         self._node = node
@@ -66,7 +59,6 @@ class AgentGroup:
         self._left: set[int] = set()
         """Nodes whose agent failed and said so: that is not the fault of the node."""
         self._journal = journal
-        self._beaten = 0.0
         self._pauses = PauseDetector()
         self._cleaned: dict[int, Cleaned] = {}
         node.disk.beat = self._beat
@@ -156,7 +148,7 @@ class AgentGroup:
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
         self._pauses.end_round()
 
-    def _take(self, node: int, message: dict[str, Any], progress: AttemptProgress) -> None:
+    def _take(self, node: int, message: Message, progress: AttemptProgress) -> None:
         """Takes in a message of the agent of a node; one that makes no sense ends the allocation."""
         try:
             if "cleaned" in message:
@@ -174,12 +166,10 @@ class AgentGroup:
 
     def _beat(self) -> None:
         """Shows the other agents and the launcher, often enough, that this one is alive."""
-        if time.monotonic() - self._beaten > self._node.allocation.heartbeat_s / 2:
-            self._beaten = time.monotonic()
+        if self._node.disk.touch(self._journal):
             self._send({"do": "beat"})
-            self._node.disk.touch(self._journal)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         for peer in self._peers.values():
             peer.send(message)
 

@@ -57,7 +57,6 @@ def look(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         request = {}
     owner = {"host": identity.host, "job": identity.job}
-    digest, error = _digest(request)
     # Before torch is tried, for that is a process on the GPUs, too.
     foreign = foreign_processes(lambda pid: False)
     return {
@@ -70,8 +69,7 @@ def look(folder: Path) -> dict[str, Any]:
         "python_version": platform.python_version(),
         "ultrabench_version": ultrabench.__version__,
         "ultrabench_path": str(Path(ultrabench.__file__).parent),
-        "kernel_digest": digest,
-        "kernel_error": error,
+        **_digest(request),
         "git_commit": checkout.commit(),
         "utc_offset": time.strftime("%z"),
         "gpus": len(visible_gpus()),
@@ -84,13 +82,14 @@ def look(folder: Path) -> dict[str, Any]:
     }
 
 
-def _digest(request: dict[str, Any]) -> tuple[str | None, str | None]:
+def _digest(request: dict[str, Any]) -> dict[str, str | None]:
     """The digest of the sweep's training program as this node sees it, or why there is none."""
     try:
         with contextlib.chdir(request["work_dir"]):
-            return from_dict(KernelChoice, request["kernel"]).digest(), None
+            digest = from_dict(KernelChoice, request["kernel"]).digest()
+            return {"kernel_digest": digest, "kernel_error": None}
     except (KeyError, OSError, UltrabenchError) as error:
-        return None, f"{type(error).__name__}: {error}"
+        return {"kernel_digest": None, "kernel_error": f"{type(error).__name__}: {error}"}
 
 
 def _probe() -> dict[str, Any]:

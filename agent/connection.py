@@ -14,6 +14,8 @@ from ultrabench.errors import ClusterError
 from ultrabench.folder import write_whole
 
 Message = dict[str, Any]
+Peers = dict[int, "Connection"]
+"""Index of a node -> the connection to its agent."""
 
 POLL_S = 0.05
 """Seconds between two looks at connections and ranks."""
@@ -135,10 +137,8 @@ class Rendezvous:
         self._strangers: list[Connection] = []
         write_whole(file, json.dumps({"host": host, "port": self._server.getsockname()[1]}))
 
-    def wait_for_peers(
-        self, nodes: int, timeout_s: float, beat: Callable[[], None] = lambda: None
-    ) -> dict[int, Connection]:
-        """Node index -> connection, for nodes 1 to nodes-1; `beat` is called while they are waited for.
+    def wait_for_peers(self, nodes: int, timeout_s: float, beat: Callable[[], Any]) -> Peers:
+        """The connections to nodes 1 to nodes-1; `beat` is called while they are waited for.
 
         Anybody may connect, but whoever does not begin with the secret is disconnected, and no single
         connection holds up the others. When all nodes have come, the server is closed.
@@ -146,27 +146,24 @@ class Rendezvous:
         Raises:
             ClusterError: some nodes did not come in time.
         """
-        peers: dict[int, Connection] = {}
-        end = time.monotonic() + timeout_s
-        while len(peers) < nodes - 1 and time.monotonic() < end:
+        peers: Peers = {}
+        missing, end = set(range(1, nodes)), time.monotonic() + timeout_s
+        while missing and time.monotonic() < end:
             beat()
             self._accept()
             for stranger in wait_readable(self._strangers, POLL_S):
-                node = self._node_of(stranger, nodes)
                 # Of two that say they are the same node, the first stays.
-                if node is not None and node not in peers:
+                if (node := self._node_of(stranger, missing)) is not None:
                     stranger.max_bytes = MESSAGE_BYTES
                     peers[node] = stranger
+                    missing.remove(node)
                     self._strangers.remove(stranger)
-                elif node is not None:
-                    stranger.close()
             self._strangers = [s for s in self._strangers if not s.closed]
         self._server.close()
-        missing = sorted(set(range(1, nodes)) - set(peers))
         for connection in (*self._strangers, *(peers.values() if missing else ())):
             connection.close()
         if missing:
-            raise ClusterError(f"agents of nodes {missing} did not come within {timeout_s:g} s")
+            raise ClusterError(f"agents of nodes {sorted(missing)} did not come within {timeout_s:g} s")
         return peers
 
     def _accept(self) -> None:
@@ -177,15 +174,15 @@ class Rendezvous:
                 if len(self._strangers) > MAX_STRANGERS:
                     self._strangers.pop(0).close()
 
-    def _node_of(self, stranger: Connection, nodes: int) -> int | None:
-        """The node that a stranger has proved to be; one that has sent anything else is disconnected."""
+    def _node_of(self, stranger: Connection, missing: set[int]) -> int | None:
+        """The missing node that a stranger has proved to be; one that has sent anything else is disconnected."""
         messages = stranger.receive()
         if not messages:
             return None
         facts, secret = messages[0].get("facts"), str(messages[0].get("secret")).encode(errors="replace")
         if isinstance(facts, dict) and hmac.compare_digest(secret, self._secret):
             node = facts.get("node")
-            if type(node) is int and 0 < node < nodes:
+            if type(node) is int and node in missing:
                 stranger.facts = facts
                 return node
         stranger.close()

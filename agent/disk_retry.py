@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ultrabench.errors import ClusterError, may_pass
 from ultrabench.presence import show_presence
@@ -30,7 +30,7 @@ class DiskRetry:
     """
 
     def __init__(self, touch_every_s: float) -> None:
-        self.beat: Callable[[], None] = lambda: None
+        self.beat: Callable[[], Any] = lambda: None
         """Shows the other agents and the launcher that this one is alive; may be called at any rate."""
         self._touch_every_s = touch_every_s
         self._touched = 0.0
@@ -72,14 +72,16 @@ class DiskRetry:
                 time.sleep(BEAT_S)
             pause_s = min(2 * pause_s, 5.0)
 
-    def touch(self, journal: Path) -> None:
-        """Touches the journal, at most once in `touch_every_s`, and never waits for the disk."""
-        due = time.monotonic() - self._touched > self._touch_every_s
-        if due and (self._touching is None or not self._touching.is_alive()):
-            self._touched = time.monotonic()
+    def touch(self, journal: Path) -> bool:
+        """Touches the journal, if `touch_every_s` have passed, without waiting for the disk; whether they have."""
+        if time.monotonic() - self._touched <= self._touch_every_s:
+            return False
+        self._touched = time.monotonic()
+        if self._touching is None or not self._touching.is_alive():
             self._touching = threading.Thread(target=_touch, args=(journal,), daemon=True)
             self._touching.start()
             self._touching.join(BEAT_S)
+        return True
 
 
 def log_line(text: str) -> None:

@@ -20,7 +20,7 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
         _work(node, leader, stop)
     except Exception as error:
         # Without this message the leader would take this node for a broken one.
-        reason = f"the agent of {node.host} failed: {type(error).__name__}: {error}"
+        reason = f"the agent of {node.identity.host} failed: {type(error).__name__}: {error}"
         leader.send({"ending": reason, "left": True})
         raise
 

@@ -9,7 +9,6 @@ from typing import Any
 from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.diagnose.root_cause import last_line
-from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
@@ -36,21 +35,12 @@ def owns(claims: Path, name: str, me: dict[str, Any]) -> bool:
 class Leader:
     """The agent of node 0, which runs the tasks of its allocation one after another."""
 
-    def __init__(
-        self,
-        node: Node,
-        identity: NodeIdentity,
-        group: AgentGroup,
-        journal: JournalWriter,
-        me: dict[str, Any],
-    ) -> None:
-        """`me` is what claims name as their owner: {allocation, host, job}."""
+    def __init__(self, node: Node, group: AgentGroup, journal: JournalWriter) -> None:
         self._node = node
         self._allocation = node.allocation
-        self._identity = identity
+        self._identity = node.identity
         self._group = group
         self._journal = journal
-        self._me = me
         self._retry = node.disk.retry
         self._folder = SweepFolder(Path(node.allocation.sweep_dir))
         self._ends = time.monotonic() + node.allocation.limit_s - node.allocation.warning_s
@@ -77,7 +67,8 @@ class Leader:
         self._retry(self._journal.write, event, allocation=self._allocation.name, **values)
 
     def _claim(self, task: Task) -> bool:
-        return self._retry(claim, self._folder.claims, task.key, self._me)
+        me = self._identity.owner(self._allocation.name)
+        return self._retry(claim, self._folder.claims, task.key, me)
 
     def _write_lost_tasks(self) -> None:
         """After a requeue, writes that the tasks which an earlier start of this job claimed are lost.
@@ -144,7 +135,7 @@ class Leader:
             return "the sweep is paused"
         if not inside(self._allocation.window, time.time()):
             return f"outside the window {self._allocation.window}"
-        return self._other_sources(self._node.host, self._retry(self._node.digest))
+        return self._other_sources(self._identity.host, self._retry(self._node.digest))
 
     def _run(self, task: Task) -> None:
         predicted = {"step_time_s": task.predicted_step_time_s}

@@ -26,6 +26,10 @@ class NodeIdentity:
         """The job as claims and results name it."""
         return None if self.job_id is None else {"job_id": self.job_id, "restart": self.restart}
 
+    def owner(self, allocation: str) -> dict[str, Any]:
+        """What claims name as their owner: the allocation, and the host and job that run it."""
+        return {"allocation": allocation, "host": self.host, "job": self.job}
+
     @property
     def rendezvous_file(self) -> str:
         """Name of the file in which the leader of this start of the job writes its address."""

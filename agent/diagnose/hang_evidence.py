@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ _PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+\.py|<\w+>):(\d+)\)$")
 class _Subject:
     """One rank that is looked at."""
 
+    rank: int
     report: Path
     pid: int
     state: str
@@ -46,89 +48,83 @@ class _Subject:
     """Function of the kernel in which it sleeps."""
     asked: bool
     """It was asked by signals for its stacks and collectives."""
-    spy: subprocess.Popen[bytes] | None = None
 
 
-class HangEvidence:
-    """Asks every rank, then has py-spy look, without ever waiting: call `finished` until it answers.
+def hang_evidence(run: Path, pids: dict[int, int], tag: str) -> Iterator[list[RankEvent]]:
+    """Asks every rank, then has py-spy look; yields [] while answers are waited for, then the events.
 
     Args:
         run: node-local folder of the run; raw stacks and dumps go into its EVIDENCE_FOLDER.
         pids: rank -> the process that was started as that rank.
         tag: the tag of the processes of the run; no other process is sent a signal.
     """
+    subjects = _asked(run, pids, tag)
+    end, before = time.monotonic() + ANSWER_S, -1
+    while time.monotonic() < end:
+        reports = [s.report for s in subjects if s.asked]
+        written = sum(file_size(f"{report}{STACKS_SUFFIX}") for report in reports)
+        # All that were asked have written their collectives, and none still writes stacks.
+        if written == before and all(file_size(f"{report}{COLLECTIVES_SUFFIX}") for report in reports):
+            break
+        before = written
+        yield []
+    folder = run / EVIDENCE_FOLDER
+    spies = _spies(subjects, folder)
+    end = time.monotonic() + PY_SPY_S
+    while any(spy.poll() is None for spy in spies) and time.monotonic() < end:
+        yield []
+    for spy in spies:
+        spy.kill()
+        spy.wait()
+    yield [{"rank": s.rank, "found": _found(s, folder)} for s in subjects]
 
-    def __init__(self, run: Path, pids: dict[int, int], tag: str) -> None:
-        self._folder = run / EVIDENCE_FOLDER
-        families = {rank: [pid, *sorted(descendants(pid))] for rank, pid in pids.items()}
-        looks: list[dict[int, str]] = []
-        for _ in range(LOOKS):
-            looks.append({p: _state(p) for family in families.values() for p in family})
-            time.sleep(LOOK_S)
-        self._subjects = {}
-        for rank, family in families.items():
-            report = run / f"rank{rank}.report"
-            promised = _dumping_process(report)
-            pid = promised if promised in family else _python_of(family)
-            state, wchan = _lasting(pid, family, looks), _text(f"/proc/{pid}/wchan").strip().strip("0")
-            asked = promised == pid and state not in "TZ" and tag_of(pid) == tag
-            for number in (signal.SIGUSR1, signal.SIGUSR2) if asked else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            self._subjects[rank] = _Subject(report=report, pid=pid, state=state, wchan=wchan, asked=asked)
-        self._until = time.monotonic() + ANSWER_S
-        self._spying = False
-        self._stack_bytes = -1
 
-    def finished(self) -> list[RankEvent] | None:
-        """What was found, as events of the ranks; None while answers are waited for."""
-        late = time.monotonic() > self._until
-        if not self._spying:
-            if not late and not self._answered():
-                return None
-            self._spying, self._until = True, time.monotonic() + PY_SPY_S
-            self._start_spies()
-        running = [s.spy for s in self._subjects.values() if s.spy is not None and s.spy.poll() is None]
-        if running and not late:
-            return None
-        for spy in running:
-            spy.kill()
-            spy.wait()
-        return [{"rank": rank, "found": self._found(rank, s)} for rank, s in self._subjects.items()]
+def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
+    """Looks at the processes of each rank, and asks those that promised to answer."""
+    families = {rank: [pid, *sorted(descendants(pid))] for rank, pid in pids.items()}
+    looks: list[dict[int, str]] = []
+    for _ in range(LOOKS):
+        looks.append({p: _state(p) for family in families.values() for p in family})
+        time.sleep(LOOK_S)
+    subjects = []
+    for rank, family in families.items():
+        report = run / f"rank{rank}.report"
+        promised = _dumping_process(report)
+        pid = promised if promised in family else _python_of(family)
+        state, wchan = _lasting(pid, family, looks), _text(f"/proc/{pid}/wchan").strip().strip("0")
+        asked = promised == pid and state not in "TZ" and tag_of(pid) == tag
+        for number in (signal.SIGUSR1, signal.SIGUSR2) if asked else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        subjects.append(_Subject(rank=rank, report=report, pid=pid, state=state, wchan=wchan, asked=asked))
+    return subjects
 
-    def _answered(self) -> bool:
-        """Whether all that were asked have written their collectives, and none still writes stacks."""
-        asked = [s.report for s in self._subjects.values() if s.asked]
-        before = self._stack_bytes
-        self._stack_bytes = sum(file_size(f"{report}{STACKS_SUFFIX}") for report in asked)
-        told = all(file_size(f"{report}{COLLECTIVES_SUFFIX}") for report in asked)
-        return told and self._stack_bytes == before
 
-    def _start_spies(self) -> None:
-        """Starts py-spy for each rank: it needs no help of the rank; a stopped rank it may only read."""
-        program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-        if program is None:
-            return
-        for rank, subject in self._subjects.items():
-            how = "--nonblocking" if subject.state == "T" else "--native"
-            command = [program, "dump", "--pid", str(subject.pid), how]
-            with (self._folder / f"rank{rank}.py-spy.txt").open("wb") as out:
-                subject.spy = subprocess.Popen(command, stdout=out, stderr=out)
+def _spies(subjects: list[_Subject], folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Starts py-spy, if it is installed: it needs no help of a rank, and may only read one that is stopped."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    spies = []
+    for subject in subjects if program else ():
+        how = "--nonblocking" if subject.state == "T" else "--native"
+        command = [str(program), "dump", "--pid", str(subject.pid), how]
+        with (folder / f"rank{subject.rank}.py-spy.txt").open("wb") as out:
+            spies.append(subprocess.Popen(command, stdout=out, stderr=out))
+    return spies
 
-    def _found(self, rank: int, subject: _Subject) -> dict[str, Any]:
-        stacks = _text(f"{subject.report}{STACKS_SUFFIX}")
-        told = _text(f"{subject.report}{COLLECTIVES_SUFFIX}")
-        for name, text in (("stacks.txt", stacks), ("collectives.json", told)):
-            if text:
-                (self._folder / f"rank{rank}.{name}").write_text(text)
-        spied = _text(self._folder / f"rank{rank}.py-spy.txt") if subject.spy else ""
-        return {
-            "state": subject.state,
-            "wchan": subject.wchan,
-            "stack": main_stack(stacks) or main_stack(spied),
-            "answered": bool(told),
-            "groups": _groups(told),
-        }
+
+def _found(subject: _Subject, folder: Path) -> dict[str, Any]:
+    stacks = _text(f"{subject.report}{STACKS_SUFFIX}")
+    told = _text(f"{subject.report}{COLLECTIVES_SUFFIX}")
+    for name, text in (("stacks.txt", stacks), ("collectives.json", told)):
+        if text:
+            (folder / f"rank{subject.rank}.{name}").write_text(text)
+    return {
+        "state": subject.state,
+        "wchan": subject.wchan,
+        "stack": main_stack(stacks) or main_stack(_text(folder / f"rank{subject.rank}.py-spy.txt")),
+        "answered": bool(told),
+        "groups": _groups(told),
+    }
 
 
 def dump_variables(run: Path) -> dict[str, str]:

@@ -113,48 +113,41 @@ def _failed(
     root: Finding, progress: AttemptProgress, hosts: Sequence[str], found: Sequence[Finding]
 ) -> RunResult:
     """The result that follows from the rank that failed first."""
-    rank, cause = progress.ranks[root.rank], root.cause
-    words, error = own_words(rank), rank.error or {}
-    host = _host(root.rank, progress, hosts)
+    ranks, cause = progress.ranks, root.cause
+    rank, words = ranks[root.rank], own_words(ranks[root.rank])
+    on = [hosts[n * len(hosts) // len(ranks)] for n in range(len(ranks))] if hosts else []
+    host = tuple(on[root.rank : root.rank + 1])
     suspects = host if cause.blames_host else ()
-    if cause.status == Status.COMM_ERROR:
-        suspects = _complained_of(found, progress, hosts) or _silent(found, progress, hosts) or host
-    proofs = {"cuda_oom": own_gpu_memory, "cpu_oom": own_limit}
-    proof, oom = proofs.get(cause.name), cause.status == Status.OOM
+    if cause.status == Status.COMM_ERROR and on:
+        suspects = _pointed_at(found, ranks, on) or host
+    proof = {"cuda_oom": own_gpu_memory, "cpu_oom": own_limit}.get(cause.name)
+    own = bool(proof and proof(words, rank.memory, rank.error or {}))
     where = f"rank {root.rank}{f' on {host[0]}' if host else ''}"
     return RunResult(
         status=cause.status,
         reason=f"{cause.what}, {where}: {root.line}",
         cause=cause.name,
         fingerprint=fingerprint(cause.name, rank.phase, root.line, words, hosts) if cause.telling else None,
-        confirmed=bool(proof and proof(words, rank.memory, error)) if oom else None,
+        confirmed=own if cause.status == Status.OOM else None,
         suspects=suspects,
     )
 
 
-def _host(rank: int, progress: AttemptProgress, hosts: Sequence[str]) -> tuple[str, ...]:
-    """The host of a rank, or nothing where no hosts are known."""
-    return (hosts[rank * len(hosts) // len(progress.ranks)],) if hosts else ()
+def _pointed_at(found: Sequence[Finding], ranks: list[RankProgress], on: list[str]) -> tuple[str, ...]:
+    """The hosts that communication errors point at; `on` has the host of each rank.
 
-
-def _complained_of(
-    found: Sequence[Finding], progress: AttemptProgress, hosts: Sequence[str]
-) -> tuple[str, ...]:
-    """The hosts that ranks of other hosts name; NCCL begins each line of a log with its own host."""
+    They are the hosts that ranks of other hosts name (NCCL begins each line of a log with its own host),
+    else the hosts of the few ranks that complain of nothing while most ranks do.
+    """
     named = set[str]()
     for finding in found:
-        words = "\n".join(last_words(own_words(progress.ranks[finding.rank])))
-        named |= {*_named(hosts, words)} - {*_host(finding.rank, progress, hosts)}
-    return tuple(h for h in hosts if h in named)
-
-
-def _silent(found: Sequence[Finding], progress: AttemptProgress, hosts: Sequence[str]) -> tuple[str, ...]:
-    """The hosts of the few ranks that complain of nothing while most ranks do."""
-    told = {f.rank for f in found}
-    silent = [n for n, rank in enumerate(progress.ranks) if n not in told and rank.done is None]
-    if not 0 < len(silent) < len(found):
-        return ()
-    return tuple(dict.fromkeys(h for rank in silent for h in _host(rank, progress, hosts)))
+        words = "\n".join(last_words(own_words(ranks[finding.rank])))
+        named |= {*_named(on, words)} - {on[finding.rank]}
+    complaining = {f.rank for f in found}
+    silent = [n for n, rank in enumerate(ranks) if n not in complaining and rank.done is None]
+    if not named and len(silent) < len(found):
+        named = {on[n] for n in silent}
+    return tuple(dict.fromkeys(host for host in on if host in named))
 
 
 def _named(hosts: Sequence[str], text: str) -> tuple[str, ...]:

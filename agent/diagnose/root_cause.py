@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultrabench.agent.diagnose.memory_account import own_gpu_memory
-from ultrabench.agent.diagnose.signatures import (
-    BY_NAME,
-    BY_SIGNAL,
-    RANKING,
-    Cause,
-    by_text,
-    ends_in_traceback,
-    last_words,
-)
+from ultrabench.agent.diagnose.signatures import BY_NAME, Cause, by_text, ends_in_traceback, last_words
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.record import content_id
 from ultrabench.result import Status
 
+BY_SIGNAL: dict[int, str] = {
+    signal.SIGSEGV: "segfault",
+    signal.SIGBUS: "bus_error",
+    signal.SIGABRT: "abort",
+    **dict.fromkeys((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP), "killed"),
+}
+"""Signal -> cause, for signals that ultrabench did not send."""
 LINE_CHARS = 300
 """Longest line that is quoted."""
 FRAMES = 3
@@ -51,7 +50,7 @@ class Finding:
     @property
     def key(self) -> tuple[int, float, int, int]:
         """Sorts roots before consequences; among equals the failure that was known first comes first."""
-        return _tier(self.cause), self.at, RANKING[self.cause.name], self.rank
+        return _tier(self.cause), self.at, list(BY_NAME).index(self.cause.name), self.rank
 
 
 def findings(ranks: list[RankProgress]) -> list[Finding]:

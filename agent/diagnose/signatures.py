@@ -6,7 +6,6 @@ docs.nvidia.com/deploy/xid-errors.
 """
 
 import re
-import signal
 from dataclasses import dataclass
 
 from ultrabench.result import Status
@@ -99,11 +98,6 @@ CAUSES = (
 """Roots come before their consequences: the first that fits is the cause."""
 
 BY_NAME = {cause.name: cause for cause in CAUSES}
-RANKING = {cause.name: place for place, cause in enumerate(CAUSES)}
-
-BY_SIGNAL: dict[int, str] = {signal.SIGSEGV: "segfault", signal.SIGBUS: "bus_error", signal.SIGABRT: "abort",
-             signal.SIGKILL: "killed", signal.SIGTERM: "killed", signal.SIGINT: "killed",
-             signal.SIGHUP: "killed"}  # fmt: skip
 
 MESSAGE_LINES = 8
 """Lines of the longest message of an exception, which is NCCL's; more lines show that the program went on."""

@@ -108,13 +108,10 @@ def list_gpus() -> None:
         handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, number)
         uuid, pci = _ask(pynvml.nvmlDeviceGetUUID, handle), _ask(pynvml.nvmlDeviceGetPciInfo, handle)
         if uuid and pci:
-            processes = [(p.pid, _program(p.pid), p.usedGpuMemory) for p in _processes(handle)]
+            found = [(p, _ask(pynvml.nvmlSystemGetProcessName, p.pid)) for p in _processes(handle)]
+            processes = [(p.pid, Path(name or "unknown program").name, p.usedGpuMemory) for p, name in found]
             gpus.append(VisibleGpu(str(number), uuid, pci.busId, processes))
     print(json.dumps(gpus))
-
-
-def _program(pid: int) -> str:
-    return Path(_ask(pynvml.nvmlSystemGetProcessName, pid) or "unknown program").name
 
 
 def _processes(handle: Any) -> list[Any]:
@@ -159,7 +156,7 @@ class GpuGauge:
             self.clocks_hz += [mhz * 1e6] if mhz else []
             self.slowdowns |= {text for bit, text in SLOWDOWNS.items() if mask & bit}
 
-    def occupied(self, meanwhile: Callable[[], None]) -> str | None:
+    def occupied(self, meanwhile: Callable[[], Any]) -> str | None:
         """Which GPU still holds memory that it did not hold at first; waits for the driver to free it."""
         end = time.monotonic() + FREE_S
         while (held := self._held()) and time.monotonic() < end:

@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ultrabench import checkout
-from ultrabench.agent.diagnose.hang_evidence import HangEvidence, dump_variables
+from ultrabench import checkout, processes
+from ultrabench.agent.diagnose.hang_evidence import dump_variables, hang_evidence
 from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.binding import cpu_text, rank_cpus
@@ -23,18 +24,6 @@ from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.kernel_env import revealed
-from ultrabench.processes import (
-    TAG_VARIABLE,
-    descendants,
-    described,
-    kill_children,
-    kill_until_gone,
-    make_scratch,
-    own_tag,
-    tag_of,
-    tagged,
-    thread_variables,
-)
 from ultrabench.record import to_dict
 from ultrabench.report import NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.run import Task, fill_in
@@ -54,15 +43,14 @@ class Node:
 
     def __init__(self, allocation: Allocation, identity: NodeIdentity) -> None:
         self.allocation = allocation
-        self.index = identity.node
-        self.host = identity.host
-        self.scratch = make_scratch()
-        self.tag = own_tag(allocation.name, self.index)
+        self.identity = identity
+        self.scratch = processes.make_scratch()
+        self.tag = processes.own_tag(allocation.name, self.identity.node)
         self.disk = DiskRetry(allocation.heartbeat_s / 2)
         per_node, kernel = allocation.gpus_per_node, allocation.tasks[0].spec.kernel
         # A rank is no task of Slurm's: programs that find its variables would take it for one.
         kept = (k for k in os.environ if k == "SLURM_JOB_ID" or not k.startswith(LAUNCHER_VARIABLES))
-        self._base = {**{k: os.environ[k] for k in kept}, TAG_VARIABLE: self.tag}
+        self._base = {**{k: os.environ[k] for k in kept}, processes.TAG_VARIABLE: self.tag}
         self._on_gpus = allocation.tasks[0].device == "cuda"
         gpus = visible_gpus()[:per_node] if self._on_gpus else []
         self._gauge = GpuGauge(gpus)
@@ -77,7 +65,7 @@ class Node:
         """Folder of the current run."""
         self._reports: dict[int, NewLines] = {}
         self._progress: dict[int, Progress] = {}
-        self._evidence: HangEvidence | None = None
+        self._evidence: Iterator[list[RankEvent]] = iter(())
         self._log: NewLines | None = None
         """The log in which the steps are looked for, of a program that does not report them."""
         self._exits: list[Exit] = []
@@ -87,11 +75,13 @@ class Node:
     def facts(self) -> dict[str, Any]:
         """What the leader has to know of this node before the first run."""
         return {
-            "node": self.index,
-            "host": self.host,
+            "node": self.identity.node,
+            "host": self.identity.host,
             "threads": self._threads,
             "bindings": [cpu_text(cpus) for cpus in self._cpus or ()],
-            "foreign": foreign_processes(lambda pid: tag_of(pid) == self.tag) if self._on_gpus else [],
+            "foreign": foreign_processes(lambda pid: processes.tag_of(pid) == self.tag)
+            if self._on_gpus
+            else [],
             "kernel_digest": self.digest(),
             "git_commit": checkout.commit(),
         }
@@ -105,7 +95,7 @@ class Node:
     def ranks(self) -> range:
         """Global ranks of this node."""
         per_node = self.allocation.gpus_per_node
-        return range(self.index * per_node, (self.index + 1) * per_node)
+        return range(self.identity.node * per_node, (self.identity.node + 1) * per_node)
 
     def warm_up(self) -> None:
         """Starts the fork server while there is nothing else to do."""
@@ -118,7 +108,7 @@ class Node:
         run = self._run = self.scratch / task.key
         (run / EVIDENCE_FOLDER).mkdir(parents=True)
         write_whole(run / "spec.json", json.dumps(to_dict(task), indent=1))
-        self._progress, self._exits, self._evidence = {}, [], None
+        self._progress, self._exits, self._evidence = {}, [], iter(())
         self._reports = {rank: NewLines(run / f"rank{rank}.report") for rank in self.ranks}
         self._gauge.clear()
         self._oom_kills = oom_kills()
@@ -146,10 +136,10 @@ class Node:
             "WORLD_SIZE": str(task.spec.layout.world_size),
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(self.allocation.gpus_per_node),
-            "NODE_RANK": str(self.index),
+            "NODE_RANK": str(self.identity.node),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            **thread_variables(self._threads),
+            **processes.thread_variables(self._threads),
             "ULTRABENCH_SPEC": str(self._run / "spec.json"),
             "ULTRABENCH_REPORT": str(self._run / f"rank{rank}.report"),
             "ULTRABENCH_STORE": str(self._run / "store"),
@@ -174,9 +164,7 @@ class Node:
             behind |= {0, spec.kernel.step_rank % spec.layout.world_size} if self._log.behind else set()
         if any("microbatches" in event or event["line"].get("event") == "step" for event in found):
             self._gauge.sample()
-        if self._evidence is not None and (seen := self._evidence.finished()) is not None:
-            self._evidence = None
-            found += seen
+        found += next(self._evidence, [])
         # Exits come last, so that the leader learns what a rank reported before it learns that it ended.
         ended = [end for end in self._exits if end.rank not in behind]
         self._exits = [end for end in self._exits if end.rank in behind]
@@ -218,8 +206,8 @@ class Node:
         """Looks at the ranks that still run; what is found is among the events when it is complete."""
         if self._task is not None:
             started = self._server.rank_pids if self._task.forked else self._programs.rank_pids
-            pids = {rank: pid for rank, pid in started.items() if tag_of(pid) == self.tag}
-            self._evidence = HangEvidence(self._run, pids, self.tag)
+            pids = {rank: pid for rank, pid in started.items() if processes.tag_of(pid) == self.tag}
+            self._evidence = hang_evidence(self._run, pids, self.tag)
 
     def kill(self) -> Cleaned:
         """Ends every process of the current run on this node and removes what it left."""
@@ -229,17 +217,17 @@ class Node:
 
     def _end_processes(self) -> str | None:
         """Ends all processes but the fork server; returns which ones did not die."""
-        stay = kill_until_gone(self._of_the_run, meanwhile=self.disk.beat)
+        stay = processes.kill_until_gone(self._of_the_run, meanwhile=self.disk.beat)
         self._shared_memory.remove()
-        return f"processes that cannot be killed: {described(stay)}" if stay else None
+        return f"processes that cannot be killed: {processes.described(stay)}" if stay else None
 
     def _of_the_run(self) -> list[int]:
         """All that descends from this agent, with or without its tag, but for the fork server.
 
         The agent's own children are killed at once.
         """
-        hit = kill_children({self._server.pid or 0, *self._programs.rank_pids.values()})
-        found = descendants(os.getpid()) | {*tagged(lambda tag: tag == self.tag)}
+        hit = processes.kill_children({self._server.pid or 0, *self._programs.rank_pids.values()})
+        found = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
         return sorted(found - {self._server.pid} or hit)
 
     def finish(self, keep_all: bool) -> str | None:
@@ -251,7 +239,7 @@ class Node:
         try:
             self.disk.retry_for(LOGS_RETRY_S, self._keep_logs, task, keep_all)
         except (ClusterError, OSError) as error:
-            problem = f"the logs of {self.host} could not be kept: {error}"
+            problem = f"the logs of {self.identity.host} could not be kept: {error}"
         shutil.rmtree(self._run, ignore_errors=True)
         return problem
 
@@ -259,7 +247,7 @@ class Node:
         to = SweepFolder(Path(self.allocation.sweep_dir)).log_folder(task.run_id, task.repeat, task.attempt)
         if failed:
             copy_logs(self._run, to, int(task.measure.log_mib_per_rank * 2**20))
-        elif self.index == 0 and not task.probe:
+        elif self.identity.node == 0 and not task.probe:
             join_tails(self._run, to, self.ranks)
         copy_profile(self._run, to)
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
-from ultrabench.agent.diagnose.hang_cause import find_hang_cause
-from ultrabench.agent.diagnose.rank_facts import RankFacts
+from ultrabench.agent.diagnose.hang_cause import RankFacts, find_hang_cause
 from ultrabench.agent.ranks.deadline import RunEnd, overdue
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.result import Status

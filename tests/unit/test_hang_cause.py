@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from ultrabench.agent.diagnose.hang_cause import find_hang_cause
-from ultrabench.agent.diagnose.rank_facts import RankFacts
+from ultrabench.agent.diagnose.hang_cause import RankFacts, find_hang_cause
 from ultrabench.agent.ranks.rank_progress import RankProgress
 
 REDUCE = "all_reduce (/site-packages/torch/distributed/distributed_c10d.py:3000)"

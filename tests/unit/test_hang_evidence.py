@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ultrabench.agent.diagnose.hang_cause import find_hang_cause
-from ultrabench.agent.diagnose.hang_evidence import HangEvidence, main_stack
-from ultrabench.agent.diagnose.rank_facts import RankFacts
+from ultrabench.agent.diagnose.hang_cause import RankFacts, find_hang_cause
+from ultrabench.agent.diagnose.hang_evidence import hang_evidence, main_stack
 from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER as FOLDER
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.processes import TAG_VARIABLE, descendants
@@ -53,8 +52,9 @@ def run(tmp_path):
 
 
 def looked(folder: Path, **pids: int):
-    evidence = HangEvidence(folder, {int(rank[1:]): pid for rank, pid in pids.items()}, "a:0:1:1")
-    while (found := evidence.finished()) is None:
+    found = []
+    for events in hang_evidence(folder, {int(rank[1:]): pid for rank, pid in pids.items()}, "a:0:1:1"):
+        found += events
         time.sleep(0.02)
     return {item["rank"]: item["found"] for item in found}
 
