@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from statistics import median
 from types import FrameType
+from typing import Any
 
 from ultrabench.agent.connection import POLL_S, Message, PauseDetector, Peers, wait_readable
 from ultrabench.agent.ranks.node import Cleaned, Node
@@ -72,22 +73,20 @@ class AgentGroup:
         """Has all nodes start their ranks of `task`, which they know by `index`."""
         port = 0 if task.forked else free_port(self._address)
         progress = AttemptProgress(task.spec.layout.world_size)
-        self._send({"do": "start", "task": index, "address": self._address, "port": port})
-        self._node.start(task, self._address, port)
+        self.order("start", task=index, address=self._address, port=port)
         return progress
 
-    def send_port(self, port: int) -> None:
-        """Passes the port of rank 0's store on to all nodes."""
-        self._node.write_port(port)
-        self._send({"do": "store", "port": port})
+    def order(self, do: str, **values: Any) -> Any:
+        """Has all nodes do something (see `Node.obey`); returns what this node answers."""
+        self._send({"do": do, **values})
+        return self._node.obey({"do": do, **values})
 
     def end_ranks(self, progress: AttemptProgress) -> None:
         """Kills what is left on all nodes and waits for every exit."""
         for rank in progress.running:
             progress.ranks[rank].killed_by_us = True
         self._cleaned.clear()
-        self._send({"do": "kill"})
-        self._cleaned[0] = self._node.kill()
+        self._cleaned[0] = self.order("kill")
         end = time.monotonic() + EXIT_GRACE_S
         while progress.running or len(self._cleaned.keys() | self._left) < len(self.hosts):
             self.listen(progress, POLL_S)
@@ -110,8 +109,7 @@ class AgentGroup:
 
     def examine(self, progress: AttemptProgress) -> None:
         """Has all nodes look at the ranks that still run, in bounded time, before these are killed."""
-        self._send({"do": "examine"})
-        self._node.examine()
+        self.order("examine")
         end = time.monotonic() + EVIDENCE_S
         while any(progress.ranks[rank].found is None for rank in progress.running):
             self.listen(progress, POLL_S)
@@ -124,11 +122,6 @@ class AgentGroup:
         clocks = [clock for node in cleaned for clock in node["sm_clocks_hz"]]
         slowdowns = sorted({text for node in cleaned for text in node["slowdowns"]})
         return (median(clocks) if clocks else None), (", ".join(slowdowns) or None)
-
-    def finish(self, keep_all: bool) -> str | None:
-        """Has all nodes save the logs of the run and forget it; returns why this node could not."""
-        self._send({"do": "finish", "keep_all": keep_all})
-        return self._node.finish(keep_all=keep_all)
 
     def listen(self, progress: AttemptProgress, seconds: float) -> None:
         """Takes in what all nodes send within `seconds`, and notices which nodes have gone silent."""
@@ -181,10 +174,9 @@ def free_port(host: str) -> int:
     until the program binds it. Ranks of the embedded kernel do not need it: their rank 0 binds port 0
     and reports which port it got.
     """
-    try:
+    first_given = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
         first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        first_given = 0
     usable = range(LOWEST_PORT, first_given)
     for port in random.sample(usable, min(PORT_TRIES, len(usable))):
         with contextlib.suppress(OSError), socket.create_server((host, port)):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -53,7 +54,8 @@ class DiskRetry:
         end, pause_s = time.monotonic() + seconds, 0.1
         while True:
             future: Future[T] = Future()
-            thread = threading.Thread(target=_fulfil, args=(future, act, args, kwargs), daemon=True)
+            call = partial(act, *args, **kwargs)
+            thread = threading.Thread(target=_fulfil, args=(future, call), daemon=True)
             thread.start()
             while thread.is_alive() and time.monotonic() < end:
                 thread.join(BEAT_S)
@@ -90,11 +92,9 @@ def log_line(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def _fulfil(
-    future: Future[T], act: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]
-) -> None:
+def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
     try:
-        future.set_result(act(*args, **kwargs))
+        future.set_result(call())
     except BaseException as error:
         future.set_exception(error)
 

@@ -47,7 +47,11 @@ def _work(node: Node, leader: Connection, stop: StopRequest) -> None:
             heard = True
             if message.get("do") == "end":
                 return
-            _obey(node, leader, message)
+            answer = node.obey(message)
+            if message.get("do") == "kill":
+                leader.send({"cleaned": answer})
+            elif answer:
+                log_line(answer)
         send(node.rank_events())
         silence = time.monotonic() - leader.last_heard
         # Before its first message the leader waits for other nodes and looks at its own.
@@ -55,17 +59,3 @@ def _work(node: Node, leader: Connection, stop: StopRequest) -> None:
             raise ClusterError(f"the leading agent has said nothing for {silence:.1f} s")
         pauses.end_round()
     raise ClusterError("the leading agent is gone")
-
-
-def _obey(node: Node, leader: Connection, message: dict[str, Any]) -> None:
-    do = message.get("do")
-    if do == "start":
-        node.start(node.allocation.task(message["task"]), message["address"], message["port"])
-    elif do == "store":
-        node.write_port(message["port"])
-    elif do == "kill":
-        leader.send({"cleaned": node.kill()})
-    elif do == "examine":
-        node.examine()
-    elif do == "finish" and (problem := node.finish(keep_all=message["keep_all"])):
-        log_line(problem)

@@ -9,10 +9,9 @@ from typing import Any
 from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.diagnose.root_cause import last_line
-from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
-from ultrabench.agent.ranks.watch import watch
+from ultrabench.agent.ranks.watch import RunEnd, watch
 from ultrabench.claim import claim, owner
 from ultrabench.dominance import dominates
 from ultrabench.folder import SweepFolder
@@ -117,7 +116,7 @@ class Leader:
             end = watch(self._group, probe, progress, self._ends, lambda progress: None)
             failed = end.reason if end else _failure_of(progress)
             self._group.end_ranks(progress)
-            self._group.finish(keep_all=bool(failed))
+            self._group.order("finish", keep_all=bool(failed))
             if failed:
                 return f"the preflight failed: {failed}"
             found |= {"probe": progress.probe, "environment": progress.environment}
@@ -189,13 +188,13 @@ class Leader:
         except Exception as error:  # what ranks report may be anything, and is no fault of the node
             reason = f"what the ranks reported cannot be judged: {type(error).__name__}: {error}"
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
-        lost_logs = group.finish(keep_all=result.status != Status.OK)
-        if lost_logs:
-            result = replace(result, evidence={**result.evidence, "logs": lost_logs})
+        lost_logs = group.order("finish", keep_all=result.status != Status.OK)
+        more = {"logs": lost_logs} if lost_logs else {}
         sm_clock_hz, throttled = group.clocks()
         digest = self._allocation.kernel_digest
         return replace(
             result,
+            evidence={**result.evidence, **more},
             duration_s=time.monotonic() - progress.started,
             sm_clock_hz=sm_clock_hz,
             throttled=throttled,

@@ -9,8 +9,8 @@ from typing import Any
 from ultrabench.agent.diagnose.memory_account import own_gpu_memory, own_limit
 from ultrabench.agent.diagnose.root_cause import Finding, findings, fingerprint, last_line, own_words
 from ultrabench.agent.diagnose.signatures import last_words
-from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.agent.ranks.watch import RunEnd
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
 from ultrabench.step_time import ci95_rel, extremes
@@ -46,14 +46,12 @@ def classify(
         result = _invalid("wrong_gpu", f"it ran on {gpu!r}; this hardware has {' or '.join(gpu_names)}")
     times = rank0.measured_steps(measure)
     interval = ci95_rel(times) if times else None
-    named = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version")
-    texts: dict[str, Any] = {
-        name: str(environment[name]) for name in named if environment.get(name) is not None
-    }
+    names = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
+    known: dict[str, Any] = {name: environment.get(name) for name in names}
     ok, ranks = result.status == Status.OK, [_evidence(n, rank) for n, rank in enumerate(progress.ranks)]
     return replace(
         result,
-        **texts,
+        **known,
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
         stopped=done.get("stopped") or (((end and end.stopped) or "program") if ok else None),
         ci_reached=None if interval is None else interval <= measure.target_ci95_rel,
@@ -67,7 +65,6 @@ def classify(
         peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),
         init_time_s=progress.first_step - progress.started if progress.first_step else None,
         started_at=progress.started_at,
-        omp_num_threads=environment.get("omp_num_threads"),
         probe=progress.probe,
         evidence={} if ok else {"ranks": ranks, **(end.evidence if end else {})},
     )

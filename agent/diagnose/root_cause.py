@@ -124,10 +124,7 @@ def _of_exit(rank: RankProgress) -> tuple[Cause, str]:
     told = by_text(last_words(rank.tail))
     if code > 0:
         return told or (BY_NAME["exit_code"], f"exited with code {code}: {said}")
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = {int(s): s.name for s in signal.Signals}.get(-code, f"signal {-code}")
     cause = BY_NAME[BY_SIGNAL.get(-code, "signal")]
     # Libraries abort because of something they say, and a rank that lost a peer may die in any way.
     if told and (cause.name == "abort" or (cause.name == "segfault" and told[0].status == Status.COMM_ERROR)):

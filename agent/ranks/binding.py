@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from ultrabench.agent.ranks.forks import Cpus
@@ -46,13 +47,9 @@ def cpu_list(text: str) -> Cpus:
 
 def cpu_text(cpus: Sequence[int]) -> str:
     """The list that `cpu_list` reads: `0-3,8` for (0, 1, 2, 3, 8)."""
-    runs = list[list[int]]()
-    for cpu in sorted(set(cpus)):
-        if runs and runs[-1][-1] == cpu - 1:
-            runs[-1][1:] = [cpu]
-        else:
-            runs.append([cpu])
-    return ",".join("-".join(map(str, run)) for run in runs)
+    numbered = groupby(enumerate(sorted(set(cpus))), lambda pair: pair[1] - pair[0])
+    runs = [[cpu for _, cpu in run] for _, run in numbered]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, Cpus]:

@@ -79,12 +79,14 @@ class Node:
             "host": self.identity.host,
             "threads": self._threads,
             "bindings": [cpu_text(cpus) for cpus in self._cpus or ()],
-            "foreign": foreign_processes(lambda pid: processes.tag_of(pid) == self.tag)
-            if self._on_gpus
-            else [],
+            "foreign": foreign_processes(self._started) if self._on_gpus else [],
             "kernel_digest": self.digest(),
             "git_commit": checkout.commit(),
         }
+
+    def _started(self, pid: int) -> bool:
+        """Whether this agent has started a process."""
+        return processes.tag_of(pid) == self.tag
 
     def digest(self) -> str:
         """Hash of the training program's sources as this node sees them now."""
@@ -101,6 +103,22 @@ class Node:
         """Starts the fork server while there is nothing else to do."""
         if self.allocation.kernel_kind != "command" or self.allocation.preflight:
             self._server.start()
+
+    def obey(self, message: dict[str, Any]) -> Any:
+        """Does what the leader orders; returns what `kill` or `finish` have to answer, if it was that."""
+        do = message.get("do")
+        if do == "start":
+            self.start(self.allocation.task(message["task"]), message["address"], message["port"])
+        elif do == "store":
+            # Ranks wait for the port of rank 0 in this file.
+            write_whole(self._run / "store", str(message["port"]))
+        elif do == "examine":
+            self.examine()
+        elif do == "kill":
+            return self.kill()
+        elif do == "finish":
+            return self.finish(keep_all=message["keep_all"])
+        return None
 
     def start(self, task: Task, address: str, port: int) -> None:
         """Starts this node's ranks of `task`; port 0: rank 0 will report the port that it got."""
@@ -144,10 +162,6 @@ class Node:
             "ULTRABENCH_REPORT": str(self._run / f"rank{rank}.report"),
             "ULTRABENCH_STORE": str(self._run / "store"),
         }
-
-    def write_port(self, port: int) -> None:
-        """Writes down rank 0's port for the ranks that wait for it."""
-        write_whole(self._run / "store", str(port))
 
     def rank_events(self) -> list[RankEvent]:
         """What happened to the ranks since the last call."""
@@ -206,7 +220,7 @@ class Node:
         """Looks at the ranks that still run; what is found is among the events when it is complete."""
         if self._task is not None:
             started = self._server.rank_pids if self._task.forked else self._programs.rank_pids
-            pids = {rank: pid for rank, pid in started.items() if processes.tag_of(pid) == self.tag}
+            pids = {rank: pid for rank, pid in started.items() if self._started(pid)}
             self._evidence = hang_evidence(self._run, pids, self.tag)
 
     def kill(self) -> Cleaned:

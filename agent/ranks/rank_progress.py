@@ -46,7 +46,6 @@ class RankProgress:
     """End of its log."""
     failed_at: float | None = None
     """When its failure first became known, by the leader's monotonic clock."""
-    spoke: bool = False
     found: dict[str, Any] | None = None
     """What its node found when it looked at the rank before killing it."""
 
@@ -91,6 +90,8 @@ class AttemptProgress:
         self.moved = self.started
         """When a rank last made progress, by this process's monotonic clock."""
         self.first_step: float | None = None
+        self.spoke = False
+        """Some rank has reported something; a program that reports nothing only has its time limit."""
         self.fault: str | None = None
         """Which rank reported something that makes no sense; such a run is invalid."""
 
@@ -119,7 +120,7 @@ class AttemptProgress:
             if rank.code:
                 rank.failed_at = rank.failed_at or time.monotonic()
             return
-        rank.spoke = True
+        self.spoke = True
         if "microbatches" in event:
             rank.microbatches, rank.step, rank.part = event["microbatches"], event["step"], event["part"]
             return
@@ -184,8 +185,3 @@ class AttemptProgress:
     def phase(self) -> str:
         """The phase of rank 0."""
         return self.ranks[0].phase
-
-    @property
-    def spoke(self) -> bool:
-        """Some rank has reported something; a program that reports nothing only has its time limit."""
-        return any(r.spoke for r in self.ranks)

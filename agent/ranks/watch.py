@@ -2,20 +2,38 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import RankFacts, find_hang_cause
-from ultrabench.agent.ranks.deadline import RunEnd, overdue
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
+from ultrabench.report import PROFILE
 from ultrabench.result import Status
 from ultrabench.run import Task
 
+SLOWEST_GAP_FACTOR = 10.0
+"""A run is called a hang only after a silence of this many times its own longest silence so far."""
 PEER_GRACE_S = 2.0
 """Seconds that the other ranks get after the first failure to report what they know."""
 RACE_STEPS = 2
 """Measured steps after which a run may be given up as too slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """Why ultrabench ends a run whose ranks have neither failed nor are done."""
+
+    status: Status
+    """hang, timeout, cancelled (its allocation ends), or ok where enough was measured."""
+    reason: str
+    stopped: str | None = None
+    """Why measuring ended here, for a run that is ok."""
+    suspects: tuple[str, ...] = ()
+    """Hosts of the ranks that made it hang."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    """What every rank did when it hung."""
 
 
 def watch(
@@ -38,7 +56,7 @@ def watch(
         group.listen(progress, POLL_S)
         if progress.port is not None and not port_sent:
             port_sent = True
-            group.send_port(progress.port)
+            group.order("store", port=progress.port)
         if progress.phase != phase:
             phase = progress.phase
             write_phase(progress)
@@ -92,3 +110,23 @@ def _lost_race(task: Task, progress: AttemptProgress, race_s: float | None) -> R
     reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; the best of its cell needs"
     needs = f"{race_s / (task.measure.race or 1.0):.4g} s"
     return RunEnd(status=Status.OK, reason=f"{reason} {needs}", stopped="slower_than_best")
+
+
+def overdue(task: Task, progress: AttemptProgress, now: float) -> RunEnd | None:
+    """How a run ends that has missed a deadline at `now`, by the monotonic clock; None while there is time.
+
+    Before any rank has reported something, only the time limit holds for a program that is not ours.
+    """
+    measure, phase = task.measure, progress.phase
+    if now - progress.started > task.limit_s:
+        reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
+        return RunEnd(status=Status.TIMEOUT, reason=reason)
+    if progress.first_step is None or phase == PROFILE:  # writing a large trace takes as long as a start
+        allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
+    else:
+        allowed = max(measure.deadline_floor_s, SLOWEST_GAP_FACTOR * progress.slowest_gap_s)
+    silence = now - progress.moved
+    if silence > allowed and (progress.spoke or task.forked):
+        reason = f"no progress for {silence:.1f} s in phase {phase} (deadline {allowed:.1f} s)"
+        return RunEnd(status=Status.HANG, reason=reason)
+    return None

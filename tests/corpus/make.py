@@ -84,7 +84,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
     end = watch(group, task, progress, float("inf"), strike)
     group.end_ranks(progress)
-    group.finish(keep_all=False)
+    group.order("finish", keep_all=False)
     node.close()
     return {
         "how": case.how,

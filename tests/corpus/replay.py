@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
+from ultrabench.agent.ranks.watch import RunEnd
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
 

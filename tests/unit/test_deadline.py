@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.one_node import task
-from ultrabench.agent.ranks.deadline import overdue
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.agent.ranks.watch import overdue
 from ultrabench.measure import Measure
 from ultrabench.result import Status
 
@@ -28,10 +28,8 @@ def missed(**change):
     """The deadline that a run missed which is as CALM but for `change`."""
     case = {**CALM, **change}
     progress = AttemptProgress(1)
-    progress.ranks[0] = RankProgress(
-        phase=case["phase"], spoke=case["spoke"], first_gaps_s={"steady": case["slowest_gap_s"]}
-    )
-    for name in ("started", "moved", "first_step"):
+    progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s={"steady": case["slowest_gap_s"]})
+    for name in ("started", "moved", "first_step", "spoke"):
         setattr(progress, name, case[name])
     limits = {name: case[name] for name in ("limit_s", "predicted_step_time_s")}
     return overdue(replace(TASK, **limits), progress, case["now"])

@@ -5,8 +5,8 @@ import pytest
 
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.diagnose.root_cause import last_line
-from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.agent.ranks.watch import RunEnd
 from ultrabench.measure import Measure
 from ultrabench.report import parse_line
 from ultrabench.result import Status
@@ -23,12 +23,12 @@ TRACE = 'Traceback (most recent call last):\n  File "t.py", line 1, in step\n   
 
 
 def ok(**change):
-    return RankProgress(**{"steps": STEPS, "code": 0, "spoke": True, **change})
+    return RankProgress(**{"steps": STEPS, "code": 0, **change})
 
 
 def failing(kind, message, **change):
     error = {"event": "error", "kind": kind, "message": message}
-    return RankProgress(**{"error": error, "code": 1, "spoke": True, **change})
+    return RankProgress(**{"error": error, "code": 1, **change})
 
 
 def killed(**change):

@@ -12,9 +12,9 @@ from ultrabench.agent.connection import Connection
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.follow import follow
 from ultrabench.agent.node_identity import NodeIdentity
-from ultrabench.agent.ranks.deadline import RunEnd
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
+from ultrabench.agent.ranks.watch import RunEnd
 from ultrabench.allocation import Allocation
 from ultrabench.measure import Measure
 from ultrabench.result import Status
