@@ -1,9 +1,10 @@
-"""A warm process that has imported the kernel and forks ranks on request.
+"""A process that forks the ranks of a node on request, warm: it has imported the kernel.
 
-Run as `python -P -m ultrabench.agent.ranks.fork_server MODULE`, it imports MODULE once. Then it reads requests
-from stdin, one JSON object a line ({rank, env, log, cpus}), and forks a process for each that calls
-MODULE.main(). Its answers on stdout are {ready}, {forked: rank, pid} and {exited: rank, code}. It never runs
-a tensor operation nor touches CUDA, since a forked child would inherit broken threads or contexts.
+Run as `python -P -m ultrabench.agent.ranks.fork_server MODULE`, it imports MODULE once, unless that is empty.
+Then it reads requests from stdin, one JSON object a line ({rank, env, log, cpus}), and forks a process for each
+that calls MODULE.main(), or executes a program of the user ({..., command, cwd}). Its answers on stdout are
+{ready}, {forked: rank, pid} and {exited: rank, code}. It never runs a tensor operation nor touches CUDA, since
+a forked child would inherit broken threads or contexts.
 """
 
 import gc
@@ -24,7 +25,7 @@ def serve(module: str) -> None:
     """Serves until stdin closes."""
     parent = os.getppid()
     die_with_parent(parent)
-    main: Callable[[], int] = importlib.import_module(module).main
+    main: Callable[[], int] | None = importlib.import_module(module).main if module else None
     # Imported objects are never freed: the garbage collector of a child then looks at the child's own only.
     gc.collect()
     gc.freeze()
@@ -79,9 +80,11 @@ def _assert_forkable() -> None:
     assert torch is None or not torch.cuda.is_initialized(), "the fork server initialised CUDA"
 
 
-def _become_rank(request: dict[str, Any], main: Callable[[], int], server: int, close: list[int]) -> None:
+def _become_rank(
+    request: dict[str, Any], main: Callable[[], int] | None, server: int, close: list[int]
+) -> None:
     """Turns the forked child into a rank; never returns."""
-    code = 70
+    code, program = 70, request.get("command")
     try:
         die_with_parent(server)
         os.setpgid(0, 0)
@@ -93,12 +96,22 @@ def _become_rank(request: dict[str, Any], main: Callable[[], int], server: int, 
         log = os.open(str(request["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ.update(request["env"])
         if request["cpus"]:
             os.sched_setaffinity(0, request["cpus"])
+        if program:
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, a program may rely on them
+                signal.signal(number, signal.SIG_DFL)
+            os.chdir(request["cwd"])
+            os.execvpe(program[0], program, request["env"])
+        assert main is not None
+        os.environ.update(request["env"])
         code = main()
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        if program:
+            code = 127
+            print(f"cannot start {program[0]}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

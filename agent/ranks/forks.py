@@ -1,4 +1,4 @@
-"""Starts ranks: forked from a warm fork server for the embedded kernel, by exec for programs of the user."""
+"""Starts the ranks of a node through its fork server, and learns how they end."""
 
 import contextlib
 import json
@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ultrabench.processes import die_with_parent, thread_variables
+from ultrabench.processes import thread_variables
 
 KERNEL_MODULE = "ultrabench.kernel.worker"
 """The module is named, not imported: torch is loaded by the fork server, never by the agent."""
@@ -29,8 +28,10 @@ class Exit(NamedTuple):
 class ForkServer:
     """The agent's side of the fork server of this node, which is started again when it is found dead."""
 
-    def __init__(self, log: Path, env: dict[str, str]) -> None:
+    def __init__(self, log: Path, env: dict[str, str], module: str = "") -> None:
+        """`module` is imported before ranks are forked; without one they have to be programs."""
         self._log = log
+        self._module = module
         self._env = {**env, **thread_variables(1)}
         self._process: subprocess.Popen[bytes] | None = None
         self._unfinished = b""
@@ -47,7 +48,7 @@ class ForkServer:
     def start(self) -> subprocess.Popen[bytes]:
         """Starts the server unless it runs."""
         if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", KERNEL_MODULE]
+            command = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module]
             pipe = subprocess.PIPE
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(command, env=self._env, stdin=pipe, stdout=pipe, stderr=log)
@@ -56,19 +57,27 @@ class ForkServer:
             self._unfinished, self._alive, self._ready = b"", set(), False
         return self._process
 
-    def fork(self, rank: int, env: dict[str, str], log: Path, cpus: Cpus | None = None) -> None:
-        """Asks for one rank, bound to `cpus` if given; its exit comes through `exits`."""
+    def fork(
+        self, rank: int, env: dict[str, str], log: Path, cpus: Cpus | None = None, **program: Any
+    ) -> None:
+        """Asks for one rank, bound to `cpus` if given; its exit comes through `exits`.
+
+        Args:
+            env: what the environment has more than the server's; all of it for a program.
+            program: `command` and `cwd` of a program that the rank executes.
+        """
         server = self.start().stdin
         assert server is not None
         self._alive.add(rank)
-        request = {"rank": rank, "env": env, "log": str(log), "cpus": cpus}
+        request = {"rank": rank, "env": env, "log": str(log), "cpus": cpus, **program}
         with contextlib.suppress(BrokenPipeError):  # `exits` tells of a dead server
             server.write(json.dumps(request).encode() + b"\n")
             server.flush()
 
     def exits(self) -> Iterator[Exit]:
         """Ranks that have ended since the last call."""
-        assert self._process is not None
+        if self._process is None:
+            return
         assert self._process.stdout is not None
         *lines, self._unfinished = (self._unfinished + (self._process.stdout.read() or b"")).split(b"\n")
         for line in lines:
@@ -93,61 +102,3 @@ class ForkServer:
             # Leaving the block closes the pipes, also one that holds a request which nobody has read.
             with contextlib.suppress(BrokenPipeError), self._process:
                 self._process.kill()
-
-
-class Programs:
-    """Ranks that run the user's own program."""
-
-    def __init__(self) -> None:
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._not_started: list[Exit] = []
-
-    def start(
-        self,
-        rank: int,
-        command: list[str],
-        env: dict[str, str],
-        log: Path,
-        cwd: str,
-        cpus: Cpus | None = None,
-    ) -> None:
-        """Starts one rank, bound to `cpus` if given; its exit, or that it cannot start, comes through `exits`."""
-        # A program of the user would not ask to die with the agent. The agent has one thread, so that
-        # preexec_fn is safe.
-        before_exec = partial(_before_exec, os.getpid(), cpus)
-        with log.open("ab") as out:
-            try:
-                self._running[rank] = subprocess.Popen(
-                    command,
-                    preexec_fn=before_exec,
-                    env=env,
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    process_group=0,
-                )
-            except (OSError, subprocess.SubprocessError) as error:
-                out.write(f"cannot start {command[0]}: {error}\n".encode())
-                self._not_started.append(Exit(rank, 127))
-
-    @property
-    def rank_pids(self) -> dict[int, int]:
-        """The processes of the ranks that run."""
-        return {rank: process.pid for rank, process in self._running.items()}
-
-    def exits(self) -> Iterator[Exit]:
-        """Ranks that have ended since the last call."""
-        yield from self._not_started
-        self._not_started.clear()
-        for rank, process in list(self._running.items()):
-            code = process.poll()
-            if code is not None:
-                del self._running[rank]
-                yield Exit(rank, code)
-
-
-def _before_exec(agent: int, cpus: Cpus | None) -> None:
-    die_with_parent(agent)
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)

@@ -16,7 +16,7 @@ from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.binding import cpu_text, rank_cpus
 from ultrabench.agent.ranks.cleanup import SharedMemoryCleanup
-from ultrabench.agent.ranks.forks import Exit, ForkServer, Programs
+from ultrabench.agent.ranks.forks import KERNEL_MODULE, Exit, ForkServer
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER, copy_logs, copy_profile, join_tails, read_tail
 from ultrabench.agent.ranks.rank_progress import RankEvent
@@ -57,8 +57,9 @@ class Node:
         self._cpus = rank_cpus(per_node, self._on_gpus, gpu_bus_ids=[gpu.bus_id for gpu in gpus])
         self._threads = allocation.threads or max(1, len(os.sched_getaffinity(0)) // per_node)
         self._shared_memory = SharedMemoryCleanup()
-        self._server = ForkServer(self.scratch / "fork_server.log", self._base)
-        self._programs = Programs()
+        self._warm = allocation.kernel_kind != "command" or allocation.preflight
+        module = KERNEL_MODULE if self._warm else ""
+        self._server = ForkServer(self.scratch / "fork_server.log", self._base, module)
         self._program_env = revealed(kernel.env, SweepFolder(Path(allocation.sweep_dir)).secrets)
         self._task: Task | None = None
         self._run = self.scratch
@@ -101,7 +102,7 @@ class Node:
 
     def warm_up(self) -> None:
         """Starts the fork server while there is nothing else to do."""
-        if self.allocation.kernel_kind != "command" or self.allocation.preflight:
+        if self._warm:
             self._server.start()
 
     def obey(self, message: dict[str, Any]) -> Any:
@@ -145,7 +146,8 @@ class Node:
                 command = fill_in(task.spec, task.repeat, task.attempt, task.measure)
                 program_env = {**self._base, **env, **dump_variables(run), **self._program_env}
                 program_env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
-                self._programs.start(rank, command, program_env, log, self.allocation.work_dir, cpus)
+                cwd = self.allocation.work_dir
+                self._server.fork(rank, program_env, log, cpus, command=command, cwd=cwd)
 
     def _rank_env(self, task: Task, rank: int, local: int, address: str, port: int) -> dict[str, str]:
         """The variables that torchrun sets, and ours."""
@@ -167,9 +169,7 @@ class Node:
         """What happened to the ranks since the last call."""
         if self._task is None:
             return []
-        self._exits += self._programs.exits()
-        if self._task.forked:
-            self._exits += self._server.exits()
+        self._exits += self._server.exits()
         found = [event for rank, report in self._reports.items() for event in self._reported(rank, report)]
         behind = {rank for rank, report in self._reports.items() if report.behind}
         if self._log is not None:
@@ -219,8 +219,7 @@ class Node:
     def examine(self) -> None:
         """Looks at the ranks that still run; what is found is among the events when it is complete."""
         if self._task is not None:
-            started = self._server.rank_pids if self._task.forked else self._programs.rank_pids
-            pids = {rank: pid for rank, pid in started.items() if self._started(pid)}
+            pids = {rank: pid for rank, pid in self._server.rank_pids.items() if self._started(pid)}
             self._evidence = hang_evidence(self._run, pids, self.tag)
 
     def kill(self) -> Cleaned:
@@ -240,7 +239,7 @@ class Node:
 
         The agent's own children are killed at once.
         """
-        hit = processes.kill_children({self._server.pid or 0, *self._programs.rank_pids.values()})
+        hit = processes.kill_children({self._server.pid or 0})
         found = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
         return sorted(found - {self._server.pid} or hit)
 
