@@ -36,9 +36,8 @@ def main() -> int:
     began_s, folder = time.time(), Path(sys.argv[1])
     try:
         report = look(folder)
-        write_whole(
-            folder / "report.json", json.dumps({"began_s": began_s, **report, "ended_s": time.time()})
-        )
+        timed = {"began_s": began_s, **report, "ended_s": time.time()}
+        write_whole(folder / "report.json", json.dumps(timed))
     except OSError as error:
         sys.stderr.write(f"cannot write {folder}: {error.strerror} on {identify_node(os.environ).host}\n")
         return CANNOT_WRITE

@@ -206,7 +206,7 @@ def connect_to_leader(file: Path, facts: dict[str, Any], secret: str, timeout_s:
         except (LookupError, OSError, TypeError, ValueError):
             time.sleep(POLL_S)
             continue
-        connection = Connection(tcp)
-        connection.send({"secret": secret, "facts": facts})
-        return connection
+        leader = Connection(tcp)
+        leader.send({"secret": secret, "facts": facts})
+        return leader
     raise ClusterError(f"node {facts['node']} found no leader in {file} within {timeout_s:g} s")

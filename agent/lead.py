@@ -100,12 +100,9 @@ class Leader:
     def _other_sources(self, host: str, digest: str) -> str | None:
         """Why nothing may run on a host whose training program is not the one of the sweep."""
         wanted = self._allocation.kernel_digest
-        if digest == wanted:
-            return None
-        return (
-            f"the training program on {host} has kernel_digest {digest}, the sweep was submitted with "
-            f"{wanted}: launch it again to use the new sources"
-        )
+        seen = f"the training program on {host} has kernel_digest {digest}"
+        remedy = f"the sweep was submitted with {wanted}: launch it again to use the new sources"
+        return None if digest == wanted else f"{seen}, {remedy}"
 
     def _preflight(self) -> str | None:
         """Measures devices and links; returns why nothing may run when that fails."""
@@ -113,7 +110,7 @@ class Leader:
         if self._allocation.preflight:
             probe = self._allocation.probe
             progress = self._group.start(probe, -1)
-            end = watch(self._group, probe, progress, self._ends, lambda progress: None)
+            end = watch(self._group, probe, progress, self._ends, lambda phase, at: None)
             failed = end.reason if end else _failure_of(progress)
             self._group.end_ranks(progress)
             self._group.order("finish", keep_all=bool(failed))
@@ -143,9 +140,8 @@ class Leader:
         self._write("started", **name, scratch=str(self._node.scratch))
         progress = self._group.start(task, self._allocation.tasks.index(task))
 
-        def write_phase(progress: AttemptProgress) -> None:
-            at = progress.ranks[0].phase_at
-            self._retry(self._journal.write, "phase", **name, name=progress.phase, at=at)
+        def write_phase(phase: str, at: float | None) -> None:
+            self._retry(self._journal.write, "phase", **name, name=phase, at=at)
 
         end = watch(self._group, task, progress, self._ends, write_phase, self._race_s(task))
         result = self._finish(task, progress, end)

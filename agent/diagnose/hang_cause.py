@@ -203,12 +203,10 @@ def _missing(ranks: Ranks, alive: Ranks) -> HangCause | None:
 
 
 def _each_other(stuck: Ranks) -> HangCause:
-    shown = [f"rank {r.rank} is in {r.waits_in}" for r in stuck[:NAMED]]
-    return HangCause(
-        headline="ranks wait for each other in different collectives: " + ", ".join(shown),
-        details=("They call collectives in different orders", *_places(stuck)),
-        blamed=tuple(stuck),
-    )
+    shown = ", ".join(f"rank {r.rank} is in {r.waits_in}" for r in stuck[:NAMED])
+    headline = f"ranks wait for each other in different collectives: {shown}"
+    details = ("They call collectives in different orders", *_places(stuck))
+    return HangCause(headline=headline, details=details, blamed=tuple(stuck))
 
 
 def _different(_: Ranks, alive: Ranks) -> HangCause | None:
@@ -255,8 +253,8 @@ def _busy(_: Ranks, alive: Ranks) -> HangCause | None:
 def _behind(_: Ranks, alive: Ranks) -> HangCause | None:
     """The minority of ranks that has done the least, among ranks that report steps or micro-batches."""
     counting = [r for r in alive if r.step or r.progress.microbatches]
-    for key in (_step, _part, _microbatches):
-        at = {r.rank: key(r) for r in counting}
+    for level in range(3):
+        at = {r.rank: _place(r)[level] for r in counting}
         late = [r for r in counting if at[r.rank] == min(at.values())]
         if len(late) < len(counting):
             if 2 * len(late) > len(counting):
@@ -266,17 +264,14 @@ def _behind(_: Ranks, alive: Ranks) -> HangCause | None:
     return None
 
 
-def _step(r: RankFacts) -> tuple[int, str]:
-    return r.step, f"in step {r.step}"
-
-
-def _part(r: RankFacts) -> tuple[int, str]:
-    part = r.progress.part if r.progress.part in PARTS else PARTS[0]
-    return PARTS.index(part), f"in {part}"
-
-
-def _microbatches(r: RankFacts) -> tuple[int, str]:
-    return r.progress.microbatches, f"at {r.progress.microbatches} micro-batches"
+def _place(r: RankFacts) -> tuple[tuple[int, str], ...]:
+    """How far a rank has come, by step, part of the step and micro-batches: as a number and in words."""
+    part, count = r.progress.part if r.progress.part in PARTS else PARTS[0], r.progress.microbatches
+    return (
+        (r.step, f"in step {r.step}"),
+        (PARTS.index(part), f"in {part}"),
+        (count, f"at {count} micro-batches"),
+    )
 
 
 TESTS = (_left, _stopped, _missing, _different, _in_kernel, _together, _busy, _behind)

@@ -170,9 +170,8 @@ def _groups(told: str) -> list[dict[str, Any]]:
 def _dumping_process(report: Path) -> int | None:
     """The process that promised to answer signals with dumps, by the beginning of its report."""
     lines = (parse_line(text) for text in _text(report).splitlines())
-    return next(
-        (line["pid"] for line in lines if line and line["event"] == "stack_dump" and "pid" in line), None
-    )
+    promises = (line for line in lines if line and line["event"] == "stack_dump" and "pid" in line)
+    return next((promise["pid"] for promise in promises), None)
 
 
 def _lasting(pid: int, family: list[int], looks: list[dict[int, str]]) -> str:

@@ -86,7 +86,7 @@ def _explained(
     root = found[0] if found else None
     sure = (Status.OOM, Status.INVALID) if lost else frozenset(Status) - {Status.COMM_ERROR}
     if root and root.told and root.cause.status in sure:
-        return _failed(root, progress, hosts, found)
+        return _failed(found, progress, hosts)
     if bad_loss:
         return _invalid("non_finite_loss", bad_loss)
     if lost is not None:
@@ -98,7 +98,7 @@ def _explained(
         cause, suspects = causes.get(end.status), end.suspects
         return RunResult(status=end.status, reason=end.reason, cause=cause, suspects=suspects)
     if root is not None:
-        return _failed(root, progress, hosts, found)
+        return _failed(found, progress, hosts)
     return RunResult(status=Status.CRASH, reason="the ranks vanished without an exit code", cause="exit_code")
 
 
@@ -106,11 +106,9 @@ def _invalid(cause: str, reason: str) -> RunResult:
     return RunResult(status=Status.INVALID, reason=reason, cause=cause)
 
 
-def _failed(
-    root: Finding, progress: AttemptProgress, hosts: Sequence[str], found: Sequence[Finding]
-) -> RunResult:
+def _failed(found: list[Finding], progress: AttemptProgress, hosts: Sequence[str]) -> RunResult:
     """The result that follows from the rank that failed first."""
-    ranks, cause = progress.ranks, root.cause
+    ranks, root, cause = progress.ranks, found[0], found[0].cause
     rank, words = ranks[root.rank], own_words(ranks[root.rank])
     on = [hosts[n * len(hosts) // len(ranks)] for n in range(len(ranks))] if hosts else []
     host = tuple(on[root.rank : root.rank + 1])
@@ -159,10 +157,8 @@ def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
             return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
     if rank.measured_steps(measure):
         return None
-    return (
-        f"the program ended well but reported {len(rank.steps)} steps, of which 0 count; it has to "
-        "write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
-    )
+    told = f"the program ended well but reported {len(rank.steps)} steps, of which 0 count"
+    return f"{told}; it has to write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
 
 
 def _finished(rank: RankProgress) -> bool:
@@ -191,12 +187,7 @@ def _largest(progress: AttemptProgress, name: str) -> int | None:
 
 def _evidence(number: int, rank: RankProgress) -> dict[str, Any]:
     """How a rank ended and its last words, for `sweep show`."""
-    return {
-        "rank": number,
-        "phase": rank.phase,
-        "microbatches": rank.microbatches,
-        "code": rank.code,
-        "killed_by_us": rank.killed_by_us,
-        "error": rank.error and str(rank.error.get("message"))[:MESSAGE_CHARS],
-        "last_line": last_line(rank.tail) if rank.tail and rank.code else None,
-    }
+    facts = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
+    error = rank.error and str(rank.error.get("message"))[:MESSAGE_CHARS]
+    last = last_line(rank.tail) if rank.tail and rank.code else None
+    return {"rank": number, **facts, "error": error, "last_line": last}

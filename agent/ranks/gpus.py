@@ -134,7 +134,9 @@ class GpuGauge:
             _ask(pynvml.nvmlInit)
         handles = {gpu.number: _ask(pynvml.nvmlDeviceGetHandleByUUID, gpu.uuid) for gpu in gpus}
         self._handles = {number: handle for number, handle in handles.items() if handle}
-        self._before = {number: _memory(handle) for number, handle in self._handles.items()}
+        self._before = {
+            number: _ask(pynvml.nvmlDeviceGetMemoryInfo, handle) for number, handle in self._handles.items()
+        }
         self._sampled = 0.0
         self.clear()
 
@@ -166,17 +168,12 @@ class GpuGauge:
 
     def _held(self) -> str | None:
         for number, handle in self._handles.items():
-            before, now = self._before[number], _memory(handle)
+            before, now = self._before[number], _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
             if before and now and now.used > before.used + SLACK * now.total:
                 pids = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no process that is known"
                 gib = (now.used - before.used) / 2**30
                 return f"GPU {number} still holds {gib:.1f} GiB after the run: {pids}"
         return None
-
-
-def _memory(handle: Any) -> Any:
-    """Bytes `used` and `total` of a GPU, or None."""
-    return _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
 
 
 if __name__ == "__main__":

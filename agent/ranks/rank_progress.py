@@ -83,6 +83,7 @@ class AttemptProgress:
         self.ranks = [RankProgress() for _ in range(world_size)]
         self.environment: dict[str, Any] = {}
         self.port: int | None = None
+        """The port of rank 0's store, until it is passed on to the other ranks."""
         self.probe: dict[str, Any] = {}
         """What a preflight measured, or a run that is a probe."""
         self.started = time.monotonic()

@@ -41,7 +41,7 @@ def watch(
     task: Task,
     progress: AttemptProgress,
     ends: float,
-    write_phase: Callable[[AttemptProgress], None],
+    write_phase: Callable[[str, float | None], None],
     race_s: float | None = None,
 ) -> RunEnd | None:
     """Follows the ranks of `task`; returns why they have to go, None if they ended by themselves.
@@ -51,15 +51,15 @@ def watch(
         write_phase: called when rank 0 enters another phase.
         race_s: a run whose fastest step takes longer cannot be the best, and is stopped.
     """
-    port_sent, phase, failed_at = False, "", 0.0
+    phase, failed_at = "", 0.0
     while progress.running:
         group.listen(progress, POLL_S)
-        if progress.port is not None and not port_sent:
-            port_sent = True
+        if progress.port is not None:
             group.order("store", port=progress.port)
+            progress.port = None
         if progress.phase != phase:
             phase = progress.phase
-            write_phase(progress)
+            write_phase(phase, progress.ranks[0].phase_at)
         now = time.monotonic()
         ended = group.interrupted or ("the time of its allocation ended" if now > ends else None)
         if ended:
@@ -69,8 +69,7 @@ def watch(
             if now - failed_at > PEER_GRACE_S:
                 return None
             continue
-        missed = overdue(task, progress, now)
-        if missed:
+        if missed := overdue(task, progress, now):
             hangs = missed.status == Status.HANG
             return _hung(group, progress, missed) if hangs else _out_of_time(task, progress, missed)
         if lost := _lost_race(task, progress, race_s):

@@ -17,7 +17,6 @@ from tests.corpus.cases import CASES, Case
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
-from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.agent.ranks.watch import watch
 from ultrabench.allocation import Allocation
 from ultrabench.kernel.check_spec import TINY
@@ -77,9 +76,9 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     group = AgentGroup(node, node.facts(), {}, StopRequest(), "127.0.0.1", folder / "journal.jsonl")
     progress = group.start(task, 0)
 
-    def strike(progress: AttemptProgress) -> None:
+    def strike(phase: str, at: float | None) -> None:
         """Signals the youngest process of ours, the last rank, once it measures."""
-        if case.signal and progress.phase == "measure":
+        if case.signal and phase == "measure":
             os.kill(max(descendants(os.getpid())), case.signal)
 
     end = watch(group, task, progress, float("inf"), strike)
