@@ -114,7 +114,7 @@ class AgentGroup:
         while any(progress.ranks[rank].found is None for rank in progress.running):
             self.listen(progress, POLL_S)
             if time.monotonic() > end or self.interrupted:
-                break
+                return
 
     def clocks(self) -> tuple[float | None, str | None]:
         """Median SM clock (Hz) over all GPUs while the last run made steps, and what slowed the clocks."""

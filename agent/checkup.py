@@ -35,8 +35,7 @@ def main() -> int:
     """Looks, and writes the report; 0, or CANNOT_WRITE where the folder is not the one that was meant."""
     began_s, folder = time.time(), Path(sys.argv[1])
     try:
-        report = look(folder)
-        timed = {"began_s": began_s, **report, "ended_s": time.time()}
+        timed = {"began_s": began_s, **look(folder), "ended_s": time.time()}
         write_whole(folder / "report.json", json.dumps(timed))
     except OSError as error:
         sys.stderr.write(f"cannot write {folder}: {error.strerror} on {identify_node(os.environ).host}\n")

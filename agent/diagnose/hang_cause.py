@@ -164,8 +164,7 @@ def find_hang_cause(ranks: Ranks) -> HangCause:
 def _left(ranks: Ranks, alive: Ranks) -> HangCause | None:
     """Ranks that ended before they were done, while others wait for them."""
     gone = [r for r in ranks if r.progress.code is not None and r.progress.done is None]
-    known = any(r.found["groups"] for r in alive)
-    if not gone or not alive or (known and not _direct(alive, gone)):
+    if not gone or not alive or (any(r.found["groups"] for r in alive) and not _direct(alive, gone)):
         return None
     first = gone[0].progress
     return _blame(f"exited with code {first.code} in phase {first.phase}, not done", gone, alive)

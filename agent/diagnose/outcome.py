@@ -181,8 +181,7 @@ def _loss(rank: RankProgress, measure: Measure) -> float | None:
 
 
 def _largest(progress: AttemptProgress, name: str) -> int | None:
-    values = [r.memory[name] for r in progress.ranks if r.memory.get(name) is not None]
-    return max((int(v) for v in values), default=None)
+    return max((int(r.memory[name]) for r in progress.ranks if r.memory.get(name) is not None), default=None)
 
 
 def _evidence(number: int, rank: RankProgress) -> dict[str, Any]:

@@ -68,9 +68,8 @@ def findings(ranks: list[RankProgress]) -> list[Finding]:
 
 def own_words(rank: RankProgress) -> str:
     """The text that tells how a rank ended: its error with the traceback, else the end of its log."""
-    if rank.error is None:
-        return rank.tail
-    return f"{rank.error.get('traceback') or ''}\n{rank.error.get('message') or ''}"
+    error = rank.error
+    return rank.tail if error is None else f"{error.get('traceback') or ''}\n{error.get('message') or ''}"
 
 
 def _tier(cause: Cause) -> int:

@@ -20,12 +20,15 @@ from typing import Any
 
 from ultrabench.processes import die_with_parent
 
+Main = Callable[[], int] | None
+"""What a forked rank calls, if a module was imported."""
+
 
 def serve(module: str) -> None:
     """Serves until stdin closes."""
     parent = os.getppid()
     die_with_parent(parent)
-    main: Callable[[], int] | None = importlib.import_module(module).main if module else None
+    main: Main = importlib.import_module(module).main if module else None
     # Imported objects are never freed: the garbage collector of a child then looks at the child's own only.
     gc.collect()
     gc.freeze()
@@ -80,11 +83,10 @@ def _assert_forkable() -> None:
     assert torch is None or not torch.cuda.is_initialized(), "the fork server initialised CUDA"
 
 
-def _become_rank(
-    request: dict[str, Any], main: Callable[[], int] | None, server: int, close: list[int]
-) -> None:
+def _become_rank(request: dict[str, Any], main: Main, server: int, close: list[int]) -> None:
     """Turns the forked child into a rank; never returns."""
-    code, program = 70, request.get("command")
+    program = request.get("command")
+    code = 127 if program else 70
     try:
         die_with_parent(server)
         os.setpgid(0, 0)
@@ -107,11 +109,8 @@ def _become_rank(
         os.environ.update(request["env"])
         code = main()
     except BaseException as error:
-        if program:
-            code = 127
-            print(f"cannot start {program[0]}: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
+        told = f"cannot start {program[0]}: {error}" if program else traceback.format_exc()
+        print(told, file=sys.stderr)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -50,11 +50,10 @@ def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
         OSError: the copy cannot be written.
     """
     size = file_size(source)
-    left_out = size - max_bytes
     target.parent.mkdir(parents=True, exist_ok=True)
     half = max_bytes // 2
     with target.open("wb") as copy:
-        for start, end in [(0, size)] if left_out <= 0 else [(0, half), (size - half, size)]:
+        for start, end in [(0, size)] if size <= max_bytes else [(0, half), (size - half, size)]:
             if start:
                 copy.write(f"\n--- ultrabench left out {start - half} bytes here ---\n".encode())
             for at in range(start, end, PART_BYTES):

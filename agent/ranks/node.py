@@ -26,7 +26,7 @@ from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.kernel_env import revealed
 from ultrabench.record import to_dict
 from ultrabench.report import NewLines, Progress, parse_line, parse_log_line, read_progress
-from ultrabench.run import Task, fill_in
+from ultrabench.run import RunSpec, Task, fill_in
 
 Cleaned = dict[str, Any]
 """After a run: {left} why this node cannot be used any more or null, {sm_clocks_hz}, {slowdowns}."""
@@ -142,12 +142,11 @@ class Node:
             cpus = self._cpus[local] if self._cpus else None
             if task.forked:
                 self._server.fork(rank, env, log, cpus)
-            else:
-                command = fill_in(task.spec, task.repeat, task.attempt, task.measure)
-                program_env = {**self._base, **env, **dump_variables(run), **self._program_env}
-                program_env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
-                cwd = self.allocation.work_dir
-                self._server.fork(rank, program_env, log, cpus, command=command, cwd=cwd)
+                continue
+            env = {**self._base, **env, **dump_variables(run), **self._program_env}
+            env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
+            command = fill_in(task.spec, task.repeat, task.attempt, task.measure)
+            self._server.fork(rank, env, log, cpus, command=command, cwd=self.allocation.work_dir)
 
     def _rank_env(self, task: Task, rank: int, local: int, address: str, port: int) -> dict[str, str]:
         """The variables that torchrun sets, and ours."""
@@ -167,15 +166,18 @@ class Node:
 
     def rank_events(self) -> list[RankEvent]:
         """What happened to the ranks since the last call."""
-        if self._task is None:
+        task = self._task
+        if task is None:
             return []
         self._exits += self._server.exits()
-        found = [event for rank, report in self._reports.items() for event in self._reported(rank, report)]
+        found: list[RankEvent] = []
+        for rank, report in self._reports.items():
+            found += self._reported(rank, report, task.forked)
         behind = {rank for rank, report in self._reports.items() if report.behind}
         if self._log is not None:
-            spec = self._task.spec
-            found += self._logged(self._log)
-            behind |= {0, spec.kernel.step_rank % spec.layout.world_size} if self._log.behind else set()
+            found += _logged(task.spec, self._log)
+            step_rank = task.spec.kernel.step_rank % task.spec.layout.world_size
+            behind |= {0, step_rank} if self._log.behind else set()
         if any("microbatches" in event or event["line"].get("event") == "step" for event in found):
             self._gauge.sample()
         found += next(self._evidence, [])
@@ -190,24 +192,14 @@ class Node:
             found.append({"rank": rank, "code": code, "tail": tail, "oom_killed": oom_killed})
         return found
 
-    def _logged(self, log: NewLines) -> list[RankEvent]:
-        """The steps that a program's log tells; they are rank 0's, whichever rank writes that log."""
-        assert self._task is not None
-        spec = self._task.spec
-        pattern = re.compile(spec.kernel.step_line or "")
-        tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
-        steps = (parse_log_line(text, pattern, tokens_per_gpu) for text in log.read())
-        return [{"rank": 0, "line": step} for step in steps if step]
-
-    def _reported(self, rank: int, report: NewLines) -> list[RankEvent]:
+    def _reported(self, rank: int, report: NewLines, forked: bool) -> list[RankEvent]:
         """What a rank has reported since the last call, and how far it has come."""
-        assert self._task is not None
         texts = report.read()
         for _ in range(EXTRA_PARTS if report.behind else 0):
             texts += report.read()
         lines = [parse_line(text) for text in texts]
         # Only our own kernel may report measurements of devices and links.
-        known = [line for line in lines if line and (self._task.forked or line["event"] != "probe")]
+        known = [line for line in lines if line and (forked or line["event"] != "probe")]
         found: list[RankEvent] = [{"rank": rank, "line": line} for line in known]
         done, before = read_progress(report.path), self._progress.get(rank, Progress())
         # Counts only grow; smaller ones make no sense.
@@ -269,6 +261,14 @@ class Node:
         self._server.stop()
         self._end_processes()
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _logged(spec: RunSpec, log: NewLines) -> list[RankEvent]:
+    """The steps that a program's log tells; they count as rank 0's, whichever rank writes that log."""
+    pattern = re.compile(spec.kernel.step_line or "")
+    tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
+    steps = (parse_log_line(text, pattern, tokens_per_gpu) for text in log.read())
+    return [{"rank": 0, "line": step} for step in steps if step]
 
 
 def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -106,9 +106,9 @@ def _lost_race(task: Task, progress: AttemptProgress, race_s: float | None) -> R
     times = rank.measured_steps(task.measure)
     if len(times) < RACE_STEPS or min(times) <= race_s:
         return None
-    reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; the best of its cell needs"
-    needs = f"{race_s / (task.measure.race or 1.0):.4g} s"
-    return RunEnd(status=Status.OK, reason=f"{reason} {needs}", stopped="slower_than_best")
+    best = f"the best of its cell needs {race_s / (task.measure.race or 1.0):.4g} s"
+    reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; {best}"
+    return RunEnd(status=Status.OK, reason=reason, stopped="slower_than_best")
 
 
 def overdue(task: Task, progress: AttemptProgress, now: float) -> RunEnd | None:
