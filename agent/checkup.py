@@ -26,7 +26,7 @@ from ultrabench.kernel_choice import KernelChoice
 from ultrabench.record import from_dict
 
 CANNOT_WRITE = 73
-"""Exit code, that of sysexits.h for a file that cannot be made: the log may be as unreachable."""
+"""Exit code of sysexits.h for a file that cannot be created; the job's log may be out of reach as well."""
 PROBE_TIMEOUT_S = 180.0
 """The first import of torch from a shared file system takes its time."""
 
@@ -55,7 +55,7 @@ def look(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         request = {}
     owner = {"host": identity.host, "job": identity.job}
-    # Before torch is tried, for that is a process on the GPUs, too.
+    # This comes before torch is tried, since torch too is a process on the GPUs.
     foreign = foreign_processes(lambda pid: False)
     return {
         "host": identity.host,

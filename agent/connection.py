@@ -175,7 +175,7 @@ class Rendezvous:
                     self._strangers.pop(0).close()
 
     def _node_of(self, stranger: Connection, missing: set[int]) -> int | None:
-        """The missing node that a stranger has proved to be; one that has sent anything else is disconnected."""
+        """The missing node that a stranger has proved to be; who sends anything else is disconnected."""
         messages = stranger.receive()
         if not messages:
             return None

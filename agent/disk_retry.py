@@ -46,7 +46,7 @@ class DiskRetry:
         return self.retry_for(DISK_RETRY_S, act, *args, **kwargs)
 
     def retry_for(self, seconds: float, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `retry`, for so many seconds.
+        """Does what `retry` does, for `seconds` instead of DISK_RETRY_S.
 
         Raises:
             ClusterError: the disk went on failing.
@@ -75,7 +75,7 @@ class DiskRetry:
             pause_s = min(2 * pause_s, 5.0)
 
     def touch(self, journal: Path) -> bool:
-        """Touches the journal, if `touch_every_s` have passed, without waiting for the disk; whether they have."""
+        """Touches the journal if that is due, without waiting for the disk; returns whether it was due."""
         if time.monotonic() - self._touched <= self._touch_every_s:
             return False
         self._touched = time.monotonic()
@@ -87,7 +87,7 @@ class DiskRetry:
 
 
 def log_line(text: str) -> None:
-    """Writes a line to the job's log, unbuffered and without failing: the log may be on the same full disk."""
+    """Writes a line to the job's log, without failing: the log may be on the same full disk."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 

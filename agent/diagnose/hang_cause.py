@@ -53,9 +53,9 @@ class RankFacts:
         """What its node found: {state, wchan, stack, groups}.
 
         `state` is R (runs), S (sleeps), D (waits for a device or disk), T (is stopped), Z (is dead) or ?
-        (unknown), `wchan` the function of the kernel in which it sleeps, `stack` the frames of its main thread
-        as `function (file:line)`, innermost first. `groups` has {group, ranks, entered, started, finished,
-        ops} for each process group, and is empty if the rank did not answer.
+        (unknown), `wchan` the function of the kernel in which it sleeps, `stack` the frames of its main
+        thread as `function (file:line)`, innermost first. `groups` has {group, ranks, entered, started,
+        finished, ops} for each process group, and is empty if the rank did not answer.
         """
         return UNKNOWN | (self.progress.found or {})
 

@@ -1,4 +1,4 @@
-"""What the ranks of one node do when a run hangs, before they are killed: states, stacks, last collectives."""
+"""What the ranks of one node do when a run hangs: their states, stacks and last collectives."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from ultrabench.processes import descendants, tag_of
 from ultrabench.report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line, read_part
 
 ANSWER_S = 3.0
-"""Seconds to wait for answers: a rank that can answer does so at once, one whose interpreter is stuck never does."""
+"""Seconds to wait for answers: a rank that can answer at all does so at once."""
 PY_SPY_S = 10.0
 LOOKS = 3
 """How many times the state of a process is read: only a state that lasts counts."""
@@ -43,7 +43,7 @@ class _Subject:
     report: Path
     pid: int
     state: str
-    """R, S, D, T, Z as /proc gives it, T if any of its processes is stopped; ? where it changed or is unknown."""
+    """R, S, D, T, Z as in /proc, T if any of its processes is stopped; ? where it changed or is unknown."""
     wchan: str
     """Function of the kernel in which it sleeps."""
     asked: bool
@@ -101,7 +101,7 @@ def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
 
 
 def _spies(subjects: list[_Subject], folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Starts py-spy, if it is installed: it needs no help of a rank, and may only read one that is stopped."""
+    """Starts py-spy if it is installed: it needs no help of a rank; a stopped rank it may only read."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     spies = []
     for subject in subjects if program else ():

@@ -7,11 +7,11 @@ from typing import Any
 from ultrabench.report import is_number
 
 OWN_SHARE = 0.95
-"""Share of a GPU's memory that must have been free when the run began, and be free or its own when it gave up."""
+"""Share of a GPU's memory: so much must be free when the run begins, and free or its own when it gives up."""
 TORCH_SHARE = 0.85
-"""The same where only torch's part of the process is known: the CUDA context and NCCL come on top."""
+"""The share that is asked for where only torch's memory is known: the CUDA context and NCCL come on top."""
 LIMIT_SHARE = 0.9
-"""Share of a CPU rank's limit: a rank frees what the failed expression had made before it reports what it uses."""
+"""Share of a CPU rank's limit, below 1 because a rank frees some memory before it reports what it uses."""
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"

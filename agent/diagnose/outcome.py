@@ -162,7 +162,7 @@ def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
 
 
 def _finished(rank: RankProgress) -> bool:
-    """Whether it reported that it was done, or exited as if it was; what happens afterwards does not matter."""
+    """Whether it reported that it was done, or exited as if it was; what follows does not matter."""
     return rank.done is not None or (rank.error is None and rank.code == 0)
 
 

@@ -21,7 +21,7 @@ BY_SIGNAL: dict[int, str] = {
 LINE_CHARS = 300
 """Longest line that is quoted."""
 FRAMES = 3
-"""How many of the innermost frames of a stack count in a fingerprint, frames of installed packages left out."""
+"""How many innermost frames count in a fingerprint, those of installed packages left out."""
 
 _FRAME = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line \d+, in (\S+)', re.MULTILINE)
 _PACKAGES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
@@ -73,7 +73,7 @@ def own_words(rank: RankProgress) -> str:
 
 
 def _tier(cause: Cause) -> int:
-    """Smaller for what happens first: hardware, then memory, then a wrong number, and at last communication."""
+    """Smaller for what happens first: hardware, memory, a wrong number, and at last communication."""
     by_name = {"foreign_memory": 1, "exit_code": 4, "exited_early": 5}
     by_status = {Status.NODE_FAIL: 0, Status.OOM: 1, Status.INVALID: 2, Status.COMM_ERROR: 6}
     return by_name.get(cause.name, by_status.get(cause.status, 3))
@@ -88,7 +88,7 @@ def _finding(number: int, rank: RankProgress) -> Finding | None:
     elif rank.oom_killed:
         cause, line = BY_NAME["host_oom"], "killed by the kernel, which was out of memory"
     elif rank.killed_by_us and rank.code == -signal.SIGKILL:
-        # Some ranks hang after they failed: libraries wait for peers. Anything else in their logs proves nothing.
+        # Some ranks fail and then hang, since libraries wait for peers. Nothing else in a log proves anything.
         known = by_text(last_words(rank.tail)) if ends_in_traceback(rank.tail) else None
         if known is None:
             return None

@@ -26,7 +26,7 @@ class Cause:
 
     @property
     def telling(self) -> bool:
-        """Whether two such failures with the same words are one failure: any rank may lose a connection."""
+        """Whether equal words mean the same failure; not so where any rank of any run may be hit."""
         return self.status != Status.COMM_ERROR and self.name not in ("killed", "host_oom", "foreign_memory")
 
 
@@ -103,7 +103,7 @@ MESSAGE_LINES = 8
 """Lines of the longest message of an exception, which is NCCL's; more lines show that the program went on."""
 
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b(?::|$)", re.MULTILINE)
-_NO_NEWS = re.compile(r"^(?:\s|frame #\d+|Traceback \(most recent|Exception raised from )")
+_STACK_LINE = re.compile(r"^(?:\s|frame #\d+|Traceback \(most recent|Exception raised from )")
 _CHAIN = ("The above exception was the direct cause", "During handling of the above exception")
 _TRACEBACK = "Traceback (most recent call last):"
 _WARNING = re.compile(r"\bwarn(?:ing)?\b", re.IGNORECASE)
@@ -120,18 +120,18 @@ def last_words(text: str) -> list[str]:
     while before and any(link in before[-1] for link in _CHAIN):
         parts.insert(0, before.pop())
     lines = [line for part in parts for line in part.splitlines()]
-    return [line.strip() for line in lines if line.strip() and not _NO_NEWS.match(line)]
+    return [line.strip() for line in lines if line.strip() and not _STACK_LINE.match(line)]
 
 
 def ends_in_traceback(text: str) -> bool:
     """Whether the last thing a log tells is an exception that nobody caught, as far as one can see."""
     _, found, end = _RANK_PREFIX.sub("", text).rpartition(_TRACEBACK)
-    told = [line for line in end.splitlines() if line.strip() and not _NO_NEWS.match(line)]
+    told = [line for line in end.splitlines() if line.strip() and not _STACK_LINE.match(line)]
     return bool(found) and 0 < len(told) <= MESSAGE_LINES and _EXCEPTION.match(told[0]) is not None
 
 
 def _survived(lines: list[str], at: int) -> bool:
-    """Whether a program went on after line `at`: it was a mere warning, or more came than a message has."""
+    """Whether a program went on after line `at`: it is a warning, or more follows than a message has lines."""
     after = [line for line in lines[at + 1 :] if not _WARNING.search(line)]
     if _EXCEPTION.match(lines[at]):  # a logger's goodbye may follow, as long as one likes
         return any(_EXCEPTION.match(line) for line in after)

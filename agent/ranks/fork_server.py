@@ -1,10 +1,10 @@
 """A process that forks the ranks of a node on request, warm: it has imported the kernel.
 
-Run as `python -P -m ultrabench.agent.ranks.fork_server MODULE`, it imports MODULE once, unless that is empty.
-Then it reads requests from stdin, one JSON object a line ({rank, env, log, cpus}), and forks a process for each
-that calls MODULE.main(), or executes a program of the user ({..., command, cwd}). Its answers on stdout are
-{ready}, {forked: rank, pid} and {exited: rank, code}. It never runs a tensor operation nor touches CUDA, since
-a forked child would inherit broken threads or contexts.
+Run as `python -P -m ultrabench.agent.ranks.fork_server MODULE`, it imports MODULE once, unless that is
+empty. Then it reads requests from stdin, one JSON object a line ({rank, env, log, cpus}), and forks a process
+for each that calls MODULE.main(), or executes a program of the user ({..., command, cwd}). Its answers on
+stdout are {ready}, {forked: rank, pid} and {exited: rank, code}. It never runs a tensor operation nor touches
+CUDA, since a forked child would inherit broken threads or contexts.
 """
 
 import gc

@@ -31,7 +31,7 @@ class RankProgress:
     gaps_s: dict[str, float] = field(default_factory=dict)
     """Longest time without progress since its first step: in the optimizer, and elsewhere (steady)."""
     first_gaps_s: dict[str, float] = field(default_factory=dict)
-    """The same up to the end of its first step, which compiles, allocates and connects."""
+    """Longest time without progress in its first step, which compiles, allocates and connects."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     """The report lines of its first MAX_STEPS steps."""
     memory: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class RankProgress:
 
     @property
     def kind(self) -> str:
-        """The kind of its present silence: in the optimizer, or elsewhere (steady)."""
+        """The kind that its present silence counts as: in the optimizer, or elsewhere (steady)."""
         return "optimizer" if self.part == "optimizer" else "steady"
 
     def slowest_s(self, kind: str) -> float:
@@ -97,7 +97,7 @@ class AttemptProgress:
         """Which rank reported something that makes no sense; such a run is invalid."""
 
     def add(self, events: list[RankEvent], now: float | None = None) -> None:
-        """Takes in what a node tells of its ranks; `now` is by the monotonic clock, by default the present."""
+        """Takes in what a node tells of its ranks; `now` is by the monotonic clock, if it is not the present."""
         now = time.monotonic() if now is None else now
         for event in events:
             try:
