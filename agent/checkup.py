@@ -17,8 +17,8 @@ from typing import Any
 
 import ultrabench
 from ultrabench import checkout
-from ultrabench.agent.gpus import foreign_processes, visible_gpus
-from ultrabench.agent.place import here
+from ultrabench.agent.node_identity import identify_node
+from ultrabench.agent.ranks.gpus import foreign_processes, visible_gpus
 from ultrabench.claim import claim
 from ultrabench.errors import UltrabenchError
 from ultrabench.folder import write_whole
@@ -26,7 +26,7 @@ from ultrabench.kernel_choice import KernelChoice
 from ultrabench.record import from_dict
 
 CANNOT_WRITE = 73
-"""Exit code, that of sysexits.h for a file that cannot be made: the log may be as unreachable."""
+"""Exit code of sysexits.h for a file that cannot be created; the job's log may be out of reach as well."""
 PROBE_TIMEOUT_S = 180.0
 """The first import of torch from a shared file system takes its time."""
 
@@ -35,12 +35,10 @@ def main() -> int:
     """Looks, and writes the report; 0, or CANNOT_WRITE where the folder is not the one that was meant."""
     began_s, folder = time.time(), Path(sys.argv[1])
     try:
-        report = look(folder)
-        write_whole(
-            folder / "report.json", json.dumps({"began_s": began_s, **report, "ended_s": time.time()})
-        )
+        timed = {"began_s": began_s, **look(folder), "ended_s": time.time()}
+        write_whole(folder / "report.json", json.dumps(timed))
     except OSError as error:
-        sys.stderr.write(f"cannot write {folder}: {error.strerror} on {here(os.environ).host}\n")
+        sys.stderr.write(f"cannot write {folder}: {error.strerror} on {identify_node(os.environ).host}\n")
         return CANNOT_WRITE
     return 0
 
@@ -51,18 +49,17 @@ def look(folder: Path) -> dict[str, Any]:
     Raises:
         OSError: `folder` cannot be written.
     """
-    place = here(os.environ)
+    identity = identify_node(os.environ)
     try:
         request = json.loads((folder / "request.json").read_text())
     except (OSError, ValueError):
         request = {}
-    owner = {"host": place.host, "job": place.job}
-    digest, error = _digest(request)
-    # Before torch is tried, for that is a process on the GPUs, too.
+    owner = {"host": identity.host, "job": identity.job}
+    # This comes before torch is tried, since torch too is a process on the GPUs.
     foreign = foreign_processes(lambda pid: False)
     return {
-        "host": place.host,
-        "job_id": place.job_id,
+        "host": identity.host,
+        "job_id": identity.job_id,
         "token": request.get("token"),
         "won_own_claim": claim(folder / "claims", "node", owner),
         "won_taken_claim": claim(folder / "claims", "login", owner),
@@ -70,8 +67,7 @@ def look(folder: Path) -> dict[str, Any]:
         "python_version": platform.python_version(),
         "ultrabench_version": ultrabench.__version__,
         "ultrabench_path": str(Path(ultrabench.__file__).parent),
-        "kernel_digest": digest,
-        "kernel_error": error,
+        **_digest(request),
         "git_commit": checkout.commit(),
         "utc_offset": time.strftime("%z"),
         "gpus": len(visible_gpus()),
@@ -84,13 +80,14 @@ def look(folder: Path) -> dict[str, Any]:
     }
 
 
-def _digest(request: dict[str, Any]) -> tuple[str | None, str | None]:
+def _digest(request: dict[str, Any]) -> dict[str, str | None]:
     """The digest of the sweep's training program as this node sees it, or why there is none."""
     try:
         with contextlib.chdir(request["work_dir"]):
-            return from_dict(KernelChoice, request["kernel"]).digest(), None
+            digest = from_dict(KernelChoice, request["kernel"]).digest()
+            return {"kernel_digest": digest, "kernel_error": None}
     except (KeyError, OSError, UltrabenchError) as error:
-        return None, f"{type(error).__name__}: {error}"
+        return {"kernel_digest": None, "kernel_error": f"{type(error).__name__}: {error}"}
 
 
 def _probe() -> dict[str, Any]:

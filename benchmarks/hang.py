@@ -42,7 +42,8 @@ def freeze(folder: Path) -> float:
     servers = [
         pid
         for pid in own_processes()
-        if "ultrabench.agent.fork_server" in command_line(pid) and (tag_of(pid) or "").split(":")[0] in ours
+        if "ultrabench.agent.ranks.fork_server" in command_line(pid)
+        and (tag_of(pid) or "").split(":")[0] in ours
     ]
     ranks = [pid for server in servers for pid in descendants(server) if pid in servers]
     os.kill(max(ranks), signal.SIGSTOP)

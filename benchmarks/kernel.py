@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ultrabench.agent.port import free_port
+from ultrabench.agent.agent_group import free_port
 
 FORMS = {"single": 0, "ddp": 0, "fsdp2": 3}
 """Form of plain torch -> our ZeRO stage."""

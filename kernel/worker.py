@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ultrabench.kernel import environment, failure, memory, process_group, testimony
+from ultrabench.kernel import environment, failure, memory, process_group, stack_dump
 from ultrabench.kernel.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.probe import probe
@@ -187,7 +187,7 @@ def main() -> int:
     """The rank's exit code: 0 when its run is done, 1 when it failed and the report says why."""
     report = Report.from_environment()
     faulthandler.enable()  # a crash of native code leaves its stacks in the log
-    testimony.stand_ready(report)
+    stack_dump.dump_on_signals(report)
     try:
         memory.reset_peak(torch.device("cpu"))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -96,7 +96,7 @@ def check_devices(report: Report, hardware: Hardware, name: str) -> Check:
     """Whether the GPUs are as the hardware says, and nobody else is on them."""
     torch = report["torch"] or {}
     seen, driver = int(torch.get("gpus") or 0), report["gpus"]
-    told = f"torch sees {seen}, nvidia-smi {driver}"
+    told = f"torch sees {seen}, the driver {driver}"
     if hardware.device != "cuda":
         return passed(name, f"hardware={hardware.name} needs none; {told}")
     told += f"; hardware={hardware.name} has {hardware.gpus_per_node} {hardware.gpu}"

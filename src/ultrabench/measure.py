@@ -37,7 +37,7 @@ class Measure:
     and doubled after each time-out."""
     log_mib_per_rank: float = 4.0
     """MiB that are kept of each rank's log when a run fails, half of them from its beginning; the same
-    holds for each file of an autopsy."""
+    holds for each file of evidence of a hang."""
 
     def __post_init__(self) -> None:
         if not 6 <= self.min_steps <= self.max_steps:

@@ -57,9 +57,9 @@ class Report:
 
     A line is one JSON object with an `event` and, from us, the `time` in seconds since 1970: phase {name}, store {port}, environment {...},
     step {seconds, tokens, loss}, memory {allocated_bytes, reserved_bytes}, error {kind, message},
-    done {...}, witness {pid}. Programs that are not ours may write the same lines themselves; a
-    witness promises that SIGUSR1 has it write its Python stacks beside the report, and SIGUSR2 its
-    last collectives.
+    done {...}, stack_dump {pid}. Programs that are not ours may write the same lines themselves.
+    With stack_dump a process promises to write its Python stacks beside the report on SIGUSR1, and its
+    last collectives on SIGUSR2.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -201,7 +201,7 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     "error": {"kind": _NAME, "message": _WORDS, "traceback": _WORDS, **_BYTES},
     "done": {"stopped": _NAME, "hardware_flops_per_step": _number},
-    "witness": {"pid": _count},
+    "stack_dump": {"pid": _count},
 }  # fmt: skip
 """Event -> its fields that are used, with what makes a value of bounded size of anything, or None."""
 

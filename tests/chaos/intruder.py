@@ -30,16 +30,16 @@ RUN_S = 60.0
 
 def port_scan(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
     """Calls the leading agent of an allocation, if it can be before its peers do."""
-    known = {path for path, _ in _meetings(campaign.folder)}
+    known = {path for path, _ in _rendezvous_files(campaign.folder)}
     when = "while its agents met"
     try:
-        meeting, address = one_of(
-            lambda: [m for m in _meetings(campaign.folder) if m[0] not in known and _of_many(m[0])],
+        rendezvous, address = one_of(
+            lambda: [m for m in _rendezvous_files(campaign.folder) if m[0] not in known and _of_many(m[0])],
             fault,
             0.002,
         )
     except MissedError:
-        meeting, address = one_of(lambda: _meetings(campaign.folder), fault)
+        rendezvous, address = one_of(lambda: _rendezvous_files(campaign.folder), fault)
         when = "while it ran"
     words, said = [*SAYINGS.items()][fault.share % len(SAYINGS)]
     with contextlib.ExitStack() as calls:
@@ -50,16 +50,16 @@ def port_scan(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
                 )
                 call.sendall(said)
         time.sleep(AWAY_S if said.endswith(b"\n") else HELD_S)
-    return {"target": f"the leader of {meeting.parent.name}, {when}: {words}"}
+    return {"target": f"the leader of {rendezvous.parent.name}, {when}: {words}"}
 
 
-def _of_many(meeting: Path) -> bool:
+def _of_many(rendezvous: Path) -> bool:
     """Whether there are peers to wait for."""
-    held: dict[str, Any] = json.loads((meeting.parent / "allocation.json").read_text())
+    held: dict[str, Any] = json.loads((rendezvous.parent / "allocation.json").read_text())
     return int(held["nodes"]) > 1
 
 
-def _meetings(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+def _rendezvous_files(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Where leading agents have written how to reach them, with what they wrote."""
     found = []
     for path in sorted(folder.glob("allocations/*/leader*.json")):

@@ -11,7 +11,7 @@ from tests.chaos.fault import Fault
 from tests.slurm.sweeps import slurm_says
 from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, start_time
 
-FORK_SERVER = "ultrabench.agent.fork_server"
+FORK_SERVER = "ultrabench.agent.ranks.fork_server"
 PROGRAM = Path(__file__).parent / "program.py"
 PATIENCE_S = 15.0
 """Seconds that a fault waits for something that it can hit."""

@@ -1,7 +1,7 @@
 """Makes the cases of real faults: `python -m tests.corpus.make [CASE...]`, from the root of the repository.
 
-Each runs ranks under the agent's own node, gang and watching, has them fail for real, and keeps what the
-classifier gets: the news of the ranks, and which of them were killed for it.
+Each runs ranks under the agent's own node, group and watching, has them fail for real, and keeps what the
+classifier gets: the events of the ranks, and which of them were killed for it.
 """
 
 import json
@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.corpus.cases import CASES, Case
-from ultrabench.agent.gang import Gang
-from ultrabench.agent.gathering import Gathering
-from ultrabench.agent.node import Node
-from ultrabench.agent.place import Place
-from ultrabench.agent.stop import StopRequest
-from ultrabench.agent.watch import watch
+from ultrabench.agent.agent_group import AgentGroup, StopRequest
+from ultrabench.agent.node_identity import NodeIdentity
+from ultrabench.agent.ranks.node import Node
+from ultrabench.agent.ranks.watch import watch
 from ultrabench.allocation import Allocation
 from ultrabench.kernel.check_spec import TINY
 from ultrabench.kernel_choice import KernelChoice
@@ -37,15 +35,15 @@ MEASURE = Measure(
 GIB = 2**30
 
 
-class Witness(Node):
-    """A node that remembers its news."""
+class Recorder(Node):
+    """A node that remembers its rank events."""
 
-    def __init__(self, allocation: Allocation, place: Place) -> None:
-        super().__init__(allocation, place)
+    def __init__(self, allocation: Allocation, identity: NodeIdentity) -> None:
+        super().__init__(allocation, identity)
         self.heard = list[dict[str, Any]]()
 
-    def news(self) -> list[dict[str, Any]]:
-        found = super().news()
+    def rank_events(self) -> list[dict[str, Any]]:
+        found = super().rank_events()
         self.heard += [item for item in found if "line" in item or "code" in item]
         return found
 
@@ -74,32 +72,32 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         name="corpus", sweep_dir=str(folder), work_dir=str(folder), nodes=1, gpus_per_node=case.ranks,
         simulated=True, threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest="", tasks=(task,),
     )  # fmt: skip
-    node = Witness(allocation, Place(node=0, host="local-0"))
-    gang = Gang(allocation, node, node.facts(), {}, StopRequest(), "127.0.0.1", folder / "journal.jsonl")
-    gathering = gang.start(task, 0)
+    node = Recorder(allocation, NodeIdentity(node=0, host="local-0"))
+    group = AgentGroup(node, node.facts(), {}, StopRequest(), "127.0.0.1", folder / "journal.jsonl")
+    progress = group.start(task, 0)
 
-    def strike(gathering: Gathering) -> None:
+    def strike(phase: str, at: float | None) -> None:
         """Signals the youngest process of ours, the last rank, once it measures."""
-        if case.signal and gathering.phase == "measure":
+        if case.signal and phase == "measure":
             os.kill(max(descendants(os.getpid())), case.signal)
 
-    watched = watch(gang, task, gathering, float("inf"), strike)
-    gang.end_ranks(gathering)
-    gang.finish(keep_all=False)
+    end = watch(group, task, progress, float("inf"), strike)
+    group.end_ranks(progress)
+    group.order("finish", keep_all=False)
     node.close()
     return {
         "how": case.how,
         "expected": {"status": case.status, "cause": case.cause, "rank": case.rank},
-        "stopped": watched.missed and {"status": watched.missed.status, "reason": watched.missed.reason},
-        "killed_by_us": [n for n, rank in enumerate(gathering.ranks) if rank.killed_by_us],
-        "news": shortened(node.heard, folder, node.scratch),
+        "stopped": end and {"status": end.status, "reason": end.reason},
+        "killed_by_us": [n for n, rank in enumerate(progress.ranks) if rank.killed_by_us],
+        "rank_events": shortened(node.heard, folder, node.scratch),
     }
 
 
-def shortened(news: list[dict[str, Any]], *folders: Path) -> list[dict[str, Any]]:
+def shortened(rank_events: list[dict[str, Any]], *folders: Path) -> list[dict[str, Any]]:
     """Without names of this machine, most steps and the environment."""
     kept, steps = [], dict[int, int]()
-    for item in news:
+    for item in rank_events:
         event = item.get("line", {}).get("event")
         steps[item["rank"]] = steps.get(item["rank"], 0) + (event == "step")
         if event == "environment" or (event == "step" and steps[item["rank"]] > 3 and item["rank"] != 0):
@@ -113,10 +111,10 @@ def shortened(news: list[dict[str, Any]], *folders: Path) -> list[dict[str, Any]
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """JSON with one piece of news a line."""
-    news = ",\n".join(json.dumps(item) for item in found["news"])
-    head = json.dumps({k: v for k, v in found.items() if k != "news"})
-    return f'{head[:-1]},\n"news": [\n{news}\n]}}\n'
+    """JSON with one rank event a line."""
+    rank_events = ",\n".join(json.dumps(item) for item in found["rank_events"])
+    head = json.dumps({k: v for k, v in found.items() if k != "rank_events"})
+    return f'{head[:-1]},\n"rank_events": [\n{rank_events}\n]}}\n'
 
 
 def main(names: list[str]) -> None:
@@ -127,7 +125,7 @@ def main(names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = run(case, Path(folder))
         (HERE / f"{name}.json").write_text(as_text(found))
-        codes = {item["rank"]: item["code"] for item in found["news"] if "code" in item}
+        codes = {item["rank"]: item["code"] for item in found["rank_events"] if "code" in item}
         print(name, codes, "killed by us:", found["killed_by_us"], flush=True)
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ultrabench.agent.classify import classify
-from ultrabench.agent.deadline import Overdue
-from ultrabench.agent.gathering import Gathering
+from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.ranks.rank_progress import AttemptProgress
+from ultrabench.agent.ranks.watch import RunEnd
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
 
@@ -21,7 +21,7 @@ STACK = 'Traceback (most recent call last):\n  File "/src/train.py", line 88, in
 class Rank:
     """What is heard of one rank."""
 
-    news: list[dict[str, Any]]
+    rank_events: list[dict[str, Any]]
     killed_by_us: bool = False
 
 
@@ -30,16 +30,16 @@ class Case:
     name: str
     expected: dict[str, Any]
     ranks: list[Rank]
-    stopped: Overdue | None = None
+    stopped: RunEnd | None = None
     order: list[int] = field(default_factory=list)
-    """In which their ends are heard; empty: rank by rank."""
+    """The order in which their ends become known; empty: rank by rank."""
 
     def judged(self, hosts: tuple[str, ...] = ("gpu01", "gpu02")) -> RunResult:
-        gathering = Gathering(len(self.ranks))
+        progress = AttemptProgress(len(self.ranks))
         for number in self.order or range(len(self.ranks)):
-            gathering.ranks[number].killed_by_us = self.ranks[number].killed_by_us
-            gathering.hear([{**item, "rank": number} for item in self.ranks[number].news])
-        return classify(gathering, MEASURE, stopped=self.stopped, ended=None, hosts=hosts)
+            progress.ranks[number].killed_by_us = self.ranks[number].killed_by_us
+            progress.add([{**item, "rank": number} for item in self.ranks[number].rank_events])
+        return classify(progress, MEASURE, self.stopped, hosts=hosts)
 
 
 def made() -> list[Case]:
@@ -48,14 +48,14 @@ def made() -> list[Case]:
     for path in sorted(HERE.glob("*.json")):
         if path.name != "quoted.json":
             kept = json.loads(path.read_text())
-            ranks = [Rank([], False) for _ in range(1 + max(item["rank"] for item in kept["news"]))]
-            for item in kept["news"]:
-                ranks[item["rank"]].news.append(item)
+            ranks = [Rank([], False) for _ in range(1 + max(item["rank"] for item in kept["rank_events"]))]
+            for item in kept["rank_events"]:
+                ranks[item["rank"]].rank_events.append(item)
             for number in kept["killed_by_us"]:
                 ranks[number].killed_by_us = True
             stopped = kept["stopped"]
-            overdue = stopped and Overdue(status=Status(stopped["status"]), reason=stopped["reason"])
-            order = [item["rank"] for item in kept["news"] if "code" in item]
+            overdue = stopped and RunEnd(status=Status(stopped["status"]), reason=stopped["reason"])
+            order = [item["rank"] for item in kept["rank_events"] if "code" in item]
             cases.append(Case(path.stem, kept["expected"], ranks, overdue, order))
     return cases
 

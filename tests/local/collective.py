@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ultrabench.kernel import testimony
+from ultrabench.kernel import stack_dump
 from ultrabench.report import Report
 
 
@@ -19,7 +19,7 @@ def lose_time(behaviour: str) -> None:
 
 
 report = Report.from_environment()
-testimony.stand_ready(report)
+stack_dump.dump_on_signals(report)
 dist.init_process_group("gloo")
 last = dist.get_rank() == dist.get_world_size() - 1
 values = torch.ones(4)

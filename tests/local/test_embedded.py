@@ -80,7 +80,7 @@ def _ranks(bench):
     servers = [
         pid
         for pid in own_processes()
-        if "ultrabench.agent.fork_server" in command_line(pid)
+        if "ultrabench.agent.ranks.fork_server" in command_line(pid)
         and (tag_of(pid) or "").split(":")[0] in bench.allocations()
     ]
     parents = {}

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.disks import on_a_small_disk
-from tests.unit import one_node, test_nvml
+from tests.unit import one_node, test_gpus
 from ultrabench.allocation import Allocation
 from ultrabench.folder import SweepFolder
 from ultrabench.journal import read_journal
@@ -17,12 +17,12 @@ from ultrabench.layout import Layout
 from ultrabench.run import Workload
 
 pytestmark = pytest.mark.local
-driver = test_nvml.driver
+driver, library = test_gpus.driver, test_gpus.library
 
 KEEPS_MEMORY = """
 import json, os
 if os.environ["RANK"] == "1":
-    open(os.environ["FAKE_GPUS"], "w").write(f"GPU-a {41 * 2**30} {80 * 2**30} 1980 0 0\\n")
+    open(os.environ["FAKE_GPUS"], "w").write(f"GPU-a 00000000:1B:00.0 {41 * 2**30} {80 * 2**30} 1980 0 0\\n")
 report = open(os.environ["ULTRABENCH_REPORT"], "a")
 print(json.dumps({"event": "step", "step": 1, "seconds": 0.1, "loss": 1.0}), file=report)
 print(json.dumps({"event": "done"}), file=report)
@@ -42,7 +42,6 @@ def allocation_of(folder, program) -> Allocation:
 
 
 def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver):
-    environment, _ = driver
     sweep = SweepFolder(tmp_path / "sweep")
     sweep.create()
     program = tmp_path / "program.py"
@@ -52,12 +51,12 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
     agents = []
     for node in range(2):
         gpus = tmp_path / f"gpus{node}"
-        gpus.write_text(f"GPU-a {2**30} {80 * 2**30} 1980 0 0\n")
+        gpus.write_text(f"GPU-a {test_gpus.A} {2**30} {80 * 2**30} 1980 0 0\n")
         place = {"SUBMITIT_LOCAL_GLOBALID": str(node), "FAKE_GPUS": str(gpus)}
         agents.append(
             subprocess.Popen(
                 [sys.executable, "-P", "-m", "ultrabench.agent", str(allocation.folder)],
-                env={**os.environ, **environment, **place}, stderr=subprocess.PIPE, text=True,
+                env={**os.environ, **place}, stderr=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
     said = [agent.communicate(timeout=120)[1] for agent in agents]
@@ -65,7 +64,7 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
     events = list(read_journal(sweep.journal))
     (end,) = (e for e in events if e["event"] == "allocation_ended")
     assert end["reason"] == (
-        "local-1 is given up: GPU 3 still holds 40.0 GiB after the run: no process that is known"
+        "local-1 is given up: GPU 0 still holds 40.0 GiB after the run: no process that is known"
     )
     assert end["avoid"] == ["local-1"]
     assert [e["repeat"] for e in events if e["event"] == "claimed"] == [0]

@@ -1,6 +1,6 @@
 """One node of an agent, told by lines on stdin what to do: `python one_node.py FOLDER CODE [DEVICE]`.
 
-CODE is the Python file that its one rank runs. Lines are expressions about `node` and `nvml`; what they give comes back as JSON.
+CODE is the Python file that its one rank runs. Lines are expressions about `node` and `gpus`; what they give comes back as JSON.
 """
 
 import json
@@ -8,9 +8,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ultrabench.agent import nvml
-from ultrabench.agent.node import Node
-from ultrabench.agent.place import Place
+from ultrabench.agent.node_identity import NodeIdentity
+from ultrabench.agent.ranks import gpus
+from ultrabench.agent.ranks.node import Node
 from ultrabench.allocation import Allocation
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.layout import Layout
@@ -50,11 +50,11 @@ def main() -> None:
         threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest="", tasks=(run,),
     )  # fmt: skip
     become_subreaper()
-    node = Node(replace(allocation, preflight=True), Place(node=0, host="local-0"))
+    node = Node(replace(allocation, preflight=True), NodeIdentity(node=0, host="local-0"))
     node.warm_up()  # the fork server must survive the cleaning
     node.start(run, "127.0.0.1", 0)
     for line in sys.stdin:
-        print(json.dumps(eval(line, {"node": node, "nvml": nvml})), flush=True)
+        print(json.dumps(eval(line, {"node": node, "gpus": gpus})), flush=True)
     node.close()
 
 

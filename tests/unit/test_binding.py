@@ -4,9 +4,8 @@ import sys
 import pytest
 
 from tests.patience import wait_until
-from ultrabench.agent import forks
-from ultrabench.agent.binding import cpu_list, cpu_text, gpu_bus_ids, rank_cpus
-from ultrabench.agent.forks import Exit, ForkServer, Programs
+from ultrabench.agent.ranks.binding import cpu_list, cpu_text, rank_cpus
+from ultrabench.agent.ranks.forks import Exit, ForkServer
 
 MINE = tuple(sorted(os.sched_getaffinity(0)))
 FIRST, LAST = MINE[:1], MINE[-1:]
@@ -79,19 +78,6 @@ def test_ranks_run_near_their_gpus(sysfs):
     assert rank_cpus(2, True, tree, buses) == [LAST, FIRST]
 
 
-def test_bus_ids_are_those_of_the_visible_gpus(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '0, GPU-a, 00000000:1B:00.0'\necho '1, GPU-b, 00000001:C3:00.0'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_bus_ids() == ["0000:1b:00.0", "0001:c3:00.0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    assert gpu_bus_ids() == ["0001:c3:00.0", "0000:1b:00.0"]
-    program.unlink()
-    assert gpu_bus_ids() == []
-
-
 TELL = "import os; print(sorted(os.sched_getaffinity(0)))"
 
 
@@ -101,34 +87,51 @@ def wait_for_exits(ranks, count):
     return sorted(found, key=lambda e: e.rank)
 
 
-@two_cpus
-def test_a_forked_rank_is_bound(tmp_path, monkeypatch):
+@pytest.fixture
+def server(tmp_path):
     (tmp_path / "tells.py").write_text(f"def main():\n    {TELL}\n    return 0\n")
-    monkeypatch.setattr(forks, "KERNEL_MODULE", "tells")
-    server = ForkServer(tmp_path / "server.log", {**os.environ, "PYTHONPATH": str(tmp_path)})
-    try:
-        server.fork(0, {}, tmp_path / "0.log", LAST)
-        server.fork(1, {}, tmp_path / "1.log")
-        assert wait_for_exits(server, 2) == [Exit(rank=0, code=0), Exit(rank=1, code=0)]
-    finally:
-        server.stop()
-    assert (tmp_path / "0.log").read_text() == f"{list(LAST)}\n"
-    assert (tmp_path / "1.log").read_text() == f"{list(MINE)}\n"
+    made = ForkServer(tmp_path / "server.log", {**os.environ, "PYTHONPATH": str(tmp_path)}, "tells")
+    yield made
+    made.stop()
 
 
 @two_cpus
-def test_an_executed_rank_is_bound(tmp_path):
-    programs, command = Programs(), [sys.executable, "-c", TELL]
-    for rank, cpus in ((0, LAST), (1, None)):
-        log = tmp_path / f"{rank}.log"
-        assert programs.start(rank, command, dict(os.environ), log, str(tmp_path), cpus) is None
-    assert wait_for_exits(programs, 2) == [Exit(rank=0, code=0), Exit(rank=1, code=0)]
+def test_a_forked_rank_is_bound(tmp_path, server):
+    server.fork(0, {}, tmp_path / "0.log", LAST)
+    server.fork(1, {}, tmp_path / "1.log")
+    assert wait_for_exits(server, 2) == [Exit(rank=0, code=0), Exit(rank=1, code=0)]
     assert (tmp_path / "0.log").read_text() == f"{list(LAST)}\n"
     assert (tmp_path / "1.log").read_text() == f"{list(MINE)}\n"
 
 
-def test_cpus_that_do_not_exist_fail_the_rank_alone(tmp_path):
-    command = [sys.executable, "-c", TELL]
-    gone = Programs().start(3, command, dict(os.environ), tmp_path / "log", str(tmp_path), (100000,))
-    assert gone == Exit(rank=3, code=127)
-    assert "cannot start" in (tmp_path / "log").read_text()
+def execute(server, rank, folder, *command, cpus=None, **env):
+    env = {**os.environ, **env}
+    server.fork(rank, env, folder / f"{rank}.log", cpus, command=list(command), cwd=str(folder))
+
+
+@two_cpus
+def test_an_executed_rank_is_bound(tmp_path, server):
+    for rank, cpus in ((0, LAST), (1, None)):
+        execute(server, rank, tmp_path, sys.executable, "-c", TELL, cpus=cpus)
+    assert wait_for_exits(server, 2) == [Exit(rank=0, code=0), Exit(rank=1, code=0)]
+    assert (tmp_path / "0.log").read_text() == f"{list(LAST)}\n"
+    assert (tmp_path / "1.log").read_text() == f"{list(MINE)}\n"
+
+
+def test_a_program_finds_its_folder_its_environment_and_signals_as_usual(tmp_path):
+    server = ForkServer(tmp_path / "server.log", dict(os.environ))  # it imports nothing
+    script = 'echo "$MINE $(pwd) $(ls -l /proc/self/fd | grep -c pipe)"; kill -PIPE $$'
+    execute(server, 0, tmp_path, "sh", "-c", script, MINE="own")
+    assert wait_for_exits(server, 1) == [Exit(rank=0, code=-13)]
+    server.stop()
+    assert (tmp_path / "0.log").read_text() == f"own {tmp_path} 1\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "cpus"), [([sys.executable, "-c", TELL], (100000,)), (["no-such-program"], None)]
+)
+def test_what_cannot_start_fails_the_rank_alone(tmp_path, server, command, cpus):
+    execute(server, 3, tmp_path, *command, cpus=cpus)
+    assert wait_for_exits(server, 1) == [Exit(rank=3, code=127)]
+    assert f"cannot start {command[0]}" in (tmp_path / "3.log").read_text()
+    assert server.pid is not None

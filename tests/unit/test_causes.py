@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrabench.agent.signatures import CAUSES as LOOKED_FOR
+from ultrabench.agent.diagnose.signatures import CAUSES as LOOKED_FOR
 from ultrabench.errors import ConfigError
 from ultrabench.result import CAUSES
 from ultrabench.sweep.config import load_config

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpus.replay import made, mixed, quoted
-from ultrabench.agent.signatures import CAUSES
+from ultrabench.agent.diagnose.signatures import CAUSES
 
 
 @pytest.mark.parametrize("case", made() + quoted(), ids=lambda case: case.name)

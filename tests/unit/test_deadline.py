@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
-from ultrabench.agent.deadline import overdue
-from ultrabench.agent.gathering import Gathering
+from tests.unit.one_node import task
+from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.agent.ranks.watch import overdue
 from ultrabench.measure import Measure
 from ultrabench.result import Status
 
@@ -16,9 +19,20 @@ CALM = {
     "spoke": True,
     "predicted_step_time_s": 0.5,
     "limit_s": 1000.0,
-    "measure": MEASURE,
 }
 STARTING = {"first_step": None, "slowest_gap_s": 0.0, "phase": "init", "moved": 0.0}
+TASK = replace(task("x.py", "cpu"), measure=MEASURE)
+
+
+def missed(**change):
+    """The deadline that a run missed which is as CALM but for `change`."""
+    case = {**CALM, **change}
+    progress = AttemptProgress(1)
+    progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s={"steady": case["slowest_gap_s"]})
+    for name in ("started", "moved", "first_step", "spoke"):
+        setattr(progress, name, case[name])
+    limits = {name: case[name] for name in ("limit_s", "predicted_step_time_s")}
+    return overdue(replace(TASK, **limits), progress, case["now"])
 
 
 @pytest.mark.parametrize(
@@ -53,17 +67,17 @@ STARTING = {"first_step": None, "slowest_gap_s": 0.0, "phase": "init", "moved": 
     ],
 )
 def test_deadlines(change, status):
-    found = overdue(**{**CALM, **change})
+    found = missed(**change)
     assert (found.status if found else None) == status
 
 
 def test_a_hang_says_where_and_how_long():
-    found = overdue(**{**CALM, "now": 75.0})
+    found = missed(now=75.0)
     assert found.reason == "no progress for 26.0 s in phase measure (deadline 10.0 s)"
 
 
 def test_a_timeout_says_its_limit():
-    found = overdue(**{**CALM, "now": 1001.0, "moved": 1001.0})
+    found = missed(now=1001.0, moved=1001.0)
     assert found.reason == "still in phase measure after its limit of 1000 s"
 
 
@@ -71,21 +85,22 @@ def test_a_deadline_grows_with_the_slowest_gap():
     for gap in (1.0, 5.0, 30.0):
         allowed = max(10.0, 10 * gap)
         at = {"moved": 0.0, "limit_s": 1e9, "slowest_gap_s": gap}
-        assert overdue(**{**CALM, **at, "now": allowed}) is None
-        assert overdue(**{**CALM, **at, "now": allowed + 0.1}).status == Status.HANG
+        assert missed(**at, now=allowed) is None
+        assert missed(**at, now=allowed + 0.1).status == Status.HANG
 
 
 class Simulated:
     """A run told second by second; every silence is held against the deadline at its end."""
 
     def __init__(self, world_size, floor_s=2.0):
-        self.gathering = Gathering(world_size)
-        self.gathering.started = self.gathering.moved = 0.0
-        self.measure = Measure(deadline_floor_s=floor_s, start_deadline_s=100.0)
+        self.progress = AttemptProgress(world_size)
+        self.progress.started = self.progress.moved = 0.0
+        measure = Measure(deadline_floor_s=floor_s, start_deadline_s=100.0)
+        self.task = replace(TASK, measure=measure, predicted_step_time_s=0.1, limit_s=1e9)
 
     def tell(self, at, rank, **item):
         assert self.missed(at) is None, (at, rank, item)
-        self.gathering.hear([{"rank": rank, **item}], now=at)
+        self.progress.add([{"rank": rank, **item}], now=at)
 
     def step(self, at, rank, seconds=1.0):
         self.tell(at, rank, line={"event": "step", "seconds": seconds})
@@ -94,12 +109,7 @@ class Simulated:
         self.tell(at, rank, microbatches=microbatches, step=1, part=part)
 
     def missed(self, at):
-        heard = self.gathering
-        return overdue(
-            now=at, started=0.0, moved=heard.moved, first_step=heard.first_step, phase="measure",
-            slowest_gap_s=heard.slowest_gap_s, spoke=heard.spoke, predicted_step_time_s=0.1, limit_s=1e9,
-            measure=self.measure,
-        )  # fmt: skip
+        return overdue(self.task, self.progress, at)
 
 
 def test_a_healthy_run_is_as_slow_as_it_likes():
@@ -158,9 +168,9 @@ def test_the_optimizer_has_a_deadline_of_its_own():
     assert run.missed(now + 400.0) is None
 
 
-def test_what_an_autopsy_finds_is_no_progress():
+def test_what_is_found_at_a_hanging_rank_is_no_progress():
     run = Simulated(1)
     run.step(1.0, 0)
-    run.gathering.hear([{"rank": 0, "found": {"state": "T"}}], now=9.0)
-    assert run.gathering.moved == 1.0
-    assert run.gathering.ranks[0].found == {"state": "T"}
+    run.progress.add([{"rank": 0, "found": {"state": "T"}}], now=9.0)
+    assert run.progress.moved == 1.0
+    assert run.progress.ranks[0].found == {"state": "T"}

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.disks import on_a_small_disk
-from ultrabench.agent.patience import Patience
+from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.errors import ClusterError
 
 JOURNAL = """
@@ -82,17 +82,17 @@ def test_an_agent_waits_for_a_disk_and_goes_on_beating(tmp_path):
         tmp_path,
         JOURNAL
         + """
-from ultrabench.agent.patience import Patience
+from ultrabench.agent.disk_retry import DiskRetry
 beats = []
-patience = Patience(1.0)
-patience.beat = lambda: beats.append(time.monotonic())
+disk_retry = DiskRetry(1.0)
+disk_retry.beat = lambda: beats.append(time.monotonic())
 fill()
 later(1.0, free)
-patience.insist(write, 1)
+disk_retry.retry(write, 1)
 writer._close()  # a disk with a file open for writing cannot be made read-only
 read_only(True)
 later(1.0, read_only, False)
-patience.insist(write, 2)
+disk_retry.retry(write, 2)
 print([e["generation"] for e in read_journal(disk)])
 from tests.patience import slowness
 print(max(b - a for a, b in zip(beats, beats[1:])) < slowness())
@@ -102,16 +102,16 @@ print(max(b - a for a, b in zip(beats, beats[1:])) < slowness())
 
 
 def test_an_agent_gives_up_a_disk_that_nobody_mends(capfd):
-    patience = Patience(1.0)
+    disk_retry = DiskRetry(1.0)
     with pytest.raises(ClusterError, match=r"No space left on device.*; waited 0.5 s"):
-        patience.within(0.5, full)
+        disk_retry.retry_for(0.5, full)
     assert "No space left on device" in capfd.readouterr().err
 
 
 def test_a_log_on_the_full_disk_does_no_harm():
     code = (
-        "from ultrabench.agent.patience import Patience; from ultrabench.errors import ClusterError\n"
-        "try: Patience(1.0).within(0.5, open('/dev/full', 'wb', buffering=0).write, b'x')\n"
+        "from ultrabench.agent.disk_retry import DiskRetry; from ultrabench.errors import ClusterError\n"
+        "try: DiskRetry(1.0).retry_for(0.5, open('/dev/full', 'wb', buffering=0).write, b'x')\n"
         "except ClusterError: print('given up')"
     )
     with open("/dev/full", "wb") as log:
@@ -126,33 +126,33 @@ def full():
 
 def test_a_silent_file_server_is_not_waited_for_in_the_kernel(tmp_path):
     os.mkfifo(tmp_path / "server")  # opening it blocks, as a server that is away does
-    patience, beats = Patience(1.0), []
-    patience.beat = lambda: beats.append(1)
+    disk_retry, beats = DiskRetry(1.0), []
+    disk_retry.beat = lambda: beats.append(1)
     with pytest.raises(ClusterError, match=r"did not answer for 0.3 s"):
-        patience.within(0.3, (tmp_path / "server").read_bytes)
+        disk_retry.retry_for(0.3, (tmp_path / "server").read_bytes)
     assert len(beats) > 1
     (tmp_path / "server").write_bytes(b"")
 
 
 def test_what_cannot_pass_is_told_at_once():
-    patience = Patience(1.0)
+    disk_retry = DiskRetry(1.0)
     with pytest.raises(ZeroDivisionError):
-        patience.insist(lambda: 1 // 0)
+        disk_retry.retry(lambda: 1 // 0)
     with pytest.raises(FileNotFoundError):
-        patience.insist(os.stat, "/no/such/file")
+        disk_retry.retry(os.stat, "/no/such/file")
 
 
 def test_presence_is_shown_at_most_so_often_and_leaves_no_thread(tmp_path):
     journal = tmp_path / "journal"
     journal.write_text("")
     os.utime(journal, (0, 0))
-    patience = Patience(3600.0)
-    patience._touched = time.monotonic() - 4000.0
-    patience.touch(journal)
+    disk_retry = DiskRetry(3600.0)
+    disk_retry._touched = time.monotonic() - 4000.0
+    disk_retry.touch(journal)
     first = journal.stat().st_mtime_ns
     assert first > 0
-    patience.touch(journal)
+    disk_retry.touch(journal)
     assert journal.stat().st_mtime_ns == first
     assert threading.active_count() == 1
-    patience._touched -= 4000.0
-    patience.touch(tmp_path / "gone")
+    disk_retry._touched -= 4000.0
+    disk_retry.touch(tmp_path / "gone")

@@ -1,7 +1,7 @@
 import os
 import time
 
-from ultrabench.agent.forks import ForkServer
+from ultrabench.agent.ranks.forks import ForkServer
 
 
 def test_a_fork_server_that_cannot_start_tells_its_own_exit_code(tmp_path):

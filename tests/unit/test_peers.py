@@ -7,14 +7,14 @@ import socket
 import pytest
 
 from tests.unit.one_node import task
+from ultrabench.agent.agent_group import AgentGroup, StopRequest
+from ultrabench.agent.connection import Connection
+from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.follow import follow
-from ultrabench.agent.gang import Gang
-from ultrabench.agent.gathering import Gathering
-from ultrabench.agent.judgement import judge
-from ultrabench.agent.link import Line
-from ultrabench.agent.node import Node
-from ultrabench.agent.place import Place
-from ultrabench.agent.stop import StopRequest
+from ultrabench.agent.node_identity import NodeIdentity
+from ultrabench.agent.ranks.node import Node
+from ultrabench.agent.ranks.rank_progress import AttemptProgress
+from ultrabench.agent.ranks.watch import RunEnd
 from ultrabench.allocation import Allocation
 from ultrabench.measure import Measure
 from ultrabench.result import Status
@@ -26,7 +26,7 @@ def node(tmp_path):
         name="n2-peers.0", sweep_dir=str(tmp_path), work_dir=str(tmp_path), nodes=2, gpus_per_node=1, simulated=True,
         threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest="", tasks=(task("x.py", "cpu"),),
     )  # fmt: skip
-    made = Node(allocation, Place(node=0, host="local-0"))
+    made = Node(allocation, NodeIdentity(node=0, host="local-0"))
     yield made
     made.scratch.rmdir()
 
@@ -45,34 +45,32 @@ def pair():
     there = socket.create_connection(tcp.getsockname())
     here, _ = tcp.accept()
     tcp.close()
-    yield Line(here), there
+    yield Connection(here), there
     here.close()
     there.close()
 
 
 @pytest.mark.parametrize(
     "message",
-    [{"cleaned": 7}, {"cleaned": {"left": None}}, {"news": 7}, {"news": [7]}, {"news": [{"rank": 99, "line": {}}]},
-     {"cleaned": {"left": None, "sm_clocks_hz": ["x"], "slowdowns": []}}, {"news": [{}]}],
+    [{"cleaned": 7}, {"cleaned": {"left": None}}, {"rank_events": 7}, {"rank_events": [7]}, {"rank_events": [{"rank": 99, "line": {}}]},
+     {"cleaned": {"left": None, "sm_clocks_hz": ["x"], "slowdowns": []}}, {"rank_events": [{}]}],
 )  # fmt: skip
 def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(node, stop, pair, tmp_path, message):
     line, there = pair
     line.facts = {"node": 1, "host": "local-1"}
-    gang = Gang(
-        node.allocation, node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", tmp_path / "j"
-    )
-    gathering = Gathering(2)
+    group = AgentGroup(node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", tmp_path / "j")
+    progress = AttemptProgress(2)
     there.sendall(json.dumps(message).encode() + b"\n")
-    gang.listen(gathering, 5.0)
-    assert gathering.fault or "the agent of node 1 (local-1) said what" in str(gang.interrupted)
-    assert (gang.lost, gang.avoid) == (None, [])
+    group.listen(progress, 5.0)
+    assert progress.fault or "the agent of node 1 (local-1) said what" in str(group.interrupted)
+    assert (group.lost, group.avoid) == (None, [])
 
 
 def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
     line, there = pair
     there.sendall(b'{"do": "start", "task": 99, "address": "127.0.0.1", "port": 0}\n')
     with pytest.raises(IndexError):
-        follow(node.allocation, node, line, stop)
+        follow(node, line, stop)
     said = [json.loads(text) for text in there.recv(2**16).splitlines()]
     told = "the agent of local-0 failed: IndexError: tuple index out of range"
     assert said[-1] == {"ending": told, "left": True}
@@ -81,15 +79,19 @@ def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
 def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair, tmp_path):
     line, there = pair
     line.facts = {"node": 1, "host": "local-1"}
-    gang = Gang(
-        node.allocation, node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", tmp_path / "j"
-    )
-    gathering = Gathering(2)
+    group = AgentGroup(node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", tmp_path / "j")
+    progress = AttemptProgress(2)
     there.sendall(b'{"ending": "the agent of local-1 failed: KeyError", "left": true}\n')
     there.close()
-    gang.listen(gathering, 5.0)
-    gang.end_ranks(gathering)
-    gang.listen(gathering, 0.1)
-    assert (gang.lost, gang.avoid) == (None, [])
-    ended = judge(gathering, Measure(), None, gang.interrupted, gang.lost, gang.hosts)
+    group.listen(progress, 5.0)
+    group.end_ranks(progress)
+    group.listen(progress, 0.1)
+    assert (group.lost, group.avoid) == (None, [])
+    ended = classify(
+        progress,
+        Measure(),
+        RunEnd(status=Status.CANCELLED, reason=str(group.interrupted)),
+        group.lost,
+        group.hosts,
+    )
     assert (ended.status, ended.suspects) == (Status.CANCELLED, ())

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from ultrabench.agent.classify import classify
-from ultrabench.agent.gathering import MOST_STEPS, Gathering
+from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.ranks.rank_progress import MAX_STEPS, AttemptProgress
 from ultrabench.kernel_choice import KernelChoice
 from ultrabench.measure import Measure
 from ultrabench.record import canonical_json, to_dict
@@ -24,16 +24,16 @@ KERNEL = KernelChoice(name="code", kind="command", command=("python", "x.py"))
 
 def judged(*texts, ranks=4, rank=3):
     """The result of a healthy run of which one rank reports these lines besides."""
-    gathering = Gathering(ranks)
+    progress = AttemptProgress(ranks)
     steps = [
         parse_line(json.dumps({"event": "step", "seconds": 0.1 + n / 1e3, "loss": 1.0})) for n in range(9)
     ]
-    gathering.hear([{"rank": r, "line": step} for r in range(ranks) for step in steps])
-    gathering.hear([{"rank": rank, "line": line} for line in map(parse_line, texts) if line])
-    gathering.hear([{"rank": r, "code": 0, "tail": ""} for r in range(ranks)])
-    result = classify(gathering, MEASURE, stopped=None, ended=None, hosts=("n0", "n1"))
+    progress.add([{"rank": r, "line": step} for r in range(ranks) for step in steps])
+    progress.add([{"rank": rank, "line": line} for line in map(parse_line, texts) if line])
+    progress.add([{"rank": r, "code": 0, "tail": ""} for r in range(ranks)])
+    result = classify(progress, MEASURE, None, hosts=("n0", "n1"))
     canonical_json(to_dict(result))
-    env_id(gathering.environment, KERNEL, "")
+    env_id(progress.environment, KERNEL, "")
     return result
 
 
@@ -60,7 +60,7 @@ def test_a_line_that_no_reader_can_take_in_makes_the_run_invalid(text):
 NOT_NUMBERS = [math.nan, math.inf, 10**400, "x", [1], {"a": 1}, True, -1]
 FIELDS = {"memory": ("allocated_bytes", "reserved_bytes"), "done": ("hardware_flops_per_step", "stopped"),
           "environment": ("omp_num_threads", "gpu_name", "variables"), "store": ("port",),
-          "phase": ("name", "time"), "witness": ("pid",), "other": ("x",)}  # fmt: skip
+          "phase": ("name", "time"), "stack_dump": ("pid",), "other": ("x",)}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_any_value_in_any_field_leaves_a_result_that_can_be_written(event, name,
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=lambda v: repr(v)[:12])
 def test_an_error_may_say_anything(value):
     line = parse_line(json.dumps({"event": "error", "kind": value, "message": value, "traceback": value}))
-    gathering = Gathering(1)
-    gathering.hear([{"rank": 0, "line": line}, {"rank": 0, "code": 1, "tail": ""}])
-    result = classify(gathering, MEASURE, stopped=None, ended=None)
+    progress = AttemptProgress(1)
+    progress.add([{"rank": 0, "line": line}, {"rank": 0, "code": 1, "tail": ""}])
+    result = classify(progress, MEASURE, None)
     assert result.status in (Status.CRASH, Status.INVALID)
     canonical_json(to_dict(result))
 
@@ -97,21 +97,21 @@ def test_long_words_are_cut_in_the_middle():
 
 
 def test_news_that_cannot_be_taken_in_cost_the_run_only():
-    gathering = Gathering(2)
-    gathering.hear([{"rank": 1, "line": None}, {"rank": 0, "code": 0}, {"rank": 1, "code": 0}])
-    assert gathering.failed
-    result = classify(gathering, MEASURE, stopped=None, ended=None, hosts=("n0", "n1"))
+    progress = AttemptProgress(2)
+    progress.add([{"rank": 1, "line": None}, {"rank": 0, "code": 0}, {"rank": 1, "code": 0}])
+    assert progress.failed
+    result = classify(progress, MEASURE, None, hosts=("n0", "n1"))
     assert (result.status, result.suspects) == (Status.INVALID, ())
 
 
 def test_sixty_thousand_steps_are_judged_at_once_and_stay_a_line_of_bounded_length():
     began = time.process_time()
     steps = ['{"event": "step", "seconds": 0.0123456789, "loss": 1.5}'] * 60_000
-    gathering = Gathering(2)
-    gathering.hear([{"rank": r, "line": parse_line(text)} for r in (0, 1) for text in steps])
-    gathering.hear([{"rank": r, "code": 0} for r in (0, 1)])
-    result = classify(gathering, MEASURE, stopped=None, ended=None)
-    assert (result.status, len(result.step_times_s)) == (Status.OK, MOST_STEPS - MEASURE.warmup_steps)
+    progress = AttemptProgress(2)
+    progress.add([{"rank": r, "line": parse_line(text)} for r in (0, 1) for text in steps])
+    progress.add([{"rank": r, "code": 0} for r in (0, 1)])
+    result = classify(progress, MEASURE, None)
+    assert (result.status, len(result.step_times_s)) == (Status.OK, MAX_STEPS - MEASURE.warmup_steps)
     assert len(canonical_json(to_dict(result))) < 200_000
     assert time.process_time() - began < 20
 

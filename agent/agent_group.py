@@ -1,0 +1,185 @@
+"""The agents of one allocation, as the leading one sees them: what it tells them and hears from them."""
+
+import contextlib
+import random
+import signal
+import socket
+import time
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+from ultrabench.agent.connection import POLL_S, Message, PauseDetector, Peers, wait_readable
+from ultrabench.agent.ranks.node import Cleaned, Node
+from ultrabench.agent.ranks.rank_progress import AttemptProgress
+from ultrabench.run import Task
+
+EXIT_GRACE_S = 25.0
+"""Seconds to wait for all nodes to be clean; longer than a node takes to find out that it cannot be."""
+EVIDENCE_S = 15.0
+"""Seconds to wait for what is found at ranks that hang; longer than a node takes to look at them."""
+LOST_BEATS = 3
+"""Heartbeats that an agent may miss before it counts as gone."""
+DISMISS_S = 2.0
+"""Seconds that the other agents get to clean up before a lost node has Slurm end the job."""
+PORT_TRIES = 50
+LOWEST_PORT = 10_240
+
+
+class StopRequest:
+    """Notes SIGTERM, SIGINT or SIGUSR2, by which Slurm or the user asks that the allocation ends."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.reason = self.reason or f"the allocation was ended by {signal.Signals(number).name}"
+
+
+class AgentGroup:
+    """All agents of an allocation, this node's own included."""
+
+    def __init__(
+        self, node: Node, facts: Message, peers: Peers, stop: StopRequest, address: str, journal: Path
+    ) -> None:
+        """`facts` are those of this node; `journal` is touched to show launchers that this agent is alive."""
+        self._node = node
+        self._peers = peers
+        self._stop = stop
+        self._address = address
+        self.facts = [facts, *(peers[n].facts for n in sorted(peers))]
+        self.hosts = [str(facts["host"]) for facts in self.facts]
+        self.lost: str | None = None
+        """Which node can no longer be used, and why."""
+        self.avoid: list[str] = []
+        """Hosts that later allocations should not use."""
+        self._ending_peer: str | None = None
+        self._left: set[int] = set()
+        """Nodes whose agent failed and said so: that is not the fault of the node."""
+        self._journal = journal
+        self._pauses = PauseDetector()
+        self._cleaned: dict[int, Cleaned] = {}
+        node.disk.beat = self._beat
+
+    @property
+    def interrupted(self) -> str | None:
+        """Why this allocation has to end now."""
+        return self._stop.reason or self._ending_peer or self.lost
+
+    def start(self, task: Task, index: int) -> AttemptProgress:
+        """Has all nodes start their ranks of `task`, which they know by `index`."""
+        port = 0 if task.forked else free_port(self._address)
+        progress = AttemptProgress(task.spec.layout.world_size)
+        self.order("start", task=index, address=self._address, port=port)
+        return progress
+
+    def order(self, do: str, **values: Any) -> Any:
+        """Has all nodes do something (see `Node.obey`); returns what this node answers."""
+        self._send({"do": do, **values})
+        return self._node.obey({"do": do, **values})
+
+    def end_ranks(self, progress: AttemptProgress) -> None:
+        """Kills what is left on all nodes and waits for every exit."""
+        for rank in progress.running:
+            progress.ranks[rank].killed_by_us = True
+        self._cleaned.clear()
+        self._cleaned[0] = self.order("kill")
+        end = time.monotonic() + EXIT_GRACE_S
+        while progress.running or len(self._cleaned.keys() | self._left) < len(self.hosts):
+            self.listen(progress, POLL_S)
+            if self.lost or self._left or time.monotonic() > end:
+                break
+        for node, host in enumerate(self.hosts):
+            unknown: Cleaned = {"left": None if self.lost else "it does not say that it is clean"}
+            left = self._cleaned.get(node, unknown)["left"]
+            if left and node not in self._left:
+                self.lost = f"{host} is given up: {left}"
+                self.avoid.append(host)
+
+    def dismiss(self) -> None:
+        """Tells all agents to end; when a node is lost, waits until the others have cleaned up."""
+        self._send({"do": "end"})
+        end = time.monotonic() + DISMISS_S
+        while self.lost and time.monotonic() < end and not all(p.closed for p in self._peers.values()):
+            for peer in wait_readable(self._peers.values(), POLL_S):
+                peer.receive()
+
+    def examine(self, progress: AttemptProgress) -> None:
+        """Has all nodes look at the ranks that still run, in bounded time, before these are killed."""
+        self.order("examine")
+        end = time.monotonic() + EVIDENCE_S
+        while any(progress.ranks[rank].found is None for rank in progress.running):
+            self.listen(progress, POLL_S)
+            if time.monotonic() > end or self.interrupted:
+                return
+
+    def clocks(self) -> tuple[float | None, str | None]:
+        """Median SM clock (Hz) over all GPUs while the last run made steps, and what slowed the clocks."""
+        cleaned = self._cleaned.values()
+        clocks = [clock for node in cleaned for clock in node["sm_clocks_hz"]]
+        slowdowns = sorted({text for node in cleaned for text in node["slowdowns"]})
+        return (median(clocks) if clocks else None), (", ".join(slowdowns) or None)
+
+    def listen(self, progress: AttemptProgress, seconds: float) -> None:
+        """Takes in what all nodes send within `seconds`, and notices which nodes have gone silent."""
+        self._beat()
+        readable = wait_readable(self._peers.values(), seconds)
+        pause_s = self._pauses.pause_s(seconds)
+        progress.allow_pause(pause_s)
+        for peer in self._peers.values():
+            peer.allow_pause(pause_s)
+        for peer in readable:
+            for message in peer.receive():
+                self._take(int(peer.facts["node"]), message, progress)
+        progress.add(self._node.rank_events())
+        silence = LOST_BEATS * self._node.allocation.heartbeat_s
+        for node, peer in self._peers.items():
+            if node not in self._left and (peer.closed or time.monotonic() - peer.last_heard > silence):
+                self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
+        self._pauses.end_round()
+
+    def _take(self, node: int, message: Message, progress: AttemptProgress) -> None:
+        """Takes in a message of the agent of a node; one that makes no sense ends the allocation."""
+        try:
+            if "cleaned" in message:
+                told = message["cleaned"]
+                clocks = [float(clock) for clock in told["sm_clocks_hz"]]
+                slowdowns = [str(text) for text in told["slowdowns"]]
+                self._cleaned[node] = {"left": told["left"], "sm_clocks_hz": clocks, "slowdowns": slowdowns}
+            if "ending" in message:
+                self._ending_peer = str(message["ending"])
+                self._left |= {node} if message.get("left") else set()
+            progress.add(message.get("rank_events", []))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            whose = f"the agent of node {node} ({self.hosts[node]})"
+            self._ending_peer = f"{whose} said what cannot be understood: {type(error).__name__}: {error}"
+
+    def _beat(self) -> None:
+        """Shows the other agents and the launcher, often enough, that this one is alive."""
+        if self._node.disk.touch(self._journal):
+            self._send({"do": "beat"})
+
+    def _send(self, message: Message) -> None:
+        for peer in self._peers.values():
+            peer.send(message)
+
+
+def free_port(host: str) -> int:
+    """A port of `host` that is free now, for programs that want MASTER_PORT before they start.
+
+    It is outside the range from which the system gives ports to connections, so that it stays free
+    until the program binds it. Ranks of the embedded kernel do not need it: their rank 0 binds port 0
+    and reports which port it got.
+    """
+    first_given = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    usable = range(LOWEST_PORT, first_given)
+    for port in random.sample(usable, min(PORT_TRIES, len(usable))):
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return port
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,212 @@
+"""Agents of one allocation exchange JSON lines over TCP: the leader listens, the others connect."""
+
+import contextlib
+import hmac
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from ultrabench.errors import ClusterError
+from ultrabench.folder import write_whole
+
+Message = dict[str, Any]
+Peers = dict[int, "Connection"]
+"""Index of a node -> the connection to its agent."""
+
+POLL_S = 0.05
+"""Seconds between two looks at connections and ranks."""
+RENDEZVOUS_TIMEOUT_S = 120.0
+"""Seconds that the agents of an allocation wait for one another at its start."""
+SEND_TIMEOUT_S = 5.0
+"""Seconds after which a connection whose other side reads nothing counts as broken."""
+HELLO_BYTES = 2**16
+"""Longest message that is read before the other side has shown the secret."""
+MESSAGE_BYTES = 2**26
+"""Longest message that is read from an agent."""
+MAX_STRANGERS = 256
+"""Open connections that have not shown the secret yet; when there are more, the oldest is closed."""
+SHORTEST_PAUSE_S = 0.5
+"""A loop that is late by less than this is on an ordinary busy machine, and was not paused."""
+
+
+class PauseDetector:
+    """Measures how long this process itself was stopped, by a suspended job or a slow disk.
+
+    An agent asks once in each round of its loop, and does not count such a pause as silence of the others.
+    """
+
+    def __init__(self) -> None:
+        self.end_round()
+
+    def pause_s(self, waited_s: float) -> float:
+        """Seconds since the last round ended beyond the `waited_s` it meant to wait; 0 when that is short."""
+        pause_s = time.monotonic() - self._ended - waited_s
+        return pause_s if pause_s > SHORTEST_PAUSE_S else 0.0
+
+    def end_round(self) -> None:
+        """Notes when a round of the loop ends."""
+        self._ended = time.monotonic()
+
+
+class Connection:
+    """One TCP connection between two agents; each message is a JSON object on a line of its own."""
+
+    def __init__(self, tcp: socket.socket, max_bytes: int = MESSAGE_BYTES) -> None:
+        self._socket = tcp
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setblocking(False)
+        self._unfinished = b""
+        self.max_bytes = max_bytes
+        """A longer message closes the connection."""
+        self.facts: dict[str, Any] = {}
+        """What the agent on the other side said of its node."""
+        self.closed = False
+        self.last_heard = time.monotonic()
+        """When the other side last sent anything, by this host's monotonic clock."""
+
+    def fileno(self) -> int:
+        """The file descriptor, which select asks for."""
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Sends one message; a broken connection is marked as closed."""
+        try:
+            self._socket.settimeout(SEND_TIMEOUT_S)
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._socket.setblocking(False)
+        except OSError:
+            self.closed = True
+
+    def receive(self) -> list[Message]:
+        """The whole messages that have arrived, without waiting; {} stands for one that cannot be read."""
+        try:
+            data = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        *lines, rest = (self._unfinished + data).split(b"\n")
+        if not data or len(rest) > self.max_bytes:
+            self.close()
+            return []
+        self.last_heard = time.monotonic()
+        self._unfinished = rest
+        return [_message(line) for line in lines]
+
+    def allow_pause(self, pause_s: float) -> None:
+        """Does not count `pause_s`, in which this process was stopped, as silence of the other side."""
+        self.last_heard = min(time.monotonic(), self.last_heard + pause_s)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.closed = True
+        self._socket.close()
+
+
+def _message(line: bytes) -> Message:
+    try:
+        message = json.loads(line)
+    except (RecursionError, ValueError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def wait_readable(connections: Collection[Connection], seconds: float) -> list[Connection]:
+    """The connections that have something to receive, after at most `seconds`."""
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            if not connection.closed:
+                selector.register(connection, selectors.EVENT_READ, connection)
+        if selector.get_map():
+            return [key.data for key, _ in selector.select(seconds)]
+    time.sleep(seconds)
+    return []
+
+
+class Rendezvous:
+    """The leader's side of the start: a TCP server whose address is in a file of the allocation's folder."""
+
+    def __init__(self, file: Path, host: str, secret: str) -> None:
+        self._secret = secret.encode()
+        self._server = socket.create_server((host, 0), backlog=128)
+        self._server.setblocking(False)
+        self._strangers: list[Connection] = []
+        write_whole(file, json.dumps({"host": host, "port": self._server.getsockname()[1]}))
+
+    def wait_for_peers(self, nodes: int, timeout_s: float, beat: Callable[[], Any]) -> Peers:
+        """The connections to nodes 1 to nodes-1; `beat` is called while they are waited for.
+
+        Anybody may connect, but whoever does not begin with the secret is disconnected, and no single
+        connection holds up the others. When all nodes have come, the server is closed.
+
+        Raises:
+            ClusterError: some nodes did not come in time.
+        """
+        peers: Peers = {}
+        missing, end = set(range(1, nodes)), time.monotonic() + timeout_s
+        while missing and time.monotonic() < end:
+            beat()
+            self._accept()
+            for stranger in wait_readable(self._strangers, POLL_S):
+                # Of two that say they are the same node, the first stays.
+                if (node := self._node_of(stranger, missing)) is not None:
+                    stranger.max_bytes = MESSAGE_BYTES
+                    peers[node] = stranger
+                    missing.remove(node)
+                    self._strangers.remove(stranger)
+            self._strangers = [s for s in self._strangers if not s.closed]
+        self._server.close()
+        for connection in (*self._strangers, *(peers.values() if missing else ())):
+            connection.close()
+        if missing:
+            raise ClusterError(f"agents of nodes {sorted(missing)} did not come within {timeout_s:g} s")
+        return peers
+
+    def _accept(self) -> None:
+        """Accepts all who have connected since the last call."""
+        with contextlib.suppress(OSError):
+            while True:
+                self._strangers.append(Connection(self._server.accept()[0], HELLO_BYTES))
+                if len(self._strangers) > MAX_STRANGERS:
+                    self._strangers.pop(0).close()
+
+    def _node_of(self, stranger: Connection, missing: set[int]) -> int | None:
+        """The missing node that a stranger has proved to be; who sends anything else is disconnected."""
+        messages = stranger.receive()
+        if not messages:
+            return None
+        facts, secret = messages[0].get("facts"), str(messages[0].get("secret")).encode(errors="replace")
+        if isinstance(facts, dict) and hmac.compare_digest(secret, self._secret):
+            node = facts.get("node")
+            if type(node) is int and node in missing:
+                stranger.facts = facts
+                return node
+        stranger.close()
+        return None
+
+
+def connect_to_leader(file: Path, facts: dict[str, Any], secret: str, timeout_s: float) -> Connection:
+    """A connection to the leader whose address is in `file`.
+
+    Args:
+        facts: what the leader has to know of this node; `node` is its index.
+
+    Raises:
+        ClusterError: the leader could not be reached in time.
+    """
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        try:
+            address = json.loads(file.read_text())
+            tcp = socket.create_connection((address["host"], address["port"]), timeout=5.0)
+        except (LookupError, OSError, TypeError, ValueError):
+            time.sleep(POLL_S)
+            continue
+        leader = Connection(tcp)
+        leader.send({"secret": secret, "facts": facts})
+        return leader
+    raise ClusterError(f"node {facts['node']} found no leader in {file} within {timeout_s:g} s")

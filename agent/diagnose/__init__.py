@@ -1,0 +1,1 @@
+"""Why an attempt ended: causes of failures, and evidence of hangs."""

@@ -1,0 +1,195 @@
+"""What the ranks of one node do when a run hangs: their states, stacks and last collectives."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER, file_size
+from ultrabench.agent.ranks.rank_progress import RankEvent
+from ultrabench.processes import descendants, tag_of
+from ultrabench.report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line, read_part
+
+ANSWER_S = 3.0
+"""Seconds to wait for answers: a rank that can answer at all does so at once."""
+PY_SPY_S = 10.0
+LOOKS = 3
+"""How many times the state of a process is read: only a state that lasts counts."""
+LOOK_S = 0.02
+STACK_DEPTH = 40
+NAME_CHARS = 300
+"""Longest name of a function, a group or a collective."""
+TEXT_BYTES = 2**22
+"""How much of an answer, or of a report, is read."""
+
+_FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
+_PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+\.py|<\w+>):(\d+)\)$")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Subject:
+    """One rank that is looked at."""
+
+    rank: int
+    report: Path
+    pid: int
+    state: str
+    """R, S, D, T, Z as in /proc, T if any of its processes is stopped; ? where it changed or is unknown."""
+    wchan: str
+    """Function of the kernel in which it sleeps."""
+    asked: bool
+    """It was asked by signals for its stacks and collectives."""
+
+
+def hang_evidence(run: Path, pids: dict[int, int], tag: str) -> Iterator[list[RankEvent]]:
+    """Asks every rank, then has py-spy look; yields [] while answers are waited for, then the events.
+
+    Args:
+        run: node-local folder of the run; raw stacks and dumps go into its EVIDENCE_FOLDER.
+        pids: rank -> the process that was started as that rank.
+        tag: the tag of the processes of the run; no other process is sent a signal.
+    """
+    subjects = _asked(run, pids, tag)
+    end, before = time.monotonic() + ANSWER_S, -1
+    while time.monotonic() < end:
+        reports = [s.report for s in subjects if s.asked]
+        written = sum(file_size(f"{report}{STACKS_SUFFIX}") for report in reports)
+        # All that were asked have written their collectives, and none still writes stacks.
+        if written == before and all(file_size(f"{report}{COLLECTIVES_SUFFIX}") for report in reports):
+            break
+        before = written
+        yield []
+    folder = run / EVIDENCE_FOLDER
+    spies = _spies(subjects, folder)
+    end = time.monotonic() + PY_SPY_S
+    while any(spy.poll() is None for spy in spies) and time.monotonic() < end:
+        yield []
+    for spy in spies:
+        spy.kill()
+        spy.wait()
+    yield [{"rank": s.rank, "found": _found(s, folder)} for s in subjects]
+
+
+def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
+    """Looks at the processes of each rank, and asks those that promised to answer."""
+    families = {rank: [pid, *sorted(descendants(pid))] for rank, pid in pids.items()}
+    looks: list[dict[int, str]] = []
+    for _ in range(LOOKS):
+        looks.append({p: _state(p) for family in families.values() for p in family})
+        time.sleep(LOOK_S)
+    subjects = []
+    for rank, family in families.items():
+        report = run / f"rank{rank}.report"
+        promised = _dumping_process(report)
+        pid = promised if promised in family else _python_of(family)
+        state, wchan = _lasting(pid, family, looks), _text(f"/proc/{pid}/wchan").strip().strip("0")
+        asked = promised == pid and state not in "TZ" and tag_of(pid) == tag
+        for number in (signal.SIGUSR1, signal.SIGUSR2) if asked else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        subjects.append(_Subject(rank=rank, report=report, pid=pid, state=state, wchan=wchan, asked=asked))
+    return subjects
+
+
+def _spies(subjects: list[_Subject], folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Starts py-spy if it is installed: it needs no help of a rank; a stopped rank it may only read."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    spies = []
+    for subject in subjects if program else ():
+        how = "--nonblocking" if subject.state == "T" else "--native"
+        command = [str(program), "dump", "--pid", str(subject.pid), how]
+        with (folder / f"rank{subject.rank}.py-spy.txt").open("wb") as out:
+            spies.append(subprocess.Popen(command, stdout=out, stderr=out))
+    return spies
+
+
+def _found(subject: _Subject, folder: Path) -> dict[str, Any]:
+    stacks = _text(f"{subject.report}{STACKS_SUFFIX}")
+    told = _text(f"{subject.report}{COLLECTIVES_SUFFIX}")
+    for name, text in (("stacks.txt", stacks), ("collectives.json", told)):
+        if text:
+            (folder / f"rank{subject.rank}.{name}").write_text(text)
+    return {
+        "state": subject.state,
+        "wchan": subject.wchan,
+        "stack": main_stack(stacks) or main_stack(_text(folder / f"rank{subject.rank}.py-spy.txt")),
+        "answered": bool(told),
+        "groups": _groups(told),
+    }
+
+
+def dump_variables(run: Path) -> dict[str, str]:
+    """The environment that has NCCL's flight recorder, if it is on, dump into the run's folder."""
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the new name and the old one
+    return dict.fromkeys(names, str(run / EVIDENCE_FOLDER / "nccl_trace_rank_"))
+
+
+def main_stack(text: str) -> list[str]:
+    """`function (file:line)` of the main thread, innermost first, from faulthandler or py-spy.
+
+    faulthandler puts the main thread last, py-spy first.
+    """
+    threads: list[list[str]] = []
+    spy = text.startswith("Process ")
+    for line in text.splitlines():
+        if line.startswith(("Thread ", "Current thread ")):
+            threads.append([])
+        found = (_PY_SPY_FRAME if spy else _FAULTHANDLER_FRAME).match(line)
+        if found and threads:
+            function, path, number = found.groups() if spy else (found[3], found[1], found[2])
+            threads[-1].append(f"{function} ({path}:{number})"[-NAME_CHARS:])
+    return threads[0 if spy else -1][:STACK_DEPTH] if threads else []
+
+
+def _groups(told: str) -> list[dict[str, Any]]:
+    """The process groups that a rank answered; none where the answer makes no sense."""
+    try:
+        return [
+            {
+                "group": str(g["group"])[:NAME_CHARS],
+                "ranks": [int(rank) for rank in g["ranks"]],
+                "entered": int(g["entered"]),
+                **{name: None if g[name] is None else int(g[name]) for name in ("started", "finished")},
+                "ops": {str(number): str(op)[:NAME_CHARS] for number, op in g["ops"].items()},
+            }
+            for g in json.loads(told)["groups"]
+        ]
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return []
+
+
+def _dumping_process(report: Path) -> int | None:
+    """The process that promised to answer signals with dumps, by the beginning of its report."""
+    lines = (parse_line(text) for text in _text(report).splitlines())
+    promises = (line for line in lines if line and line["event"] == "stack_dump" and "pid" in line)
+    return next((promise["pid"] for promise in promises), None)
+
+
+def _lasting(pid: int, family: list[int], looks: list[dict[int, str]]) -> str:
+    """The state of `pid` if all looks agree on it; T if one of its family stays stopped."""
+    if any(all(look[member] in "Tt" for look in looks) for member in family):
+        return "T"
+    states = {look[pid] for look in looks}
+    return states.pop() if len(states) == 1 else "?"
+
+
+def _python_of(family: list[int]) -> int:
+    """The first Python process of a rank: what was started may be a shell."""
+    return next((pid for pid in family if _text(f"/proc/{pid}/comm").startswith("python")), family[0])
+
+
+def _state(pid: int) -> str:
+    return _text(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1] or "?"
+
+
+def _text(path: str | Path) -> str:
+    return read_part(path, 0, TEXT_BYTES).decode(errors="replace")

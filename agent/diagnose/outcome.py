@@ -1,0 +1,192 @@
+"""How an attempt ended and why, from what its ranks reported, how they exited and what they logged."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ultrabench.agent.diagnose.memory_account import own_gpu_memory, own_limit
+from ultrabench.agent.diagnose.root_cause import Finding, findings, fingerprint, last_line, own_words
+from ultrabench.agent.diagnose.signatures import last_words
+from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.agent.ranks.watch import RunEnd
+from ultrabench.measure import Measure
+from ultrabench.result import RunResult, Status
+from ultrabench.step_time import ci95_rel, extremes
+
+MESSAGE_CHARS = 1000
+"""Longest error message of a rank that is kept in the journal."""
+
+
+def classify(
+    progress: AttemptProgress,
+    measure: Measure,
+    end: RunEnd | None,
+    lost: str | None = None,
+    hosts: Sequence[str] = (),
+    gpu_names: tuple[str, ...] = (),
+) -> RunResult:
+    """The result of an attempt whose ranks are all gone.
+
+    The program's own result comes first, whatever its log says; then what ranks reported of their own
+    failure, then what we decided ourselves, then exits and logs. Among the ranks a cause comes before
+    its consequences: a communication error, which the peers of any dying rank report, is the last.
+
+    Args:
+        end: why ultrabench ended the ranks, if they did not end by themselves.
+        lost: which node was lost, if one was.
+        hosts: the nodes, each with an equal share of the ranks, in their order.
+        gpu_names: what the accelerators may call themselves; empty: anything.
+    """
+    result = _explained(progress, measure, end, lost, hosts)
+    environment, rank0 = progress.environment, progress.ranks[0]
+    gpu, done = environment.get("gpu_name"), rank0.done or {}
+    if result.status == Status.OK and gpu_names and gpu is not None and gpu not in gpu_names:
+        result = _invalid("wrong_gpu", f"it ran on {gpu!r}; this hardware has {' or '.join(gpu_names)}")
+    times = rank0.measured_steps(measure)
+    interval = ci95_rel(times) if times else None
+    names = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
+    known: dict[str, Any] = {name: environment.get(name) for name in names}
+    ok, ranks = result.status == Status.OK, [_evidence(n, rank) for n, rank in enumerate(progress.ranks)]
+    return replace(
+        result,
+        **known,
+        measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
+        stopped=done.get("stopped") or (((end and end.stopped) or "program") if ok else None),
+        ci_reached=None if interval is None else interval <= measure.target_ci95_rel,
+        step_times_s=tuple(times),
+        rank_step_times_s=extremes([rank.measured_steps(measure) for rank in progress.ranks]),
+        loss_final=_loss(rank0, measure),
+        loss_step=measure.loss_step,
+        hardware_flops_per_step=done.get("hardware_flops_per_step"),
+        peak_mem_allocated_bytes=_largest(progress, "allocated_bytes"),
+        peak_mem_reserved_bytes=_largest(progress, "reserved_bytes"),
+        peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),
+        init_time_s=progress.first_step - progress.started if progress.first_step else None,
+        started_at=progress.started_at,
+        probe=progress.probe,
+        evidence={} if ok else {"ranks": ranks, **(end.evidence if end else {})},
+    )
+
+
+def _explained(
+    progress: AttemptProgress, measure: Measure, end: RunEnd | None, lost: str | None, hosts: Sequence[str]
+) -> RunResult:
+    """Status, reason and cause, without what was measured; the arguments are those of `classify`."""
+    if progress.fault is not None:
+        return _invalid("bad_report", progress.fault)
+    bad_loss = _non_finite(progress.ranks[0])
+    if all(_finished(rank) for rank in progress.ranks):
+        if bad_loss:
+            return _invalid("non_finite_loss", bad_loss)
+        unmeasured = None if progress.probe else _unmeasured(progress.ranks[0], measure)
+        return _invalid("unmeasured", unmeasured) if unmeasured else RunResult(status=Status.OK)
+    found = findings(progress.ranks)
+    root = found[0] if found else None
+    sure = (Status.OOM, Status.INVALID) if lost else frozenset(Status) - {Status.COMM_ERROR}
+    if root and root.told and root.cause.status in sure:
+        return _failed(found, progress, hosts)
+    if bad_loss:
+        return _invalid("non_finite_loss", bad_loss)
+    if lost is not None:
+        there = _named(hosts, lost)
+        return RunResult(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspects=there)
+    if end and (end.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
+        # A run that lost a race is ok and has no cause.
+        causes = {Status.HANG: "hang", Status.TIMEOUT: "time_limit", Status.CANCELLED: "stopped"}
+        cause, suspects = causes.get(end.status), end.suspects
+        return RunResult(status=end.status, reason=end.reason, cause=cause, suspects=suspects)
+    if root is not None:
+        return _failed(found, progress, hosts)
+    return RunResult(status=Status.CRASH, reason="the ranks vanished without an exit code", cause="exit_code")
+
+
+def _invalid(cause: str, reason: str) -> RunResult:
+    return RunResult(status=Status.INVALID, reason=reason, cause=cause)
+
+
+def _failed(found: list[Finding], progress: AttemptProgress, hosts: Sequence[str]) -> RunResult:
+    """The result that follows from the rank that failed first."""
+    ranks, root, cause = progress.ranks, found[0], found[0].cause
+    rank, words = ranks[root.rank], own_words(ranks[root.rank])
+    on = [hosts[n * len(hosts) // len(ranks)] for n in range(len(ranks))] if hosts else []
+    host = tuple(on[root.rank : root.rank + 1])
+    suspects = host if cause.blames_host else ()
+    if cause.status == Status.COMM_ERROR and on:
+        suspects = _pointed_at(found, ranks, on) or host
+    proof = {"cuda_oom": own_gpu_memory, "cpu_oom": own_limit}.get(cause.name)
+    own = bool(proof and proof(words, rank.memory, rank.error or {}))
+    where = f"rank {root.rank}{f' on {host[0]}' if host else ''}"
+    return RunResult(
+        status=cause.status,
+        reason=f"{cause.what}, {where}: {root.line}",
+        cause=cause.name,
+        fingerprint=fingerprint(cause.name, rank.phase, root.line, words, hosts) if cause.telling else None,
+        confirmed=own if cause.status == Status.OOM else None,
+        suspects=suspects,
+    )
+
+
+def _pointed_at(found: Sequence[Finding], ranks: list[RankProgress], on: list[str]) -> tuple[str, ...]:
+    """The hosts that communication errors point at; `on` has the host of each rank.
+
+    They are the hosts that ranks of other hosts name (NCCL begins each line of a log with its own host),
+    else the hosts of the few ranks that complain of nothing while most ranks do.
+    """
+    named = set[str]()
+    for finding in found:
+        words = "\n".join(last_words(own_words(ranks[finding.rank])))
+        named |= {*_named(on, words)} - {on[finding.rank]}
+    complaining = {f.rank for f in found}
+    silent = [n for n, rank in enumerate(ranks) if n not in complaining and rank.done is None]
+    if not named and len(silent) < len(found):
+        named = {on[n] for n in silent}
+    return tuple(dict.fromkeys(host for host in on if host in named))
+
+
+def _named(hosts: Sequence[str], text: str) -> tuple[str, ...]:
+    """The hosts whose names occur in a text."""
+    return tuple(h for h in hosts if re.search(rf"(?<![\w.-]){re.escape(h)}(?![\w-])", text))
+
+
+def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
+    """Why the steps of a program that ended well are no measurement."""
+    for i, step in enumerate(rank.steps, start=1):
+        if step.get("seconds", 0) <= 0:
+            return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
+    if rank.measured_steps(measure):
+        return None
+    told = f"the program ended well but reported {len(rank.steps)} steps, of which 0 count"
+    return f"{told}; it has to write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
+
+
+def _finished(rank: RankProgress) -> bool:
+    """Whether it reported that it was done, or exited as if it was; what follows does not matter."""
+    return rank.done is not None or (rank.error is None and rank.code == 0)
+
+
+def _non_finite(rank: RankProgress) -> str | None:
+    for i, step in enumerate(rank.steps, start=1):
+        loss = step.get("loss")
+        if isinstance(loss, float) and not math.isfinite(loss):
+            return f"loss is {loss} at step {step.get('step', i)}"
+    return None
+
+
+def _loss(rank: RankProgress, measure: Measure) -> float | None:
+    """The loss at the step at which all layouts are compared; None where it is unknown or not finite."""
+    loss = rank.steps[measure.loss_step - 1].get("loss") if len(rank.steps) >= measure.loss_step else None
+    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
+
+
+def _largest(progress: AttemptProgress, name: str) -> int | None:
+    return max((int(r.memory[name]) for r in progress.ranks if r.memory.get(name) is not None), default=None)
+
+
+def _evidence(number: int, rank: RankProgress) -> dict[str, Any]:
+    """How a rank ended and its last words, for `sweep show`."""
+    facts = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
+    error = rank.error and str(rank.error.get("message"))[:MESSAGE_CHARS]
+    last = last_line(rank.tail) if rank.tail and rank.code else None
+    return {"rank": number, **facts, "error": error, "last_line": last}

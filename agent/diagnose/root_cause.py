@@ -1,0 +1,162 @@
+"""What failed first: how every rank failed, and the one failure that explains the others."""
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ultrabench.agent.diagnose.memory_account import own_gpu_memory
+from ultrabench.agent.diagnose.signatures import BY_NAME, Cause, by_text, ends_in_traceback, last_words
+from ultrabench.agent.ranks.rank_progress import RankProgress
+from ultrabench.record import content_id
+from ultrabench.result import Status
+
+BY_SIGNAL: dict[int, str] = {
+    signal.SIGSEGV: "segfault",
+    signal.SIGBUS: "bus_error",
+    signal.SIGABRT: "abort",
+    **dict.fromkeys((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP), "killed"),
+}
+"""Signal -> cause, for signals that ultrabench did not send."""
+LINE_CHARS = 300
+"""Longest line that is quoted."""
+FRAMES = 3
+"""How many innermost frames count in a fingerprint, those of installed packages left out."""
+
+_FRAME = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line \d+, in (\S+)', re.MULTILINE)
+_PACKAGES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
+_VOLATILE = (
+    (re.compile(r"(?:/[\w.+@-]+)+/"), ""),  # folders; the name of the file stays
+    (re.compile(r"\b0x[0-9a-f]+\b|\b(?=[a-f]*\d)[0-9a-f]{6,}\b", re.IGNORECASE), "#"),
+    (re.compile(r"\b\d+(?:[.:]\d+)+\b|\b\d+(?:\.\d+)?(?:e[+-]?\d+)?\b"), "#"),
+    (re.compile(r"# ?(?:bytes|[KMG]i?B)\b"), "#"),
+    (re.compile(r"\s+"), " "),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """How one rank failed."""
+
+    rank: int
+    cause: Cause
+    line: str
+    """The line of its error or log that shows it."""
+    told: bool = False
+    """The rank itself or the kernel reported the failure, so that it counts whoever ended the rank."""
+    at: float = 0.0
+    """When the leader learned of it, by the leader's own clock."""
+
+    @property
+    def key(self) -> tuple[int, float, int, int]:
+        """Sorts roots before consequences; among equals the failure that was known first comes first."""
+        return _tier(self.cause), self.at, list(BY_NAME).index(self.cause.name), self.rank
+
+
+def findings(ranks: list[RankProgress]) -> list[Finding]:
+    """How the ranks that failed did so, the likeliest root first."""
+    found = [f for number, rank in enumerate(ranks) if (f := _finding(number, rank))]
+    early = []
+    for number, rank in enumerate(ranks):
+        if rank.code == 0 and rank.done is None and rank.error is None:
+            line = f"exited with code 0 in phase {rank.phase} while others went on"
+            cause, at = BY_NAME["exited_early"], rank.failed_at or 0.0
+            early.append(Finding(rank=number, cause=cause, at=at, line=line))
+    # Where most have ended well, those that have not are late.
+    return sorted(found + (early if len(early) <= len(ranks) / 2 else []), key=lambda f: f.key)
+
+
+def own_words(rank: RankProgress) -> str:
+    """The text that tells how a rank ended: its error with the traceback, else the end of its log."""
+    error = rank.error
+    return rank.tail if error is None else f"{error.get('traceback') or ''}\n{error.get('message') or ''}"
+
+
+def _tier(cause: Cause) -> int:
+    """Smaller for what happens first: hardware, memory, a wrong number, and at last communication."""
+    by_name = {"foreign_memory": 1, "exit_code": 4, "exited_early": 5}
+    by_status = {Status.NODE_FAIL: 0, Status.OOM: 1, Status.INVALID: 2, Status.COMM_ERROR: 6}
+    return by_name.get(cause.name, by_status.get(cause.status, 3))
+
+
+def _finding(number: int, rank: RankProgress) -> Finding | None:
+    told = True
+    if rank.done is not None or (rank.error is None and rank.code in (None, 0)):
+        return None
+    if rank.error is not None:
+        cause, line = _of_error(rank)
+    elif rank.oom_killed:
+        cause, line = BY_NAME["host_oom"], "killed by the kernel, which was out of memory"
+    elif rank.killed_by_us and rank.code == -signal.SIGKILL:
+        # Some ranks fail and then hang, since libraries wait for peers. Nothing else in a log proves anything.
+        known = by_text(last_words(rank.tail)) if ends_in_traceback(rank.tail) else None
+        if known is None:
+            return None
+        (cause, line), told = known, False
+    else:
+        cause, line = _of_exit(rank)
+        told = cause.status == Status.OOM
+    if cause.name == "cuda_oom" and own_gpu_memory(own_words(rank), rank.memory, rank.error or {}) is False:
+        cause = BY_NAME["foreign_memory"]
+    return Finding(rank=number, cause=cause, line=line, told=told, at=rank.failed_at or 0.0)
+
+
+def _of_error(rank: RankProgress) -> tuple[Cause, str]:
+    """The cause of an error that the rank reported: the text may be more exact than the kind."""
+    error = rank.error or {}
+    message = " ".join(str(error.get("message") or "(no message)").split())[:LINE_CHARS]
+    known = {"non_finite": "non_finite_loss", "replicas": "replicas_differ"}
+    kind = str(error.get("kind"))
+    if kind in known:
+        return BY_NAME[known[kind]], message
+    found, _ = by_text(last_words(own_words(rank))) or (BY_NAME["exception"], "")
+    if kind == "oom" and found.status != Status.OOM:
+        found = BY_NAME["cpu_oom"]
+    if kind == "comm" and found.name == "exception":
+        found = BY_NAME["connection_error"]
+    return found, message
+
+
+def _of_exit(rank: RankProgress) -> tuple[Cause, str]:
+    """The cause by the exit code, and by the log where that is more exact than the code."""
+    code, said = rank.code or 0, last_line(rank.tail)
+    told = by_text(last_words(rank.tail))
+    if code > 0:
+        return told or (BY_NAME["exit_code"], f"exited with code {code}: {said}")
+    name = {int(s): s.name for s in signal.Signals}.get(-code, f"signal {-code}")
+    cause = BY_NAME[BY_SIGNAL.get(-code, "signal")]
+    # Libraries abort because of something they say, and a rank that lost a peer may die in any way.
+    if told and (cause.name == "abort" or (cause.name == "segfault" and told[0].status == Status.COMM_ERROR)):
+        return told
+    return cause, f"killed by {name}, which ultrabench did not send: {said}"
+
+
+def last_line(text: str) -> str:
+    """The last line of a log that says something, stacks left out."""
+    lines = last_words(text) or [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:LINE_CHARS] if lines else "(empty log)"
+
+
+def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[str]) -> str:
+    """16 hex digits, equal for the same failure wherever and whenever it happens.
+
+    They do not depend on numbers, addresses, folders, ranks, hosts or times.
+
+    Args:
+        phase: what the rank was doing.
+        line: the line that shows the failure.
+        stack: a text with the traceback, if there is one.
+        hosts: names to leave out.
+    """
+    frames = [(path, name) for path, name in _FRAME.findall(stack) if not _PACKAGES.search(path)]
+    places = [f"{path.rpartition('/')[2]}:{name}" for path, name in frames[-FRAMES:]]
+    return content_id([cause, phase, places, normalized(line, hosts)])
+
+
+def normalized(line: str, hosts: Sequence[str]) -> str:
+    """The line without what differs from one host or time to another."""
+    for host in sorted(hosts, key=len, reverse=True):
+        line = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "HOST", line)
+    for pattern, replacement in _VOLATILE:
+        line = pattern.sub(replacement, line)
+    return line.strip()

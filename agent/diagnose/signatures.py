@@ -1,0 +1,152 @@
+"""The causes of failures: the status each stands for, and the words by which a log gives it away.
+
+Texts are those of torch, NCCL (github.com/NVIDIA/nccl, src/debug.cc and src/init.cc), gloo, glibc, CPython
+and the CUDA runtime (docs.nvidia.com/cuda/cuda-runtime-api, cudaGetErrorString); Xids as in
+docs.nvidia.com/deploy/xid-errors.
+"""
+
+import re
+from dataclasses import dataclass
+
+from ultrabench.result import Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One way to fail."""
+
+    name: str
+    status: Status
+    what: str
+    """The cause in a few words, as the reason of a result begins."""
+    text: re.Pattern[str] | None = None
+    """A line of a log or an error message that says so; None: known by other evidence."""
+    blames_host: bool = False
+    """It may be the fault of the node."""
+
+    @property
+    def telling(self) -> bool:
+        """Whether equal words mean the same failure; not so where any rank of any run may be hit."""
+        return self.status != Status.COMM_ERROR and self.name not in ("killed", "host_oom", "foreign_memory")
+
+
+def _cause(name: str, status: Status, what: str, text: str = "", *, blames_host: bool = False) -> Cause:
+    pattern = re.compile(text, re.MULTILINE) if text else None
+    return Cause(name=name, status=status, what=what, text=pattern, blames_host=blames_host)
+
+
+CAUSES = (
+    # Hardware first, for it makes everything else happen; what peers see of a dead rank comes last.
+    _cause("ecc_error", Status.NODE_FAIL, "memory of a GPU is broken",
+           r"uncorrectable (?:NVLink )?ECC|uncorrectable NVLink error|\bXid\b.*: (?:48|63|64|74|94|95)\b",
+           blames_host=True),
+    _cause("xid", Status.NODE_FAIL, "a GPU failed",
+           r"\bXid\b.*: (?:61|62|79|119|120)\b|fallen off the bus|GPU is lost|"
+           r"Unable to determine the device handle for GPU", blames_host=True),
+    _cause("gpu_unavailable", Status.NODE_FAIL, "a GPU cannot be used",
+           r"no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy or unavailable|"
+           r"system not yet initialized|Found no NVIDIA driver|CUDA error: unknown error", blames_host=True),
+    _cause("foreign_memory", Status.CRASH, "somebody else held the GPU's memory", blames_host=True),
+    _cause("cuda_oom", Status.OOM, "out of GPU memory",
+           r"CUDA out of memory|CUDA error: out of memory|CU(?:BLAS|DNN|SOLVER|SPARSE|FFT)_(?:STATUS_)?ALLOC_FAILED|"
+           r"Cuda failure (?:\d+ )?'out of memory'|torch\.(?:cuda\.)?OutOfMemoryError"),
+    _cause("host_oom", Status.OOM, "the host was out of memory",
+           r"Out of memory: Killed process|[Dd]etected \d+ oom.kill event"),
+    _cause("cpu_oom", Status.OOM, "out of memory",
+           r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|(?:^|[\s.])\w*MemoryError\b|std::bad_alloc|"
+           r"^(?!.*ibv_).*(?:C|c)annot allocate memory"),
+    _cause("non_finite_loss", Status.INVALID, "the loss is no number"),
+    _cause("replicas_differ", Status.INVALID, "copies of the same parameters differ"),
+    _cause("disk_full", Status.CRASH, "a disk is full",
+           r"No space left on device|Disk quota exceeded|database or disk is full", blames_host=True),
+    _cause("missing_library", Status.CRASH, "a library is missing or does not fit",
+           r"cannot open shared object file|undefined symbol|version `\S+' not found|"
+           r"CUDA driver version is insufficient|no kernel image is available"),
+    _cause("import_error", Status.CRASH, "a module cannot be imported",
+           r"(?:^|[\s.])(?:ImportError|ModuleNotFoundError): |^\S*python\S*: No module named "),
+    _cause("illegal_memory_access", Status.CRASH, "a kernel read or wrote where it must not",
+           r"an illegal memory access was encountered|misaligned address|unspecified launch failure|"
+           r"illegal instruction was encountered|CUDA_ERROR_ILLEGAL_ADDRESS"),
+    _cause("assertion", Status.CRASH, "an assertion failed",
+           r"(?:^|[\s.])AssertionError\b|[Aa]ssertion `.*[`'] failed|device-side assert triggered"),
+    _cause("nccl_usage", Status.CRASH, "NCCL was called in a way it refuses",
+           r"ncclInvalid(?:Usage|Argument)|Duplicate GPU detected|[Mm]ismatched NCCL version"),
+    _cause("bus_error", Status.CRASH, "bus error, often of a full /dev/shm",
+           r"killed by signal: Bus error|out of shared memory|Fatal Python error: Bus error", blames_host=True),
+    _cause("segfault", Status.CRASH, "segmentation fault", r"Fatal Python error: Segmentation fault"),
+    _cause("killed", Status.CRASH, "killed from outside", r"killed by signal: (?:Killed|Terminated)",
+           blames_host=True),
+    _cause("signal", Status.CRASH, "killed by a signal"),
+    _cause("abort", Status.CRASH, "aborted"),
+    _cause("exception", Status.CRASH, "exception"),
+    _cause("exit_code", Status.CRASH, "ended with an error"),
+    _cause("exited_early", Status.CRASH, "ended before it was done"),
+    _cause("port_taken", Status.CRASH, "its port was taken", r"Address already in use|EADDRINUSE"),
+    _cause("nccl_timeout", Status.COMM_ERROR, "NCCL waited in vain",
+           r"Watchdog caught collective operation timeout|NCCL watchdog .*timed? ?out|"
+           r"\[PG .*Timeout\(ms\)=\d+\) ran for", blames_host=True),
+    _cause("nccl_error", Status.COMM_ERROR, "NCCL failed",
+           r"NCCL error|nccl(?:System|Remote|Internal|UnhandledCuda)Error|NCCL (?:communicator was aborted|WARN)|"
+           r"Some NCCL operations have failed or timed out|ibv_\w+ failed", blames_host=True),
+    _cause("gloo_error", Status.COMM_ERROR, "gloo failed",
+           r"gloo/|[Gg]loo (?:connect|error)|monitoredBarrier|Timed out waiting \d+ms for", blames_host=True),
+    _cause("connection_error", Status.COMM_ERROR, "a connection failed",
+           r"Connection (?:reset|closed|refused|aborted|timed out|was likely closed)|Dist(?:Network|Store)Error|"
+           r"Broken pipe|DistBackendError|No route to host|Network is unreachable|[Ss]ocket Timeout|"
+           r"client socket has (?:failed|timed out)", blames_host=True),
+)  # fmt: skip
+"""Roots come before their consequences: the first that fits is the cause."""
+
+BY_NAME = {cause.name: cause for cause in CAUSES}
+
+MESSAGE_LINES = 8
+"""Lines of the longest message of an exception, which is NCCL's; more lines show that the program went on."""
+
+_EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b(?::|$)", re.MULTILINE)
+_STACK_LINE = re.compile(r"^(?:\s|frame #\d+|Traceback \(most recent|Exception raised from )")
+_CHAIN = ("The above exception was the direct cause", "During handling of the above exception")
+_TRACEBACK = "Traceback (most recent call last):"
+_WARNING = re.compile(r"\bwarn(?:ing)?\b", re.IGNORECASE)
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch.distributed puts it before a traceback
+
+
+def last_words(text: str) -> list[str]:
+    """The lines of a log that tell how it ended: without stacks, from its last traceback on if it has one.
+
+    Source lines of a stack may hold any word, and so may what a program has caught and survived.
+    """
+    *before, last = _RANK_PREFIX.sub("", text).split(_TRACEBACK)
+    parts = [last]
+    while before and any(link in before[-1] for link in _CHAIN):
+        parts.insert(0, before.pop())
+    lines = [line for part in parts for line in part.splitlines()]
+    return [line.strip() for line in lines if line.strip() and not _STACK_LINE.match(line)]
+
+
+def ends_in_traceback(text: str) -> bool:
+    """Whether the last thing a log tells is an exception that nobody caught, as far as one can see."""
+    _, found, end = _RANK_PREFIX.sub("", text).rpartition(_TRACEBACK)
+    told = [line for line in end.splitlines() if line.strip() and not _STACK_LINE.match(line)]
+    return bool(found) and 0 < len(told) <= MESSAGE_LINES and _EXCEPTION.match(told[0]) is not None
+
+
+def _survived(lines: list[str], at: int) -> bool:
+    """Whether a program went on after line `at`: it is a warning, or more follows than a message has lines."""
+    after = [line for line in lines[at + 1 :] if not _WARNING.search(line)]
+    if _EXCEPTION.match(lines[at]):  # a logger's goodbye may follow, as long as one likes
+        return any(_EXCEPTION.match(line) for line in after)
+    return bool(_WARNING.search(lines[at])) or len(after) > MESSAGE_LINES
+
+
+def by_text(lines: list[str]) -> tuple[Cause, str] | None:
+    """The first cause of the table that a line tells of, and that line, cut to 300 characters."""
+    for cause in CAUSES:
+        for at, line in enumerate(lines):
+            if cause.text is None or not cause.text.search(line):
+                continue
+            if cause.status != Status.OOM or not _survived(lines, at):
+                return cause, line[:300]
+    for line in reversed(lines):
+        if _EXCEPTION.search(line):
+            return BY_NAME["exception"], line[:300]
+    return None

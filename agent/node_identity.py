@@ -1,0 +1,73 @@
+"""Which node of which start of which job an agent runs on."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeIdentity:
+    """What the environment that the launcher made says about an agent."""
+
+    node: int
+    """Index of the node in the allocation."""
+    host: str
+    job_id: str | None = None
+    """Slurm's name of the job, such as 123 or 123_4; None for local processes."""
+    restart: int = 0
+    """How often Slurm has started this job before."""
+    array_task: str | None = None
+
+    @property
+    def job(self) -> dict[str, Any] | None:
+        """The job as claims and results name it."""
+        return None if self.job_id is None else {"job_id": self.job_id, "restart": self.restart}
+
+    def owner(self, allocation: str) -> dict[str, Any]:
+        """What claims name as their owner: the allocation, and the host and job that run it."""
+        return {"allocation": allocation, "host": self.host, "job": self.job}
+
+    @property
+    def rendezvous_file(self) -> str:
+        """Name of the file in which the leader of this start of the job writes its address."""
+        return f"leader-{self.job_id}.{self.restart}.json" if self.job_id else "leader.json"
+
+    def folder(self, argument: str) -> Path:
+        """The allocation's folder; the elements of a job array share `argument`, its beginning."""
+        return Path(argument if self.array_task is None else f"{argument}.{self.array_task}")
+
+    def address(self, one_host: bool) -> str:
+        """The address at which the other nodes of the allocation reach this node.
+
+        Some systems give a host's own name to its loopback device; then the address that Slurm
+        started the job from is taken, which is that of the first node.
+        """
+        if one_host:
+            return "127.0.0.1"
+        try:
+            own = socket.gethostbyname(self.host)
+        except OSError:
+            own = "127.0.0.1"
+        return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", own) if own.startswith("127.") else own
+
+
+def identify_node(environ: Mapping[str, str], simulated: bool = False) -> NodeIdentity:
+    """The node that an environment describes: of a Slurm job, of submitit's local processes, or neither."""
+    hostname = socket.gethostname().split(".")[0]
+    # Set by submitit for its local processes; these may themselves have been started inside a Slurm job.
+    local = environ.get("SUBMITIT_LOCAL_GLOBALID")
+    job_id = environ.get("SLURM_JOB_ID") if local is None else None
+    if job_id is None:
+        node = int(local or 0)
+        return NodeIdentity(node=node, host=f"local-{node}" if simulated else hostname)
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return NodeIdentity(
+        node=int(environ.get("SLURM_NODEID", 0)),
+        host=environ.get("SLURMD_NODENAME") or hostname,
+        job_id=f"{array}_{task}" if array and task else job_id,
+        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        array_task=task,
+    )

@@ -1,0 +1,76 @@
+"""Which CPUs each rank of a node runs on: those nearest to its GPU."""
+
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from ultrabench.agent.ranks.forks import Cpus
+
+
+def rank_cpus(
+    gpus_per_node: int, on_gpus: bool, sysfs: Path = Path("/sys"), gpu_bus_ids: Sequence[str] = ()
+) -> list[Cpus] | None:
+    """The CPUs of each local rank; None when those we may use are all on one NUMA node.
+
+    With GPUs a rank gets the CPUs of its GPU's NUMA node, without them the ranks are spread over
+    the NUMA nodes in order. Only CPUs of our own affinity count, since Slurm may have confined us;
+    a rank gets all of them where its GPU's node is unknown or has none of them.
+
+    Args:
+        gpu_bus_ids: the PCI bus of the GPU of each local rank, as sysfs or NVML writes it.
+        sysfs: where the system describes its devices.
+    """
+    everything = tuple(sorted(os.sched_getaffinity(0)))
+    nodes = _numa_nodes(sysfs, set(everything))
+    if len(nodes) < 2:
+        return None
+    if not on_gpus:
+        order = sorted(nodes)
+        return [nodes[order[rank * len(order) // gpus_per_node]] for rank in range(gpus_per_node)]
+    near = [nodes.get(_numa_node_of(sysfs, bus_id), everything) for bus_id in gpu_bus_ids[:gpus_per_node]]
+    return near + [everything] * (gpus_per_node - len(near))
+
+
+def cpu_list(text: str) -> Cpus:
+    """The CPUs that a list such as `0-3,8` in sysfs names.
+
+    Raises:
+        ValueError: the text is no such list.
+    """
+    cpus = set[int]()
+    for part in filter(None, text.strip().split(",")):
+        first, dash, last = part.partition("-")
+        cpus |= set(range(int(first), int(last if dash else first) + 1))
+    return tuple(sorted(cpus))
+
+
+def cpu_text(cpus: Sequence[int]) -> str:
+    """The list that `cpu_list` reads: `0-3,8` for (0, 1, 2, 3, 8)."""
+    numbered = groupby(enumerate(sorted(set(cpus))), lambda pair: pair[1] - pair[0])
+    runs = [[cpu for _, cpu in run] for _, run in numbered]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, Cpus]:
+    """Number -> allowed CPUs of the NUMA nodes that have any; some hold nothing but memory."""
+    nodes = {}
+    for path in sysfs.glob("devices/system/node/node[0-9]*/cpulist"):
+        cpus = allowed & set(cpu_list(path.read_text()))
+        if cpus:
+            nodes[int(path.parent.name.removeprefix("node"))] = tuple(sorted(cpus))
+    return nodes
+
+
+def _numa_node_of(sysfs: Path, bus_id: str) -> int:
+    """The NUMA node of a PCI device, -1 where the system does not know."""
+    try:
+        return int((sysfs / "bus/pci/devices" / _sysfs_name(bus_id) / "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def _sysfs_name(bus_id: str) -> str:
+    """`0000:1b:00.0` for NVML's `00000000:1B:00.0`."""
+    domain, _, rest = bus_id.strip().lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"

@@ -1,0 +1,131 @@
+"""One attempt from the start of its ranks to the moment when they are gone, or have to go."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ultrabench.agent.agent_group import AgentGroup
+from ultrabench.agent.connection import POLL_S
+from ultrabench.agent.diagnose.hang_cause import RankFacts, find_hang_cause
+from ultrabench.agent.ranks.rank_progress import AttemptProgress
+from ultrabench.report import PROFILE
+from ultrabench.result import Status
+from ultrabench.run import Task
+
+SLOWEST_GAP_FACTOR = 10.0
+"""A run is called a hang only after a silence of this many times its own longest silence so far."""
+PEER_GRACE_S = 2.0
+"""Seconds that the other ranks get after the first failure to report what they know."""
+RACE_STEPS = 2
+"""Measured steps after which a run may be given up as too slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """Why ultrabench ends a run whose ranks have neither failed nor are done."""
+
+    status: Status
+    """hang, timeout, cancelled (its allocation ends), or ok where enough was measured."""
+    reason: str
+    stopped: str | None = None
+    """Why measuring ended here, for a run that is ok."""
+    suspects: tuple[str, ...] = ()
+    """Hosts of the ranks that made it hang."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    """What every rank did when it hung."""
+
+
+def watch(
+    group: AgentGroup,
+    task: Task,
+    progress: AttemptProgress,
+    ends: float,
+    write_phase: Callable[[str, float | None], None],
+    race_s: float | None = None,
+) -> RunEnd | None:
+    """Follows the ranks of `task`; returns why they have to go, None if they ended by themselves.
+
+    Args:
+        ends: end of the allocation by time.monotonic().
+        write_phase: called when rank 0 enters another phase.
+        race_s: a run whose fastest step takes longer cannot be the best, and is stopped.
+    """
+    phase, failed_at = "", 0.0
+    while progress.running:
+        group.listen(progress, POLL_S)
+        if progress.port is not None:
+            group.order("store", port=progress.port)
+            progress.port = None
+        if progress.phase != phase:
+            phase = progress.phase
+            write_phase(phase, progress.ranks[0].phase_at)
+        now = time.monotonic()
+        ended = group.interrupted or ("the time of its allocation ended" if now > ends else None)
+        if ended:
+            return RunEnd(status=Status.CANCELLED, reason=ended)
+        if progress.failed:
+            failed_at = failed_at or now
+            if now - failed_at > PEER_GRACE_S:
+                return None
+            continue
+        if missed := overdue(task, progress, now):
+            hangs = missed.status == Status.HANG
+            return _hung(group, progress, missed) if hangs else _out_of_time(task, progress, missed)
+        if lost := _lost_race(task, progress, race_s):
+            return lost
+    return None
+
+
+def _hung(group: AgentGroup, progress: AttemptProgress, missed: RunEnd) -> RunEnd:
+    """Finds out what the ranks do before they have to go, and why they hang."""
+    group.examine(progress)
+    per_node = len(progress.ranks) // len(group.hosts)
+    facts = [RankFacts(i, group.hosts[i // per_node], rank) for i, rank in enumerate(progress.ranks)]
+    cause = find_hang_cause(facts)
+    evidence = {"verdict": cause.text, "autopsy": [f.row() for f in facts]}
+    reason = f"{cause.headline}; {missed.reason}"
+    return replace(missed, reason=reason, suspects=cause.hosts, evidence=evidence)
+
+
+def _out_of_time(task: Task, progress: AttemptProgress, missed: RunEnd) -> RunEnd:
+    """What a run is that had used up its time: with enough measured steps it is ok all the same."""
+    rank = progress.ranks[0]
+    reason = missed.reason + (f"; {len(rank.steps)} steps done" if rank.steps else "")
+    enough = len(rank.measured_steps(task.measure)) >= task.measure.min_steps
+    if enough and len(rank.steps) >= task.measure.loss_step:
+        return RunEnd(status=Status.OK, reason=reason, stopped="time_limit")
+    return replace(missed, reason=reason)
+
+
+def _lost_race(task: Task, progress: AttemptProgress, race_s: float | None) -> RunEnd | None:
+    """Whether it is clear that others are faster; the step whose loss is compared has to be done."""
+    rank = progress.ranks[0]
+    if race_s is None or rank.done or len(rank.steps) < task.measure.loss_step:
+        return None
+    times = rank.measured_steps(task.measure)
+    if len(times) < RACE_STEPS or min(times) <= race_s:
+        return None
+    best = f"the best of its cell needs {race_s / (task.measure.race or 1.0):.4g} s"
+    reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; {best}"
+    return RunEnd(status=Status.OK, reason=reason, stopped="slower_than_best")
+
+
+def overdue(task: Task, progress: AttemptProgress, now: float) -> RunEnd | None:
+    """How a run ends that has missed a deadline at `now`, by the monotonic clock; None while there is time.
+
+    Before any rank has reported something, only the time limit holds for a program that is not ours.
+    """
+    measure, phase = task.measure, progress.phase
+    if now - progress.started > task.limit_s:
+        reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
+        return RunEnd(status=Status.TIMEOUT, reason=reason)
+    if progress.first_step is None or phase == PROFILE:  # writing a large trace takes as long as a start
+        allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
+    else:
+        allowed = max(measure.deadline_floor_s, SLOWEST_GAP_FACTOR * progress.slowest_gap_s)
+    silence = now - progress.moved
+    if silence > allowed and (progress.spoke or task.forked):
+        reason = f"no progress for {silence:.1f} s in phase {phase} (deadline {allowed:.1f} s)"
+        return RunEnd(status=Status.HANG, reason=reason)
+    return None

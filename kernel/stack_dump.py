@@ -1,0 +1,55 @@
+"""Writes the stacks and the last collectives of a rank when a signal asks for them."""
+
+import faulthandler
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from ultrabench.kernel import compat
+from ultrabench.report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, Report
+
+_kept_open: list[IO[str]] = []
+
+
+def dump_on_signals(report: Report) -> None:
+    """Answers SIGUSR1 with the Python stacks and SIGUSR2 with the last collectives, beside the report.
+
+    Two signals, because the second answer needs the interpreter, which a thread stuck in C may
+    hold. Call it in the main thread. It costs a thread that sleeps. Programs that are not ours may
+    call it too.
+    """
+    stacks = open(f"{report.path}{STACKS_SUFFIX}", "w")  # noqa: SIM115 - faulthandler writes to it
+    _kept_open.append(stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    asked, wake = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(wake, False)
+    # A handler in Python would wait for the main thread, which may be blocked in a collective; the
+    # byte in the pipe comes from C, in whichever thread the signal arrives.
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    signal.siginterrupt(signal.SIGUSR2, False)
+    target = Path(f"{report.path}{COLLECTIVES_SUFFIX}")
+    threading.Thread(target=_answer, args=(asked, target), daemon=True).start()
+    report.write("stack_dump", pid=os.getpid())
+
+
+def _answer(asked: int, target: Path) -> None:
+    while number := os.read(asked, 1):
+        if number[0] != signal.SIGUSR2:
+            continue
+        found = {"groups": compat.last_collectives(), "memory": _device_memory()}
+        new = target.with_name(f"{target.name}.new")
+        new.write_text(json.dumps(found))
+        new.rename(target)
+
+
+def _device_memory() -> dict[str, int]:
+    """Bytes of the caching allocator; it is asked, not the driver, which may hang."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}

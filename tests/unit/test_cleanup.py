@@ -1,0 +1,230 @@
+"""What a run leaves behind is gone before the next one begins: real processes, files and ports."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.patience import Deadline, wait_until
+from ultrabench.agent.ranks.cleanup import SHARED_MEMORY, SharedMemoryCleanup
+from ultrabench.processes import alive, start_time
+
+DRIVER = Path(__file__).parent / "one_node.py"
+HERE = """
+import os, signal, subprocess, sys, time
+def here():
+    open(f"pids/{os.getpid()}", "w").close()
+    time.sleep(1000)
+def child(code, **words):
+    subprocess.Popen([sys.executable, "-c", PRELUDE + code], **words)
+"""
+IGNORES = "[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]\n"
+ORPHAN = "os.fork() and os._exit(0)\nos.setsid()\nos.fork() and os._exit(0)\n"
+FROZEN = "open(f'pids/{os.getpid()}', 'w').close()\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+
+
+class OneNode:
+    """A node whose rank runs some code."""
+
+    def __init__(self, folder: Path, code: str, *device: str, **environment: str) -> None:
+        self.pids = folder / "pids"
+        self.pids.mkdir()
+        prelude = f"{HERE}\nPRELUDE = {HERE!r}\n"
+        program = folder / "program.py"
+        program.write_text(prelude + dedent(code))
+        self._process = subprocess.Popen(
+            [sys.executable, str(DRIVER), str(folder), str(program), *device],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
+        )  # fmt: skip
+
+    def wait_for(self, count: int) -> dict[int, int]:
+        """Pids of so many processes of the run, with their start times."""
+        wait_until(lambda: len(list(self.pids.iterdir())) >= count or self._process.poll() is not None, 20)
+        assert self._process.poll() is None
+        return {int(p.name): start_time(int(p.name)) or 0 for p in self.pids.iterdir()}
+
+    def ask(self, expression: str):
+        self._process.stdin.write(expression + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
+        assert self._process.returncode == 0
+
+
+@pytest.fixture
+def one_node(tmp_path):
+    made = []
+
+    def make(code, *device, **environment):
+        made.append(OneNode(tmp_path, code, *device, **environment))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "processes"),
+    [
+        ("child('here()', start_new_session=True); here()", 2),
+        (f"child({IGNORES + 'here()'!r}, start_new_session=True); here()", 2),
+        (f"child({ORPHAN + 'here()'!r}); here()", 2),
+        (f"child({ORPHAN + IGNORES + 'here()'!r}, env={{}}); here()", 2),
+        (f"child({ORPHAN + 'here()'!r}, env={{}}); os._exit(0)", 1),
+        (f"child({FROZEN!r}); here()", 2),
+        ("os.fork(); os.fork(); os.fork(); here()", 8),
+    ],
+    ids=["session", "deaf", "double fork", "no tag", "rank gone", "stopped", "family"],
+)
+def test_every_process_of_a_run_ends_and_the_fork_server_stays(one_node, code, processes):
+    node = one_node(code)
+    family = node.wait_for(processes)
+    server = node.ask("node._server.pid")
+    assert node.ask("node.kill()")["left"] is None
+    assert [pid for pid, started in family.items() if alive(pid, started)] == []
+    assert start_time(server) is not None
+
+
+def test_children_that_fork_and_leave_all_the_time_end_for_good(one_node):
+    """Each lives two milliseconds, in a session of its own, and its parent is gone by then."""
+    node = one_node(
+        """
+        for chain in range(6):
+            if os.fork() == 0:
+                while True:
+                    if os.fork():
+                        os._exit(0)
+                    os.setsid()
+                    if os.fork():
+                        os._exit(0)
+                    with open(os.path.abspath(f"alive{chain}"), "w") as file:
+                        file.write(str(time.time()))
+                    time.sleep(0.002)
+        here()
+        """
+    )
+    node.wait_for(1)
+    folder = node.pids.parent
+    wait_until(lambda: len(list(folder.glob("alive*"))) == 6, 20)
+    server = node.ask("node._server.pid")
+    assert node.ask("node.kill()")["left"] is None
+    ended = time.time()
+    time.sleep(0.5)
+    # Whoever lived would have written since.
+    assert max(path.stat().st_mtime for path in folder.glob("alive*")) < ended
+    assert start_time(server) is not None
+
+
+def test_logs_of_a_failed_run_are_kept_with_both_ends(one_node):
+    node = one_node("""
+        print("first")
+        for _ in range(40):
+            print("x" * 2**20)
+        print("last", flush=True)
+        here()
+    """)
+    node.wait_for(1)
+    node.ask("node.kill()")
+    assert node.ask("node.finish(keep_all=True)") is None
+    (log,) = node.pids.parent.glob("logs/*/0.0/rank0.log")
+    text = log.read_text()
+    assert len(text) < 4.01 * 2**20
+    assert text.startswith("first\n")
+    assert text.endswith("last\n")
+    left_out = re.search(r"\n--- ultrabench left out (\d+) bytes here ---\n", text)
+    assert int(left_out[1]) + len(text) - len(left_out[0]) == len("first\nlast\n") + 40 * (2**20 + 1)
+
+
+def test_a_report_that_ends_late_is_heard_before_the_exit(one_node):
+    node = one_node("""
+        with open(os.environ["ULTRABENCH_REPORT"], "w") as report:
+            for n in range(100_000):
+                report.write('{"event": "step", "seconds": 0.5}\\n')
+            report.write('{"event": "done"}\\n')
+        open(f"pids/{os.getpid()}", "w").close()
+    """)
+    node.wait_for(1)
+    heard, deadline = [], Deadline(30)
+    while not heard or "code" not in heard[-1]:
+        assert not deadline.over()
+        rank_events = node.ask("node.rank_events()")
+        assert len(rank_events) < 50_000
+        heard += rank_events
+    assert [len(heard), heard[-2]["line"], heard[-1]["code"]] == [100_002, {"event": "done"}, 0]
+
+
+def test_a_port_and_the_scratch_of_a_run_are_free_again(one_node):
+    node = one_node(
+        """
+        import socket
+        server = socket.create_server(("127.0.0.1", 0))
+        open("port", "w").write(str(server.getsockname()[1]))
+        child("here()", pass_fds=[server.fileno()])
+        here()
+        """
+    )
+    node.wait_for(2)
+    scratch = Path(node.ask("str(node.scratch)"))
+    assert len([p for p in scratch.iterdir() if p.is_dir()]) == 1
+    node.ask("node.kill()")
+    assert node.ask("node.finish(keep_all=True)") is None
+    socket.create_server(("127.0.0.1", int((node.pids.parent / "port").read_text()))).close()
+    assert [p for p in scratch.iterdir() if p.is_dir()] == []
+
+
+def test_shared_memory_of_dead_ranks_is_given_back(one_node):
+    name = f"nccl-test-{os.getpid()}"
+    held = f"torch_test_{os.getpid()}"
+    node = one_node(f"open('/dev/shm/{name}', 'wb').write(b'x' * 4096); here()")
+    node.wait_for(1)
+    with (SHARED_MEMORY / held).open("wb") as file:  # somebody else's, in use
+        node.ask("node.kill()")
+        assert not (SHARED_MEMORY / name).exists()
+        assert (SHARED_MEMORY / held).exists()
+        file.close()
+    (SHARED_MEMORY / held).unlink()
+
+
+@pytest.fixture
+def shared(tmp_path):
+    (tmp_path / "torch_old").write_text("from before")
+    return tmp_path
+
+
+def test_only_new_unused_files_with_a_known_name_are_removed(shared):
+    leftovers = SharedMemoryCleanup(shared)
+    for name in ("sem.new", "torch_new", "data.bin"):
+        (shared / name).write_text("x")
+    mapper = subprocess.Popen(
+        [sys.executable, "-c",
+         "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close();"
+         "print('up', flush=True); sys.stdin.read()", str(shared / "torch_new")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert mapper.stdout.readline() == b"up\n"
+    assert leftovers.remove() == ["sem.new"]
+    assert sorted(p.name for p in shared.iterdir()) == ["data.bin", "torch_new", "torch_old"]
+    mapper.communicate()
+    assert leftovers.remove() == ["torch_new"]
+    assert leftovers.remove() == []
+
+
+def test_an_old_name_that_was_made_anew_is_new(shared):
+    leftovers = SharedMemoryCleanup(shared)
+    (shared / "torch_old").rename(shared / "kept")
+    (shared / "torch_old").write_text("from the run")
+    assert leftovers.remove() == ["torch_old"]
+
+
+def test_a_host_without_shared_memory_has_no_leftovers(tmp_path):
+    assert SharedMemoryCleanup(tmp_path / "none").remove() == []

@@ -1,0 +1,153 @@
+"""Who is to blame for a run that stands still, over constructed cases."""
+
+import random
+
+import pytest
+
+from ultrabench.agent.diagnose.hang_cause import RankFacts, find_hang_cause
+from ultrabench.agent.ranks.rank_progress import RankProgress
+
+REDUCE = "all_reduce (/site-packages/torch/distributed/distributed_c10d.py:3000)"
+RECV = "recv (/site-packages/torch/distributed/distributed_c10d.py:2500)"
+STEP = "update (/ultrabench/kernel/step.py:170)"
+FORWARD = "forward (/ultrabench/kernel/model.py:88)"
+
+
+def group(name, ranks, entered, finished, op="all_reduce", started=None):
+    number = str(max(finished + 1, entered))
+    return {
+        "group": name, "ranks": list(ranks), "entered": entered, "started": started, "finished": finished,
+        "ops": {number: op},
+    }  # fmt: skip
+
+
+def facts(rank, host, done=False, state="?", stack=(), groups=(), wchan="", **progress):
+    found = {"state": state, "stack": stack, "groups": groups, "wchan": wchan}
+    return RankFacts(rank, host, RankProgress(found=found, done={} if done else None, **progress))
+
+
+def waiting(rank, *groups, stack=(REDUCE, STEP), **more):
+    return silent(rank, groups=groups, stack=stack, **more)
+
+
+def silent(rank, state="S", **more):
+    return facts(rank, f"gpu{rank // 4:02d}", phase="measure", step=7, state=state, **more)
+
+
+TP = range(8)
+
+
+def tp(rank, entered=123, finished=122, **more):
+    return waiting(rank, group("tp", TP, entered, finished), **more)
+
+
+def others(*left_out):
+    return [tp(r) for r in TP if r not in left_out]
+
+
+BUSY = tp(5, entered=122, stack=(FORWARD,))
+P0, P1 = group("pp", (0, 1), 4, 4), group("tp", (0, 1), 9, 9)
+
+CASES = {
+    "stopped": ([*others(5), silent(5, "T")], [5], "rank 5 on gpu01 is stopped (state T), as by SIGSTOP; "
+                "7 ranks wait for it in all_reduce #123 of group tp"),
+    "two stopped": ([*others(1, 5), silent(1, "T"), silent(5, "T")], [1, 5],
+                    "rank 1 on gpu00, rank 5 on gpu01 is stopped"),
+    "zombie": ([*others(5), silent(5, "Z")], [5], "is dead, and nobody has noticed"),
+    "never entered": ([*others(5), BUSY], [5],
+                      "rank 5 on gpu01 never entered all_reduce #123 of group tp; 7 ranks wait for it"),
+    "did not answer": ([*others(5), silent(5, "R")], [5], "never entered all_reduce #123 of group tp"),
+    "several did not": ([*others(2, 5), tp(2, entered=122, stack=(FORWARD,)), BUSY], [2, 5],
+                        "rank 2 on gpu00, rank 5 on gpu01 never entered"),
+    "far behind": ([*others(5), tp(5, entered=90, finished=90, stack=(FORWARD,))], [5], "never entered"),
+    # Who has told that it did not enter is blamed, not one that told nothing.
+    "one silent, one known": ([*others(2, 5), silent(2, "?"), BUSY], [5], "rank 5 on gpu01 never entered"),
+    # Rank 3 waits for rank 1 in dp, rank 2 for rank 3 in tp, and so on: rank 1 waits for nobody.
+    "through other groups": (
+        [waiting(0, group("tp", (0, 1), 10, 9)), waiting(1, group("tp", (0, 1), 9, 9), stack=(FORWARD,)),
+         waiting(2, group("tp", (2, 3), 11, 10)),
+         waiting(3, group("tp", (2, 3), 10, 10), group("dp", (1, 3), 4, 3))],
+        [1], "rank 1 on gpu00 never entered"),
+    "exited early": ([*others(5), silent(5, "?", code=0)], [5],
+                     "rank 5 on gpu01 exited with code 0 in phase measure, not done; 7 ranks wait for it"),
+    "exited, and nothing else is known": ([silent(0), silent(1, code=0)], [1], "exited with code 0"),
+    "exited well": ([*others(5), BUSY, silent(8, code=0, done=True)], [5], "never entered"),
+    "exited, but nobody waits for it": ([waiting(0, group("x", (0, 1), 3, 2)),
+                                         waiting(1, group("x", (0, 1), 2, 2), stack=(FORWARD,)),
+                                         silent(2, code=0)], [1], "never entered all_reduce #3 of group x"),
+    "the network": ([tp(r) for r in TP], [], "all 8 ranks wait in collectives that all have entered, "
+                    "such as all_reduce #123 of group tp"),
+    "another collective": (
+        [*others(5), waiting(5, group("tp", TP, 123, 122, op="all_gather"))], [5],
+        "rank 5 on gpu01 entered all_gather #123 of group tp where others entered all_reduce"),
+    "different orders": (
+        [waiting(0, group("a", (0, 1), 3, 2), group("b", (0, 1), 2, 2)),
+         waiting(1, group("a", (0, 1), 2, 2), group("b", (0, 1), 3, 2))],
+        [0, 1], "ranks wait for each other in different collectives: rank 0 is in all_reduce #3 of group a, "
+        "rank 1 is in all_reduce #3 of group b"),
+    "a device lags": (
+        [waiting(r, group("tp", TP, 123, 122, started=122 if r == 6 else 123)) for r in TP], [6],
+        "rank 6 on gpu01 entered all_reduce #123 of group tp, but its device has not begun it"),
+    "waits for a disk": ([silent(0, stack=(STEP,)), silent(1, "D", wchan="nfs_wait", stack=(FORWARD,))], [1],
+                         "rank 1 on gpu00 waits for a device or a disk (state D)"),
+    # Point to point calls of gloo are in nobody's record; stacks tell them.
+    "computes while a peer receives": (
+        [waiting(0, P0, P1, stack=(FORWARD,)), waiting(1, P0, P1, stack=(RECV, STEP))], [0],
+        "rank 0 on gpu00 is in forward (kernel/model.py:88), in no collective; 1 rank waits in recv"),
+    "fewer steps": ([silent(r) for r in range(3)] + [facts(3, "b", step=5)], [3],
+                    "rank 3 on b is behind: it is in step 5, others are in step 7"),
+    "an earlier part": ([silent(r, part="optimizer") for r in range(3)] + [silent(3, part="data")], [3],
+                        "it is in data, others are in optimizer"),
+    "fewer micro-batches": ([silent(r, microbatches=16) for r in range(3)] + [silent(3, microbatches=12)], [3],
+                            "it is at 12 micro-batches, others are at 16"),
+    "half and half": ([silent(0), facts(1, "b", step=8)], [0], "is behind"),
+    "most are behind": ([silent(0), silent(1), facts(2, "b", step=8)], [], "no rank stands out"),
+    # Ranks that do not count are no laggards of one that does.
+    "only rank 0 reports": ([silent(0), facts(1, "b"), facts(2, "b")], [],
+                            "no rank stands out of 3: rank 0 is in phase measure, step 7"),
+    "nothing is known": ([facts(0, "a"), facts(1, "a")], [], "no rank stands out"),
+    "all have ended": ([silent(0, code=0, done=True)], [], "all ranks had ended"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_is_to_blame(case):
+    ranks, blamed, text = CASES[case]
+    found = find_hang_cause(ranks)
+    assert [r.rank for r in found.blamed] == blamed, found.text
+    assert text in found.headline
+    assert found.hosts == tuple(sorted({r.host for r in ranks if r.rank in blamed}))
+    assert "\n" not in found.text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_order_of_ranks_does_not_matter(case):
+    ranks, blamed, _ = CASES[case]
+    shuffled = random.Random(7).sample(ranks, len(ranks))
+    assert sorted(r.rank for r in find_hang_cause(shuffled).blamed) == sorted(blamed)
+
+
+def test_many_are_counted_not_named():
+    ranks = [silent(r, "T") for r in range(12)]
+    assert "rank 3 on gpu00 and 8 more ranks is stopped" in find_hang_cause(ranks).headline
+
+
+def test_the_paragraph_says_where_the_blamed_stand():
+    assert find_hang_cause([*others(5), BUSY]).text.endswith(
+        "wait for it. Rank 5 is in forward (kernel/model.py:88)."
+    )
+
+
+def test_facts_of_a_rank():
+    progress = RankProgress(phase="measure", microbatches=12, steps=[{}, {}])
+    progress.found = {"state": "S", "stack": [REDUCE, STEP], "groups": [group("tp", (0, 1), 9, 8, op="recv")]}
+    rank = RankFacts(3, "gpu00", progress)
+    assert rank.step == 2
+    assert rank.row() == {
+        "rank": 3, "host": "gpu00", "state": "S", "phase": "measure", "step": 2, "part": "",
+        "microbatches": 12, "collective": "recv #9 of group tp", "at": "update (kernel/step.py:170)",
+    }  # fmt: skip
+    progress.found = {"groups": [group("tp", (0, 1), 9, 9)]}
+    assert RankFacts(3, "gpu00", progress).row()["collective"] == "#9 of tp, done"
+    progress.code = 0
+    assert RankFacts(3, "gpu00", progress).row()["state"] == "exited 0"
