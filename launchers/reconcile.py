@@ -41,10 +41,8 @@ class Reconciler:
         say: Callable[[str], None] = lambda note: None,
     ) -> None:
         """`show` is called at every look with the state and the living allocations, `say` with news."""
-        self.sweep = sweep
-        self.launcher = launcher
-        self.show = show
-        self.say = say
+        self.sweep, self.launcher = sweep, launcher
+        self.show, self.say = show, say
         self.limits = replace(launcher.limits, max_gpu_hours=max_gpu_hours)
         self.stopped: str | None = None
         """Why it ended before everything was done."""
@@ -101,7 +99,7 @@ class Reconciler:
             raise ClusterError(
                 f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes; what runs goes on: mend it, then launch again"
             ) from error
-        self._say_once((f"cannot use {self.sweep.folder.path} ({cause}); trying again, jobs go on",))
+        self._say_once(f"cannot use {self.sweep.folder.path} ({cause}); trying again, jobs go on")
         time.sleep(DISK_PAUSE_S)
 
     def once(self) -> tuple[SweepState, bool]:
@@ -110,14 +108,16 @@ class Reconciler:
         Raises:
             ClusterError: allocations end again and again without running what was asked for.
         """
-        self._sign_of_life()
+        if time.monotonic() - self._touched > SIGN_OF_LIFE_S:
+            self._touched = time.monotonic()
+            show_presence(self.sweep.journal.path)
         seen, state = self.observe()
         self.show(state, seen.alive)
         actions = self._decide(state, seen)
-        self._say_once((*seen.notes, *self._other_commits(state), *actions.notes))
+        self._say_once(*seen.notes, *self._other_commits(state), *actions.notes)
         self.stopped, self.over_budget = actions.stopped, actions.over_budget
         if actions.dead_end:
-            raise self._error_of(actions.dead_end)
+            raise ClusterError(self._told_of(actions.dead_end))
         if actions.end_jobs:
             return state, self._cancel(seen, state)
         if actions.submit:
@@ -189,9 +189,7 @@ class Reconciler:
                 self._settler.settle(held, None, state)
             elif end and (self._is_dead(held, end) if name in started else self._settler.give_up(name)):
                 self._settler.settle(held, end, state)
-            elif (
-                end or name not in asked
-            ):  # others' jobs, and what was submitted since the launcher was asked
+            elif end or name not in asked:  # another's job, or one submitted since the launcher was asked
                 unclear.add(name)
         return frozenset(unclear)
 
@@ -204,7 +202,7 @@ class Reconciler:
             return True
         wait_s = self._watchdog.patience_s
         note = f"{end.reason}, but the agents of {held.name} have touched their journal: it is over when they"
-        self._say_once((f"{note} have not for {wait_s:.0f} s",))
+        self._say_once(f"{note} have not for {wait_s:.0f} s")
         return False
 
     def _abandoned(self, held: AllocationState) -> JobEnd | None:
@@ -218,10 +216,8 @@ class Reconciler:
             reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
             return JobEnd(status=Status.LOST, reason=reason, certain=True)
         self._say_once(
-            (
-                f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced. If it is gone for "
-                "good, launch from a terminal without --yes: jobs that have not started can then be replaced",
-            )
+            f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced. If it is gone for "
+            "good, launch from a terminal without --yes: jobs that have not started can then be replaced"
         )
         return None
 
@@ -237,11 +233,11 @@ class Reconciler:
         """Ends allocations whose leading agent shows no sign of life: nothing else would, but their limit."""
         for name in sorted(seen.alive & seen.running):
             if reason := self._watchdog.frozen_now(state.allocations[name]):
-                self._say_once((f"{reason}: ending {name}",))
+                self._say_once(f"{reason}: ending {name}")
                 try:
                     self.launcher.end_frozen(name, seen.jobs[name])
                 except ClusterError as error:  # it is found frozen again
-                    self._say_once((f"cannot end {name}: {error}; trying again",))
+                    self._say_once(f"cannot end {name}: {error}; trying again")
 
     def _cancel(self, seen: JobsSeen, state: SweepState) -> bool:
         """Ends what this launcher can see, tried again until it is done; whether something is left."""
@@ -251,28 +247,21 @@ class Reconciler:
             try:
                 self.launcher.cancel(mine)
             except ClusterError as error:
-                self._say_once((f"cannot cancel: {error}; trying again until it is done",))
+                self._say_once(f"cannot cancel: {error}; trying again until it is done")
         return bool(mine)
-
-    def _program_changed(self) -> str | None:
-        """Why nothing may be submitted although there is something to do."""
-        launched, now = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
-        return (
-            None
-            if now == launched
-            else (
-                f"the training program changed under the sweep (kernel_digest {launched} -> {now}); launch again to "
-                "go on with the new one"
-            )
-        )
 
     def _submit(self, actions: Actions, state: SweepState) -> None:
         """Submits jobs, unless the program has changed or somebody has claimed what they are to run."""
-        self.stopped = self._program_changed()
-        keys = (attempt.key for job in actions.submit for attempt in job.attempts)
-        if self.stopped or self._settler.claimed_already(keys, state):
+        launched, now = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
+        if launched != now:
+            self.stopped = (
+                f"the training program changed under the sweep (kernel_digest {launched} -> {now}); launch again to "
+                "go on with the new one"
+            )
+            return
+        if self._settler.claimed_already((a.key for job in actions.submit for a in job.attempts), state):
             return  # what has been claimed is settled first
-        self._say_once(f"{node} is not used again: {why}" for node, why in actions.avoid.items())
+        self._say_once(*(f"{node} is not used again: {why}" for node, why in actions.avoid.items()))
         for array in shapes(actions.submit, self.limits.max_array):
             self._submit_array(array, sorted(actions.avoid))
 
@@ -299,26 +288,22 @@ class Reconciler:
         others = {(n["host"], c) for n in nodes if own and (c := n.get("git_commit")) and c != own}
         return [f"{host} runs commit {c[:12]}, this launcher {own[:12]}" for host, c in sorted(others) if own]
 
-    def _error_of(self, dead_end: DeadEnd) -> ClusterError:
+    def _told_of(self, dead_end: DeadEnd) -> str:
+        """Why the launch gives up, with the last line of a job's log."""
         log = self.sweep.folder.allocations / dead_end.allocation / "job.log"
         lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
         said = [line.strip()[:200] for line in lines if line.strip()][-1:]
-        return ClusterError(
+        return (
             f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({dead_end.reason}"
             f"{f'; its log ends: {said[0]}' if said else ''}); see {log}, then launch again"
         )
 
-    def _say_once(self, notes: Iterable[str]) -> None:
+    def _say_once(self, *notes: str) -> None:
         """Says what was not said before."""
         for note in notes:
             if note not in self._said:
                 self._said.add(note)
                 self.say(note)
-
-    def _sign_of_life(self) -> None:
-        if time.monotonic() - self._touched > SIGN_OF_LIFE_S:
-            self._touched = time.monotonic()
-            show_presence(self.sweep.journal.path)
 
 
 def open_allocations(state: SweepState) -> list[str]:

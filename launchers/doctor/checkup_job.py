@@ -107,19 +107,20 @@ class CheckupJob:
         self._log.parent.mkdir(parents=True)
         self._earliest_s = time.time()
         try:
-            try:
-                self._number = submit(self._script, self._config.launcher.environment)
-            except SubmitError as error:
-                told = f"sbatch does not take a job of one node: {error}"
-                return failed("job", told, _refusal_remedy(str(error))), None
+            self._number = submit(self._script, self._config.launcher.environment)
             self._say(f"submitted job {self._number} of one node; waiting up to {wait_s:.0f} s for it")
             return self._watch(wait_s)
+        except SubmitError as error:
+            told = f"sbatch does not take a job of one node: {error}"
+            found = (r for pattern, r in _REFUSALS.items() if re.search(pattern, told, re.IGNORECASE))
+            remedy = next(found, "mend the launcher.* that it names, +launcher.sbatch.* among them")
+            return failed("job", told, remedy), None
         finally:
-            # By name, too: the answer of sbatch may have been lost.
             if self._over_since is None:
                 self._cancel()
 
     def _cancel(self) -> None:
+        """By name, too, since the answer of sbatch may have been lost."""
         name = job_name(self._folder)
         try:
             self._query.cancel([self._number] if self._number else [], name=name)
@@ -168,9 +169,8 @@ class CheckupJob:
         """How the job is, such as `job 12 waits (Resources)`."""
         if self._job is None:
             return f"job {self._number} is not listed by squeue"
-        job, reason = self._job, ""
-        if job.reason not in ("", "None"):
-            reason = f" ({job.reason})"
+        job = self._job
+        reason = f" ({job.reason})" if job.reason not in ("", "None") else ""
         where = f" on {job.nodes}" if job.nodes else ""
         return f"job {self._number} {job.meaning.note}{where}{reason}"
 
@@ -205,13 +205,11 @@ class CheckupJob:
         """The check of a job that is over and left no report; its folder stays as evidence."""
         self._folder.keep = True
         code, log = self._exit_code(), _lines(self._log)
-        told = f"{self._state()}; exit code {code or 'unknown'}, no report"
         # srun tells afterwards that it has ended what was left.
         tail = [line for line in log or [] if not line.startswith("srun:")][-2:] or (log or [])[-2:]
-        if log is None:
-            told += f"; it wrote no {self._log}"
-        else:
-            told += f"; its log ends: {' | '.join(tail)}" if tail else "; its log is empty"
+        end = f"its log ends: {' | '.join(tail)}" if tail else "its log is empty"
+        end = f"it wrote no {self._log}" if log is None else end
+        told = f"{self._state()}; exit code {code or 'unknown'}, no report; {end}"
         return failed("job", told, _remedy_of(code, log, self._log, self._folder))
 
     def _exit_code(self) -> str | None:
@@ -221,11 +219,6 @@ class CheckupJob:
             return None
         found = re.search(r"\bExitCode=(\d+:\d+)", text)
         return found[1] if found else None
-
-
-def _refusal_remedy(answer: str) -> str:
-    found = (remedy for pattern, remedy in _REFUSALS.items() if re.search(pattern, answer, re.IGNORECASE))
-    return next(found, "mend the launcher.* that it names, +launcher.sbatch.* among them")
 
 
 def _lines(log: Path) -> list[str] | None:

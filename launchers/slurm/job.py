@@ -20,8 +20,6 @@ class SlurmJob:
 
     job_id: str
     """"123", or "123_4" for an element of an array."""
-    raw_id: str
-    """SLURM_JOB_ID inside the job: an element has a number of its own once it starts."""
     name: str
     state: str
     reason: str = ""
@@ -93,10 +91,10 @@ def squeue_jobs(text: str) -> dict[str, SlurmJob]:
     """
     return {
         one: SlurmJob(
-            job_id=one, raw_id=raw_id, name=name, state=state, reason=reason,
+            job_id=one, name=name, state=state, reason=reason,
             nodes="" if nodes in _NO_NODES else nodes, elapsed_s=duration_s(elapsed) or 0.0,
         )
-        for job_id, raw_id, state, elapsed, nodes, reason, name in _rows(text)
+        for job_id, _, state, elapsed, nodes, reason, name in _rows(text)
         for one in _expand(job_id)
     }  # fmt: skip
 
@@ -112,10 +110,10 @@ def sacct_jobs(text: str) -> dict[str, SlurmJob]:
     rows = sorted(_rows(text), key=lambda row: ("[" not in row[0], row[5]))
     return {
         one: SlurmJob(
-            job_id=one, raw_id=raw_id, name=name, state=state,
+            job_id=one, name=name, state=state,
             nodes="" if nodes in _NO_NODES else nodes, elapsed_s=float(elapsed or 0),
         )
-        for job_id, raw_id, state, elapsed, nodes, _, name in rows
+        for job_id, _, state, elapsed, nodes, _, name in rows
         for one in _expand(job_id)
     }  # fmt: skip
 

@@ -133,7 +133,8 @@ class SlurmLauncher:
         seen = {n: self._of_the_owner(allocations[n], jobs, answer.stale) for n, jobs in seen.items()}
         active = {n: found for n, jobs in seen.items() if (found := _active(jobs))}
         queued = {n for n, job in active.items() if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
-        moving = {n: job for n, job in active.items() if _moves(job) and not answer.stale}
+        # Not those that Slurm has suspended, whose agents are frozen for good reason.
+        moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.stale}
         since = time.monotonic() - answer.age_s
         missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
         self._unseen = {n: self._unseen.get(n, since) for n in missing}
@@ -216,7 +217,8 @@ class SlurmLauncher:
             )
         return JobEnd(
             status=job.meaning.status or Status.LOST,
-            reason=f"Slurm ended job {job.job_id}: {job.state}" + (f" ({job.reason})" if _tells(job) else ""),
+            reason=f"Slurm ended job {job.job_id}: {job.state}"
+            + (f" ({job.reason})" if job.reason not in ("", "None") else ""),
             elapsed_s=job.elapsed_s,
         )
 
@@ -243,15 +245,6 @@ def _job(job_id: str, name: str) -> Job:
 def _active(jobs: Sequence[SlurmJob]) -> SlurmJob | None:
     """One that is not over: a submission that was made twice has two of each."""
     return next((job for job in jobs if job.meaning.phase is not Phase.OVER), None)
-
-
-def _moves(job: SlurmJob) -> bool:
-    """Not so one that Slurm has suspended, which is frozen for good reason."""
-    return job.state == "RUNNING"
-
-
-def _tells(job: SlurmJob) -> bool:
-    return job.reason not in ("", "None")
 
 
 def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:

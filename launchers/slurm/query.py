@@ -8,16 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ultrabench.errors import ClusterError
+from ultrabench.launchers.slurm import job as slurm_job
 from ultrabench.launchers.slurm.command import CommandError, ask
-from ultrabench.launchers.slurm.job import (
-    SACCT_FORMAT,
-    SQUEUE_FORMAT,
-    SlurmJob,
-    collapse,
-    find,
-    sacct_jobs,
-    squeue_jobs,
-)
+from ultrabench.launchers.slurm.job import SACCT_FORMAT, SQUEUE_FORMAT, SlurmJob, sacct_jobs, squeue_jobs
 from ultrabench.launchers.slurm.states import Phase
 
 FRESH_S = 2.0
@@ -39,7 +32,7 @@ class Answer:
 
     def find(self, job_id: str) -> SlurmJob | None:
         """The job of this id, or the array it was cancelled with before it started."""
-        return find(self.jobs, job_id)
+        return slurm_job.find(self.jobs, job_id)
 
     @property
     def stale(self) -> bool:
@@ -63,8 +56,6 @@ class SlurmQuery:
         self.user = user or str(os.getuid())
         self.counts: Counter[str] = Counter()
         """Commands run so far, by program."""
-        self.has_accounting: bool | None = None
-        """Whether sacct answered when it was last asked; None before that."""
         self._poll_s, self._timeout_s, self._budget_s, self._clock = poll_s, timeout_s, budget_s, clock
         self._jobs: dict[str, SlurmJob] | None = None
         self._asked_at = self._answered_at = self._failing_since = -float("inf")
@@ -132,41 +123,29 @@ class SlurmQuery:
         arrays = sorted({job_id.partition("_")[0] for job_id in wanted})
         due = [i for i in arrays if now - self._looked_up.get(i, -float("inf")) >= self._poll_s]
         for some in _chunks(due):
-            found = self._sacct("--jobs=" + ",".join(some))
+            found = self._sacct(some)
             if found is None:
                 return {}
             old = {i: job for i, job in self._accounts.items() if job.array_id not in some}
             self._accounts = old | found
             self._looked_up |= dict.fromkeys(some, now)
         jobs = {i: job for i, job in self._accounts.items() if job.array_id in wanted}
-        named = ((job_id, find(self._accounts, job_id)) for job_id in wanted)
+        named = ((job_id, slurm_job.find(self._accounts, job_id)) for job_id in wanted)
         return jobs | {job_id: job for job_id, job in named if job}
 
-    def accounting_named(self, names: Iterable[str], since: float) -> dict[str, SlurmJob]:
-        """The same for all jobs of these names that were there after `since` (seconds since 1970)."""
-        # Clocks of this host and of the accounting differ.
-        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 3600))
-        found: dict[str, SlurmJob] = {}
-        for some in _chunks(sorted(set(names))):
-            options = (f"--user={self.user}", f"--starttime={start}", "--name=" + ",".join(some))
-            found |= self._sacct(*options) or {}
-        return found
-
-    def _sacct(self, *options: str) -> dict[str, SlurmJob] | None:
+    def _sacct(self, arrays: Sequence[str]) -> dict[str, SlurmJob] | None:
         if self._clock() < self._sacct_from:
             return None
         try:
-            text = self.ask(
-                "sacct", "--parsable2", "--noheader", "--allocations",
-                f"--format={SACCT_FORMAT}", *options,
+            return sacct_jobs(
+                self.ask(
+                    "sacct", "--parsable2", "--noheader", "--allocations", f"--format={SACCT_FORMAT}",
+                    "--jobs=" + ",".join(arrays),
+                )
             )  # fmt: skip
-            jobs = sacct_jobs(text)
         except (CommandError, ValueError):
-            self.has_accounting = False
             self._sacct_from = self._clock() + MOST_BACK_OFF_S
             return None
-        self.has_accounting = True
-        return jobs
 
     def cancel(
         self, job_ids: Iterable[str] = (), *, name: str | None = None, pending_only: bool = False
@@ -179,7 +158,7 @@ class SlurmQuery:
         ids = set(job_ids)
         if pending_only:
             ids, name = self._waiting(ids, name), None
-        targets = [tuple(collapse(some)) for some in _chunks(sorted(ids))]
+        targets = [tuple(slurm_job.collapse(some)) for some in _chunks(sorted(ids))]
         if name is not None:
             targets.append((f"--user={self.user}", f"--name={name}"))
         failed: CommandError | None = None
