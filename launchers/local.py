@@ -1,4 +1,4 @@
-"""Allocations on this machine: one agent process a simulated node."""
+"""Runs allocations on this machine, with one agent process for each simulated node."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ from ultrabench.state import AllocationState
 SUBMIT_TIMEOUT_S = 60.0
 STOP_PATIENCE_S = 10.0
 GRACE_S = 3.0
-"""An allocation is gone when no process of it was seen for this long."""
+"""Seconds without a process after which an allocation is over."""
 OURS = {"ultrabench.agent", "ultrabench.launchers.submit_local", "submitit.local._local"}
 
 
@@ -48,7 +48,7 @@ class LocalLauncher:
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
     ) -> dict[str, Job]:
-        """Starts the agents of each; gives back how to find them.
+        """Starts the agents of each; returns how to find them.
 
         Raises:
             ClusterError: they could not be started.
@@ -146,7 +146,7 @@ class LocalLauncher:
 
 
 def _processes(allocations: Path) -> Iterator[tuple[int, str]]:
-    """Processes of ours that have the folder of an allocation, or a file in it, as an argument; its name."""
+    """Each process of ours that has the folder of an allocation, or a file in it, as an argument, with its name."""
     start = f"{allocations}/"
     for pid in own_processes():
         words = command_line(pid)

@@ -30,7 +30,7 @@ Show = Callable[[SweepState, frozenset[str]], None]
 
 
 class Reconciler:
-    """One launch of a sweep."""
+    """Follows one launch of a sweep."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Reconciler:
         max_gpu_hours: float | None = None,
         say: Callable[[str], None] = lambda note: None,
     ) -> None:
-        """`show` is called at every look with the state and the living allocations, `say` with news."""
+        """`show` is called at every look with the state and the living allocations, `say` with what is new."""
         self.sweep, self.launcher = sweep, launcher
         self.show, self.say = show, say
         self.limits = replace(launcher.limits, max_gpu_hours=max_gpu_hours)
@@ -88,7 +88,7 @@ class Reconciler:
             time.sleep(self.launcher.rest_s)
 
     def _wait_for_disk(self, error: OSError | SweepFolderError) -> None:
-        """Gives whoever can mend the disk some minutes; what was to be done is decided anew after that."""
+        """Waits some minutes for somebody to mend the disk; after that, what to do is decided anew."""
         self.sweep.folder.require_present()
         cause = error if isinstance(error, OSError) else error.__cause__
         if not may_pass(error) and not (cause and may_pass(cause)):
@@ -144,7 +144,7 @@ class Reconciler:
         return actions
 
     def observe(self) -> tuple[JobsSeen, SweepState]:
-        """What lives, and the state after the ends of all others were written down."""
+        """The allocations that live, and the state after the ends of all others were written down."""
         # The launcher is asked first and the journal read second: what ended in between has written its end.
         state = self.sweep.state()
         known = visible(self.launcher, state, state.allocations)
@@ -172,7 +172,7 @@ class Reconciler:
     def _settle_the_rest(
         self, seen: JobsSeen, state: SweepState, asked: Container[str], started: Container[str]
     ) -> frozenset[str]:
-        """Settles the allocations that do not live; those that nobody knows to be over are given back.
+        """Writes down the ends of allocations that do not live; returns those of which nobody knows whether they live.
 
         Args:
             asked: allocations about which the launcher was asked.
@@ -194,7 +194,7 @@ class Reconciler:
         return frozenset(unclear)
 
     def _is_dead(self, held: AllocationState, end: JobEnd) -> bool:
-        """Whether an allocation whose agents had started is over: what is not visible need not be dead.
+        """Whether an allocation whose agents had started is over; one that cannot be seen may still run.
 
         The batch system has to say so, and the agents must have stopped touching their journal.
         """
@@ -206,7 +206,7 @@ class Reconciler:
         return False
 
     def _abandoned(self, held: AllocationState) -> JobEnd | None:
-        """The end of an allocation that is not ours to look for, once nothing of it can be alive any more."""
+        """The end of an allocation that this launcher cannot see, once nothing of it can be alive any more."""
         if held.ended is not None or sees(self.launcher.by, held.by):
             return None
         whose = f"{held.by.get('user')} on {held.by.get('cluster') or held.by.get('host')}"
@@ -222,7 +222,7 @@ class Reconciler:
         return None
 
     def take_over(self, names: Iterable[str]) -> None:
-        """Has allocations of others that have not started run nothing, so that they can be replaced."""
+        """Claims allocations of others that have not started: they will run nothing, and can be replaced."""
         state = self.sweep.state()
         for name in names:
             if not state.allocations[name].agents and self._settler.give_up(name):
@@ -230,7 +230,7 @@ class Reconciler:
                 self._settler.settle(state.allocations[name], end, state)
 
     def _end_frozen(self, seen: JobsSeen, state: SweepState) -> None:
-        """Ends allocations whose leading agent shows no sign of life: nothing else would, but their limit."""
+        """Ends allocations whose leading agent shows no sign of life; otherwise they would last until their time limit."""
         for name in sorted(seen.alive & seen.running):
             if reason := self._watchdog.frozen_now(state.allocations[name]):
                 self._say_once(f"{reason}: ending {name}")
@@ -240,7 +240,7 @@ class Reconciler:
                     self._say_once(f"cannot end {name}: {error}; trying again")
 
     def _cancel(self, seen: JobsSeen, state: SweepState) -> bool:
-        """Ends what this launcher can see, tried again until it is done; whether something is left."""
+        """Ends what this launcher can see, again every CANCEL_S; returns whether something is left."""
         mine = visible(self.launcher, state, seen.alive)
         if mine and time.monotonic() - self._cancelled_at >= CANCEL_S:
             self._cancelled_at = time.monotonic()
@@ -282,7 +282,7 @@ class Reconciler:
             journal.write("submitted", allocation=name, job=job)
 
     def _other_commits(self, state: SweepState) -> list[str]:
-        """Nodes that run another commit than this launcher, with the same training program."""
+        """A note for each node that runs another commit than this launcher."""
         own = self.sweep.git_commit
         nodes = [n for a in state.allocations.values() for n in a.preflight.get("nodes") or ()]
         others = {(n["host"], c) for n in nodes if own and (c := n.get("git_commit")) and c != own}

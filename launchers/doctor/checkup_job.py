@@ -1,4 +1,4 @@
-"""The job of a checkup: submitted as a sweep's jobs are, on one node, and waited for."""
+"""The job that looks at one node: it is submitted like the jobs of a sweep, and waited for."""
 
 import os
 import re
@@ -24,16 +24,16 @@ from ultrabench.processes import own_name
 from ultrabench.sweep.config import SweepConfig
 
 LIMIT_S = 600.0
-"""Time limit of the job; it takes seconds, but for the first import of torch on a node."""
-LOOK_S = 0.3
+"""Time limit of the job in seconds; the first import of torch on a node may take minutes."""
+PAUSE_S = 0.3
 POLL_S = 3.0
-"""Between two questions to squeue."""
+"""Seconds between two questions to squeue."""
 LATE_S = 30.0
-"""So long after its job the report may come: file systems lag."""
+"""Seconds for which the report may come later than the end of its job, because file systems lag."""
 FAILED_S = 5.0
-"""The same for a job that failed, which hardly wrote one."""
+"""The same for a job that failed: it hardly wrote a report."""
 END_S = 10.0
-"""Patience for the end of a job whose report is here."""
+"""Seconds to wait for the end of a job whose report is here."""
 
 _REFUSALS = {
     "timed out|no answer|contact": "try again: slurmctld is slow or away",
@@ -56,13 +56,13 @@ class Seen:
 
     report: dict[str, Any]
     earliest_s: float
-    """The job had not begun yet."""
+    """The latest time at which the job had surely not begun."""
     latest_s: float
-    """The report was here."""
+    """The time at which the report was here."""
 
 
 def checkup_script(folder: CheckupFolder, config: SweepConfig) -> ArrayScript:
-    """The submission of a sweep's allocation on one node, but for the module that runs."""
+    """The submission of an allocation on one node, like a sweep's but for the module that runs."""
     allocation = Allocation(
         name="checkup.0", sweep_dir=str(folder.path), work_dir=os.getcwd(), nodes=1,
         gpus_per_node=config.hardware.gpus_per_node, simulated=config.hardware.simulated, threads=None,
@@ -84,7 +84,7 @@ def checkup_script(folder: CheckupFolder, config: SweepConfig) -> ArrayScript:
 
 
 def job_name(folder: CheckupFolder) -> str:
-    """By which the job of a checkup is found in squeue, unless launcher.sbatch names it otherwise."""
+    """Name of the job in squeue, unless launcher.sbatch gives it another."""
     return f"ub-doctor-{folder.token[:8]}"
 
 
@@ -120,7 +120,7 @@ class CheckupJob:
                 self._cancel()
 
     def _cancel(self) -> None:
-        """By name, too, since the answer of sbatch may have been lost."""
+        """Cancels the job by number and by name, since the answer of sbatch may have been lost."""
         name = job_name(self._folder)
         try:
             self._query.cancel([self._number] if self._number else [], name=name)
@@ -137,15 +137,15 @@ class CheckupJob:
                 self._wait_for_the_end()
                 told = f"job {self._number} ran on {report['host']}; its report was here after {took_s:.0f} s"
                 return passed("job", told), seen
-            self._look(submitted)
+            self._ask_squeue(submitted)
             now = time.monotonic()
             if self._over_since is not None and now - self._over_since > self._patience_s:
                 return self._ended(), None
             if self._over_since is None and now - submitted > wait_s:
                 return self._too_late(wait_s), None
-            time.sleep(LOOK_S)
+            time.sleep(PAUSE_S)
 
-    def _look(self, submitted: float) -> None:
+    def _ask_squeue(self, submitted: float) -> None:
         """Asks squeue how the job is, and says so when that is new."""
         answer = self._query.jobs("")
         if answer is None or answer.stale:
@@ -181,16 +181,16 @@ class CheckupJob:
 
     @property
     def _patience_s(self) -> float:
-        """Of waiting for the report of a job that is over."""
+        """Seconds to wait for the report of a job that is over."""
         late = LATE_S if self._job is not None and self._job.state == "COMPLETED" else FAILED_S
         return min(late, self._config.launcher.grace_s)
 
     def _wait_for_the_end(self) -> None:
-        """A moment, so that nothing of the job is left when its folder goes."""
+        """Waits for the end of the job, so that nothing of it is left when its folder is removed."""
         end = time.monotonic() + END_S
         while self._over_since is None and time.monotonic() < end:
-            self._look(0.0)
-            time.sleep(LOOK_S)
+            self._ask_squeue(0.0)
+            time.sleep(PAUSE_S)
 
     def _too_late(self, wait_s: float) -> Check:
         told = f"{self._state()}; not done after {wait_s:.0f} s, cancelled"

@@ -30,7 +30,7 @@ class SlurmJob:
 
     @property
     def array_id(self) -> str:
-        """The number sbatch answered."""
+        """The number that sbatch answered."""
         return self.job_id.partition("_")[0]
 
     @property
@@ -62,7 +62,7 @@ def duration_s(text: str) -> float | None:
 
 
 def _rows(text: str) -> Iterator[list[str]]:
-    """Rows that begin with a job id and end with a name: a name may hold bars, even line breaks."""
+    """Rows that begin with a job id and end with a name, which may hold bars and even line breaks."""
     within = False
     for line in text.split("\n"):
         fields = line.split("|", _COLUMNS - 1)
@@ -74,7 +74,7 @@ def _rows(text: str) -> Iterator[list[str]]:
 
 
 def _expand(job_id: str) -> Iterator[str]:
-    """The elements of `123_[4-7,9%2]`: those that have not started share a row."""
+    """The elements of `123_[4-7,9%2]`: elements that have not started share a row."""
     array_id, bracket, spec = job_id.partition("_[")
     if not bracket:
         yield job_id
@@ -130,7 +130,7 @@ def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
 
 
 def collapse(job_ids: Iterable[str]) -> list[str]:
-    """The ids as few words for scancel: elements of one array become `123_[4,6]`."""
+    """The ids as few arguments for scancel: elements of one array become `123_[4,6]`."""
     elements: dict[str, list[int]] = {}
     for array_id, _, index in (job_id.partition("_") for job_id in job_ids):
         elements.setdefault(array_id, []).extend([int(index)] if index else [])

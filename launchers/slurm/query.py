@@ -1,4 +1,4 @@
-"""Asks Slurm about our jobs, gently: few questions, each with a time-out, and old answers said to be old."""
+"""Asks Slurm about our jobs, with few questions that each have a time-out; old answers are marked as old."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from ultrabench.launchers.slurm.job import SACCT_FORMAT, SQUEUE_FORMAT, SlurmJob
 from ultrabench.launchers.slurm.states import Phase
 
 FRESH_S = 2.0
-"""Even an urgent question comes no sooner than this after the last."""
+"""Least seconds between two questions, even urgent ones."""
 MOST_BACK_OFF_S = 300.0
 IDS_A_COMMAND = 200
 
@@ -24,9 +24,9 @@ class Answer:
     """What squeue said."""
 
     jobs: dict[str, SlurmJob]
-    """By job_id; ended ones stay listed for MinJobAge, then they are missing here."""
+    """Jobs by job_id; those that have ended stay listed for MinJobAge and are missing here after that."""
     age_s: float
-    """Since the question was put; a job submitted after that cannot be in the answer."""
+    """Seconds since the question was put; a job submitted after that cannot be in the answer."""
     error: str | None = None
     """Why the newest question failed; the answer is then that of an earlier one."""
 
@@ -93,7 +93,7 @@ class SlurmQuery:
     def _poll(self, now: float) -> None:
         self._asked_at = now
         try:
-            # One user: slurmctld then looks up that user's jobs only. Names and ids would not spare it
+            # With one user, slurmctld looks up that user's jobs only. Names and ids would not spare it
             # anything, and an id it has forgotten is an error.
             text = self.ask(
                 "squeue", f"--user={self.user}", "--states=all", "--all", "--array", "--noheader",
@@ -119,7 +119,7 @@ class SlurmQuery:
         learns of changes some seconds after squeue.
         """
         now, wanted = self._clock(), set(job_ids)
-        # Whole arrays: asked for an element that has not started, sacct knows nothing.
+        # Whole arrays are asked for, since sacct knows nothing of an element that has not started.
         arrays = sorted({job_id.partition("_")[0] for job_id in wanted})
         due = [i for i in arrays if now - self._looked_up.get(i, -float("inf")) >= self._poll_s]
         for some in _chunks(due):
@@ -173,7 +173,7 @@ class SlurmQuery:
             raise ClusterError(f"{failed}; the jobs may run on: `squeue --me` shows them") from failed
 
     def _waiting(self, job_ids: set[str], name: str | None) -> set[str]:
-        """Those that hold no nodes at this moment.
+        """Those jobs that hold no nodes at this moment.
 
         `scancel --state=PENDING 123_4` cancels all waiting elements of the array (tried with Slurm 22.05).
         """

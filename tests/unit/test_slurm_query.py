@@ -273,7 +273,6 @@ def test_what_squeue_has_forgotten_sacct_knows(slurm, query, clock):
         "--parsable2 --noheader --allocations "
         "--format=JobID,JobIDRaw,State,ElapsedRaw,NodeList,Submit,JobName --jobs=59,7,8"
     ]
-    assert query.has_accounting
     slurm.prints("sacct", "59_4|59|COMPLETED|9|gpu[01-02]|2026-11-21T09:21:14|ub-e\n")
     clock.now += 30
     assert {i: job.state for i, job in query.accounting(["59_4", "59_2"]).items()} == {"59_4": "COMPLETED"}
