@@ -1,1 +1,1 @@
-"""Login-node side: submits allocations, follows them, recovers them."""
+"""Runs on the login node: submits allocations, sees what becomes of them, and submits what is still to be done."""

@@ -1,4 +1,4 @@
-"""Watches over the leading agents of allocations by the time stamps of their journals."""
+"""Finds out by the time stamps of their journals which leading agents of allocations still live."""
 
 import time
 from collections.abc import Container, Iterable
@@ -10,7 +10,7 @@ from ultrabench.state import AllocationState
 from ultrabench.sweep.launcher_choice import LauncherChoice
 
 LATE = 1.5
-"""A touch of a journal may become visible on other hosts this many grace periods late (NFS caches)."""
+"""Grace periods after which a touch of a journal is surely visible on other hosts (NFS caches)."""
 
 
 class AgentWatchdog:
@@ -24,12 +24,12 @@ class AgentWatchdog:
         self._silence = SilenceTimer(self.patience_s / MISSED)
         self._silent_s: dict[str, float] = {}
         self._told_s: dict[str, float] = {}
-        """Allocation -> how long it had been silent when it was last called frozen."""
+        """Allocation -> seconds for which it had been silent when it was last called frozen."""
         self.frozen: dict[str, str] = {}
-        """Allocation -> how its agent was found, of those that were found frozen."""
+        """Allocation that was found frozen -> what was found."""
 
     def observe(self, unended: Iterable[AllocationState], running: Container[str]) -> None:
-        """Takes in the time stamps of allocations: of journals and, before there are any, of the claim.
+        """Reads the time stamps of allocations: those of their journals or, before there are any, of their claims.
 
         Args:
             running: those whose processes run; the silence of others, such as suspended ones, proves nothing.
@@ -53,7 +53,7 @@ class AgentWatchdog:
         return self._silent_s.get(name, float("inf")) > self.patience_s + more_s
 
     def frozen_now(self, held: AllocationState) -> str | None:
-        """Why this running allocation has to be ended, again after each patience; None: it lives."""
+        """Why this running allocation has to be ended; None while it lives. It is said again after each `patience_s`."""
         silent_s = self._silent_s.get(held.name, 0.0) if held.agents else 0.0
         if silent_s < self._told_s.get(held.name, 0.0):
             del self._told_s[held.name]
@@ -66,7 +66,7 @@ class AgentWatchdog:
 
 
 class SilenceTimer:
-    """How long writers of journal files have not touched them, as far as somebody looked.
+    """Counts for how long the writers of journal files have not touched them, as far as somebody looked.
 
     A time stamp that changes is a sign of life whatever clock made it. A pause of the one who looks
     (a file server that stands still, a laptop that sleeps) proves nothing of the others and counts
@@ -74,7 +74,7 @@ class SilenceTimer:
     """
 
     def __init__(self, most_gap_s: float) -> None:
-        """`most_gap_s`: so much of the time between two looks counts."""
+        """`most_gap_s`: most seconds between two looks that count."""
         self._most_gap_s = most_gap_s
         self._seen: dict[str, tuple[float, float, float]] = {}
         """Name -> latest time stamp, when it was looked at, and seconds without a change."""

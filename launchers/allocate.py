@@ -1,4 +1,4 @@
-"""What the agents of allocations read, and which allocations one submission can hold."""
+"""Makes what the agents of allocations read, and groups the allocations that one submission can hold."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from ultrabench.sweep.price import PlannedJob
 
 
 def shapes(jobs: Sequence[PlannedJob], max_array: int) -> list[list[PlannedJob]]:
-    """The jobs that one submission each can hold: alike in nodes and time limit."""
+    """The jobs in groups for one submission each; those of a group are alike in nodes and time limit."""
     alike: dict[tuple[int, float], list[PlannedJob]] = {}
     for job in jobs:
         alike.setdefault((job.nodes, job.limit_s), []).append(job)
@@ -88,7 +88,7 @@ def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[Cell, float]) -> Ta
 
 
 def _rank_threads(config: SweepConfig, nodes: int, cores: int | None) -> int | None:
-    """OMP_NUM_THREADS of a rank: the host's cores shared by the ranks on it.
+    """OMP_NUM_THREADS of a rank: the cores of the host, divided among the ranks on it.
 
     None where the nodes are other hosts than this one: their agents count for themselves.
     """

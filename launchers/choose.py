@@ -7,10 +7,10 @@ from ultrabench.sweep.config import SweepConfig
 
 
 def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool = True) -> Launcher:
-    """The launcher of `config`; of a cluster, its limits are read and held against the sweep.
+    """The launcher of `config`; a cluster is asked for its limits, and the sweep has to keep to them.
 
     Args:
-        submits: False for one that only ends what there is, whatever the limits have become.
+        submits: False for a launcher that only ends jobs; then the cluster is not asked for its limits.
 
     Raises:
         ConfigError: the configuration asks for what the cluster does not give.

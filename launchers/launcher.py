@@ -1,4 +1,4 @@
-"""What a reconciler needs of a launcher: submit allocations, see what became of them, end them."""
+"""The interface of launchers: they submit allocations, see what became of them, and end them."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -23,21 +23,21 @@ _FIRST_NAMESPACE = 0xEFFFFFFC
 
 
 class Launcher(Protocol):
-    """Local processes or Slurm jobs."""
+    """Runs allocations as local processes or as Slurm jobs."""
 
     limits: JobLimits
     """How much a launch may have in flight."""
     outlives_us: bool
-    """Allocations go on after Ctrl-C."""
+    """Whether allocations go on after Ctrl-C."""
     by: Origin
-    """Whose allocations it can see and end."""
+    """Who submits, and where: it can see and end the allocations of that user in that place."""
     rest_s: float
     """Seconds between two looks at the journal."""
 
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
     ) -> dict[str, Job]:
-        """Submits allocations of one shape at once; where each will be found.
+        """Submits allocations that are alike in nodes and time limit; returns where each will be found.
 
         Args:
             avoid: nodes that must not be used.
@@ -48,7 +48,7 @@ class Launcher(Protocol):
         """
 
     def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
-        """What became of `allocations` (of those that have ended, only what lives again)."""
+        """What became of `allocations`; of those that have ended, only whether they live again."""
 
     def cancel(
         self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
@@ -60,4 +60,4 @@ class Launcher(Protocol):
         """
 
     def end_frozen(self, name: str, job: Job) -> None:
-        """Ends this one allocation, found as `job`, whose agent does not react to anything."""
+        """Ends one allocation, which runs as `job` and whose agent does not react to anything."""

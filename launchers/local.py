@@ -1,5 +1,6 @@
-"""Allocations on this machine: one agent process a simulated node."""
+"""Runs allocations on this machine, with one agent process for each simulated node."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ from ultrabench.state import AllocationState
 SUBMIT_TIMEOUT_S = 60.0
 STOP_PATIENCE_S = 10.0
 GRACE_S = 3.0
-"""An allocation is gone when no process of it was seen for this long."""
+"""Seconds without a process after which an allocation is over."""
 OURS = {"ultrabench.agent", "ultrabench.launchers.submit_local", "submitit.local._local"}
 
 
@@ -47,7 +48,7 @@ class LocalLauncher:
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
     ) -> dict[str, Job]:
-        """Starts the agents of each; gives back how to find them.
+        """Starts the agents of each; returns how to find them.
 
         Raises:
             ClusterError: they could not be started.
@@ -87,7 +88,7 @@ class LocalLauncher:
         now = time.monotonic()
         self._missing = {n: self._missing.get(n, now) for n in unended if n not in found}
         lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
-        gone = {
+        ended = {
             n: JobEnd(
                 status=Status.LOST, reason=f"the agents of {n} vanished", certain=True,
                 elapsed_s=self._held_s(allocations[n]),
@@ -98,7 +99,9 @@ class LocalLauncher:
             clean_up_after_the_dead()
         host = socket.gethostname()
         jobs: dict[str, Job] = {name: {"host": host} for name in found}
-        return JobsSeen(alive=frozenset(unended) - lost, running=frozenset(found), ended_jobs=gone, jobs=jobs)
+        return JobsSeen(
+            alive=frozenset(unended) - lost, running=frozenset(found), ended_jobs=ended, jobs=jobs
+        )
 
     def _held_s(self, held: AllocationState) -> float:
         """Seconds from the moment an allocation was written to its latest sign of life."""
@@ -134,7 +137,8 @@ class LocalLauncher:
 
     def _kill(self, folder: Path) -> None:
         for pid in _processes_of(folder):
-            _signal(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         end = time.monotonic() + STOP_PATIENCE_S
         while _processes_of(folder) and time.monotonic() < end:
             time.sleep(0.05)
@@ -142,7 +146,7 @@ class LocalLauncher:
 
 
 def _processes(allocations: Path) -> Iterator[tuple[int, str]]:
-    """Processes of ours that have the folder of an allocation, or a file in it, as an argument; its name."""
+    """Each process of ours that has the folder of an allocation, or a file in it, as an argument, with its name."""
     start = f"{allocations}/"
     for pid in own_processes():
         words = command_line(pid)
@@ -158,10 +162,3 @@ def _present(allocations: Path) -> set[str]:
 
 def _processes_of(folder: Path) -> list[int]:
     return [pid for pid, name in _processes(folder.parent) if name == folder.name]
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return

@@ -1,4 +1,4 @@
-"""Opens a sweep for launching: its folder, its plan, and what this machine is."""
+"""Opens a sweep for a launch: makes its folder, looks at this machine, and writes the plan."""
 
 import hashlib
 import json
@@ -37,9 +37,9 @@ class OpenSweep:
     reader: JournalReader
     environment: dict[str, Any]
     accepts: Callable[[RunResult], bool]
-    """Whether an ok result counts here."""
+    """Whether an ok result counts for this launch."""
     kernel_digest: str
-    """Of the training program when it was launched."""
+    """Digest of the training program when the sweep was launched."""
     git_commit: str | None
     known: Fold = field(default_factory=Fold)
     """What `reader` has read so far."""
@@ -95,7 +95,7 @@ def open_sweep(
     measured = head["peak"] if head else {}
     in_table = bool(config.hardware.peak_flops_per_s)
     if environment is None:
-        environment = _look(config, needs_peak=not in_table and not measured, say=say)
+        environment = _machine_facts(config, needs_peak=not in_table and not measured, say=say)
     folder.create()
     keep(config.kernel.env, folder.secrets, config.secrets)
     peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
@@ -121,20 +121,20 @@ def open_sweep(
     )  # fmt: skip
 
 
-def _look(config: SweepConfig, needs_peak: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """What this machine is; nothing where the runs are elsewhere and their peak is in the table."""
+def _machine_facts(config: SweepConfig, needs_peak: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """The facts of this machine; empty where the runs are elsewhere and their peak rate is in the table."""
     local = config.launcher.name == "local"
     if not local and config.hardware.peak_flops_per_s:
         return {}
     say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
-    environment = look_at_machine(needs_peak)
+    environment = probe_machine(needs_peak)
     if local:
         _require_gpus(config, int(environment.get("gpus") or 0))
     return environment
 
 
 def _keep_difference(folder: SweepFolder) -> None:
-    """What the sources had that their commit has not, as a patch named by its content."""
+    """Keeps what is changed in the sources since their commit, as a patch named by its content."""
     patch = checkout.difference()
     if patch:
         name = hashlib.sha256(patch).hexdigest()[:16]
@@ -185,7 +185,7 @@ def _require_gpus(config: SweepConfig, gpus: int) -> None:
         )
 
 
-def look_at_machine(peak: bool) -> dict[str, Any]:
+def probe_machine(peak: bool) -> dict[str, Any]:
     """What the kernel's environment probe reports, run in a process of its own (it needs torch).
 
     Raises:
@@ -210,7 +210,7 @@ def _reuse(
     facts = environment if config.kernel.kind != "command" else {}
     digest = config.kernel.digest()
     here = env_id(facts, config.kernel, digest)
-    # What nodes of a cluster are made of, this host does not know: there the sources decide.
+    # This host does not know the libraries of a cluster's nodes, so there only the sources are compared.
     on_nodes = config.launcher.name != "local"
 
     def same(result: RunResult) -> bool:

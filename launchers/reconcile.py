@@ -31,7 +31,7 @@ Show = Callable[[SweepState, frozenset[str]], None]
 
 
 class Reconciler:
-    """One launch of a sweep."""
+    """Follows one launch of a sweep."""
 
     def __init__(
         self,
@@ -41,11 +41,9 @@ class Reconciler:
         max_gpu_hours: float | None = None,
         say: Callable[[str], None] = lambda note: None,
     ) -> None:
-        """`show` is called at every look with the state and the living allocations, `say` with news."""
-        self.sweep = sweep
-        self.launcher = launcher
-        self.show = show
-        self.say = say
+        """`show` is called at every look with the state and the living allocations, `say` with what is new."""
+        self.sweep, self.launcher = sweep, launcher
+        self.show, self.say = show, say
         self.limits = replace(launcher.limits, max_gpu_hours=max_gpu_hours)
         self.stopped: str | None = None
         """Why it ended before everything was done."""
@@ -91,7 +89,7 @@ class Reconciler:
             time.sleep(self.launcher.rest_s)
 
     def _wait_for_disk(self, error: OSError | SweepFolderError) -> None:
-        """Gives whoever can mend the disk some minutes; what was to be done is decided anew after that."""
+        """Waits some minutes for somebody to mend the disk; after that, what to do is decided anew."""
         self.sweep.folder.require_present()
         cause = error if isinstance(error, OSError) else error.__cause__
         if not may_pass(error) and not (cause and may_pass(cause)):
@@ -102,7 +100,7 @@ class Reconciler:
             raise ClusterError(
                 f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes; what runs goes on: mend it, then launch again"
             ) from error
-        self._say_once((f"cannot use {self.sweep.folder.path} ({cause}); trying again, jobs go on",))
+        self._say_once(f"cannot use {self.sweep.folder.path} ({cause}); trying again, jobs go on")
         time.sleep(DISK_PAUSE_S)
 
     def once(self) -> tuple[SweepState, bool]:
@@ -111,14 +109,16 @@ class Reconciler:
         Raises:
             ClusterError: allocations end again and again without running what was asked for.
         """
-        self._sign_of_life()
+        if time.monotonic() - self._touched > SIGN_OF_LIFE_S:
+            self._touched = time.monotonic()
+            show_presence(self.sweep.journal.path)
         seen, state = self.observe()
         self.show(state, seen.alive)
         actions = self._decide(state, seen)
-        self._say_once((*seen.notes, *self._other_commits(state), *actions.notes))
+        self._say_once(*seen.notes, *self._other_commits(state), *actions.notes)
         self.stopped, self.over_budget = actions.stopped, actions.over_budget
         if actions.dead_end:
-            raise self._error_of(actions.dead_end)
+            raise ClusterError(self._told_of(actions.dead_end))
         if actions.end_jobs:
             return state, self._cancel(seen, state)
         if actions.submit:
@@ -145,7 +145,7 @@ class Reconciler:
         return actions
 
     def observe(self) -> tuple[JobsSeen, SweepState]:
-        """What lives, and the state after the ends of all others were written down."""
+        """The allocations that live, and the state after the ends of all others were written down."""
         # The launcher is asked first and the journal read second: what ended in between has written its end.
         state = self.sweep.state()
         known = visible(self.launcher, state, state.allocations)
@@ -173,7 +173,7 @@ class Reconciler:
     def _settle_the_rest(
         self, seen: JobsSeen, state: SweepState, asked: Container[str], started: Container[str]
     ) -> frozenset[str]:
-        """Settles the allocations that do not live; those that nobody knows to be over are given back.
+        """Writes down the ends of allocations that do not live; returns those of which nobody knows whether they live.
 
         Args:
             asked: allocations about which the launcher was asked.
@@ -190,14 +190,12 @@ class Reconciler:
                 self._settler.settle(held, None, state)
             elif end and (self._is_dead(held, end) if name in started else self._settler.give_up(name)):
                 self._settler.settle(held, end, state)
-            elif (
-                end or name not in asked
-            ):  # others' jobs, and what was submitted since the launcher was asked
+            elif end or name not in asked:  # another's job, or one submitted since the launcher was asked
                 unclear.add(name)
         return frozenset(unclear)
 
     def _is_dead(self, held: AllocationState, end: JobEnd) -> bool:
-        """Whether an allocation whose agents had started is over: what is not visible need not be dead.
+        """Whether an allocation whose agents had started is over; one that cannot be seen may still run.
 
         The batch system has to say so, and the agents must have stopped touching their journal.
         """
@@ -205,11 +203,11 @@ class Reconciler:
             return True
         wait_s = self._watchdog.patience_s
         note = f"{end.reason}, but the agents of {held.name} have touched their journal: it is over when they"
-        self._say_once((f"{note} have not for {wait_s:.0f} s",))
+        self._say_once(f"{note} have not for {wait_s:.0f} s")
         return False
 
     def _abandoned(self, held: AllocationState) -> JobEnd | None:
-        """The end of an allocation that is not ours to look for, once nothing of it can be alive any more."""
+        """The end of an allocation that this launcher cannot see, once nothing of it can be alive any more."""
         if held.ended is not None or sees(self.launcher.by, held.by):
             return None
         whose = f"{held.by.get('user')} on {held.by.get('cluster') or held.by.get('host')}"
@@ -219,15 +217,13 @@ class Reconciler:
             reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
             return JobEnd(status=Status.LOST, reason=reason, certain=True)
         self._say_once(
-            (
-                f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced. If it is gone for "
-                "good, launch from a terminal without --yes: jobs that have not started can then be replaced",
-            )
+            f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced. If it is gone for "
+            "good, launch from a terminal without --yes: jobs that have not started can then be replaced"
         )
         return None
 
     def take_over(self, names: Iterable[str]) -> None:
-        """Has allocations of others that have not started run nothing, so that they can be replaced."""
+        """Claims allocations of others that have not started: they will run nothing, and can be replaced."""
         state = self.sweep.state()
         for name in names:
             if not state.allocations[name].agents and self._settler.give_up(name):
@@ -235,45 +231,38 @@ class Reconciler:
                 self._settler.settle(state.allocations[name], end, state)
 
     def _end_frozen(self, seen: JobsSeen, state: SweepState) -> None:
-        """Ends allocations whose leading agent shows no sign of life: nothing else would, but their limit."""
+        """Ends allocations whose leading agent shows no sign of life; otherwise they would last until their time limit."""
         for name in sorted(seen.alive & seen.running):
             if reason := self._watchdog.frozen_now(state.allocations[name]):
-                self._say_once((f"{reason}: ending {name}",))
+                self._say_once(f"{reason}: ending {name}")
                 try:
                     self.launcher.end_frozen(name, seen.jobs[name])
                 except ClusterError as error:  # it is found frozen again
-                    self._say_once((f"cannot end {name}: {error}; trying again",))
+                    self._say_once(f"cannot end {name}: {error}; trying again")
 
     def _cancel(self, seen: JobsSeen, state: SweepState) -> bool:
-        """Ends what this launcher can see, tried again until it is done; whether something is left."""
+        """Ends what this launcher can see, again every CANCEL_S; returns whether something is left."""
         mine = visible(self.launcher, state, seen.alive)
         if mine and time.monotonic() - self._cancelled_at >= CANCEL_S:
             self._cancelled_at = time.monotonic()
             try:
                 self.launcher.cancel(mine)
             except ClusterError as error:
-                self._say_once((f"cannot cancel: {error}; trying again until it is done",))
+                self._say_once(f"cannot cancel: {error}; trying again until it is done")
         return bool(mine)
-
-    def _program_changed(self) -> str | None:
-        """Why nothing may be submitted although there is something to do."""
-        launched, now = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
-        return (
-            None
-            if now == launched
-            else (
-                f"the training program changed under the sweep (kernel_digest {launched} -> {now}); launch again to "
-                "go on with the new one"
-            )
-        )
 
     def _submit(self, actions: Actions, state: SweepState) -> None:
         """Submits jobs, unless the program has changed or somebody has claimed what they are to run."""
-        self.stopped = self._program_changed()
-        keys = (attempt.key for job in actions.submit for attempt in job.attempts)
-        if self.stopped or self._settler.claimed_already(keys, state):
+        launched, now = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
+        if launched != now:
+            self.stopped = (
+                f"the training program changed under the sweep (kernel_digest {launched} -> {now}); launch again to "
+                "go on with the new one"
+            )
+            return
+        if self._settler.claimed_already((a.key for job in actions.submit for a in job.attempts), state):
             return  # what has been claimed is settled first
-        self._say_once(f"{node} is not used again: {why}" for node, why in actions.avoid.items())
+        self._say_once(*(f"{node} is not used again: {why}" for node, why in actions.avoid.items()))
         for array in shapes(actions.submit, self.limits.max_array):
             self._submit_array(array, sorted(actions.avoid))
 
@@ -294,30 +283,26 @@ class Reconciler:
             journal.write("submitted", allocation=name, job=job)
 
     def _other_commits(self, state: SweepState) -> list[str]:
-        """Nodes that run another commit than this launcher, with the same training program."""
+        """A note for each node that runs another commit than this launcher."""
         own = self.sweep.git_commit
         nodes = [n for a in state.allocations.values() for n in a.preflight.get("nodes") or ()]
         others = {(n["host"], c) for n in nodes if own and (c := n.get("git_commit")) and c != own}
         return [f"{host} runs commit {c[:12]}, this launcher {own[:12]}" for host, c in sorted(others) if own]
 
-    def _error_of(self, dead_end: DeadEnd) -> ClusterError:
+    def _told_of(self, dead_end: DeadEnd) -> str:
+        """Why the launch gives up, with the last line of a job's log."""
         log, said = _last_said(self.sweep.folder.allocations / dead_end.allocation)
-        return ClusterError(
+        return (
             f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({dead_end.reason}"
             f"{f'; its log ends: {said[:200]}' if said else ''}); see {log}, then launch again"
         )
 
-    def _say_once(self, notes: Iterable[str]) -> None:
+    def _say_once(self, *notes: str) -> None:
         """Says what was not said before."""
         for note in notes:
             if note not in self._said:
                 self._said.add(note)
                 self.say(note)
-
-    def _sign_of_life(self) -> None:
-        if time.monotonic() - self._touched > SIGN_OF_LIFE_S:
-            self._touched = time.monotonic()
-            show_presence(self.sweep.journal.path)
 
 
 def open_allocations(state: SweepState) -> list[str]:

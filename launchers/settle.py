@@ -1,4 +1,4 @@
-"""Settles allocations that are over: what they claimed and did not finish is lost, and what they held is told."""
+"""Writes down how allocations ended: attempts that they claimed and did not finish are lost."""
 
 from collections.abc import Collection, Iterable
 
@@ -13,7 +13,7 @@ from ultrabench.state import AllocationState, AttemptKey, Start, SweepState
 
 
 class Settler:
-    """Concludes for one launch of a sweep what became of allocations, and writes it to the journal."""
+    """Writes for one launch of a sweep to the journal what became of allocations."""
 
     def __init__(self, sweep: OpenSweep, launcher: Launcher) -> None:
         self._sweep, self._launcher = sweep, launcher
@@ -23,7 +23,7 @@ class Settler:
         self.settled: set[tuple[str, Start]] = set()
 
     def give_up(self, name: str) -> bool:
-        """Sees to it that an allocation which never ran never will; False when agents own it after all.
+        """Claims an allocation that has not started, so that it never runs; False when its agents own it already.
 
         Another launcher may still be about to submit it, however long that takes: its agent finds this claim.
         """
@@ -33,7 +33,7 @@ class Settler:
         return True
 
     def settle(self, held: AllocationState, told: JobEnd | None, state: SweepState) -> None:
-        """Settles an allocation that is over.
+        """Writes down that an allocation is over, and that what it claimed and did not finish is lost.
 
         Args:
             told: how it ended by the launcher's word, when its agents said nothing.
@@ -50,11 +50,11 @@ class Settler:
         self.settled.add((name, held.start))  # only now: a disk may have refused what was to be written
 
     def tell_held(self, held: AllocationState, seconds: float) -> None:
-        """Writes down for how long the batch system says that an ended allocation had its nodes."""
+        """Writes down for how many seconds an ended allocation held its nodes, by the word of the batch system."""
         self._tell_end(held, f"held for {seconds:.0f} s", seconds, source="slurm")
 
     def plan(self, allocation: Allocation) -> None:
-        """Tells of an allocation, before it is submitted or when only its files are known."""
+        """Writes down what an allocation holds, before it is submitted or when only its files are known."""
         self._sweep.journal.write(
             "allocation_planned", allocation=allocation.name, nodes=allocation.nodes, by=allocation.by,
             limit_s=allocation.limit_s, control=allocation.control,
@@ -62,7 +62,7 @@ class Settler:
         )  # fmt: skip
 
     def claimed_already(self, keys: Iterable[AttemptKey], state: SweepState) -> bool:
-        """Whether some of these attempts, which nobody alive is known to have, were claimed all the same.
+        """Whether some of these attempts, of which no living allocation is known, were claimed all the same.
 
         Who claims an attempt is the only one who may ever run it. An owner that the journal does not know is
         taken up from its files, and looked for from then on; otherwise the attempt is lost.
@@ -90,7 +90,7 @@ class Settler:
         return found
 
     def _owned(self, key: AttemptKey, name: str, state: SweepState) -> bool:
-        """Whether an allocation claimed an attempt, by the journal or, if that says nothing, by the claim."""
+        """Whether an allocation claimed an attempt: the journal tells, and where it does not, the claim file."""
         attempt = state.attempts.get(key)
         if attempt is not None and attempt.allocation is not None:
             return attempt.allocation == name

@@ -25,7 +25,7 @@ class AgentExecutor(LocalExecutor):
 
 
 def main() -> None:
-    """Submits the allocation of the folder given, one task a simulated node."""
+    """Submits the allocation of the folder that is given as argument; each simulated node is one task."""
     folder = Path(sys.argv[1])
     allocation = read_allocation(folder)
     pickles = folder / "submitit"

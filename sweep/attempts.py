@@ -24,9 +24,9 @@ class PlannedAttempt:
     patience: float = 1.0
     """Factor on the time limit: a run that timed out gets more."""
     after: AttemptKey | None = None
-    """The failed attempt that it follows."""
+    """The failed attempt before it."""
     pause_s: float = 0.0
-    """Seconds to wait after the end of that."""
+    """Seconds to wait after the end of that failed attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class AttemptsLeft:
     waiting: int
     """Attempts that are queued or running."""
     untried: frozenset[int] = frozenset()
-    """Numbers of nodes on which nothing has passed yet: one allocation of each at a time."""
+    """Numbers of nodes on which no run has passed yet; of each, one allocation may be in flight at a time."""
     dominated: Mapping[str, str] = field(default_factory=dict)
     """Runs that are left out, and the run whose lack of memory tells that they cannot fit."""
     broken: str | None = None
@@ -64,7 +64,7 @@ def attempts_left(
     doubted: Collection[AttemptKey] = (),
     ended_s: Mapping[AttemptKey, float] | None = None,
 ) -> AttemptsLeft:
-    """The attempts to make and how many are on their way.
+    """The attempts to make, and how many are queued or running.
 
     Args:
         runs: what the plan runs, in order.
@@ -121,9 +121,9 @@ def next_attempts(
     old: frozenset[AttemptKey] = frozenset(),
     ended_s: Mapping[AttemptKey, float] | None = None,
 ) -> AttemptsLeft:
-    """`decide` with the values of the plan's configuration, and what results say of each other."""
+    """`attempts_left` with the values of the plan's configuration, without the results that others make doubtful."""
     config, state = plan.config, judged(state)
-    # Where losses differ without a majority, a repeat of each would only repeat that.
+    # Where losses differ without a majority, repeats would differ in the same way.
     doubted = suspect_attempts(state, device=config.hardware.device).keys() - disputed_attempts(state).keys()
     return attempts_left(
         plan.runs, state, alive, doubted=doubted,
@@ -205,7 +205,7 @@ class _Following:
             return PlannedAttempt(candidate=run, key=AttemptKey(run_id, repeat, 0))
         last = attempts[-1]
         if last.result is None:
-            # Still running, or its end is not told yet: the same attempt stays the one to wait for.
+            # It still runs, or its end is not known yet, so this same attempt is waited for.
             return PlannedAttempt(candidate=run, key=last.key)
         verdict = judge(
             attempts,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from ultrabench.sweep.plan import Candidate, Plan
 
 SAFE_SHARE = 0.7
-"""Of an accelerator's memory: a control must not fail for want of it."""
+"""Largest predicted share of the memory of an accelerator; a control run must not fail for lack of memory."""
 
 Cell = tuple[str, int]
 """Model and nodes; hardware and kernel are the same in a whole sweep."""

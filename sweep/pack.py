@@ -8,7 +8,7 @@ from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.control import Cell, cell_of
 
 START_S = 120.0
-"""For starting agents, their meeting and the preflight."""
+"""Seconds for the start of the agents, their rendezvous and the preflight."""
 MARGIN = 1.5
 ROUND_S = 300.0
 """Limits are rounded up to this, so that jobs of one shape are alike."""
@@ -17,7 +17,7 @@ RUN_LIMIT_FACTOR = 3.0
 
 
 CONTROL_SHARE = 0.1
-"""Of an allocation's runs that its control run may take; where it would take more, the allocation is longer."""
+"""Largest share of an allocation's time for its control run; where it would take more, the allocation is longer."""
 
 
 def run_limit_s(todo: PlannedAttempt, config: SweepConfig, steps: int) -> float:

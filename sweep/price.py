@@ -1,4 +1,4 @@
-"""What is left of a sweep as allocations, and their price: one reckoning for plan, consent and budget."""
+"""What is left of a sweep as allocations, and their price; plan, consent and budget all use it."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,17 +23,17 @@ class PlannedJob:
     """An allocation that could be submitted."""
 
     attempts: tuple[PlannedAttempt, ...]
-    """In the order they run, the control first."""
+    """Attempts in the order in which they run, the control first."""
     control: str | None
     limit_s: float
     gpu_hours: float
-    """Predicted price."""
+    """Predicted price of the allocation."""
     best_step_times_s: Mapping[Cell, float] = field(default_factory=dict)
-    """Of the cells so far: what is much slower need not be measured to the end."""
+    """Best step time of each cell so far; a run that is much slower need not be measured to the end."""
 
     @property
     def nodes(self) -> int:
-        """Its size."""
+        """Number of nodes."""
         return self.attempts[0].candidate.nodes
 
 
@@ -41,7 +41,7 @@ def planned_jobs(
     plan: Plan, todo: Sequence[PlannedAttempt], state: SweepState, *, max_limit_s: float = math.inf,
     untried: Collection[int] = (), held_s: Mapping[str, float] | None = None,
 ) -> list[PlannedJob]:  # fmt: skip
-    """The allocations that attempts need, in order.
+    """The allocations that the attempts need, in order.
 
     Args:
         untried: numbers of nodes of which only one allocation may be submitted.
@@ -112,7 +112,7 @@ class Price:
 
     @property
     def gpu_hours(self) -> float:
-        """All of it."""
+        """The sum of all allocations."""
         return sum(draft.gpu_hours for draft in self.jobs)
 
 

@@ -1,4 +1,4 @@
-"""The acceptance run of a cluster: what has to be true of it before a large sweep, tried on one and two nodes."""
+"""The acceptance run of a cluster: it tries on one and two nodes what a large sweep relies on."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from ultrabench.sweep.losses import TOLERANCE
 from ultrabench.sweep.plan import Candidate, Plan, make_plan
 
 GPU_HOURS = 3.0
-"""The most that an acceptance run may take."""
+"""Largest number of GPU hours that an acceptance run may take."""
 LAYOUTS = 12
 TOO_MUCH = 3.0
-"""Times the memory of a rank by prediction: that cannot fit, however rough the prediction."""
+"""A run whose predicted memory is this many times that of a rank cannot fit, however rough the prediction."""
 
 
 def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
-    """The lines of the acceptance run, in order; doctor.json is written.
+    """The checks of the acceptance run, in order; writes doctor.json.
 
     Raises:
         ConfigError: the configuration cannot be tried like this.
@@ -50,7 +50,7 @@ def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
 
 
 class _Acceptance:
-    """One acceptance run; a method for each line."""
+    """One acceptance run, with a method for each check."""
 
     def __init__(self, config: SweepConfig, say: Say) -> None:
         self._config, self._hardware = config, config.hardware
@@ -74,11 +74,11 @@ class _Acceptance:
         return check_losses(one, self._layouts)
 
     def out_of_memory(self) -> Check:
-        """What does not fit is told as such, and for sure."""
+        """A run that does not fit is recognised as out of memory, and confirmed."""
         return check_memory(self._sweeps.run(self._too_large(), _all))
 
     def speed(self) -> Check:
-        """As fast as others were on this hardware, where that is known."""
+        """The speed is that of others on this hardware, where that is known."""
         known = self._published
         if known is None:
             return check_speed(None, self._layouts)
@@ -110,7 +110,7 @@ def _all(plan: Plan) -> Sequence[Candidate]:
 
 
 def _differing(plan: Plan) -> Sequence[Candidate]:
-    """LAYOUTS of those that surely fit, as many on each number of nodes; fewer where there are no more."""
+    """At most LAYOUTS runs that surely fit, the same number for each number of nodes."""
     limit = SAFE_SHARE * plan.config.hardware.rank_mem_bytes
     fitting = [run for run in plan.runs if run.prediction.peak_mem_bytes <= limit]
     sizes = sorted({run.nodes for run in fitting})
@@ -142,7 +142,7 @@ def check_losses(one: Outcome, layouts: Outcome) -> Check:
 
 
 def check_memory(outcome: Outcome) -> Check:
-    """Whether a lack of memory is known as such, and confirmed."""
+    """Whether a lack of memory is recognised as such, and confirmed."""
     run = outcome.runs[0]
     result, needs = outcome.result(run), run.prediction.peak_mem_bytes / 2**30
     if result and result.status == Status.OOM and result.confirmed:

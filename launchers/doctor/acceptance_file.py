@@ -1,4 +1,4 @@
-"""What is known of the acceptance run of a cluster: doctor.json, and what a launch says without it."""
+"""The file of the latest acceptance run of a cluster, doctor.json, and the warning of a launch without it."""
 
 import json
 import time
@@ -14,11 +14,11 @@ from ultrabench.sweep.config import SweepConfig
 
 SCHEMA_VERSION = 1
 MANY_NODES = 8
-"""A sweep on more nodes should know that its cluster was tried."""
+"""A launch on more nodes than this warns when its cluster has passed no acceptance run."""
 
 
 def acceptance_folder(config: SweepConfig) -> Path:
-    """RESULTS_DIR/doctor-CLUSTER-HARDWARE: doctor.json, and a folder of sweeps for each acceptance run."""
+    """The folder RESULTS_DIR/doctor-CLUSTER-HARDWARE; it holds doctor.json and the sweeps of each acceptance run."""
     return Path(config.results_dir).absolute() / f"doctor-{config.cluster}-{config.hardware.name}"
 
 
@@ -50,7 +50,7 @@ def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path,
 
 
 def not_accepted(config: SweepConfig) -> str | None:
-    """Why nobody knows that a large sweep will work on this cluster; None when that is known, or the sweep small."""
+    """The warning before a large sweep on a cluster that has passed no acceptance run; None where none is needed."""
     most = max(config.axes.nodes)
     if config.launcher.name == "local" or config.hardware.simulated or most <= MANY_NODES:
         return None
@@ -68,7 +68,7 @@ def not_accepted(config: SweepConfig) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Empty when there is none, or nothing that can be read."""
+    """The content of doctor.json; empty when there is none, or none that can be read."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A small sweep of an acceptance run: chosen runs of a plan, followed to their end."""
+"""A small sweep of an acceptance run: it runs some runs of a plan to their end."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ def variant(config: SweepConfig, name: str, folder: Path, **groups: Any) -> Swee
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a trial."""
+    """What became of a sweep of an acceptance run."""
 
     folder: SweepFolder
     runs: Sequence[Candidate]
@@ -64,13 +64,13 @@ class AcceptanceSweeps:
     """The sweeps of one acceptance run, which share a budget and what is known of this machine."""
 
     def __init__(self, max_gpu_hours: float, gpus_per_node: int, say: Say) -> None:
-        """`gpus_per_node`: what a node has, since one that uses less of it is held all the same."""
+        """`gpus_per_node`: GPUs of a node; a sweep that uses fewer of them holds the whole node."""
         self.left_gpu_hours = max_gpu_hours
         self._gpus_per_node, self._say = gpus_per_node, say
         self._environment: dict[str, Any] | None = None
 
     def run(self, config: SweepConfig, choose: Choose) -> Outcome:
-        """Follows the chosen runs to their end; whatever ends it early, nothing of it runs on.
+        """Runs the chosen runs to their end; if it is ended early, nothing of it goes on.
 
         Raises:
             ClusterError: the cluster, or this machine, cannot be used.
@@ -98,7 +98,7 @@ class AcceptanceSweeps:
         return Outcome(folder=folder, runs=sweep.plan.runs, state=state, stopped=reconciler.stopped)
 
     def _end(self, sweep: OpenSweep, launcher: Launcher) -> None:
-        """Ends all jobs of a sweep; one that is just being submitted will run nothing."""
+        """Ends all jobs of a sweep; a job that is just being submitted will run nothing."""
         state = sweep.state()
         try:
             for name in open_allocations(state):
@@ -110,7 +110,7 @@ class AcceptanceSweeps:
 
 
 class _Told:
-    """Says how many runs of a sweep have ended, whenever that has changed."""
+    """Says how many runs of a sweep have ended, when that has changed."""
 
     def __init__(self, name: str, plan: Plan, say: Say) -> None:
         self._name, self._say = name, say

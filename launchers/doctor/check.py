@@ -1,4 +1,4 @@
-"""What a check found: the rows of `ultrabench doctor`."""
+"""What a check found; each is a row of `ultrabench doctor`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,20 +26,20 @@ class Check:
 
 
 def passed(name: str, told: str) -> Check:
-    """A check without fault."""
+    """A check that found nothing wrong."""
     return Check(name=name, status=CheckStatus.PASS, told=told)
 
 
 def warned(name: str, told: str, remedy: str) -> Check:
-    """A check whose finding will bite some sweeps."""
+    """A check that found what will disturb some sweeps."""
     return Check(name=name, status=CheckStatus.WARN, told=told, remedy=remedy)
 
 
 def failed(name: str, told: str, remedy: str) -> Check:
-    """A check whose finding stops sweeps."""
+    """A check that found what makes sweeps impossible."""
     return Check(name=name, status=CheckStatus.FAIL, told=told, remedy=remedy)
 
 
 def skipped(name: str, told: str) -> Check:
-    """A check that made no sense any more."""
+    """A check that was left out, because another failed."""
     return Check(name=name, status=CheckStatus.SKIP, told=told)

@@ -1,4 +1,4 @@
-"""The folder in the results folder that a checkup uses: made, tried, read and removed."""
+"""The folder in the results folder that the job on a node uses: it is made, tried, read and removed."""
 
 import contextlib
 import json
@@ -20,22 +20,22 @@ GIB = 2**30
 
 
 class CheckupFolder:
-    """RESULTS_DIR/.doctor-XXXXXXXX; a sweep's name begins with no dot."""
+    """RESULTS_DIR/.doctor-XXXXXXXX; no sweep has such a name, since those begin with no dot."""
 
     def __init__(self, results_dir: Path) -> None:
         self.results_dir = results_dir
         self.token = uuid.uuid4().hex
         self.path = results_dir / f".doctor-{self.token[:8]}"
         self.keep = False
-        """Whether it stays, as evidence."""
+        """Whether the folder stays, because it shows what went wrong."""
 
     @property
     def claims(self) -> Path:
-        """Where claims are tried."""
+        """Folder in which claims are tried."""
         return self.path / "claims"
 
     def make(self, config: SweepConfig) -> None:
-        """Makes it and writes what the other side has to find.
+        """Makes the folder and writes what the job on the node has to find.
 
         Raises:
             OSError: it cannot be written.
@@ -45,7 +45,7 @@ class CheckupFolder:
         write_whole(self.path / "request.json", json.dumps(request))
 
     def report(self) -> dict[str, Any] | None:
-        """What the checkup found; None until it is here."""
+        """What the job found on its node; None until its report is here."""
         # A listing is fresh where NFS remembers for a while that a file is not there.
         if "report.json" not in os.listdir(self.path):
             return None
@@ -53,13 +53,13 @@ class CheckupFolder:
         return found
 
     def node_claim_seen(self) -> bool:
-        """Whether the claim that the checkup made is to be seen here."""
+        """Whether the claim that the job made on its node can be seen here."""
         return owner(self.claims, "node") is not None
 
 
 @contextlib.contextmanager
 def checkup_folder(config: SweepConfig) -> Iterator[tuple[CheckupFolder, Check]]:
-    """The folder with the check of it; it and what was made for it are removed at the end."""
+    """The folder and the check of it; the folder and the parents made for it are removed at the end."""
     results_dir = Path(config.results_dir).absolute()
     new = [folder for folder in (results_dir, *results_dir.parents) if not folder.exists()]
     folder = CheckupFolder(results_dir)

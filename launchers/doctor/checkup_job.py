@@ -1,4 +1,4 @@
-"""The job of a checkup: submitted as a sweep's jobs are, on one node, and waited for."""
+"""The job that looks at one node: it is submitted like the jobs of a sweep, and waited for."""
 
 import os
 import re
@@ -24,16 +24,16 @@ from ultrabench.processes import own_name
 from ultrabench.sweep.config import SweepConfig
 
 LIMIT_S = 600.0
-"""Time limit of the job; it takes seconds, but for the first import of torch on a node."""
-LOOK_S = 0.3
+"""Time limit of the job in seconds; the first import of torch on a node may take minutes."""
+PAUSE_S = 0.3
 POLL_S = 3.0
-"""Between two questions to squeue."""
+"""Seconds between two questions to squeue."""
 LATE_S = 30.0
-"""So long after its job the report may come: file systems lag."""
+"""Seconds for which the report may come later than the end of its job, because file systems lag."""
 FAILED_S = 5.0
-"""The same for a job that failed, which hardly wrote one."""
+"""The same for a job that failed: it hardly wrote a report."""
 END_S = 10.0
-"""Patience for the end of a job whose report is here."""
+"""Seconds to wait for the end of a job whose report is here."""
 
 _REFUSALS = {
     "timed out|no answer|contact": "try again: slurmctld is slow or away",
@@ -56,13 +56,13 @@ class Seen:
 
     report: dict[str, Any]
     earliest_s: float
-    """The job had not begun yet."""
+    """The latest time at which the job had surely not begun."""
     latest_s: float
-    """The report was here."""
+    """The time at which the report was here."""
 
 
 def checkup_script(folder: CheckupFolder, config: SweepConfig) -> ArrayScript:
-    """The submission of a sweep's allocation on one node, but for the module that runs."""
+    """The submission of an allocation on one node, like a sweep's but for the module that runs."""
     allocation = Allocation(
         name="checkup.0", sweep_dir=str(folder.path), work_dir=os.getcwd(), nodes=1,
         gpus_per_node=config.hardware.gpus_per_node, simulated=config.hardware.simulated, threads=None,
@@ -84,7 +84,7 @@ def checkup_script(folder: CheckupFolder, config: SweepConfig) -> ArrayScript:
 
 
 def job_name(folder: CheckupFolder) -> str:
-    """By which the job of a checkup is found in squeue, unless launcher.sbatch names it otherwise."""
+    """Name of the job in squeue, unless launcher.sbatch gives it another."""
     return f"ub-doctor-{folder.token[:8]}"
 
 
@@ -107,19 +107,20 @@ class CheckupJob:
         self._log.parent.mkdir(parents=True)
         self._earliest_s = time.time()
         try:
-            try:
-                self._number = submit(self._script, self._config.launcher.environment)
-            except SubmitError as error:
-                told = f"sbatch does not take a job of one node: {error}"
-                return failed("job", told, _refusal_remedy(str(error))), None
+            self._number = submit(self._script, self._config.launcher.environment)
             self._say(f"submitted job {self._number} of one node; waiting up to {wait_s:.0f} s for it")
             return self._watch(wait_s)
+        except SubmitError as error:
+            told = f"sbatch does not take a job of one node: {error}"
+            found = (r for pattern, r in _REFUSALS.items() if re.search(pattern, told, re.IGNORECASE))
+            remedy = next(found, "mend the launcher.* that it names, +launcher.sbatch.* among them")
+            return failed("job", told, remedy), None
         finally:
-            # By name, too: the answer of sbatch may have been lost.
             if self._over_since is None:
                 self._cancel()
 
     def _cancel(self) -> None:
+        """Cancels the job by number and by name, since the answer of sbatch may have been lost."""
         name = job_name(self._folder)
         try:
             self._query.cancel([self._number] if self._number else [], name=name)
@@ -136,15 +137,15 @@ class CheckupJob:
                 self._wait_for_the_end()
                 told = f"job {self._number} ran on {report['host']}; its report was here after {took_s:.0f} s"
                 return passed("job", told), seen
-            self._look(submitted)
+            self._ask_squeue(submitted)
             now = time.monotonic()
             if self._over_since is not None and now - self._over_since > self._patience_s:
                 return self._ended(), None
             if self._over_since is None and now - submitted > wait_s:
                 return self._too_late(wait_s), None
-            time.sleep(LOOK_S)
+            time.sleep(PAUSE_S)
 
-    def _look(self, submitted: float) -> None:
+    def _ask_squeue(self, submitted: float) -> None:
         """Asks squeue how the job is, and says so when that is new."""
         answer = self._query.jobs("")
         if answer is None or answer.stale:
@@ -168,9 +169,8 @@ class CheckupJob:
         """How the job is, such as `job 12 waits (Resources)`."""
         if self._job is None:
             return f"job {self._number} is not listed by squeue"
-        job, reason = self._job, ""
-        if job.reason not in ("", "None"):
-            reason = f" ({job.reason})"
+        job = self._job
+        reason = f" ({job.reason})" if job.reason not in ("", "None") else ""
         where = f" on {job.nodes}" if job.nodes else ""
         return f"job {self._number} {job.meaning.note}{where}{reason}"
 
@@ -181,16 +181,16 @@ class CheckupJob:
 
     @property
     def _patience_s(self) -> float:
-        """Of waiting for the report of a job that is over."""
+        """Seconds to wait for the report of a job that is over."""
         late = LATE_S if self._job is not None and self._job.state == "COMPLETED" else FAILED_S
         return min(late, self._config.launcher.grace_s)
 
     def _wait_for_the_end(self) -> None:
-        """A moment, so that nothing of the job is left when its folder goes."""
+        """Waits for the end of the job, so that nothing of it is left when its folder is removed."""
         end = time.monotonic() + END_S
         while self._over_since is None and time.monotonic() < end:
-            self._look(0.0)
-            time.sleep(LOOK_S)
+            self._ask_squeue(0.0)
+            time.sleep(PAUSE_S)
 
     def _too_late(self, wait_s: float) -> Check:
         told = f"{self._state()}; not done after {wait_s:.0f} s, cancelled"
@@ -205,13 +205,11 @@ class CheckupJob:
         """The check of a job that is over and left no report; its folder stays as evidence."""
         self._folder.keep = True
         code, log = self._exit_code(), _lines(self._log)
-        told = f"{self._state()}; exit code {code or 'unknown'}, no report"
         # srun tells afterwards that it has ended what was left.
         tail = [line for line in log or [] if not line.startswith("srun:")][-2:] or (log or [])[-2:]
-        if log is None:
-            told += f"; it wrote no {self._log}"
-        else:
-            told += f"; its log ends: {' | '.join(tail)}" if tail else "; its log is empty"
+        end = f"its log ends: {' | '.join(tail)}" if tail else "its log is empty"
+        end = f"it wrote no {self._log}" if log is None else end
+        told = f"{self._state()}; exit code {code or 'unknown'}, no report; {end}"
         return failed("job", told, _remedy_of(code, log, self._log, self._folder))
 
     def _exit_code(self) -> str | None:
@@ -221,11 +219,6 @@ class CheckupJob:
             return None
         found = re.search(r"\bExitCode=(\d+:\d+)", text)
         return found[1] if found else None
-
-
-def _refusal_remedy(answer: str) -> str:
-    found = (remedy for pattern, remedy in _REFUSALS.items() if re.search(pattern, answer, re.IGNORECASE))
-    return next(found, "mend the launcher.* that it names, +launcher.sbatch.* among them")
 
 
 def _lines(log: Path) -> list[str] | None:

@@ -7,23 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.doctor import node_checks
+from ultrabench.launchers.doctor import node_checks, site_checks
 from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, passed, skipped
 from ultrabench.launchers.doctor.checkup_folder import CheckupFolder, checkup_folder
 from ultrabench.launchers.doctor.checkup_job import CheckupJob, Say, Seen
-from ultrabench.launchers.doctor.site_checks import (
-    check_accounting,
-    check_accounts,
-    check_controller,
-    check_gpus,
-    check_limits,
-    check_nodes,
-    check_partition,
-    check_programs,
-    check_size,
-    controller_failed,
-)
 from ultrabench.launchers.open_sweep import require_local
 from ultrabench.launchers.slurm.limits import read_limits
 from ultrabench.launchers.slurm.script import require_plain
@@ -48,15 +37,15 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
     for path in (Path(config.results_dir).absolute(), Path.cwd()):
         require_plain(path)
     say("asking Slurm's programs")
-    checks = [check_programs(site.ask)]
+    checks = [site_checks.check_programs(site.ask)]
     if checks[-1].status is not CheckStatus.FAIL:
-        checks.append(check_controller(site.ask))
+        checks.append(site_checks.check_controller(site.ask))
     if checks[-1].status is CheckStatus.FAIL:
         return [*checks, skipped("everything else", f"not looked at, because {checks[-1].name} failed")]
     try:
         checks += _examine_site(config, site, say)
     except ClusterError as error:
-        return [*checks, controller_failed(str(error))]
+        return [*checks, site_checks.controller_failed(str(error))]
     with checkup_folder(config) as (folder, check):
         checks.append(check)
         bad = [c.name for c in checks if c.status is CheckStatus.FAIL and c.name in NEEDED_BY_A_JOB]
@@ -76,7 +65,7 @@ def why_not_slurm(site: Site) -> str | None:
     """Why there is no Slurm to be checked here; None when there is one."""
     if shutil.which("sbatch") is None:
         return "there is no sbatch on PATH"
-    check = check_controller(site.ask)
+    check = site_checks.check_controller(site.ask)
     return None if check.status is CheckStatus.PASS else f"sbatch is here, but {check.told}"
 
 
@@ -94,13 +83,13 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
         return [failed("partition", told, remedy or "set launcher.partition=")]
     say(f"looking at partition {limits.name}")
     return [
-        check_partition(limits, site.partitions),
-        check_nodes(site.ask, limits, max(config.axes.nodes)),
-        check_gpus(config.hardware, choice, limits),
-        check_size(choice, limits),
-        check_limits(config, limits),
-        check_accounts(site, limits.name, choice.account, choice.qos),
-        check_accounting(site.ask, limits),
+        site_checks.check_partition(limits, site.partitions),
+        site_checks.check_nodes(site.ask, limits, max(config.axes.nodes)),
+        site_checks.check_gpus(config.hardware, choice, limits),
+        site_checks.check_size(choice, limits),
+        site_checks.check_limits(config, limits),
+        site_checks.check_accounts(site, limits.name, choice.account, choice.qos),
+        site_checks.check_accounting(site.ask, limits),
     ]
 
 
@@ -110,7 +99,7 @@ def _examine_node(config: SweepConfig, folder: CheckupFolder, seen: Seen) -> lis
     claim_seen, results = folder.node_claim_seen(), str(folder.results_dir)
     return [
         node_checks.check_folder(report, folder.token, claim_seen, results),
-        node_checks.check_python(report, node_checks.origin(config)),
+        node_checks.check_python(report, config.kernel.digest(), checkout.commit()),
         node_checks.check_torch(report, config, "torch on the node"),
         node_checks.check_devices(report, config.hardware, "GPUs on the node"),
         node_checks.check_room(report, config.hardware, "room on the node"),

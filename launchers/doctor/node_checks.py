@@ -1,10 +1,8 @@
 """Checks on what a checkup reported of a node, or of this machine."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import ultrabench
-from ultrabench import checkout
 from ultrabench.hardware import Hardware
 from ultrabench.launchers.doctor.check import Check, failed, passed, warned
 from ultrabench.launchers.doctor.checkup_job import Seen
@@ -18,22 +16,6 @@ CLOCK_FAIL_S = 30.0
 
 Report = dict[str, Any]
 """What `ultrabench.agent.checkup` writes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Which ultrabench it is, and what it would run."""
-
-    version: str
-    kernel_digest: str
-    git_commit: str | None
-
-
-def origin(config: SweepConfig) -> Origin:
-    """That of this process."""
-    return Origin(
-        version=ultrabench.__version__, kernel_digest=config.kernel.digest(), git_commit=checkout.commit()
-    )
 
 
 def check_folder(report: Report, token: str, claim_seen: bool, results_dir: str) -> Check:
@@ -53,8 +35,14 @@ def check_folder(report: Report, token: str, claim_seen: bool, results_dir: str)
     return passed(name, f"{report['host']} sees {results_dir} and what was written here; claims work there")
 
 
-def check_python(report: Report, here: Origin) -> Check:
-    """Whether the node runs the same ultrabench, and would run the same training program."""
+def check_python(report: Report, kernel_digest: str, git_commit: str | None) -> Check:
+    """Whether the node runs the same ultrabench, and would run the same training program.
+
+    Args:
+        kernel_digest: of the training program here.
+        git_commit: of the sources here.
+    """
+    version = ultrabench.__version__
     name = "Python on the node"
     told = (
         f"{report['python']} {report['python_version']}, ultrabench {report['ultrabench_version']} in "
@@ -63,12 +51,12 @@ def check_python(report: Report, here: Origin) -> Check:
     same = "install the same version for the nodes, or set launcher.python= to a Python that has it"
     if report["kernel_error"]:
         return failed(name, f"{told} ({report['kernel_error']})", same)
-    if report["kernel_digest"] != here.kernel_digest:
-        return failed(name, f"{told}; here it is {here.kernel_digest}, ultrabench {here.version}", same)
-    if report["ultrabench_version"] != here.version:
-        return warned(name, f"{told}; here it is ultrabench {here.version}", same)
-    if report["git_commit"] != here.git_commit:
-        commits = f"commit {_short(report['git_commit'])} there, {_short(here.git_commit)} here"
+    if report["kernel_digest"] != kernel_digest:
+        return failed(name, f"{told}; here it is {kernel_digest}, ultrabench {version}", same)
+    if report["ultrabench_version"] != version:
+        return warned(name, f"{told}; here it is ultrabench {version}", same)
+    if report["git_commit"] != git_commit:
+        commits = f"commit {_short(report['git_commit'])} there, {_short(git_commit)} here"
         return warned(name, f"{told}; {commits}", same)
     return passed(name, f"{told}, as here")
 

@@ -1,4 +1,4 @@
-"""How fast others were on the same hardware, and how fast we are."""
+"""Compares our speed with what others have published for the same hardware."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ultrabench.sweep.config import SweepConfig, load_model
 from ultrabench.sweep.plan import Candidate, Plan
 
 LEAST = 0.7
-"""Of the published speed: another training program may be slower, a network at half its rate is found."""
+"""Least share of the published speed: another training program may be slower, and a network at half its rate is found."""
 WORDS = ("dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas")
 
 
@@ -26,7 +26,7 @@ class Published:
     model: dict[str, Any]
     source: str
     axes: dict[str, Any]
-    """Of a sweep that holds all runs."""
+    """Axes of a sweep that holds all published runs."""
     runs: Mapping[tuple[int, ...], float]
     """Nodes and WORDS -> tokens a second a GPU."""
 
@@ -61,7 +61,7 @@ def published(config: SweepConfig) -> Published | None:
 
 
 def check_speed(known: Published | None, outcome: Outcome | None) -> Check:
-    """Ours beside theirs; without theirs the fastest of ours."""
+    """Our speed beside the published one; where nothing is published, the fastest of ours."""
     measured = [(run, outcome.result(run)) for run in outcome.runs] if outcome else []
     ours = {run.run_id: _tokens_per_s_per_gpu(run, r) for run, r in measured if r and r.status == Status.OK}
     if known is None:

@@ -24,7 +24,7 @@ WANTED = {
     "sacctmgr": "limits of accounts and QOS stay unknown",
 }
 MOST = 8
-"""Other partitions that are named."""
+"""Largest number of other partitions that are named."""
 _MB = {"K": 2**-10, "M": 1, "": 1, "G": 2**10, "T": 2**20}
 
 
@@ -114,7 +114,7 @@ def check_nodes(ask: Ask, partition: Partition, largest: int) -> Check:
 
 
 def _reasons(ask: Ask, name: str) -> str:
-    """Nodes that are out, with the reason somebody gave, such as `gpu03 drained (bad fan)`."""
+    """Nodes that run no jobs, with the reason that somebody gave, such as `gpu03 drained (bad fan)`."""
     try:
         text = ask("sinfo", "--list-reasons", "--noheader", f"--partition={name}", "--format=%N|%T|%E")
     except CommandError:

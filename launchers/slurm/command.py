@@ -11,12 +11,12 @@ _DEFAULTS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SC
 
 
 class CommandError(Exception):
-    """A Slurm program failed, hung or talked nonsense; never leaves the launchers."""
+    """A Slurm program failed, did not answer, or printed nonsense; callers outside of launchers/ never see it."""
 
     def __init__(self, message: str, complaints: str = "") -> None:
         super().__init__(message)
         self.complaints = complaints
-        """All it wrote to stderr."""
+        """All that the program wrote to stderr."""
 
 
 def ask(words: Sequence[str], timeout_s: float) -> str:

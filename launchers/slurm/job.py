@@ -20,8 +20,6 @@ class SlurmJob:
 
     job_id: str
     """"123", or "123_4" for an element of an array."""
-    raw_id: str
-    """SLURM_JOB_ID inside the job: an element has a number of its own once it starts."""
     name: str
     state: str
     reason: str = ""
@@ -32,7 +30,7 @@ class SlurmJob:
 
     @property
     def array_id(self) -> str:
-        """The number sbatch answered."""
+        """The number that sbatch answered."""
         return self.job_id.partition("_")[0]
 
     @property
@@ -64,7 +62,7 @@ def duration_s(text: str) -> float | None:
 
 
 def _rows(text: str) -> Iterator[list[str]]:
-    """Rows that begin with a job id and end with a name: a name may hold bars, even line breaks."""
+    """Rows that begin with a job id and end with a name, which may hold bars and even line breaks."""
     within = False
     for line in text.split("\n"):
         fields = line.split("|", _COLUMNS - 1)
@@ -76,7 +74,7 @@ def _rows(text: str) -> Iterator[list[str]]:
 
 
 def _expand(job_id: str) -> Iterator[str]:
-    """The elements of `123_[4-7,9%2]`: those that have not started share a row."""
+    """The elements of `123_[4-7,9%2]`: elements that have not started share a row."""
     array_id, bracket, spec = job_id.partition("_[")
     if not bracket:
         yield job_id
@@ -93,10 +91,10 @@ def squeue_jobs(text: str) -> dict[str, SlurmJob]:
     """
     return {
         one: SlurmJob(
-            job_id=one, raw_id=raw_id, name=name, state=state, reason=reason,
+            job_id=one, name=name, state=state, reason=reason,
             nodes="" if nodes in _NO_NODES else nodes, elapsed_s=duration_s(elapsed) or 0.0,
         )
-        for job_id, raw_id, state, elapsed, nodes, reason, name in _rows(text)
+        for job_id, _, state, elapsed, nodes, reason, name in _rows(text)
         for one in _expand(job_id)
     }  # fmt: skip
 
@@ -112,10 +110,10 @@ def sacct_jobs(text: str) -> dict[str, SlurmJob]:
     rows = sorted(_rows(text), key=lambda row: ("[" not in row[0], row[5]))
     return {
         one: SlurmJob(
-            job_id=one, raw_id=raw_id, name=name, state=state,
+            job_id=one, name=name, state=state,
             nodes="" if nodes in _NO_NODES else nodes, elapsed_s=float(elapsed or 0),
         )
-        for job_id, raw_id, state, elapsed, nodes, _, name in rows
+        for job_id, _, state, elapsed, nodes, _, name in rows
         for one in _expand(job_id)
     }  # fmt: skip
 
@@ -132,7 +130,7 @@ def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
 
 
 def collapse(job_ids: Iterable[str]) -> list[str]:
-    """The ids as few words for scancel: elements of one array become `123_[4,6]`."""
+    """The ids as few arguments for scancel: elements of one array become `123_[4,6]`."""
     elements: dict[str, list[int]] = {}
     for array_id, _, index in (job_id.partition("_") for job_id in job_ids):
         elements.setdefault(array_id, []).extend([int(index)] if index else [])

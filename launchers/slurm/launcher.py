@@ -1,4 +1,4 @@
-"""Allocations as jobs of a Slurm cluster: one job array for those that are alike."""
+"""Runs allocations as jobs of a Slurm cluster; those that are alike share a job array."""
 
 import contextlib
 import re
@@ -23,19 +23,19 @@ from ultrabench.sweep.launcher_choice import LauncherChoice
 FIND_TIMEOUT_S = 60.0
 SUBMIT_TRIES = 6
 SUBMIT_PAUSE_S = 1.0
-"""After a failed submission; doubled each time."""
+"""Seconds to wait after a failed submission; doubled each time."""
 END_GRACE_S = 10.0
-"""Between Slurm's word that a job is over and ours that its agents said nothing: file systems lag."""
+"""Seconds after the end of a job for which its agents may still be heard, because file systems lag."""
 STALE_ACCOUNTING_S = 300.0
-"""So long sacct is believed that calls a job active which squeue no longer knows."""
+"""Seconds for which sacct is believed when it calls a job active that squeue no longer knows."""
 _FOR_GOOD = re.compile(
     r"invalid|not permitted|not available|violates|unrecognized|unable to open|not found|more processors|"
     r"access/permission denied|cannot be satisfied",
     re.IGNORECASE,
 )
-"""Refusals that come again however often one asks."""
+"""Refusals of sbatch that no further try will change."""
 _FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
-"""Refusals that sound like those and go away by themselves, or with our own jobs."""
+"""Refusals that sound like those, but pass by themselves or with the end of our own jobs."""
 
 
 class SlurmLauncher:
@@ -58,7 +58,7 @@ class SlurmLauncher:
         self._goodbyes: dict[str, float] = {}
         """Allocation -> when it was first seen running after its agents had told its end."""
         self._asked_for: dict[str, float] = {}
-        """Allocation -> when it was first looked for: what squeue said before says nothing of it."""
+        """Allocation -> when it was first looked for; an earlier answer of squeue says nothing of it."""
         self._second: set[str] = set()
         """Jobs of second submissions that were cancelled."""
         self._accounted: dict[str, float] = {}
@@ -133,7 +133,8 @@ class SlurmLauncher:
         seen = {n: self._of_the_owner(allocations[n], jobs, answer.stale) for n, jobs in seen.items()}
         active = {n: found for n, jobs in seen.items() if (found := _active(jobs))}
         queued = {n for n, job in active.items() if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
-        moving = {n: job for n, job in active.items() if _moves(job) and not answer.stale}
+        # Jobs that Slurm has suspended are left out: their agents may stand still.
+        moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.stale}
         since = time.monotonic() - answer.age_s
         missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
         self._unseen = {n: self._unseen.get(n, since) for n in missing}
@@ -181,7 +182,7 @@ class SlurmLauncher:
         return {n: job.elapsed_s for n, job in found.items() if job.meaning.phase is Phase.OVER}
 
     def _leaving(self, ended: set[str], moving: Mapping[str, SlurmJob], since: float) -> frozenset[str]:
-        """Jobs whose agents have said goodbye; one that froze before it left is ended after a while."""
+        """Jobs whose agents have told their end; a job that still runs after a while is ended."""
         if self._choice.requeue:  # then it may have been started again
             return frozenset()
         self._goodbyes = {n: self._goodbyes.get(n, time.monotonic()) for n in ended}
@@ -216,20 +217,21 @@ class SlurmLauncher:
             )
         return JobEnd(
             status=job.meaning.status or Status.LOST,
-            reason=f"Slurm ended job {job.job_id}: {job.state}" + (f" ({job.reason})" if _tells(job) else ""),
+            reason=f"Slurm ended job {job.job_id}: {job.state}"
+            + (f" ({job.reason})" if job.reason not in ("", "None") else ""),
             elapsed_s=job.elapsed_s,
         )
 
     def cancel(
         self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
     ) -> dict[str, float]:
-        """scancel for all jobs of the arrays that hold `allocations`; their agents say how runs ended."""
+        """Ends all jobs of the arrays that hold `allocations`; their agents say how the runs ended."""
         for array in sorted({name.rpartition(".")[0] for name in allocations}):
             self.query.cancel(name=f"{self._prefix}{array}", pending_only=queued_only)
         return {}
 
     def end_frozen(self, name: str, job: Job) -> None:
-        """scancel for this element of its array; what does not end by itself Slurm kills after KillWait."""
+        """Ends this element of its array; Slurm kills it after KillWait if it does not end by itself."""
         self.query.cancel([job["job_id"]])
 
 
@@ -241,21 +243,12 @@ def _job(job_id: str, name: str) -> Job:
 
 
 def _active(jobs: Sequence[SlurmJob]) -> SlurmJob | None:
-    """One that is not over: a submission that was made twice has two of each."""
+    """A job that is not over; a submission that was made twice has two of each."""
     return next((job for job in jobs if job.meaning.phase is not Phase.OVER), None)
 
 
-def _moves(job: SlurmJob) -> bool:
-    """Not so one that Slurm has suspended, which is frozen for good reason."""
-    return job.state == "RUNNING"
-
-
-def _tells(job: SlurmJob) -> bool:
-    return job.reason not in ("", "None")
-
-
 def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:
-    """What a person has to mend, and what cannot be known now."""
+    """Notes on what a person has to mend, and on what cannot be known now."""
     notes = [f"squeue does not answer ({answer.error}); jobs go on, asking again"] if answer.stale else []
     for job in active.values():
         remedy = pending_remedy(job.reason) if job.meaning.phase is Phase.QUEUED else None

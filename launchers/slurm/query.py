@@ -1,4 +1,4 @@
-"""Asks Slurm about our jobs, gently: few questions, each with a time-out, and old answers said to be old."""
+"""Asks Slurm about our jobs, with few questions that each have a time-out; old answers are marked as old."""
 
 import os
 import re
@@ -8,20 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ultrabench.errors import ClusterError
+from ultrabench.launchers.slurm import job as slurm_job
 from ultrabench.launchers.slurm.command import CommandError, ask
-from ultrabench.launchers.slurm.job import (
-    SACCT_FORMAT,
-    SQUEUE_FORMAT,
-    SlurmJob,
-    collapse,
-    find,
-    sacct_jobs,
-    squeue_jobs,
-)
+from ultrabench.launchers.slurm.job import SACCT_FORMAT, SQUEUE_FORMAT, SlurmJob, sacct_jobs, squeue_jobs
 from ultrabench.launchers.slurm.states import Phase
 
 FRESH_S = 2.0
-"""Even an urgent question comes no sooner than this after the last."""
+"""Least seconds between two questions, even urgent ones."""
 MOST_BACK_OFF_S = 300.0
 IDS_A_COMMAND = 200
 
@@ -31,15 +24,15 @@ class Answer:
     """What squeue said."""
 
     jobs: dict[str, SlurmJob]
-    """By job_id; ended ones stay listed for MinJobAge, then they are missing here."""
+    """Jobs by job_id; those that have ended stay listed for MinJobAge and are missing here after that."""
     age_s: float
-    """Since the question was put; a job submitted after that cannot be in the answer."""
+    """Seconds since the question was put; a job submitted after that cannot be in the answer."""
     error: str | None = None
     """Why the newest question failed; the answer is then that of an earlier one."""
 
     def find(self, job_id: str) -> SlurmJob | None:
         """The job of this id, or the array it was cancelled with before it started."""
-        return find(self.jobs, job_id)
+        return slurm_job.find(self.jobs, job_id)
 
     @property
     def stale(self) -> bool:
@@ -63,8 +56,6 @@ class SlurmQuery:
         self.user = user or str(os.getuid())
         self.counts: Counter[str] = Counter()
         """Commands run so far, by program."""
-        self.has_accounting: bool | None = None
-        """Whether sacct answered when it was last asked; None before that."""
         self._poll_s, self._timeout_s, self._budget_s, self._clock = poll_s, timeout_s, budget_s, clock
         self._jobs: dict[str, SlurmJob] | None = None
         self._asked_at = self._answered_at = self._failing_since = -float("inf")
@@ -102,7 +93,7 @@ class SlurmQuery:
     def _poll(self, now: float) -> None:
         self._asked_at = now
         try:
-            # One user: slurmctld then looks up that user's jobs only. Names and ids would not spare it
+            # With one user, slurmctld looks up that user's jobs only. Names and ids would not spare it
             # anything, and an id it has forgotten is an error.
             text = self.ask(
                 "squeue", f"--user={self.user}", "--states=all", "--all", "--array", "--noheader",
@@ -128,45 +119,33 @@ class SlurmQuery:
         learns of changes some seconds after squeue.
         """
         now, wanted = self._clock(), set(job_ids)
-        # Whole arrays: asked for an element that has not started, sacct knows nothing.
+        # Whole arrays are asked for, since sacct knows nothing of an element that has not started.
         arrays = sorted({job_id.partition("_")[0] for job_id in wanted})
         due = [i for i in arrays if now - self._looked_up.get(i, -float("inf")) >= self._poll_s]
         for some in _chunks(due):
-            found = self._sacct("--jobs=" + ",".join(some))
+            found = self._sacct(some)
             if found is None:
                 return {}
             old = {i: job for i, job in self._accounts.items() if job.array_id not in some}
             self._accounts = old | found
             self._looked_up |= dict.fromkeys(some, now)
         jobs = {i: job for i, job in self._accounts.items() if job.array_id in wanted}
-        named = ((job_id, find(self._accounts, job_id)) for job_id in wanted)
+        named = ((job_id, slurm_job.find(self._accounts, job_id)) for job_id in wanted)
         return jobs | {job_id: job for job_id, job in named if job}
 
-    def accounting_named(self, names: Iterable[str], since: float) -> dict[str, SlurmJob]:
-        """The same for all jobs of these names that were there after `since` (seconds since 1970)."""
-        # Clocks of this host and of the accounting differ.
-        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 3600))
-        found: dict[str, SlurmJob] = {}
-        for some in _chunks(sorted(set(names))):
-            options = (f"--user={self.user}", f"--starttime={start}", "--name=" + ",".join(some))
-            found |= self._sacct(*options) or {}
-        return found
-
-    def _sacct(self, *options: str) -> dict[str, SlurmJob] | None:
+    def _sacct(self, arrays: Sequence[str]) -> dict[str, SlurmJob] | None:
         if self._clock() < self._sacct_from:
             return None
         try:
-            text = self.ask(
-                "sacct", "--parsable2", "--noheader", "--allocations",
-                f"--format={SACCT_FORMAT}", *options,
+            return sacct_jobs(
+                self.ask(
+                    "sacct", "--parsable2", "--noheader", "--allocations", f"--format={SACCT_FORMAT}",
+                    "--jobs=" + ",".join(arrays),
+                )
             )  # fmt: skip
-            jobs = sacct_jobs(text)
         except (CommandError, ValueError):
-            self.has_accounting = False
             self._sacct_from = self._clock() + MOST_BACK_OFF_S
             return None
-        self.has_accounting = True
-        return jobs
 
     def cancel(
         self, job_ids: Iterable[str] = (), *, name: str | None = None, pending_only: bool = False
@@ -179,7 +158,7 @@ class SlurmQuery:
         ids = set(job_ids)
         if pending_only:
             ids, name = self._waiting(ids, name), None
-        targets = [tuple(collapse(some)) for some in _chunks(sorted(ids))]
+        targets = [tuple(slurm_job.collapse(some)) for some in _chunks(sorted(ids))]
         if name is not None:
             targets.append((f"--user={self.user}", f"--name={name}"))
         failed: CommandError | None = None
@@ -194,7 +173,7 @@ class SlurmQuery:
             raise ClusterError(f"{failed}; the jobs may run on: `squeue --me` shows them") from failed
 
     def _waiting(self, job_ids: set[str], name: str | None) -> set[str]:
-        """Those that hold no nodes at this moment.
+        """Those jobs that hold no nodes at this moment.
 
         `scancel --state=PENDING 123_4` cancels all waiting elements of the array (tried with Slurm 22.05).
         """

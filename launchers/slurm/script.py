@@ -1,4 +1,4 @@
-"""The job script of an array of allocations: submitit writes it, our agent is what it runs."""
+"""The job script of an array of allocations: submitit writes it, and it runs our agents."""
 
 import math
 import re
@@ -72,7 +72,7 @@ def array_name(allocation: Allocation) -> str:
 
 
 def job_prefix(sweep_dir: Path) -> str:
-    """How the names of all jobs of a sweep begin: whose they are can be read in squeue."""
+    """How the names of all jobs of a sweep begin, so that squeue shows which sweep they belong to."""
     return f"ub-{sweep_dir.name}-"
 
 
@@ -114,7 +114,7 @@ def array_script(
 
 
 def _checked(setup: Sequence[str]) -> list[str]:
-    """The user's lines, each followed by one that ends the job when it failed."""
+    """The lines of launcher.setup, each followed by a line that ends the job if it failed."""
     lines = []
     for number, line in enumerate(setup, start=1):
         told = shlex.quote(f"line {number} of launcher.setup failed: {line}")
@@ -125,7 +125,7 @@ def _checked(setup: Sequence[str]) -> list[str]:
 def _options(
     first: Allocation, choice: LauncherChoice, hardware: Hardware, avoid: Sequence[str]
 ) -> dict[str, Any]:
-    """The options of sbatch; what the user names himself comes last and wins."""
+    """The options of sbatch; what the user names in launcher.sbatch comes last and wins."""
     sweep_dir = Path(first.sweep_dir)
     gpus = hardware.gpus_per_node if hardware.device == "cuda" and choice.gres is None else None
     options: dict[str, Any] = {

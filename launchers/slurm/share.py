@@ -1,4 +1,4 @@
-"""What a sweep may take of a cluster: the site's limits, held against what the sweep asks for."""
+"""What a sweep may take of a cluster: the limits of the site, compared with what the sweep asks for."""
 
 import math
 from pathlib import Path
@@ -18,7 +18,7 @@ SHARE = 4
 
 
 def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = True) -> SlurmLauncher:
-    """A launcher that keeps to what the site allows; one that is not `limited` must not submit.
+    """A launcher that keeps to what the site allows; without `limited` the site is not asked, and it must not submit.
 
     Raises:
         ConfigError: the sweep asks for what the site does not give.
@@ -46,7 +46,7 @@ def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = 
 
 
 def node_share(config: SweepConfig, limits: Limits) -> int:
-    """Nodes that the sweep may hold or queue for at a time.
+    """Number of nodes that the sweep may hold or queue for at a time.
 
     Raises:
         ConfigError: its largest runs need more.
@@ -71,7 +71,7 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
 
 
 def _max_minutes(config: SweepConfig, limits: Limits) -> int | None:
-    """The longest time limit a job may have; None: any.
+    """The longest time limit of a job in minutes; None stands for any.
 
     Raises:
         ConfigError: more is asked for.

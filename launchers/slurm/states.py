@@ -1,4 +1,4 @@
-"""Slurm's words for the state of a job, and for why it waits, in ours.
+"""Translates Slurm's words for the state of a job, and for why it waits, into ours.
 
 Sources: squeue(1), sacct(1), slurm.schedmd.com/job_state_codes.html and job_reason_codes.html.
 """
@@ -21,11 +21,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What a word of Slurm's tells us."""
+    """What a state of Slurm's means to us."""
 
     phase: Phase
     status: Status | None = None
-    """What an attempt that the job left unfinished gets; None unless it is over."""
+    """Status of an attempt that the job left unfinished; None unless the job is over."""
     note: str
 
 

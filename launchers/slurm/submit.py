@@ -40,7 +40,7 @@ def inherited(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str,
 
 
 class SubmitError(Exception):
-    """sbatch gave no number; says why. The job may have been submitted all the same."""
+    """sbatch gave no job number, for the reason given; the job may have been submitted all the same."""
 
 
 def submit(script: ArrayScript, environment: Iterable[str]) -> str:
@@ -74,7 +74,7 @@ def submit(script: ArrayScript, environment: Iterable[str]) -> str:
 
 
 def main() -> int:
-    """0 and the id on stdout, or 1 and what sbatch said on stderr."""
+    """Exit code 0 with the job id on stdout, or 1 with what sbatch said on stderr."""
     script = from_dict(ArrayScript, json.load(sys.stdin))
     Path(script.folder).mkdir(exist_ok=True)
     try:

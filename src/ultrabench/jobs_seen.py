@@ -16,7 +16,7 @@ Origin = dict[str, str]
 
 
 def same_place(own: Origin, by: Mapping[str, str]) -> bool:
-    """Whether allocations of `by` run where those of `own` do; what does not tell where counts as here."""
+    """Whether allocations of `by` run where those of `own` do; an empty `by` counts as here."""
     name = "cluster" if own["cluster"] else "host"
     return not by or (by.get(name) == own[name] and by.get("cluster") == own["cluster"])
 
@@ -44,13 +44,13 @@ class JobLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """An allocation is over, by the word of whoever ran it."""
+    """How an allocation ended, by the word of whoever ran it."""
 
     status: Status
-    """Of attempts it had claimed and did not finish."""
+    """Status of the attempts that it had claimed and did not finish."""
     reason: str
     elapsed_s: float | None = None
-    """How long it held its nodes; None where nobody knows."""
+    """Seconds for which it held its nodes; None where nobody knows."""
     certain: bool = False
     """True when the processes themselves were found gone; False when only a batch system says so."""
 
@@ -66,19 +66,20 @@ class JobsSeen:
     """What became of allocations."""
 
     alive: frozenset[str] = frozenset()
-    """Queued or running, or not known to be over."""
+    """Allocations that are queued or running, or not known to be over."""
     queued: frozenset[str] = frozenset()
-    """Those of them that surely hold no nodes."""
+    """Those alive that surely hold no nodes."""
     running: frozenset[str] = frozenset()
-    """Those of them whose processes run, so that their agents should show signs of life."""
+    """Those alive whose processes run, so that their agents should show signs of life."""
     leaving: frozenset[str] = frozenset()
-    """Ended by the word of their agents, but still on their nodes."""
+    """Allocations that have ended by the word of their agents, but still hold their nodes."""
     ended_jobs: dict[str, JobEnd] = field(default_factory=dict)
+    """How the others ended."""
     held_s: dict[str, float] = field(default_factory=dict)
     """Seconds for which those that run have held their nodes, setup included."""
     timed: dict[str, float] = field(default_factory=dict)
     """Seconds that ended allocations held their nodes, where the journal does not say so yet."""
     jobs: dict[str, Job] = field(default_factory=dict)
-    """Where the living were found."""
+    """Allocation -> the job in which it was found."""
     notes: tuple[str, ...] = ()
     """What a person should know or do: why jobs wait, what does not answer."""

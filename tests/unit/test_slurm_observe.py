@@ -99,7 +99,7 @@ class Cluster:
 
 
 def row(job_id, state, name="ub-quick-n1-0000aaaa", **more):
-    return SlurmJob(job_id=job_id, raw_id="99", name=name, state=state, **more)
+    return SlurmJob(job_id=job_id, name=name, state=state, **more)
 
 
 @pytest.fixture

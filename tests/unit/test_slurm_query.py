@@ -79,7 +79,7 @@ def test_one_question_tells_of_all_jobs_of_a_prefix(slurm, query):
     answer = query.jobs("ub-")
     assert sorted(answer.jobs) == ["10_0", "10_1", "10_2", "12"]
     job = answer.jobs["10_0"]
-    assert (job.array_id, job.array_index, job.raw_id, job.name) == ("10", 0, "15", "ub-a")
+    assert (job.array_id, job.array_index, job.name) == ("10", 0, "ub-a")
     assert (job.state, job.nodes, job.elapsed_s) == ("RUNNING", "gpu[01-04]", 93784.0)
     assert job.meaning.phase is Phase.RUNNING
     assert answer.jobs["12"].array_index is None
@@ -271,7 +271,6 @@ def test_what_squeue_has_forgotten_sacct_knows(slurm, query, clock):
         "--parsable2 --noheader --allocations "
         "--format=JobID,JobIDRaw,State,ElapsedRaw,NodeList,Submit,JobName --jobs=59,7,8"
     ]
-    assert query.has_accounting
     slurm.prints("sacct", "59_4|59|COMPLETED|9|gpu[01-02]|2026-11-21T09:21:14|ub-e\n")
     clock.now += 30
     assert {i: job.state for i, job in query.accounting(["59_4", "59_2"]).items()} == {"59_4": "COMPLETED"}
@@ -292,21 +291,12 @@ def test_many_ids_are_asked_for_in_parts(slurm, query):
 def test_a_site_without_accounting_is_not_asked_all_the_time(slurm, query, clock, complaint):
     slurm.fails("sacct", complaint)
     assert query.accounting(["7"]) == {}
-    assert query.accounting_named(["ub-a"], 0) == {}
-    assert query.has_accounting is False
     clock.now += 299
     assert query.accounting(["8"]) == {}
     assert query.counts["sacct"] == 1
     slurm.prints("sacct", "8|8|FAILED|1|gpu01|2026-11-21T09:21:14|ub-a\n")
     clock.now += 1
     assert query.accounting(["8"])["8"].state == "FAILED"
-
-
-def test_jobs_are_looked_up_by_name_since_a_time(slurm, query):
-    slurm.prints("sacct", "8_3|9|TIMEOUT|60|gpu01|2026-11-21T09:21:14|ub-a\n")
-    since = time.mktime((2026, 11, 21, 10, 0, 0, 0, 0, -1))
-    assert list(query.accounting_named(["ub-b", "ub-a"], since)) == ["8_3"]
-    assert slurm.calls("sacct")[0].endswith("--user=1000 --starttime=2026-11-21T09:00:00 --name=ub-a,ub-b")
 
 
 def test_jobs_are_cancelled_in_few_words(slurm, query):

@@ -182,7 +182,7 @@ def _with_larger_budget(sweep: OpenSweep, state: SweepState, where: str) -> str:
 
 
 def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher, ask: bool) -> list[str]:
-    """Jobs of others that wait in a queue which cannot be seen from here, if a person says that they may go.
+    """Names of others' jobs in a queue that cannot be seen from here, if a person allows to replace them.
 
     Nothing of theirs is ever ended or replaced unasked; what already runs is waited for.
     """
@@ -232,7 +232,7 @@ def _give_up(number: int, frame: FrameType | None) -> None:
 def _interrupted(
     sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt | Terminated, where: str
 ) -> int:
-    """Says what goes on and how to come back; the exit code.
+    """Says what still runs and how to continue; the exit code.
 
     Jobs of Slurm go on. Here, Ctrl-C ends what runs; a launcher that is ended by somebody else, or
     whose terminal is gone, leaves its agents at work for the next launch.

@@ -80,7 +80,7 @@ def run_doctor(
 
 
 def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], str | None]:
-    """The overrides, of Slurm where it answers and no launcher is named; else why they are this machine's."""
+    """The overrides with a launcher, and why it is this machine; Slurm is chosen where it answers and none is named."""
     if _names("launcher", overrides):
         return [*overrides], None
     why = why_not_slurm(site)
