@@ -13,11 +13,11 @@ from ultrabench.agent.follow import follow
 from ultrabench.agent.lead import Leader, owns
 from ultrabench.agent.node_identity import identify_node
 from ultrabench.agent.ranks.node import Node
-from ultrabench.allocation import read_allocation
 from ultrabench.errors import ClusterError, UltrabenchError
-from ultrabench.folder import SweepFolder
-from ultrabench.journal import JournalWriter
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
+from ultrabench.store.allocation import read_allocation
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import JournalWriter
 
 LAST_RETRY_S = 10.0
 """Seconds to retry a disk that does not take the event that the allocation ended."""

@@ -19,11 +19,11 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.agent.node_identity import identify_node
 from ultrabench.agent.ranks.gpus import foreign_processes, visible_gpus
-from ultrabench.claim import claim
 from ultrabench.errors import UltrabenchError
-from ultrabench.folder import write_whole
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import from_dict
+from ultrabench.store.claim import claim
+from ultrabench.store.folder import write_whole
 
 CANNOT_WRITE = 73
 """Exit code of sysexits.h for a file that cannot be created; the job's log may be out of reach as well."""
@@ -84,7 +84,7 @@ def _digest(request: dict[str, Any]) -> dict[str, str | None]:
     """The digest of the sweep's training program as this node sees it, or why there is none."""
     try:
         with contextlib.chdir(request["work_dir"]):
-            digest = from_dict(KernelChoice, request["kernel"]).digest()
+            digest = from_dict(KernelConfig, request["kernel"]).digest()
             return {"kernel_digest": digest, "kernel_error": None}
     except (KeyError, OSError, UltrabenchError) as error:
         return {"kernel_digest": None, "kernel_error": f"{type(error).__name__}: {error}"}

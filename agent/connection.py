@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.errors import ClusterError
-from ultrabench.folder import write_whole
+from ultrabench.store.folder import write_whole
 
 Message = dict[str, Any]
 Peers = dict[int, "Connection"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ultrabench.errors import ClusterError, may_pass
-from ultrabench.presence import show_presence
+from ultrabench.store.heartbeat import show_presence
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -12,14 +12,14 @@ from ultrabench.agent.diagnose.root_cause import findings, last_line
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.agent.ranks.watch import RunEnd, watch
-from ultrabench.claim import claim, owner
 from ultrabench.dominance import dominates
-from ultrabench.folder import SweepFolder
-from ultrabench.journal import JournalWriter
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Task, env_id
-from ultrabench.shape import ModelShape
+from ultrabench.store.claim import claim, owner
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import JournalWriter
 from ultrabench.window import inside
 
 

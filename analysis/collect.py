@@ -10,7 +10,7 @@ from ultrabench.analysis.output import write_bytes
 from ultrabench.analysis.rows import Row, Warn, sweep_rows
 from ultrabench.analysis.schema import COLUMNS, RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_KEY
 from ultrabench.errors import SweepFolderError
-from ultrabench.folder import SweepFolder
+from ultrabench.store.folder import SweepFolder
 
 
 def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:

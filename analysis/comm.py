@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.captions import made_with
 from ultrabench.analysis.picture import write_picture
+from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
-from ultrabench.preflight import OPERATIONS
 
 GB = 1e9
 _NAMES = {"allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": "ReduceScatter",

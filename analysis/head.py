@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ultrabench.errors import ConfigError, SweepFolderError
-from ultrabench.folder import SweepFolder
 from ultrabench.hardware import Hardware, Peak, rank_peak
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
-from ultrabench.shape import ModelShape
-from ultrabench.state import SweepState
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.state import SweepState
 from ultrabench.sweep.progress import PlannedRun
 
 
@@ -21,7 +21,7 @@ class SweepHead:
     sweep: str
     cluster: str | None
     hardware: Hardware
-    kernel: KernelChoice
+    kernel: KernelConfig
     kernel_digest: str | None
     shapes: Mapping[str, ModelShape]
     """Model name -> shape."""
@@ -85,7 +85,7 @@ def _parse(name: str, raw: Mapping[str, Any]) -> SweepHead:
         sweep=raw.get("sweep") or name,
         cluster=raw.get("cluster"),
         hardware=_hardware(raw["hardware"]),
-        kernel=from_dict(KernelChoice, raw["kernel"]),
+        kernel=from_dict(KernelConfig, raw["kernel"]),
         kernel_digest=raw.get("kernel_digest"),
         shapes={shape.name: shape for shape in shapes},
         core_flops_per_s=peak.get("core_flops_per_s"),

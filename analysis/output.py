@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ultrabench.errors import SweepFolderError
-from ultrabench.folder import write_whole
+from ultrabench.store.folder import write_whole
 
 
 def write_bytes(path: Path, data: bytes) -> None:

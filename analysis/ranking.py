@@ -11,10 +11,10 @@ import pyarrow as pa
 
 from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.rows import Row
-from ultrabench.analysis.verdict import verdict
+from ultrabench.analysis.why_empty import verdict
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.layout import AXES
-from ultrabench.sweep.suspects import may_win
+from ultrabench.sweep.outliers import may_win
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 

@@ -11,19 +11,19 @@ import pyarrow.parquet as pq
 from ultrabench.analysis.head import SweepHead, read_head
 from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION
 from ultrabench.analysis.speed import speed_columns
+from ultrabench.device_rates import bandwidths, summary
 from ultrabench.errors import ConfigError, SweepFolderError
-from ultrabench.folder import SweepFolder
-from ultrabench.journal import read_journal
 from ultrabench.layout import AXES, Layout
-from ultrabench.preflight import bandwidths, summary
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec
-from ultrabench.shape import ModelShape
-from ultrabench.state import AllocationState, AttemptState, SweepState, final_attempts, fold
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import read_journal
+from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.sweep.dominated import fit_of, left_out, policy_of, skipped_reason
 from ultrabench.sweep.losses import judged
-from ultrabench.sweep.suspects import control_times, impossible, suspect_attempts
+from ultrabench.sweep.outliers import control_times, impossible, suspect_attempts
 
 Row = dict[str, Any]
 """Column name -> value; an absent column is null."""

@@ -4,8 +4,8 @@ from statistics import median
 from typing import Any
 
 from ultrabench.hardware import Peak
+from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
-from ultrabench.shape import ModelShape
 from ultrabench.step_time import ci95_rel
 
 FLOPS_FORMULA = "matmul-v1"

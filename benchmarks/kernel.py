@@ -57,7 +57,7 @@ def ours(job: dict[str, Any], device: Any) -> Callable[[], float]:
     """A step of the embedded kernel."""
     from ultrabench.kernel.mesh import build_mesh
     from ultrabench.kernel.step import TrainStep
-    from ultrabench.kernel_choice import KernelChoice
+    from ultrabench.kernel_config import KernelConfig
     from ultrabench.layout import Layout
     from ultrabench.run import RunSpec, Workload
     from ultrabench.sweep.config import load_model
@@ -67,7 +67,7 @@ def ours(job: dict[str, Any], device: Any) -> Callable[[], float]:
     spec = RunSpec(
         shape=load_model(job["model"]), workload=Workload(seq_len=job["seq_len"], gbs=layout.gbs),
         layout=layout, nodes=1, gpus_per_node=ranks,
-        kernel=KernelChoice(name="embedded", precision=job["precision"], compile=job["compile"]),
+        kernel=KernelConfig(name="embedded", precision=job["precision"], compile=job["compile"]),
     )  # fmt: skip
     trainer = TrainStep(spec, device, build_mesh(layout, device.type))
     batch = trainer.batch(1)
@@ -136,7 +136,7 @@ def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
     """Median step seconds of the same run of 2 CPU ranks, forked from a warm process and exec'd."""
-    from ultrabench.kernel_choice import KernelChoice
+    from ultrabench.kernel_config import KernelConfig
     from ultrabench.layout import Layout
     from ultrabench.measure import Measure
     from ultrabench.record import to_dict
@@ -145,7 +145,7 @@ def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
 
     layout = Layout(dp=2, zero_stage=1, mbs=4)
     spec = RunSpec(shape=load_model("mini"), workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout,
-                   kernel=KernelChoice(name="embedded"), nodes=1, gpus_per_node=2)  # fmt: skip
+                   kernel=KernelConfig(name="embedded"), nodes=1, gpus_per_node=2)  # fmt: skip
     measure_ = Measure(warmup_steps=5, min_steps=60, max_steps=60, target_ci95_rel=1e-9)
     task = Task(run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=measure_, device="cpu",
                 rank_mem_bytes=2**32, predicted_step_time_s=0.1, predicted_duration_s=10, limit_s=100)  # fmt: skip

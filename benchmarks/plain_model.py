@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ultrabench.shape import ModelShape
+from ultrabench.model_shape import ModelShape
 
 
 class Block(nn.Module):

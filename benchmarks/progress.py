@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from ultrabench.kernel.progress import DeviceProgress
-from ultrabench.report import PARTS, Report, read_progress
+from ultrabench.rank_report import PARTS, Report, read_progress
 
 STEP_S = 0.010
 MICROBATCHES = 8

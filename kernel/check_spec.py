@@ -6,12 +6,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
 from ultrabench.processes import thread_variables
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import RunSpec, Workload
-from ultrabench.shape import ModelShape
 
 TOLERANCE = 1e-10
 """Rounding in fp64 gives 1e-13; the smallest real fault seen is 1e-5."""
@@ -52,7 +52,7 @@ class CheckSpec:
             shape=self.shape,
             workload=Workload(seq_len=self.seq_len, gbs=self.layout.gbs, seed=self.seed),
             layout=self.layout,
-            kernel=KernelChoice(
+            kernel=KernelConfig(
                 name="check", precision="fp64", recompute=self.recompute, compile=self.compile
             ),
             nodes=1,

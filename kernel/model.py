@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
 from ultrabench.kernel.loss import head_loss
-from ultrabench.shape import ModelShape
+from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
 
 INIT_STD = 0.02

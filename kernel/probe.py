@@ -1,6 +1,6 @@
 """What devices and the links between them do: the preflight of every allocation, or a run of its own.
 
-What the numbers mean, and how much is measured, is in `ultrabench.preflight`.
+What the numbers mean, and how much is measured, is in `ultrabench.device_rates`.
 """
 
 import time
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.preflight import Form, share
+from ultrabench.device_rates import Form, share
 
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ultrabench.report import Report
+from ultrabench.rank_report import Report
 
 PATIENCE = datetime.timedelta(hours=12)
 """Longer than any run: the agent's deadlines decide when a silence is a hang."""

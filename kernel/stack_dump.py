@@ -11,7 +11,7 @@ from typing import IO
 import torch
 
 from ultrabench.kernel import compat
-from ultrabench.report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, Report
+from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, Report
 
 _kept_open: list[IO[str]] = []
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ultrabench.device_rates import SHORT, long_form
 from ultrabench.kernel import environment, failure, memory, process_group, stack_dump
 from ultrabench.kernel.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
@@ -25,9 +26,8 @@ from ultrabench.kernel.profile import look_inside
 from ultrabench.kernel.progress import DeviceProgress
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
-from ultrabench.preflight import SHORT, long_form
+from ultrabench.rank_report import PARTS, PROFILE, Report
 from ultrabench.record import from_dict
-from ultrabench.report import PARTS, PROFILE, Report
 from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel
 

@@ -4,10 +4,10 @@ import time
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from ultrabench.folder import SweepFolder
-from ultrabench.presence import MISSED, touched
-from ultrabench.state import AllocationState
-from ultrabench.sweep.launcher_choice import LauncherChoice
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.heartbeat import MISSED, touched
+from ultrabench.store.state import AllocationState
+from ultrabench.sweep.launcher_config import LauncherConfig
 
 LATE = 1.5
 """Grace periods after which a touch of a journal is surely visible on other hosts (NFS caches)."""
@@ -16,7 +16,7 @@ LATE = 1.5
 class AgentWatchdog:
     """Tells which agents touch their journals, and which have stopped."""
 
-    def __init__(self, folder: SweepFolder, choice: LauncherChoice, outlives_us: bool) -> None:
+    def __init__(self, folder: SweepFolder, choice: LauncherConfig, outlives_us: bool) -> None:
         """`outlives_us`: the agents are on other hosts."""
         self._folder = folder
         self.patience_s = max(MISSED * choice.heartbeat_s, LATE * choice.grace_s if outlives_us else 0.0)

@@ -1,8 +1,8 @@
 """The launcher that a configuration names."""
 
-from ultrabench.folder import SweepFolder
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.local import LocalLauncher
+from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.config import SweepConfig
 
 

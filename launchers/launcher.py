@@ -4,10 +4,10 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ultrabench.allocation import Allocation
 from ultrabench.jobs_seen import Job, JobLimits, JobsSeen, Origin
 from ultrabench.processes import own_name, pid_namespace
-from ultrabench.state import AllocationState
+from ultrabench.store.allocation import Allocation
+from ultrabench.store.state import AllocationState
 
 
 def origin(cluster: str = "") -> Origin:

@@ -10,12 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
-from ultrabench.folder import SweepFolder
 from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.launchers.launcher import origin
-from ultrabench.presence import touched
 from ultrabench.processes import (
     clean_up_after_the_dead,
     command_line,
@@ -24,7 +21,10 @@ from ultrabench.processes import (
     start_time,
 )
 from ultrabench.result import Status
-from ultrabench.state import AllocationState
+from ultrabench.store.allocation import Allocation
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.heartbeat import touched
+from ultrabench.store.state import AllocationState
 
 SUBMIT_TIMEOUT_S = 60.0
 STOP_PATIENCE_S = 10.0

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench import checkout
-from ultrabench.claim import give_up, owner_of
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.folder import SweepFolder, write_whole
-from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.kernel_env import keep
 from ultrabench.result import RunResult, Status
 from ultrabench.run import env_id
-from ultrabench.state import AttemptKey, Fold, SweepState
+from ultrabench.store.claim import give_up, owner_of
+from ultrabench.store.folder import SweepFolder, write_whole
+from ultrabench.store.journal import JournalReader, JournalWriter
+from ultrabench.store.state import AttemptKey, Fold, SweepState
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.head import make_head, provenance, require_same
 from ultrabench.sweep.plan import Plan, make_plan

@@ -13,9 +13,9 @@ from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.settle import Settler
-from ultrabench.presence import SIGN_OF_LIFE_S, show_presence
 from ultrabench.result import Status
-from ultrabench.state import AllocationState, AttemptKey, SweepState
+from ultrabench.store.heartbeat import SIGN_OF_LIFE_S, show_presence
+from ultrabench.store.state import AllocationState, AttemptKey, SweepState
 from ultrabench.sweep.decide import Actions, DeadEnd, Launch, decide
 from ultrabench.sweep.price import PlannedJob
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from submitit import LocalExecutor
 
-from ultrabench.allocation import read_allocation
+from ultrabench.store.allocation import read_allocation
 
 
 class AgentExecutor(LocalExecutor):

@@ -5,14 +5,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.contenders import contenders
 from ultrabench.sweep.control import cell_of
 from ultrabench.sweep.dominated import Fit, left_out
 from ultrabench.sweep.losses import disputed_attempts, judged
+from ultrabench.sweep.outliers import suspect_attempts
 from ultrabench.sweep.plan import Candidate, Plan
 from ultrabench.sweep.retry_policy import RetryPolicy, broken, judge
-from ultrabench.sweep.suspects import suspect_attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.errors import ConfigError
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
-from ultrabench.shape import ModelShape
 
 MODEL_TYPES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "sliding_window": None},

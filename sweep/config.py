@@ -7,16 +7,16 @@ from typing import Any
 
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.kernel_env import redacted
 from ultrabench.layout import AXES, PP_SCHEDULES, TEXT_AXES, Layout, keeps_rule, rule_of
 from ultrabench.measure import Measure
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
-from ultrabench.shape import ModelShape
 from ultrabench.sweep.checkpoint_config import is_path, read_checkpoint_config
 from ultrabench.sweep.compose import compose_tree, files, known_names, read_yaml
-from ultrabench.sweep.launcher_choice import TEXTS, LauncherChoice
+from ultrabench.sweep.launcher_config import TEXTS, LauncherConfig
 from ultrabench.sweep.retry_policy import RetryPolicy
 
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
@@ -82,8 +82,8 @@ class SweepConfig:
     results_dir: str
     cluster: str
     hardware: Hardware
-    kernel: KernelChoice
-    launcher: LauncherChoice
+    kernel: KernelConfig
+    launcher: LauncherConfig
     measure: Measure
     models: tuple[ModelShape, ...]
     workload: Workload
@@ -147,7 +147,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         results_dir=tree["results_dir"],
         cluster=str(cluster.get("name") or names["cluster"]),
         hardware=hardware,
-        kernel=from_dict(KernelChoice, kernel, where="kernel"),
+        kernel=from_dict(KernelConfig, kernel, where="kernel"),
         launcher=_launcher(tree["launcher"]),
         measure=from_dict(Measure, tree["measure"], where="measure"),
         models=models,
@@ -206,7 +206,7 @@ def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, st
     return tree | {"kernel": tree["kernel"] | {"env": shown}}, given
 
 
-def _launcher(values: dict[str, Any]) -> LauncherChoice:
+def _launcher(values: dict[str, Any]) -> LauncherConfig:
     """The launcher's values; null and "" stand for the default, but for what null turns off."""
     given = {k: v for k, v in values.items() if v not in (None, "") or k in ("nice", "window")}
     given |= {k: str(given[k]) for k in TEXTS if type(given.get(k)) is int}  # an account may be 1234
@@ -215,7 +215,7 @@ def _launcher(values: dict[str, Any]) -> LauncherChoice:
     if isinstance(given.get("sbatch"), dict):
         flags = {k: "" if v is None or v is True else v for k, v in given["sbatch"].items()}
         given["sbatch"] = {str(k): str(v) for k, v in flags.items() if v is not False}
-    return from_dict(LauncherChoice, given, where="launcher")
+    return from_dict(LauncherConfig, given, where="launcher")
 
 
 def load_model(name: str) -> ModelShape:

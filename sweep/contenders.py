@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from ultrabench.result import RunResult
-from ultrabench.state import AttemptState, SweepState
+from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.control import Cell, cell_of
+from ultrabench.sweep.outliers import control_times, may_win
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.suspects import control_times, may_win
 
 WITHIN = 1.05
 """Of the best step time of the cell."""

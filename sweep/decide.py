@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ultrabench.jobs_seen import JobLimits, JobsSeen, Origin, same_place
 from ultrabench.result import RunResult
-from ultrabench.state import AttemptKey, SweepState
+from ultrabench.store.state import AttemptKey, SweepState
 from ultrabench.sweep.attempts import AttemptsLeft, next_attempts
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.price import PlannedJob, committed_gpu_hours, planned_jobs

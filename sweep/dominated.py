@@ -7,7 +7,7 @@ from ultrabench.dominance import dominates
 from ultrabench.layout import Layout
 from ultrabench.record import from_dict
 from ultrabench.result import Status
-from ultrabench.state import AttemptState, SweepState
+from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.retry_policy import RetryPolicy, settled_oom
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ultrabench.result import Status
-from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 
 FEWEST = 3
 """With fewer comparable layouts none is an outlier."""

@@ -8,8 +8,8 @@ from typing import Any
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import rank_peak
 from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec, Workload, fill_in
-from ultrabench.shape import ModelShape
 from ultrabench.support import refusal
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.grid import layouts, not_listed, require_countable, why_none

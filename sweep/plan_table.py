@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ultrabench.errors import SweepFolderError
-from ultrabench.folder import write_whole
 from ultrabench.layout import AXES, Layout
+from ultrabench.store.folder import write_whole
 from ultrabench.sweep.dominated import fit_of
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.progress import PlannedRun

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
-from ultrabench.shape import ModelShape
+from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage, held_stages
 
 BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}

@@ -1,14 +1,14 @@
 """What a probe of devices and links is expected to need."""
 
+from ultrabench.device_rates import OPERATIONS, long_form, share
 from ultrabench.hardware import Hardware
-from ultrabench.preflight import OPERATIONS, long_form, share
 from ultrabench.sweep.predict import LINK_EFFICIENCY, RANK_START_S, Prediction
 
 
 def predict_probe(hardware: Hardware, nodes: int) -> Prediction:
     """Time of one step, which is every operation in every size, over all ranks and inside the nodes.
 
-    t = calls * sum(S * f) / link, with the shares f and sizes S of `ultrabench.preflight`.
+    t = calls * sum(S * f) / link, with the shares f and sizes S of `ultrabench.device_rates`.
     """
     form, inside = long_form(hardware.device, 0, 1), hardware.gpus_per_node
     ranks, link = inside * nodes, hardware.link_bytes_per_s

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ultrabench.state import AttemptKey, SweepState
+from ultrabench.store.state import AttemptKey, SweepState
 from ultrabench.sweep.attempts import PlannedAttempt, next_attempts
 from ultrabench.sweep.contenders import MOST, best_step_times_s
 from ultrabench.sweep.control import Cell, cell_of, controls, next_repeat

@@ -7,10 +7,10 @@ from statistics import median
 from typing import Any
 
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptKey, AttemptState, SweepState, final_attempts
+from ultrabench.store.state import AttemptKey, AttemptState, SweepState, final_attempts
 from ultrabench.sweep.dominated import Fit, left_out, policy_of
 from ultrabench.sweep.losses import judged
-from ultrabench.sweep.suspects import impossible, may_win, suspect_attempts
+from ultrabench.sweep.outliers import impossible, may_win, suspect_attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.result import CAUSES, RunResult, Status
-from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 
 OUTSIDE = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST, Status.CANCELLED})
 """Ends that are not the run's fault: counted together, and only those of this launch."""

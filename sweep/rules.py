@@ -6,7 +6,7 @@ Order matters: a candidate is counted under the first rule that rejects it.
 from collections.abc import Callable
 
 from ultrabench.layout import Layout
-from ultrabench.shape import ModelShape
+from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
 
 Rule = Callable[[Layout, ModelShape], str | None]

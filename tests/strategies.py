@@ -2,12 +2,12 @@
 
 from hypothesis import strategies as st
 
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import PP_SCHEDULES, Layout
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Workload
-from ultrabench.shape import ModelShape
 
 FAILURES = tuple(s for s in Status if s not in (Status.OK, Status.SKIPPED, Status.REJECTED))
 RUN_IDS = ("aaaa000011112222", "bbbb000011112222", "cccc000011112222")
@@ -64,7 +64,7 @@ def shapes(draw):
 def embedded_kernels():
     """Our own kernel."""
     return st.builds(
-        KernelChoice,
+        KernelConfig,
         name=st.just("embedded"),
         version=st.integers(1, 9),
         precision=st.sampled_from(("fp32", "bf16", "fp64")),
@@ -75,7 +75,7 @@ def command_kernels():
     """Programs of a user."""
     words = st.text(max_size=12)
     return st.builds(
-        KernelChoice,
+        KernelConfig,
         name=st.just("command"),
         kind=st.just("command"),
         precision=st.sampled_from(("fp32", "bf16")),

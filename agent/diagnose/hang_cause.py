@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ultrabench.agent.ranks.rank_progress import RankProgress
-from ultrabench.report import PARTS
+from ultrabench.rank_report import PARTS
 
 NAMED = 4
 """How many ranks are named one by one; of more the rest is counted."""

@@ -17,7 +17,7 @@ from typing import Any
 from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER, file_size
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.processes import descendants, tag_of
-from ultrabench.report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line, read_part
+from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line, read_part
 
 ANSWER_S = 3.0
 """Seconds to wait for answers: a rank that can answer at all does so at once."""

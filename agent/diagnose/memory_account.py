@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ultrabench.report import is_number
+from ultrabench.rank_report import is_number
 
 OWN_SHARE = 0.95
 """Share of a GPU's memory: so much must be free when the run begins, and free or its own when it gives up."""

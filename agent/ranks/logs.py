@@ -4,8 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
-from ultrabench.folder import write_whole
-from ultrabench.report import PROFILE, read_part
+from ultrabench.rank_report import PROFILE, read_part
+from ultrabench.store.folder import write_whole
 
 EVIDENCE_FOLDER = "autopsy"
 """Folder of a run, and of its logs, for what was found when it hung: raw stacks and dumps."""

@@ -20,13 +20,13 @@ from ultrabench.agent.ranks.forks import KERNEL_MODULE, Exit, ForkServer
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER, copy_logs, copy_profile, join_tails, read_tail
 from ultrabench.agent.ranks.rank_progress import RankEvent
-from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
-from ultrabench.folder import SweepFolder, write_whole
 from ultrabench.kernel_env import revealed
+from ultrabench.rank_report import NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.record import to_dict
-from ultrabench.report import NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.run import RunSpec, Task, fill_in
+from ultrabench.store.allocation import Allocation
+from ultrabench.store.folder import SweepFolder, write_whole
 
 Cleaned = dict[str, Any]
 """After a run: {left} why this node cannot be used any more or null, {sm_clocks_hz}, {slowdowns}."""

@@ -9,7 +9,7 @@ from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import RankFacts, find_hang_cause
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
-from ultrabench.report import PROFILE
+from ultrabench.rank_report import PROFILE
 from ultrabench.result import Status
 from ultrabench.run import Task
 

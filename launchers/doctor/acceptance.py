@@ -13,8 +13,8 @@ from ultrabench.launchers.doctor.published import check_speed, published
 from ultrabench.result import Status
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.control import SAFE_SHARE
-from ultrabench.sweep.cover import cover
 from ultrabench.sweep.losses import TOLERANCE
+from ultrabench.sweep.pairwise_sample import cover
 from ultrabench.sweep.plan import Candidate, Plan, make_plan
 
 GPU_HOURS = 3.0

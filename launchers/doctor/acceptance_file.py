@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench import checkout
-from ultrabench.folder import write_whole
 from ultrabench.launchers.doctor.check import Check, CheckStatus
 from ultrabench.record import to_dict
+from ultrabench.store.folder import write_whole
 from ultrabench.sweep.config import SweepConfig
 
 SCHEMA_VERSION = 1

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultrabench.claim import give_up
 from ultrabench.errors import UltrabenchError, counted
-from ultrabench.folder import SweepFolder
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
 from ultrabench.launchers.reconcile import Reconciler, interrupt, open_allocations
 from ultrabench.result import RunResult
-from ultrabench.state import SweepState, final_attempts
+from ultrabench.store.claim import give_up
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.state import SweepState, final_attempts
 from ultrabench.sweep.config import SweepConfig, config_from_tree
 from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
 from ultrabench.sweep.plan_table import write_plan

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ultrabench.claim import claim, owner
-from ultrabench.folder import write_whole
 from ultrabench.launchers.doctor.check import Check, failed, passed, warned
 from ultrabench.record import to_dict
+from ultrabench.store.claim import claim, owner
+from ultrabench.store.folder import write_whole
 from ultrabench.sweep.config import SweepConfig
 
 LITTLE_BYTES = 2**30

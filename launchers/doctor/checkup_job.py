@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.doctor.check import Check, failed, passed
 from ultrabench.launchers.doctor.checkup_folder import CheckupFolder
@@ -21,6 +20,7 @@ from ultrabench.launchers.slurm.script import ArrayScript, array_script
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.launchers.slurm.submit import SubmitError, submit
 from ultrabench.processes import own_name
+from ultrabench.store.allocation import Allocation
 from ultrabench.sweep.config import SweepConfig
 
 LIMIT_S = 600.0

@@ -9,17 +9,17 @@ from typing import Any
 import yaml
 
 from ultrabench.errors import ConfigError
-from ultrabench.folder import write_whole
 from ultrabench.launchers.slurm.limits import Limits
 from ultrabench.launchers.slurm.site import Site
-from ultrabench.sweep.launcher_choice import LauncherChoice
+from ultrabench.store.folder import write_whole
+from ultrabench.sweep.launcher_config import LauncherConfig
 
 TAKEN = ("local",)
 """Names of the package's own clusters."""
 
 
 def write_cluster_file(
-    folder: Path, name: str, site: Site, limits: Limits, choice: LauncherChoice, force: bool
+    folder: Path, name: str, site: Site, limits: Limits, choice: LauncherConfig, force: bool
 ) -> Path:
     """Writes FOLDER/NAME.yaml for the partition of `limits`; its path.
 
@@ -40,7 +40,7 @@ def write_cluster_file(
     return path
 
 
-def _text(name: str, site: Site, limits: Limits, choice: LauncherChoice) -> str:
+def _text(name: str, site: Site, limits: Limits, choice: LauncherConfig) -> str:
     """What jobs in the partition need, and in comments what was found."""
     account = choice.account or site.needed_account(limits.name)
     typed = re.search(r"(?:^|,)(gpu:[^:,(\d][^:,(]*:\d+)", limits.gres or "")

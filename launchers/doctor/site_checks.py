@@ -15,7 +15,7 @@ from ultrabench.launchers.slurm.partition import Partition
 from ultrabench.launchers.slurm.share import node_share
 from ultrabench.launchers.slurm.site import Ask, Site
 from ultrabench.sweep.config import SweepConfig
-from ultrabench.sweep.launcher_choice import LauncherChoice
+from ultrabench.sweep.launcher_config import LauncherConfig
 
 NEEDED = ("sbatch", "squeue", "scontrol", "scancel")
 WANTED = {
@@ -123,7 +123,7 @@ def _reasons(ask: Ask, name: str) -> str:
     return "; ".join(f"{nodes} {state} ({reason.strip()})" for nodes, state, reason in rows)
 
 
-def check_gpus(hardware: Hardware, choice: LauncherChoice, partition: Partition) -> Check:
+def check_gpus(hardware: Hardware, choice: LauncherConfig, partition: Partition) -> Check:
     """Whether the GPUs that Slurm knows are those of the hardware."""
     own, seen = hardware.gpus_per_node, f"nodes of {partition.name} have {partition.gres or 'no GPUs'}"
     if hardware.device != "cuda":
@@ -167,7 +167,7 @@ def _models(text: str) -> set[str]:
     return set(re.findall(r"[a-z]{1,3}\d{2,4}[a-z]?", text.lower()))
 
 
-def check_size(choice: LauncherChoice, partition: Partition) -> Check:
+def check_size(choice: LauncherConfig, partition: Partition) -> Check:
     """Whether a node has the memory and the CPUs that jobs ask for."""
     mem, cpus = partition.mem_mb_per_node, partition.cpus_per_node
     if mem is None or cpus is None:

@@ -5,9 +5,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
-from ultrabench.folder import SweepFolder
 from ultrabench.hardware import Hardware
 from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.launchers.launcher import origin
@@ -17,8 +15,10 @@ from ultrabench.launchers.slurm.script import array_name, array_script, job_pref
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.launchers.slurm.submit import SubmitError, submit
 from ultrabench.result import Status
-from ultrabench.state import AllocationState
-from ultrabench.sweep.launcher_choice import LauncherChoice
+from ultrabench.store.allocation import Allocation
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.state import AllocationState
+from ultrabench.sweep.launcher_config import LauncherConfig
 
 FIND_TIMEOUT_S = 60.0
 SUBMIT_TRIES = 6
@@ -45,7 +45,7 @@ class SlurmLauncher:
     rest_s = 1.0
 
     def __init__(
-        self, folder: SweepFolder, choice: LauncherChoice, hardware: Hardware, query: SlurmQuery,
+        self, folder: SweepFolder, choice: LauncherConfig, hardware: Hardware, query: SlurmQuery,
         limits: JobLimits, cluster: str = "slurm",
     ) -> None:  # fmt: skip
         self.limits = limits

@@ -12,11 +12,11 @@ from typing import Any
 from submitit import SlurmExecutor
 from submitit.core.utils import JobPaths
 
-from ultrabench.allocation import Allocation
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
 from ultrabench.processes import own_name
-from ultrabench.sweep.launcher_choice import LauncherChoice
+from ultrabench.store.allocation import Allocation
+from ultrabench.sweep.launcher_config import LauncherConfig
 
 SRUN_WAIT_S = 60
 
@@ -87,7 +87,7 @@ def require_plain(folder: Path) -> None:
 
 
 def array_script(
-    array: Sequence[Allocation], choice: LauncherChoice, hardware: Hardware, avoid: Sequence[str] = ()
+    array: Sequence[Allocation], choice: LauncherConfig, hardware: Hardware, avoid: Sequence[str] = ()
 ) -> ArrayScript:
     """The submission of allocations that are alike in nodes and time limit."""
     first = array[0]
@@ -123,7 +123,7 @@ def _checked(setup: Sequence[str]) -> list[str]:
 
 
 def _options(
-    first: Allocation, choice: LauncherChoice, hardware: Hardware, avoid: Sequence[str]
+    first: Allocation, choice: LauncherConfig, hardware: Hardware, avoid: Sequence[str]
 ) -> dict[str, Any]:
     """The options of sbatch; what the user names in launcher.sbatch comes last and wins."""
     sweep_dir = Path(first.sweep_dir)

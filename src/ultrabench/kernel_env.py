@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.errors import ConfigError
-from ultrabench.folder import write_whole
+from ultrabench.store.folder import write_whole
 
 REDACTED = "<redacted>"
 """Stands for the value of a secret in everything that is written or shown, and in what is hashed."""

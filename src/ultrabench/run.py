@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id, to_dict
-from ultrabench.shape import ModelShape
 
 LARGEST = 2**30
 """Tokens of a sequence or sequences of a batch; more is a slip of the finger, and no count of it would fit."""
@@ -47,7 +47,7 @@ class RunSpec:
     shape: ModelShape
     workload: Workload
     layout: Layout
-    kernel: KernelChoice
+    kernel: KernelConfig
     nodes: int
     gpus_per_node: int
 
@@ -156,7 +156,7 @@ def fill_in(spec: RunSpec, repeat: int, attempt: int, measure: Measure) -> list[
     return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]
 
 
-def env_id(environment: dict[str, Any], kernel: KernelChoice, kernel_digest: str) -> str:
+def env_id(environment: dict[str, Any], kernel: KernelConfig, kernel_digest: str) -> str:
     """Hash of where a result was made; results are reused only where it matches.
 
     Args:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ultrabench.layout import Layout
-from ultrabench.shape import ModelShape
+from ultrabench.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
-from ultrabench.shape import ModelShape
+from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
 
 Refusal = Callable[[Layout, ModelShape, int], str | None]
@@ -78,7 +78,7 @@ EMBEDDED: tuple[Refusal, ...] = (
 )
 
 
-def refusal(kernel: KernelChoice, layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
+def refusal(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
     """Why `kernel` cannot run `layout`, or None when it can."""
     if kernel.kind == "embedded":
         for rule in EMBEDDED:

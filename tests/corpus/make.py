@@ -18,13 +18,13 @@ from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.watch import watch
-from ultrabench.allocation import Allocation
 from ultrabench.kernel.check_spec import TINY
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
 from ultrabench.processes import become_subreaper, descendants
 from ultrabench.run import RunSpec, Task, Workload
+from ultrabench.store.allocation import Allocation
 
 HERE = Path(__file__).parent
 TAIL = 2500
@@ -52,7 +52,7 @@ def task_of(case: Case) -> Task:
     layout = Layout(dp=case.ranks, tp=1, pp=1, mbs=1, gas=1, zero_stage=0)
     command = ("python", str(HERE / "faulty.py"), case.fault)
     embedded = case.fault in ("embedded", "embedded_oom")
-    kernel = KernelChoice(name="embedded") if embedded else KernelChoice(
+    kernel = KernelConfig(name="embedded") if embedded else KernelConfig(
         name="faulty", kind="command", command=command
     )  # fmt: skip
     spec = RunSpec(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ultrabench.kernel import stack_dump
-from ultrabench.report import Report
+from ultrabench.rank_report import Report
 
 
 def lose_time(behaviour: str) -> None:

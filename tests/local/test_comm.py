@@ -5,7 +5,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from ultrabench.preflight import LONG_SIZES_BYTES, OPERATIONS
+from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS
 
 pytestmark = pytest.mark.local
 

@@ -10,11 +10,11 @@ import pytest
 
 from tests.disks import on_a_small_disk
 from tests.unit import one_node, test_gpus
-from ultrabench.allocation import Allocation
-from ultrabench.folder import SweepFolder
-from ultrabench.journal import read_journal
 from ultrabench.layout import Layout
 from ultrabench.run import Workload
+from ultrabench.store.allocation import Allocation
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import read_journal
 
 pytestmark = pytest.mark.local
 driver, library = test_gpus.driver, test_gpus.library

@@ -6,9 +6,9 @@ import pytest
 from conftest import Server
 
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec
-from ultrabench.kernel_choice import RECOMPUTE
+from ultrabench.kernel_config import RECOMPUTE
 from ultrabench.layout import PP_SCHEDULES, Layout, default_schedule, default_virtual_stages
-from ultrabench.shape import ModelShape
+from ultrabench.model_shape import ModelShape
 
 pytestmark = pytest.mark.parity
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from test_worker import run_ranks, task_of
 
-from ultrabench.preflight import LONG_SIZES_BYTES, OPERATIONS, SHORT, summary
-from ultrabench.report import read_progress
+from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS, SHORT, summary
+from ultrabench.rank_report import read_progress
 
 pytestmark = pytest.mark.parity
 

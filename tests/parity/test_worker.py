@@ -14,10 +14,10 @@ from test_layouts import spec_of
 
 from tests.patience import Deadline
 from ultrabench.kernel.check_spec import TINY
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.measure import Measure
+from ultrabench.rank_report import read_progress
 from ultrabench.record import to_dict
-from ultrabench.report import read_progress
 from ultrabench.run import RunSpec, Task, Workload
 
 pytestmark = pytest.mark.parity
@@ -31,7 +31,7 @@ def task_of(case: str, precision: str = "fp32", rank_mem_bytes: int = GIB) -> Ta
         shape=TINY,
         workload=Workload(seq_len=64, gbs=layout.gbs),
         layout=layout,
-        kernel=KernelChoice(name="embedded", precision=precision),
+        kernel=KernelConfig(name="embedded", precision=precision),
         nodes=1,
         gpus_per_node=layout.world_size,
     )

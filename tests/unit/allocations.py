@@ -4,11 +4,11 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
-from ultrabench.folder import SweepFolder
-from ultrabench.journal import JournalReader, JournalWriter
 from ultrabench.launchers.allocate import allocations
 from ultrabench.launchers.open_sweep import OpenSweep
-from ultrabench.state import SweepState
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import JournalReader, JournalWriter
+from ultrabench.store.state import SweepState
 from ultrabench.sweep.attempts import attempts_left
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan

@@ -5,13 +5,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from ultrabench.analysis.collect import collect
-from ultrabench.folder import SweepFolder
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Workload
-from ultrabench.shape import ModelShape
+from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.config import read_hardware
 
 TINY = ModelShape(
@@ -36,7 +36,7 @@ def spec_of(layout, kernel=None, nodes=1, gpus_per_node=8):
         shape=TINY,
         workload=Workload(seq_len=128, gbs=layout.gbs),
         layout=layout,
-        kernel=kernel or KernelChoice(name="embedded", precision="bf16"),
+        kernel=kernel or KernelConfig(name="embedded", precision="bf16"),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
     )
@@ -69,7 +69,7 @@ def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16", ker
         "sweep": path.name,
         "cluster": "local",
         "hardware": to_dict(hardware),
-        "kernel": to_dict(kernel or KernelChoice(name="embedded", precision=precision)),
+        "kernel": to_dict(kernel or KernelConfig(name="embedded", precision=precision)),
         "kernel_digest": "digest",
         "models": [to_dict(TINY)],
         "workload": {"seq_len": 128, "gbs": 128, "seed": 0},

@@ -11,13 +11,13 @@ from pathlib import Path
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import gpus
 from ultrabench.agent.ranks.node import Node
-from ultrabench.allocation import Allocation
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
+from ultrabench.model_shape import ModelShape
 from ultrabench.processes import become_subreaper
 from ultrabench.run import RunSpec, Task, Workload
-from ultrabench.shape import ModelShape
+from ultrabench.store.allocation import Allocation
 
 TINY = ModelShape(
     name="tiny", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
@@ -26,7 +26,7 @@ TINY = ModelShape(
 
 
 def task(code: str, device: str) -> Task:
-    kernel = KernelChoice(name="code", kind="command", command=("python", code))
+    kernel = KernelConfig(name="code", kind="command", command=("python", code))
     layout = Layout(dp=1, tp=1, pp=1, mbs=1, gas=1, zero_stage=0)
     spec = RunSpec(
         shape=TINY,

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ultrabench.allocation import Allocation
 from ultrabench.errors import ClusterError
 from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.result import Status
-from ultrabench.state import AllocationState
+from ultrabench.store.allocation import Allocation
+from ultrabench.store.state import AllocationState
 
 OURS = {"user": "a", "cluster": "small", "host": "login"}
 OTHERS = {"user": "b", "cluster": "small", "host": "login"}

@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.unit.small_slurm import SmallJob, SmallSlurm
 from ultrabench.jobs_seen import JobsSeen
-from ultrabench.journal import JournalWriter, read_journal
 from ultrabench.launchers.open_sweep import OpenSweep
-from ultrabench.state import SweepState, fold
+from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.state import SweepState, fold
 
 WHOLE = 99
 """More steps than a block has."""

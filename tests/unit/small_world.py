@@ -10,7 +10,6 @@ from typing import Any
 from tests.unit.small_slurm import OTHERS, OURS, SmallJob, SmallSlurm
 from tests.unit.small_tape import PLAIN, WHOLE, Halt, Process, Tape, TapedJournal, TapedSlurm, TapedSweep
 from ultrabench.agent.lead import owns
-from ultrabench.claim import claim, owner
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.reconcile import Reconciler
@@ -18,7 +17,8 @@ from ultrabench.launchers.settle import Settler
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import Task
-from ultrabench.state import SweepState
+from ultrabench.store.claim import claim, owner
+from ultrabench.store.state import SweepState
 
 
 @dataclass(frozen=True, slots=True)

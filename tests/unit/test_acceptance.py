@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from ultrabench.errors import ConfigError
-from ultrabench.folder import SweepFolder
 from ultrabench.launchers.doctor.acceptance import LAYOUTS, _differing, check_losses, check_memory
 from ultrabench.launchers.doctor.acceptance_file import acceptance_folder, not_accepted, write_acceptance
 from ultrabench.launchers.doctor.acceptance_sweep import Outcome
 from ultrabench.launchers.doctor.check import CheckStatus, failed, passed
 from ultrabench.launchers.doctor.published import check_speed, published
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan
 

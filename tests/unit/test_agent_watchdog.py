@@ -7,9 +7,9 @@ import pytest
 
 from tests.disks import on_a_small_disk
 from tests.unit.allocations import CONFIG
-from ultrabench.folder import SweepFolder
 from ultrabench.launchers.agent_watchdog import AgentWatchdog, SilenceTimer
-from ultrabench.state import AllocationState
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.state import AllocationState
 
 NAME = "n1-0000aaaa.0"
 RUNNING = frozenset({NAME, "n1-0000aaaa.1"})

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from tests.unit.allocations import PLAN, jobs_of, open_sweep
 from tests.unit.allocations import made_of as allocations_of
-from ultrabench.allocation import read_allocation
 from ultrabench.launchers.allocate import shapes
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.store.allocation import read_allocation
+from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.attempts import AttemptsLeft, PlannedAttempt
 from ultrabench.sweep.control import cell_of, controls
 from ultrabench.sweep.price import ALLOCATION_START_S, PlannedJob, committed_gpu_hours, planned_jobs

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.allocations import first_allocations, open_sweep
-from ultrabench.allocation import PROBE_LIMIT_S, read_allocation
 from ultrabench.errors import SweepFolderError, UltrabenchError
+from ultrabench.store.allocation import PROBE_LIMIT_S, read_allocation
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from tests.unit.analysis_sweeps import (
     rows_of,
     spec_of,
 )
-from ultrabench.journal import JournalWriter
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.journal import JournalWriter
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_speed_and_mfu_by_hand(tmp_path, specs):
 
 @pytest.mark.parametrize("measured", [True, False])
 def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, measured):
-    spec = spec_of(Layout(dp=4, gas=4), KernelChoice(name="embedded"), nodes=2, gpus_per_node=2)
+    spec = spec_of(Layout(dp=4, gas=4), KernelConfig(name="embedded"), nodes=2, gpus_per_node=2)
     peak = {"core_flops_per_s": 1e9 if measured else None, "cores": 2}
     folder = make_sweep(tmp_path / "s", [candidate(spec)], LAPTOP, peak, precision="fp32")
     claim(JournalWriter(folder.journal, "agent"), spec, result=replace(OK, hardware_flops_per_step=None))

@@ -7,13 +7,13 @@ from tests.unit.analysis_sweeps import LAYOUTS, OK, candidate, claim, make_sweep
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.comm import draw, points
 from ultrabench.analysis.ranking import rank
+from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
-from ultrabench.journal import JournalWriter
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
-from ultrabench.preflight import OPERATIONS
+from ultrabench.store.journal import JournalWriter
 
-PROBE = KernelChoice(name="probe", kind="probe", precision="bf16")
+PROBE = KernelConfig(name="probe", kind="probe", precision="bf16")
 
 
 def measured(*sizes, scale=1.0):

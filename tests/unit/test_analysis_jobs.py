@@ -3,9 +3,9 @@
 import pytest
 
 from tests.unit.analysis_sweeps import LAYOUTS, OK, candidate, make_sweep, rows_of, spec_of
-from ultrabench.journal import JournalWriter
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.journal import JournalWriter
 
 SPECS = [spec_of(layout) for layout in LAYOUTS]
 CONTROL, OTHER = SPECS[:2]

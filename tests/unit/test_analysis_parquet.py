@@ -9,8 +9,8 @@ from tests.unit.analysis_sweeps import LAYOUTS, OK, candidate, claim, make_sweep
 from ultrabench.analysis.collect import collect, read_parquet, write_parquet
 from ultrabench.analysis.schema import SCHEMA, VERSION_KEY
 from ultrabench.errors import SweepFolderError
-from ultrabench.folder import SweepFolder
-from ultrabench.journal import JournalWriter
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import JournalWriter
 
 
 @pytest.fixture

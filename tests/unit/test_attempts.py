@@ -12,7 +12,7 @@ from tests.unit.test_settle import Played
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.attempts import PlannedAttempt, attempts_left
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.pack import RUN_LIMIT_FACTOR, pack, run_limit_s

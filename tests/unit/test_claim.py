@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from ultrabench.claim import claim, owner_of
 from ultrabench.errors import may_pass
+from ultrabench.store.claim import claim, owner_of
 
 KEY = "aaaa.0.0"
 
@@ -34,7 +34,7 @@ def test_one_of_fifty_threads_wins(tmp_path):
 def test_one_of_several_processes_wins_each_claim(tmp_path):
     code = (
         "import pathlib, sys\n"
-        "from ultrabench.claim import claim\n"
+        "from ultrabench.store.claim import claim\n"
         "claims, name = pathlib.Path(sys.argv[1]), sys.argv[2]\n"
         "sys.stdout.write('ready\\n'); sys.stdout.flush(); sys.stdin.readline()\n"
         "print([k for k in range(20) if claim(claims, f'k{k}', {'allocation': name})])"

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.allocations import PLAN, with_launcher
 from ultrabench.jobs_seen import JobLimits, JobsSeen
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.decide import Launch, decide
 
 BIG = {"user": "ann", "cluster": "big", "host": "login1"}

@@ -14,7 +14,7 @@ from ultrabench.errors import ClusterError
 
 JOURNAL = """
 from ultrabench.errors import DiskError
-from ultrabench.journal import JournalWriter, read_journal
+from ultrabench.store.journal import JournalWriter, read_journal
 writer = JournalWriter(disk, "agent")
 write = lambda n: writer.write("cancel", generation=n, padding="x" * 3000)
 """
@@ -51,8 +51,8 @@ def test_nothing_but_whole_files_is_found_on_a_full_disk(tmp_path):
     told = on_a_small_disk(
         tmp_path,
         """
-        from ultrabench.claim import claim, owner_of
-        from ultrabench.folder import write_whole
+        from ultrabench.store.claim import claim, owner_of
+        from ultrabench.store.folder import write_whole
         write_whole(disk / "whole", "first")
         fill()
         for act in (lambda: write_whole(disk / "whole", "second" * 9000),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ultrabench.dominance import dominates
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.attempts import attempts_left
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import journals
-from ultrabench.state import Fold, fold
+from ultrabench.store.state import Fold, fold
 
 
 @given(files=journals(), data=st.data())

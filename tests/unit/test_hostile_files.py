@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ultrabench.errors import SweepFolderError
-from ultrabench.journal import MAX_LINE_BYTES, JournalReader, read_journal
+from ultrabench.store.journal import MAX_LINE_BYTES, JournalReader, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"v": 1, "writer": "w", "seq": 0, "time": 0.0, "event": "cancel", "generation": 1}
@@ -113,7 +113,7 @@ def test_an_overlong_line_is_skipped_in_bounded_memory(tmp_path):
 @pytest.mark.parametrize("number", ["EPERM", "EOPNOTSUPP", "EMLINK", "ENOSYS"])
 def test_a_file_system_without_hard_links_is_refused_when_the_sweep_is_opened(tmp_path, number):
     code = (
-        "import sys; from pathlib import Path; from ultrabench.folder import SweepFolder\n"
+        "import sys; from pathlib import Path; from ultrabench.store.folder import SweepFolder\n"
         "SweepFolder(Path(sys.argv[1])).create()"
     )
     done = subprocess.run(

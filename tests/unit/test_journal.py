@@ -4,7 +4,7 @@ import os
 import pytest
 
 from ultrabench.errors import SweepFolderError
-from ultrabench.journal import JournalWriter, read_journal
+from ultrabench.store.journal import JournalWriter, read_journal
 
 
 def test_a_writer_numbers_its_events(tmp_path):

@@ -9,12 +9,12 @@ import time
 import pytest
 
 from tests.patience import slowness, wait_until
-from ultrabench.folder import SweepFolder
 from ultrabench.launchers import local
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.local import LocalLauncher
 from ultrabench.result import Status
-from ultrabench.state import AllocationState
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.state import AllocationState
 
 NAME = "n1-0000aaaa.0"
 GRACE_S = 0.05

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from ultrabench.errors import ConfigError
-from ultrabench.kernel_choice import KernelChoice
-from ultrabench.report import parse_log_line
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.rank_report import parse_log_line
 from ultrabench.run import fill_in
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan
@@ -124,6 +124,6 @@ def test_lines_of_another_kind_are_no_steps(kernel):
 
 def test_a_time_that_no_group_tells_or_that_is_no_time_is_not_a_step():
     with pytest.raises(ConfigError, match=r"lacks a group, one of .*milliseconds"):
-        KernelChoice(name="x", kind="command", command=("x",), step_line="(?P<loss>.)")
+        KernelConfig(name="x", kind="command", command=("x",), step_line="(?P<loss>.)")
     for text in ("tps: 0", "tps: ,"):
         assert parse_log_line(text, re.compile(r"tps: (?P<tokens_per_s_per_gpu>[\d,]+)"), 10.0) is None

@@ -8,7 +8,7 @@ from ultrabench.agent.diagnose.root_cause import last_line
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.agent.ranks.watch import RunEnd
 from ultrabench.measure import Measure
-from ultrabench.report import parse_line
+from ultrabench.rank_report import parse_line
 from ultrabench.result import Status
 
 MEASURE = Measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5, target_ci95_rel=0.05)

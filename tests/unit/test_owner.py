@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrabench.claim import GIVEN_UP, claim, give_up, owner, owner_of
+from ultrabench.store.claim import GIVEN_UP, claim, give_up, owner, owner_of
 
 KEY = "aaaa.0.0"
 JSON = st.recursive(
@@ -117,7 +117,7 @@ def test_an_allocation_that_was_given_up_belongs_to_no_agent(tmp_path):
 def test_it_may_be_given_up_again_and_by_another_launcher(tmp_path, monkeypatch):
     assert give_up(tmp_path, NAME)
     assert give_up(tmp_path, NAME)
-    monkeypatch.setattr("ultrabench.claim._PROCESS", "another")
+    monkeypatch.setattr("ultrabench.store.claim._PROCESS", "another")
     assert give_up(tmp_path, NAME)
     assert [p.name for p in tmp_path.iterdir()] == [NAME]
 

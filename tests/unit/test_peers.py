@@ -15,9 +15,9 @@ from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.agent.ranks.watch import RunEnd
-from ultrabench.allocation import Allocation
 from ultrabench.measure import Measure
 from ultrabench.result import Status
+from ultrabench.store.allocation import Allocation
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import pytest
 
 from ultrabench.errors import ConfigError
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan
 
@@ -32,4 +32,4 @@ def test_the_price_is_what_crosses_the_links():
 
 def test_a_kernel_of_no_kind_is_refused():
     with pytest.raises(ConfigError, match="must be one of embedded, command, probe"):
-        KernelChoice(name="x", kind="prob")
+        KernelConfig(name="x", kind="prob")

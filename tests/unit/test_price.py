@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.allocations import PLAN, jobs_of, open_sweep
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.attempts import PlannedAttempt
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.control import cell_of, controls

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.unit.allocations import PLAN
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.plan_table import planned_runs
 from ultrabench.sweep.progress import gpu_hours, measured_rates, progress
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ultrabench.errors import ConfigError
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.strategies import results, run_specs
 from ultrabench import run
 from ultrabench.errors import ConfigError
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, content_id, from_dict, to_dict
 from ultrabench.result import RunResult
 from ultrabench.run import RunSpec, Workload, env_id
-from ultrabench.shape import ModelShape
 
 SPEC = RunSpec(
     shape=ModelShape(
@@ -25,7 +25,7 @@ SPEC = RunSpec(
     ),
     workload=Workload(seq_len=128, gbs=8),
     layout=Layout(dp=2, tp=2, mbs=2, gas=2),
-    kernel=KernelChoice(name="embedded"),
+    kernel=KernelConfig(name="embedded"),
     nodes=2,
     gpus_per_node=2,
 )  # fmt: skip
@@ -107,9 +107,9 @@ def test_names_are_not_identity():
         replace(SPEC, workload=replace(SPEC.workload, seq_len=256)),
         replace(SPEC, layout=replace(SPEC.layout, zero_stage=1)),
         replace(SPEC, layout=replace(SPEC.layout, mbs=4, gas=1)),
-        replace(SPEC, kernel=KernelChoice(name="embedded", precision="bf16")),
-        replace(SPEC, kernel=KernelChoice(name="embedded", version=99)),
-        replace(SPEC, kernel=KernelChoice(name="mine", kind="command", command=("a",))),
+        replace(SPEC, kernel=KernelConfig(name="embedded", precision="bf16")),
+        replace(SPEC, kernel=KernelConfig(name="embedded", version=99)),
+        replace(SPEC, kernel=KernelConfig(name="mine", kind="command", command=("a",))),
         replace(SPEC, nodes=1, gpus_per_node=4),
     ],
 )
@@ -154,12 +154,12 @@ def test_every_field_added_later_exists():
     ],
 )
 def test_env_id_changes_with_each_fact(change):
-    kernel = KernelChoice(name="embedded")
+    kernel = KernelConfig(name="embedded")
     assert env_id({**FACTS, **change}, kernel, "d") != env_id(FACTS, kernel, "d")
 
 
 def test_env_id_holds_the_kernel_and_its_declared_variables():
-    kernel = KernelChoice(name="mine", kind="command", command=("a",), env={"X": "1"})
+    kernel = KernelConfig(name="mine", kind="command", command=("a",), env={"X": "1"})
     here = env_id(FACTS, kernel, "d")
     assert here == env_id(dict(reversed(FACTS.items())), kernel, "d")
     assert here != env_id(FACTS, kernel, "e")
@@ -167,7 +167,7 @@ def test_env_id_holds_the_kernel_and_its_declared_variables():
 
 
 def test_env_id_ignores_what_is_no_fact_of_the_environment():
-    kernel = KernelChoice(name="embedded")
+    kernel = KernelConfig(name="embedded")
     assert env_id({**FACTS, "hostname": "n1"}, kernel, "d") == env_id(FACTS, kernel, "d")
 
 

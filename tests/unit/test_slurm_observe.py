@@ -7,7 +7,6 @@ import pytest
 
 from tests.unit.allocations import CONFIG, with_launcher
 from ultrabench.errors import ClusterError
-from ultrabench.folder import SweepFolder
 from ultrabench.jobs_seen import JobLimits
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm import launcher as slurm_module
@@ -16,7 +15,8 @@ from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S,
 from ultrabench.launchers.slurm.query import Answer
 from ultrabench.launchers.slurm.submit import SubmitError
 from ultrabench.result import Status
-from ultrabench.state import AllocationState, AttemptKey
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.state import AllocationState, AttemptKey
 
 A, B = "n1-0000aaaa.0", "n1-0000aaaa.1"
 GRACE_S = 60.0

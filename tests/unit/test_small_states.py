@@ -23,14 +23,14 @@ from hypothesis import settings
 from tests.unit.allocations import CONFIG, with_launcher
 from tests.unit.small_tape import Process
 from tests.unit.small_world import Stage, World
-from ultrabench.allocation import Allocation
-from ultrabench.folder import SweepFolder
 from ultrabench.jobs_seen import JobsSeen
-from ultrabench.journal import JournalReader, JournalWriter, read_journal
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.result import Status
-from ultrabench.state import fold
+from ultrabench.store.allocation import Allocation
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import JournalReader, JournalWriter, read_journal
+from ultrabench.store.state import fold
 from ultrabench.sweep.decide import decide
 from ultrabench.sweep.plan import make_plan
 
@@ -66,11 +66,11 @@ def stage(monkeypatch, request):
         )  # fmt: skip
         clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 0.0)
         names = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=made.current))
-        monkeypatch.setattr("ultrabench.journal.time", SimpleNamespace(time=lambda: 0.0))
+        monkeypatch.setattr("ultrabench.store.journal.time", SimpleNamespace(time=lambda: 0.0))
         monkeypatch.setattr("ultrabench.launchers.reconcile.time", clock)
         monkeypatch.setattr("ultrabench.launchers.reconcile.uuid", names)
         monkeypatch.setattr(Allocation, "write", lambda self: None)
-        monkeypatch.setattr(KernelChoice, "digest", lambda self: "digest")
+        monkeypatch.setattr(KernelConfig, "digest", lambda self: "digest")
         yield made
 
 

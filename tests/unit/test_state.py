@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tests.strategies import journals
 from ultrabench.errors import SweepFolderError
-from ultrabench.journal import JournalReader, read_journal
 from ultrabench.record import canonical_json
 from ultrabench.result import Status
-from ultrabench.state import AttemptKey, final_attempts, fold
+from ultrabench.store.journal import JournalReader, read_journal
+from ultrabench.store.state import AttemptKey, final_attempts, fold
 
 KEY = AttemptKey("aaaa", 0, 0)
 NAME = {"run_id": "aaaa", "repeat": 0, "attempt": 0}

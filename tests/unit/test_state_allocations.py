@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import ALLOCATIONS, allocation_events, attempt_events, attempt_names, control_events
-from ultrabench.journal import read_journal
 from ultrabench.result import Status
-from ultrabench.state import AllocationState, AttemptKey, Fold, fold
+from ultrabench.store.journal import read_journal
+from ultrabench.store.state import AllocationState, AttemptKey, Fold, fold
 
 NAME = {"run_id": "aaaa", "repeat": 0, "attempt": 0}
 KEY = AttemptKey("aaaa", 0, 0)

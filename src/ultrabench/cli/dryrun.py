@@ -10,7 +10,7 @@ from ultrabench.cli.words import read_words, require_possible, whole
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, Hardware
 from ultrabench.kernel.dryrun_spec import RankCost, ask
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Workload
@@ -54,7 +54,7 @@ def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
     given = DEFAULTS | read_words(words, known, "model=llama3-8b nodes=8 tp=8")
     config = load_config([f"{key}={given.pop(key)}" for key in ("model", "hardware")])
     (shape,), hardware = config.models, config.hardware
-    kernel = KernelChoice(
+    kernel = KernelConfig(
         name="embedded",
         precision=given.pop("precision", hardware.precision),
         recompute=given.pop("recompute"),

@@ -18,18 +18,18 @@ from ultrabench.cli.consent import ask_for_budget
 from ultrabench.cli.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
-from ultrabench.folder import SweepFolder
 from ultrabench.jobs_seen import sees
-from ultrabench.journal import read_journal
 from ultrabench.kernel_env import hide
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance_file import not_accepted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_program
 from ultrabench.launchers.reconcile import Reconciler, interrupt, open_allocations
-from ultrabench.presence import living_launchers
 from ultrabench.result import ANSWERS, Status
-from ultrabench.state import AttemptKey, SweepState, fold
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.heartbeat import living_launchers
+from ultrabench.store.journal import read_journal
+from ultrabench.store.state import AttemptKey, SweepState, fold
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import SweepConfig, config_from_tree, load_config
 from ultrabench.sweep.plan import Plan, make_plan, require_runs

@@ -10,13 +10,13 @@ from rich.text import Text
 
 from ultrabench.analysis.captions import memory, percent
 from ultrabench.cli.tables import duration, err, hours, style_of, table
+from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
-from ultrabench.preflight import OPERATIONS, summary
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.losses import judged
+from ultrabench.sweep.outliers import SLOWER
 from ultrabench.sweep.progress import PlannedRun, Progress, doubtful, progress
-from ultrabench.sweep.suspects import SLOWER
 
 
 class Display:

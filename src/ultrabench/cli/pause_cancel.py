@@ -6,13 +6,13 @@ from ultrabench.cli.launch import as_launched, continue_sweep, unsettled
 from ultrabench.cli.live import counts_line
 from ultrabench.cli.tables import err, say, warn
 from ultrabench.errors import ClusterError
-from ultrabench.folder import SweepFolder, find_sweep, write_whole
-from ultrabench.journal import JournalWriter, read_journal
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.reconcile import open_allocations
-from ultrabench.presence import living_launchers
 from ultrabench.processes import own_name
-from ultrabench.state import SweepState, fold
+from ultrabench.store.folder import SweepFolder, find_sweep, write_whole
+from ultrabench.store.heartbeat import living_launchers
+from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.state import SweepState, fold
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import progress
 

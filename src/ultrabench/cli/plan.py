@@ -121,9 +121,9 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
 def _measured(plan: Plan) -> dict[str, float | None]:
     """run_id -> tokens/s/GPU of what the sweep of that name has already measured; None where it may not win."""
     from ultrabench.analysis.head import read_head
-    from ultrabench.folder import SweepFolder
-    from ultrabench.journal import read_journal
-    from ultrabench.state import fold
+    from ultrabench.store.folder import SweepFolder
+    from ultrabench.store.journal import read_journal
+    from ultrabench.store.state import fold
     from ultrabench.sweep.losses import judged
     from ultrabench.sweep.plan_table import planned_runs
     from ultrabench.sweep.progress import doubtful, measured_rates

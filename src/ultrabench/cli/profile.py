@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.cli.tables import out, table
-from ultrabench.report import PROFILE
+from ultrabench.rank_report import PROFILE
 
 GIB = 1 << 30
 PARTS = ("compute", "communication", "exposed_communication", "idle")

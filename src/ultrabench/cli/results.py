@@ -27,7 +27,7 @@ def collect(
     from ultrabench.analysis.collect import write_parquet
     from ultrabench.cli.tables import say, warn
     from ultrabench.errors import ConfigError, counted
-    from ultrabench.folder import find_sweep
+    from ultrabench.store.folder import find_sweep
 
     if output is not None and output.suffix != ".parquet":
         raise ConfigError(f"-o {output}; results are written as parquet: name a file that ends in .parquet")
@@ -115,7 +115,7 @@ def open_results(source: str | None, results: Path) -> "tuple[str, Path, pa.Tabl
     from ultrabench.analysis.collect import read_parquet
     from ultrabench.cli.tables import warn
     from ultrabench.errors import ConfigError
-    from ultrabench.folder import find_sweep
+    from ultrabench.store.folder import find_sweep
 
     if source is not None and source.endswith(".parquet"):
         path = Path(source)

@@ -5,10 +5,10 @@ from pathlib import Path
 from ultrabench.cli.launch import as_launched, continue_sweep
 from ultrabench.cli.tables import err, out, print_json, say, table, warn
 from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.folder import SweepFolder, find_sweep
-from ultrabench.journal import read_journal
 from ultrabench.result import Status
-from ultrabench.state import AttemptState, SweepState, final_attempts, fold
+from ultrabench.store.folder import SweepFolder, find_sweep
+from ultrabench.store.journal import read_journal
+from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.sweep.losses import judged
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_plan

@@ -18,13 +18,13 @@ from ultrabench.cli.profile import print_profile, profiles
 from ultrabench.cli.tables import out, plain, print_json, say, style_of, table, warn
 from ultrabench.cli.top import numbers
 from ultrabench.errors import SweepFolderError
-from ultrabench.folder import SweepFolder, find_sweep
-from ultrabench.journal import JournalReader
 from ultrabench.record import to_dict
-from ultrabench.state import AttemptState, Fold, SweepState
+from ultrabench.store.folder import SweepFolder, find_sweep
+from ultrabench.store.journal import JournalReader
+from ultrabench.store.state import AttemptState, Fold, SweepState
 from ultrabench.sweep.losses import judged
+from ultrabench.sweep.outliers import SLOWER
 from ultrabench.sweep.plan_table import read_rows
-from ultrabench.sweep.suspects import SLOWER
 
 FOLLOW_S = 0.3
 MOST_RANK_DIGITS = 5

@@ -8,7 +8,7 @@ from ultrabench.cli.launch import folder_of
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.slurm.script import array_script
-from ultrabench.state import SweepState
+from ultrabench.store.state import SweepState
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan, require_runs

@@ -11,10 +11,10 @@ from rich.text import Text
 from ultrabench.analysis.head import read_head
 from ultrabench.cli.live import panel
 from ultrabench.cli.tables import out, print_json, warn
-from ultrabench.folder import SweepFolder, find_sweep
-from ultrabench.journal import JournalReader
-from ultrabench.presence import living_launchers
-from ultrabench.state import Fold, SweepState
+from ultrabench.store.folder import SweepFolder, find_sweep
+from ultrabench.store.heartbeat import living_launchers
+from ultrabench.store.journal import JournalReader
+from ultrabench.store.state import Fold, SweepState
 from ultrabench.sweep.plan_table import read_plan
 from ultrabench.sweep.progress import Progress, progress
 

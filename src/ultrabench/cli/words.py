@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 
 from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
-from ultrabench.shape import ModelShape
+from ultrabench.model_shape import ModelShape
 from ultrabench.support import refusal
 from ultrabench.sweep.rules import first_broken
 
@@ -39,7 +39,7 @@ def whole(key: str, value: str) -> int:
         raise ConfigError(f"{key}={value!r} is no whole number") from None
 
 
-def require_possible(kernel: KernelChoice, layout: Layout, shape: ModelShape, seq_len: int) -> None:
+def require_possible(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> None:
     """Returns when `kernel` can run `layout`.
 
     Raises:

@@ -4,10 +4,10 @@ import sys
 import pytest
 
 from ultrabench.cli import main as cli
-from ultrabench.folder import SweepFolder
-from ultrabench.journal import JournalWriter
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import JournalWriter
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.head import make_head
 from ultrabench.sweep.plan import make_plan

@@ -7,9 +7,9 @@ import pytest
 
 from tests.unit.cli.conftest import QUICK, as_json
 from ultrabench import __version__
-from ultrabench.journal import JournalWriter
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.journal import JournalWriter
 
 
 def test_plan_json_keeps_its_promise(ultrabench, tmp_path):

@@ -8,11 +8,11 @@ import pytest
 from tests.unit.cli.conftest import HEAD, QUICK, one_line
 from ultrabench.cli import pause_cancel
 from ultrabench.errors import ClusterError
-from ultrabench.journal import JournalWriter, read_journal
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.state import fold
+from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.state import fold
 from ultrabench.sweep.config import load_config
 
 SLURM = load_config(["model=tiny", "launcher=slurm"]).resolved

@@ -10,7 +10,7 @@ from ultrabench.cli.run_doctor import _show
 from ultrabench.cli.tables import PlainConsole, style_of, table
 from ultrabench.launchers.doctor.check import failed
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptKey, AttemptState
+from ultrabench.store.state import AttemptKey, AttemptState
 from ultrabench.sweep.plan_table import planned_runs
 
 RUN_ID = "5ef64a46843185df"

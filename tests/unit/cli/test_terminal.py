@@ -9,10 +9,10 @@ from rich.table import Table
 
 from tests.unit.cli.conftest import HEAD, QUICK
 from ultrabench.cli.tables import PlainConsole, plain
-from ultrabench.folder import SweepFolder
-from ultrabench.journal import JournalWriter
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import JournalWriter
 from ultrabench.sweep.plan_table import write_plan
 
 COMMANDS = {("configs",): 0, ("sweep", "status", "s"): 0, ("sweep", "status", "nobody"): 2}

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.unit.cli.conftest import QUICK, as_json, one_line
-from ultrabench.journal import JournalWriter
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.journal import JournalWriter
 
 NODES = QUICK.runs[0].nodes
 CELL = [run for run in QUICK.runs if run.nodes == NODES]

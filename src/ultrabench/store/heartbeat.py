@@ -5,7 +5,7 @@ import socket
 import time
 from pathlib import Path
 
-from ultrabench.folder import SweepFolder
+from ultrabench.store.folder import SweepFolder
 
 SIGN_OF_LIFE_S = 30.0
 """How often a launcher touches its journal."""

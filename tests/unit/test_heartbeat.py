@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from ultrabench.folder import SweepFolder
-from ultrabench.journal import JournalWriter
-from ultrabench.presence import MISSED, SIGN_OF_LIFE_S, living_launchers, show_presence
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.heartbeat import MISSED, SIGN_OF_LIFE_S, living_launchers, show_presence
+from ultrabench.store.journal import JournalWriter
 
 HERE = socket.gethostname().split(".")[0]
 LATE_S = MISSED * SIGN_OF_LIFE_S

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import NamedTuple
 
-from ultrabench.preflight import summary
+from ultrabench.device_rates import summary
 from ultrabench.result import RunResult, Status
-from ultrabench.state import AttemptKey, SweepState
+from ultrabench.store.state import AttemptKey, SweepState
 from ultrabench.sweep.losses import disputed_attempts
 
 FEWEST = 3

@@ -1,5 +1,5 @@
 from ultrabench.analysis.schema import GROUPS
-from ultrabench.preflight import OPERATIONS, bandwidths, share, summary
+from ultrabench.device_rates import OPERATIONS, bandwidths, share, summary
 
 
 def rows(*bandwidths):

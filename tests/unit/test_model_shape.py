@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import ultrabench
 from tests.strategies import shapes
 from ultrabench.errors import ConfigError
-from ultrabench.shape import ModelShape
+from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.config import load_model
 
 MODELS = sorted((Path(ultrabench.__file__).parent / "configs" / "model").glob("*.yaml"))

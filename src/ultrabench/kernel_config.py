@@ -26,7 +26,7 @@ CODE_SUFFIXES = frozenset({".py", ".sh", ".yaml", ".yml", ".toml", ".json"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelChoice:
+class KernelConfig:
     """The embedded kernel, or a command of the user's own."""
 
     name: str

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import ultrabench
 from ultrabench.errors import ConfigError
-from ultrabench.journal import JournalWriter
 from ultrabench.record import from_dict, to_dict
+from ultrabench.store.journal import JournalWriter
 from ultrabench.sweep.config import CLUSTER_KEYS, config_from_tree, load_config
-from ultrabench.sweep.launcher_choice import LauncherChoice
+from ultrabench.sweep.launcher_config import LauncherConfig
 
 TEXTS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "gres", "mem")
 
@@ -48,7 +48,7 @@ def test_the_defaults_are_kind_to_others():
     assert (choice.exclusive, choice.requeue, choice.control, choice.preflight) == (True, False, True, True)
     assert {getattr(choice, key) for key in TEXTS} == {None}
     assert (choice.python, choice.setup, choice.srun, choice.environment) == ((), (), (), ())
-    assert load_config([]).launcher == LauncherChoice(name="local", allocation_minutes=10)
+    assert load_config([]).launcher == LauncherConfig(name="local", allocation_minutes=10)
 
 
 def test_a_cluster_feeds_the_launcher(cluster):
@@ -162,13 +162,13 @@ def test_options_written_differently_are_explained(override, text):
 @pytest.mark.parametrize("key", ["array", "job-name", "nodes", "ntasks-per-node", "parsable", "wait", "wrap"])
 def test_options_that_a_launch_rests_on_are_refused(key):
     with pytest.raises(ConfigError, match=rf"launcher\.sbatch\.{key}"):
-        LauncherChoice(name="slurm", sbatch={key: "1"})
+        LauncherConfig(name="slurm", sbatch={key: "1"})
 
 
 @pytest.mark.parametrize("key", ["--foo", "-p", "Foo", "foo bar", "foo=1", "foo\n", "", "foo;x", "1"])
 def test_names_of_options_are_names(key):
     with pytest.raises(ConfigError, match="without dashes in front"):
-        LauncherChoice(name="slurm", sbatch={key: "1"})
+        LauncherConfig(name="slurm", sbatch={key: "1"})
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_names_of_options_are_names(key):
 )  # fmt: skip
 def test_numbers_that_cannot_be_used(word, value):
     with pytest.raises(ConfigError, match=rf"launcher\.{word}=.*must be"):
-        LauncherChoice(name="slurm", **{word: value})
+        LauncherConfig(name="slurm", **{word: value})
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_numbers_that_cannot_be_used(word, value):
 )  # fmt: skip
 def test_windows_that_are_none(window):
     with pytest.raises(ConfigError, match=r"write HH:MM-HH:MM"):
-        LauncherChoice(name="slurm", window=window)
+        LauncherConfig(name="slurm", window=window)
 
 
 @pytest.mark.parametrize("line_break", ["\n", "\r", "\0"])
@@ -204,12 +204,12 @@ def test_windows_that_are_none(window):
 )  # fmt: skip
 def test_a_value_is_one_line(word, make, line_break):
     with pytest.raises(ConfigError, match=rf"launcher\.{word}=.*must be one line"):
-        LauncherChoice(name="slurm", **{word: make(f"a{line_break}rm -r x")})
+        LauncherConfig(name="slurm", **{word: make(f"a{line_break}rm -r x")})
 
 
 @given(
     choice=st.builds(
-        LauncherChoice,
+        LauncherConfig,
         name=st.just("slurm"),
         partition=st.none() | st.text("ab1-_", min_size=1),
         nice=st.none() | st.integers(-100, 10000),
@@ -221,7 +221,7 @@ def test_a_value_is_one_line(word, make, line_break):
     )
 )
 def test_it_survives_its_json(choice):
-    assert from_dict(LauncherChoice, to_dict(choice)) == choice
+    assert from_dict(LauncherConfig, to_dict(choice)) == choice
 
 
 def test_a_sweep_is_continued_with_the_same_launcher(tmp_path):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ultrabench.errors import UltrabenchError
-from ultrabench.journal import Event
 from ultrabench.record import canonical_json, from_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.journal import Event
 
 
 class AttemptKey(NamedTuple):

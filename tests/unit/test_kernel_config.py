@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ultrabench
-from ultrabench.kernel_choice import KernelChoice, rank_sources
+from ultrabench.kernel_config import KernelConfig, rank_sources
 
 ROOT = Path(ultrabench.__file__).parent
 
@@ -15,7 +15,7 @@ ROOT = Path(ultrabench.__file__).parent
 def test_a_file_that_is_edited_gives_another_digest(tmp_path, form):
     file = tmp_path / "conf.yaml"
     file.write_text("lr: 1")
-    kernel = KernelChoice(name="mine", kind="command", command=("python", "train", form.format(file)))
+    kernel = KernelConfig(name="mine", kind="command", command=("python", "train", form.format(file)))
     before = kernel.digest()
     assert kernel.digest() == before
     file.write_text("lr: 2")
@@ -45,7 +45,7 @@ def test_each_source_changes_the_digest(tmp_path, monkeypatch):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     monkeypatch.setattr(ultrabench, "__file__", str(tmp_path / "__init__.py"))
-    kernel, seen = KernelChoice(name="embedded"), set()
+    kernel, seen = KernelConfig(name="embedded"), set()
     for path in rank_sources(tmp_path):
         seen.add(kernel.digest())
         path.write_text(path.read_text() + "# changed\n")

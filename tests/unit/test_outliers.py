@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.analysis_sweeps import LAYOUTS, OK, TINY, spec_of
-from ultrabench.kernel_choice import KernelChoice
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import to_dict
 from ultrabench.result import Status
-from ultrabench.state import AllocationState, AttemptKey, AttemptState, SweepState, final_attempts, fold
 from ultrabench.step_time import extremes
+from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState, final_attempts, fold
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.losses import disputed_attempts, invalid_attempts, judged
+from ultrabench.sweep.outliers import suspect_attempts
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.suspects import suspect_attempts
 
-BF16 = KernelChoice(name="embedded", precision="bf16")
-FP32 = KernelChoice(name="embedded", precision="fp32")
-COMMAND = KernelChoice(name="command", kind="command", command=("train",), precision="fp32")
+BF16 = KernelConfig(name="embedded", precision="bf16")
+FP32 = KernelConfig(name="embedded", precision="fp32")
+COMMAND = KernelConfig(name="command", kind="command", command=("train",), precision="fp32")
 AGREED = 6.93
 
 

@@ -15,7 +15,7 @@ _OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "nt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LauncherChoice:
+class LauncherConfig:
     """Which launcher, and what it may do; everything from `partition` on is for Slurm."""
 
     name: str

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ultrabench.errors import ConfigError, SweepFolderError
-from ultrabench.folder import write_whole
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Task
+from ultrabench.store.folder import write_whole
 
 PROBE_LIMIT_S = 300.0
 """Seconds after which a preflight is given up; on a loaded machine the import of torch alone may take a minute."""
