@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.rows import Row
-from ultrabench.analysis.why_empty import verdict
+from ultrabench.analysis.why_empty import why_empty
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.layout import AXES
 from ultrabench.sweep.outliers import may_win
@@ -122,7 +122,7 @@ def _cell(rows: Sequence[Row], rank_by: str, include_suspects: bool) -> Cell:
     shared = {k: rows[0][k] for k in (*_PANEL, "model", "nodes", "num_params")}
     fit = [r for r in rows if _fit(r, rank_by, include_suspects)]
     if not fit:
-        status, reason = verdict(rows)
+        status, reason = why_empty(rows)
         return Cell(run_id=None, status=status, reason=reason, num_runs=len(ended), **shared)
     by, (best, *rest) = _ranked(fit, rank_by)
     return Cell(

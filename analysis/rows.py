@@ -22,7 +22,7 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.sweep.dominated import fit_of, left_out, policy_of, skipped_reason
-from ultrabench.sweep.losses import judged
+from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.outliers import control_times, impossible, suspect_attempts
 
 Row = dict[str, Any]
@@ -84,7 +84,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _rows(head: SweepHead, plan: list[Row], told: SweepState, warn: Warn) -> Iterator[Row]:
-    state = judged(told)
+    state = with_loss_outliers(told)
     attempts: dict[str, list[AttemptState]] = defaultdict(list)
     for key, attempt in sorted(state.attempts.items()):
         attempts[key.run_id].append(attempt)

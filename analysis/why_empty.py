@@ -10,7 +10,7 @@ _SELF_EXPLAINING = ("oom",)
 """Statuses whose first reason adds nothing to their name."""
 
 
-def verdict(rows: Sequence[Row]) -> tuple[str | None, str]:
+def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
     """Status and reason of a cell without a winner, from its final rows.
 
     What was tried comes first (`12 oom; 3 crash: <reason>`), then what waits (`pending 4`), then

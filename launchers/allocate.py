@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ultrabench.jobs_seen import Origin
 from ultrabench.run import Task
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.jobs_seen import Origin
 from ultrabench.sweep.attempts import PlannedAttempt
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.control import Cell, cell_of

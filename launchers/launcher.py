@@ -4,9 +4,9 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ultrabench.jobs_seen import Job, JobLimits, JobsSeen, Origin
 from ultrabench.processes import own_name, pid_namespace
 from ultrabench.store.allocation import Allocation
+from ultrabench.store.jobs_seen import Job, JobLimits, JobsSeen, Origin
 from ultrabench.store.state import AllocationState
 
 

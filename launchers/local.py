@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ultrabench.errors import ClusterError
-from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.launchers.launcher import origin
 from ultrabench.processes import (
     clean_up_after_the_dead,
@@ -24,6 +23,7 @@ from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import touched
+from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
 
 SUBMIT_TIMEOUT_S = 60.0

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, SweepFolderError, may_pass
-from ultrabench.jobs_seen import JobEnd, JobsSeen, sees
 from ultrabench.launchers.agent_watchdog import AgentWatchdog
 from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.launcher import Launcher
@@ -15,6 +14,7 @@ from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.settle import Settler
 from ultrabench.result import Status
 from ultrabench.store.heartbeat import SIGN_OF_LIFE_S, show_presence
+from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
 from ultrabench.store.state import AllocationState, AttemptKey, SweepState
 from ultrabench.sweep.decide import Actions, DeadEnd, Launch, decide
 from ultrabench.sweep.price import PlannedJob

@@ -3,12 +3,12 @@
 from collections.abc import Collection, Iterable
 
 from ultrabench.errors import UltrabenchError, may_pass
-from ultrabench.jobs_seen import JobEnd
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.allocation import Allocation, read_allocation
+from ultrabench.store.jobs_seen import JobEnd
 from ultrabench.store.state import AllocationState, AttemptKey, Start, SweepState
 
 

@@ -9,10 +9,10 @@ from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.contenders import contenders
 from ultrabench.sweep.control import cell_of
 from ultrabench.sweep.dominated import Fit, left_out
-from ultrabench.sweep.losses import disputed_attempts, judged
+from ultrabench.sweep.losses import disputed_attempts, with_loss_outliers
 from ultrabench.sweep.outliers import suspect_attempts
 from ultrabench.sweep.plan import Candidate, Plan
-from ultrabench.sweep.retry_policy import RetryPolicy, broken, judge
+from ultrabench.sweep.retry_policy import RetryPolicy, broken, decide_retry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def next_attempts(
     ended_s: Mapping[AttemptKey, float] | None = None,
 ) -> AttemptsLeft:
     """`attempts_left` with the values of the plan's configuration, without the results that others make doubtful."""
-    config, state = plan.config, judged(state)
+    config, state = plan.config, with_loss_outliers(state)
     # Where losses differ without a majority, repeats would differ in the same way.
     doubted = suspect_attempts(state, device=config.hardware.device).keys() - disputed_attempts(state).keys()
     return attempts_left(
@@ -207,7 +207,7 @@ class _Following:
         if last.result is None:
             # It still runs, or its end is not known yet, so this same attempt is waited for.
             return PlannedAttempt(candidate=run, key=last.key)
-        verdict = judge(
+        verdict = decide_retry(
             attempts,
             self._policy,
             asked=last.key in self._state.retried,

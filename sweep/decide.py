@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ultrabench.jobs_seen import JobLimits, JobsSeen, Origin, same_place
 from ultrabench.result import RunResult
+from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, same_place
 from ultrabench.store.state import AttemptKey, SweepState
 from ultrabench.sweep.attempts import AttemptsLeft, next_attempts
 from ultrabench.sweep.plan import Plan

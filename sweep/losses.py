@@ -1,6 +1,6 @@
 """Losses of the same model and batch, which every layout must share: who differs has trained wrongly.
 
-Everything is judged against what the same sweep measured elsewhere, so a verdict may change while
+Everything is with_loss_outliers against what the same sweep measured elsewhere, so a verdict may change while
 results come in. Nothing is changed or lost: the journal keeps what was measured.
 """
 
@@ -44,7 +44,7 @@ class LossGroup:
         return f"{loss:.{2 - math.floor(math.log10(self.tolerance))}g}"
 
 
-def judged(state: SweepState) -> SweepState:
+def with_loss_outliers(state: SweepState) -> SweepState:
     """`state` with `invalid_attempts` as `invalid` results, for all who go by the status."""
     attempts = dict(state.attempts)
     for key, reason in invalid_attempts(state).items():

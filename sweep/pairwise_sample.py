@@ -9,7 +9,7 @@ from ultrabench.sweep.plan import Candidate
 Word = tuple[str, object]
 
 
-def cover(runs: Sequence[Candidate], count: int) -> tuple[Candidate, ...]:
+def pairwise_sample(runs: Sequence[Candidate], count: int) -> tuple[Candidate, ...]:
     """At most `count` of `runs`, each the one that brings most values and pairs of values which none had before.
 
     Of equals the first counts. A mistake in a parallel form shows where it is used, or where it

@@ -9,7 +9,7 @@ from typing import Any
 from ultrabench.result import RunResult, Status
 from ultrabench.store.state import AttemptKey, AttemptState, SweepState, final_attempts
 from ultrabench.sweep.dominated import Fit, left_out, policy_of
-from ultrabench.sweep.losses import judged
+from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.outliers import impossible, may_win, suspect_attempts
 
 
@@ -97,7 +97,7 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState, devic
     Args:
         device: the torch device type of the hardware, cuda or cpu.
     """
-    state = judged(state)
+    state = with_loss_outliers(state)
     runs = {r.run_id: r for r in planned}
     final = _standing(state, runs)
     dominated = left_out((r.fit for r in planned), state, policy_of(state))

@@ -73,7 +73,7 @@ class RetryPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RetryDecision:
     """Whether a run is tried once more, and why."""
 
     again: bool
@@ -82,14 +82,14 @@ class Verdict:
     """Seconds to wait after the end of the latest attempt."""
 
 
-def judge(
+def decide_retry(
     attempts: Sequence[AttemptState],
     policy: RetryPolicy,
     *,
     asked: bool = False,
     old: frozenset[AttemptKey] = frozenset(),
     memory_share: float = 1.0,
-) -> Verdict:
+) -> RetryDecision:
     """What follows from the failed `attempts` of one repeat of a run, in their order.
 
     Args:
@@ -100,7 +100,7 @@ def judge(
     results = [a.result for a in attempts if a.result is not None]
     last = results[-1]
     if asked:
-        return Verdict(again=True, why="asked for")
+        return RetryDecision(again=True, why="asked for")
     kind, allowed = policy.kind(last), policy.allowed(last)
     alike = [a for a in attempts if a.result and policy.kind(a.result) == kind]
     if kind == "outside":
@@ -108,13 +108,13 @@ def judge(
     elif last.status == Status.OOM and not _sure(last, policy, memory_share):
         allowed += 1
     elif hosts := _deterministic(results):
-        return Verdict(again=False, why=f"the same failure on {hosts[0]} and on {hosts[1]}")
+        return RetryDecision(again=False, why=f"the same failure on {hosts[0]} and on {hosts[1]}")
     used = len(alike)
     name = last.cause if kind == last.cause else last.status.value
     if used > allowed:
-        return Verdict(again=False, why=f"{name}: {used} of it, {allowed + 1} at most")
+        return RetryDecision(again=False, why=f"{name}: {used} of it, {allowed + 1} at most")
     why = f"{name}: attempt {used + 1} of {allowed + 1}"
-    return Verdict(again=True, why=why, pause_s=_pause_s(last, used, policy))
+    return RetryDecision(again=True, why=why, pause_s=_pause_s(last, used, policy))
 
 
 def _sure(result: RunResult, policy: RetryPolicy, memory_share: float) -> bool:

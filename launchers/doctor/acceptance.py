@@ -14,7 +14,7 @@ from ultrabench.result import Status
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.control import SAFE_SHARE
 from ultrabench.sweep.losses import TOLERANCE
-from ultrabench.sweep.pairwise_sample import cover
+from ultrabench.sweep.pairwise_sample import pairwise_sample
 from ultrabench.sweep.plan import Candidate, Plan, make_plan
 
 GPU_HOURS = 3.0
@@ -114,7 +114,9 @@ def _differing(plan: Plan) -> Sequence[Candidate]:
     limit = SAFE_SHARE * plan.config.hardware.rank_mem_bytes
     fitting = [run for run in plan.runs if run.prediction.peak_mem_bytes <= limit]
     sizes = sorted({run.nodes for run in fitting})
-    return [r for n in sizes for r in cover([f for f in fitting if f.nodes == n], LAYOUTS // len(sizes))]
+    return [
+        r for n in sizes for r in pairwise_sample([f for f in fitting if f.nodes == n], LAYOUTS // len(sizes))
+    ]
 
 
 def check_losses(one: Outcome, layouts: Outcome) -> Check:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 from ultrabench.errors import ClusterError
 from ultrabench.hardware import Hardware
-from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm.job import SlurmJob
 from ultrabench.launchers.slurm.query import Answer, SlurmQuery
@@ -17,6 +16,7 @@ from ultrabench.launchers.slurm.submit import SubmitError, submit
 from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
 from ultrabench.sweep.launcher_config import LauncherConfig
 

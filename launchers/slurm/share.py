@@ -4,13 +4,13 @@ import math
 from pathlib import Path
 
 from ultrabench.errors import ConfigError
-from ultrabench.jobs_seen import JobLimits
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
 from ultrabench.launchers.slurm.limits import Limits, read_limits
 from ultrabench.launchers.slurm.query import SlurmQuery
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.config import SweepConfig
 
 SHARE = 4

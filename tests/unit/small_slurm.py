@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ultrabench.errors import ClusterError
-from ultrabench.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation
+from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
 
 OURS = {"user": "a", "cluster": "small", "host": "login"}

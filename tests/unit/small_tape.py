@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.small_slurm import SmallJob, SmallSlurm
-from ultrabench.jobs_seen import JobsSeen
 from ultrabench.launchers.open_sweep import OpenSweep
+from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import SweepState, fold
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.allocations import PLAN, with_launcher
-from ultrabench.jobs_seen import JobLimits, JobsSeen
 from ultrabench.result import RunResult, Status
+from ultrabench.store.jobs_seen import JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.decide import Launch, decide
 

@@ -7,13 +7,13 @@ import time
 import pytest
 
 from tests.unit.test_settle import Agents, Played, keys, plan, statuses, sweep, written
-from ultrabench.jobs_seen import JobEnd, same_place, sees
 from ultrabench.launchers import launcher as launcher_module
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.reconcile import Reconciler, interrupt
 from ultrabench.processes import own_name
 from ultrabench.result import Status
 from ultrabench.store.claim import GIVEN_UP, owner_of
+from ultrabench.store.jobs_seen import JobEnd, same_place, sees
 
 __all__ = ["sweep"]  # a fixture
 

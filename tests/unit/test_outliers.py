@@ -14,7 +14,7 @@ from ultrabench.step_time import extremes
 from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState, final_attempts, fold
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
-from ultrabench.sweep.losses import disputed_attempts, invalid_attempts, judged
+from ultrabench.sweep.losses import disputed_attempts, invalid_attempts, with_loss_outliers
 from ultrabench.sweep.outliers import suspect_attempts
 from ultrabench.sweep.plan import make_plan
 
@@ -117,11 +117,11 @@ def test_repeats_of_a_layout_are_one_witness_and_can_differ_from_themselves():
 def test_an_outlier_counts_as_invalid_is_tried_once_more_and_then_stands():
     state = losses(5.0, 5.0, 5.0, 9.0)
     assert state.attempts["3", 0, 0].result.status == Status.OK
-    assert final_attempts(judged(state))["3", 0].result.status == Status.INVALID
+    assert final_attempts(with_loss_outliers(state))["3", 0].result.status == Status.INVALID
     again = attempt(3, number=1, loss_final=5.0)
-    mended = judged(state_of([*state.attempts.values(), again]))
+    mended = with_loss_outliers(state_of([*state.attempts.values(), again]))
     assert final_attempts(mended)["3", 0].key.attempt == 1
-    assert judged(judged(state)) == judged(state)
+    assert with_loss_outliers(with_loss_outliers(state)) == with_loss_outliers(state)
 
 
 LOSSES = st.lists(st.sampled_from([5.0, 5.02, 5.04, 5.2, 7.0]), max_size=9)
@@ -159,9 +159,9 @@ def events_of(values):
 @given(LOSSES, st.randoms())
 def test_the_order_of_events_never_matters(values, random):
     events = [{"writer": f"w{i % 3}", "seq": i, **event} for i, event in enumerate(events_of(values))]
-    state = judged(fold(events))
+    state = with_loss_outliers(fold(events))
     random.shuffle(events)
-    other = judged(fold(events))
+    other = with_loss_outliers(fold(events))
     assert state == other
     assert suspect_attempts(state, device="cuda") == suspect_attempts(other, device="cuda")
     assert state.attempts.keys() == {AttemptKey(str(n), 0, 0) for n in range(len(values))}

@@ -12,7 +12,7 @@ from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, Sw
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.retry_policy import ATTEMPTS, FAILURES, broken, excluded, judge
+from ultrabench.sweep.retry_policy import ATTEMPTS, FAILURES, broken, decide_retry, excluded
 
 POLICY = load_config(["retry.backoff_s=0"]).retry
 PLAN = make_plan(load_config(["retry.backoff_s=0", "measure.confirm=2", "retry.breaker=null"]))
@@ -43,50 +43,50 @@ def test_what_no_policy_can_be_is_told_in_one_line(override):
 
 def test_a_known_cause_counts_instead_of_its_status():
     once = result("crash", cause="killed")
-    assert judge(failed(once), POLICY).again
-    assert not judge(failed(once, once), POLICY).again
-    assert not judge(failed(result("crash", cause="assertion")), POLICY).again
+    assert decide_retry(failed(once), POLICY).again
+    assert not decide_retry(failed(once, once), POLICY).again
+    assert not decide_retry(failed(result("crash", cause="assertion")), POLICY).again
 
 
 def test_the_same_failure_on_other_nodes_is_deterministic():
     here, there = result(fingerprint="f"), result(fingerprint="f", hosts=("b",))
-    assert judge(failed(here, here), POLICY).again
-    verdict = judge(failed(here, there), POLICY)
+    assert decide_retry(failed(here, here), POLICY).again
+    verdict = decide_retry(failed(here, there), POLICY)
     assert not verdict.again
     assert verdict.why == "the same failure on a and on b"
-    assert judge(failed(here, replace(there, fingerprint="g")), POLICY).again
+    assert decide_retry(failed(here, replace(there, fingerprint="g")), POLICY).again
 
 
 def test_a_pause_doubles_with_each_failure():
     policy = replace(POLICY, backoff_s=30.0, backoff_max_s=50.0)
     # A node's clock, or a result without times, has no part in it.
     for end in ({"started_at": 100.0, "duration_s": 10.0}, {"started_at": 9e9, "duration_s": 10.0}, {}):
-        assert judge(failed(result(**end)), policy).pause_s == 30.0
-        assert judge(failed(result(**end), result(**end)), policy).pause_s == 50.0
-        assert judge(failed(result("timeout", **end)), policy).pause_s == 0.0
-        assert judge(failed(result(**end)), POLICY).pause_s == 0.0
+        assert decide_retry(failed(result(**end)), policy).pause_s == 30.0
+        assert decide_retry(failed(result(**end), result(**end)), policy).pause_s == 50.0
+        assert decide_retry(failed(result("timeout", **end)), policy).pause_s == 0.0
+        assert decide_retry(failed(result(**end)), POLICY).pause_s == 0.0
 
 
 @pytest.mark.parametrize("status", sorted(FAILURES))
 def test_a_pause_follows_only_what_waiting_may_help(status):
     policy = replace(POLICY, backoff_s=30.0)
     paused = status in ("hang", "comm_error", "node_fail", "invalid", "crash")
-    again = judge(failed(result(status)), policy, asked=False)
+    again = decide_retry(failed(result(status)), policy, asked=False)
     assert again.pause_s == (30.0 if paused and again.again else 0.0)
 
 
 def test_an_oom_is_an_answer_when_confirmed_and_predicted():
     sure = result("oom", confirmed=True)
-    assert not judge(failed(sure), POLICY, memory_share=0.9).again
-    assert judge(failed(sure), POLICY, memory_share=0.8).again
-    assert judge(failed(result("oom")), POLICY, memory_share=0.9).again
-    assert not judge(failed(sure, sure), POLICY, memory_share=0.1).again
+    assert not decide_retry(failed(sure), POLICY, memory_share=0.9).again
+    assert decide_retry(failed(sure), POLICY, memory_share=0.8).again
+    assert decide_retry(failed(result("oom")), POLICY, memory_share=0.9).again
+    assert not decide_retry(failed(sure, sure), POLICY, memory_share=0.1).again
 
 
 def test_what_happened_before_this_launch_and_was_not_its_fault_is_forgotten():
     lost = failed(*[result("lost")] * 6)
-    assert not judge(lost, POLICY).again
-    assert judge(lost, POLICY, old=frozenset(a.key for a in lost[:1])).again
+    assert not decide_retry(lost, POLICY).again
+    assert decide_retry(lost, POLICY, old=frozenset(a.key for a in lost[:1])).again
 
 
 def state_of(*attempts):

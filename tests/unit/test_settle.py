@@ -11,13 +11,13 @@ import pytest
 from tests.unit.allocations import PLAN, jobs_of, open_sweep
 from tests.unit.allocations import made_of as allocations_of
 from ultrabench.errors import ClusterError
-from ultrabench.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.reconcile import CANCEL_S, Reconciler
 from ultrabench.launchers.settle import Settler
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.claim import claim, give_up
+from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import AttemptKey
 from ultrabench.sweep.control import controls

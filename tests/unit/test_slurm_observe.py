@@ -7,7 +7,6 @@ import pytest
 
 from tests.unit.allocations import CONFIG, with_launcher
 from ultrabench.errors import ClusterError
-from ultrabench.jobs_seen import JobLimits
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm import launcher as slurm_module
 from ultrabench.launchers.slurm.job import SlurmJob, find
@@ -16,6 +15,7 @@ from ultrabench.launchers.slurm.query import Answer
 from ultrabench.launchers.slurm.submit import SubmitError
 from ultrabench.result import Status
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.state import AllocationState, AttemptKey
 
 A, B = "n1-0000aaaa.0", "n1-0000aaaa.1"

@@ -23,12 +23,12 @@ from hypothesis import settings
 from tests.unit.allocations import CONFIG, with_launcher
 from tests.unit.small_tape import Process
 from tests.unit.small_world import Stage, World
-from ultrabench.jobs_seen import JobsSeen
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.journal import JournalReader, JournalWriter, read_journal
 from ultrabench.store.state import fold
 from ultrabench.sweep.decide import decide

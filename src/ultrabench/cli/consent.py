@@ -7,7 +7,7 @@ import typer
 
 from ultrabench.cli.tables import duration, err, hours, say, table
 from ultrabench.errors import ConfigError, counted
-from ultrabench.jobs_seen import JobLimits
+from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.price import BUDGET_FACTOR, Price
 

@@ -18,7 +18,6 @@ from ultrabench.cli.consent import ask_for_budget
 from ultrabench.cli.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
-from ultrabench.jobs_seen import sees
 from ultrabench.kernel_env import hide
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance_file import not_accepted
@@ -28,6 +27,7 @@ from ultrabench.launchers.reconcile import Reconciler, interrupt, open_allocatio
 from ultrabench.result import ANSWERS, Status
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import living_launchers
+from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AttemptKey, SweepState, fold
 from ultrabench.sweep.attempts import next_attempts

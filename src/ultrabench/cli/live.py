@@ -14,7 +14,7 @@ from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
 from ultrabench.result import RunResult, Status
 from ultrabench.store.state import AttemptKey, AttemptState, SweepState
-from ultrabench.sweep.losses import judged
+from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.outliers import SLOWER
 from ultrabench.sweep.progress import PlannedRun, Progress, doubtful, progress
 
@@ -60,7 +60,7 @@ class Display:
             self._told = ended
             return
         new = sorted(ended - self._told)
-        doubts = doubtful(self._planned, judged(state), self._device) if new else {}
+        doubts = doubtful(self._planned, with_loss_outliers(state), self._device) if new else {}
         for key in new:
             self._told.add(key)
             run = self._labels.get(key.run_id)

@@ -124,14 +124,14 @@ def _measured(plan: Plan) -> dict[str, float | None]:
     from ultrabench.store.folder import SweepFolder
     from ultrabench.store.journal import read_journal
     from ultrabench.store.state import fold
-    from ultrabench.sweep.losses import judged
+    from ultrabench.sweep.losses import with_loss_outliers
     from ultrabench.sweep.plan_table import planned_runs
     from ultrabench.sweep.progress import doubtful, measured_rates
 
     folder = SweepFolder(Path(plan.config.results_dir) / plan.config.name)
     if folder.read_head() is None:
         return {}
-    state, device = judged(fold(read_journal(folder.journal))), plan.config.hardware.device
+    state, device = with_loss_outliers(fold(read_journal(folder.journal))), plan.config.hardware.device
     planned = read_head(folder).with_peaks(planned_runs(plan), state)
     return measured_rates(planned, state, doubtful(planned, state, device))
 

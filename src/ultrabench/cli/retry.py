@@ -9,10 +9,10 @@ from ultrabench.result import Status
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
-from ultrabench.sweep.losses import judged
+from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_plan
-from ultrabench.sweep.retry_policy import excluded, judge
+from ultrabench.sweep.retry_policy import decide_retry, excluded
 
 
 def run_retry(
@@ -21,7 +21,7 @@ def run_retry(
     """Runs failed runs again, whatever the policy had settled; the exit code."""
     folder = find_sweep(sweep, results)
     folder.read_head()
-    state = judged(fold(read_journal(folder.journal, warn)))
+    state = with_loss_outliers(fold(read_journal(folder.journal, warn)))
     chosen = _failed(folder, state, only, run)
     plan = make_plan(as_launched(folder, state))
     rows = [_retry_row(a, state, plan) for a in chosen]
@@ -51,7 +51,7 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
     memory = plan.config.hardware.rank_mem_bytes
     share = run.prediction.peak_mem_bytes / memory if run else 1.0
     tries = [a for a in state.attempts_of(key.run_id) if a.key.repeat == key.repeat]
-    verdict = judge(tries, plan.config.retry, memory_share=share)
+    verdict = decide_retry(tries, plan.config.retry, memory_share=share)
     return {
         "run_id": key.run_id,
         "attempt": key.attempt + 1,

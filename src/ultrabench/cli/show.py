@@ -22,7 +22,7 @@ from ultrabench.record import to_dict
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import AttemptState, Fold, SweepState
-from ultrabench.sweep.losses import judged
+from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.outliers import SLOWER
 from ultrabench.sweep.plan_table import read_rows
 
@@ -167,7 +167,7 @@ def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
 
 def _look(reader: JournalReader, known: Fold) -> SweepState:
     """The state now; only what is new in the journal is read."""
-    return judged(known.add(reader.poll()))
+    return with_loss_outliers(known.add(reader.poll()))
 
 
 def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, str, Callable[[], SweepState]]:

@@ -11,7 +11,7 @@ from tests.unit.allocations import PLAN
 from tests.unit.cli.conftest import one_line
 from ultrabench.cli.consent import ask_for_budget
 from ultrabench.errors import ConfigError
-from ultrabench.jobs_seen import JobLimits
+from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.price import BUDGET_FACTOR, Price, reckon
 
 CONTROLLER = """#!/bin/sh
