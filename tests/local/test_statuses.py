@@ -53,7 +53,7 @@ def test_statuses_retry_and_table(bench):
     assert sorted(new) == sorted(f"{r['run_id']} 0 {r['attempt']}" for r in again)
     raised = next(r for r in again if BEHAVIOURS[r["mbs"]] == "raise")
     shown = bench.run("sweep", "show", raised["run_id"])
-    assert shown.count("crash") == 2
+    assert shown.count("crash") == 3, "in the head, and once for each attempt"
     assert sorted(bench.executions()) == sorted(f"{r['run_id']} {r['repeat']} {r['attempt']}" for r in rows)
 
 
