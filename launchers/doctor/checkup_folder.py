@@ -86,9 +86,8 @@ def _try(folder: CheckupFolder, config: SweepConfig) -> Check:
     told = f"{folder.results_dir}: can be written, {free / GIB:.1f} GiB free"
     if claims != [True, False]:
         told = f"{folder.results_dir}: of two claims of one run {sum(claims)} succeeded, so link(2) does not work"
-        return failed(
-            name, told, "put results_dir= on a file system with hard links, such as NFS, Lustre or ext4"
-        )
+        remedy = "put results_dir= on a file system with hard links, such as NFS, Lustre or ext4"
+        return failed(name, told, remedy)
     if free < LITTLE_BYTES:
         return warned(name, told, "make room, or choose another with results_dir=FOLDER")
     return passed(name, f"{told}, claims work")

@@ -95,9 +95,8 @@ def check_devices(report: Report, hardware: Hardware, name: str) -> Check:
         remedy = f"results would be invalid: name the hardware= that is there (this one says {known})"
         return failed(name, f"{told}; they are {torch.get('gpu_name')}", remedy)
     if report["foreign"]:
-        return warned(
-            name, f"{told}; {'; '.join(report['foreign'])}", "have it ended, or keep launcher.exclusive=true"
-        )
+        remedy = "have it ended, or keep launcher.exclusive=true"
+        return warned(name, f"{told}; {'; '.join(report['foreign'])}", remedy)
     if seen > hardware.gpus_per_node:
         return warned(name, told, f"the others stay idle; use all: hardware.gpus_per_node={seen}")
     return passed(name, f"{told}; they are {torch['gpu_name']}, nobody else is on them")
@@ -153,7 +152,6 @@ def check_clock(seen: Seen, window: str | None, utc_offset: str) -> Check:
         return (failed if off_s > CLOCK_FAIL_S else warned)(name, told, remedy)
     if window and report["utc_offset"] != utc_offset:
         told += f"; {report['host']} has the time zone {report['utc_offset']}, this host {utc_offset}"
-        return warned(
-            name, told, f"launcher.window={window} is read as local time: set TZ in launcher.setup="
-        )
+        remedy = f"launcher.window={window} is read as local time: set TZ in launcher.setup="
+        return warned(name, told, remedy)
     return passed(name, told)

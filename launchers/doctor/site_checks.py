@@ -135,9 +135,8 @@ def check_gpus(hardware: Hardware, choice: LauncherConfig, partition: Partition)
     asked = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", choice.gres or "")
     if asked and int(asked[1] or 1) != own:
         told = f"{told}; launcher.gres={choice.gres} asks for {asked[1] or 1}"
-        return failed(
-            "GPUs", told, f"make launcher.gres= ask for hardware.gpus_per_node={own}, or leave it out"
-        )
+        remedy = f"make launcher.gres= ask for hardware.gpus_per_node={own}, or leave it out"
+        return failed("GPUs", told, remedy)
     if partition.gpus_per_node < own:
         remedy = (
             f"set hardware.gpus_per_node={partition.gpus_per_node}, " if partition.gpus_per_node else "set "
@@ -146,19 +145,17 @@ def check_gpus(hardware: Hardware, choice: LauncherConfig, partition: Partition)
     types = re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", choice.gres or partition.gres or "")
     others = {model for kind in types for model in _models(kind)}
     if others and not others & _models(" ".join([hardware.gpu, *hardware.reported_as])):
-        return failed(
-            "GPUs", told, "set the hardware= that is there, or launcher.partition= or launcher.gres="
-        )
+        remedy = "set the hardware= that is there, or launcher.partition= or launcher.gres="
+        return failed("GPUs", told, remedy)
     if partition.gpus_per_node > own:
-        return warned(
-            "GPUs", told, f"the others stay idle; use all: hardware.gpus_per_node={partition.gpus_per_node}"
-        )
+        remedy = f"the others stay idle; use all: hardware.gpus_per_node={partition.gpus_per_node}"
+        return warned("GPUs", told, remedy)
     if len(partition.kinds) > 1:
-        return warned(
-            "GPUs",
+        told, remedy = (
             f"nodes differ: {'; '.join(partition.kinds)}",
             "keep to one kind with launcher.constraint=",
         )
+        return warned("GPUs", told, remedy)
     return passed("GPUs", told)
 
 
@@ -171,17 +168,15 @@ def check_size(choice: LauncherConfig, partition: Partition) -> Check:
     """Whether a node has the memory and the CPUs that jobs ask for."""
     mem, cpus = partition.mem_mb_per_node, partition.cpus_per_node
     if mem is None or cpus is None:
-        return warned(
-            "node size", "sinfo does not tell what nodes have", "look at `sinfo -o '%N %c %m'` by hand"
-        )
+        remedy = "look at `sinfo -o '%N %c %m'` by hand"
+        return warned("node size", "sinfo does not tell what nodes have", remedy)
     told = f"{cpus} CPUs, {mem} MB a node; launcher.mem={choice.mem or 'null'}, launcher.cpus={choice.cpus or 'null'}"
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", (choice.mem or "0").upper())
     if found is None:
         return failed("node size", told, "write launcher.mem= as a number with K, M, G or T, such as 500G")
     if int(found[1]) * _MB[found[2]] > mem:
-        return failed(
-            "node size", told, f"no node has so much memory: set at most launcher.mem={mem}M, or 0 for all"
-        )
+        remedy = f"no node has so much memory: set at most launcher.mem={mem}M, or 0 for all"
+        return failed("node size", told, remedy)
     if (choice.cpus or 0) > cpus:
         return failed("node size", told, f"no node has so many CPUs: set at most launcher.cpus={cpus}")
     return passed("node size", told)
@@ -238,9 +233,8 @@ def check_accounts(site: Site, partition: str, account: str | None, qos: str | N
     known = list(dict.fromkeys(q for a in chosen for q in a.qos))
     if qos and site.enforced & {"qos", "all"} and qos not in known:
         told = f"launcher.qos={qos}; account {wanted} has QOS {_list(known) or 'none'}; {rule}"
-        return failed(
-            "account", told, f"set launcher.qos= to one of {_list(known) or '(none: leave it out)'}"
-        )
+        remedy = f"set launcher.qos= to one of {_list(known) or '(none: leave it out)'}"
+        return failed("account", told, remedy)
     return passed("account", f"{told}; QOS {_list(known) or 'none'}")
 
 

@@ -32,7 +32,6 @@ def test_a_program_that_changes_under_its_sweep_is_noticed(sweeps, monkeypatch):
     assert "the training program changed under the sweep" in output
     assert len(sweeps.executions()) < 10
     assert "--reuse any counts them" in refused(sweeps, *words, code=2)
-    monkeypatch.setenv("STEP_S", "0.002")
     sweeps.run(*words, "--reuse", "same")
     rows = [r for r in sweeps.rows() if r["status"] == "ok"]
     digests = {r["kernel_digest"] for r in rows}
