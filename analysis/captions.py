@@ -8,6 +8,7 @@ import pyarrow as pa
 
 import ultrabench
 from ultrabench.analysis.cells import Cell, Panel
+from ultrabench.errors import counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES, labels
 
@@ -87,7 +88,7 @@ def doubts(table: pa.Table) -> list[str]:
     suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
     named = ((suspect, "suspect and wins no cell"), (invalid, "invalid"))
-    return [f"{len(found)} of {len(rows)} rows: {what}, such as {found[0][0]}: {found[0][1]}"
+    return [f"{len(found)} of {counted(len(rows), 'row')}: {what}, such as {found[0][0]}: {found[0][1]}"
             for found, what in named if found]  # fmt: skip
 
 

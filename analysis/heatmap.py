@@ -22,7 +22,7 @@ from ultrabench.analysis.heatmap_panel import (
     grids_of,
 )
 from ultrabench.analysis.picture import write_picture
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 
 _TOP, _TITLE_LINE, _NOTE_LINE = 0.2, 0.26, 0.17
 """Inches of the margin above the title, a line of the title, a line of the notes."""
@@ -114,7 +114,7 @@ def _note_lines(cells: Sequence[Cell], notes: str, compared_with: str | None, ro
     close = sum(bool(cell.as_good_as_best) for cell in cells)
     if close:
         sentences.append(
-            f"In {close} of {len(cells)} cells other layouts are as good within the 95 % interval."
+            f"In {close} of {counted(len(cells), 'cell')} other layouts are as good within the 95 % interval."
         )
     columns = int((room - 0.3) * 17)
     return [line for sentence in sentences for line in _wrap(sentence, columns)]

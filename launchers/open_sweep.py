@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench import checkout
-from ultrabench.errors import ClusterError, ConfigError
+from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.kernel_env import keep
 from ultrabench.result import RunResult, Status
 from ultrabench.run import env_id
@@ -180,7 +180,7 @@ def _require_gpus(config: SweepConfig, gpus: int) -> None:
     if hardware.device == "cuda" and gpus < hardware.gpus_per_node:
         remedy = f"use hardware.gpus_per_node={gpus}" if gpus else "use hardware=cpu, which needs none"
         raise ConfigError(
-            f"hardware={hardware.name} has {hardware.gpus_per_node} GPUs a node; torch sees {gpus or 'none'} on this "
+            f"hardware={hardware.name} has {counted(hardware.gpus_per_node, 'GPU')} a node; torch sees {gpus or 'none'} on this "
             f"machine: {remedy}, or launch where there are more"
         )
 

@@ -7,6 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ultrabench.device_rates import summary
+from ultrabench.errors import counted
 from ultrabench.result import RunResult, Status
 from ultrabench.store.state import AttemptKey, SweepState
 from ultrabench.sweep.losses import disputed_attempts
@@ -172,4 +173,4 @@ def _controls(state: SweepState, slack: float) -> _Doubts:
 
 
 def _number(by_name: Mapping[str, float], nodes: int) -> str:
-    return f"{len(by_name)} allocations of {nodes} node{'s' * (nodes > 1)}"
+    return f"{counted(len(by_name), 'allocation')} of {counted(nodes, 'node')}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import rank_peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
@@ -208,5 +208,5 @@ def require_runs(plan: Plan) -> None:
     counts = Counter((c.rule, c.reason) for c in plan.candidates)
     (_, reason), number = counts.most_common(1)[0]
     raise ConfigError(
-        f"none of {len(plan.candidates)} candidates can run; {number} because {reason}: change the axes"
+        f"none of {counted(len(plan.candidates), 'candidate')} can run; {number} because {reason}: change the axes"
     )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import ConfigError, counted, unknown_name
 from ultrabench.result import CAUSES, RunResult, Status
 from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 
@@ -161,7 +161,11 @@ def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
             blamed.setdefault(host, set()).add(key.run_id)
             if attempt.result and attempt.result.status == Status.NODE_FAIL:
                 failed[host] = str(attempt.result.reason)
-    found = {h: f"suspected in {len(r)} runs" for h, r in blamed.items() if len(r) >= policy.exclude_after}
+    found = {
+        h: f"suspected in {counted(len(r), 'run')}"
+        for h, r in blamed.items()
+        if len(r) >= policy.exclude_after
+    }
     ranked = sorted(found | failed, key=lambda h: (h not in failed, -len(blamed.get(h, ())), h))
     ranked = [h for h in ranked if h not in policy.forgive][: policy.max_excluded]
     return {host: (found | failed)[host] for host in ranked}

@@ -3,6 +3,7 @@
 from typing import Any
 
 import ultrabench
+from ultrabench.errors import counted
 from ultrabench.hardware import Hardware
 from ultrabench.launchers.doctor.check import Check, failed, passed, warned
 from ultrabench.launchers.doctor.checkup_job import Seen
@@ -131,7 +132,7 @@ def check_room(report: Report, hardware: Hardware, name: str) -> Check:
         return warned(name, told, remedy)
     if hardware.device == "cuda" and report["cores"] < hardware.gpus_per_node:
         remedy = "ranks share cores: ask for more with launcher.cpus=, or keep launcher.exclusive=true"
-        return warned(name, f"{told}, {hardware.gpus_per_node} ranks", remedy)
+        return warned(name, f"{told}, {counted(hardware.gpus_per_node, 'rank')}", remedy)
     return passed(name, told)
 
 

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Sequence
 
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import Hardware
 from ultrabench.launchers.doctor.check import Check, failed, passed, warned
 from ultrabench.launchers.slurm.command import CommandError
@@ -92,7 +92,7 @@ def _facts(partition: Partition) -> str:
         "no time limit" if partition.max_time_minutes is None else f"up to {partition.max_time_minutes} min"
     )
     most = "" if partition.max_nodes is None else f" ({partition.max_nodes} a job)"
-    return f"{partition.state or 'state unknown'}, {partition.total_nodes} nodes{most}, {limit}"
+    return f"{partition.state or 'state unknown'}, {counted(partition.total_nodes, 'node')}{most}, {limit}"
 
 
 def check_nodes(ask: Ask, partition: Partition, largest: int) -> Check:
@@ -106,7 +106,9 @@ def check_nodes(ask: Ask, partition: Partition, largest: int) -> Check:
     if not partition.up_nodes:
         return failed("nodes", told, "wait for the administrators (`sinfo -R`), or set launcher.partition=")
     if partition.up_nodes < largest <= partition.total_nodes:
-        remedy = f"runs of {largest} nodes wait until they are back: leave them out with sweep.nodes="
+        remedy = (
+            f"runs of {counted(largest, 'node')} wait until they are back: leave them out with sweep.nodes="
+        )
         return warned("nodes", told, remedy)
     if partition.up_nodes < partition.total_nodes:
         return warned("nodes", told, "nothing to do for this sweep; `sinfo -R` shows who looks after them")
@@ -197,12 +199,16 @@ def check_limits(config: SweepConfig, limits: Limits) -> Check:
     except ConfigError as error:
         remedies.append(str(error))
     if limits.max_nodes_per_user is not None and largest > limits.max_nodes_per_user:
-        remedies.append(f"a user may have {limits.max_nodes_per_user} nodes: leave larger sweep.nodes out")
+        remedies.append(
+            f"a user may have {counted(limits.max_nodes_per_user, 'node')}: leave larger sweep.nodes out"
+        )
     if most is not None and most < (choice.time_minutes or choice.allocation_minutes):
         name = "time_minutes" if choice.time_minutes else "allocation_minutes"
         remedies.append(f"jobs end after {most} min: lower launcher.{name}=")
     if limits.max_submit is not None and limits.max_submit < choice.max_jobs:
-        remedies.append(f"only {limits.max_submit} jobs are queued at a time; launcher.max_jobs= says so")
+        remedies.append(
+            f"no more than {limits.max_submit} may be queued at a time; launcher.max_jobs= says so"
+        )
     return warned("limits", told, "; ".join(remedies)) if remedies else passed("limits", told)
 
 

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from ultrabench.errors import ClusterError
+from ultrabench.errors import ClusterError, counted
 from ultrabench.hardware import Hardware
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm.job import SlurmJob
@@ -92,7 +92,7 @@ class SlurmLauncher:
                 return {n: job for n, job in found.items() if n in {a.name for a in allocations}}
             time.sleep(SUBMIT_PAUSE_S * 2**number)
         raise ClusterError(
-            f"sbatch does not take a job of {allocations[0].nodes} nodes: {told}; mend launcher.* or "
+            f"sbatch does not take a job of {counted(allocations[0].nodes, 'node')}: {told}; mend launcher.* or "
             "the cluster, then launch again: nothing is lost"
         )
 

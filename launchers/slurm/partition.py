@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ultrabench.errors import counted
 from ultrabench.launchers.slurm.job import duration_s
 
 _USABLE = re.compile(r"(idle|allocated|mixed|completing|planned|reserved|blocked|power\w*)[~#!%+@^-]*")
@@ -76,7 +77,9 @@ def _with_nodes(partition: Partition, rows: Sequence[Sequence[str]]) -> Partitio
         mem_mb_per_node=count(mem),
         gpus_per_node=sum(int(n) for n in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres)),
         gres=None if gres == "no gres" else gres,
-        kinds=tuple(f"{nodes[kind]} nodes of {kind[0]} CPUs, {kind[1]} MB, {kind[2]}" for kind in kinds),
+        kinds=tuple(
+            f"{counted(nodes[kind], 'node')} of {kind[0]} CPUs, {kind[1]} MB, {kind[2]}" for kind in kinds
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
 from ultrabench.launchers.slurm.limits import Limits, read_limits
 from ultrabench.launchers.slurm.query import SlurmQuery
@@ -55,7 +55,7 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
     per_user = limits.max_nodes_per_user
     most = min(n for n in (limits.max_nodes, limits.total_nodes, per_user) if n is not None)
     share = choice.max_nodes or max(1, limits.total_nodes // SHARE)
-    where = f"partition {limits.name} has {limits.total_nodes} nodes"
+    where = f"partition {limits.name} has {counted(limits.total_nodes, 'node')}"
     if limits.max_nodes is not None:
         where += f" and gives a job {limits.max_nodes}"
     if per_user is not None:

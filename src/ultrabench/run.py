@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import ConfigError, counted, unknown_name
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
@@ -55,7 +55,7 @@ class RunSpec:
         gpus = self.nodes * self.gpus_per_node
         if self.layout.world_size != gpus:
             raise ConfigError(
-                f"{self.layout.label()} has {self.layout.world_size} ranks; {self.nodes} nodes of "
+                f"{self.layout.label()} has {counted(self.layout.world_size, 'rank')}; {counted(self.nodes, 'node')} of "
                 f"{self.gpus_per_node} have {gpus}"
             )
         if self.layout.gbs != self.workload.gbs:

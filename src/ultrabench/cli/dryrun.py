@@ -26,7 +26,7 @@ def run_dryrun(words: list[str], as_json: bool) -> int:
     spec, hardware = dryrun_spec(words)
     layout, world = spec.layout, spec.layout.world_size
     say(
-        f"dry run of {layout.label()} on {world} ranks, {spec.kernel.precision}, seq_len "
+        f"dry run of {layout.label()} on {counted(world, 'rank')}, {spec.kernel.precision}, seq_len "
         f"{spec.workload.seq_len}: the first rank of each of {layout.pp} pipeline stages"
     )
     costs = []
