@@ -31,7 +31,7 @@ def test_hardware_that_is_not_here(bench):
 def test_the_table(bench):
     lines = bench.run("doctor", "launcher=local").splitlines()
     assert lines[0].startswith("doctor: launcher=local hardware=cpu")
-    assert lines[1].split() == ["check", "status", "found", "remedy"]
+    assert lines[1].split() == ["check", "status", "found"]
     assert len(lines) == 7
     assert not [pid for pid in own_processes() if str(bench.folder) in " ".join(command_line(pid))]
 
