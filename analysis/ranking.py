@@ -77,10 +77,15 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
     ones, those that run or wait, and those that were skipped. `best` and `as_good_as_best` mark winners.
 
     Raises:
-        ConfigError: `rank_by` is no numeric column.
+        ConfigError: `rank_by` is no numeric column, or no ok run has a value in it.
     """
     number = count(1)
     cells = [[*_places(rows, rank_by)] for rows in _groups(table, rank_by)]
+    oks = [row for rows in cells for row in rows if row["status"] == "ok"]
+    if oks and all(row[rank_by] is None for row in oks):
+        raise ConfigError(
+            f"no ok run has a value in {rank_by}; rank by another column of docs/results-schema.md"
+        )
     return [[{"rank": next(number), **row} for row in rows] for rows in cells]
 
 

@@ -6,6 +6,7 @@ and forked children hang.
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.kernel import check_rank
 from ultrabench.kernel.check_spec import CheckResult, CheckSpec
 from ultrabench.kernel.children import run_forked
+from ultrabench.processes import die_with_parent
 from ultrabench.record import from_dict, to_dict
 
 TIMEOUT_S = 120.0
@@ -55,4 +57,5 @@ def serve(lines: Iterable[str], out: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent(os.getppid())  # whoever asks may be killed
     serve(sys.stdin, sys.stdout)

@@ -128,6 +128,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     strangers = sorted(set(tree) - KEYS)
     if strangers:
         raise ConfigError(unknown_name("override", strangers[0], KEYS - {"names", "models"}))
+    for group in ("sweep", "hardware", "kernel", "launcher", "measure"):
+        _require_mapping(group, tree[group])
+    for group in ("retry", "cluster"):
+        _require_mapping(group, tree.get(group) or {})
     names, cluster = tree["names"], tree["cluster"] or {}
     strangers = sorted(set(cluster) - CLUSTER_KEYS, key=str)
     if strangers:
@@ -186,8 +190,15 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
         ConfigError: a value that cannot be used, or a GPU without rates.
     """
     if "gpu" in values and "source" not in values:
-        rows = [read_yaml(path) for path in files("hardware").values()]
-        gpus = {row["gpu"]: row for row in rows if isinstance(row, dict) and {"gpu", "source"} <= row.keys()}
+        gpus: dict[str, dict[str, Any]] = {}
+        for path in files("hardware").values():
+            row = read_yaml(path)
+            if isinstance(row, dict) and {"gpu", "source"} <= row.keys():
+                if row["gpu"] in gpus and row["gpu"] == values["gpu"]:
+                    raise ConfigError(
+                        f"{path}: another file has rates of gpu={row['gpu']}, too; give it another name"
+                    )
+                gpus[row["gpu"]] = row
         if values["gpu"] not in gpus:
             told = unknown_name("gpu", values["gpu"], gpus)
             raise ConfigError(
@@ -195,6 +206,15 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
             )
         values = gpus[values["gpu"]] | {k: v for k, v in values.items() if v is not None}
     return from_dict(Hardware, values, where="hardware")
+
+
+def _require_mapping(group: str, value: Any) -> None:
+    """Returns when a group of a composed configuration holds settings, and not only a name."""
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{group}: {value!r} holds no settings; in a sweep file another {group} is chosen under defaults: "
+            f"'- override /{group}: NAME'"
+        )
 
 
 def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -177,3 +177,17 @@ def test_a_broken_hardware_file_is_told_in_one_line(text):
     with pytest.raises(ConfigError) as raised:
         load_config(["hardware=broken"])
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["hardware: h100x8", "launcher: slurm", "kernel: null", "measure: quick", "retry: default"]
+)
+def test_a_group_that_a_sweep_file_only_names_is_told_how_to_be_chosen(tmp_path, monkeypatch, line):
+    folder = tmp_path / "ultrabench" / "sweep"
+    folder.mkdir(parents=True)
+    axes = "{models: [tiny], nodes: [1], seq_len: 64, gbs: 8, tp: [1], pp: [1], cp: [1], zero_stage: [0], mbs: [1]}"
+    (folder / "mine.yaml").write_text(f"# @package _global_\nsweep: {axes}\n{line}\n")
+    monkeypatch.chdir(tmp_path)
+    group = line.partition(":")[0]
+    with pytest.raises(ConfigError, match=f"- override /{group}: NAME"):
+        load_config(["sweep=mine"])

@@ -45,7 +45,9 @@ def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
     for line in [*result.missing_gradients, *([result.error] if result.error else [])]:
         say(f"  {line}")
     where = f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
-    say(f"{'the same' if result.passed else 'NOT the same'} ({result.seconds:.1f} s){where}")
+    undecided = result.loss_diff is None and result.error is not None
+    verdict = "the same" if result.passed else "not decided" if undecided else "NOT the same"
+    say(f"{verdict} ({result.seconds:.1f} s){where}")
     return int(not result.passed)
 
 

@@ -60,7 +60,7 @@ def _print_price(plan: Plan, price: Price, limits: JobLimits, used: float) -> No
     made.add_section()
     for what, (number, cost) in price.extra.items():
         if number:
-            made.add_row(what, "", "", f"{number:,}", hours(cost))
+            made.add_row(f"{number:,} {what}", "", "", "", hours(cost))
     made.add_section()
     made.add_row("all", "", "", "", hours(price.gpu_hours))
     err().print(made)

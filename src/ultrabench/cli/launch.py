@@ -139,8 +139,10 @@ def follow(
     config = sweep.config
     planned = read_head(sweep.folder).with_peaks(planned_runs(sweep.plan), sweep.state())
     device = config.hardware.device
-    price = hours(reckon(sweep.plan).gpu_hours)
+    price = hours(reckon(sweep.plan, sweep.state()).gpu_hours)
     say(f"{config.name}: {counted(len(planned), 'run')}, {price} GPU hours predicted, in {sweep.folder.path}")
+    if not any(run.fits for run in sweep.plan.runs):
+        say("none of them is predicted to fit into the memory of a rank")
     if config.profile and _settled(sweep):
         say(
             "profile=true, but all is measured: only what runs looks inside itself; add repeats=N or name=NAME"

@@ -54,7 +54,7 @@ def _print_cells(plan: Plan, price: Price) -> None:
     made.add_section()
     for what, (number, cost) in price.extra.items():
         if number:
-            made.add_row(what, "", "", "", "", f"{number:,}", "", hours(cost))
+            made.add_row(f"{number:,} {what}", "", "", "", "", "", "", hours(cost))
     made.add_section()
     made.add_row("all", "", "", *(f"{summary[k]:,}" for k in counts), hours(price.gpu_hours))
     out().print(made)

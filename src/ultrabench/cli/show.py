@@ -180,6 +180,11 @@ def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, st
         runs = _runs(folder := find_sweep(sweep, results))
         if 0 < int(given) <= len(runs):
             given, sweep = runs[int(given) - 1]["run_id"], str(folder.path)
+        elif runs:
+            raise SweepFolderError(
+                f"no rank {given} in {folder.name}, which has {len(runs)}; give more than {MOST_RANK_DIGITS} digits of a "
+                "run id, or a rank of: ultrabench sweep top"
+            )
     folders = [find_sweep(sweep, results)] if sweep else _all_sweeps(results)
     matches: list[tuple[SweepFolder, str, Callable[[], SweepState]]] = []
     for folder in folders:

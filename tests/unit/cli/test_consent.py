@@ -71,7 +71,7 @@ def test_the_price_is_shown_by_cell(capsys, typed):
         ["tiny", "1", "2", str(count[1])],
         ["tiny", "2", "4", str(count[2])],
     ]
-    rest = [float(line.split()[-1]) for line in lines if line.startswith("starts of jobs")]
+    rest = [float(line.split()[-1]) for line in lines if " starts of jobs" in line]
     assert sum(float(cell[4]) for cell in cells) + sum(rest) == pytest.approx(PRICE, rel=0.01)
     assert float(next(line for line in lines if line.startswith("all")).split()[-1]) == pytest.approx(
         PRICE, rel=0.01

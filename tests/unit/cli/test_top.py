@@ -101,5 +101,5 @@ def test_show_takes_a_rank_and_begins_with_the_numbers_of_the_table(ultrabench, 
         ]
         told = dict(line.split(maxsplit=1) for line in out[2:10] if " " in line)
         assert (told["memory"], told["status"]) == ("1.50 GiB", "suspect")
-    assert "or that rank" in one_line(ultrabench, "sweep", "show", "99")
+    assert "no rank 99 in quick-cpu, which has 29" in one_line(ultrabench, "sweep", "show", "99")
     assert "unknown sweep 'other'" in one_line(ultrabench, "sweep", "show", "1", "other")
