@@ -1,12 +1,15 @@
 """What a sweep must not do on a cluster: mix versions, disturb others, take more than it was given."""
 
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
 
 from tests.local.conftest import PROGRAM
 from tests.slurm.sweeps import FEW, SlurmBench
+from tests.unit.test_gpus import SOURCE
 
 pytestmark = pytest.mark.slurm
 
@@ -42,21 +45,23 @@ def test_a_program_that_changes_under_its_sweep_is_noticed(sweeps, monkeypatch):
 
 
 def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
-    sweeps.fake(
-        "nvidia-smi",
-        """case "$*" in
-*compute-apps*) [ "$SLURMD_NODENAME" = gpu01 ] && echo "4242, /usr/bin/python3, GPU-b, 2048" ;;
-*) echo "0, GPU-a, 00000000:1B:00.0"; echo "1, GPU-b, 00000000:1C:00.0" ;;
-esac
-exit 0""",
-    )
-    more = ("hardware=h100x8", "hardware.gpus_per_node=2", "launcher.preflight=false", "sweep.nodes=1")
+    """The driver is a library of ours, which reads a file for each node."""
+    folder, name = sweeps.folder, "libnvidia-ml.so.1"
+    (folder / "nvml.c").write_text(SOURCE)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / name, folder / "nvml.c"], check=True)
+    for node in range(1, 9):
+        pid = os.getpid() if node == 1 else 0
+        lines = [f"GPU-{gpu} 00000000:1{gpu}:00.0 {gpu * 2**31} {2**36} 1980 0 {gpu * pid}" for gpu in (0, 1)]
+        (folder / f"gpu{node:02d}").write_text("\n".join(lines) + "\n")
+    setup = f"export LD_LIBRARY_PATH={folder} FAKE_GPUS={folder}/$SLURMD_NODENAME"
+    more = ("hardware=h100x8", "hardware.gpus_per_node=2", "launcher.preflight=false", "sweep.nodes=1",
+            f"launcher.setup=['{setup}']")  # fmt: skip
     sweeps.run(*sweeps.launch("fine", *FEW[1:], *more))
     rows = sweeps.judge(runs=6, allowed=frozenset({"node_fail"}))
     told = [r for r in rows if r["status"] == "node_fail"]
     assert len(told) == 1, "the node was avoided from the first refusal on"
     assert told[0]["suspects"] == ["gpu01"]
-    assert "gpu01: process 4242 (python3" in told[0]["reason"]
+    assert f"gpu01: process {os.getpid()} (python" in told[0]["reason"]
     assert "on GPU 1 with 2048 MiB" in told[0]["reason"]
     assert all(r["hostnames"] != ["gpu01"] for r in rows if r["status"] == "ok")
 
