@@ -81,7 +81,8 @@ def test_the_budget_ends_a_sweep_and_a_larger_one_goes_on(sweeps):
     budget = (
         f"{0.12 * plan['predicted_gpu_hours']:.3g}"  # enough for a job of one node, and not for one of two
     )
-    stopped = sweeps.done(*words[:-1], budget)
+    # Nodes are held longer than predicted, so the second job is over it, however fast this machine is.
+    stopped = sweeps.done(*words[:-1], budget, "launcher.setup=['sleep 20']")
     assert stopped.returncode == 1, stopped.stderr
     assert f"over the {budget} that may be used" in stopped.stderr
     rows = sweeps.rows()
