@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from ultrabench.analysis.rows import Row
+from ultrabench.sweep.outliers import SLOWER
 
 _UNTRIED = ("rejected", "skipped")
 _SELF_EXPLAINING = ("oom",)
@@ -50,7 +51,7 @@ def _unranked(count: str, rows: Sequence[Row]) -> str:
     suspect = next((row["suspect"] for row in rows if row["suspect"]), None)
     if suspect is not None:
         return f"{count} ok but suspect: {suspect}"
-    if any(row["stopped"] == "slower_than_best" for row in rows):
+    if any(row["stopped"] == SLOWER for row in rows):
         return f"{count} ok but stopped early as slower than the best"
     return f"{count} ok without the number to rank by"
 

@@ -94,8 +94,7 @@ class _Acceptance:
         while True:
             batch = {"mbs": [mbs], "gas": [1], "gbs": mbs * self._hardware.gpus_per_node}
             config = self._variant("memory", _replicas(1) | batch)
-            needs = make_plan(config).candidates[0].prediction.peak_mem_bytes
-            if needs > TOO_MUCH * self._hardware.rank_mem_bytes:
+            if make_plan(config).candidates[0].prediction.memory_share > TOO_MUCH:
                 return config
             mbs *= 2
 
@@ -111,8 +110,7 @@ def _all(plan: Plan) -> Sequence[Candidate]:
 
 def _differing(plan: Plan) -> Sequence[Candidate]:
     """At most LAYOUTS runs that surely fit, the same number for each number of nodes."""
-    limit = SAFE_SHARE * plan.config.hardware.rank_mem_bytes
-    fitting = [run for run in plan.runs if run.prediction.peak_mem_bytes <= limit]
+    fitting = [run for run in plan.runs if run.prediction.memory_share <= SAFE_SHARE]
     sizes = sorted({run.nodes for run in fitting})
     return [
         r for n in sizes for r in pairwise_sample([f for f in fitting if f.nodes == n], LAYOUTS // len(sizes))

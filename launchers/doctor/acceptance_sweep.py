@@ -49,7 +49,7 @@ class Outcome:
     def why(self, run: Candidate) -> str:
         """In words how it ended."""
         result = self.result(run)
-        label = f"{run.layout.label()} on {run.nodes} node{'s' * (run.nodes > 1)}"
+        label = f"{run.layout.label()} on {counted(run.nodes, 'node')}"
         if result is None:
             return f"{label} has not run{f': {self.stopped}' if self.stopped else ''}"
         return f"{label}: {result.status.value}{f', {result.reason}' if result.reason else ''}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.doctor.acceptance_sweep import Outcome
 from ultrabench.launchers.doctor.check import Check, failed, passed
 from ultrabench.record import to_dict
@@ -102,5 +102,5 @@ def _tokens_per_s_per_gpu(run: Candidate, result: RunResult) -> float:
 
 
 def _shown(run: Candidate, speed: float) -> str:
-    nodes = f"{run.nodes} node{'s' * (run.nodes > 1)}"
+    nodes = counted(run.nodes, "node")
     return f"{run.shape.name} {run.layout.label()} on {nodes}: {speed:,.0f} tokens/s/GPU"

@@ -265,7 +265,7 @@ def _interrupted(
 
 def _left(sweep: OpenSweep, jobs: int, where: str) -> int:
     say(
-        f"submitted {jobs} job{'s' * (jobs > 1)} and left; what comes after them is submitted by whoever follows: "
+        f"submitted {counted(jobs, 'job')} and left; what comes after them is submitted by whoever follows: "
         f"ultrabench sweep resume {sweep.folder.word}{where}, by the same user on any login node of this cluster"
     )
     return 0

@@ -81,7 +81,7 @@ def attempt_line(run: PlannedRun, attempt: AttemptState, doubt: str | None = Non
 
 
 def _told(run: PlannedRun, attempt: AttemptState, result: RunResult) -> str:
-    head = f"{run.run_id} {run.model} {run.nodes} node{'s' * (run.nodes > 1)} {run.label}"
+    head = f"{run.run_id} {run.model} {counted(run.nodes, 'node')} {run.label}"
     if attempt.key.repeat:
         head += f" (repeat {attempt.key.repeat})"
     if attempt.key.attempt:
@@ -126,7 +126,7 @@ def counts_line(now: Progress, busy: bool = True) -> Text:
 def _running(now: Progress, busy: bool) -> list[RenderableType]:
     lines = [f"  running  {r.model} {r.nodes}n {r.label}: {phase}" for r, phase in now.running]
     if now.waiting:
-        lines.append(f"  waiting  {now.waiting} allocation{'s' * (now.waiting > 1)} to start")
+        lines.append(f"  waiting  {counted(now.waiting, 'allocation')} to start")
     if not lines and busy and now.by_status.get("pending"):
         lines = ["  running  starting the next allocation"]
     return [Text(line) for line in lines]

@@ -6,11 +6,11 @@ from typing import Any
 
 from ultrabench.cli.tables import hours, out, print_json, say, table
 from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import GIB
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
 from ultrabench.sweep.price import Price, reckon
 
-GIB = 2**30
 MEASURED, PREDICTED = ORDER = ("measured", "predicted")
 """Why a layout is recommended, the best reason first."""
 
@@ -27,22 +27,21 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
         write_plan(plan, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     best = recommend(plan, top) if top else []
-    price = reckon(plan)
+    price, summary = reckon(plan), plan.summary()
     if as_json:
-        document = plan.summary() | {"predicted_gpu_hours": round(price.gpu_hours, 4)}
+        document = summary | {"predicted_gpu_hours": round(price.gpu_hours, 4)}
         document["predicted_gpu_hours_beside_runs"] = {k: round(h, 4) for k, (_, h) in price.extra.items()}
         if top:
             document["top"] = best
         print_json(document)
         return
-    _print_cells(plan, price)
-    _print_reasons(plan)
+    _print_cells(plan, price, summary)
+    _print_reasons(plan, summary)
     if top:
         _print_top(plan, best)
 
 
-def _print_cells(plan: Plan, price: Price) -> None:
-    summary = plan.summary()
+def _print_cells(plan: Plan, price: Price, summary: dict[str, Any]) -> None:
     counts = ("candidates", "valid", "runs", "predicted_to_fit")
     numbers = ("nodes", "GPUs", *counts[:3], "they fit", "GPU hours")
     made = table(f"sweep {plan.config.name}", "model", *numbers, right=numbers)
@@ -66,8 +65,7 @@ def _print_cells(plan: Plan, price: Price) -> None:
         )
 
 
-def _print_reasons(plan: Plan) -> None:
-    summary = plan.summary()
+def _print_reasons(plan: Plan, summary: dict[str, Any]) -> None:
     if summary["rejected"]:
         made = table("\nrejected, by rule", "rule", "candidates", "for example", right=("candidates",))
         for rule, count in summary["rejected"].items():

@@ -48,8 +48,7 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
     result, key = attempt.result, attempt.key
     assert result is not None
     run = next((r for r in plan.runs if r.run_id == key.run_id), None)
-    memory = plan.config.hardware.rank_mem_bytes
-    share = run.prediction.peak_mem_bytes / memory if run else 1.0
+    share = run.prediction.memory_share if run else 1.0
     tries = [a for a in state.attempts_of(key.run_id) if a.key.repeat == key.repeat]
     verdict = decide_retry(tries, plan.config.retry, memory_share=share)
     return {

@@ -17,7 +17,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.cli.profile import print_profile, profiles
 from ultrabench.cli.tables import out, plain, print_json, say, style_of, table, warn
 from ultrabench.cli.top import numbers
-from ultrabench.errors import SweepFolderError
+from ultrabench.errors import SweepFolderError, counted
 from ultrabench.record import to_dict
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import JournalReader
@@ -67,7 +67,7 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
 def _print_numbers(folder: SweepFolder, run_id: str) -> None:
     """The line of `sweep top` of this run, one number below the other; nothing of a run that trains nothing."""
     for row in (row for row in _runs(folder) if row["run_id"] == run_id):
-        cell = f"{row['model']} on {row['nodes']} node{'s' * (row['nodes'] > 1)}"
+        cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
         shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"]}
         for name, value in shown.items():
             if str(value or ""):

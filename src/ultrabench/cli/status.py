@@ -11,6 +11,7 @@ from rich.text import Text
 from ultrabench.analysis.head import read_head
 from ultrabench.cli.live import panel
 from ultrabench.cli.tables import out, print_json, warn
+from ultrabench.errors import counted
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalReader
@@ -78,4 +79,4 @@ def _page(now: Progress, standing: str | None, bar: bool = False) -> Group:
 def _by_nodes(now: Progress) -> Iterator[str]:
     """A line for each number of nodes; a column for each status would not fit a narrow terminal."""
     for nodes, counts in now.by_nodes.items():
-        yield f"{nodes} node{'s' * (nodes > 1)}: {', '.join(f'{n} {name}' for name, n in counts.items())}"
+        yield f"{counted(nodes, 'node')}: {', '.join(f'{n} {name}' for name, n in counts.items())}"

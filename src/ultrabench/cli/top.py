@@ -9,6 +9,8 @@ from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.results import open_results
 from ultrabench.cli.tables import out, print_json, say, style_of, table
+from ultrabench.errors import counted
+from ultrabench.sweep.outliers import SLOWER
 
 COLUMNS = ("rank", "layout", "MFU", "tokens/s/GPU", "memory", "step", "predicted", "status", "run id")
 NUMBERS = ("rank", "MFU", "tokens/s/GPU", "memory", "step", "predicted")
@@ -32,7 +34,7 @@ def show_top(source: str | None, first: int | None, by: str, as_json: bool, resu
 
 def _print_cell(name: str, runs: list[Row], first: int) -> None:
     at = runs[0]
-    nodes = f"{at['nodes']} node{'s' * (at['nodes'] > 1)}"
+    nodes = counted(at["nodes"], "node")
     made = table(f"{name}: {at['model']} on {nodes}, by {at['ranked_by']}", *COLUMNS, right=NUMBERS)
     for row in runs[:first]:
         made.add_row(str(row["rank"]), *numbers(row).values(), row["run_id"])
@@ -59,7 +61,7 @@ def numbers(row: Row) -> dict[str, str | Text]:
 
 def _status(row: Row) -> Text:
     """The end of a run in a word; of an ok run, what the ranking makes of it."""
-    status, slower = row["status"], row["stopped"] == "slower_than_best"
+    status, slower = row["status"], row["stopped"] == SLOWER
     word = status or ("pending" if row["attempt"] is None else "running")
     if status == "ok":
         marks = {
