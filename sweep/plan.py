@@ -208,5 +208,5 @@ def require_runs(plan: Plan) -> None:
     counts = Counter((c.rule, c.reason) for c in plan.candidates)
     (_, reason), number = counts.most_common(1)[0]
     raise ConfigError(
-        f"none of {counted(len(plan.candidates), 'candidate')} can run; {number} because {reason}: change the axes"
+        f"{counted(len(plan.candidates), 'candidate')}, none can run; {number} because {reason}: change the axes"
     )

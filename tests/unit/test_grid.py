@@ -262,7 +262,7 @@ def test_a_layout_that_breaks_nothing():
 def test_a_sweep_without_runs_says_why():
     plan = make_plan(load_config(["sweep.nodes=[1]", "sweep.tp=[2]", "sweep.pp=[1]",
                                   "sweep.zero_stage=[1]", "sweep.mbs=[1]", "sweep.gas=[8]"]))  # fmt: skip
-    with pytest.raises(ConfigError, match=r"none of 1 candidates can run; 1 because zero_stage=1"):
+    with pytest.raises(ConfigError, match=r"1 candidate, none can run; 1 because zero_stage=1"):
         require_runs(plan)
 
 

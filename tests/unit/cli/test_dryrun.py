@@ -16,7 +16,7 @@ from ultrabench.cli.dryrun import dryrun_spec
         (["tp=0"], "tp=0; must be >= 1"),
         (["seq_len=0"], "seq_len=0, gbs=8; both must be >= 1"),
         (["nodes=2", "tp=3"], "tp*pp*cp=3 does not divide the 16 GPUs of 2 nodes of 8"),
-        (["dp=3"], "dp3 tp1 pp1 z0 mbs1 gas1 has 3 ranks; 1 nodes of 8 have 8"),
+        (["dp=3"], "dp3 tp1 pp1 z0 mbs1 gas1 has 3 ranks; 1 node of 8 have 8"),
         (["precision=int8"], "kernel.precision='int8'; must be fp32, bf16 or fp64"),
         (["recompute=some"], "kernel.recompute='some'; must be one of none, selective, full"),
         (["nodes=2", "tp=16"], "cannot run: tp=16 does not divide num_key_value_heads=8; choose another"),
