@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from ultrabench.analysis.rows import Row
-from ultrabench.sweep.outliers import SLOWER
+from ultrabench.result import SLOWER
 
 _UNTRIED = ("rejected", "skipped")
 _SELF_EXPLAINING = ("oom",)

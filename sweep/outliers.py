@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ultrabench.device_rates import summary
 from ultrabench.errors import counted
-from ultrabench.result import RunResult, Status
+from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.store.state import AttemptKey, SweepState
 from ultrabench.sweep.losses import disputed_attempts
 
@@ -21,9 +21,6 @@ RATES, TIMES, RANKS = 0.15, 0.10, 0.25
 the step times of ranks."""
 SHARED = 10.0
 """Factor on these where the devices are CPU cores, shared with whatever else runs there."""
-
-SLOWER = "slower_than_best"
-"""RunResult.stopped of a run that lost its race."""
 
 _Doubts = Mapping[str, list[str]]
 

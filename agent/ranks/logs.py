@@ -7,7 +7,7 @@ from pathlib import Path
 from ultrabench.rank_report import PROFILE, read_part
 from ultrabench.store.folder import write_whole
 
-EVIDENCE_FOLDER = "autopsy"
+EVIDENCE_FOLDER = "hang_evidence"
 """Folder of a run, and of its logs, for what was found when it hung: raw stacks and dumps."""
 PART_BYTES = 2**20
 TAIL_BYTES = 64 * 1024

@@ -10,7 +10,7 @@ from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import RankFacts, find_hang_cause
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.rank_report import PROFILE
-from ultrabench.result import Status
+from ultrabench.result import SLOWER, Status
 from ultrabench.run import Task
 
 SLOWEST_GAP_FACTOR = 10.0
@@ -83,7 +83,7 @@ def _hung(group: AgentGroup, progress: AttemptProgress, missed: RunEnd) -> RunEn
     per_node = len(progress.ranks) // len(group.hosts)
     facts = [RankFacts(i, group.hosts[i // per_node], rank) for i, rank in enumerate(progress.ranks)]
     cause = find_hang_cause(facts)
-    evidence = {"verdict": cause.text, "autopsy": [f.row() for f in facts]}
+    evidence = {"hang_cause": cause.text, "hang_evidence": [f.row() for f in facts]}
     reason = f"{cause.headline}; {missed.reason}"
     return replace(missed, reason=reason, suspects=cause.hosts, evidence=evidence)
 
@@ -108,7 +108,7 @@ def _lost_race(task: Task, progress: AttemptProgress, race_s: float | None) -> R
         return None
     best = f"the best of its cell needs {race_s / (task.measure.race or 1.0):.4g} s"
     reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; {best}"
-    return RunEnd(status=Status.OK, reason=reason, stopped="slower_than_best")
+    return RunEnd(status=Status.OK, reason=reason, stopped=SLOWER)
 
 
 def overdue(task: Task, progress: AttemptProgress, now: float) -> RunEnd | None:

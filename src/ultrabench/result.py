@@ -35,6 +35,9 @@ CAUSES = (
 ANSWERS = frozenset({Status.OK, Status.OOM, Status.SKIPPED, Status.REJECTED})
 """Ends that leave nothing to mend: a sweep with only these exits 0."""
 
+SLOWER = "slower_than_best"
+"""`RunResult.stopped` of a run that was ended early, because the best run of its cell is faster."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:

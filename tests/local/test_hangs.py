@@ -36,39 +36,39 @@ def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
     output, _ = launcher.communicate(timeout=200)
     assert launcher.returncode == 0, output
     row, told = hung(bench)
-    stopped = [r for r in told["evidence"]["autopsy"] if r["state"] == "T"]
+    stopped = [r for r in told["evidence"]["hang_evidence"] if r["state"] == "T"]
     assert len(stopped) == 1
     rank, host = stopped[0]["rank"], stopped[0]["host"]
     assert row["reason"].startswith(f"rank {rank} on {host} is stopped (state T)")
     assert "no progress for" in row["reason"]
     assert told["suspects"] == [host]
-    others = [r for r in told["evidence"]["autopsy"] if r["rank"] != rank]
+    others = [r for r in told["evidence"]["hang_evidence"] if r["rank"] != rank]
     assert all("#" in r["collective"] and r["step"] > 1 and r["at"] for r in others)
     assert {r["status"] for r in bench.rows() if r["is_final"]} == {"ok"}
     shown = bench.run("sweep", "show", row["run_id"])
-    assert told["evidence"]["verdict"] in shown
+    assert told["evidence"]["hang_cause"] in shown
     stacks = [line for line in shown.splitlines() if line.endswith(".stacks.txt")]
     assert len(stacks) == 1, "a stopped rank cannot answer"
     assert all("kernel/step.py" in (bench.folder / path).read_text() for path in stacks)
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "verdict"),
+    ("behaviour", "cause"),
     [
         ("sleep", "rank 3 on local-1 never entered all_reduce #6 of group world; 3 ranks wait for it"),
         # Nobody records what gloo sends; ranks 1 and 2 are one all-reduce ahead of both.
         ("receive", "rank 3 on local-1 never entered all_reduce #6 of group world; 2 ranks wait for it"),
     ],
 )
-def test_a_rank_that_sleeps_before_its_collective_is_named(bench, behaviour, verdict):
+def test_a_rank_that_sleeps_before_its_collective_is_named(bench, behaviour, cause):
     command = ",".join(f"'{word}'" for word in ("python", COLLECTIVE, behaviour))
     words = bench.overrides("fine", "sweep.nodes=2", "sweep.gbs=8", "sweep.zero_stage=0", "sweep.mbs=1")
     words += [f"kernel.command=[{command}]", "retry.attempts.hang=0"]
     bench.run("sweep", "launch", *words, code=1)
     row, told = hung(bench)
-    assert row["reason"].startswith(verdict)
+    assert row["reason"].startswith(cause)
     assert told["suspects"] == ["local-1"]
-    assert "Rank 3 is in lose_time (local/collective.py:" in told["evidence"]["verdict"]
+    assert "Rank 3 is in lose_time (local/collective.py:" in told["evidence"]["hang_cause"]
 
 
 def test_a_layout_fifty_times_slower_than_its_neighbours_is_healthy(bench, monkeypatch):

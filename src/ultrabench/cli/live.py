@@ -12,10 +12,9 @@ from ultrabench.analysis.captions import memory, percent
 from ultrabench.cli.tables import duration, err, hours, style_of, table
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
-from ultrabench.result import RunResult, Status
+from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.losses import with_loss_outliers
-from ultrabench.sweep.outliers import SLOWER
 from ultrabench.sweep.progress import PlannedRun, Progress, doubtful, progress
 
 

@@ -19,17 +19,17 @@ from ultrabench.cli.tables import out, plain, print_json, say, style_of, table, 
 from ultrabench.cli.top import numbers
 from ultrabench.errors import SweepFolderError, counted
 from ultrabench.record import to_dict
+from ultrabench.result import SLOWER
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import AttemptState, Fold, SweepState
 from ultrabench.sweep.losses import with_loss_outliers
-from ultrabench.sweep.outliers import SLOWER
 from ultrabench.sweep.plan_table import read_rows
 
 FOLLOW_S = 0.3
 MOST_RANK_DIGITS = 5
 """A number of more digits is the beginning of a run id, never a rank."""
-AUTOPSY_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
+HANG_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
 
 
 def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> None:
@@ -80,19 +80,19 @@ def _runs(folder: SweepFolder) -> list[Row]:
 
 
 def _print_evidence(evidence: dict[str, Any], logs: Path) -> None:
-    """How the ranks ended, and of a run that stood still the verdict and what it rests on."""
+    """Prints how the ranks ended; for a hang also its cause and what every rank was doing."""
     console = out()
     for rank in evidence.get("ranks", []):
         console.print(_rank_line(rank), soft_wrap=True)
-    if "verdict" in evidence:
-        console.print(f"\n{evidence['verdict']}\n", soft_wrap=True)
-    rows = evidence.get("autopsy", [])
+    if "hang_cause" in evidence:
+        console.print(f"\n{evidence['hang_cause']}\n", soft_wrap=True)
+    rows = evidence.get("hang_evidence", [])
     if rows:
-        made = table("before the ranks were killed", *AUTOPSY_COLUMNS)
+        made = table("before the ranks were killed", *HANG_COLUMNS)
         for row in rows:
-            made.add_row(*("" if row.get(name) is None else str(row[name]) for name in AUTOPSY_COLUMNS))
+            made.add_row(*("" if row.get(name) is None else str(row[name]) for name in HANG_COLUMNS))
         console.print(made)
-    for path in sorted((logs / "autopsy").glob("*")):
+    for path in sorted((logs / "hang_evidence").glob("*")):
         console.print(str(path), soft_wrap=True)
     console.print(f"logs: {logs}{'' if logs.is_dir() else ' (gone)'}", soft_wrap=True)
 

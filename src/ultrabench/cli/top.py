@@ -10,7 +10,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.cli.results import open_results
 from ultrabench.cli.tables import out, print_json, say, style_of, table
 from ultrabench.errors import counted
-from ultrabench.sweep.outliers import SLOWER
+from ultrabench.result import SLOWER
 
 COLUMNS = ("rank", "layout", "MFU", "tokens/s/GPU", "memory", "step", "predicted", "status", "run id")
 NUMBERS = ("rank", "MFU", "tokens/s/GPU", "memory", "step", "predicted")

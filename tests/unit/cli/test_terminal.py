@@ -33,7 +33,7 @@ def sweep(tmp_path):
     writer = JournalWriter(folder.journal, "agent")
     writer.write("claimed", **key, allocation="n1", spec=to_dict(QUICK.runs[0].spec), predicted={})
     rank = {"rank": 0, "phase": "steady", "code": 1, "error": None, "last_line": HOSTILE}
-    result = RunResult(status=Status.CRASH, reason=HOSTILE, evidence={"ranks": [rank], "verdict": HOSTILE})
+    result = RunResult(status=Status.CRASH, reason=HOSTILE, evidence={"ranks": [rank], "hang_cause": HOSTILE})
     writer.write("failed", **key, allocation="n1", source="agent", result=to_dict(result))
     logs = folder.log_folder(*key.values())
     logs.mkdir(parents=True)
