@@ -9,8 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "ultrabench"
 ROOMS = ("agent", "analysis", "configs", "kernel", "launchers", "sweep")
 SOURCES = sorted(
-    [*PACKAGE.glob("*.py"), *(PACKAGE / "cli").glob("*.py")]
-    + [path for room in ROOMS for path in (ROOT / room).glob("**/*.py")]
+    [*PACKAGE.glob("**/*.py")] + [path for room in ROOMS for path in (ROOT / room).glob("**/*.py")]
 )
 OUR_FOLDERS = (*ROOMS, "src", "docs", "tests", "examples", "benchmarks", ".ci")
 PAGES = sorted([*ROOT.glob("*.md"), *(p for f in ("docs", "results") for p in (ROOT / f).glob("**/*.md"))])

@@ -9,9 +9,9 @@ from typing import Any
 import typer
 
 from ultrabench.cli.doctor import doctor
-from ultrabench.cli.kernel import kernel_app
+from ultrabench.cli.kernel.commands import kernel_app
 from ultrabench.cli.results import collect, heatmap, plot
-from ultrabench.cli.sweep import sweep_app
+from ultrabench.cli.sweep.commands import sweep_app
 from ultrabench.errors import ConfigError, DiskError, UltrabenchError, may_pass
 
 PREFIX = "ultrabench: "

@@ -9,7 +9,7 @@ import typer
 
 from tests.unit.allocations import PLAN
 from tests.unit.cli.conftest import one_line
-from ultrabench.cli.consent import ask_for_budget
+from ultrabench.cli.sweep.consent import ask_for_budget
 from ultrabench.errors import ConfigError
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.price import BUDGET_FACTOR, Price, reckon

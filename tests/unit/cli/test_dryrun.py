@@ -1,7 +1,7 @@
 import pytest
 
 from tests.unit.cli.conftest import one_line
-from ultrabench.cli.dryrun import dryrun_spec
+from ultrabench.cli.kernel.dryrun import dryrun_spec
 
 
 @pytest.mark.parametrize(

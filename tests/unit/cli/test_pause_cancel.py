@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.unit.cli.conftest import HEAD, QUICK, one_line
-from ultrabench.cli import pause_cancel
+from ultrabench.cli.sweep import pause_cancel
 from ultrabench.errors import ClusterError
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict

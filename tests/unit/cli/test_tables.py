@@ -5,8 +5,8 @@ import io
 import pytest
 
 from tests.unit.cli.conftest import QUICK
-from ultrabench.cli.live import attempt_line
 from ultrabench.cli.run_doctor import _show
+from ultrabench.cli.sweep.live import attempt_line
 from ultrabench.cli.tables import PlainConsole, style_of, table
 from ultrabench.launchers.doctor.check import failed
 from ultrabench.result import RunResult, Status

@@ -4,8 +4,8 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
+from ultrabench.cli.kernel.words import read_words, require_possible, whole
 from ultrabench.cli.tables import out, print_json, say, table, warn
-from ultrabench.cli.words import read_words, require_possible, whole
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec, ask

@@ -4,7 +4,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 
-from ultrabench.cli.launch import folder_of
+from ultrabench.cli.sweep.launch import folder_of
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.slurm.script import array_script

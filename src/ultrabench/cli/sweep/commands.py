@@ -55,11 +55,11 @@ def plan(
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     _say_at_once("planning")
     if show_script:
-        from ultrabench.cli.show_script import print_script
+        from ultrabench.cli.sweep.show_script import print_script
 
         print_script(overrides or [])
         return
-    from ultrabench.cli.plan import show_plan
+    from ultrabench.cli.sweep.plan import show_plan
 
     show_plan(overrides or [], json_, output, top)
 
@@ -79,7 +79,7 @@ def launch(
 ) -> None:
     """Run a sweep until done; the same command again continues it."""
     _say_at_once("reading the configuration and planning")
-    from ultrabench.cli.launch import run_launch
+    from ultrabench.cli.sweep.launch import run_launch
 
     raise typer.Exit(run_launch(overrides or [], detach, max_gpu_hours, yes, reuse))
 
@@ -92,7 +92,7 @@ def status(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Show how far a sweep is, what runs, what failed and what leads; only reads."""
-    from ultrabench.cli.status import show_status
+    from ultrabench.cli.sweep.status import show_status
 
     raise typer.Exit(show_status(sweep, watch, json_, results_dir))
 
@@ -112,7 +112,7 @@ def top(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Rank all runs, cell by cell, as the heatmap does; suspects stand behind those that may win."""
-    from ultrabench.cli.top import show_top
+    from ultrabench.cli.sweep.top import show_top
 
     show_top(source, first, by, json_, results_dir)
 
@@ -129,7 +129,7 @@ def retry(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Run failed runs again as new attempts; finished ones are never touched."""
-    from ultrabench.cli.retry import run_retry
+    from ultrabench.cli.sweep.retry import run_retry
 
     raise typer.Exit(run_retry(sweep, only, run, dry_run, json_, results_dir))
 
@@ -137,7 +137,7 @@ def retry(
 @sweep_app.command("pause")
 def pause(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
     """Finish the runs under way and give the nodes back."""
-    from ultrabench.cli.pause_cancel import run_pause
+    from ultrabench.cli.sweep.pause_cancel import run_pause
 
     run_pause(sweep, results_dir)
 
@@ -150,7 +150,7 @@ def resume(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Go on with a sweep as it was launched last: one that is paused, or that nobody follows."""
-    from ultrabench.cli.pause_cancel import run_resume
+    from ultrabench.cli.sweep.pause_cancel import run_resume
 
     raise typer.Exit(run_resume(sweep, results_dir, detach, max_gpu_hours))
 
@@ -158,7 +158,7 @@ def resume(
 @sweep_app.command("cancel")
 def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
     """Cancel what is queued and running; results stay."""
-    from ultrabench.cli.pause_cancel import run_cancel
+    from ultrabench.cli.sweep.pause_cancel import run_cancel
 
     run_cancel(sweep, results_dir)
 
@@ -172,7 +172,7 @@ def show(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Show everything about one run: its numbers, spec, prediction, attempts, evidence."""
-    from ultrabench.cli.show import show_run
+    from ultrabench.cli.sweep.show import show_run
 
     show_run(run_id, in_sweep or sweep, json_, results_dir)
 
@@ -186,6 +186,6 @@ def logs(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Print the log of a run's latest attempt."""
-    from ultrabench.cli.show import show_logs
+    from ultrabench.cli.sweep.show import show_logs
 
     show_logs(run_id, follow, in_sweep or sweep, results_dir)

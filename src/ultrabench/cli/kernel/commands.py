@@ -26,7 +26,7 @@ def check(
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Hold one layout against one process in fp64: loss, gradients, parameters; exit 1 above 1e-10."""
-    from ultrabench.cli.check import run_check
+    from ultrabench.cli.kernel.check import run_check
 
     raise typer.Exit(run_check(words or [], dump, json_))
 
@@ -43,6 +43,6 @@ def dryrun(
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Step the real kernel without data at any world size: memory, collectives and FLOPs of a rank."""
-    from ultrabench.cli.dryrun import run_dryrun
+    from ultrabench.cli.kernel.dryrun import run_dryrun
 
     raise typer.Exit(run_dryrun(words or [], json_))

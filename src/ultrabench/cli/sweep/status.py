@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ultrabench.analysis.head import read_head
-from ultrabench.cli.live import panel
+from ultrabench.cli.sweep.live import panel
 from ultrabench.cli.tables import out, print_json, warn
 from ultrabench.errors import counted
 from ultrabench.store.folder import SweepFolder, find_sweep

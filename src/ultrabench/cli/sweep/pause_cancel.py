@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ultrabench.cli.launch import as_launched, continue_sweep, unsettled
-from ultrabench.cli.live import counts_line
+from ultrabench.cli.sweep.launch import as_launched, continue_sweep, unsettled
+from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import err, say, warn
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.choose import choose_launcher

@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from ultrabench.analysis.head import read_head
-from ultrabench.cli.consent import ask_for_budget
-from ultrabench.cli.live import Display, panel
+from ultrabench.cli.sweep.consent import ask_for_budget
+from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.kernel_env import hide

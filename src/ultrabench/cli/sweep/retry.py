@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ultrabench.cli.launch import as_launched, continue_sweep
+from ultrabench.cli.sweep.launch import as_launched, continue_sweep
 from ultrabench.cli.tables import err, out, print_json, say, table, warn
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.result import Status

@@ -14,9 +14,9 @@ from rich.text import Text
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
-from ultrabench.cli.profile import print_profile, profiles
+from ultrabench.cli.sweep.profile import print_profile, profiles
+from ultrabench.cli.sweep.top import numbers
 from ultrabench.cli.tables import out, plain, print_json, say, style_of, table, warn
-from ultrabench.cli.top import numbers
 from ultrabench.errors import SweepFolderError, counted
 from ultrabench.record import to_dict
 from ultrabench.result import SLOWER

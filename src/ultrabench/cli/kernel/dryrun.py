@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
+from ultrabench.cli.kernel.words import read_words, require_possible, whole
 from ultrabench.cli.tables import out, print_json, say, table
-from ultrabench.cli.words import read_words, require_possible, whole
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, Hardware
 from ultrabench.kernel.dryrun_spec import RankCost, ask
