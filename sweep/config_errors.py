@@ -9,6 +9,8 @@ import yaml
 import ultrabench
 from ultrabench.errors import ConfigError, unknown_name
 
+WRITE_CLUSTER = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
+
 
 def explain(
     error: Exception, overrides: Sequence[str], known_names: Callable[[str], list[str]], groups: Sequence[str]
@@ -17,7 +19,8 @@ def explain(
     text = str(error)
     missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if missing and missing[1] in groups:
-        return unknown_name(missing[1], missing[2], known_names(missing[1]))
+        known = unknown_name(missing[1], missing[2], known_names(missing[1]))
+        return known + (WRITE_CLUSTER if missing[1] == "cluster" else "")
     unused = re.search(r"Could not override '([^']+)'", text)
     if unused and re.match(r"launcher\.sbatch(\.|$)", unused[1]):
         return f"{unused[1]}: options of sbatch are added; write +launcher.sbatch.NAME=VALUE"

@@ -9,7 +9,10 @@ from tests.unit.cli.conftest import one_line
     ("overrides", "line"),
     [
         (["launcher=slrum"], "unknown launcher 'slrum'; did you mean slurm?"),
-        (["launcher=slurm", "cluster=mine"], "unknown cluster 'mine'"),
+        (
+            ["launcher=slurm", "cluster=mine"],
+            "`ultrabench doctor --write` writes the configuration for cluster=mine",
+        ),
         (
             ["launcher=slurm", "launcher.partion=hopper"],
             "'launcher.partion'; did you mean launcher.partition?",
