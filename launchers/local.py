@@ -1,7 +1,12 @@
-"""Runs allocations on this machine, with one agent process for each simulated node."""
+"""Runs allocations on this machine, with one agent process for each simulated node.
+
+`python -P -m ultrabench.launchers.local FOLDER` starts the agents of one allocation in a session of their own, so
+that they outlive the launcher.
+"""
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,7 +25,7 @@ from ultrabench.processes import (
     start_time,
 )
 from ultrabench.result import Status
-from ultrabench.store.allocation import Allocation
+from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import touched
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
@@ -30,7 +35,10 @@ SUBMIT_TIMEOUT_S = 60.0
 STOP_PATIENCE_S = 10.0
 GRACE_S = 3.0
 """Seconds without a process after which an allocation is over."""
-OURS = {"ultrabench.agent", "ultrabench.launchers.submit_local", "submitit.local._local"}
+WARNING_S = 30
+"""Seconds before the time limit at which submitit warns the agents."""
+OURS = {"ultrabench.agent", "ultrabench.launchers.local", "submitit.local._local"}
+"""Modules of processes that belong to an allocation: its agents, what starts them, and submitit's controller."""
 
 
 class LocalLauncher:
@@ -56,7 +64,7 @@ class LocalLauncher:
         return {a.name: self._submit(a) for a in allocations}
 
     def _submit(self, allocation: Allocation) -> Job:
-        command = [sys.executable, "-P", "-m", "ultrabench.launchers.submit_local", str(allocation.folder)]
+        command = [sys.executable, "-P", "-m", "ultrabench.launchers.local", str(allocation.folder)]
         try:
             done = subprocess.run(
                 command,
@@ -162,3 +170,27 @@ def _present(allocations: Path) -> set[str]:
 
 def _processes_of(folder: Path) -> list[int]:
     return [pid for pid, name in _processes(folder.parent) if name == folder.name]
+
+
+def start_agents(folder: Path) -> int:
+    """Starts the agents of the allocation in `folder`, one for each simulated node; returns the pid of submitit's controller."""
+    from submitit.local.local import start_controller  # only the process that starts agents needs it
+
+    allocation = read_allocation(folder)
+    gpus = allocation.gpus_per_node if allocation.tasks[0].device == "cuda" else 0
+    controller = start_controller(
+        folder=folder / "submitit",
+        command=shlex.join([sys.executable, "-P", "-m", "ultrabench.agent", str(folder)]),
+        tasks_per_node=allocation.nodes,
+        cuda_devices=",".join(map(str, range(gpus))),
+        timeout_min=allocation.limit_s / 60 + 2,
+        signal_delay_s=WARNING_S,
+    )
+    return controller.pid
+
+
+if __name__ == "__main__":
+    # The controller inherits stdout; kept open there, the launcher would wait for its end.
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    os.write(answer, f"{start_agents(Path(sys.argv[1]))}\n".encode())

@@ -2,11 +2,9 @@
 
 import os
 import re
-import shlex
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ from ultrabench.launchers.doctor.checkup_folder import CheckupFolder
 from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.job import SlurmJob
 from ultrabench.launchers.slurm.query import SlurmQuery
-from ultrabench.launchers.slurm.script import ArrayScript, array_script
+from ultrabench.launchers.slurm.script import JobScript, array_script
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
-from ultrabench.launchers.slurm.submit import SubmitError, submit
+from ultrabench.launchers.slurm.submit import submit
 from ultrabench.processes import own_name
 from ultrabench.store.allocation import Allocation
 from ultrabench.sweep.config import SweepConfig
@@ -61,30 +59,25 @@ class Seen:
     """The time at which the report was here."""
 
 
-def checkup_script(folder: CheckupFolder, config: SweepConfig) -> ArrayScript:
-    """The submission of an allocation on one node, like a sweep's but for the module that runs."""
+def checkup_script(folder: CheckupFolder, config: SweepConfig) -> JobScript:
+    """The job script of an allocation on one node, like a sweep's but for the module that runs."""
     allocation = Allocation(
         name="checkup.0", sweep_dir=str(folder.path), work_dir=os.getcwd(), nodes=1,
         gpus_per_node=config.hardware.gpus_per_node, simulated=config.hardware.simulated, threads=None,
         heartbeat_s=config.launcher.heartbeat_s, limit_s=LIMIT_S, kernel_digest="", tasks=(),
     )  # fmt: skip
-    script = array_script([allocation], config.launcher, config.hardware)
-    python = config.launcher.python or (sys.executable,)
-    own = {
-        "job_name": job_name(folder),
-        "comment": f"ultrabench doctor of {own_name()}: looks at one node, ends by itself",
-    }
-    theirs = {name.replace("-", "_") for name in config.launcher.sbatch}
-    options = script.parameters["additional_parameters"] | {k: v for k, v in own.items() if k not in theirs}
-    return replace(
-        script,
-        command=shlex.join([*python, "-P", "-m", "ultrabench.agent.checkup", str(folder.path)]),
-        parameters={**script.parameters, "additional_parameters": options},
+    return array_script(
+        [allocation],
+        config.launcher,
+        config.hardware,
+        program=("ultrabench.agent.checkup", str(folder.path)),
+        name=job_name(folder),
+        comment=f"ultrabench doctor of {own_name()}: looks at one node, ends by itself",
     )
 
 
 def job_name(folder: CheckupFolder) -> str:
-    """Name of the job in squeue, unless launcher.sbatch gives it another."""
+    """Name of the job in squeue."""
     return f"ub-doctor-{folder.token[:8]}"
 
 
@@ -110,7 +103,7 @@ class CheckupJob:
             self._number = submit(self._script, self._config.launcher.environment)
             self._say(f"submitted job {self._number} of one node; waiting up to {wait_s:.0f} s for it")
             return self._watch(wait_s)
-        except SubmitError as error:
+        except CommandError as error:
             told = f"sbatch does not take a job of one node: {error}"
             found = (r for pattern, r in _REFUSALS.items() if re.search(pattern, told, re.IGNORECASE))
             remedy = next(found, "mend the launcher.* that it names, +launcher.sbatch.* among them")

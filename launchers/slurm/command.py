@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _KEPT = {"SLURM_CONF", "SLURM_JWT"}
 _DEFAULTS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL|SACCTMGR)_")
@@ -19,19 +19,23 @@ class CommandError(Exception):
         """All that the program wrote to stderr."""
 
 
-def ask(words: Sequence[str], timeout_s: float) -> str:
+def ask(words: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> str:
     """What a Slurm program prints.
+
+    Args:
+        environ: all its environment variables; by default ours without those that change what Slurm's
+            programs print or where they look.
 
     Raises:
         CommandError: it cannot be started, fails, or takes longer than `timeout_s` (it is killed then).
     """
-    # Those variables change what a program prints, or where it looks.
-    ours = {k: v for k, v in os.environ.items() if k in _KEPT or not _DEFAULTS.match(k)}
-    ours |= {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0: ranges of arrays are never cut short
+    if environ is None:
+        environ = {k: v for k, v in os.environ.items() if k in _KEPT or not _DEFAULTS.match(k)}
+        environ |= {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0: ranges of arrays are never cut short
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            words, env=ours, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe,
+            words, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe,
             encoding="utf-8", errors="replace", start_new_session=True,
         )  # fmt: skip
     except OSError as error:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from ultrabench.errors import ClusterError, counted
 from ultrabench.hardware import Hardware
 from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.job import SlurmJob
 from ultrabench.launchers.slurm.query import Answer, SlurmQuery
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
-from ultrabench.launchers.slurm.submit import SubmitError, submit
+from ultrabench.launchers.slurm.submit import submit
 from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
@@ -76,11 +77,10 @@ class SlurmLauncher:
         name = f"{self._prefix}{array_name(allocations[0])}"
         told = ""
         for number in range(SUBMIT_TRIES):
-            self.query.counts["sbatch"] += 1
             try:
                 job_id = submit(script, self._choice.environment)
                 return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
-            except SubmitError as error:
+            except CommandError as error:
                 told = str(error)
             if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
                 break

@@ -3,7 +3,6 @@
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -54,8 +53,6 @@ class SlurmQuery:
     ) -> None:
         """`user` is a name or number, by default ours; `budget_s` is how long Slurm may fail to answer."""
         self.user = user or str(os.getuid())
-        self.counts: Counter[str] = Counter()
-        """Commands run so far, by program."""
         self._poll_s, self._timeout_s, self._budget_s, self._clock = poll_s, timeout_s, budget_s, clock
         self._jobs: dict[str, SlurmJob] | None = None
         self._asked_at = self._answered_at = self._failing_since = -float("inf")
@@ -67,7 +64,6 @@ class SlurmQuery:
 
     def ask(self, *words: str) -> str:
         """What a Slurm program prints; see `ask`, the function."""
-        self.counts[words[0]] += 1
         return ask(words, self._timeout_s)
 
     def jobs(self, prefix: str, *, fresh: bool = False) -> Answer | None:

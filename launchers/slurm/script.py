@@ -1,4 +1,4 @@
-"""The job script of an array of allocations: submitit writes it, and it runs our agents."""
+"""Writes the job script of an array of allocations with submitit; the script runs our agents."""
 
 import math
 import re
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from submitit import SlurmExecutor
 from submitit.core.utils import JobPaths
+from submitit.slurm.slurm import _make_sbatch_string
 
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
@@ -21,49 +21,13 @@ from ultrabench.sweep.launcher_config import LauncherConfig
 SRUN_WAIT_S = 60
 
 
-class ArrayExecutor(SlurmExecutor):
-    """submitit's Slurm executor with a command of its own; nothing is pickled."""
-
-    @classmethod
-    def affinity(cls) -> int:
-        """Scripts can be written where there is no Slurm, too."""
-        return 2
-
-    def text(self, command: str) -> str:
-        """The script that would be submitted."""
-        return self._make_submission_file_text(command, "")
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        """submitit's, but for the log file of its own that our srun arguments override."""
-        text = str(super()._make_submission_file_text(command, uid))
-        own = str(JobPaths(folder=self.folder).stdout).replace("%j", "%A_%a")
-        return text.replace(f"--output {shlex.quote(own)} ", "")
-
-    def send(self, command: str) -> str:
-        """Submits `command` as a job array; gives back the array's job id.
-
-        Raises:
-            submitit.core.utils.FailedJobError: sbatch failed, with what it said.
-        """
-        return str(self._submit_command(command).job_id)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArrayScript:
-    """A submission, ready to be shown or sent to another process as JSON."""
+class JobScript:
+    """A job script of an array."""
 
-    folder: str
-    """Where submitit keeps the script."""
-    command: str
-    parameters: dict[str, Any]
-    count: int
-
-    def executor(self) -> ArrayExecutor:
-        """The executor that writes and submits it."""
-        made = ArrayExecutor(folder=self.folder)
-        made.update_parameters(**self.parameters)
-        made.parameters["map_count"] = self.count
-        return made
+    path: Path
+    """Where it is kept when it is submitted."""
+    text: str
 
 
 def array_name(allocation: Allocation) -> str:
@@ -87,29 +51,50 @@ def require_plain(folder: Path) -> None:
 
 
 def array_script(
-    array: Sequence[Allocation], choice: LauncherConfig, hardware: Hardware, avoid: Sequence[str] = ()
-) -> ArrayScript:
-    """The submission of allocations that are alike in nodes and time limit."""
+    array: Sequence[Allocation],
+    choice: LauncherConfig,
+    hardware: Hardware,
+    avoid: Sequence[str] = (),
+    *,
+    program: Sequence[str] = (),
+    comment: str | None = None,
+    name: str | None = None,
+) -> JobScript:
+    """The job script of allocations that are alike in nodes and time limit.
+
+    Args:
+        avoid: nodes that must not be used.
+        program: the Python module that runs on each node and its arguments; our agent by default.
+        comment: shown by squeue; who submitted it, for which sweep, by default.
+        name: of the job; the name of the sweep and the array by default.
+    """
     first = array[0]
     shared = first.folder.parent / array_name(first)
-    # A sign of percent that stands for itself is doubled in patterns of file names.
+    # A literal percent sign is doubled in patterns of file names.
     log = f"{str(shared).replace('%', '%%')}.%a/job.log"
     # Without --cpu-bind=none a single task of a node is bound to a single core on many clusters.
     steps = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log}",
              "--cpu-bind=none", *([f"--cpus-per-task={choice.cpus}"] if choice.cpus else [])]  # fmt: skip
     python = choice.python or (sys.executable,)
-    return ArrayScript(
-        folder=str(Path(first.sweep_dir) / "scripts"),
-        command=shlex.join([*python, "-P", "-m", "ultrabench.agent", str(shared)]),
-        count=len(array),
-        parameters={
-            "additional_parameters": {"output": log, **_options(first, choice, hardware, avoid)},
-            "setup": ["export PYTHONSAFEPATH=1", *_checked(choice.setup)],
-            "srun_args": [*steps, *choice.srun],
-            "signal_delay_s": int(first.warning_s),
-            "stderr_to_stdout": True,
-            "wckey": None,
-        },
+    sweep_dir = Path(first.sweep_dir)
+    name = name or f"{job_prefix(sweep_dir)}{array_name(first)}"
+    options = {"comment": comment or _comment(sweep_dir), "output": log}
+    text = _make_sbatch_string(
+        command=shlex.join([*python, "-P", "-m", *(program or ("ultrabench.agent", str(shared)))]),
+        folder=sweep_dir,
+        job_name=name,
+        map_count=len(array),
+        additional_parameters=options | _options(first, choice, hardware, avoid),
+        setup=["export PYTHONSAFEPATH=1", *_checked(choice.setup)],
+        srun_args=[*steps, *choice.srun],
+        signal_delay_s=int(first.warning_s),
+        stderr_to_stdout=True,
+        wckey=None,  # type: ignore[arg-type]  # submitit leaves out what is None
+    )
+    theirs = str(JobPaths(folder=sweep_dir).stdout).replace("%j", "%A_%a")
+    return JobScript(
+        path=sweep_dir / "scripts" / f"{name}.sh",
+        text=text.replace(f"--output {shlex.quote(theirs)} ", ""),  # submitit's log file; ours replaces it
     )
 
 
@@ -126,11 +111,8 @@ def _options(
     first: Allocation, choice: LauncherConfig, hardware: Hardware, avoid: Sequence[str]
 ) -> dict[str, Any]:
     """The options of sbatch; what the user names in launcher.sbatch comes last and wins."""
-    sweep_dir = Path(first.sweep_dir)
     gpus = hardware.gpus_per_node if hardware.device == "cuda" and choice.gres is None else None
     options: dict[str, Any] = {
-        "job_name": f"{job_prefix(sweep_dir)}{array_name(first)}",
-        "comment": _comment(sweep_dir),
         "nodes": first.nodes,
         "ntasks-per-node": 1,
         "time": math.ceil(first.limit_s / 60),

@@ -1,21 +1,13 @@
-"""Submits one job array from a process of its own: `python -P -m ultrabench.launchers.slurm.submit`.
+"""Submits a job array; the job inherits only the environment variables that a job may have."""
 
-submitit gives sbatch no time-out, so the process can be killed; and a job inherits what sbatch inherits, so
-the process gets only what a job may have. It reads the script as JSON on stdin and prints the job id.
-"""
-
-import json
 import os
-import subprocess
-import sys
+import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-from ultrabench.launchers.slurm.script import ArrayScript
-from ultrabench.record import from_dict, to_dict
+from ultrabench.launchers.slurm.command import CommandError, ask
+from ultrabench.launchers.slurm.script import JobScript
+from ultrabench.store.folder import write_whole
 
 TIMEOUT_S = 60.0
 ALLOWED = (
@@ -39,51 +31,26 @@ def inherited(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str,
     return {k: v for k, v in environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns)}
 
 
-class SubmitError(Exception):
-    """sbatch gave no job number, for the reason given; the job may have been submitted all the same."""
-
-
-def submit(script: ArrayScript, environment: Iterable[str]) -> str:
+def submit(script: JobScript, environment: Iterable[str]) -> str:
     """The number of the array that sbatch made of `script`.
 
     Args:
         environment: names of variables that the job inherits beyond the allow-list.
 
     Raises:
-        SubmitError: sbatch refused, failed, or did not answer in time.
+        CommandError: sbatch refused it, failed, or gave no number in time, for the reason given; the job may have
+            been submitted all the same.
     """
+    script.path.parent.mkdir(exist_ok=True)
+    write_whole(script.path, script.text)
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "ultrabench.launchers.slurm.submit"],
-            input=json.dumps(to_dict(script)),
-            env={**inherited(os.environ, environment), "PYTHONSAFEPATH": "1"},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SubmitError(f"no answer within {TIMEOUT_S:g} s") from error
-    last = (done.stdout.split() or [""])[-1]
-    if done.returncode == 0 and last.isdigit():
-        return last
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    told = [line.partition("error: ")[2] for line in lines if "error: " in line]
-    told = told or [line for line in lines if line.startswith("sbatch:")] or lines[-1:]
-    raise SubmitError("; ".join(dict.fromkeys(told)) or "it gave no number")
-
-
-def main() -> int:
-    """Exit code 0 with the job id on stdout, or 1 with what sbatch said on stderr."""
-    script = from_dict(ArrayScript, json.load(sys.stdin))
-    Path(script.folder).mkdir(exist_ok=True)
-    try:
-        print(script.executor().send(script.command))
-    except (FailedJobError, FailedSubmissionError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        answer = ask(["sbatch", str(script.path)], TIMEOUT_S, inherited(os.environ, environment))
+    except CommandError as error:
+        lines = [line.strip() for line in error.complaints.splitlines() if line.strip()]
+        told = [line.partition("error: ")[2] for line in lines if "error: " in line]
+        told = told or [line for line in lines if line.startswith("sbatch:")] or lines[-1:]
+        raise CommandError("; ".join(dict.fromkeys(told)) or str(error)) from error
+    number = re.search(r"\bjob (\d+)", answer)
+    if number is None:
+        raise CommandError(f"it gave no number: {answer.strip()[:200]!r}")
+    return number[1]

@@ -138,7 +138,7 @@ def test_the_job_is_asked_for_as_jobs_of_a_sweep_are(tmp_path):
         "launcher.srun=['--mpi=none']", "+launcher.sbatch.mail-type=FAIL", "+launcher.sbatch.hold=''",
     ])  # fmt: skip
     script = checkup_script(CheckupFolder(tmp_path), config)
-    text = script.executor().text(script.command)
+    text = script.text
     for line in ("--partition=hopper", "--account=a", "--mem=9G", "--nodes=1", "--gpus-per-node=8", "--exclusive",
                  "--mail-type=FAIL", "--hold", "--time=10"):  # fmt: skip
         assert f"\n#SBATCH {line}\n" in text, text

@@ -82,7 +82,7 @@ def test_an_allocation_lives_while_it_has_a_process(folder, launcher, start):
 
 def test_those_that_start_agents_count(folder, launcher, start):
     names = ("n1-0000aaaa.0", "n1-0000aaaa.1")
-    modules = ("ultrabench.launchers.submit_local", "submitit.local._local")
+    modules = ("ultrabench.launchers.local", "submitit.local._local")
     for name, module in zip(names, modules, strict=True):
         start(module, f"{folder.allocations / name}/submitit")
     assert set(launcher.observe(held(*names)).jobs) == set(names)

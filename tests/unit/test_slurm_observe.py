@@ -1,6 +1,5 @@
 """What a launcher makes of squeue and sacct; both are played here, answer by answer."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -9,10 +8,10 @@ from tests.unit.allocations import CONFIG, with_launcher
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm import launcher as slurm_module
+from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, SlurmLauncher
 from ultrabench.launchers.slurm.query import Answer
-from ultrabench.launchers.slurm.submit import SubmitError
 from ultrabench.result import Status
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobLimits
@@ -28,7 +27,6 @@ class Query:
     def __init__(self):
         self.now = 0.0
         self.asked_at = 0.0
-        self.counts = Counter()
         self.listed, self.known = {}, {}
         self.error = None
         self.silent = False
@@ -489,7 +487,7 @@ def lost_answer(slurm, monkeypatch):
     def submit(script, environment):
         tries.append(slurm.query.now)
         if len(tries) == 1:
-            raise SubmitError("Socket timed out on send/recv operation")
+            raise CommandError("Socket timed out on send/recv operation")
         return "99"
 
     def sleep(seconds):

@@ -1,6 +1,5 @@
 """The job script: read as sbatch and as bash read it; nothing in a value may be taken for shell."""
 
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from tests.unit.allocations import CONFIG, jobs_of, open_sweep, with_launcher
 from tests.unit.allocations import made_of as allocations_of
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix, require_plain
-from ultrabench.record import from_dict, to_dict
 from ultrabench.sweep.config import load_config
 
 NASTY = ["a b", "a'b", 'a"b', "a;touch PWNED", "$(touch PWNED)", "`touch PWNED`", "$HOME", "a\\b", "a\\", "#c", "a #c",
@@ -33,13 +31,9 @@ def scripted(folder, count=1, hardware=CONFIG.hardware, avoid=(), **launcher):
     return array_script(array, with_launcher(**launcher).launcher, hardware, avoid), array[0]
 
 
-def text_of(script):
-    return script.executor().text(script.command)
-
-
 def options(script):
     """What sbatch makes of the script's options: the last of a name counts."""
-    lines = [line for line in text_of(script).split("\n") if line.startswith("#SBATCH")]
+    lines = [line for line in script.text.split("\n") if line.startswith("#SBATCH")]
     pairs = (_words(line.removeprefix("#SBATCH")) for line in lines)
     return {key: value if eq else True for (word,) in pairs for key, eq, value in [word[2:].partition("=")]}
 
@@ -72,7 +66,7 @@ def executed(script, folder):
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin/srun").write_text(SPY)
     (folder / "bin/srun").chmod(0o755)
-    (folder / "job.sh").write_text(text_of(script))
+    (folder / "job.sh").write_text(script.text)
     subprocess.run(["bash", "-n", folder / "job.sh"], check=True)
     environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "HOME": "/nowhere", "LC_ALL": "C.UTF-8"}
     done = subprocess.run(
@@ -168,7 +162,7 @@ def test_only_setup_lines_are_shell(tmp_path):
     setup = ("export A=$(echo made)", "B='b c'; export B", "cd /", "cd - > /dev/null")
     _, environ, folder = executed(scripted(tmp_path, setup=setup)[0], tmp_path)
     assert (environ["A"], environ["B"], folder) == ("made", "b c", str(tmp_path))
-    lines = text_of(scripted(tmp_path, setup=setup)[0]).splitlines()
+    lines = scripted(tmp_path, setup=setup)[0].text.splitlines()
     at = lines.index(setup[0])
     assert tuple(lines[at : at + 8 : 2]) == setup
     assert at < lines.index("export SUBMITIT_EXECUTOR=slurm")
@@ -177,17 +171,11 @@ def test_only_setup_lines_are_shell(tmp_path):
 def test_a_setup_line_that_fails_ends_the_job_and_is_named(tmp_path):
     setup = ("true", "module load 'it'", "touch reached")
     path = tmp_path / "job.sh"
-    path.write_text(text_of(scripted(tmp_path, setup=setup)[0]))
+    path.write_text(scripted(tmp_path, setup=setup)[0].text)
     done = subprocess.run(["bash", path], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 127
     assert done.stderr.splitlines()[-1] == "line 2 of launcher.setup failed: module load 'it'"
     assert not (tmp_path / "reached").exists()
-
-
-def test_a_script_survives_the_way_to_the_process_that_submits_it(tmp_path):
-    script, _ = scripted(tmp_path, partition="a'b", srun=("a b",), sbatch={"hold": ""})
-    again = from_dict(type(script), json.loads(json.dumps(to_dict(script))))
-    assert text_of(again) == text_of(script)
 
 
 def test_names_tell_whose_jobs_they_are(tmp_path):

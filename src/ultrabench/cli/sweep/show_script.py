@@ -32,5 +32,4 @@ def print_script(overrides: Sequence[str]) -> None:
     made = allocations(
         plan, folder_of(config), first, token=uuid.uuid4().hex, by={}, kernel_digest=config.kernel.digest()
     )
-    script = array_script(made, config.launcher, config.hardware)
-    sys.stdout.write(script.executor().text(script.command))
+    sys.stdout.write(array_script(made, config.launcher, config.hardware).text)
