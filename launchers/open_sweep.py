@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -122,10 +123,13 @@ def open_sweep(
 
 
 def _machine_facts(config: SweepConfig, needs_peak: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """The facts of this machine; empty where the runs are elsewhere and their peak rate is in the table."""
-    local = config.launcher.name == "local"
-    if not local and config.hardware.peak_flops_per_s:
-        return {}
+    """The facts of this machine; only its cores where torch, which takes seconds to import, is not needed.
+
+    Torch measures the peak rate, finds the GPUs of this machine, and is named in the results of our own kernel here.
+    """
+    local, on_gpus = config.launcher.name == "local", config.hardware.device == "cuda"
+    if not needs_peak and not (local and (on_gpus or config.kernel.kind != "command")):
+        return {"cores": len(os.sched_getaffinity(0))}
     say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = probe_machine(needs_peak)
     if local:
