@@ -6,7 +6,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ultrabench.analysis.output import write_bytes
 from ultrabench.analysis.rows import Row, Warn, sweep_rows
 from ultrabench.analysis.schema import COLUMNS, RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_KEY
 from ultrabench.errors import SweepFolderError
@@ -26,15 +25,12 @@ def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
-def write_parquet(table: pa.Table, path: Path) -> None:
-    """Writes a result table with its schema version; no reader sees half of it.
-
-    Raises:
-        SweepFolderError: it cannot be written.
-    """
+def parquet(table: pa.Table) -> bytes:
+    """The content of the parquet file with this result table, the same for the same table."""
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, compression="zstd")
-    write_bytes(path, buffer.getvalue().to_pybytes())
+    content: bytes = buffer.getvalue().to_pybytes()
+    return content
 
 
 def read_parquet(path: Path) -> pa.Table:

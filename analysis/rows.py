@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any
 
 import pyarrow as pa
@@ -10,7 +11,6 @@ import pyarrow.parquet as pq
 
 from ultrabench.analysis.head import SweepHead, read_head
 from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION
-from ultrabench.analysis.speed import speed_columns
 from ultrabench.device_rates import bandwidths, summary
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.layout import AXES, Layout
@@ -18,6 +18,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec
+from ultrabench.step_time import ci95_rel
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
@@ -29,6 +30,9 @@ Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
 
 Warn = Callable[[str], None]
+
+FLOPS_FORMULA = "matmul-v1"
+"""How the FLOPs of a token are counted, see docs/results-schema.md."""
 
 _PLANNED = ("run_id", "model", "nodes", "gpus_per_node", "gpus", "gbs", "seq_len", *AXES)
 _PREDICTED = {
@@ -95,7 +99,7 @@ def _rows(head: SweepHead, plan: list[Row], told: SweepState, warn: Warn) -> Ite
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
         row = _attempted(base, attempt, state, attempt.key in final)
         # An outlying loss makes a run invalid and leaves its numbers, as its agent told them.
-        row |= _speed(head, row, told.attempts[attempt.key], shape)
+        row |= _speed(head, row, told.attempts[attempt.key].result, shape)
         return _marked(row, control, suspects.get(attempt.key))
 
     for candidate in plan:
@@ -225,7 +229,7 @@ def _measured(result: RunResult, gpus: int | None) -> Row:
     if result.probe:
         row |= {k: v for k, v in summary(result.probe).items() if v is not None}
         row["bandwidths"] = bandwidths(result.probe)
-    row["hostnames"], row["suspects"] = list(result.hostnames) or None, list(result.suspects) or None
+    row["hostnames"], row["suspect_hosts"] = list(result.hostnames) or None, list(result.suspects) or None
     if result.sm_clock_hz is not None or result.throttled is not None:
         row["throttled"] = result.throttled is not None
     if result.kernel_digest is not None:
@@ -237,16 +241,28 @@ def _measured(result: RunResult, gpus: int | None) -> Row:
     return row
 
 
-def _speed(head: SweepHead, row: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
-    """Speed columns of an ok attempt; none for any other."""
-    result = attempt.result
-    if result is None or result.status != Status.OK or row.get("gpus") is None:
+def _speed(head: SweepHead, row: Row, result: RunResult | None, shape: ModelShape | None) -> Row:
+    """Columns from `step_time_s` to `hfu` of an ok result with measured steps; nothing of any other.
+
+    mfu = FLOPs of a token * tokens a second a GPU / peak. A column is absent where its inputs are unknown.
+    """
+    gpus = row.get("gpus")
+    if result is None or result.status != Status.OK or gpus is None or not result.step_times_s:
         return {}
-    return speed_columns(
-        result,
-        shape=shape,
-        peak=head.peak(row["nodes"], row["precision"]),
-        seq_len=row["seq_len"],
-        gbs=row["gbs"],
-        gpus=row["gpus"],
-    )
+    step_time_s, peak = median(result.step_times_s), head.peak(row["nodes"], row["precision"])
+    tokens_per_s = row["gbs"] * row["seq_len"] / step_time_s
+    out: Row = {
+        "step_time_s": step_time_s,
+        "step_times_s": list(result.step_times_s),
+        "step_time_ci95_rel": ci95_rel(result.step_times_s),
+        "num_steps_measured": len(result.step_times_s),
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_gpu": tokens_per_s / gpus,
+    }
+    if shape is not None:
+        rate = shape.flops_per_token(row["seq_len"], FLOPS_FORMULA) * tokens_per_s / gpus
+        out |= {"model_flops_per_s_per_gpu": rate, "flops_formula": FLOPS_FORMULA}
+        out["mfu"] = rate / peak.flops_per_s if peak else None
+    if result.hardware_flops_per_step is not None and peak is not None:
+        out["hfu"] = result.hardware_flops_per_step / step_time_s / gpus / peak.flops_per_s
+    return out

@@ -73,7 +73,7 @@ GROUPS: dict[str, tuple[Column, ...]] = {
         Column("cause", TEXT, "What failed, more exactly than the status: cuda_oom, segfault, ..."),
         Column("fingerprint", TEXT, "Equal for the same failure wherever it happens."),
         Column("confirmed", BOOL, "Of an oom: the allocator's own record proves it."),
-        Column("suspects", TEXTS, "Hosts that a failure points at."),
+        Column("suspect_hosts", TEXTS, "Hosts that a failure points at."),
         Column("suspect", TEXT, "Why the number is in doubt, all reasons; such a row wins no cell. Else null."),
         Column("stopped", TEXT, "Why measuring ended: interval, max_steps, program, slower_than_best, time_limit."),
         Column("dominated_by", TEXT, "The run_id whose outcome made this run pointless."),

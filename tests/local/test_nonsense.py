@@ -30,7 +30,7 @@ def test_nonsense_costs_its_own_run_only(bench, nodes):
         if behaviour in REASONS:
             assert (row["status"], row["cause"]) == ("invalid", "bad_report")
             assert row["reason"].startswith(f"rank {last} reported {REASONS[behaviour]}")
-            assert not row["suspects"]
+            assert not row["suspect_hosts"]
         else:
             assert row["status"] == "ok", row["reason"]
     assert len({row["allocation"] for row in rows.values()}) == 1

@@ -136,7 +136,7 @@ def test_what_is_in_doubt_is_told_with_all_its_reasons(tmp_path, specs):
     first, second = row["suspect"].split("; ")
     assert first == "rank 7 took 2.00 x the step time of rank 0"
     assert second.startswith("mfu ")
-    assert (row["status"], row["suspects"], row["confirmed"]) == ("ok", ["n1"], None)
+    assert (row["status"], row["suspect_hosts"], row["confirmed"]) == ("ok", ["n1"], None)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import pytest
 
 from tests.unit.analysis_sweeps import LAYOUTS, OK, candidate, claim, make_sweep, rows_of, spec_of
 from ultrabench.analysis.collect import collect
-from ultrabench.analysis.comm import draw, points
+from ultrabench.analysis.figures.comm import figure, notes, points
+from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.ranking import rank
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
@@ -78,7 +79,10 @@ def test_runs_on_several_nodes_say_what_one_is_like_inside(tmp_path):
 def test_the_figure_is_drawn_the_same_each_time(tmp_path):
     table = table_of(sweep(tmp_path / "comm", *((n, 0, probe(9.0 / n, 9.0, 2**20, 2**28)) for n in (1, 2))))
     for name in ("a.svg", "b.svg"):
-        assert draw(table, tmp_path / name, title="comm") == 5 * 2 * 2
+        drawn = points(table)
+        assert len(drawn) == 5 * 2 * 2
+        path = tmp_path / name
+        path.write_bytes(render(lambda: figure(drawn, title="comm", notes=notes(table)), path))  # noqa: B023
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     text = (tmp_path / "a.svg").read_text()
     assert all(word in text for word in ("AllToAll", "SendRecv", "256 MiB", "1 MiB", "inside"))
@@ -87,10 +91,8 @@ def test_the_figure_is_drawn_the_same_each_time(tmp_path):
 def test_nothing_to_draw_and_two_places_are_mistakes(tmp_path):
     trained = make_sweep(tmp_path / "trained", [candidate(spec_of(LAYOUTS[0]))])
     with pytest.raises(ConfigError, match="sweep=comm"):
-        draw(table_of(trained), tmp_path / "x.png", title="trained")
+        points(table_of(trained))
     table = table_of(sweep(tmp_path / "comm", (1, 0, probe(1.0, 1.0, 2**20))))
-    with pytest.raises(ConfigError, match=r"unknown kind of picture '\.gif'"):
-        draw(table, tmp_path / "x.gif", title="")
     at = table.schema.get_field_index("cluster")
     elsewhere = table.set_column(at, table.schema.field(at), [["elsewhere"]])
     with pytest.raises(ConfigError, match=r"2 places .h100x8 of elsewhere; h100x8 of local."):

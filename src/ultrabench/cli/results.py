@@ -24,7 +24,7 @@ def collect(
     """Collect the journals of sweeps into one parquet file."""
     from ultrabench.analysis.captions import doubts
     from ultrabench.analysis.collect import collect as rows_of
-    from ultrabench.analysis.collect import write_parquet
+    from ultrabench.analysis.collect import parquet
     from ultrabench.cli.tables import say, warn
     from ultrabench.errors import ConfigError, counted
     from ultrabench.store.folder import find_sweep
@@ -35,7 +35,7 @@ def collect(
     folders = [*{folder.path.resolve(): folder for folder in named}.values()]
     table = rows_of(folders, warn)
     path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
-    write_parquet(table, path)
+    _write(path, parquet(table))
     attempts = len(table) - table["attempt"].null_count
     rows = f"{counted(len(table), 'row')} ({counted(attempts, 'attempt')})"
     say(f"wrote {rows} of {', '.join(f.name for f in folders)} to {path}")
@@ -77,12 +77,13 @@ def heatmap(
         print_json([cell.to_json() for cell in cells])
     if json_ and output is None:
         return
-    from ultrabench.analysis.heatmap import draw
+    from ultrabench.analysis.figures.heatmap import figure
+    from ultrabench.analysis.figures.picture import render
 
     path = output or default
     by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
     note = f"Ranked by {by[0]}. {notes(table)}" if by else notes(table)
-    draw(cells, path, title=name, notes=note, compared_with=label)
+    _write(path, render(lambda: figure(cells, title=name, notes=note, compared_with=label), path))
     close = sum(bool(cell.as_good_as_best) for cell in cells)
     tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {path}" + tied * bool(close))
@@ -101,12 +102,27 @@ def plot(
 
     if kind not in FIGURES:
         raise ConfigError(unknown_name("figure", kind, FIGURES))
-    from ultrabench.analysis.comm import draw
+    from ultrabench.analysis.figures.comm import figure, notes, points
+    from ultrabench.analysis.figures.picture import render
     from ultrabench.cli.tables import say
 
     name, default, table = open_results(source, results_dir)
     path = output or default.with_name(f"{kind}.png")
-    say(f"drew {counted(draw(table, path, title=name), 'point')} to {path}")
+    drawn = points(table)
+    _write(path, render(lambda: figure(drawn, title=name, notes=notes(table)), path))
+    say(f"drew {counted(len(drawn), 'point')} to {path}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes a file that was asked for, whole or not at all."""
+    from ultrabench.errors import SweepFolderError
+    from ultrabench.store.folder import write_whole
+
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        told = f"cannot write {path}: {error.strerror}; choose another with -o FILE"
+        raise SweepFolderError(told) from error
 
 
 def open_results(source: str | None, results: Path) -> "tuple[str, Path, pa.Table]":

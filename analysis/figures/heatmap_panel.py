@@ -13,9 +13,9 @@ from matplotlib.ticker import MaxNLocator
 
 from ultrabench.analysis.captions import model_label, panel_title, scale_label
 from ultrabench.analysis.cells import Cell, Panel
-from ultrabench.analysis.heatmap_cell import Square
+from ultrabench.analysis.figures.heatmap_cell import Square
+from ultrabench.analysis.figures.picture import GREY
 
-GREY = "#5c5c5c"
 RIGHT, HEADER, AXIS = 1.15, 0.42, 0.62
 """Inches around the squares: colour bar, title of the panel, node labels."""
 NAME_WIDTH = 22

@@ -1,4 +1,4 @@
-"""Figures as files: PNG, SVG or PDF, the same bytes for the same input."""
+"""A figure as the bytes of a file: PNG, SVG or PDF, the same bytes for the same input."""
 
 import io
 import warnings
@@ -9,10 +9,11 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.output import write_bytes
 from ultrabench.errors import ConfigError, unknown_name
 
 SUFFIXES = (".png", ".svg", ".pdf")
+GREY = "#5c5c5c"
+"""Colour of notes and of the names of axes."""
 
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -25,12 +26,11 @@ _STYLE: dict[Any, Any] = {
 _METADATA: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
-def write_picture(make: Callable[[], Figure], path: Path) -> None:
-    """Writes the figure that `make` gives, in our style.
+def render(make: Callable[[], Figure], path: Path) -> bytes:
+    """The content of the file `path` with the figure that `make` draws, in our style.
 
     Raises:
-        ConfigError: an unknown suffix, before anything is drawn.
-        SweepFolderError: the file cannot be written.
+        ConfigError: `path` ends in an unknown suffix; nothing is drawn then.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
@@ -41,4 +41,4 @@ def write_picture(make: Callable[[], Figure], path: Path) -> None:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
         make().savefig(buffer, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
-    write_bytes(path, buffer.getvalue())
+    return buffer.getvalue()

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
-from pathlib import Path
 from statistics import median
 
 import matplotlib
@@ -14,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.captions import made_with
-from ultrabench.analysis.picture import write_picture
+from ultrabench.analysis.figures.picture import GREY
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
 
@@ -81,18 +80,6 @@ def points(table: pa.Table) -> list[Point]:
     ]
 
 
-def draw(table: pa.Table, path: Path, *, title: str) -> int:
-    """Writes the figure as PNG, SVG or PDF, by the suffix of `path`; gives the number of points.
-
-    Raises:
-        ConfigError: an unknown suffix, or nothing to draw.
-        SweepFolderError: the file cannot be written.
-    """
-    drawn = points(table)
-    write_picture(lambda: figure(drawn, title=title, notes=_notes(table)), path)
-    return len(drawn)
-
-
 def figure(drawn: Sequence[Point], *, title: str, notes: str) -> Figure:
     """Bandwidth over node counts as a matplotlib figure, all panels on one scale."""
     picture = Figure(figsize=(11, 6.6), facecolor="white")
@@ -111,7 +98,7 @@ def figure(drawn: Sequence[Point], *, title: str, notes: str) -> Figure:
         lines[::-1], names[::-1], title="bytes of a rank's buffer", loc="upper left", frameon=False
     )
     note = textwrap.fill(notes, 160, break_on_hyphens=False)
-    picture.text(0.06, 0.015, note, fontsize=7.5, color="#5c5c5c", va="bottom", linespacing=1.35)
+    picture.text(0.06, 0.015, note, fontsize=7.5, color=GREY, va="bottom", linespacing=1.35)
     picture.subplots_adjust(left=0.06, right=0.985, top=0.89, bottom=0.15, hspace=0.38, wspace=0.06)
     return picture
 
@@ -145,7 +132,7 @@ def _size(size: int) -> str:
     return f"{size} B"
 
 
-def _notes(table: pa.Table) -> str:
+def notes(table: pa.Table) -> str:
     """What the lines and bands are, and where they were measured."""
     gpus, per_node = (
         "/".join(str(v) for v in table[name].unique().to_pylist() if v is not None)

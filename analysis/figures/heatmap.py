@@ -2,17 +2,15 @@
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import Cell
-from ultrabench.analysis.heatmap_cell import paint
-from ultrabench.analysis.heatmap_panel import (
+from ultrabench.analysis.figures.heatmap_cell import paint
+from ultrabench.analysis.figures.heatmap_panel import (
     AXIS,
-    GREY,
     HEADER,
     NAME_WIDTH,
     RIGHT,
@@ -21,30 +19,11 @@ from ultrabench.analysis.heatmap_panel import (
     grid_axes,
     grids_of,
 )
-from ultrabench.analysis.picture import write_picture
+from ultrabench.analysis.figures.picture import GREY
 from ultrabench.errors import ConfigError, counted
 
 _TOP, _TITLE_LINE, _NOTE_LINE = 0.2, 0.26, 0.17
 """Inches of the margin above the title, a line of the title, a line of the notes."""
-
-
-def draw(
-    cells: Sequence[Cell], path: Path, *, title: str, notes: str = "", compared_with: str | None = None
-) -> None:
-    """Writes the heatmap as PNG, SVG or PDF, by the suffix of `path`.
-
-    The same input gives the same bytes.
-
-    Args:
-        title: the sweep's name.
-        notes: stands under the picture.
-        compared_with: what compare_ratio is relative to.
-
-    Raises:
-        ConfigError: an unknown suffix, or no cells.
-        SweepFolderError: the file cannot be written.
-    """
-    write_picture(lambda: figure(cells, title=title, notes=notes, compared_with=compared_with), path)
 
 
 def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with: str | None = None) -> Figure:

@@ -1,0 +1,1 @@
+"""Figures of the results: the heatmap and the bandwidth of the links."""
