@@ -12,7 +12,7 @@ from typing import Any
 
 from ultrabench.agent.connection import POLL_S, Message, PauseDetector, Peers, wait_readable
 from ultrabench.agent.ranks.node import Cleaned, Node
-from ultrabench.agent.ranks.rank_progress import AttemptProgress
+from ultrabench.agent.ranks.rank_progress import NOTHING_FOUND, AttemptProgress
 from ultrabench.run import Task
 
 EXIT_GRACE_S = 25.0
@@ -72,7 +72,7 @@ class AgentGroup:
     def start(self, task: Task, index: int) -> AttemptProgress:
         """Has all nodes start their ranks of `task`, which they know by `index`."""
         port = 0 if task.forked else free_port(self._address)
-        progress = AttemptProgress(task.spec.layout.world_size)
+        progress = AttemptProgress(task.spec.layout.world_size, self.hosts)
         self.order("start", task=index, address=self._address, port=port)
         return progress
 
@@ -111,7 +111,7 @@ class AgentGroup:
         """Has all nodes look at the ranks that still run, in bounded time, before these are killed."""
         self.order("examine")
         end = time.monotonic() + EVIDENCE_S
-        while any(progress.ranks[rank].found is None for rank in progress.running):
+        while any(progress.ranks[rank].found is NOTHING_FOUND for rank in progress.running):
             self.listen(progress, POLL_S)
             if time.monotonic() > end or self.interrupted:
                 return

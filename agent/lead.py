@@ -11,7 +11,7 @@ from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.diagnose.root_cause import findings, last_line
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
-from ultrabench.agent.ranks.watch import RunEnd, watch
+from ultrabench.agent.ranks.watch import watch
 from ultrabench.dominance import dominates
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, to_dict
@@ -122,7 +122,7 @@ class Leader:
 
     def _not_now(self, task: Task) -> str | None:
         """Why `task` must not begin."""
-        self._group.listen(AttemptProgress(task.spec.layout.world_size), 0.0)
+        self._group.listen(AttemptProgress(0, ()), 0.0)
         if self._group.interrupted:
             return self._group.interrupted
         if time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._ends:
@@ -174,12 +174,12 @@ class Leader:
         event = "result" if result.status == Status.OK else "failed"
         self._write(event, **_name(task), source=source, spec=to_dict(task.spec), result=to_dict(result))
 
-    def _finish(self, task: Task, progress: AttemptProgress, end: RunEnd | None) -> RunResult:
+    def _finish(self, task: Task, progress: AttemptProgress, end: RunResult | None) -> RunResult:
         """Ends the ranks, saves their logs and returns the result."""
         group = self._group
         group.end_ranks(progress)
         try:
-            result = classify(progress, task.measure, end, group.lost, group.hosts, task.gpu_names)
+            result = classify(progress, task.measure, end, group.lost, task.gpu_names)
             canonical_json(to_dict(result))  # what cannot be written as JSON must not reach the journal
         except Exception as error:  # what ranks report may be anything, and is no fault of the node
             reason = f"what the ranks reported cannot be judged: {type(error).__name__}: {error}"
@@ -211,10 +211,10 @@ def failure_of(progress: AttemptProgress) -> str | None:
     """
     if progress.fault is not None:
         return progress.fault
-    found = [f"rank {finding.rank}: {finding.line}" for finding in findings(progress.ranks)]
+    found = [f"rank {finding.rank.number}: {finding.line}" for finding in findings(progress.ranks)]
     found += [
-        f"rank {number} ended with code {rank.code} in phase {rank.phase}: {last_line(rank.tail)}"
-        for number, rank in enumerate(progress.ranks)
+        f"rank {rank.number} ended with code {rank.code} in phase {rank.phase}: {last_line(rank.tail)}"
+        for rank in progress.ranks
         if rank.done is None
     ]
     return found[0] if found else None

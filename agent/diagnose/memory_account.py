@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ultrabench.rank_report import is_number
-
 OWN_SHARE = 0.95
 """Share of a GPU's memory: so much must be free when the run begins, and free or its own when it gives up."""
 TORCH_SHARE = 0.85
@@ -33,7 +31,7 @@ def own_gpu_memory(text: str, memory: Mapping[str, Any], error: Mapping[str, Any
         error: of its report: free_bytes, total_bytes and torch_bytes when it gave up.
     """
     told = {name: _size(text, patterns) for name, patterns in _TEXTS.items()}
-    at_start = _share(_number(memory, "free_bytes"), 0.0, _number(memory, "total_bytes"))
+    at_start = _share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
     if at_start is not None and at_start < OWN_SHARE:
         return False
     process = _share(told["process"], told["free"], told["total"])
@@ -41,8 +39,8 @@ def own_gpu_memory(text: str, memory: Mapping[str, Any], error: Mapping[str, Any
         return process >= OWN_SHARE
     torch = _share(told["torch"], told["free"], told["total"])
     if torch is None:
-        reserved, free = _number(error, "torch_bytes"), _number(error, "free_bytes")
-        torch = _share(reserved, free, _number(error, "total_bytes"))
+        reserved, free = error.get("torch_bytes"), error.get("free_bytes")
+        torch = _share(reserved, free, error.get("total_bytes"))
     needed = OWN_SHARE if at_start is None else TORCH_SHARE
     return True if torch is not None and torch >= needed else None
 
@@ -55,7 +53,7 @@ def own_limit(text: str, memory: Mapping[str, Any], error: Mapping[str, Any]) ->
         memory: limit_bytes, from when the limit was set.
         error: data_bytes in use when the allocator gave up, where known.
     """
-    limit, used = _number(memory, "limit_bytes"), _number(error, "data_bytes")
+    limit, used = memory.get("limit_bytes"), error.get("data_bytes")
     if limit is None:
         return None
     requested = re.search(r"you tried to allocate (\d+) bytes", text)
@@ -73,8 +71,3 @@ def _size(text: str, patterns: tuple[str, ...]) -> float | None:
         if match := re.search(pattern, text):
             return float(match[1].rstrip(".")) * _UNITS[match[2]]
     return None
-
-
-def _number(values: Mapping[str, Any], name: str) -> float | None:
-    value: Any = values.get(name)
-    return float(value) if is_number(value) else None

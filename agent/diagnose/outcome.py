@@ -10,7 +10,6 @@ from ultrabench.agent.diagnose.memory_account import own_gpu_memory, own_limit
 from ultrabench.agent.diagnose.root_cause import Finding, findings, fingerprint, last_line, own_words
 from ultrabench.agent.diagnose.signatures import last_words
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
-from ultrabench.agent.ranks.watch import RunEnd
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
 from ultrabench.step_time import ci95_rel, extremes
@@ -22,9 +21,8 @@ MESSAGE_CHARS = 1000
 def classify(
     progress: AttemptProgress,
     measure: Measure,
-    end: RunEnd | None,
+    end: RunResult | None,
     lost: str | None = None,
-    hosts: Sequence[str] = (),
     gpu_names: tuple[str, ...] = (),
 ) -> RunResult:
     """The result of an attempt whose ranks are all gone.
@@ -36,10 +34,9 @@ def classify(
     Args:
         end: why ultrabench ended the ranks, if they did not end by themselves.
         lost: which node was lost, if one was.
-        hosts: the nodes, each with an equal share of the ranks, in their order.
-        gpu_names: what the accelerators may call themselves; empty: anything.
+        gpu_names: the names that the accelerators may report; empty: any name.
     """
-    result = _explained(progress, measure, end, lost, hosts)
+    result = _explained(progress, measure, end, lost)
     environment, rank0 = progress.environment, progress.ranks[0]
     gpu, done = environment.get("gpu_name"), rank0.done or {}
     if result.status == Status.OK and gpu_names and gpu is not None and gpu not in gpu_names:
@@ -48,12 +45,12 @@ def classify(
     interval = ci95_rel(times) if times else None
     names = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
     known: dict[str, Any] = {name: environment.get(name) for name in names}
-    ok, ranks = result.status == Status.OK, [_evidence(n, rank) for n, rank in enumerate(progress.ranks)]
+    ok, seen = result.status == Status.OK, end.evidence if end else {}
     return replace(
         result,
         **known,
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
-        stopped=done.get("stopped") or (((end and end.stopped) or "program") if ok else None),
+        stopped=done.get("stopped") or ((result.stopped or "program") if ok else None),
         ci_reached=None if interval is None else interval <= measure.target_ci95_rel,
         step_times_s=tuple(times),
         rank_step_times_s=extremes([rank.measured_steps(measure) for rank in progress.ranks]),
@@ -66,12 +63,12 @@ def classify(
         init_time_s=progress.first_step - progress.started if progress.first_step else None,
         started_at=progress.started_at,
         probe=progress.probe,
-        evidence={} if ok else {"ranks": ranks, **(end.evidence if end else {})},
+        evidence={} if ok else {"ranks": [_evidence(rank) for rank in progress.ranks], **seen},
     )
 
 
 def _explained(
-    progress: AttemptProgress, measure: Measure, end: RunEnd | None, lost: str | None, hosts: Sequence[str]
+    progress: AttemptProgress, measure: Measure, end: RunResult | None, lost: str | None
 ) -> RunResult:
     """Status, reason and cause, without what was measured; the arguments are those of `classify`."""
     if progress.fault is not None:
@@ -86,19 +83,16 @@ def _explained(
     root = found[0] if found else None
     sure = (Status.OOM, Status.INVALID) if lost else frozenset(Status) - {Status.COMM_ERROR}
     if root and root.told and root.cause.status in sure:
-        return _failed(found, progress, hosts)
+        return _failed(found, progress)
     if bad_loss:
         return _invalid("non_finite_loss", bad_loss)
     if lost is not None:
-        there = _named(hosts, lost)
-        return RunResult(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspects=there)
+        suspects = _named(progress.hosts, lost)
+        return RunResult(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspects=suspects)
     if end and (end.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
-        # A run that lost a race is ok and has no cause.
-        causes = {Status.HANG: "hang", Status.TIMEOUT: "time_limit", Status.CANCELLED: "stopped"}
-        cause, suspects = causes.get(end.status), end.suspects
-        return RunResult(status=end.status, reason=end.reason, cause=cause, suspects=suspects)
+        return end
     if root is not None:
-        return _failed(found, progress, hosts)
+        return _failed(found, progress)
     return RunResult(status=Status.CRASH, reason="the ranks vanished without an exit code", cause="exit_code")
 
 
@@ -106,43 +100,38 @@ def _invalid(cause: str, reason: str) -> RunResult:
     return RunResult(status=Status.INVALID, reason=reason, cause=cause)
 
 
-def _failed(found: list[Finding], progress: AttemptProgress, hosts: Sequence[str]) -> RunResult:
+def _failed(found: list[Finding], progress: AttemptProgress) -> RunResult:
     """The result that follows from the rank that failed first."""
-    ranks, root, cause = progress.ranks, found[0], found[0].cause
-    rank, words = ranks[root.rank], own_words(ranks[root.rank])
-    on = [hosts[n * len(hosts) // len(ranks)] for n in range(len(ranks))] if hosts else []
-    host = tuple(on[root.rank : root.rank + 1])
-    suspects = host if cause.blames_host else ()
-    if cause.status == Status.COMM_ERROR and on:
-        suspects = _pointed_at(found, ranks, on) or host
+    rank, cause, line = found[0].rank, found[0].cause, found[0].line
+    pointed_at = _pointed_at(found, progress) if cause.status == Status.COMM_ERROR else ()
     proof = {"cuda_oom": own_gpu_memory, "cpu_oom": own_limit}.get(cause.name)
+    words = own_words(rank)
     own = bool(proof and proof(words, rank.memory, rank.error or {}))
-    where = f"rank {root.rank}{f' on {host[0]}' if host else ''}"
     return RunResult(
         status=cause.status,
-        reason=f"{cause.what}, {where}: {root.line}",
+        reason=f"{cause.what}, {rank.name}: {line}",
         cause=cause.name,
-        fingerprint=fingerprint(cause.name, rank.phase, root.line, words, hosts) if cause.telling else None,
+        fingerprint=fingerprint(cause.name, rank.phase, line, words, progress.hosts)
+        if cause.telling
+        else None,
         confirmed=own if cause.status == Status.OOM else None,
-        suspects=suspects,
+        suspects=pointed_at or ((rank.host,) if cause.blames_host else ()),
     )
 
 
-def _pointed_at(found: Sequence[Finding], ranks: list[RankProgress], on: list[str]) -> tuple[str, ...]:
-    """The hosts that communication errors point at; `on` has the host of each rank.
+def _pointed_at(found: Sequence[Finding], progress: AttemptProgress) -> tuple[str, ...]:
+    """The hosts that communication errors point at.
 
     They are the hosts that ranks of other hosts name (NCCL begins each line of a log with its own host),
-    else the hosts of the few ranks that complain of nothing while most ranks do.
+    else the hosts of the few ranks that reported no failure while most ranks did.
     """
-    named = set[str]()
-    for finding in found:
-        words = "\n".join(last_words(own_words(ranks[finding.rank])))
-        named |= {*_named(on, words)} - {on[finding.rank]}
-    complaining = {f.rank for f in found}
-    silent = [n for n, rank in enumerate(ranks) if n not in complaining and rank.done is None]
+    named, failed = set[str](), [finding.rank for finding in found]
+    for rank in failed:
+        named |= {*_named(progress.hosts, "\n".join(last_words(own_words(rank))))} - {rank.host}
+    silent = [rank for rank in progress.ranks if rank not in failed and rank.done is None]
     if not named and len(silent) < len(found):
-        named = {on[n] for n in silent}
-    return tuple(dict.fromkeys(host for host in on if host in named))
+        named = {rank.host for rank in silent}
+    return tuple(host for host in progress.hosts if host in named)
 
 
 def _named(hosts: Sequence[str], text: str) -> tuple[str, ...]:
@@ -169,7 +158,7 @@ def _finished(rank: RankProgress) -> bool:
 def _non_finite(rank: RankProgress) -> str | None:
     for i, step in enumerate(rank.steps, start=1):
         loss = step.get("loss")
-        if isinstance(loss, float) and not math.isfinite(loss):
+        if loss is not None and not math.isfinite(loss):
             return f"loss is {loss} at step {step.get('step', i)}"
     return None
 
@@ -177,16 +166,16 @@ def _non_finite(rank: RankProgress) -> str | None:
 def _loss(rank: RankProgress, measure: Measure) -> float | None:
     """The loss at the step at which all layouts are compared; None where it is unknown or not finite."""
     loss = rank.steps[measure.loss_step - 1].get("loss") if len(rank.steps) >= measure.loss_step else None
-    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _largest(progress: AttemptProgress, name: str) -> int | None:
     return max((int(r.memory[name]) for r in progress.ranks if r.memory.get(name) is not None), default=None)
 
 
-def _evidence(number: int, rank: RankProgress) -> dict[str, Any]:
+def _evidence(rank: RankProgress) -> dict[str, Any]:
     """How a rank ended and its last words, for `sweep show`."""
     facts = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
     error = rank.error and str(rank.error.get("message"))[:MESSAGE_CHARS]
     last = last_line(rank.tail) if rank.tail and rank.code else None
-    return {"rank": number, **facts, "error": error, "last_line": last}
+    return {"rank": rank.number, **facts, "error": error, "last_line": last}

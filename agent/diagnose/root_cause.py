@@ -38,30 +38,28 @@ _VOLATILE = (
 class Finding:
     """How one rank failed."""
 
-    rank: int
+    rank: RankProgress
     cause: Cause
     line: str
     """The line of its error or log that shows it."""
     told: bool = False
     """The rank itself or the kernel reported the failure, so that it counts whoever ended the rank."""
-    at: float = 0.0
-    """When the leader learned of it, by the leader's own clock."""
 
     @property
     def key(self) -> tuple[int, float, int, int]:
         """Sorts roots before consequences; among equals the failure that was known first comes first."""
-        return _tier(self.cause), self.at, list(BY_NAME).index(self.cause.name), self.rank
+        known_at, place = self.rank.failed_at or 0.0, list(BY_NAME).index(self.cause.name)
+        return _tier(self.cause), known_at, place, self.rank.number
 
 
 def findings(ranks: list[RankProgress]) -> list[Finding]:
     """How the ranks that failed did so, the likeliest root first."""
-    found = [f for number, rank in enumerate(ranks) if (f := _finding(number, rank))]
+    found = [f for rank in ranks if (f := _finding(rank))]
     early = []
-    for number, rank in enumerate(ranks):
+    for rank in ranks:
         if rank.code == 0 and rank.done is None and rank.error is None:
             line = f"exited with code 0 in phase {rank.phase} while others went on"
-            cause, at = BY_NAME["exited_early"], rank.failed_at or 0.0
-            early.append(Finding(rank=number, cause=cause, at=at, line=line))
+            early.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
     # Where most have ended well, those that have not are late.
     return sorted(found + (early if len(early) <= len(ranks) / 2 else []), key=lambda f: f.key)
 
@@ -79,7 +77,7 @@ def _tier(cause: Cause) -> int:
     return by_name.get(cause.name, by_status.get(cause.status, 3))
 
 
-def _finding(number: int, rank: RankProgress) -> Finding | None:
+def _finding(rank: RankProgress) -> Finding | None:
     told = True
     if rank.done is not None or (rank.error is None and rank.code in (None, 0)):
         return None
@@ -98,7 +96,7 @@ def _finding(number: int, rank: RankProgress) -> Finding | None:
         told = cause.status == Status.OOM
     if cause.name == "cuda_oom" and own_gpu_memory(own_words(rank), rank.memory, rank.error or {}) is False:
         cause = BY_NAME["foreign_memory"]
-    return Finding(rank=number, cause=cause, line=line, told=told, at=rank.failed_at or 0.0)
+    return Finding(rank=rank, cause=cause, line=line, told=told)
 
 
 def _of_error(rank: RankProgress) -> tuple[Cause, str]:

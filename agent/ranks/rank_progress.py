@@ -1,6 +1,7 @@
 """How far the ranks of one attempt have come and how they ended, from the events that their nodes send."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +11,19 @@ RankEvent = dict[str, Any]
 """About one rank: {rank, line} a line of its report, {rank, microbatches, step, part} its progress,
 {rank, code, tail, oom_killed} its exit with the end of its log, {rank, found} what it did when it hung."""
 
+NOTHING_FOUND: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
+"""What is known of a rank that its node has not examined."""
+
 MAX_STEPS = 10_000
 """Steps of a rank that are remembered and stored; further ones are signs of progress only."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RankProgress:
     """What one rank reported and how it ended."""
 
+    number: int = 0
+    host: str = ""
     phase: str = "start"
     phase_at: float | None = None
     """When the phase began, by the rank's clock."""
@@ -25,13 +31,13 @@ class RankProgress:
     """Micro-batches that its device has finished."""
     step: int = 0
     part: str = ""
-    """Part of the step that it is in; empty where the rank does not report it."""
+    """The part of the step that the rank is in; empty if the rank does not report it."""
     moved: float | None = None
-    """When it last made progress, by this process's monotonic clock."""
+    """When the rank last made progress, by the leader's monotonic clock."""
     gaps_s: dict[str, float] = field(default_factory=dict)
-    """Longest time without progress since its first step: in the optimizer, and elsewhere (steady)."""
+    """Longest time without progress after the first step, in seconds: `optimizer`, and `steady` for the rest."""
     first_gaps_s: dict[str, float] = field(default_factory=dict)
-    """Longest time without progress in its first step, which compiles, allocates and connects."""
+    """The same for the first step, which also compiles, allocates and connects."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     """The report lines of its first MAX_STEPS steps."""
     memory: dict[str, Any] = field(default_factory=dict)
@@ -41,23 +47,34 @@ class RankProgress:
     """Exit code, negative for a signal; None while it runs."""
     killed_by_us: bool = False
     oom_killed: bool = False
-    """It died of SIGKILL, and the kernel's out-of-memory killer acted on its node while it ran."""
+    """The rank died of SIGKILL, and the out-of-memory killer of Linux was active on its node during the run."""
     tail: str = ""
-    """End of its log."""
+    """The end of the rank's log."""
     failed_at: float | None = None
     """When its failure first became known, by the leader's monotonic clock."""
-    found: dict[str, Any] | None = None
-    """What its node found when it looked at the rank before killing it."""
+    found: dict[str, Any] = field(default_factory=lambda: NOTHING_FOUND)
+    """What the node found when it examined a rank that hangs: {state, wchan, stack, groups}.
+
+    `state` is R (runs), S (sleeps), D (waits for a device or disk), T (is stopped), Z (is dead) or ?
+    (unknown), `wchan` the kernel function in which the rank sleeps, `stack` the frames of its main
+    thread as `function (file:line)`, innermost first. `groups` has {group, ranks, entered, started,
+    finished, ops} for each process group, and is empty if the rank did not answer.
+    """
+
+    @property
+    def name(self) -> str:
+        """The rank and its host, as messages name them."""
+        return f"rank {self.number} on {self.host}"
 
     @property
     def kind(self) -> str:
-        """The kind that its present silence counts as: in the optimizer, or elsewhere (steady)."""
+        """The key of `gaps_s` under which the time without progress is counted now."""
         return "optimizer" if self.part == "optimizer" else "steady"
 
     def slowest_s(self, kind: str) -> float:
-        """Longest silence of this kind so far, from the end of the first step on.
+        """Longest time without progress of this kind, in seconds.
 
-        Until one more step is complete, the silences of the first step count too.
+        The first step counts only until the second step is complete.
         """
         first = self.first_gaps_s.get(kind, 0.0) if len(self.steps) < 2 else 0.0
         return max(first, self.gaps_s.get(kind, 0.0))
@@ -69,7 +86,7 @@ class RankProgress:
         return [float(s["seconds"]) for s in steps if "seconds" in s]
 
     def move(self, now: float, started: float) -> None:
-        """Notes a sign of progress of a rank started at `started`, before its content is taken in."""
+        """Records at `now` that a rank which was started at `started` makes progress."""
         gaps = self.gaps_s if self.steps else self.first_gaps_s
         since = started if self.moved is None else self.moved
         gaps[self.kind] = max(gaps.get(self.kind, 0.0), now - since)
@@ -79,33 +96,36 @@ class RankProgress:
 class AttemptProgress:
     """The progress of all ranks of one attempt, and when any of them last made progress."""
 
-    def __init__(self, world_size: int) -> None:
-        self.ranks = [RankProgress() for _ in range(world_size)]
+    def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
+        """Each of the `hosts`, in their order, has an equal share of the ranks."""
+        self.hosts = hosts
+        placed = enumerate(hosts[n * len(hosts) // world_size] for n in range(world_size))
+        self.ranks = [RankProgress(number=number, host=host) for number, host in placed]
         self.environment: dict[str, Any] = {}
         self.port: int | None = None
-        """The port of rank 0's store, until it is passed on to the other ranks."""
+        """The port of rank 0's store; None again after the other ranks have been told."""
         self.probe: dict[str, Any] = {}
-        """What a preflight measured, or a run that is a probe."""
+        """Rates of devices and links, from a preflight or from a run that only measures them."""
         self.started = time.monotonic()
         self.started_at = time.time()
         self.moved = self.started
-        """When a rank last made progress, by this process's monotonic clock."""
+        """When any rank last made progress, by the leader's monotonic clock."""
         self.first_step: float | None = None
         self.spoke = False
-        """Some rank has reported something; a program that reports nothing only has its time limit."""
+        """Some rank has reported something. A program that reports nothing has no deadline but its time limit."""
         self.fault: str | None = None
-        """Which rank reported something that makes no sense; such a run is invalid."""
+        """Which rank reported something invalid, and what; the run is then invalid."""
 
     def add(self, events: list[RankEvent], now: float | None = None) -> None:
-        """Takes in what a node tells of its ranks; `now` is by the monotonic clock, if it is not the present."""
+        """Records the events of a node's ranks; `now` is a time of the monotonic clock, by default the present."""
         now = time.monotonic() if now is None else now
         for event in events:
             try:
                 self._take(event, now)
-            except Exception as error:  # whatever it is, it costs this run and not its allocation
-                self._blame(event, f"what cannot be taken in: {type(error).__name__}: {error}")
+            except Exception as error:  # it must fail this run only, not the allocation
+                self._note_fault(event, f"what cannot be taken in: {type(error).__name__}: {error}")
 
-    def _blame(self, event: RankEvent, what: str) -> None:
+    def _note_fault(self, event: RankEvent, what: str) -> None:
         self.fault = self.fault or f"rank {event['rank']} reported {what}"
 
     def _take(self, event: RankEvent, now: float) -> None:
@@ -126,11 +146,11 @@ class AttemptProgress:
             rank.microbatches, rank.step, rank.part = event["microbatches"], event["step"], event["part"]
             return
         if "fault" in event["line"]:
-            self._blame(event, event["line"]["fault"])
+            self._note_fault(event, event["line"]["fault"])
         self._take_line(rank, event["line"], now)
 
     def allow_pause(self, pause_s: float) -> None:
-        """Does not count `pause_s`, in which this process was stopped, as silence of the ranks."""
+        """Excludes `pause_s` seconds, in which the agent itself was stopped, from every time without progress."""
         now = time.monotonic()
         self.moved = min(now, self.moved + pause_s)
         for rank in self.ranks:
@@ -164,22 +184,22 @@ class AttemptProgress:
 
     @property
     def slowest_gap_s(self) -> float:
-        """Longest silence of any rank so far, of the kinds that running ranks may be in.
+        """Longest time without progress of any single rank, in seconds, of the kinds that count now.
 
-        Each rank is held against the silences of single ranks: all together they are hardly ever silent.
-        In the optimizer both kinds count, since a GPU may still be finishing micro-batches.
+        The time in which all ranks together make no progress would be far too short to compare with.
+        While a rank is in the optimizer both kinds count, since its GPU may still finish micro-batches.
         """
         kinds = {"steady", *(self.ranks[i].kind for i in self.running)}
         return max(rank.slowest_s(kind) for rank in self.ranks for kind in kinds)
 
     @property
     def running(self) -> list[int]:
-        """Ranks that have not ended."""
+        """Numbers of the ranks that have not ended."""
         return [i for i, r in enumerate(self.ranks) if r.code is None]
 
     @property
     def failed(self) -> bool:
-        """Some rank reported an error or nonsense, or ended with an exit code other than 0."""
+        """Whether some rank reported an error or invalid values, or ended with an exit code other than 0."""
         return self.fault is not None or any(r.error is not None or r.code for r in self.ranks)
 
     @property

@@ -2,15 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
-from ultrabench.agent.diagnose.hang_cause import RankFacts, find_hang_cause
+from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.rank_report import PROFILE
-from ultrabench.result import SLOWER, Status
+from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import Task
 
 SLOWEST_GAP_FACTOR = 10.0
@@ -21,21 +20,6 @@ RACE_STEPS = 2
 """Measured steps after which a run may be given up as too slow."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
-    """Why ultrabench ends a run whose ranks have neither failed nor are done."""
-
-    status: Status
-    """hang, timeout, cancelled (its allocation ends), or ok where enough was measured."""
-    reason: str
-    stopped: str | None = None
-    """Why measuring ended here, for a run that is ok."""
-    suspects: tuple[str, ...] = ()
-    """Hosts of the ranks that made it hang."""
-    evidence: dict[str, Any] = field(default_factory=dict)
-    """What every rank did when it hung."""
-
-
 def watch(
     group: AgentGroup,
     task: Task,
@@ -43,7 +27,7 @@ def watch(
     ends: float,
     write_phase: Callable[[str, float | None], None],
     race_s: float | None = None,
-) -> RunEnd | None:
+) -> RunResult | None:
     """Follows the ranks of `task`; returns why they have to go, None if they ended by themselves.
 
     Args:
@@ -63,7 +47,7 @@ def watch(
         now = time.monotonic()
         ended = group.interrupted or ("the time of its allocation ended" if now > ends else None)
         if ended:
-            return RunEnd(status=Status.CANCELLED, reason=ended)
+            return RunResult(status=Status.CANCELLED, reason=ended, cause="stopped")
         if progress.failed:
             failed_at = failed_at or now
             if now - failed_at > PEER_GRACE_S:
@@ -77,28 +61,26 @@ def watch(
     return None
 
 
-def _hung(group: AgentGroup, progress: AttemptProgress, missed: RunEnd) -> RunEnd:
+def _hung(group: AgentGroup, progress: AttemptProgress, missed: RunResult) -> RunResult:
     """Finds out what the ranks do before they have to go, and why they hang."""
     group.examine(progress)
-    per_node = len(progress.ranks) // len(group.hosts)
-    facts = [RankFacts(i, group.hosts[i // per_node], rank) for i, rank in enumerate(progress.ranks)]
-    cause = find_hang_cause(facts)
-    evidence = {"hang_cause": cause.text, "hang_evidence": [f.row() for f in facts]}
+    cause = find_hang_cause(progress.ranks)
+    evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in progress.ranks]}
     reason = f"{cause.headline}; {missed.reason}"
     return replace(missed, reason=reason, suspects=cause.hosts, evidence=evidence)
 
 
-def _out_of_time(task: Task, progress: AttemptProgress, missed: RunEnd) -> RunEnd:
+def _out_of_time(task: Task, progress: AttemptProgress, missed: RunResult) -> RunResult:
     """What a run is that had used up its time: with enough measured steps it is ok all the same."""
     rank = progress.ranks[0]
-    reason = missed.reason + (f"; {len(rank.steps)} steps done" if rank.steps else "")
+    reason = f"{missed.reason}; {len(rank.steps)} steps done" if rank.steps else missed.reason
     enough = len(rank.measured_steps(task.measure)) >= task.measure.min_steps
     if enough and len(rank.steps) >= task.measure.loss_step:
-        return RunEnd(status=Status.OK, reason=reason, stopped="time_limit")
+        return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
     return replace(missed, reason=reason)
 
 
-def _lost_race(task: Task, progress: AttemptProgress, race_s: float | None) -> RunEnd | None:
+def _lost_race(task: Task, progress: AttemptProgress, race_s: float | None) -> RunResult | None:
     """Whether it is clear that others are faster; the step whose loss is compared has to be done."""
     rank = progress.ranks[0]
     if race_s is None or rank.done or len(rank.steps) < task.measure.loss_step:
@@ -108,10 +90,10 @@ def _lost_race(task: Task, progress: AttemptProgress, race_s: float | None) -> R
         return None
     best = f"the best of its cell needs {race_s / (task.measure.race or 1.0):.4g} s"
     reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; {best}"
-    return RunEnd(status=Status.OK, reason=reason, stopped=SLOWER)
+    return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
 
 
-def overdue(task: Task, progress: AttemptProgress, now: float) -> RunEnd | None:
+def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | None:
     """How a run ends that has missed a deadline at `now`, by the monotonic clock; None while there is time.
 
     Before any rank has reported something, only the time limit holds for a program that is not ours.
@@ -119,7 +101,7 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunEnd | None:
     measure, phase = task.measure, progress.phase
     if now - progress.started > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
-        return RunEnd(status=Status.TIMEOUT, reason=reason)
+        return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
     if progress.first_step is None or phase == PROFILE:  # writing a large trace takes as long as a start
         allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
     else:
@@ -127,5 +109,5 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunEnd | None:
     silence = now - progress.moved
     if silence > allowed and (progress.spoke or task.forked):
         reason = f"no progress for {silence:.1f} s in phase {phase} (deadline {allowed:.1f} s)"
-        return RunEnd(status=Status.HANG, reason=reason)
+        return RunResult(status=Status.HANG, reason=reason, cause="hang")
     return None

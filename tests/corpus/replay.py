@@ -8,7 +8,6 @@ from typing import Any
 
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
-from ultrabench.agent.ranks.watch import RunEnd
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
 
@@ -30,16 +29,16 @@ class Case:
     name: str
     expected: dict[str, Any]
     ranks: list[Rank]
-    stopped: RunEnd | None = None
+    stopped: RunResult | None = None
     order: list[int] = field(default_factory=list)
     """The order in which their ends become known; empty: rank by rank."""
 
     def judged(self, hosts: tuple[str, ...] = ("gpu01", "gpu02")) -> RunResult:
-        progress = AttemptProgress(len(self.ranks))
+        progress = AttemptProgress(len(self.ranks), hosts)
         for number in self.order or range(len(self.ranks)):
             progress.ranks[number].killed_by_us = self.ranks[number].killed_by_us
             progress.add([{**item, "rank": number} for item in self.ranks[number].rank_events])
-        return classify(progress, MEASURE, self.stopped, hosts=hosts)
+        return classify(progress, MEASURE, self.stopped)
 
 
 def made() -> list[Case]:
@@ -54,7 +53,9 @@ def made() -> list[Case]:
             for number in kept["killed_by_us"]:
                 ranks[number].killed_by_us = True
             stopped = kept["stopped"]
-            overdue = stopped and RunEnd(status=Status(stopped["status"]), reason=stopped["reason"])
+            overdue = stopped and RunResult(
+                status=Status(stopped["status"]), reason=stopped["reason"], cause=stopped["status"]
+            )
             order = [item["rank"] for item in kept["rank_events"] if "code" in item]
             cases.append(Case(path.stem, kept["expected"], ranks, overdue, order))
     return cases

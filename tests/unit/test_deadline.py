@@ -27,7 +27,7 @@ TASK = replace(task("x.py", "cpu"), measure=MEASURE)
 def missed(**change):
     """The deadline that a run missed which is as CALM but for `change`."""
     case = {**CALM, **change}
-    progress = AttemptProgress(1)
+    progress = AttemptProgress(1, ("n0",))
     progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s={"steady": case["slowest_gap_s"]})
     for name in ("started", "moved", "first_step", "spoke"):
         setattr(progress, name, case[name])
@@ -93,7 +93,7 @@ class Simulated:
     """A run told second by second; every silence is held against the deadline at its end."""
 
     def __init__(self, world_size, floor_s=2.0):
-        self.progress = AttemptProgress(world_size)
+        self.progress = AttemptProgress(world_size, ("n0",))
         self.progress.started = self.progress.moved = 0.0
         measure = Measure(deadline_floor_s=floor_s, start_deadline_s=100.0)
         self.task = replace(TASK, measure=measure, predicted_step_time_s=0.1, limit_s=1e9)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrabench.agent.diagnose.hang_cause import RankFacts, find_hang_cause
+from ultrabench.agent.diagnose.hang_cause import find_hang_cause
 from ultrabench.agent.diagnose.hang_evidence import hang_evidence, main_stack
 from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER as FOLDER
 from ultrabench.agent.ranks.rank_progress import RankProgress
@@ -100,8 +100,7 @@ def test_an_answer_may_be_anything(run, told):
     (folder / "rank0.report.collectives").write_text(told)
     found = looked(folder, r0=deaf.pid)[0]
     assert found["groups"] in ([], [GROUP])
-    progress = RankProgress(found=found, phase="measure")
-    assert find_hang_cause([RankFacts(rank, "n0", progress) for rank in (0, 1)]).headline
+    assert find_hang_cause([RankProgress(number=n, found=found, phase="measure") for n in (0, 1)]).headline
 
 
 def test_a_stopped_child_of_a_rank_counts_as_that_rank(run):

@@ -14,9 +14,8 @@ from ultrabench.agent.follow import follow
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
-from ultrabench.agent.ranks.watch import RunEnd
 from ultrabench.measure import Measure
-from ultrabench.result import Status
+from ultrabench.result import RunResult, Status
 from ultrabench.store.allocation import Allocation
 
 
@@ -59,7 +58,7 @@ def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(node, stop, 
     line, there = pair
     line.facts = {"node": 1, "host": "local-1"}
     group = AgentGroup(node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", tmp_path / "j")
-    progress = AttemptProgress(2)
+    progress = AttemptProgress(2, ("local-0", "local-1"))
     there.sendall(json.dumps(message).encode() + b"\n")
     group.listen(progress, 5.0)
     assert progress.fault or "the agent of node 1 (local-1) said what" in str(group.interrupted)
@@ -80,18 +79,13 @@ def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair,
     line, there = pair
     line.facts = {"node": 1, "host": "local-1"}
     group = AgentGroup(node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", tmp_path / "j")
-    progress = AttemptProgress(2)
+    progress = AttemptProgress(2, ("local-0", "local-1"))
     there.sendall(b'{"ending": "the agent of local-1 failed: KeyError", "left": true}\n')
     there.close()
     group.listen(progress, 5.0)
     group.end_ranks(progress)
     group.listen(progress, 0.1)
     assert (group.lost, group.avoid) == (None, [])
-    ended = classify(
-        progress,
-        Measure(),
-        RunEnd(status=Status.CANCELLED, reason=str(group.interrupted)),
-        group.lost,
-        group.hosts,
-    )
+    stopped = RunResult(status=Status.CANCELLED, reason=group.interrupted)
+    ended = classify(progress, Measure(), stopped, group.lost)
     assert (ended.status, ended.suspects) == (Status.CANCELLED, ())

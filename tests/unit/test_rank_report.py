@@ -24,14 +24,14 @@ KERNEL = KernelConfig(name="code", kind="command", command=("python", "x.py"))
 
 def judged(*texts, ranks=4, rank=3):
     """The result of a healthy run of which one rank reports these lines besides."""
-    progress = AttemptProgress(ranks)
+    progress = AttemptProgress(ranks, ("n0", "n1"))
     steps = [
         parse_line(json.dumps({"event": "step", "seconds": 0.1 + n / 1e3, "loss": 1.0})) for n in range(9)
     ]
     progress.add([{"rank": r, "line": step} for r in range(ranks) for step in steps])
     progress.add([{"rank": rank, "line": line} for line in map(parse_line, texts) if line])
     progress.add([{"rank": r, "code": 0, "tail": ""} for r in range(ranks)])
-    result = classify(progress, MEASURE, None, hosts=("n0", "n1"))
+    result = classify(progress, MEASURE, None)
     canonical_json(to_dict(result))
     env_id(progress.environment, KERNEL, "")
     return result
@@ -77,7 +77,7 @@ def test_any_value_in_any_field_leaves_a_result_that_can_be_written(event, name,
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=lambda v: repr(v)[:12])
 def test_an_error_may_say_anything(value):
     line = parse_line(json.dumps({"event": "error", "kind": value, "message": value, "traceback": value}))
-    progress = AttemptProgress(1)
+    progress = AttemptProgress(1, ("n0",))
     progress.add([{"rank": 0, "line": line}, {"rank": 0, "code": 1, "tail": ""}])
     result = classify(progress, MEASURE, None)
     assert result.status in (Status.CRASH, Status.INVALID)
@@ -97,17 +97,17 @@ def test_long_words_are_cut_in_the_middle():
 
 
 def test_news_that_cannot_be_taken_in_cost_the_run_only():
-    progress = AttemptProgress(2)
+    progress = AttemptProgress(2, ("n0", "n1"))
     progress.add([{"rank": 1, "line": None}, {"rank": 0, "code": 0}, {"rank": 1, "code": 0}])
     assert progress.failed
-    result = classify(progress, MEASURE, None, hosts=("n0", "n1"))
+    result = classify(progress, MEASURE, None)
     assert (result.status, result.suspects) == (Status.INVALID, ())
 
 
 def test_sixty_thousand_steps_are_judged_at_once_and_stay_a_line_of_bounded_length():
     began = time.process_time()
     steps = ['{"event": "step", "seconds": 0.0123456789, "loss": 1.5}'] * 60_000
-    progress = AttemptProgress(2)
+    progress = AttemptProgress(2, ("n0", "n1"))
     progress.add([{"rank": r, "line": parse_line(text)} for r in (0, 1) for text in steps])
     progress.add([{"rank": r, "code": 0} for r in (0, 1)])
     result = classify(progress, MEASURE, None)
