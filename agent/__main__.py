@@ -4,7 +4,6 @@ import os
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.connection import RENDEZVOUS_TIMEOUT_S, Rendezvous, connect_to_leader
@@ -16,7 +15,6 @@ from ultrabench.agent.ranks.node import Node
 from ultrabench.errors import ClusterError, UltrabenchError
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
 from ultrabench.store.allocation import read_allocation
-from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
 
 LAST_RETRY_S = 10.0
@@ -66,7 +64,7 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
     started, pid = time.monotonic(), os.getpid()
     allocation, identity, disk = node.allocation, node.identity, node.disk
     address = identity.address(allocation.simulated or allocation.nodes == 1)
-    folder, file = SweepFolder(Path(allocation.sweep_dir)), allocation.folder / identity.rendezvous_file
+    folder, file = node.folder, allocation.folder / identity.rendezvous_file
     title = allocation.name
     if not disk.retry(owns, folder.claims, title, identity.owner(title)):
         log_line(f"{title} belongs to another job, or was given up before it ran: nothing is run here")

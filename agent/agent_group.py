@@ -10,7 +10,7 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from ultrabench.agent.connection import POLL_S, Message, PauseDetector, Peers, wait_readable
+from ultrabench.agent.connection import POLL_S, Listener, Message, Peers, wait_readable
 from ultrabench.agent.ranks.node import Cleaned, Node
 from ultrabench.agent.ranks.rank_progress import NOTHING_FOUND, AttemptProgress
 from ultrabench.run import Task
@@ -60,7 +60,7 @@ class AgentGroup:
         self._left: set[int] = set()
         """Nodes whose agent failed and said so: that is not the fault of the node."""
         self._journal = journal
-        self._pauses = PauseDetector()
+        self._listener = Listener(peers.values())
         self._cleaned: dict[int, Cleaned] = {}
         node.disk.beat = self._beat
 
@@ -73,7 +73,7 @@ class AgentGroup:
         """Has all nodes start their ranks of `task`, which they know by `index`."""
         port = 0 if task.forked else free_port(self._address)
         progress = AttemptProgress(task.spec.layout.world_size, self.hosts)
-        self.order("start", task=index, address=self._address, port=port)
+        self.order("start", index=index, address=self._address, port=port)
         return progress
 
     def order(self, do: str, **values: Any) -> Any:
@@ -126,11 +126,8 @@ class AgentGroup:
     def listen(self, progress: AttemptProgress, seconds: float) -> None:
         """Takes in what all nodes send within `seconds`, and notices which nodes have gone silent."""
         self._beat()
-        readable = wait_readable(self._peers.values(), seconds)
-        pause_s = self._pauses.pause_s(seconds)
+        readable, pause_s = self._listener.wait(seconds)
         progress.allow_pause(pause_s)
-        for peer in self._peers.values():
-            peer.allow_pause(pause_s)
         for peer in readable:
             for message in peer.receive():
                 self._take(int(peer.facts["node"]), message, progress)
@@ -139,7 +136,7 @@ class AgentGroup:
         for node, peer in self._peers.items():
             if node not in self._left and (peer.closed or time.monotonic() - peer.last_heard > silence):
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
-        self._pauses.end_round()
+        self._listener.end_round()
 
     def _take(self, node: int, message: Message, progress: AttemptProgress) -> None:
         """Takes in a message of the agent of a node; one that makes no sense ends the allocation."""

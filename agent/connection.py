@@ -3,10 +3,10 @@
 import contextlib
 import hmac
 import json
-import selectors
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,6 @@ SHORTEST_PAUSE_S = 0.5
 """A loop that is late by less than this is on an ordinary busy machine, and was not paused."""
 
 
-class PauseDetector:
-    """Measures how long this process itself was stopped, by a suspended job or a slow disk.
-
-    An agent asks once in each round of its loop, and does not count such a pause as silence of the others.
-    """
-
-    def __init__(self) -> None:
-        self.end_round()
-
-    def pause_s(self, waited_s: float) -> float:
-        """Seconds since the last round ended beyond the `waited_s` it meant to wait; 0 when that is short."""
-        pause_s = time.monotonic() - self._ended - waited_s
-        return pause_s if pause_s > SHORTEST_PAUSE_S else 0.0
-
-    def end_round(self) -> None:
-        """Notes when a round of the loop ends."""
-        self._ended = time.monotonic()
-
-
 class Connection:
     """One TCP connection between two agents; each message is a JSON object on a line of its own."""
 
@@ -69,7 +50,7 @@ class Connection:
         """When the other side last sent anything, by this host's monotonic clock."""
 
     def fileno(self) -> int:
-        """The file descriptor, which select asks for."""
+        """The file descriptor of the connection."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
@@ -97,10 +78,6 @@ class Connection:
         self._unfinished = rest
         return [_message(line) for line in lines]
 
-    def allow_pause(self, pause_s: float) -> None:
-        """Does not count `pause_s`, in which this process was stopped, as silence of the other side."""
-        self.last_heard = min(time.monotonic(), self.last_heard + pause_s)
-
     def close(self) -> None:
         """Ends the connection."""
         self.closed = True
@@ -115,16 +92,38 @@ def _message(line: bytes) -> Message:
     return message if isinstance(message, dict) else {}
 
 
-def wait_readable(connections: Collection[Connection], seconds: float) -> list[Connection]:
+def wait_readable(connections: Iterable[Connection], seconds: float) -> list[Connection]:
     """The connections that have something to receive, after at most `seconds`."""
-    with selectors.DefaultSelector() as selector:
-        for connection in connections:
-            if not connection.closed:
-                selector.register(connection, selectors.EVENT_READ, connection)
-        if selector.get_map():
-            return [key.data for key, _ in selector.select(seconds)]
-    time.sleep(seconds)
-    return []
+    usable = [c for c in connections if not c.closed]
+    ready = wait([c.fileno() for c in usable], seconds)
+    return [c for c in usable if c.fileno() in ready]
+
+
+class Listener:
+    """Waits for the other agents, and finds out when this agent itself was stopped.
+
+    A suspended job or a slow disk stops an agent, which must not take that time for silence of the others.
+    """
+
+    def __init__(self, connections: Collection[Connection]) -> None:
+        self._connections = connections
+        self.end_round()
+
+    def wait(self, seconds: float) -> tuple[list[Connection], float]:
+        """The connections with something to receive, and the seconds in which this agent was stopped.
+
+        Those are what the time since the last round exceeds `seconds` by; 0 where that is short.
+        """
+        readable = wait_readable(self._connections, seconds)
+        pause_s = time.monotonic() - self._ended - seconds
+        pause_s = pause_s if pause_s > SHORTEST_PAUSE_S else 0.0
+        for connection in self._connections:
+            connection.last_heard = min(time.monotonic(), connection.last_heard + pause_s)
+        return readable, pause_s
+
+    def end_round(self) -> None:
+        """Notes when a round of the agent's loop ends."""
+        self._ended = time.monotonic()
 
 
 class Rendezvous:

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from ultrabench.agent.agent_group import LOST_BEATS, StopRequest
-from ultrabench.agent.connection import POLL_S, RENDEZVOUS_TIMEOUT_S, Connection, PauseDetector, wait_readable
+from ultrabench.agent.connection import POLL_S, RENDEZVOUS_TIMEOUT_S, Connection, Listener
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import Node
 from ultrabench.errors import ClusterError
@@ -36,13 +36,12 @@ def _work(node: Node, leader: Connection, stop: StopRequest) -> None:
             sent_at = time.monotonic()
 
     node.disk.beat = lambda: send([])
-    pauses = PauseDetector()
+    listener = Listener([leader])
     while not leader.closed:
         if stop.reason and not stop_sent:
             stop_sent = True
             leader.send({"ending": stop.reason})
-        readable = wait_readable([leader], POLL_S)
-        leader.allow_pause(pauses.pause_s(POLL_S))
+        readable, _ = listener.wait(POLL_S)
         for message in leader.receive() if readable else ():
             heard = True
             if message.get("do") == "end":
@@ -57,5 +56,5 @@ def _work(node: Node, leader: Connection, stop: StopRequest) -> None:
         # Before its first message the leader waits for other nodes and looks at its own.
         if silence > (LOST_BEATS * heartbeat_s if heard else RENDEZVOUS_TIMEOUT_S):
             raise ClusterError(f"the leading agent has said nothing for {silence:.1f} s")
-        pauses.end_round()
+        listener.end_round()
     raise ClusterError("the leading agent is gone")

@@ -18,7 +18,6 @@ from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Task, env_id
 from ultrabench.store.claim import claim, owner
-from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
 from ultrabench.window import inside
 
@@ -41,7 +40,7 @@ class Leader:
         self._group = group
         self._journal = journal
         self._retry = node.disk.retry
-        self._folder = SweepFolder(Path(node.allocation.sweep_dir))
+        self._folder = node.folder
         self._ends = time.monotonic() + node.allocation.limit_s - node.allocation.warning_s
         self._best_s: dict[ModelShape, float] = {}
         """Fastest step time of each model in this allocation."""

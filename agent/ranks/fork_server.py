@@ -21,44 +21,43 @@ from typing import Any
 from ultrabench.processes import die_with_parent
 
 Main = Callable[[], int] | None
-"""What a forked rank calls, if a module was imported."""
+"""The function that a forked rank calls; None where no module was imported."""
+
+
+EXIT_POLL_S = 0.02
+"""Seconds between two looks for ranks that have ended."""
 
 
 def serve(module: str) -> None:
     """Serves until stdin closes."""
-    parent = os.getppid()
-    die_with_parent(parent)
+    die_with_parent(os.getppid())
     main: Main = importlib.import_module(module).main if module else None
-    # Imported objects are never freed: the garbage collector of a child then looks at the child's own only.
+    # Imported objects are never freed, so that the garbage collector of a child passes over them.
     gc.collect()
     gc.freeze()
     ranks: dict[int, int] = {}
     answers = os.dup(1)
     os.dup2(2, 1)
-    wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(wake_end)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     _answer(answers, ready=True)
     pending = b""
     while True:
-        readable, _, _ = select.select([0, wake], [], [])
-        if wake in readable:
-            os.read(wake, 4096)
-            _report_exits(ranks, answers)
-        if 0 in readable:
-            data = os.read(0, 1 << 20)
-            if not data:
-                return
-            *lines, pending = (pending + data).split(b"\n")
-            for line in lines:
-                request = json.loads(line)
-                _assert_forkable()
-                server = os.getpid()
-                pid = os.fork()
-                if pid == 0:
-                    _become_rank(request, main, server, [answers, wake, wake_end])
-                ranks[pid] = request["rank"]
-                _answer(answers, forked=request["rank"], pid=pid)
+        readable, _, _ = select.select([0], [], [], EXIT_POLL_S if ranks else None)
+        _report_exits(ranks, answers)
+        if not readable:
+            continue
+        data = os.read(0, 1 << 20)
+        if not data:
+            return
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            _assert_forkable()
+            server = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                _become_rank(request, main, server, answers)
+            ranks[pid] = request["rank"]
+            _answer(answers, forked=request["rank"], pid=pid)
 
 
 def _answer(fd: int, **values: object) -> None:
@@ -71,8 +70,7 @@ def _report_exits(ranks: dict[int, int], answers: int) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        if pid in ranks:
-            _answer(answers, exited=ranks.pop(pid), code=os.waitstatus_to_exitcode(status))
+        _answer(answers, exited=ranks.pop(pid), code=os.waitstatus_to_exitcode(status))
 
 
 def _assert_forkable() -> None:
@@ -83,17 +81,14 @@ def _assert_forkable() -> None:
     assert torch is None or not torch.cuda.is_initialized(), "the fork server initialised CUDA"
 
 
-def _become_rank(request: dict[str, Any], main: Main, server: int, close: list[int]) -> None:
+def _become_rank(request: dict[str, Any], main: Main, server: int, answers: int) -> None:
     """Turns the forked child into a rank; never returns."""
     program = request.get("command")
     code = 127 if program else 70
     try:
         die_with_parent(server)
         os.setpgid(0, 0)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in close:
-            os.close(fd)
+        os.close(answers)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         log = os.open(str(request["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
@@ -101,7 +96,10 @@ def _become_rank(request: dict[str, Any], main: Main, server: int, close: list[i
         if request["cpus"]:
             os.sched_setaffinity(0, request["cpus"])
         if program:
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, a program may rely on them
+            for number in (
+                signal.SIGPIPE,
+                signal.SIGXFSZ,
+            ):  # Python ignores these; a program may rely on them
                 signal.signal(number, signal.SIG_DFL)
             os.chdir(request["cwd"])
             os.execvpe(program[0], program, request["env"])

@@ -34,7 +34,6 @@ class ForkServer:
         self._module = module
         self._env = {**env, **thread_variables(1)}
         self._process: subprocess.Popen[bytes] | None = None
-        self._unfinished = b""
         self._alive: set[int] = set()
         self._ready = False
         self.rank_pids: dict[int, int] = {}
@@ -54,7 +53,7 @@ class ForkServer:
                 self._process = subprocess.Popen(command, env=self._env, stdin=pipe, stdout=pipe, stderr=log)
             assert self._process.stdout is not None
             os.set_blocking(self._process.stdout.fileno(), False)
-            self._unfinished, self._alive, self._ready = b"", set(), False
+            self._alive, self._ready = set(), False
         return self._process
 
     def fork(
@@ -79,8 +78,9 @@ class ForkServer:
         if self._process is None:
             return
         assert self._process.stdout is not None
-        *lines, self._unfinished = (self._unfinished + (self._process.stdout.read() or b"")).split(b"\n")
-        for line in lines:
+        ended = self._process.poll() is not None
+        # An answer is shorter than PIPE_BUF, so that it is in the pipe as a whole or not at all.
+        for line in iter(self._process.stdout.readline, b""):
             answer: dict[str, Any] = json.loads(line)
             self._ready = self._ready or "ready" in answer
             if "forked" in answer:
@@ -88,7 +88,7 @@ class ForkServer:
             if "exited" in answer:
                 self._alive.discard(answer["exited"])
                 yield Exit(answer["exited"], answer["code"])
-        if self._process.poll() is not None:
+        if ended:
             # Ranks ask the kernel to kill them when their server dies. A server that never became ready
             # has forked none, and its log says why it died.
             code = -signal.SIGKILL if self._ready else self._process.returncode

@@ -1,4 +1,4 @@
-"""The ranks of one node: started, followed, killed and cleaned up, run after run."""
+"""The ranks of one node: they are started, watched, killed and cleaned up, one run after another."""
 
 import contextlib
 import json
@@ -29,13 +29,14 @@ from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 
 Cleaned = dict[str, Any]
-"""After a run: {left} why this node cannot be used any more or null, {sm_clocks_hz}, {slowdowns}."""
+"""State of a node after a run: {left} why it cannot be used any more or null, {sm_clocks_hz}, {slowdowns}."""
 
 LOGS_RETRY_S = 10.0
-"""Seconds to retry a disk that does not take logs before the next run begins without them."""
+"""Seconds to retry writing logs to a failing disk; after that the next run begins without them."""
 EXTRA_PARTS = 2
-"""Parts of a long report that are read beside the first; so all ranks fit into one message to the leader."""
-LAUNCHER_VARIABLES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI", "PMIX_")
+"""Parts of a long report that are read at once after the first, so that one message holds the news of all ranks."""
+LAUNCHER_VARIABLES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
+"""Beginnings of variables that are hidden from ranks: programs that find them take a rank for a task of Slurm."""
 
 
 class Node:
@@ -44,13 +45,15 @@ class Node:
     def __init__(self, allocation: Allocation, identity: NodeIdentity) -> None:
         self.allocation = allocation
         self.identity = identity
+        self.folder = SweepFolder(Path(allocation.sweep_dir))
         self.scratch = processes.make_scratch()
         self.tag = processes.own_tag(allocation.name, self.identity.node)
         self.disk = DiskRetry(allocation.heartbeat_s / 2)
         per_node, kernel = allocation.gpus_per_node, allocation.tasks[0].spec.kernel
-        # A rank is no task of Slurm's: programs that find its variables would take it for one.
-        kept = (k for k in os.environ if k == "SLURM_JOB_ID" or not k.startswith(LAUNCHER_VARIABLES))
-        self._base = {**{k: os.environ[k] for k in kept}, processes.TAG_VARIABLE: self.tag}
+        hidden = {k for k in os.environ if k != "SLURM_JOB_ID" and k.startswith(LAUNCHER_VARIABLES)}
+        self._base = {k: v for k, v in os.environ.items() if k not in hidden} | {
+            processes.TAG_VARIABLE: self.tag
+        }
         self._on_gpus = allocation.tasks[0].device == "cuda"
         gpus = visible_gpus()[:per_node] if self._on_gpus else []
         self._gauge = GpuGauge(gpus)
@@ -60,7 +63,7 @@ class Node:
         self._warm = allocation.kernel_kind != "command" or allocation.preflight
         module = KERNEL_MODULE if self._warm else ""
         self._server = ForkServer(self.scratch / "fork_server.log", self._base, module)
-        self._program_env = revealed(kernel.env, SweepFolder(Path(allocation.sweep_dir)).secrets)
+        self._program_env = revealed(kernel.env, self.folder.secrets)
         self._task: Task | None = None
         self._run = self.scratch
         """Folder of the current run."""
@@ -68,29 +71,29 @@ class Node:
         self._progress: dict[int, Progress] = {}
         self._evidence: Iterator[list[RankEvent]] = iter(())
         self._log: NewLines | None = None
-        """The log in which the steps are looked for, of a program that does not report them."""
+        """The log of the rank that prints the steps, if the program does not report them."""
         self._exits: list[Exit] = []
-        """Exits that have not been passed on yet."""
+        """Exits that the leader has not been told yet."""
         self._oom_kills = 0
 
     def facts(self) -> dict[str, Any]:
-        """What the leader has to know of this node before the first run."""
+        """What the leader needs to know about this node before the first run."""
         return {
             "node": self.identity.node,
             "host": self.identity.host,
             "threads": self._threads,
             "bindings": [cpu_text(cpus) for cpus in self._cpus or ()],
-            "foreign": foreign_processes(self._started) if self._on_gpus else [],
+            "foreign": foreign_processes(self._is_ours) if self._on_gpus else [],
             "kernel_digest": self.digest(),
             "git_commit": checkout.commit(),
         }
 
-    def _started(self, pid: int) -> bool:
-        """Whether this agent has started a process."""
+    def _is_ours(self, pid: int) -> bool:
+        """Whether a process has the tag of this agent, which started it or one of its ancestors."""
         return processes.tag_of(pid) == self.tag
 
     def digest(self) -> str:
-        """Hash of the training program's sources as this node sees them now."""
+        """The hash of the training program's sources as this node reads them now."""
         with contextlib.chdir(self.allocation.work_dir):
             return self.allocation.tasks[0].spec.kernel.digest()
 
@@ -101,29 +104,19 @@ class Node:
         return range(self.identity.node * per_node, (self.identity.node + 1) * per_node)
 
     def warm_up(self) -> None:
-        """Starts the fork server while there is nothing else to do."""
+        """Starts the fork server, unless all ranks are programs of the user."""
         if self._warm:
             self._server.start()
 
     def obey(self, message: dict[str, Any]) -> Any:
-        """Does what the leader orders; returns what `kill` or `finish` have to answer, if it was that."""
-        do = message.get("do")
-        if do == "start":
-            self.start(self.allocation.task(message["task"]), message["address"], message["port"])
-        elif do == "store":
-            # Ranks wait for the port of rank 0 in this file.
-            write_whole(self._run / "store", str(message["port"]))
-        elif do == "examine":
-            self.examine()
-        elif do == "kill":
-            return self.kill()
-        elif do == "finish":
-            return self.finish(keep_all=message["keep_all"])
-        return None
+        """Calls the method that the leader orders; returns the answer of `kill` or `finish`, else None."""
+        orders = {f.__name__: f for f in (self.start, self.store, self.examine, self.kill, self.finish)}
+        order = orders.get(message.get("do", ""))
+        return order and order(**{name: value for name, value in message.items() if name != "do"})
 
-    def start(self, task: Task, address: str, port: int) -> None:
-        """Starts this node's ranks of `task`; port 0: rank 0 will report the port that it got."""
-        self._task = task
+    def start(self, index: int, address: str, port: int) -> None:
+        """Starts this node's ranks of a task of the allocation; port 0: rank 0 will report the port that it got."""
+        task = self._task = self.allocation.task(index)
         run = self._run = self.scratch / task.key
         (run / EVIDENCE_FOLDER).mkdir(parents=True)
         write_whole(run / "spec.json", json.dumps(to_dict(task), indent=1))
@@ -165,7 +158,7 @@ class Node:
         }
 
     def rank_events(self) -> list[RankEvent]:
-        """What happened to the ranks since the last call."""
+        """Reported lines, progress, evidence and exits of this node's ranks since the last call."""
         task = self._task
         if task is None:
             return []
@@ -193,7 +186,7 @@ class Node:
         return found
 
     def _reported(self, rank: int, report: NewLines, forked: bool) -> list[RankEvent]:
-        """What a rank has reported since the last call, and how far it has come."""
+        """The lines that a rank has reported since the last call, and its progress where that has changed."""
         texts = report.read()
         for _ in range(EXTRA_PARTS if report.behind else 0):
             texts += report.read()
@@ -202,41 +195,49 @@ class Node:
         known = [line for line in lines if line and (forked or line["event"] != "probe")]
         found: list[RankEvent] = [{"rank": rank, "line": line} for line in known]
         done, before = read_progress(report.path), self._progress.get(rank, Progress())
-        # Counts only grow; smaller ones make no sense.
+        # Smaller counts than before can only be an error of the rank.
         if done != before and done.step >= before.step and done.microbatches >= before.microbatches:
             self._progress[rank] = done
             found.append({"rank": rank, **to_dict(done)})
         return found
 
+    def store(self, port: int) -> None:
+        """Tells the ranks, which wait for this file, the port that rank 0 got."""
+        write_whole(self._run / "store", str(port))
+
     def examine(self) -> None:
-        """Looks at the ranks that still run; what is found is among the events when it is complete."""
+        """Begins to collect the evidence of a hang; it is among the events when it is complete."""
         if self._task is not None:
-            pids = {rank: pid for rank, pid in self._server.rank_pids.items() if self._started(pid)}
+            pids = {rank: pid for rank, pid in self._server.rank_pids.items() if self._is_ours(pid)}
             self._evidence = hang_evidence(self._run, pids, self.tag)
 
     def kill(self) -> Cleaned:
-        """Ends every process of the current run on this node and removes what it left."""
+        """Kills every process of the current run on this node, and removes what they left behind."""
         left = self._end_processes() or self._gauge.occupied(self.disk.beat)
         slowdowns = sorted(self._gauge.slowdowns)
         return {"left": left, "sm_clocks_hz": self._gauge.clocks_hz, "slowdowns": slowdowns}
 
     def _end_processes(self) -> str | None:
-        """Ends all processes but the fork server; returns which ones did not die."""
+        """Kills all processes but the fork server; returns a message about those that did not die."""
         stay = processes.kill_until_gone(self._of_the_run, meanwhile=self.disk.beat)
         self._shared_memory.remove()
         return f"processes that cannot be killed: {processes.described(stay)}" if stay else None
 
     def _of_the_run(self) -> list[int]:
-        """All that descends from this agent, with or without its tag, but for the fork server.
+        """All descendants of this agent and all processes with its tag, except the fork server.
 
-        The agent's own children are killed at once.
+        The agent's own children are already killed by this call.
         """
         hit = processes.kill_children({self._server.pid or 0})
         found = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
         return sorted(found - {self._server.pid} or hit)
 
     def finish(self, keep_all: bool) -> str | None:
-        """Saves logs of the run (all ranks of a failed one), then forgets it; returns why that failed."""
+        """Saves the logs of the run and removes its folder; returns why the logs could not be saved, or None.
+
+        Args:
+            keep_all: keep the logs of all ranks, as of a failed run.
+        """
         if self._task is None:
             return None
         task, problem = self._task, None
@@ -249,7 +250,7 @@ class Node:
         return problem
 
     def _keep_logs(self, task: Task, failed: bool) -> None:
-        to = SweepFolder(Path(self.allocation.sweep_dir)).log_folder(task.run_id, task.repeat, task.attempt)
+        to = self.folder.log_folder(task.run_id, task.repeat, task.attempt)
         if failed:
             copy_logs(self._run, to, int(task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node == 0 and not task.probe:
@@ -257,14 +258,14 @@ class Node:
         copy_profile(self._run, to)
 
     def close(self) -> None:
-        """Ends every process and removes the node-local folder."""
+        """Kills every process, the fork server too, and removes the node-local folder."""
         self._server.stop()
         self._end_processes()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def _logged(spec: RunSpec, log: NewLines) -> list[RankEvent]:
-    """The steps that a program's log tells; they count as rank 0's, whichever rank writes that log."""
+    """The steps that a program prints to its log; they count as steps of rank 0, whichever rank prints them."""
     pattern = re.compile(spec.kernel.step_line or "")
     tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
     steps = (parse_log_line(text, pattern, tokens_per_gpu) for text in log.read())
@@ -272,10 +273,10 @@ def _logged(spec: RunSpec, log: NewLines) -> list[RankEvent]:
 
 
 def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """How often the kernel has killed a process for want of memory in this process's memory cgroup.
+    """How many processes Linux has killed for lack of memory in the memory cgroup of this process.
 
-    A run's ranks share the cgroup of their agent, so that kills in other jobs of the host do not count.
-    Where the cgroup has no such counter it is that of the whole host; 0 where there is none at all.
+    The ranks of a run share the cgroup of their agent, so that kills in other jobs of the host do not count.
+    Where the cgroup has no such counter, that of the whole host is read; without any the answer is 0.
     Sources: docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), cgroup-v1/memory.html
     (memory.oom_control).
     """

@@ -52,7 +52,7 @@ def main() -> None:
     become_subreaper()
     node = Node(replace(allocation, preflight=True), NodeIdentity(node=0, host="local-0"))
     node.warm_up()  # the fork server must survive the cleaning
-    node.start(run, "127.0.0.1", 0)
+    node.start(0, "127.0.0.1", 0)
     for line in sys.stdin:
         print(json.dumps(eval(line, {"node": node, "gpus": gpus})), flush=True)
     node.close()

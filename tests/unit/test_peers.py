@@ -67,7 +67,7 @@ def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(node, stop, 
 
 def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
     line, there = pair
-    there.sendall(b'{"do": "start", "task": 99, "address": "127.0.0.1", "port": 0}\n')
+    there.sendall(b'{"do": "start", "index": 99, "address": "127.0.0.1", "port": 0}\n')
     with pytest.raises(IndexError):
         follow(node, line, stop)
     said = [json.loads(text) for text in there.recv(2**16).splitlines()]
