@@ -1,7 +1,7 @@
 """What a sweep's head, sweep.json, says of every run in it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ultrabench.errors import ConfigError, SweepFolderError
@@ -11,7 +11,8 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.progress import PlannedRun
+from ultrabench.sweep.candidate import Candidate
+from ultrabench.sweep.plan_table import run_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class SweepHead:
     cluster: str | None
     hardware: Hardware
     kernel: KernelConfig
+    seed: int
+    """Seed of parameters and tokens."""
     kernel_digest: str | None
     shapes: Mapping[str, ModelShape]
     """Model name -> shape."""
@@ -51,16 +54,17 @@ class SweepHead:
             shapes = []
         return {**self.shapes, **{shape.name: shape for shape in shapes}}
 
-    def with_peaks(self, planned: Sequence[PlannedRun], state: SweepState) -> list[PlannedRun]:
-        """The runs of the plan with the token rate at which their mfu would be 1, where that is known."""
-        shapes = {} if self.kernel.kind == "probe" else self.shapes_of(state)
-        peaks = {nodes: self.peak(nodes, self.kernel.precision) for nodes in {r.nodes for r in planned}}
-        return [
-            replace(run, peak_tokens_per_s_per_gpu=peak.flops_per_s / shape.flops_per_token(run.seq_len))
-            if (peak := peaks[run.nodes]) and (shape := shapes.get(run.model))
-            else run
-            for run in planned
-        ]
+    def runs(self, rows: Iterable[dict[str, Any]], state: SweepState) -> Iterator[Candidate]:
+        """The runs among the rows of plan.parquet; `state` holds the latest launch, which made the plan.
+
+        Raises:
+            SweepFolderError: nobody knows the shape of a model.
+        """
+        shapes, runs = self.shapes_of(state), [row for row in rows if row["decision"] == "run"]
+        peaks = {nodes: self.peak(nodes, self.kernel.precision) for nodes in {row["nodes"] for row in runs}}
+        trains = self.kernel.kind != "probe"
+        rates = {nodes: peak.flops_per_s if peak and trains else None for nodes, peak in peaks.items()}
+        return (run_of(row, shapes, self.kernel, self.seed, rates[row["nodes"]]) for row in runs)
 
 
 def read_head(folder: SweepFolder) -> SweepHead:
@@ -86,6 +90,7 @@ def _parse(name: str, raw: Mapping[str, Any]) -> SweepHead:
         cluster=raw.get("cluster"),
         hardware=_hardware(raw["hardware"]),
         kernel=from_dict(KernelConfig, raw["kernel"]),
+        seed=raw["workload"].get("seed", 0),
         kernel_digest=raw.get("kernel_digest"),
         shapes={shape.name: shape for shape in shapes},
         core_flops_per_s=peak.get("core_flops_per_s"),

@@ -6,14 +6,11 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from ultrabench.analysis.head import SweepHead, read_head
 from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION
 from ultrabench.device_rates import bandwidths, summary
-from ultrabench.errors import ConfigError, SweepFolderError
-from ultrabench.layout import AXES, Layout
+from ultrabench.errors import ConfigError
+from ultrabench.layout import AXES
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
 from ultrabench.result import RunResult, Status
@@ -22,9 +19,10 @@ from ultrabench.step_time import ci95_rel
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
-from ultrabench.sweep.dominated import fit_of, left_out, policy_of, skipped_reason
+from ultrabench.sweep.dominated import left_out, skipped_reason
 from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.outliers import control_times, impossible, suspect_attempts
+from ultrabench.sweep.plan_table import read_rows
 
 Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
@@ -73,18 +71,10 @@ def sweep_rows(folder: SweepFolder, warn: Warn) -> list[Row]:
 
 
 def _read_plan(folder: SweepFolder, warn: Warn) -> list[Row]:
-    try:
-        rows: list[Row] = pq.read_table(folder.plan).to_pylist()
-    except FileNotFoundError:
+    if not folder.plan.exists():
         warn(f"{folder.name}: no plan.parquet; candidates that were never attempted are missing")
         return []
-    except (OSError, pa.ArrowException) as error:
-        raise SweepFolderError(f"cannot read {folder.plan}: {_first_line(error)}") from error
-    return rows
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    return read_rows(folder.plan)
 
 
 def _rows(head: SweepHead, plan: list[Row], told: SweepState, warn: Warn) -> Iterator[Row]:
@@ -94,7 +84,8 @@ def _rows(head: SweepHead, plan: list[Row], told: SweepState, warn: Warn) -> Ite
         attempts[key.run_id].append(attempt)
     final = {attempt.key for attempt in final_attempts(state).values()}
     control, suspects = control_times(state), suspect_attempts(state, device=head.hardware.device)
-    shapes, dominated = head.shapes_of(state), _dominated(plan, state)
+    shapes = head.shapes_of(state)
+    dominated = left_out(head.runs((row for row in plan if row["model"] in shapes), state), state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
         row = _attempted(base, attempt, state, attempt.key in final)
@@ -162,13 +153,6 @@ def _planned(head: SweepHead, candidate: Row, shape: ModelShape | None) -> Row:
 
 def _shape_columns(shape: ModelShape | None) -> Row:
     return {} if shape is None else {k: getattr(shape, k) for k in _SHAPE}
-
-
-def _dominated(plan: list[Row], state: SweepState) -> dict[str, str]:
-    """run_id of what is left out -> run_id of what had not enough memory."""
-    runs = [row for row in plan if row.get("decision") == "run"]
-    fits = (fit_of(row, Layout(**{k: row[k] for k in AXES})) for row in runs)
-    return left_out(fits, state, policy_of(state))
 
 
 def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:

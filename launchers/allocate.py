@@ -8,8 +8,8 @@ from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.sweep.attempts import PlannedAttempt
+from ultrabench.sweep.candidate import Cell
 from ultrabench.sweep.config import SweepConfig
-from ultrabench.sweep.control import Cell, cell_of
 from ultrabench.sweep.pack import run_limit_s
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.price import PlannedJob
@@ -80,9 +80,9 @@ def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[Cell, float]) -> Ta
         rank_mem_bytes=config.hardware.rank_mem_bytes,
         gpu_names=config.hardware.reported_as,
         predicted_step_time_s=run.prediction.step_time_s,
-        predicted_duration_s=run.duration_s(plan.steps),
-        limit_s=run_limit_s(attempt, config, plan.steps),
-        best_step_time_s=best.get(cell_of(run)),
+        predicted_duration_s=run.prediction.duration_s,
+        limit_s=run_limit_s(attempt, config),
+        best_step_time_s=best.get(run.cell),
         profile=config.profile,
     )
 

@@ -115,7 +115,7 @@ def open_sweep(
         work_dir=str(Path.cwd()),
     )  # fmt: skip
     _keep_difference(folder)
-    write_plan(plan, folder.plan)
+    write_plan(plan.candidates, folder.plan)
     return OpenSweep(
         folder=folder, plan=plan, journal=journal, reader=reader, known=known, environment=environment,
         accepts=accepts, kernel_digest=digest, git_commit=origin["git_commit"],

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from ultrabench.result import RunResult, Status
 from ultrabench.store.state import AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.contenders import contenders
-from ultrabench.sweep.control import cell_of
-from ultrabench.sweep.dominated import Fit, left_out
+from ultrabench.sweep.dominated import left_out
 from ultrabench.sweep.losses import disputed_attempts, with_loss_outliers
 from ultrabench.sweep.outliers import suspect_attempts
-from ultrabench.sweep.plan import Candidate, Plan
+from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.retry_policy import RetryPolicy, broken, decide_retry
 
 
@@ -88,13 +88,12 @@ def attempts_left(
     for key, attempt in sorted(state.attempts.items()):
         tried.setdefault(key.run_id, []).append(attempt)
     following = _Following(state, policy, old, accepts, doubted)
-    fits = (Fit(r.run_id, cell_of(r), r.layout, r.prediction.memory_share) for r in runs)
-    dominated = left_out(fits, state, policy)
+    dominated = left_out(runs, state)
     open_runs = [run for run in runs if run.run_id not in dominated]
     todo = _wanted(open_runs, tried, following, range(repeats))
     if confirm > repeats:
-        unsettled = {cell_of(t.candidate) for t in todo}
-        settled = [run for run in open_runs if cell_of(run) not in unsettled]
+        unsettled = {t.candidate.cell for t in todo}
+        settled = [run for run in open_runs if run.cell not in unsettled]
         best = contenders(settled, tried, state)
         todo += _wanted([r for r in settled if r.run_id in best], tried, following, range(repeats, confirm))
     todo = [t for t in todo if t.key not in on_their_way]

@@ -5,9 +5,8 @@ from statistics import median
 
 from ultrabench.result import RunResult
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.control import Cell, cell_of
+from ultrabench.sweep.candidate import Candidate, Cell
 from ultrabench.sweep.outliers import control_times, may_win
-from ultrabench.sweep.plan import Candidate
 
 WITHIN = 1.05
 """Of the best step time of the cell."""
@@ -29,7 +28,7 @@ def contenders(
         if timed:
             ratios = [t / c for a, t in timed if (c := controls.get(a.allocation or ""))]
             times = (median(t for _, t in timed), median(ratios) if ratios else None)
-            cells.setdefault(cell_of(run), []).append((run.run_id, *times))
+            cells.setdefault(run.cell, []).append((run.run_id, *times))
     return frozenset(run_id for times in cells.values() for run_id in _near_best(times))
 
 
@@ -50,7 +49,7 @@ def step_time_s(result: RunResult | None) -> float | None:
 
 def best_step_times_s(state: SweepState, runs: Iterable[Candidate]) -> dict[Cell, float]:
     """The fastest median step time of each cell so far."""
-    cells = {run.run_id: cell_of(run) for run in runs}
+    cells = {run.run_id: run.cell for run in runs}
     found: dict[Cell, float] = {}
     for key, attempt in state.attempts.items():
         time_s, cell = step_time_s(attempt.result), cells.get(key.run_id)

@@ -2,27 +2,20 @@
 
 from collections.abc import Iterable
 
-from ultrabench.sweep.plan import Candidate, Plan
+from ultrabench.sweep.candidate import Candidate, Cell
+from ultrabench.sweep.plan import Plan
 
 SAFE_SHARE = 0.7
 """Largest predicted share of the memory of an accelerator; a control run must not fail for lack of memory."""
-
-Cell = tuple[str, int]
-"""Model and nodes; hardware and kernel are the same in a whole sweep."""
-
-
-def cell_of(run: Candidate) -> Cell:
-    """The cell a run belongs to."""
-    return (run.shape.name, run.nodes)
 
 
 def controls(plan: Plan) -> dict[Cell, Candidate]:
     """One run for each cell: the fastest by prediction of those that surely fit, else the smallest."""
     chosen: dict[Cell, Candidate] = {}
     for run in plan.runs:
-        held = chosen.get(cell_of(run))
+        held = chosen.get(run.cell)
         if held is None or _rank(run) < _rank(held):
-            chosen[cell_of(run)] = run
+            chosen[run.cell] = run
     return chosen
 
 

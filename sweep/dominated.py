@@ -1,43 +1,26 @@
 """Runs that are left out because another one had not enough memory; derived anew at every look."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 from ultrabench.dominance import dominates
-from ultrabench.layout import Layout
-from ultrabench.record import from_dict
 from ultrabench.result import Status
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.retry_policy import RetryPolicy, settled_oom
+from ultrabench.sweep.candidate import Candidate
+from ultrabench.sweep.retry_policy import settled_oom
 
 
-class Fit(NamedTuple):
-    """What dominance needs to know of a run."""
-
-    run_id: str
-    cell: tuple[str, int]
-    """Model and nodes."""
-    layout: Layout
-    memory_share: float
-    """Predicted memory, as a share of what a rank has."""
-
-
-def policy_of(state: SweepState) -> RetryPolicy:
-    """The retry policy of a sweep's latest launch."""
-    told = ((state.config or {}).get("config") or {}).get("retry")
-    return from_dict(RetryPolicy, told) if isinstance(told, dict) else RetryPolicy()
-
-
-def left_out(runs: Iterable[Fit], state: SweepState, policy: RetryPolicy) -> dict[str, str]:
+def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
     """run_id of what cannot fit -> run_id of what did not.
 
     A run that was ok itself, or that the user asks for, is not left out; and one ok run that should
     not have fitted shows that its dominator is no rule.
     """
+    if not any(_ended(attempt, Status.OOM) for attempt in state.attempts.values()):
+        return {}
     tried: dict[str, list[AttemptState]] = {}
     for key, attempt in sorted(state.attempts.items()):
         tried.setdefault(key.run_id, []).append(attempt)
-    kin: dict[tuple[object, ...], list[Fit]] = {}
+    kin: dict[tuple[object, ...], list[Candidate]] = {}
     for run in runs:
         at = run.layout
         kin.setdefault((run.cell, at.tp, at.pp, at.cp), []).append(run)
@@ -45,18 +28,18 @@ def left_out(runs: Iterable[Fit], state: SweepState, policy: RetryPolicy) -> dic
     asked = {key.run_id for key in state.retried}
     found: dict[str, str] = {}
     for group in kin.values():
-        for victims, run_id in _speaking(group, tried, fitted, policy):
+        for victims, run_id in _speaking(group, tried, fitted):
             found |= dict.fromkeys(victims - asked - found.keys(), run_id)
     return found
 
 
 def _speaking(
-    group: Sequence[Fit], tried: Mapping[str, list[AttemptState]], fitted: set[str], policy: RetryPolicy
+    group: Sequence[Candidate], tried: Mapping[str, list[AttemptState]], fitted: set[str]
 ) -> Iterable[tuple[set[str], str]]:
     """What each run of a group that surely had not enough memory says of the others."""
     for run in group:
         attempts = tried.get(run.run_id, [])
-        if run.run_id not in fitted and settled_oom(attempts, policy, run.memory_share):
+        if run.run_id not in fitted and settled_oom(attempts, run.prediction.memory_share):
             victims = {o.run_id for o in group if dominates(run.layout, o.layout)}
             if not victims & fitted:
                 yield victims, run.run_id
@@ -69,9 +52,3 @@ def _ended(attempt: AttemptState, status: Status) -> bool:
 def skipped_reason(by: str) -> str:
     """What a row says of a run that is left out."""
     return f"dominated by {by}, which had not enough memory with a smaller micro-batch or a higher ZeRO stage"
-
-
-def fit_of(row: Mapping[str, Any], layout: Layout) -> Fit:
-    """Of a row of plan.parquet."""
-    share = row.get("predicted_memory_share")
-    return Fit(row["run_id"], (row["model"], row["nodes"]), layout, 1.0 if share is None else share)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ultrabench.sweep.attempts import PlannedAttempt
+from ultrabench.sweep.candidate import Cell
 from ultrabench.sweep.config import SweepConfig
-from ultrabench.sweep.control import Cell, cell_of
 
 START_S = 120.0
 """Seconds for the start of the agents, their rendezvous and the preflight."""
@@ -20,13 +20,13 @@ CONTROL_SHARE = 0.1
 """Largest share of an allocation's time for its control run; where it would take more, the allocation is longer."""
 
 
-def run_limit_s(todo: PlannedAttempt, config: SweepConfig, steps: int) -> float:
+def run_limit_s(todo: PlannedAttempt, config: SweepConfig) -> float:
     """Wall-clock limit of one attempt, in seconds."""
-    predicted = RUN_LIMIT_FACTOR * todo.candidate.duration_s(steps)
+    predicted = RUN_LIMIT_FACTOR * todo.candidate.prediction.duration_s
     return max(config.measure.run_limit_s, predicted) * todo.patience
 
 
-def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig, steps: int) -> float:
+def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig) -> float:
     """Wall-clock limit of an allocation: its predicted duration with a margin, and one slow run.
 
     A run that is cut off by the end of its allocation is run again, so the margin need not hold
@@ -34,16 +34,13 @@ def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig, ste
     """
     if config.launcher.time_minutes is not None:
         return 60.0 * config.launcher.time_minutes
-    predicted = sum(t.candidate.duration_s(steps) for t in group)
-    slowest = max(run_limit_s(t, config, steps) for t in group)
+    predicted = sum(t.candidate.prediction.duration_s for t in group)
+    slowest = max(run_limit_s(t, config) for t in group)
     return ROUND_S * math.ceil((START_S + MARGIN * predicted + slowest) / ROUND_S)
 
 
 def pack(
-    todo: Sequence[PlannedAttempt],
-    config: SweepConfig,
-    steps: int,
-    control_s: Mapping[Cell, float] | None = None,
+    todo: Sequence[PlannedAttempt], config: SweepConfig, control_s: Mapping[Cell, float] | None = None
 ) -> list[tuple[PlannedAttempt, ...]]:
     """The attempts in groups, one allocation each, in order.
 
@@ -63,9 +60,9 @@ def pack(
         model = item.candidate.shape.name if config.launcher.control else None
         kind = (item.candidate.nodes, item.key.repeat, model)
         at = latest.get(kind)
-        duration = item.candidate.duration_s(steps)
+        duration = item.candidate.prediction.duration_s
         if at is not None:
-            least_s = control_s.get(cell_of(item.candidate), 0.0) / CONTROL_SHARE
+            least_s = control_s.get(item.candidate.cell, 0.0) / CONTROL_SHARE
             over_time = filled[at] + duration > 60 * minutes and filled[at] >= least_s
             over_count = most is not None and len(groups[at]) >= most
             if over_time or over_count:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import combinations_with_replacement
 
 from ultrabench.layout import AXES
-from ultrabench.sweep.plan import Candidate
+from ultrabench.sweep.candidate import Candidate
 
 Word = tuple[str, object]
 

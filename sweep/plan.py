@@ -1,63 +1,22 @@
 """The plan of a sweep: every candidate, whether it runs, why not, and in which order."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import rank_peak
+from ultrabench.hardware import GUESSED, Peak, rank_peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.run import RunSpec, Workload, fill_in
+from ultrabench.run import RunSpec, fill_in
 from ultrabench.support import refusal
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.grid import layouts, not_listed, require_countable, why_none
-from ultrabench.sweep.predict import Prediction, predict
+from ultrabench.sweep.predict import predict
 from ultrabench.sweep.predict_probe import predict_probe
 from ultrabench.sweep.rules import first_broken
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One layout of one model on one number of nodes, and what is decided about it."""
-
-    shape: ModelShape
-    nodes: int
-    layout: Layout
-    rule: str | None
-    """The first structural rule that rejects it, or `kernel` when the kernel refuses it."""
-    reason: str | None
-    prediction: Prediction
-    spec: RunSpec
-
-    @cached_property
-    def run_id(self) -> str:
-        """Of its spec; hashed once, since a running sweep asks for it all the time."""
-        return self.spec.run_id
-
-    @property
-    def valid(self) -> bool:
-        """No structural rule rejects it."""
-        return self.rule is None or self.rule == "kernel"
-
-    @property
-    def runs(self) -> bool:
-        """It is worth running and the kernel can."""
-        return self.rule is None
-
-    @property
-    def fits(self) -> bool:
-        """Its predicted memory is within that of a rank."""
-        return self.prediction.memory_share <= 1
-
-    def duration_s(self, steps: int) -> float:
-        """Predicted wall-clock seconds of a run of `steps` steps; what does not fit ends at its start."""
-        return self.prediction.start_s + steps * self.prediction.step_time_s * self.fits
-
-    def gpu_hours(self, steps: int) -> float:
-        """Predicted price of a run of `steps` steps."""
-        return self.duration_s(steps) * self.layout.world_size / 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +28,6 @@ class Plan:
 
     config: SweepConfig
     candidates: tuple[Candidate, ...]
-
-    @property
-    def steps(self) -> int:
-        """Steps a run is priced at."""
-        measure = self.config.measure
-        return measure.warmup_steps + (measure.min_steps + measure.max_steps) // 2
 
     @property
     def runs(self) -> tuple[Candidate, ...]:
@@ -122,7 +75,6 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
     """
     require_countable(config.axes, len(config.models))
     found: list[Candidate] = []
-    probes = config.kernel.kind == "probe"
     for shape in config.models:
         for nodes in sorted(set(config.axes.nodes)):
             peak = rank_peak(
@@ -132,69 +84,70 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
                 core_flops_per_s=core_flops_per_s,
                 cores=cores,
             )
-            gpus = nodes * config.hardware.gpus_per_node
-            # A probe trains nothing: one sequence a rank, on any number of nodes.
-            workload = replace(config.workload, gbs=gpus) if probes else config.workload
-            for layout in layouts(config.axes, gpus, workload):
-                prediction = (
-                    predict_probe(config.hardware, nodes)
-                    if probes
-                    else predict(
-                        layout,
-                        shape,
-                        config.hardware,
-                        seq_len=config.workload.seq_len,
-                        precision=config.kernel.precision,
-                        nodes=nodes,
-                        peak=peak,
-                    )
-                )
-                found.append(_candidate(config, shape, nodes, layout, workload, prediction))
+            found += _candidates(config, shape, nodes, peak)
     if not found:
         raise why_none(config.axes, config.hardware.gpus_per_node, config.workload)
     if config.kernel.command:
         fill_in(found[0].spec, 0, 0, config.measure)  # names a wrong word now, not on the nodes
-    steps = Plan(config=config, candidates=()).steps
     # sorted() is stable: equal prices keep the order of the grid, so the same input plans the same.
-    runs = sorted((c for c in found if c.runs), key=lambda c: _order(c, steps))
+    runs = sorted((c for c in found if c.runs), key=_order)
     return Plan(config=config, candidates=(*runs, *(c for c in found if not c.runs)))
 
 
-def _order(run: Candidate, steps: int) -> tuple[bool, float]:
-    """Price in GPU hours; of what does not fit, the memory."""
-    return (False, run.gpu_hours(steps)) if run.fits else (True, run.prediction.memory_share)
+def _order(run: Candidate) -> tuple[bool, float]:
+    """The price in GPU hours; behind all those, the memory of what does not fit."""
+    return (False, run.gpu_hours) if run.fits else (True, run.prediction.memory_share)
 
 
-def _candidate(
-    config: SweepConfig,
-    shape: ModelShape,
-    nodes: int,
-    layout: Layout,
-    workload: Workload,
-    prediction: Prediction,
-) -> Candidate:
-    broken = first_broken(layout, shape)
-    if broken is None and (reason := not_listed(config.axes, layout)):
-        broken = ("gas_not_listed", reason)
-    if broken is None:
-        reason = refusal(config.kernel, layout, shape, config.workload.seq_len)
-        broken = None if reason is None else ("kernel", reason)
-    return Candidate(
-        shape=shape,
-        nodes=nodes,
-        layout=layout,
-        rule=broken[0] if broken else None,
-        reason=broken[1] if broken else None,
-        prediction=prediction,
-        spec=RunSpec(
+def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) -> Iterator[Candidate]:
+    """All candidates of one model on one number of nodes."""
+    probes = config.kernel.kind == "probe"
+    gpus = nodes * config.hardware.gpus_per_node
+    # A probe trains nothing: one sequence a rank, on any number of nodes.
+    workload = replace(config.workload, gbs=gpus) if probes else config.workload
+    steps = config.measure.priced_steps
+    for layout in layouts(config.axes, gpus, workload):
+        prediction = (
+            predict_probe(config.hardware, nodes, steps)
+            if probes
+            else predict(
+                layout,
+                shape,
+                config.hardware,
+                seq_len=workload.seq_len,
+                precision=config.kernel.precision,
+                nodes=nodes,
+                peak=peak,
+                steps=steps,
+            )
+        )
+        rule, reason = _rejected(config, layout, shape)
+        spec = RunSpec(
             shape=shape,
             workload=workload,
             layout=layout,
             kernel=config.kernel,
             nodes=nodes,
             gpus_per_node=config.hardware.gpus_per_node,
-        ),
-    )
+        )
+        yield Candidate(
+            run_id=spec.run_id,
+            spec=spec,
+            rule=rule,
+            reason=reason,
+            prediction=prediction,
+            peak_flops_per_s=None if probes or peak.source == GUESSED else peak.flops_per_s,
+        )
+
+
+def _rejected(config: SweepConfig, layout: Layout, shape: ModelShape) -> tuple[str | None, str | None]:
+    """The rule that rejects a layout and its reason; two Nones where nothing does."""
+    if broken := first_broken(layout, shape):
+        return broken
+    if reason := not_listed(config.axes, layout):
+        return "gas_not_listed", reason
+    reason = refusal(config.kernel, layout, shape, config.workload.seq_len)
+    return ("kernel", reason) if reason else (None, None)
 
 
 def require_runs(plan: Plan) -> None:

@@ -1,5 +1,6 @@
 """plan.parquet: one row a candidate, with decision, reason and prediction."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +8,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ultrabench.errors import SweepFolderError
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, Layout
+from ultrabench.model_shape import ModelShape
+from ultrabench.run import RunSpec, Workload
 from ultrabench.store.folder import write_whole
-from ultrabench.sweep.dominated import fit_of
-from ultrabench.sweep.plan import Plan
-from ultrabench.sweep.progress import PlannedRun
+from ultrabench.sweep.candidate import Candidate
+from ultrabench.sweep.predict import Prediction
+
+Row = dict[str, Any]
+"""Column name -> value."""
+RUNS = ("decision", "=", "run")
 
 
-def plan_table(plan: Plan) -> pa.Table:
-    """The plan as a table, in the plan's order."""
-    rows: list[dict[str, Any]] = []
-    for order, c in enumerate(plan.candidates):
+def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
+    """The candidates of a plan as a table, in their order."""
+    rows: list[Row] = []
+    for order, c in enumerate(candidates):
         rows.append(
             {
                 "order": order,
@@ -37,7 +44,7 @@ def plan_table(plan: Plan) -> pa.Table:
                 "predicted_memory_share": c.prediction.memory_share,
                 "predicted_to_fit": c.fits,
                 "p_oom": None,
-                "predicted_gpu_hours": c.gpu_hours(plan.steps),
+                "predicted_gpu_hours": c.gpu_hours,
             }
         )
     table = pa.Table.from_pylist(rows)
@@ -49,57 +56,71 @@ def plan_table(plan: Plan) -> pa.Table:
     return table
 
 
-def write_plan(plan: Plan, path: Path) -> None:
+def write_plan(candidates: Iterable[Candidate], path: Path) -> None:
     """Writes the plan beside `path` and renames it.
 
     Raises:
         SweepFolderError: it cannot be written.
     """
     buffer = pa.BufferOutputStream()
-    pq.write_table(plan_table(plan), buffer)
+    pq.write_table(plan_table(candidates), buffer)
     try:
         write_whole(path, buffer.getvalue().to_pybytes())
     except OSError as error:
         raise SweepFolderError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
-def planned_runs(plan: Plan) -> list[PlannedRun]:
-    """The runs of a plan, as progress needs them."""
-    return [_planned(row) for row in plan_table(plan).to_pylist() if row["decision"] == "run"]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a plan.parquet.
+def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
+    """The rows of a plan.parquet, in the plan's order; with `runs_only` none of the rejected candidates.
 
     Raises:
-        SweepFolderError: the file cannot be read.
+        SweepFolderError: the file is missing or cannot be read.
     """
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        rows: list[Row] = pq.read_table(path, filters=[RUNS] if runs_only else None).to_pylist()
     except FileNotFoundError:
         raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException) as error:
         raise SweepFolderError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
     return rows
 
 
-def read_plan(path: Path) -> list[PlannedRun]:
-    """The runs of a plan.parquet, as progress needs them."""
-    return [_planned(row) for row in read_rows(path) if row["decision"] == "run"]
+def run_of(
+    row: Row,
+    shapes: Mapping[str, ModelShape],
+    kernel: KernelConfig,
+    seed: int,
+    peak_flops_per_s: float | None,
+) -> Candidate:
+    """The run that a row of plan.parquet describes, with what all runs of its sweep share.
 
+    Args:
+        shapes: model name -> shape.
+        peak_flops_per_s: peak rate of one rank on that many nodes; None where it is unknown.
 
-def _planned(row: dict[str, Any]) -> PlannedRun:
-    return PlannedRun(
+    Raises:
+        SweepFolderError: nobody knows the shape of its model.
+    """
+    if row["model"] not in shapes:
+        raise SweepFolderError(
+            f"plan.parquet holds model={row['model']}, of which neither sweep.json nor the journal has the sizes; "
+            "launch the sweep again to write it"
+        )
+    return Candidate(
         run_id=row["run_id"],
-        model=row["model"],
-        nodes=row["nodes"],
-        gpus=row["gpus"],
-        fit=fit_of(row, _layout(row)),
-        tokens_per_step=row["gbs"] * row["seq_len"],
-        seq_len=row["seq_len"],
-        duration_s=row["predicted_gpu_hours"] * 3600 / row["gpus"],
+        spec=RunSpec(
+            shape=shapes[row["model"]],
+            workload=Workload(seq_len=row["seq_len"], gbs=row["gbs"], seed=seed),
+            layout=Layout(**{name: row[name] for name in AXES}),
+            kernel=kernel,
+            nodes=row["nodes"],
+            gpus_per_node=row["gpus_per_node"],
+        ),
+        prediction=Prediction(
+            step_time_s=row["predicted_step_time_s"],
+            peak_mem_bytes=row["predicted_peak_mem_bytes"],
+            memory_share=row["predicted_memory_share"],
+            duration_s=row["predicted_gpu_hours"] * 3600 / row["gpus"],
+        ),
+        peak_flops_per_s=peak_flops_per_s,
     )
-
-
-def _layout(row: dict[str, Any]) -> Layout:
-    return Layout(**{name: row[name] for name in AXES})

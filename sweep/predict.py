@@ -29,8 +29,8 @@ class Prediction:
     """Largest stage's."""
     memory_share: float
     """peak_mem_bytes, as a share of what a rank has."""
-    start_s: float
-    """Before the first step."""
+    duration_s: float
+    """Of a whole run; one that does not fit ends at its start."""
 
 
 def predict(
@@ -42,8 +42,9 @@ def predict(
     precision: str,
     nodes: int,
     peak: Peak,
+    steps: int,
 ) -> Prediction:
-    """Step time in seconds and peak memory in bytes of one rank of the largest stage."""
+    """What a run of `steps` steps needs; the memory is that of one rank of the largest stage."""
     ranks = [held_stages(shape, layout, rank) for rank in range(layout.pp)]
     memory = max(
         sum(
@@ -55,11 +56,12 @@ def predict(
     )
     ranks_on_host = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
     start = RANK_START_S[hardware.device] * (ranks_on_host if hardware.device == "cpu" else 1)
+    time_s = step_time_s(ranks, layout, shape, hardware, seq_len, precision, nodes, peak)
     return Prediction(
-        step_time_s=step_time_s(ranks, layout, shape, hardware, seq_len, precision, nodes, peak),
+        step_time_s=time_s,
         peak_mem_bytes=memory,
         memory_share=memory / hardware.rank_mem_bytes,
-        start_s=start,
+        duration_s=start + steps * time_s * (memory <= hardware.rank_mem_bytes),
     )
 
 

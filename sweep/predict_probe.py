@@ -5,8 +5,8 @@ from ultrabench.hardware import Hardware
 from ultrabench.sweep.predict import LINK_EFFICIENCY, RANK_START_S, Prediction
 
 
-def predict_probe(hardware: Hardware, nodes: int) -> Prediction:
-    """Time of one step, which is every operation in every size, over all ranks and inside the nodes.
+def predict_probe(hardware: Hardware, nodes: int, steps: int) -> Prediction:
+    """What a run of `steps` steps needs; a step is every operation in every size, over all ranks and inside the nodes.
 
     t = calls * sum(S * f) / link, with the shares f and sizes S of `ultrabench.device_rates`.
     """
@@ -27,5 +27,5 @@ def predict_probe(hardware: Hardware, nodes: int) -> Prediction:
         step_time_s=step_time_s,
         peak_mem_bytes=memory,
         memory_share=memory / hardware.rank_mem_bytes,
-        start_s=start + 2 * form.device_s,
+        duration_s=start + 2 * form.device_s + steps * step_time_s,
     )

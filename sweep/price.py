@@ -7,10 +7,11 @@ from statistics import median
 
 from ultrabench.store.state import AttemptKey, SweepState
 from ultrabench.sweep.attempts import PlannedAttempt, next_attempts
+from ultrabench.sweep.candidate import Candidate, Cell
 from ultrabench.sweep.contenders import MOST, best_step_times_s
-from ultrabench.sweep.control import Cell, cell_of, controls, next_repeat
+from ultrabench.sweep.control import controls, next_repeat
 from ultrabench.sweep.pack import allocation_limit_s, pack
-from ultrabench.sweep.plan import Candidate, Plan
+from ultrabench.sweep.plan import Plan
 
 BUDGET_FACTOR = 1.5
 """A sweep may use this many times its predicted price when nothing else is agreed."""
@@ -47,19 +48,19 @@ def planned_jobs(
         untried: numbers of nodes of which only one allocation may be submitted.
         held_s: seconds that open allocations have held their nodes by the latest look.
     """
-    config, steps = plan.config, plan.steps
+    config = plan.config
     start_s = _start_s(plan, state, held_s or {})
     cells = controls(plan) if config.launcher.control and config.launcher.pack != 1 else {}
     known = [*state.attempts, *(key for held in state.allocations.values() for key in held.tasks)]
     repeats: dict[str, int] = {}
     best = best_step_times_s(state, plan.runs)
     found, seen = [], set[int]()
-    for group in pack(todo, config, steps, {cell: run.duration_s(steps) for cell, run in cells.items()}):
+    for group in pack(todo, config, {cell: run.prediction.duration_s for cell, run in cells.items()}):
         nodes = group[0].candidate.nodes
         if nodes in untried and nodes in seen:
             continue
         seen.add(nodes)
-        control = cells.get(cell_of(group[0].candidate))
+        control = cells.get(group[0].candidate.cell)
         if control is not None:
             run_id = control.run_id
             own = [t for t in group if t.key.run_id == run_id]
@@ -73,8 +74,8 @@ def planned_jobs(
             PlannedJob(
                 attempts=group,
                 control=control.run_id if control else None,
-                limit_s=min(max_limit_s, allocation_limit_s(group, config, steps)),
-                gpu_hours=sum(t.candidate.gpu_hours(steps) for t in group)
+                limit_s=min(max_limit_s, allocation_limit_s(group, config)),
+                gpu_hours=sum(t.candidate.gpu_hours for t in group)
                 + start_s * nodes * config.hardware.gpus_per_node / 3600,
                 best_step_times_s=best,
             )
@@ -126,30 +127,30 @@ def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = mat
     tasks = [t for draft in made for t in draft.attempts]
     runs: dict[Cell, list[Candidate]] = {}
     for item in todo:
-        runs.setdefault(cell_of(item.candidate), []).append(item.candidate)
-    starts = sum(draft.gpu_hours for draft in made) - _priced(plan, [t.candidate for t in tasks])[1]
+        runs.setdefault(item.candidate.cell, []).append(item.candidate)
+    starts = sum(draft.gpu_hours for draft in made) - _priced([t.candidate for t in tasks])[1]
     return Price(
         jobs=tuple(made),
-        runs={cell: _priced(plan, items) for cell, items in runs.items()},
+        runs={cell: _priced(items) for cell, items in runs.items()},
         extra={
-            "control runs": _priced(plan, [t.candidate for t in tasks if t.key not in asked]),
-            "repeats of the best": _priced(plan, [t.candidate for t in confirmations]),
+            "control runs": _priced([t.candidate for t in tasks if t.key not in asked]),
+            "repeats of the best": _priced([t.candidate for t in confirmations]),
             "starts of jobs": (len(made), max(0.0, starts)),
         },
     )
 
 
-def _priced(plan: Plan, runs: Collection[Candidate]) -> tuple[int, float]:
-    return len(runs), sum(run.gpu_hours(plan.steps) for run in runs)
+def _priced(runs: Collection[Candidate]) -> tuple[int, float]:
+    return len(runs), sum(run.gpu_hours for run in runs)
 
 
 def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAttempt]:
     """The repeats that the best of each unmeasured cell will need; the fastest by prediction stand for them."""
     repeats = plan.config.repeats
-    cells = {cell_of(t.candidate) for t in todo if t.key.repeat < repeats}
+    cells = {t.candidate.cell for t in todo if t.key.repeat < repeats}
     fastest: dict[Cell, list[Candidate]] = {cell: [] for cell in cells}
     for run in sorted((r for r in plan.runs if r.fits), key=lambda r: r.prediction.step_time_s):
-        if len(best := fastest.get(cell_of(run), [])) < MOST and cell_of(run) in cells:
+        if len(best := fastest.get(run.cell, [])) < MOST and run.cell in cells:
             best.append(run)
     return [
         PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, nth, 0))
@@ -167,8 +168,8 @@ def committed_gpu_hours(
     Args:
         held_s: seconds that allocations have held their nodes by the latest look, setup included.
     """
-    per_node, steps = plan.config.hardware.gpus_per_node, plan.steps
-    price = {c.run_id: c.gpu_hours(steps) for c in plan.runs}
+    per_node = plan.config.hardware.gpus_per_node
+    price = {c.run_id: c.gpu_hours for c in plan.runs}
     held_s = held_s or {}
     start_s, total = _start_s(plan, state, held_s), 0.0
     for name, held in state.allocations.items():

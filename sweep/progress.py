@@ -8,41 +8,10 @@ from typing import Any
 
 from ultrabench.result import RunResult, Status
 from ultrabench.store.state import AttemptKey, AttemptState, SweepState, final_attempts
-from ultrabench.sweep.dominated import Fit, left_out, policy_of
+from ultrabench.sweep.candidate import Candidate, Cell
+from ultrabench.sweep.dominated import left_out
 from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.outliers import impossible, may_win, suspect_attempts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRun:
-    """What progress needs to know of one run of the plan."""
-
-    run_id: str
-    model: str
-    nodes: int
-    gpus: int
-    fit: Fit
-    """Its layout, and how well it should fit."""
-    tokens_per_step: int
-    seq_len: int
-    duration_s: float
-    """Predicted, of one repeat."""
-    peak_tokens_per_s_per_gpu: float | None = None
-    """The rate at which mfu would be 1; None where the peak is unknown."""
-
-    @property
-    def label(self) -> str:
-        """The layout in short."""
-        return self.fit.layout.label()
-
-    def tokens_per_s_per_gpu(self, result: RunResult) -> float:
-        """The rate of an ok result."""
-        return self.tokens_per_step / median(result.step_times_s) / self.gpus
-
-    def mfu(self, result: RunResult) -> float | None:
-        """The mfu of a result as a fraction; None without steps or where the peak is unknown."""
-        peak = self.peak_tokens_per_s_per_gpu
-        return self.tokens_per_s_per_gpu(result) / peak if peak and result.step_times_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +23,7 @@ class Progress:
     by_status: dict[str, int]
     """Final status of each run; running and pending among them."""
     by_nodes: dict[int, dict[str, int]]
-    running: tuple[tuple[PlannedRun, str], ...]
+    running: tuple[tuple[Candidate, str], ...]
     """Runs that have ranks now, with their phase."""
     waiting: int
     """Allocations that were submitted and have not started."""
@@ -65,11 +34,11 @@ class Progress:
     eta_s: float | None
     """Predicted rest, scaled by how long finished runs took and shared by the allocations that run;
     None before the first result."""
-    best: tuple[tuple[PlannedRun, float], ...]
+    best: tuple[tuple[Candidate, float], ...]
     """Fastest run of each (model, nodes) that may win, with its tokens/s/GPU."""
     suspects: dict[AttemptKey, str]
     """Attempts whose number is in doubt, with all reasons."""
-    failures: tuple[tuple[PlannedRun, AttemptState], ...]
+    failures: tuple[tuple[Candidate, AttemptState], ...]
     """Runs whose latest attempt failed; the last five, newest last."""
 
     def as_json(self) -> dict[str, Any]:
@@ -85,13 +54,15 @@ class Progress:
             },
             "attempts": self.attempts,
             "waiting_allocations": self.waiting,
-            "running": [{"run_id": r.run_id, "layout": r.label, "phase": p} for r, p in self.running],
+            "running": [
+                {"run_id": r.run_id, "layout": r.layout.label(), "phase": p} for r, p in self.running
+            ],
             "eta_s": self.eta_s,
             "suspects": {str(key): why for key, why in self.suspects.items()},
         }
 
 
-def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState, device: str = "cuda") -> Progress:
+def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device: str = "cuda") -> Progress:
     """The progress of `planned` according to `state`.
 
     Args:
@@ -100,7 +71,7 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState, devic
     state = with_loss_outliers(state)
     runs = {r.run_id: r for r in planned}
     final = _standing(state, runs)
-    dominated = left_out((r.fit for r in planned), state, policy_of(state))
+    dominated = left_out(planned, state)
     status: dict[str, str] = {}
     for run_id in runs:
         held = final.get(run_id)
@@ -109,7 +80,7 @@ def progress(sweep: str, planned: Sequence[PlannedRun], state: SweepState, devic
         else:
             status[run_id] = held.result.status.value if held.result else "running"
     doubts = doubtful(planned, state, device)
-    useful, wasted = gpu_hours(state, planned[0].gpus // planned[0].nodes if planned else 0)
+    useful, wasted = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
     by_nodes: dict[int, Counter[str]] = {}
     for run in planned:
         by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
@@ -170,31 +141,35 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
 
 
 def _eta(
-    runs: dict[str, PlannedRun], status: dict[str, str], final: dict[str, AttemptState], at_once: int
+    runs: dict[str, Candidate], status: dict[str, str], final: dict[str, AttemptState], at_once: int
 ) -> float | None:
     ratios = [
-        a.result.duration_s / runs[i].duration_s
+        a.result.duration_s / runs[i].prediction.duration_s
         for i, a in final.items()
         if a.result and a.result.duration_s and a.result.status == Status.OK
     ]
     if not ratios:
         return None
-    rest = sum(runs[i].duration_s for i, s in status.items() if s in ("pending", "running"))
+    rest = sum(runs[i].prediction.duration_s for i, s in status.items() if s in ("pending", "running"))
     return rest * median(ratios) / max(1, at_once)
 
 
-def doubtful(planned: Sequence[PlannedRun], state: SweepState, device: str) -> dict[AttemptKey, str]:
+def doubtful(planned: Sequence[Candidate], state: SweepState, device: str) -> dict[AttemptKey, str]:
     """Ok attempts whose number is doubtful, as `suspect_attempts` says or because their mfu is impossible."""
     runs, doubts = {r.run_id: r for r in planned}, suspect_attempts(state, device=device)
     for key, attempt in sorted(state.attempts.items()):
         run, result = runs.get(key.run_id), attempt.result
-        if run and result and result.status == Status.OK and (told := impossible(run.mfu(result))):
+        if run and result and result.status == Status.OK and (told := impossible(_mfu(run, result))):
             doubts[key] = "; ".join(filter(None, (doubts.get(key), told)))
     return doubts
 
 
+def _mfu(run: Candidate, result: RunResult) -> float | None:
+    return run.mfu(run.tokens_per_s_per_gpu(result)) if result.step_times_s else None
+
+
 def measured_rates(
-    planned: Sequence[PlannedRun], state: SweepState, doubts: Mapping[AttemptKey, str]
+    planned: Sequence[Candidate], state: SweepState, doubts: Mapping[AttemptKey, str]
 ) -> dict[str, float | None]:
     """run_id -> median tokens/s/GPU of the ok repeats that may win; None where none of them may."""
     runs = {r.run_id: r for r in planned}
@@ -209,11 +184,11 @@ def measured_rates(
 
 
 def _best(
-    planned: Sequence[PlannedRun], rates: Mapping[str, float | None]
-) -> tuple[tuple[PlannedRun, float], ...]:
-    best: dict[tuple[str, int], tuple[PlannedRun, float]] = {}
+    planned: Sequence[Candidate], rates: Mapping[str, float | None]
+) -> tuple[tuple[Candidate, float], ...]:
+    best: dict[Cell, tuple[Candidate, float]] = {}
     for run in planned:
-        rate, cell = rates.get(run.run_id) or 0.0, (run.model, run.nodes)
+        rate, cell = rates.get(run.run_id) or 0.0, run.cell
         if rate > best.get(cell, (run, 0.0))[1]:
             best[cell] = (run, rate)
     return tuple(best[cell] for cell in sorted(best))

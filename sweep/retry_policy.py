@@ -15,6 +15,11 @@ AT_ONCE = OUTSIDE - {Status.NODE_FAIL} | {Status.OOM, Status.TIMEOUT}
 NO_KIND = frozenset({Status.OK, Status.OOM, Status.CANCELLED, Status.PREEMPTED, Status.TIMEOUT})
 """Ends that say nothing about the cluster or the program being broken."""
 MOST_ATTEMPTS = 100
+EXCLUDE_AFTER = 2
+"""Runs that suspect a node until it is used no more; one run alone may be wrong."""
+SURE_OOM = 0.85
+"""Predicted share of a rank's memory from which a confirmed OOM counts at once; below it, a second one has to
+agree, since the prediction may be wrong by about 15 %."""
 FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}
 
 ATTEMPTS = {"hang": 2, "comm_error": 2, "timeout": 1, "invalid": 1, "suspect": 1, "crash": 0, "oom": 0,
@@ -29,11 +34,9 @@ class RetryPolicy:
     causes: dict[str, int] = field(default_factory=dict)
     backoff_s: float = 0.0
     backoff_max_s: float = 600.0
-    exclude_after: int = 2
     max_excluded: int = 8
     forgive: tuple[str, ...] = ()
     breaker: int | None = 10
-    sure_oom: float = 0.85
 
     def __post_init__(self) -> None:
         for name in (*self.attempts, *ATTEMPTS):
@@ -46,18 +49,17 @@ class RetryPolicy:
         numbers: dict[str, float] = {f"attempts.{k}": v for k, v in self.attempts.items()}
         numbers |= {f"causes.{k}": v for k, v in self.causes.items()}
         numbers |= {"backoff_s": self.backoff_s, "backoff_max_s": self.backoff_max_s,
-                    "max_excluded": self.max_excluded, "sure_oom": self.sure_oom}  # fmt: skip
+                    "max_excluded": self.max_excluded}  # fmt: skip
         for name in self.causes:
             if name not in CAUSES:
                 raise ConfigError(unknown_name("cause in retry.causes", name, CAUSES))
         for name, value in numbers.items():
-            most = MOST_ATTEMPTS if "." in name else 1.0 if name == "sure_oom" else math.inf
+            most = MOST_ATTEMPTS if "." in name else math.inf
             if not 0 <= value <= most or value == math.inf:
                 limit = "must be finite and >= 0" if most == math.inf else f"must be 0 to {most:g}"
                 raise ConfigError(f"retry.{name}={value}; {limit}")
-        for name, least in (("exclude_after", self.exclude_after), ("breaker", self.breaker)):
-            if least is not None and least < 1:
-                raise ConfigError(f"retry.{name}={least}; must be >= 1")
+        if self.breaker is not None and self.breaker < 1:
+            raise ConfigError(f"retry.breaker={self.breaker}; must be >= 1")
 
     def kind(self, result: RunResult) -> str:
         """What a failure is counted as."""
@@ -105,7 +107,7 @@ def decide_retry(
     alike = [a for a in attempts if a.result and policy.kind(a.result) == kind]
     if kind == "outside":
         alike = [a for a in alike if a.key not in old]
-    elif last.status == Status.OOM and not _sure(last, policy, memory_share):
+    elif last.status == Status.OOM and not _sure(last, memory_share):
         allowed += 1
     elif hosts := _deterministic(results):
         return RetryDecision(again=False, why=f"the same failure on {hosts[0]} and on {hosts[1]}")
@@ -117,19 +119,17 @@ def decide_retry(
     return RetryDecision(again=True, why=why, pause_s=_pause_s(last, used, policy))
 
 
-def _sure(result: RunResult, policy: RetryPolicy, memory_share: float) -> bool:
-    return bool(result.confirmed) and memory_share >= policy.sure_oom
+def _sure(result: RunResult, memory_share: float) -> bool:
+    return bool(result.confirmed) and memory_share >= SURE_OOM
 
 
-def settled_oom(attempts: Iterable[AttemptState], policy: RetryPolicy, memory_share: float) -> bool:
+def settled_oom(attempts: Iterable[AttemptState], memory_share: float) -> bool:
     """Whether out of memory is this run's answer, on which others may be left out.
 
     One confirmed end will do where it was predicted, else it takes two, one of them confirmed.
     """
     ooms = [a.result for a in attempts if a.result and a.result.status == Status.OOM]
-    return any(_sure(r, policy, memory_share) for r in ooms) or (
-        len(ooms) > 1 and any(r.confirmed for r in ooms)
-    )
+    return any(_sure(r, memory_share) for r in ooms) or (len(ooms) > 1 and any(r.confirmed for r in ooms))
 
 
 def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
@@ -162,9 +162,7 @@ def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
             if attempt.result and attempt.result.status == Status.NODE_FAIL:
                 failed[host] = str(attempt.result.reason)
     found = {
-        h: f"suspected in {counted(len(r), 'run')}"
-        for h, r in blamed.items()
-        if len(r) >= policy.exclude_after
+        h: f"suspected in {counted(len(r), 'run')}" for h, r in blamed.items() if len(r) >= EXCLUDE_AFTER
     }
     ranked = sorted(found | failed, key=lambda h: (h not in failed, -len(blamed.get(h, ())), h))
     ranked = [h for h in ranked if h not in policy.forgive][: policy.max_excluded]

@@ -11,11 +11,12 @@ from ultrabench.launchers.doctor.acceptance_sweep import AcceptanceSweeps, Outco
 from ultrabench.launchers.doctor.check import Check, failed, passed
 from ultrabench.launchers.doctor.published import check_speed, published
 from ultrabench.result import Status
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.control import SAFE_SHARE
 from ultrabench.sweep.losses import TOLERANCE
 from ultrabench.sweep.pairwise_sample import pairwise_sample
-from ultrabench.sweep.plan import Candidate, Plan, make_plan
+from ultrabench.sweep.plan import Plan, make_plan
 
 GPU_HOURS = 3.0
 """Largest number of GPU hours that an acceptance run may take."""

@@ -15,8 +15,9 @@ from ultrabench.result import RunResult
 from ultrabench.store.claim import give_up
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState, final_attempts
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config import SweepConfig, config_from_tree
-from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
+from ultrabench.sweep.plan import Plan, make_plan, require_runs
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.price import committed_gpu_hours
 
@@ -85,7 +86,7 @@ class AcceptanceSweeps:
         )  # fmt: skip
         self._environment = sweep.environment
         sweep.plan = replace(sweep.plan, candidates=tuple(choose(sweep.plan)))
-        write_plan(sweep.plan, folder.plan)
+        write_plan(sweep.plan.candidates, folder.plan)
         told = _Told(config.name, sweep.plan, self._say)
         reconciler = Reconciler(sweep, launcher, told.show, self.left_gpu_hours, self._say)
         try:

@@ -10,9 +10,10 @@ from ultrabench.launchers.doctor.acceptance_sweep import Outcome
 from ultrabench.launchers.doctor.check import Check, failed, passed
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.compose import read_yaml, search_path
 from ultrabench.sweep.config import SweepConfig, load_model
-from ultrabench.sweep.plan import Candidate, Plan
+from ultrabench.sweep.plan import Plan
 
 LEAST = 0.7
 """Least share of the published speed: another training program may be slower, and a network at half its rate is found."""

@@ -9,6 +9,8 @@ GIB = 2**30
 DEVICES = ("cuda", "cpu")
 """The torch device types; GPUs of AMD are cuda, too."""
 
+GUESSED = "guessed"
+"""Source of a peak rate that nobody has measured."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """Stands in for a CPU core's fp32 rate in predictions made before it has been measured."""
 
@@ -95,5 +97,5 @@ def rank_peak(
         return Peak(flops_per_s=rates[precision], source=hardware.source)
     ranks = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
     if core_flops_per_s is None:
-        return Peak(flops_per_s=UNMEASURED_CPU_FLOPS_PER_S * cores / ranks, source="guessed")
+        return Peak(flops_per_s=UNMEASURED_CPU_FLOPS_PER_S * cores / ranks, source=GUESSED)
     return Peak(flops_per_s=core_flops_per_s * cores / ranks, source="measured")

@@ -39,6 +39,11 @@ class Measure:
     """MiB that are kept of each rank's log when a run fails, half of them from its beginning; the same
     holds for each file of evidence of a hang."""
 
+    @property
+    def priced_steps(self) -> int:
+        """Steps that a run is expected to take, for its price."""
+        return self.warmup_steps + (self.min_steps + self.max_steps) // 2
+
     def __post_init__(self) -> None:
         if not 6 <= self.min_steps <= self.max_steps:
             raise ConfigError(

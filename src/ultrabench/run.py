@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ultrabench.errors import ConfigError, counted, unknown_name
@@ -66,13 +66,12 @@ class RunSpec:
 
     def identity(self) -> dict[str, Any]:
         """The JSON value that run_id hashes: defaults written out, names of things left out."""
-        kernel = to_dict(self.kernel)
         options = ("name", "version", "precision", "compile", "attention", "recompute")
         out: dict[str, Any] = {
-            "shape": {k: v for k, v in to_dict(self.shape).items() if k != "name"},
-            "workload": to_dict(self.workload),
-            "layout": to_dict(self.layout),
-            "kernel": {k: kernel[k] for k in options},
+            "shape": {k: v for k, v in asdict(self.shape).items() if k != "name"},
+            "workload": asdict(self.workload),
+            "layout": asdict(self.layout),
+            "kernel": {k: getattr(self.kernel, k) for k in options},
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
         }

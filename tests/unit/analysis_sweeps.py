@@ -58,6 +58,8 @@ def candidate(spec, decision="run", rule=None, reason=None):
         "reason": reason,
         "predicted_step_time_s": 0.5,
         "predicted_peak_mem_bytes": 1000,
+        "predicted_memory_share": 1.0,
+        "predicted_gpu_hours": 0.1,
         "p_oom": 0.25,
     }
 

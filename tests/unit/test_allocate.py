@@ -13,7 +13,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.store.allocation import read_allocation
 from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.attempts import AttemptsLeft, PlannedAttempt
-from ultrabench.sweep.control import cell_of, controls
+from ultrabench.sweep.control import controls
 from ultrabench.sweep.price import ALLOCATION_START_S, PlannedJob, committed_gpu_hours, planned_jobs
 
 CONTROLS = {run.nodes: run.spec.run_id for run in controls(PLAN).values()}
@@ -112,10 +112,8 @@ def test_limit_and_price_hold_for_the_control_too(sweep):
     todo = [todo_of(r) for r in others(1, 2)]
     (draft,) = made_of(sweep, decided(*todo), SweepState())
     start = START_S * 2 / HOUR
-    assert draft.gpu_hours == pytest.approx(
-        start + sum(t.candidate.gpu_hours(PLAN.steps) for t in draft.attempts)
-    )
-    assert draft.gpu_hours > start + sum(t.candidate.gpu_hours(PLAN.steps) for t in todo)
+    assert draft.gpu_hours == pytest.approx(start + sum(t.candidate.gpu_hours for t in draft.attempts))
+    assert draft.gpu_hours > start + sum(t.candidate.gpu_hours for t in todo)
     (short,) = made_of(sweep, decided(*todo), SweepState(), 60.0)
     assert short.limit_s == 60.0 < draft.limit_s
 
@@ -137,7 +135,7 @@ def test_nothing_is_asked_for_twice_and_nothing_is_lost(data):
     done = {k for k, a in state.attempts.items() if a.result}
     assert not done & set(chosen)
     for draft in made:
-        assert {cell_of(t.candidate) for t in draft.attempts} == {cell_of(draft.attempts[0].candidate)}
+        assert {t.candidate.cell for t in draft.attempts} == {draft.attempts[0].candidate.cell}
         assert draft.control in (None, draft.attempts[0].key.run_id)
         assert (draft.control is None) == (sweep.config.launcher.pack == 1)
 
@@ -200,7 +198,7 @@ def end(elapsed_s, held_s=None):
 
 def test_what_ended_costs_what_it_held_and_what_is_open_what_is_predicted():
     two = control(2)
-    price = two.gpu_hours(PLAN.steps) + START_S * 4 / HOUR
+    price = two.gpu_hours + START_S * 4 / HOUR
     state = held(held(SweepState(), "n2-a.0", two, HOUR), "n2-b.0", two)
     assert committed_gpu_hours(PLAN, state, ()) == pytest.approx(4.0)
     assert committed_gpu_hours(PLAN, state, ("n2-b.0",)) == pytest.approx(4.0 + price)
@@ -225,7 +223,7 @@ def test_runs_that_are_no_longer_planned_are_paid_for_all_the_same():
 def test_what_runs_costs_what_it_has_held_so_far_if_that_is_more_than_predicted():
     """The setup of a job is paid for, too, though no agent of it has said a word."""
     two = control(2)
-    price = two.gpu_hours(PLAN.steps) + START_S * 4 / HOUR
+    price = two.gpu_hours + START_S * 4 / HOUR
     state = held(SweepState(), "n2-a.0", two)
     assert committed_gpu_hours(PLAN, state, ("n2-a.0",), {"n2-a.0": 0.1}) == pytest.approx(price)
     assert committed_gpu_hours(PLAN, state, ("n2-a.0",), {"n2-a.0": HOUR}) == pytest.approx(4.0)

@@ -362,12 +362,11 @@ def with_launcher(**words):
     numbers=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=30),
     most=st.none() | st.integers(1, 5),
     minutes=st.floats(0.1, 30),
-    steps=st.integers(1, 60),
 )
-def test_pack_loses_nothing_and_keeps_the_order(numbers, most, minutes, steps):
+def test_pack_loses_nothing_and_keeps_the_order(numbers, most, minutes):
     items = todos(numbers)
     config = with_launcher(pack=most, allocation_minutes=minutes)
-    groups = pack(items, config, steps)
+    groups = pack(items, config)
     place = {t.key: n for n, t in enumerate(items)}
     assert sorted(place[t.key] for g in groups for t in g) == list(range(len(items)))
     firsts = [place[group[0].key] for group in groups]
@@ -377,26 +376,25 @@ def test_pack_loses_nothing_and_keeps_the_order(numbers, most, minutes, steps):
         assert at == sorted(at)
         assert len({(t.candidate.nodes, t.key.repeat) for t in group}) == 1
         assert most is None or len(group) <= most
-        total = sum(t.candidate.duration_s(steps) for t in group)
+        total = sum(t.candidate.prediction.duration_s for t in group)
         assert len(group) == 1 or total <= 60 * minutes * (1 + 1e-9)
 
 
 def test_pack_fills_an_allocation_before_the_next():
     same_nodes = [i for i, r in enumerate(RUNS) if r.nodes == RUNS[0].nodes][:5]
-    groups = pack(todos([(i, 0) for i in same_nodes]), with_launcher(pack=2), 1)
+    groups = pack(todos([(i, 0) for i in same_nodes]), with_launcher(pack=2))
     assert [len(g) for g in groups] == [2, 2, 1]
 
 
 def test_a_run_longer_than_an_allocation_gets_one_of_its_own():
-    groups = pack(todos([(0, 0), (1, 0)]), with_launcher(allocation_minutes=1e-9), 5)
+    groups = pack(todos([(0, 0), (1, 0)]), with_launcher(allocation_minutes=1e-9))
     assert [len(g) for g in groups] == [1, 1]
 
 
 def test_the_limit_of_a_run_follows_prediction_and_patience():
     todo = todos([(0, 0)])[0]
-    short = run_limit_s(todo, CONFIG, 1)
+    short = run_limit_s(todo, CONFIG)
     assert short == CONFIG.measure.run_limit_s
-    assert run_limit_s(replace(todo, patience=2.0), CONFIG, 1) == 2 * short
-    many = 10**6
-    predicted = todo.candidate.duration_s(many)
-    assert run_limit_s(todo, CONFIG, many) == RUN_LIMIT_FACTOR * predicted
+    assert run_limit_s(replace(todo, patience=2.0), CONFIG) == 2 * short
+    slow = replace(todo.candidate, prediction=replace(todo.candidate.prediction, duration_s=1e6))
+    assert run_limit_s(replace(todo, candidate=slow), CONFIG) == RUN_LIMIT_FACTOR * 1e6

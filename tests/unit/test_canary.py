@@ -119,19 +119,22 @@ def test_nothing_is_lost_by_holding_back(data):
 # pack
 
 
+def lasting(run, seconds):
+    return replace(run, prediction=replace(run.prediction, duration_s=seconds))
+
+
 def todo_of(run, repeat=0, patience=1.0):
     return PlannedAttempt(candidate=run, key=key_of(run, repeat), patience=patience)
 
 
 def of_model(run, name):
-    shape = replace(run.shape, name=name)
-    return replace(run, shape=shape, spec=replace(run.spec, shape=shape))
+    return replace(run, spec=replace(run.spec, shape=replace(run.shape, name=name)))
 
 
 @pytest.mark.parametrize(("control", "groups"), [(True, [2, 2]), (False, [4])])
 def test_models_share_an_allocation_only_where_there_is_no_control(control, groups):
     runs = [ONE[0], of_model(ONE[1], "other"), ONE[2], of_model(ONE[3], "other")]
-    made = pack([todo_of(r) for r in runs], with_launcher(control=control), PLAN.steps)
+    made = pack([todo_of(r) for r in runs], with_launcher(control=control))
     assert [len(group) for group in made] == groups
     if control:
         assert [{t.candidate.shape.name for t in group} for group in made] == [{"tiny"}, {"other"}]
@@ -139,24 +142,24 @@ def test_models_share_an_allocation_only_where_there_is_no_control(control, grou
 
 def test_the_limit_of_an_allocation_by_hand():
     group = [todo_of(r) for r in ONE[:4]]
-    predicted = sum(t.candidate.duration_s(PLAN.steps) for t in group)
+    predicted = sum(t.candidate.prediction.duration_s for t in group)
     needed = START_S + MARGIN * predicted + CONFIG.measure.run_limit_s
-    limit = allocation_limit_s(group, CONFIG, PLAN.steps)
+    limit = allocation_limit_s(group, CONFIG)
     assert needed <= limit < needed + ROUND_S
     assert limit % ROUND_S == 0
-    assert allocation_limit_s(group, with_launcher(time_minutes=7), PLAN.steps) == 420.0
+    assert allocation_limit_s(group, with_launcher(time_minutes=7)) == 420.0
 
 
 @given(
     chosen=st.lists(st.sampled_from(ONE), min_size=1, max_size=6),
     patience=st.sampled_from((1.0, 2.0, 4.0)),
-    steps=st.integers(1, 10**5),
+    seconds=st.floats(0.1, 1e6),
 )
-def test_any_one_run_may_be_slow(chosen, patience, steps):
-    group = [todo_of(r, patience=patience) for r in chosen]
-    limit = allocation_limit_s(group, CONFIG, steps)
+def test_any_one_run_may_be_slow(chosen, patience, seconds):
+    group = [todo_of(lasting(r, seconds), patience=patience) for r in chosen]
+    limit = allocation_limit_s(group, CONFIG)
     for slow in group:
-        others = sum(t.candidate.duration_s(steps) for t in group if t is not slow)
-        assert START_S + others + run_limit_s(slow, CONFIG, steps) <= limit
-    assert allocation_limit_s(group[:1], CONFIG, steps) <= limit
+        others = sum(t.candidate.prediction.duration_s for t in group if t is not slow)
+        assert START_S + others + run_limit_s(slow, CONFIG) <= limit
+    assert allocation_limit_s(group[:1], CONFIG) <= limit
     assert limit % ROUND_S == 0

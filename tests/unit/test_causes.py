@@ -26,7 +26,6 @@ def test_every_cause_is_known_and_explained():
         ("+retry.causes.segfalt=1", "did you mean segfault?"),
         ("retry.attempts.hang=x", "retry.attempts.hang='x' is no whole number"),
         ("retry.attempts.hang=999999", "must be 0 to 100"),
-        ("retry.sure_oom=2", "must be 0 to 1"),
         ("retry.backoff_s=inf", "must be finite"),
         ("measure.deadline_floor_s=nan", "must be > 0, and finite"),
         ("measure.run_limit_s=inf", "must be > 0, and finite"),

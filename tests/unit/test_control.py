@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.allocations import PLAN
-from ultrabench.sweep.control import SAFE_SHARE, cell_of, controls, next_repeat
+from ultrabench.sweep.control import SAFE_SHARE, controls, next_repeat
 
 LIMIT = SAFE_SHARE
 ONE = [r for r in PLAN.runs if r.nodes == 1]
@@ -35,7 +35,7 @@ def plan_of(predictions, nodes=1):
 )
 def test_the_fastest_that_surely_fits_else_the_smallest(predictions, chosen):
     plan, runs = plan_of(predictions)
-    assert controls(plan) == {cell_of(runs[0]): runs[chosen]}
+    assert controls(plan) == {runs[0].cell: runs[chosen]}
 
 
 @given(
@@ -49,7 +49,7 @@ def test_every_launch_chooses_the_same_control(predictions, random):
     shuffled = list(runs)
     random.shuffle(shuffled)
     (chosen,) = controls(plan).values()
-    assert controls(replace(plan, candidates=tuple(shuffled))) == {cell_of(chosen): chosen}
+    assert controls(replace(plan, candidates=tuple(shuffled))) == {chosen.cell: chosen}
     fitting = [r for r in runs if r.prediction.memory_share <= LIMIT]
     if fitting:
         assert chosen in fitting
@@ -60,9 +60,9 @@ def test_every_launch_chooses_the_same_control(predictions, random):
 
 def test_every_cell_that_runs_has_a_control_of_its_own():
     chosen = controls(PLAN)
-    assert set(chosen) == {cell_of(r) for r in PLAN.runs}
+    assert set(chosen) == {r.cell for r in PLAN.runs}
     for cell, run in chosen.items():
-        assert cell == cell_of(run)
+        assert cell == run.cell
         assert run.runs
 
 

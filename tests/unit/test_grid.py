@@ -135,11 +135,11 @@ def test_runs_come_first_and_cheapest_first(playbook):
     assert runs == sorted(runs, reverse=True)
     fit = [c.prediction.memory_share <= 1 for c in playbook.runs]
     assert fit == sorted(fit, reverse=True)
-    prices = [c.gpu_hours(playbook.steps) for c in playbook.runs[: sum(fit)]]
+    prices = [c.gpu_hours for c in playbook.runs[: sum(fit)]]
     assert prices == sorted(prices)
     shares = [c.prediction.memory_share for c in playbook.runs[sum(fit) :]]
     assert shares == sorted(shares), "what is most likely to fit all the same is first"
-    assert all(c.duration_s(30) == c.prediction.start_s for c in playbook.runs[sum(fit) :])
+    assert all(c.prediction.duration_s == 20.0 for c in playbook.runs[sum(fit) :])
 
 
 def order(plan):
@@ -268,7 +268,7 @@ def test_a_sweep_without_runs_says_why():
 
 def test_the_plan_table_has_a_row_for_every_candidate(playbook):
     plan = make_plan(load_config([]))
-    rows = plan_table(plan).to_pylist()
+    rows = plan_table(plan.candidates).to_pylist()
     assert [r["run_id"] for r in rows] == [c.spec.run_id for c in plan.candidates]
     assert [r["decision"] for r in rows] == ["run" if c.runs else "rejected" for c in plan.candidates]
     assert all((r["reason"] is None) == (r["decision"] == "run") for r in rows)

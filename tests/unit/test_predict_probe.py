@@ -27,7 +27,7 @@ def test_the_price_is_what_crosses_the_links():
     assert alone.prediction.step_time_s == pytest.approx(inside)
     across = 5 * (5 * 15 / 16 + 1) * sizes / (0.7 * 50e9)
     assert pair.prediction.step_time_s == pytest.approx(inside + across)
-    assert pair.duration_s(25) < 90
+    assert pair.prediction.duration_s < 90
 
 
 def test_a_kernel_of_no_kind_is_refused():

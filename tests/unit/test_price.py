@@ -9,7 +9,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.store.state import AttemptKey, AttemptState, SweepState
 from ultrabench.sweep.attempts import PlannedAttempt
 from ultrabench.sweep.config import load_config
-from ultrabench.sweep.control import cell_of, controls
+from ultrabench.sweep.control import controls
 from ultrabench.sweep.pack import CONTROL_SHARE, pack
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.price import ALLOCATION_START_S, reckon
@@ -27,7 +27,7 @@ def tasks_of(price):
 
 def test_the_price_is_that_of_every_task_and_of_every_start():
     price = reckon(BIG)
-    tasks = sum(t.candidate.gpu_hours(BIG.steps) for t in tasks_of(price))
+    tasks = sum(t.candidate.gpu_hours for t in tasks_of(price))
     starts = sum(ALLOCATION_START_S["cuda"] * d.nodes * 8 / 3600 for d in price.jobs)
     assert price.gpu_hours == pytest.approx(tasks + starts)
     parts = [*price.runs.values(), *price.extra.values()]
@@ -64,20 +64,20 @@ def test_only_what_is_left_is_priced():
 
 
 def test_a_control_run_takes_a_small_share_of_its_allocation():
-    steps = BIG.steps
     for cell, control in controls(BIG).items():
-        todo = [todo_of(r) for r in BIG.runs if cell_of(r) == cell and r.fits]
-        whole = pack(todo, BIG.config, steps, {cell: control.duration_s(steps)})
-        assert len(whole) < len(pack(todo, BIG.config, steps)), "by allocation_minutes they would be shorter"
+        todo = [todo_of(r) for r in BIG.runs if r.cell == cell and r.fits]
+        whole = pack(todo, BIG.config, {cell: control.prediction.duration_s})
+        assert len(whole) < len(pack(todo, BIG.config)), "by allocation_minutes they would be shorter"
         for group in whole[:-1]:
-            seconds = [t.candidate.duration_s(steps) for t in group]
-            assert control.duration_s(steps) <= CONTROL_SHARE * sum(seconds)
+            seconds = [t.candidate.prediction.duration_s for t in group]
+            assert control.prediction.duration_s <= CONTROL_SHARE * sum(seconds)
 
 
 def test_what_does_not_fit_costs_its_start():
     large = [c for c in BIG.runs if not c.fits]
     assert len(large) == 189
-    cost = sum(c.gpu_hours(BIG.steps) for c in large)
-    assert cost == pytest.approx(sum(c.prediction.start_s * c.layout.world_size for c in large) / 3600)
+    assert sum(c.gpu_hours for c in large) == pytest.approx(
+        sum(20 * c.layout.world_size for c in large) / 3600
+    )
     most = replace(BIG, candidates=tuple(large))
     assert reckon(most).extra["repeats of the best"] == (0, 0), "an OOM is not repeated"

@@ -8,11 +8,9 @@ from tests.unit.allocations import PLAN
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
-from ultrabench.sweep.plan_table import planned_runs
 from ultrabench.sweep.progress import gpu_hours, measured_rates, progress
 
-PLANNED = planned_runs(PLAN)
-RUNS = PLAN.runs
+RUNS = PLANNED = PLAN.runs
 ONE = next(r for r in RUNS if r.nodes == 1)
 TWO = next(r for r in RUNS if r.nodes == 2)
 GPUS = PLAN.config.hardware.gpus_per_node
@@ -182,7 +180,7 @@ def test_what_was_held_is_useful_or_wasted(seconds, elapsed):
 
 
 def test_the_rest_is_scaled_by_what_was_measured():
-    planned = [replace(r, duration_s=10.0) for r in PLANNED]
+    planned = [replace(r, prediction=replace(r.prediction, duration_s=10.0)) for r in PLANNED]
     state = told(SweepState(), RUNS[0], Status.OK, seconds=30.0)
     assert progress("s", planned, state).eta_s == pytest.approx(30.0 * (len(planned) - 1))
     document = progress("s", planned, state).as_json()

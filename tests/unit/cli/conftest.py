@@ -46,7 +46,7 @@ def sweep(tmp_path):
     folder = SweepFolder(tmp_path / "results" / "quick-cpu")
     folder.create()
     folder.write_head(HEAD)
-    write_plan(QUICK, folder.plan)
+    write_plan(QUICK.candidates, folder.plan)
     writer = JournalWriter(folder.journal, "agent")
     writer.write("config", generation=1, config=QUICK.config.resolved)
     ends = (

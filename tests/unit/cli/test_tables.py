@@ -1,6 +1,7 @@
 """Tables on terminals of all widths: whole words, whole numbers, whole run ids."""
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,6 @@ from ultrabench.cli.tables import PlainConsole, style_of, table
 from ultrabench.launchers.doctor.check import failed
 from ultrabench.result import RunResult, Status
 from ultrabench.store.state import AttemptKey, AttemptState
-from ultrabench.sweep.plan_table import planned_runs
 
 RUN_ID = "5ef64a46843185df"
 COLUMNS = ("rank", "layout", "MFU", "tokens/s/GPU", "memory", "step", "predicted", "status", "run id")
@@ -61,7 +61,7 @@ def test_the_remedy_of_a_check_is_there_on_a_narrow_terminal_too(width, monkeypa
 
 
 def line(**values):
-    run = planned_runs(QUICK)[0]
+    run = QUICK.runs[0]
     values = {"status": Status.OK, "step_times_s": (0.1,) * 6} | values
     key = AttemptKey(run.run_id, 0, 0)
     return run, AttemptState(key=key, result=RunResult(**values))
@@ -70,7 +70,8 @@ def line(**values):
 def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it():
     run, attempt = line(peak_mem_reserved_bytes=3 << 29)
     rate = run.tokens_per_s_per_gpu(attempt.result)
-    object.__setattr__(run, "peak_tokens_per_s_per_gpu", 4 * rate)
+    flops_per_token = run.shape.flops_per_token(run.spec.workload.seq_len)
+    run = replace(run, peak_flops_per_s=4 * rate * flops_per_token)
     told = attempt_line(run, attempt)
     assert ": ok, 25.0 % MFU, 1.50 GiB, " in told.plain
     assert told.style == "green"

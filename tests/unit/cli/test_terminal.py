@@ -28,7 +28,7 @@ def sweep(tmp_path):
     folder = SweepFolder(tmp_path / "results" / "s")
     folder.create()
     folder.write_head(HEAD)
-    write_plan(QUICK, folder.plan)
+    write_plan(QUICK.candidates, folder.plan)
     key = {"run_id": QUICK.runs[0].run_id, "repeat": 0, "attempt": 0}
     writer = JournalWriter(folder.journal, "agent")
     writer.write("claimed", **key, allocation="n1", spec=to_dict(QUICK.runs[0].spec), predicted={})

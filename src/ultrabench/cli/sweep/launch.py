@@ -13,7 +13,6 @@ from types import FrameType
 import typer
 from rich.console import Console
 
-from ultrabench.analysis.head import read_head
 from ultrabench.cli.sweep.consent import ask_for_budget
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
@@ -33,7 +32,6 @@ from ultrabench.store.state import AttemptKey, SweepState, fold
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import SweepConfig, config_from_tree, load_config
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
-from ultrabench.sweep.plan_table import planned_runs
 from ultrabench.sweep.price import BUDGET_FACTOR, committed_gpu_hours, reckon
 from ultrabench.sweep.progress import progress
 
@@ -137,8 +135,7 @@ def follow(
         where: the option that says where the sweep is, for commands that are shown.
     """
     config = sweep.config
-    planned = read_head(sweep.folder).with_peaks(planned_runs(sweep.plan), sweep.state())
-    device = config.hardware.device
+    planned, device = sweep.plan.runs, config.hardware.device
     price = hours(reckon(sweep.plan, sweep.state()).gpu_hours)
     say(f"{config.name}: {counted(len(planned), 'run')}, {price} GPU hours predicted, in {sweep.folder.path}")
     if not any(run.fits for run in sweep.plan.runs):

@@ -1,6 +1,7 @@
 """What a launch shows: a live table on a terminal, a line per finished run elsewhere."""
 
 import sys
+from collections.abc import Sequence
 from statistics import median
 
 from rich.console import Group, RenderableType
@@ -14,14 +15,15 @@ from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.store.state import AttemptKey, AttemptState, SweepState
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.losses import with_loss_outliers
-from ultrabench.sweep.progress import PlannedRun, Progress, doubtful, progress
+from ultrabench.sweep.progress import Progress, doubtful, progress
 
 
 class Display:
     """Shows the progress of a sweep on stderr; use it as a context."""
 
-    def __init__(self, sweep: str, planned: list[PlannedRun], device: str) -> None:
+    def __init__(self, sweep: str, planned: Sequence[Candidate], device: str) -> None:
         self._sweep = sweep
         self._planned = planned
         self._device = device
@@ -70,7 +72,7 @@ class Display:
                 self._console.print(line, soft_wrap=not self._console.is_terminal)
 
 
-def attempt_line(run: PlannedRun, attempt: AttemptState, doubt: str | None = None) -> Text:
+def attempt_line(run: Candidate, attempt: AttemptState, doubt: str | None = None) -> Text:
     """One line about an attempt that has ended, in the colour of its end; a doubtful number is marked."""
     result = attempt.result
     assert result is not None
@@ -79,8 +81,8 @@ def attempt_line(run: PlannedRun, attempt: AttemptState, doubt: str | None = Non
     return Text(_told(run, attempt, result) + marked, style_of(result.status, bool(doubt)))
 
 
-def _told(run: PlannedRun, attempt: AttemptState, result: RunResult) -> str:
-    head = f"{run.run_id} {run.model} {counted(run.nodes, 'node')} {run.label}"
+def _told(run: Candidate, attempt: AttemptState, result: RunResult) -> str:
+    head = f"{run.run_id} {run.shape.name} {counted(run.nodes, 'node')} {run.layout.label()}"
     if attempt.key.repeat:
         head += f" (repeat {attempt.key.repeat})"
     if attempt.key.attempt:
@@ -91,7 +93,7 @@ def _told(run: PlannedRun, attempt: AttemptState, result: RunResult) -> str:
         return f"{head}: ok" + "".join(f", {name} {rate / 1e9:.3g} GB/s" for name, rate in told if rate)
     if result.status == Status.OK:
         rate = run.tokens_per_s_per_gpu(result)
-        used = [f"{percent(mfu)} MFU"] if (mfu := run.mfu(result)) is not None else []
+        used = [f"{percent(mfu)} MFU"] if (mfu := run.mfu(rate)) is not None else []
         used += [held] if (held := memory(result.peak_mem_reserved_bytes)) else []
         step = f"{rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
         return ", ".join((f"{head}: ok", *used, step))
@@ -123,7 +125,7 @@ def counts_line(now: Progress, busy: bool = True) -> Text:
 
 
 def _running(now: Progress, busy: bool) -> list[RenderableType]:
-    lines = [f"  running  {r.model} {r.nodes}n {r.label}: {phase}" for r, phase in now.running]
+    lines = [f"  running  {r.shape.name} {r.nodes}n {r.layout.label()}: {phase}" for r, phase in now.running]
     if now.waiting:
         lines.append(f"  waiting  {counted(now.waiting, 'allocation')} to start")
     if not lines and busy and now.by_status.get("pending"):
@@ -137,9 +139,9 @@ def _best(now: Progress) -> list[RenderableType]:
     numbers = ("nodes", "tokens/s/GPU", "MFU")
     made = table("best so far", "model", "nodes", "layout", *numbers[1:], right=numbers)
     for run, rate in now.best:
-        peak = run.peak_tokens_per_s_per_gpu
-        mfu = percent(rate / peak) if peak else ""
-        made.add_row(run.model, str(run.nodes), run.label, f"{rate:,.0f}", mfu)
+        mfu = run.mfu(rate)
+        shown = "" if mfu is None else percent(mfu)
+        made.add_row(run.shape.name, str(run.nodes), run.layout.label(), f"{rate:,.0f}", shown)
     return [made]
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ultrabench.analysis.head import read_head
 from ultrabench.cli.sweep.launch import as_launched, continue_sweep, unsettled
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import err, say, warn
@@ -13,7 +14,7 @@ from ultrabench.store.folder import SweepFolder, find_sweep, write_whole
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import SweepState, fold
-from ultrabench.sweep.plan_table import read_plan
+from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.progress import progress
 
 
@@ -60,7 +61,8 @@ def run_cancel(sweep: str | None, results: Path) -> None:
         say(f"{error}. {followed[0]} follows this sweep and tries again until it is done")
         return
     state = fold(read_journal(folder.journal))
-    err().print(counts_line(progress(folder.name, read_plan(folder.plan), state)))
+    runs = [*read_head(folder).runs(read_rows(folder.plan, runs_only=True), state)]
+    err().print(counts_line(progress(folder.name, runs, state)))
     say("cancelled; results stay, and the same launch command goes on from here")
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from ultrabench.cli.tables import hours, out, print_json, say, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config import load_config
-from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
+from ultrabench.sweep.plan import Plan, make_plan, require_runs
 from ultrabench.sweep.price import Price, reckon
 
 MEASURED, PREDICTED = ORDER = ("measured", "predicted")
@@ -24,7 +25,7 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
             raise ConfigError(f"-o {output}: the plan is a parquet file; choose a name ending in .parquet")
         from ultrabench.sweep.plan_table import write_plan
 
-        write_plan(plan, output)
+        write_plan(plan.candidates, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     best = recommend(plan, top) if top else []
     price, summary = reckon(plan), plan.summary()
@@ -123,15 +124,16 @@ def _measured(plan: Plan) -> dict[str, float | None]:
     from ultrabench.store.journal import read_journal
     from ultrabench.store.state import fold
     from ultrabench.sweep.losses import with_loss_outliers
-    from ultrabench.sweep.plan_table import planned_runs
     from ultrabench.sweep.progress import doubtful, measured_rates
 
     folder = SweepFolder(Path(plan.config.results_dir) / plan.config.name)
     if folder.read_head() is None:
         return {}
     state, device = with_loss_outliers(fold(read_journal(folder.journal))), plan.config.hardware.device
-    planned = read_head(folder).with_peaks(planned_runs(plan), state)
-    return measured_rates(planned, state, doubtful(planned, state, device))
+    head = read_head(folder)
+    if head.core_flops_per_s and not plan.config.hardware.peak_flops_per_s:  # as measured for that sweep
+        plan = make_plan(plan.config, core_flops_per_s=head.core_flops_per_s, cores=head.cores or 1)
+    return measured_rates(plan.runs, state, doubtful(plan.runs, state, device))
 
 
 def _print_top(plan: Plan, best: list[dict[str, Any]]) -> None:

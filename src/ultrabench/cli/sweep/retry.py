@@ -11,7 +11,7 @@ from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.plan import Plan, make_plan
-from ultrabench.sweep.plan_table import read_plan
+from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.retry_policy import decide_retry, excluded
 
 
@@ -68,7 +68,7 @@ def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str |
     for name in wanted:
         if name not in names:
             raise ConfigError(unknown_name("status to retry", name, names))
-    planned = {r.run_id for r in read_plan(folder.plan)}
+    planned = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
     if run is not None and not any(r.startswith(run) for r in planned):
         raise ConfigError(f"no run of {folder.name} has an id that begins with {run!r}; see sweep status")
     return [

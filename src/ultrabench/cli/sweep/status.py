@@ -16,7 +16,8 @@ from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
-from ultrabench.sweep.plan_table import read_plan
+from ultrabench.sweep.candidate import Candidate
+from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.progress import Progress, progress
 
 WATCH_S = 1.0
@@ -24,13 +25,11 @@ WATCH_S = 1.0
 
 def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) -> int:
     """Prints how far a sweep is, once or until it is over; the exit code. Nothing is written or submitted."""
-    folder = find_sweep(sweep, results)
-    folder.read_head()
-    reader, known = JournalReader(folder.journal, warn), Fold()
-    now, standing = _look(folder, reader, known)
+    look = _Look(find_sweep(sweep, results))
+    now, standing = look()
     while as_json and watch and _unsettled(now):
         time.sleep(WATCH_S)
-        now, standing = _look(folder, reader, known)
+        now, standing = look()
     if as_json:
         print_json(now.as_json() | {"standing": standing})
         return 0
@@ -40,21 +39,33 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
     with Live(_page(now, standing, bar=True), console=out(), auto_refresh=False) as live:
         while _unsettled(now):
             time.sleep(WATCH_S)
-            now, standing = _look(folder, reader, known)
+            now, standing = look()
             live.update(_page(now, standing, bar=True), refresh=True)
     return 0
 
 
+class _Look:
+    """Tells how far a sweep is; each call reads what is new in the journal, and the plan when it was written anew."""
+
+    def __init__(self, folder: SweepFolder) -> None:
+        self._folder, self._head = folder, read_head(folder)
+        self._reader, self._known = JournalReader(folder.journal, warn), Fold()
+        self._runs: list[Candidate] = []
+        self._written_ns: int | None = None
+
+    def __call__(self) -> tuple[Progress, str | None]:
+        """How far the sweep is, and why it stands still if it does."""
+        folder, state = self._folder, self._known.add(self._reader.poll())
+        written_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else None
+        if written_ns is None or written_ns != self._written_ns:
+            self._runs = [*self._head.runs(read_rows(folder.plan, runs_only=True), state)]
+            self._written_ns = written_ns
+        now = progress(folder.name, self._runs, state, self._head.hardware.device)
+        return now, _standing(folder, now, state) if _unsettled(now) else None
+
+
 def _unsettled(now: Progress) -> bool:
     return bool(now.by_status.get("pending") or now.by_status.get("running"))
-
-
-def _look(folder: SweepFolder, reader: JournalReader, known: Fold) -> tuple[Progress, str | None]:
-    """How far it is, and why it stands still if it does."""
-    state, head = known.add(reader.poll()), read_head(folder)
-    planned = head.with_peaks(read_plan(folder.plan), state)
-    now = progress(folder.name, planned, state, head.hardware.device)
-    return now, _standing(folder, now, state) if _unsettled(now) else None
 
 
 def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | None:
