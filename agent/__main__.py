@@ -15,6 +15,7 @@ from ultrabench.agent.ranks.node import Node
 from ultrabench.errors import ClusterError, UltrabenchError
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
 from ultrabench.store.allocation import read_allocation
+from ultrabench.store.events import AllocationEnded, AllocationStarted, LeadingAgent
 from ultrabench.store.journal import JournalWriter
 
 LAST_RETRY_S = 10.0
@@ -71,10 +72,10 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
         return 1
     journal = JournalWriter(folder.journal, "agent")
     disk.beat = partial(disk.touch, journal.path)
-    name = {"allocation": title, "restart": identity.restart}
-    agent = {"node": 0, "host": identity.host, "pid": pid, "start_time": start_time(pid)}
-    agent |= {"job": identity.job, "journal": journal.path.name}
-    disk.retry(journal.write, "allocation_started", **name, agent=agent)
+    agent = LeadingAgent(
+        host=identity.host, pid=pid, start_time=start_time(pid), job=identity.job, journal=journal.path.name
+    )
+    disk.retry(journal.write, AllocationStarted(allocation=title, agent=agent))
     reason, avoid = "crashed", list[str]()
     try:
         rendezvous = disk.retry(Rendezvous, file, address, secret)
@@ -90,10 +91,12 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
         raise
     finally:
         node.close()
-        elapsed_s = time.monotonic() - started
-        end = {**name, "reason": reason, "source": "agent", "elapsed_s": elapsed_s, "avoid": avoid}
+        end = AllocationEnded(
+            allocation=title, restart=identity.restart, job=identity.job, reason=reason, source="agent",
+            elapsed_s=time.monotonic() - started, avoid=tuple(avoid),
+        )  # fmt: skip
         try:
-            disk.retry_for(LAST_RETRY_S, journal.write, "allocation_ended", **end, job=identity.job)
+            disk.retry_for(LAST_RETRY_S, journal.write, end)
             file.unlink(missing_ok=True)  # nobody needs its address any more
         except (ClusterError, OSError) as error:
             log_line(f"{error}; this allocation ended: {reason}")

@@ -18,6 +18,7 @@ from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Task, env_id
 from ultrabench.store.claim import claim, owner
+from ultrabench.store.events import Claimed, Event, Failed, PhaseReached, Preflight, Result, Started
 from ultrabench.store.journal import JournalWriter
 from ultrabench.window import inside
 
@@ -37,6 +38,7 @@ class Leader:
         self._node = node
         self._allocation = node.allocation
         self._identity = node.identity
+        self._me = node.identity.owner(node.allocation.name)
         self._group = group
         self._journal = journal
         self._retry = node.disk.retry
@@ -61,12 +63,11 @@ class Leader:
             reason = self._group.lost
         return reason or "all tasks done"
 
-    def _write(self, event: str, **values: Any) -> None:
-        self._retry(self._journal.write, event, allocation=self._allocation.name, **values)
+    def _write(self, event: Event) -> None:
+        self._retry(self._journal.write, event)
 
     def _claim(self, task: Task) -> bool:
-        me = self._identity.owner(self._allocation.name)
-        return self._retry(claim, self._folder.claims, task.key, me)
+        return self._retry(claim, self._folder.claims, task.key, self._me)
 
     def _write_lost_tasks(self) -> None:
         """After a requeue, writes that the tasks which an earlier start of this job claimed are lost.
@@ -75,7 +76,7 @@ class Leader:
         """
         for task in self._allocation.tasks if self._identity.restart else ():
             held = self._retry(owner, self._folder.claims, task.key) or {}
-            if held.get("allocation") == self._allocation.name and held.get("job") != self._identity.job:
+            if held.get("allocation") == self._allocation.name and held.get("job") != self._me["job"]:
                 reason = f"job {self._identity.job_id} was requeued while it ran"
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
@@ -116,7 +117,8 @@ class Leader:
             if failed:
                 return f"the preflight failed: {failed}"
             found |= {"probe": progress.probe, "environment": progress.environment}
-        self._write("preflight", restart=self._identity.restart, found=found)
+        name, restart = self._allocation.name, self._identity.restart
+        self._write(Preflight(allocation=name, restart=restart, found=found))
         return None
 
     def _not_now(self, task: Task) -> str | None:
@@ -134,13 +136,14 @@ class Leader:
 
     def _run(self, task: Task) -> None:
         predicted = {"step_time_s": task.predicted_step_time_s}
-        name, spec = _name(task), to_dict(task.spec)
-        self._write("claimed", **name, job=self._identity.job, spec=spec, predicted=predicted)
-        self._write("started", **name, scratch=str(self._node.scratch))
+        name, allocation = _name(task), self._allocation.name
+        job, spec = self._identity.job, to_dict(task.spec)
+        self._write(Claimed(**name, allocation=allocation, job=job, spec=spec, predicted=predicted))
+        self._write(Started(**name, allocation=allocation, scratch=str(self._node.scratch)))
         progress = self._group.start(task, self._allocation.tasks.index(task))
 
         def write_phase(phase: str, at: float | None) -> None:
-            self._retry(self._journal.write, "phase", **name, name=phase, at=at)
+            self._write(PhaseReached(**name, name=phase, at=at))
 
         end = watch(self._group, task, progress, self._ends, write_phase, self._race_s(task))
         result = self._finish(task, progress, end)
@@ -170,8 +173,9 @@ class Leader:
         return not any(m.shape == spec.shape and dominates(m.layout, spec.layout) for m in self._misfits)
 
     def _write_result(self, task: Task, result: RunResult, source: str) -> None:
-        event = "result" if result.status == Status.OK else "failed"
-        self._write(event, **_name(task), source=source, spec=to_dict(task.spec), result=to_dict(result))
+        kind, spec = Result if result.status == Status.OK else Failed, to_dict(task.spec)
+        name = self._allocation.name
+        self._write(kind(**_name(task), allocation=name, source=source, spec=spec, result=result))
 
     def _finish(self, task: Task, progress: AttemptProgress, end: RunResult | None) -> RunResult:
         """Ends the ranks, saves their logs and returns the result."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ultrabench.record import to_dict
+from ultrabench.store.events import Start
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
@@ -22,13 +25,13 @@ class NodeIdentity:
     array_task: str | None = None
 
     @property
-    def job(self) -> dict[str, Any] | None:
-        """The job as claims and results name it."""
-        return None if self.job_id is None else {"job_id": self.job_id, "restart": self.restart}
+    def job(self) -> Start | None:
+        """The start of the job that the agent runs in; None for local processes."""
+        return None if self.job_id is None else Start(job_id=self.job_id, restart=self.restart)
 
     def owner(self, allocation: str) -> dict[str, Any]:
         """What claims name as their owner: the allocation, and the host and job that run it."""
-        return {"allocation": allocation, "host": self.host, "job": self.job}
+        return {"allocation": allocation, "host": self.host, "job": self.job and to_dict(self.job)}
 
     @property
     def rendezvous_file(self) -> str:

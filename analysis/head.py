@@ -47,7 +47,7 @@ class SweepHead:
 
     def shapes_of(self, state: SweepState) -> dict[str, ModelShape]:
         """Shapes by model name: the head's, and those of the latest launch, which made the plan."""
-        launched = ((state.config or {}).get("config") or {}).get("models") or []
+        launched = state.config.get("models") or []
         try:
             shapes = [from_dict(ModelShape, model) for model in launched]
         except ConfigError:

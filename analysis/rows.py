@@ -191,8 +191,8 @@ def _attempted(base: Row, attempt: AttemptState, state: SweepState, final: bool)
     allocation = state.allocations.get(attempt.allocation or "")
     if allocation is not None:
         row |= _circumstances(allocation)
-    job = attempt.job or (allocation and allocation.job) or {}
-    row["job_id"] = None if job.get("job_id") is None else str(job["job_id"])
+    told = ((allocation and allocation.job) or {}).get("job_id")
+    row["job_id"] = attempt.job.job_id if attempt.job else None if told is None else str(told)
     return row if attempt.result is None else row | _measured(attempt.result, base.get("gpus"))
 
 

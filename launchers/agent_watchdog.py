@@ -42,7 +42,7 @@ class AgentWatchdog:
     def _paths(self, held: AllocationState) -> list[Path]:
         if not held.agents:
             return [self._folder.claims / held.name]
-        return [self._folder.journal / str(a["journal"]) for a in held.agents if a.get("journal")]
+        return [self._folder.journal / a.journal for a in held.agents if a.journal]
 
     def silent(self, name: str, more_s: float = 0.0) -> bool:
         """Whether an allocation shows no sign of life, or keeps no journal that could show one.
@@ -60,8 +60,7 @@ class AgentWatchdog:
         if silent_s - self._told_s.get(held.name, 0.0) <= self.patience_s:
             return None
         self._told_s[held.name] = silent_s
-        host = held.agents[-1].get("host")
-        self.frozen[held.name] = f"the agent on {host} did not move for {silent_s:.0f} s"
+        self.frozen[held.name] = f"the agent on {held.agents[-1].host} did not move for {silent_s:.0f} s"
         return self.frozen[held.name]
 
 

@@ -113,7 +113,7 @@ class LocalLauncher:
 
     def _held_s(self, held: AllocationState) -> float:
         """Seconds from the moment an allocation was written to its latest sign of life."""
-        paths = [self._folder.journal / str(a["journal"]) for a in held.agents if a.get("journal")]
+        paths = [self._folder.journal / a.journal for a in held.agents if a.journal]
         began = touched(self._folder.allocations / held.name / "allocation.json")
         return max(0.0, *(touched(path) - began for path in paths)) if paths and began else 0.0
 

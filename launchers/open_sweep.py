@@ -15,11 +15,12 @@ from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.kernel_env import keep
 from ultrabench.result import RunResult, Status
-from ultrabench.run import env_id
+from ultrabench.run import AttemptKey, env_id
 from ultrabench.store.claim import give_up, owner_of
+from ultrabench.store.events import LaunchConfig
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalReader, JournalWriter
-from ultrabench.store.state import AttemptKey, Fold, SweepState
+from ultrabench.store.state import Fold, SweepState
 from ultrabench.sweep.config import SweepConfig
 from ultrabench.sweep.head import make_head, provenance, require_same
 from ultrabench.sweep.plan import Plan, make_plan
@@ -109,11 +110,11 @@ def open_sweep(
         folder.write_head(make_head(config, environment))
     journal = JournalWriter(folder.journal, "launcher")
     digest, origin = config.kernel.digest(), provenance(config)
-    journal.write(
-        "config", generation=state.generation + 1, config=config.resolved, provenance=origin,
-        kernel_digest=digest, reuse=reuse, retry=[list(key) for key in retry], max_gpu_hours=max_gpu_hours,
-        work_dir=str(Path.cwd()),
+    launch = LaunchConfig(
+        generation=state.generation + 1, config=config.resolved, provenance=origin, kernel_digest=digest,
+        reuse=reuse, retry=tuple(retry), max_gpu_hours=max_gpu_hours, work_dir=str(Path.cwd()),
     )  # fmt: skip
+    journal.write(launch)
     _keep_difference(folder)
     write_plan(plan.candidates, folder.plan)
     return OpenSweep(

@@ -13,9 +13,11 @@ from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.settle import Settler
 from ultrabench.result import Status
+from ultrabench.run import AttemptKey
+from ultrabench.store.events import Adopted, Submitted, Submitting
 from ultrabench.store.heartbeat import SIGN_OF_LIFE_S, show_presence
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
-from ultrabench.store.state import AllocationState, AttemptKey, SweepState
+from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.decide import Actions, DeadEnd, Launch, decide
 from ultrabench.sweep.price import PlannedJob
 
@@ -166,7 +168,7 @@ class Reconciler:
         for name in sorted(seen.alive - self._adopted):
             self._adopted.add(name)
             if state.allocations[name].submission[0] != own:
-                self.sweep.journal.write("adopted", allocation=name, job=seen.jobs.get(name, {}))
+                self.sweep.journal.write(Adopted(allocation=name, job=seen.jobs.get(name, {})))
         alive = seen.alive | self._settle_the_rest(seen, state, known, started)
         return replace(seen, alive=alive), self.sweep.state()
 
@@ -212,7 +214,7 @@ class Reconciler:
             return None
         whose = f"{held.by.get('user')} on {held.by.get('cluster') or held.by.get('host')}"
         # Processes, unlike jobs, do not wait in a queue; should they start all the same, they find our claim.
-        told = any(a.get("journal") for a in held.agents) or not (held.agents or held.by.get("cluster"))
+        told = any(a.journal for a in held.agents) or not (held.agents or held.by.get("cluster"))
         if told and self._watchdog.silent(held.name, held.limit_s):
             reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
             return JobEnd(status=Status.LOST, reason=reason, certain=True)
@@ -276,11 +278,11 @@ class Reconciler:
         for allocation in made:
             allocation.write()
             self._settler.plan(allocation)
-            journal.write("submitting", allocation=allocation.name, token=token)
+            journal.write(Submitting(allocation=allocation.name, token=token))
         submitted = self.launcher.submit(made, avoid, self.say)
         self.submitted += len(made)
         for name, job in submitted.items():
-            journal.write("submitted", allocation=name, job=job)
+            journal.write(Submitted(allocation=name, job=job))
 
     def _other_commits(self, state: SweepState) -> list[str]:
         """A note for each node that runs another commit than this launcher."""

@@ -7,9 +7,11 @@ from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import Allocation, read_allocation
+from ultrabench.store.events import AllocationEnded, AllocationPlanned, Failed, Start
 from ultrabench.store.jobs_seen import JobEnd
-from ultrabench.store.state import AllocationState, AttemptKey, Start, SweepState
+from ultrabench.store.state import AllocationState, SweepState
 
 
 class Settler:
@@ -55,11 +57,12 @@ class Settler:
 
     def plan(self, allocation: Allocation) -> None:
         """Writes down what an allocation holds, before it is submitted or when only its files are known."""
-        self._sweep.journal.write(
-            "allocation_planned", allocation=allocation.name, nodes=allocation.nodes, by=allocation.by,
-            limit_s=allocation.limit_s, control=allocation.control,
-            tasks=[[t.run_id, t.repeat, t.attempt] for t in allocation.tasks],
+        tasks = tuple(AttemptKey(t.run_id, t.repeat, t.attempt) for t in allocation.tasks)
+        planned = AllocationPlanned(
+            allocation=allocation.name, nodes=allocation.nodes, by=allocation.by, limit_s=allocation.limit_s,
+            control=allocation.control, tasks=tasks,
         )  # fmt: skip
+        self._sweep.journal.write(planned)
 
     def claimed_already(self, keys: Iterable[AttemptKey], state: SweepState) -> bool:
         """Whether some of these attempts, of which no living allocation is known, were claimed all the same.
@@ -100,18 +103,19 @@ class Settler:
         for key in keys:
             attempt = state.attempts.get(key)
             if attempt is None or attempt.result is None:
-                self._sweep.journal.write(
-                    "failed", run_id=key.run_id, repeat=key.repeat, attempt=key.attempt, allocation=name,
+                failed = Failed(
+                    **key._asdict(), allocation=name,
                     source="slurm" if self._launcher.outlives_us else "launcher",
-                    spec=self._specs.get(key.run_id),
-                    result=to_dict(RunResult(status=end.status, reason=end.reason, cause=end.cause)),
+                    spec=self._specs.get(key.run_id, {}),
+                    result=RunResult(status=end.status, reason=end.reason, cause=end.cause),
                 )  # fmt: skip
+                self._sweep.journal.write(failed)
 
     def _tell_end(
         self, held: AllocationState, reason: str, held_s: float | None, source: str = "launcher"
     ) -> None:
-        job_id, restart = held.start
-        self._sweep.journal.write(
-            "allocation_ended", allocation=held.name, restart=restart, reason=reason, held_s=held_s,
-            job={"job_id": job_id, "restart": restart} if job_id else None, source=source,
+        end = AllocationEnded(
+            allocation=held.name, restart=held.start.restart, job=held.start if held.start.job_id else None,
+            reason=reason, source=source, held_s=held_s,
         )  # fmt: skip
+        self._sweep.journal.write(end)

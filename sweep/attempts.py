@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ultrabench.result import RunResult, Status
-from ultrabench.store.state import AttemptKey, AttemptState, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.contenders import contenders
 from ultrabench.sweep.dominated import left_out

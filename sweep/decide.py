@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ultrabench.result import RunResult
+from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, same_place
-from ultrabench.store.state import AttemptKey, SweepState
+from ultrabench.store.state import SweepState
 from ultrabench.sweep.attempts import AttemptsLeft, next_attempts
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.price import PlannedJob, committed_gpu_hours, planned_jobs

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ultrabench.result import Status
-from ultrabench.store.state import AttemptKey, AttemptState, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import AttemptState, SweepState
 
 FEWEST = 3
 """With fewer comparable layouts none is an outlier."""

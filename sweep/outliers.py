@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ultrabench.device_rates import summary
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER, RunResult, Status
-from ultrabench.store.state import AttemptKey, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import SweepState
 from ultrabench.sweep.losses import disputed_attempts
 
 FEWEST = 3

@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ultrabench.store.state import AttemptKey, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import SweepState
 from ultrabench.sweep.attempts import PlannedAttempt, next_attempts
 from ultrabench.sweep.candidate import Candidate, Cell
 from ultrabench.sweep.contenders import MOST, best_step_times_s

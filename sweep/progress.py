@@ -7,7 +7,8 @@ from statistics import median
 from typing import Any
 
 from ultrabench.result import RunResult, Status
-from ultrabench.store.state import AttemptKey, AttemptState, SweepState, final_attempts
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, Cell
 from ultrabench.sweep.dominated import left_out
 from ultrabench.sweep.losses import with_loss_outliers

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from ultrabench.errors import ConfigError, counted, unknown_name
 from ultrabench.result import CAUSES, RunResult, Status
-from ultrabench.store.state import AttemptKey, AttemptState, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import AttemptState, SweepState
 
 OUTSIDE = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST, Status.CANCELLED})
 """Ends that are not the run's fault: counted together, and only those of this launch."""
@@ -153,7 +154,7 @@ def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
     blamed: dict[str, set[str]] = {}
     failed = {
         node: "its agent gave it up" for a in state.allocations.values() for e in a.ends.values()
-        for node in e["avoid"]
+        for node in e.avoid
     }  # fmt: skip
     for key, attempt in state.attempts.items():
         telling = attempt.result and attempt.result.status != Status.INVALID  # of the program, not of a node

@@ -1,5 +1,8 @@
 """Hypothesis strategies for the words of ultrabench: layouts, shapes, specs, results, journals."""
 
+import contextlib
+import json
+
 from hypothesis import strategies as st
 
 from ultrabench.kernel_config import KernelConfig
@@ -8,10 +11,20 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Workload
+from ultrabench.store.events import DAMAGED, decode
 
 FAILURES = tuple(s for s in Status if s not in (Status.OK, Status.SKIPPED, Status.REJECTED))
 RUN_IDS = ("aaaa000011112222", "bbbb000011112222", "cccc000011112222")
 ALLOCATIONS = ("n1-00000000", "n2-11111111")
+
+
+def lines_of(events):
+    """The lines of a journal with these JSON objects; damaged ones are passed over, as readers do."""
+    found = []
+    for event in events:
+        with contextlib.suppress(DAMAGED):
+            found.append(decode(json.dumps(event, sort_keys=True, separators=(",", ":")).encode()))
+    return [line for line in found if line]
 
 
 def powers(most):

@@ -158,7 +158,7 @@ class SlurmLauncher:
 
         Before an agent has claimed the allocation nobody knows which job that will be.
         """
-        owner = held.start[0]
+        owner = held.start.job_id
         second = [job for job in jobs if owner and job.job_id != owner]
         waiting = {job.job_id for job in second if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
         waiting -= self._second
@@ -176,7 +176,7 @@ class SlurmLauncher:
         found = {n: seen[n][-1] for n in over if seen.get(n)}
         now, missing = time.monotonic(), over.keys() - found.keys()
         self._accounted = {n: self._accounted.get(n, now) for n in missing}
-        asked = {n: over[n].start[0] for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S}
+        asked = {n: over[n].start.job_id for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S}
         known = self.query.accounting(asked.values()) if asked else {}
         found |= {n: known[number] for n, number in asked.items() if number in known}
         return {n: job.elapsed_s for n, job in found.items() if job.meaning.phase is Phase.OVER}
@@ -202,7 +202,7 @@ class SlurmLauncher:
         grace = min(END_GRACE_S, self._choice.grace_s) if listed else self._choice.grace_s
         if waited < grace:
             return None
-        number = held.start[0] or (held.job or {}).get("job_id")
+        number = held.start.job_id or (held.job or {}).get("job_id")
         job = listed[-1] if listed else answer.find(number) if number else None
         if job is None and number:
             job = self.query.accounting([number]).get(number)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -22,10 +22,17 @@ _KINDS: dict[Any, str] = {
 }
 
 
+# Working out types costs more than reading a record.
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+_origin: Callable[[Any], Any] = functools.cache(typing.get_origin)
+_args: Callable[[Any], tuple[Any, ...]] = functools.cache(typing.get_args)
+
+
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    """The types of a class's fields; working them out costs more than reading a record."""
-    return typing.get_type_hints(cls)
+def _required(cls: Any) -> dict[str, bool]:
+    """Field name -> whether it has no default."""
+    missing = dataclasses.MISSING
+    return {f.name: f.default is missing and f.default_factory is missing for f in dataclasses.fields(cls)}
 
 
 def to_dict(record: Any) -> dict[str, Any]:
@@ -34,52 +41,53 @@ def to_dict(record: Any) -> dict[str, Any]:
     return out
 
 
-def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
+def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "", skip_unknown: bool = False) -> T:
     """The record of type `cls` that `values` describe.
 
     Args:
         cls: a dataclass whose fields are JSON scalars, tuples, dicts or other records.
         values: field name -> JSON value; fields with defaults may be left out.
         where: what the error message calls the record, `cls.__name__` when empty.
+        skip_unknown: pass over fields that do not exist here, because a later version wrote `values`.
 
     Raises:
         ConfigError: a field that does not exist, is missing, or has the wrong type.
     """
     name = where or cls.__name__
-    hints = _hints(cls)  # type: ignore[arg-type]
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = _hints(cls)
+    required = _required(cls)  # type: ignore[arg-type]
+    if skip_unknown:
+        values = {key: value for key, value in values.items() if key in required}
     for key in values:
-        if key not in fields:
-            raise ConfigError(unknown_name(f"field of {name}", key, fields))
-    missing = [
-        key
-        for key, field in fields.items()
-        if key not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
+        if key not in required:
+            raise ConfigError(unknown_name(f"field of {name}", key, required))
+    missing = [key for key, needed in required.items() if needed and key not in values]
     if missing:
         raise ConfigError(f"{name} lacks {', '.join(missing)}: give every field without a default")
-    return cls(**{k: value_from(hints[k], v, f"{name}.{k}") for k, v in values.items()})
+    return cls(**{k: value_from(hints[k], v, f"{name}.{k}", skip_unknown) for k, v in values.items()})
 
 
-def value_from(hint: Any, value: Any, where: str) -> Any:
+def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) -> Any:
     """`value`, of JSON, turned into the type that `hint` asks for.
 
     Raises:
         ConfigError: it cannot be; `where` names it.
     """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or type(value) is hint:
+        return value
+    origin, args = _origin(hint), _args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        return value_from(next(a for a in args if a is not type(None)), value, where)
+        return value_from(next(a for a in args if a is not type(None)), value, where, skip_unknown)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return from_dict(hint, value, where=where)  # type: ignore[arg-type]
+        return from_dict(hint, value, where=where, skip_unknown=skip_unknown)  # type: ignore[arg-type]
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(value_from(args[0], v, where) for v in value)
+        return tuple(value_from(args[0], v, where, skip_unknown) for v in value)
+    if hasattr(hint, "_fields") and isinstance(value, list | tuple) and len(value) == len(hint._fields):
+        return hint._make(map(value_from, _hints(hint).values(), value, hint._fields))
     if origin is dict and isinstance(value, Mapping):
-        return {str(k): value_from(args[1], v, f"{where}.{k}") for k, v in value.items()}
+        return {str(k): value_from(args[1], v, f"{where}.{k}", skip_unknown) for k, v in value.items()}
     if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
         return hint(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

@@ -3,7 +3,7 @@
 import re
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError, counted, unknown_name
 from ultrabench.kernel_config import KernelConfig
@@ -90,6 +90,17 @@ class RunSpec:
     def tokens_per_step(self) -> int:
         """Tokens one optimizer step trains on, all ranks together."""
         return self.workload.gbs * self.workload.seq_len
+
+
+class AttemptKey(NamedTuple):
+    """Name of one try of one repeat of a run."""
+
+    run_id: str
+    repeat: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.run_id}.{self.repeat}.{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from tests.unit import one_node, test_gpus
 from ultrabench.layout import Layout
 from ultrabench.run import Workload
 from ultrabench.store.allocation import Allocation
+from ultrabench.store.events import AllocationEnded, Claimed
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 
@@ -61,13 +62,13 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
         )  # fmt: skip
     said = [agent.communicate(timeout=120)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [1, 0], said
-    events = list(read_journal(sweep.journal))
-    (end,) = (e for e in events if e["event"] == "allocation_ended")
-    assert end["reason"] == (
+    events = [line.event for line in read_journal(sweep.journal)]
+    (end,) = (e for e in events if isinstance(e, AllocationEnded))
+    assert end.reason == (
         "local-1 is given up: GPU 0 still holds 40.0 GiB after the run: no process that is known"
     )
-    assert end["avoid"] == ["local-1"]
-    assert [e["repeat"] for e in events if e["event"] == "claimed"] == [0]
+    assert end.avoid == ("local-1",)
+    assert [e.repeat for e in events if isinstance(e, Claimed)] == [0]
 
 
 FULL_FOR_A_WHILE = """

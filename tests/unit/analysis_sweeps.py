@@ -11,6 +11,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Workload
+from ultrabench.store.events import Claimed, Result
 from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.config import read_hardware
 
@@ -86,9 +87,9 @@ def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16", ker
 def claim(writer, spec, repeat=0, attempt=0, result=None, allocation="a0"):
     key = {"run_id": spec.run_id, "repeat": repeat, "attempt": attempt}
     predicted = {"step_time_s": 0.4, "peak_mem_bytes": 2000, "p_oom": 0.1}
-    writer.write("claimed", allocation=allocation, spec=to_dict(spec), predicted=predicted, **key)
+    writer.write(Claimed(allocation=allocation, spec=to_dict(spec), predicted=predicted, **key))
     if result is not None:
-        writer.write("result", source="agent", result=to_dict(result), **key)
+        writer.write(Result(source="agent", result=result, **key))
 
 
 def rows_of(*folders, warn=lambda message: pytest.fail(message)):

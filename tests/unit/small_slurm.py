@@ -61,7 +61,7 @@ class SmallSlurm:
         active = {}
         for job in visible:
             held = allocations.get(job.allocation.name)
-            if held is not None and job.phase != "over" and held.start[0] in ("", job.job_id):
+            if held is not None and job.phase != "over" and held.start.job_id in ("", job.job_id):
                 active.setdefault(held.name, job)
         queued = {n for n, job in active.items() if job.phase == "pending"}
         known = {job.allocation.name for job in visible}

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.unit.small_slurm import SmallJob, SmallSlurm
 from ultrabench.launchers.open_sweep import OpenSweep
+from ultrabench.store.events import NAMES, Event, Submitting
 from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import SweepState, fold
@@ -97,16 +98,16 @@ class TapedJournal:
         """Lines written so far."""
         return self._seq
 
-    def write(self, event: str, *, wait: bool = False, **values: Any) -> None:
+    def write(self, event: Event, *, wait: bool = False) -> None:
         def take() -> None:
             self._writer._seq = self._seq
-            self._writer.write(event, **values)
+            self._writer.write(event)
             self._writer._close()
-            if event == "submitting":  # what follows is in its lines
+            if isinstance(event, Submitting):  # what follows is in its lines
                 self._tape.known.clear()
 
         try:
-            self._tape.step(take, word=f"writes {event}", wait=wait)
+            self._tape.step(take, word=f"writes {NAMES[type(event)]}", wait=wait)
         except Halt:
             if self._tape.dying:
                 with self.path.open("ab") as file:

@@ -18,6 +18,16 @@ from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import Task
 from ultrabench.store.claim import claim, owner
+from ultrabench.store.events import (
+    AllocationEnded,
+    AllocationStarted,
+    Claimed,
+    Failed,
+    LeadingAgent,
+    Result,
+    Start,
+    Started,
+)  # fmt: skip
 from ultrabench.store.state import SweepState
 
 
@@ -231,29 +241,26 @@ class Stage:
     def _lead(self, job: SmallJob, journal: TapedJournal, tape: Tape, witness: list[str]) -> None:
         """What ultrabench.agent.lead does, as far as others can see it."""
         claims, allocation = self.sweep.folder.claims, job.allocation
-        me = {"allocation": allocation.name, "job": {"job_id": job.job_id, "restart": job.restart}}
-        told = {"allocation": allocation.name, "restart": job.restart}
+        start = Start(job_id=job.job_id, restart=job.restart)
+        me, name = {"allocation": allocation.name, "job": to_dict(start)}, {"allocation": allocation.name}
         if not tape.step(lambda: self.owns(claims, allocation.name, me), word="claims itself"):
             return
-        journal.write("allocation_started", **told, agent={"node": 0, "job": me["job"]})
+        journal.write(AllocationStarted(**name, agent=LeadingAgent(job=start)))
         for task in allocation.tasks if job.restart else ():
             held = tape.step(lambda task=task: owner(claims, task.key), word="reads a claim") or {}
             if held.get("allocation") == allocation.name and held.get("job") != me["job"]:
-                journal.write(
-                    "failed", **_end_of(task, Status.LOST), allocation=allocation.name, source="slurm"
-                )
+                journal.write(Failed(**_end_of(task, Status.LOST), **name, source="slurm"))
         for task in allocation.tasks:
             if tape.step(
                 lambda task=task: self.claim(claims, task.key, me), word=f"claims {task.key}", kind=task.key
             ):
-                journal.write("claimed", **_name(task), allocation=allocation.name, spec={"nodes": 1})
-                journal.write("started", **_name(task), allocation=allocation.name)
+                journal.write(Claimed(**_name(task), **name, spec={"nodes": 1}))
+                journal.write(Started(**_name(task), **name))
                 tape.step(lambda task=task: witness.append(task.key), word="runs")
-                journal.write("result", wait=True, **_end_of(task, Status.OK), allocation=allocation.name)
+                journal.write(Result(**_end_of(task, Status.OK), **name), wait=True)
         tape.step(lambda: None, word="is done", kind="done")
-        journal.write(
-            "allocation_ended", wait=self.late, **told, job=me["job"], reason="all tasks done", source="agent"
-        )
+        end = AllocationEnded(**name, job=start, reason="all tasks done", source="agent")
+        journal.write(end, wait=self.late)
 
     def show(self, world: World) -> None:
         """Makes the files of a world those on disk."""
@@ -279,4 +286,4 @@ def _name(task: Task) -> dict[str, Any]:
 
 
 def _end_of(task: Task, status: Status) -> dict[str, Any]:
-    return {**_name(task), "result": to_dict(RunResult(status=status, step_times_s=(1.0,)))}
+    return {**_name(task), "result": RunResult(status=status, step_times_s=(1.0,))}

@@ -12,8 +12,9 @@ from ultrabench.launchers.doctor.acceptance_sweep import Outcome
 from ultrabench.launchers.doctor.check import CheckStatus, failed, passed
 from ultrabench.launchers.doctor.published import check_speed, published
 from ultrabench.result import RunResult, Status
+from ultrabench.run import AttemptKey
 from ultrabench.store.folder import SweepFolder
-from ultrabench.store.state import AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan
 

@@ -8,6 +8,7 @@ import pytest
 from tests.disks import on_a_small_disk
 from tests.unit.allocations import CONFIG
 from ultrabench.launchers.agent_watchdog import AgentWatchdog, SilenceTimer
+from ultrabench.store.events import LeadingAgent
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import AllocationState
 
@@ -45,7 +46,7 @@ def folder_of(journal):
 
 
 def held(*journals):
-    agents = tuple({"host": "gpu03", "journal": path.name} for path in journals)
+    agents = tuple(LeadingAgent(host="gpu03", journal=path.name) for path in journals)
     return AllocationState(name=NAME, agents=agents)
 
 
@@ -89,7 +90,7 @@ def test_one_that_moves_after_it_was_found_has_all_the_patience_again(journal, c
 
 def test_agents_that_keep_no_journal_are_not_judged(journal, clock):
     watchdog = AgentWatchdog(folder_of(journal), CONFIG.launcher, False)
-    older = AllocationState(name=NAME, agents=({"host": "gpu03"},))
+    older = AllocationState(name=NAME, agents=(LeadingAgent(host="gpu03"),))
     for running in (older, held()):
         assert clock(3 * LOCAL_S, looks(watchdog, running)) == []
         assert watchdog.silent(NAME), "nor is there a sign that they live"
@@ -139,7 +140,7 @@ def test_allocations_are_watched_apart(journal, clock):
     second = journal.with_name("agent-gpu04-2-0000bbbb.jsonl")
     second.write_text("")
     one = held(journal)
-    two = AllocationState(name="n1-0000aaaa.1", agents=({"host": "gpu04", "journal": second.name},))
+    two = AllocationState(name="n1-0000aaaa.1", agents=(LeadingAgent(host="gpu04", journal=second.name),))
     for n in range(int(LOCAL_S) + 2):
         os.utime(second, (2e9 + n, 2e9 + n))
         clock(1, lambda: watchdog.observe([one, two], RUNNING))
@@ -167,13 +168,14 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
         from ultrabench.errors import ClusterError
         from ultrabench.launchers import reconcile
         from ultrabench.launchers.local import LocalLauncher
+        from ultrabench.store.events import Cancel, LaunchConfig
         reconcile.DISK_PATIENCE_S, reconcile.DISK_PAUSE_S = 1.0, 0.1
         sweep = open_sweep(disk / "t")
         sweep = replace(sweep, kernel_digest=sweep.config.kernel.digest())
         sweep.folder.create()
         sweep.folder.write_head({})
-        sweep.journal.write("cancel", generation=0)
-        sweep.journal.write("config", generation=1, config={})
+        sweep.journal.write(Cancel(generation=0))
+        sweep.journal.write(LaunchConfig(generation=1, config={}))
         fill()
         reconciler = reconcile.Reconciler(sweep, LocalLauncher(sweep.folder), lambda *shown: None, say=print)
         try:

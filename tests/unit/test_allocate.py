@@ -10,8 +10,10 @@ from tests.unit.allocations import made_of as allocations_of
 from ultrabench.launchers.allocate import shapes
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import read_allocation
-from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
+from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.attempts import AttemptsLeft, PlannedAttempt
 from ultrabench.sweep.control import controls
 from ultrabench.sweep.price import ALLOCATION_START_S, PlannedJob, committed_gpu_hours, planned_jobs
@@ -185,7 +187,7 @@ def test_what_the_agents_of_an_array_read(sweep):
 
 
 def held(state, name, run, *seconds):
-    ends = {("57_0", n): end(s) for n, s in enumerate(seconds)}
+    ends = {Start(restart=n): end(s) for n, s in enumerate(seconds)}
     state.allocations[name] = AllocationState(
         name=name, nodes=run.nodes, tasks=(AttemptKey(run.spec.run_id, 0, 0),), ends=ends
     )
@@ -193,7 +195,7 @@ def held(state, name, run, *seconds):
 
 
 def end(elapsed_s, held_s=None):
-    return {"reason": "", "elapsed_s": elapsed_s, "held_s": held_s, "avoid": [], "source": "agent"}
+    return AllocationEnded(allocation="a", reason="", source="agent", elapsed_s=elapsed_s, held_s=held_s)
 
 
 def test_what_ended_costs_what_it_held_and_what_is_open_what_is_predicted():
@@ -229,9 +231,9 @@ def test_what_runs_costs_what_it_has_held_so_far_if_that_is_more_than_predicted(
     assert committed_gpu_hours(PLAN, state, ("n2-a.0",), {"n2-a.0": HOUR}) == pytest.approx(4.0)
     # After its end what was seen last is the least that it held, until the batch system has told.
     assert committed_gpu_hours(PLAN, state, (), {"n2-a.0": HOUR}) == pytest.approx(4.0)
-    state.allocations["n2-a.0"].ends = {("57_0", 0): end(0.5 * HOUR)}
+    state.allocations["n2-a.0"].ends = {Start(): end(0.5 * HOUR)}
     assert committed_gpu_hours(PLAN, state, (), {"n2-a.0": HOUR}) == pytest.approx(4.0)
-    state.allocations["n2-a.0"].ends = {("57_0", 0): end(0.5 * HOUR, held_s=0.75 * HOUR)}
+    state.allocations["n2-a.0"].ends = {Start(): end(0.5 * HOUR, held_s=0.75 * HOUR)}
     assert committed_gpu_hours(PLAN, state, (), {"n2-a.0": HOUR}) == pytest.approx(3.0)
 
 
@@ -243,8 +245,8 @@ def test_the_next_allocation_is_priced_with_what_the_ones_before_took_beyond_the
     for n, held_s in enumerate((100.0, 160.0, 9000.0)):
         name = f"n1-{n}.0"
         held(state, name, one)
-        state.allocations[name].agents = ({"host": "gpu01", "job": {"job_id": "57_0", "restart": 0}},)
-        state.allocations[name].ends = {("57_0", 0): end(10.0, held_s=held_s)}
+        state.allocations[name].agents = (LeadingAgent(host="gpu01"),)
+        state.allocations[name].ends = {Start(): end(10.0, held_s=held_s)}
         key = AttemptKey(one.spec.run_id, n, 0)
         ok = RunResult(status=Status.OK, step_times_s=(1.0,), duration_s=40.0)
         state.attempts[key] = AttemptState(key=key, result=ok, allocation=name)

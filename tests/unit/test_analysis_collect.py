@@ -19,6 +19,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.events import LaunchConfig, Result, Submitted
 from ultrabench.store.journal import JournalWriter
 
 
@@ -31,7 +32,7 @@ def test_speed_and_mfu_by_hand(tmp_path, specs):
     folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
     writer = JournalWriter(folder.journal, "agent")
     job = {"job_id": 4711, "host": "login"}
-    writer.write("submitted", allocation="a0", job=job)
+    writer.write(Submitted(allocation="a0", job=job))
     claim(writer, specs[0], result=OK)
     (row,) = rows_of(folder)
     # 16,384 tokens in 0.2 s on 8 GPUs. A layer multiplies by 4*64*64 + 3*64*128 = 40,960
@@ -197,7 +198,7 @@ def test_models_that_a_later_launch_added_are_known(tmp_path):
     folder = make_sweep(tmp_path / "s", [candidate(added)])
     assert rows_of(folder)[0]["num_params"] is None
     writer = JournalWriter(folder.journal, "launcher")
-    writer.write("config", generation=1, config={"models": [to_dict(added.shape)]})
+    writer.write(LaunchConfig(generation=1, config={"models": [to_dict(added.shape)]}))
     assert rows_of(folder)[0]["num_params"] == added.shape.num_params
 
 
@@ -221,7 +222,7 @@ def test_a_lost_claim_loses_no_result(tmp_path, specs):
     folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
     writer = JournalWriter(folder.journal, "agent")
     for run_id in (specs[0].run_id, "f" * 16):
-        writer.write("result", run_id=run_id, repeat=0, attempt=0, result=to_dict(OK))
+        writer.write(Result(run_id=run_id, repeat=0, attempt=0, result=OK))
     told = []
     known, unknown = rows_of(folder, warn=told.append)
     assert known["mfu"] is not None

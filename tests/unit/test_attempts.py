@@ -10,9 +10,10 @@ from tests.strategies import FAILURES
 from tests.unit.allocations import open_sweep
 from tests.unit.test_settle import Played
 from ultrabench.launchers.reconcile import Reconciler
-from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.events import Failed
+from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.attempts import PlannedAttempt, attempts_left
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.pack import RUN_LIMIT_FACTOR, pack, run_limit_s
@@ -325,9 +326,7 @@ def test_a_launcher_counts_pauses_by_its_own_clock(tmp_path, monkeypatch, clock_
 
     def fail(attempt):
         hang = RunResult(status=Status.HANG, started_at=time.time() + clock_off_s, duration_s=9.0)
-        sweep.journal.write(
-            "failed", run_id=run_id, repeat=0, attempt=attempt, source="agent", result=to_dict(hang)
-        )
+        sweep.journal.write(Failed(run_id=run_id, repeat=0, attempt=attempt, source="agent", result=hang))
 
     fail(0)
     reconciler = Reconciler(sweep, Played(), lambda state, alive: None)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.unit.allocations import CONFIG, PLAN, with_launcher
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.attempts import PlannedAttempt, attempts_left
 from ultrabench.sweep.pack import MARGIN, ROUND_S, START_S, allocation_limit_s, pack, run_limit_s
 

@@ -6,8 +6,9 @@ import pytest
 
 from tests.unit.allocations import PLAN, with_launcher
 from ultrabench.result import RunResult, Status
+from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen
-from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.decide import Launch, decide
 
 BIG = {"user": "ann", "cluster": "big", "host": "login1"}

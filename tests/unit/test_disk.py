@@ -14,9 +14,10 @@ from ultrabench.errors import ClusterError
 
 JOURNAL = """
 from ultrabench.errors import DiskError
+from ultrabench.store.events import Submitting
 from ultrabench.store.journal import JournalWriter, read_journal
 writer = JournalWriter(disk, "agent")
-write = lambda n: writer.write("cancel", generation=n, padding="x" * 3000)
+write = lambda n: writer.write(Submitting(allocation=f"{n}", token="x" * 3000))
 """
 
 
@@ -37,7 +38,7 @@ def test_a_journal_survives_a_full_and_a_read_only_disk(tmp_path):
                     print(error)
             mend()
             write(2 * n + 1)
-        print([(e["seq"], e["generation"]) for e in read_journal(disk, warnings.append)])
+        print([(e.seq, int(e.event.allocation)) for e in read_journal(disk, warnings.append)])
         """.replace("\n        ", "\n"),
     )
     *errors, events = told.splitlines()
@@ -93,7 +94,7 @@ writer._close()  # a disk with a file open for writing cannot be made read-only
 read_only(True)
 later(1.0, read_only, False)
 disk_retry.retry(write, 2)
-print([e["generation"] for e in read_journal(disk)])
+print([int(e.event.allocation) for e in read_journal(disk)])
 from tests.patience import slowness
 print(max(b - a for a, b in zip(beats, beats[1:])) < slowness())
         """,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from ultrabench.dominance import dominates
 from ultrabench.result import RunResult, Status
-from ultrabench.store.state import AttemptKey, AttemptState, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.attempts import attempts_left
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from ultrabench.store.events import Cancel
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import MISSED, SIGN_OF_LIFE_S, living_launchers, show_presence
 from ultrabench.store.journal import JournalWriter
@@ -40,7 +41,7 @@ def test_nobody_follows_a_new_sweep(folder):
 
 def test_the_one_who_asks_does_not_count(folder):
     own = JournalWriter(folder.journal, "launcher")
-    own.write("cancel", generation=1)
+    own.write(Cancel(generation=1))
     assert living_launchers(folder, own.path) == []
     assert living_launchers(folder) == [f"process {os.getpid()} on {HERE}"]
 
@@ -78,7 +79,7 @@ def test_the_clock_of_the_file_server_counts_for_one_who_follows(folder):
 
 def test_agents_and_commands_do_not_follow(folder):
     for role in ("agent", "pause", "cancel"):
-        JournalWriter(folder.journal, role).write("cancel", generation=1)
+        JournalWriter(folder.journal, role).write(Cancel(generation=1))
     assert living_launchers(folder) == []
 
 

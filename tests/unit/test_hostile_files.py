@@ -49,7 +49,7 @@ def test_what_is_no_regular_file_is_skipped_with_one_warning(tmp_path, make):
     (tmp_path / "c.jsonl").write_bytes(line(seq=1))
     told = []
     reader = JournalReader(tmp_path, told.append)
-    assert [e["seq"] for e in reader.poll()] == [0, 1]
+    assert [e.seq for e in reader.poll()] == [0, 1]
     assert list(reader.poll()) == []
     assert len(told) == 1
     assert str(tmp_path / "b.jsonl") in told[0]
@@ -89,7 +89,7 @@ def test_absurd_nesting_is_a_corrupt_line(tmp_path):
     nested = line(seq=2)[:-2] + b', "more": ' + deep + b"}\n"
     (tmp_path / "w.jsonl").write_bytes(deep + b"\n" + nested + line(seq=1))
     told = []
-    assert [e["seq"] for e in read_journal(tmp_path, told.append)] == [1]
+    assert [e.seq for e in read_journal(tmp_path, told.append)] == [1]
     assert len(told) == 2
 
 
@@ -101,11 +101,11 @@ def test_an_overlong_line_is_skipped_in_bounded_memory(tmp_path):
     told = []
     reader = JournalReader(tmp_path, told.append)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert [e["seq"] for e in reader.poll()] == [0]
+    assert [e.seq for e in reader.poll()] == [0]
     assert len(told) == 1
     with path.open("ab") as file:
         file.write(b"\n" + line(seq=1))
-    assert [e["seq"] for e in reader.poll()] == [1]
+    assert [e.seq for e in reader.poll()] == [1]
     assert len(told) == 1
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 4 * MAX_LINE_BYTES
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 import ultrabench
 from ultrabench.errors import ConfigError
 from ultrabench.record import from_dict, to_dict
-from ultrabench.store.journal import JournalWriter
+from ultrabench.store.events import LaunchConfig
+from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.sweep.config import CLUSTER_KEYS, config_from_tree, load_config
 from ultrabench.sweep.launcher_config import LauncherConfig
 
@@ -229,5 +230,6 @@ def test_a_sweep_is_continued_with_the_same_launcher(tmp_path):
         ["launcher=slurm", "launcher.nice=null", "launcher.python=[a b,c]", "+launcher.sbatch.requeue=",
          "launcher.mem=0", "launcher.window=19:00-07:00"]
     )  # fmt: skip
-    line = JournalWriter(tmp_path, "launcher").write("config", generation=1, config=config.resolved)
-    assert config_from_tree(line["config"]).launcher == config.launcher
+    JournalWriter(tmp_path, "launcher").write(LaunchConfig(generation=1, config=config.resolved))
+    (line,) = read_journal(tmp_path)
+    assert config_from_tree(line.event.config).launcher == config.launcher

@@ -13,6 +13,7 @@ from ultrabench.launchers import local
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.local import LocalLauncher
 from ultrabench.result import Status
+from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import AllocationState
 
@@ -116,9 +117,8 @@ def test_one_that_appears_late_begins_anew(folder, launcher, start):
 def test_a_process_that_outlives_its_allocation_is_killed(folder, launcher, start):
     straggler = start("ultrabench.agent", str(folder.allocations / NAME))
     straggler.send_signal(signal.SIGSTOP)
-    end = {"reason": "all tasks done", "elapsed_s": 1.0, "held_s": None, "avoid": [], "source": "agent"}
-    ends = {("", 0): end}
-    seen = launcher.observe(held(NAME, ends=ends))
+    end = AllocationEnded(allocation=NAME, reason="all tasks done", source="agent", elapsed_s=1.0)
+    seen = launcher.observe(held(NAME, ends={Start(): end}))
     assert (seen.alive, seen.ended_jobs, seen.jobs) == (frozenset(), {}, {})
     assert straggler.wait() == -signal.SIGKILL
 
@@ -147,14 +147,17 @@ def test_what_vanished_is_paid_for_until_its_last_sign_of_life(folder, launcher)
     for n, journal in enumerate(journals):
         journal.write_text("")
         os.utime(journal, (1050 + n, 1050 + n))
-    agents = tuple({"host": "here", "journal": journal.name} for journal in journals)
+    agents = tuple(LeadingAgent(host="here", journal=journal.name) for journal in journals)
     assert gone_within(launcher, held(NAME, agents=agents)).ended_jobs[NAME].elapsed_s == 51.0
     # Clocks may be set back, and what never started has held nothing.
     for journal in journals:
         os.utime(journal, (900, 900))
     assert gone_within(launcher, held(NAME, agents=agents)).ended_jobs[NAME].elapsed_s == 0.0
     assert gone_within(launcher, held(NAME)).ended_jobs[NAME].elapsed_s == 0.0
-    assert gone_within(launcher, held(NAME, agents=({"host": "here"},))).ended_jobs[NAME].elapsed_s == 0.0
+    assert (
+        gone_within(launcher, held(NAME, agents=(LeadingAgent(host="here"),))).ended_jobs[NAME].elapsed_s
+        == 0.0
+    )
 
 
 def test_what_it_submits_is_of_this_host(launcher):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ultrabench.agent.agent_group import free_port
 from ultrabench.agent.node_identity import NodeIdentity, identify_node
+from ultrabench.store.events import Start
 
 HERE = socket.gethostname().split(".")[0]
 JOB = {"SLURM_JOB_ID": "60", "SLURM_NODEID": "1", "SLURMD_NODENAME": "gpu02"}
@@ -47,8 +48,8 @@ def test_where_an_agent_is(environ, simulated, expected):
     [
         ({}, None, "leader.json", "/s/allocations/n1-a.0"),
         (LOCAL, None, "leader.json", "/s/allocations/n1-a.0"),
-        (JOB, {"job_id": "60", "restart": 0}, "leader-60.0.json", "/s/allocations/n1-a.0"),
-        ({**ARRAY, "SLURM_RESTART_COUNT": "1"}, {"job_id": "57_3", "restart": 1}, "leader-57_3.1.json",
+        (JOB, Start(job_id="60"), "leader-60.0.json", "/s/allocations/n1-a.0"),
+        ({**ARRAY, "SLURM_RESTART_COUNT": "1"}, Start(job_id="57_3", restart=1), "leader-57_3.1.json",
          "/s/allocations/n1-a.0.3"),
     ],
 )  # fmt: skip

@@ -13,6 +13,7 @@ from ultrabench.launchers.reconcile import Reconciler, interrupt
 from ultrabench.processes import own_name
 from ultrabench.result import Status
 from ultrabench.store.claim import GIVEN_UP, owner_of
+from ultrabench.store.events import Cancel, Start
 from ultrabench.store.jobs_seen import JobEnd, same_place, sees
 
 __all__ = ["sweep"]  # a fixture
@@ -115,10 +116,10 @@ def test_an_allocation_of_others_lives_and_is_left_alone(watched, by, started):
     whose = f"{by['user']} on {by['cluster'] or by['host']}"
     note = f"{THEIRS} is a job of {whose}: it is watched, and neither ended nor replaced. "
     assert sum(told.startswith(note) for told in watched.told) == 1
-    assert THEIRS not in [e["allocation"] for e in written(watched.sweep, "adopted")]
+    assert THEIRS not in [e.allocation for e in written(watched.sweep, "adopted")]
     # What it has claimed no one else may run; what only it was to run is waited for.
     assert len(watched.launcher.taken) == 1
-    watched.sweep.journal.write("cancel", generation=2)
+    watched.sweep.journal.write(Cancel(generation=2))
     watched.once()
     interrupt(watched.sweep, watched.launcher)
     assert watched.launcher.cancelled == [[mine.name]] * 2
@@ -132,7 +133,7 @@ def test_ours_on_another_login_node_is_ours(watched):
     plan(watched.sweep, THEIRS, by=by)
     watched.once()
     assert watched.launcher.looked[-1] == [THEIRS]
-    watched.sweep.journal.write("cancel", generation=2)
+    watched.sweep.journal.write(Cancel(generation=2))
     watched.once()
     assert THEIRS in watched.launcher.cancelled[0]
 
@@ -182,7 +183,7 @@ def test_what_others_have_queued_is_taken_over_only_where_a_person_asks(watched)
     running = "n1-0000bbbb.1"
     plan(watched.sweep, THEIRS, keys(mine)[-1:], by=by)
     plan(watched.sweep, running, by=by)
-    runs = Agents(watched.sweep, running, {"job_id": "9_1", "restart": 0}).start()
+    runs = Agents(watched.sweep, running, Start(job_id="9_1")).start()
     Agents(watched.sweep, mine.name).start().end()
     watched.once()
     assert watched.alive >= {THEIRS, running}

@@ -10,8 +10,10 @@ from tests.unit.analysis_sweeps import LAYOUTS, OK, TINY, spec_of
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import to_dict
 from ultrabench.result import Status
+from ultrabench.run import AttemptKey
 from ultrabench.step_time import extremes
-from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState, final_attempts, fold
+from ultrabench.store.events import AllocationPlanned, Claimed, Line, Preflight, Result
+from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.losses import disputed_attempts, invalid_attempts, with_loss_outliers
@@ -147,18 +149,18 @@ def test_a_further_normal_run_makes_no_normal_run_an_outlier(values, which):
 def events_of(values):
     """A journal in which each layout ran in an allocation of its own."""
     for n, value in enumerate(values):
-        key = {"run_id": str(n), "repeat": 0, "attempt": 0, "allocation": f"a{n}"}
+        name, key = f"a{n}", {"run_id": str(n), "repeat": 0, "attempt": 0}
         held = attempt(n, loss_final=value)
         found = allocation(f"a{n}", gemm=(value,)).preflight
-        yield {"event": "claimed", **key, "spec": held.spec}
-        yield {"event": "result", **key, "source": "agent", "result": to_dict(held.result)}
-        yield {"event": "allocation_planned", **key, "nodes": 1, "limit_s": 9.0, "tasks": [], "control": "0"}
-        yield {"event": "preflight", **key, "found": found}
+        yield Claimed(**key, allocation=name, spec=held.spec)
+        yield Result(**key, allocation=name, result=held.result)
+        yield AllocationPlanned(allocation=name, nodes=1, limit_s=9.0, tasks=(), control="0")
+        yield Preflight(allocation=name, found=found)
 
 
 @given(LOSSES, st.randoms())
 def test_the_order_of_events_never_matters(values, random):
-    events = [{"writer": f"w{i % 3}", "seq": i, **event} for i, event in enumerate(events_of(values))]
+    events = [Line(event=e, writer=f"w{i % 3}", seq=i, time=0.0) for i, e in enumerate(events_of(values))]
     state = with_loss_outliers(fold(events))
     random.shuffle(events)
     other = with_loss_outliers(fold(events))
@@ -170,7 +172,7 @@ def test_the_order_of_events_never_matters(values, random):
 def allocation(name, gemm=(1.0, 1.0), busbw=1.0, control=None, nodes=1):
     links = {"allreduce": {"all": [{"bytes": 8, "busbw_bytes_per_s": busbw}]}}
     probe = {"gemm_flops_per_s": list(gemm), "collectives": links}
-    return AllocationState(name=name, nodes=nodes, preflight={"probe": probe, "restart": 0}, control=control)
+    return AllocationState(name=name, nodes=nodes, preflight={"probe": probe}, control=control)
 
 
 def one_in_each(allocations):

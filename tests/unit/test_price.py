@@ -6,7 +6,8 @@ import pytest
 
 from tests.unit.allocations import PLAN, jobs_of, open_sweep
 from ultrabench.result import RunResult, Status
-from ultrabench.store.state import AttemptKey, AttemptState, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.attempts import PlannedAttempt
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.control import controls

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from tests.unit.allocations import PLAN
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
+from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.progress import gpu_hours, measured_rates, progress
 
 RUNS = PLANNED = PLAN.runs
@@ -38,8 +40,8 @@ def held(state, name, nodes, *seconds):
 
 
 def ends(*seconds, held_s=None):
-    end = {"reason": "", "held_s": held_s, "avoid": [], "source": "agent"}
-    return {("57_0", n): {**end, "elapsed_s": s} for n, s in enumerate(seconds)}
+    end = AllocationEnded(allocation="a", reason="", source="agent", held_s=held_s)
+    return {Start(restart=n): replace(end, elapsed_s=s) for n, s in enumerate(seconds)}
 
 
 def standing(*attempts):
@@ -146,7 +148,7 @@ def test_the_word_of_the_batch_system_counts_with_the_setup_before_the_agents():
     assert gpu_hours(state, GPUS) == (GPUS, {"between_runs": pytest.approx(0.25 * GPUS)})
 
 
-@pytest.mark.parametrize(("agents", "hours"), [((), 0.0), (({"host": "gpu01"},), 2.0)])
+@pytest.mark.parametrize(("agents", "hours"), [((), 0.0), ((LeadingAgent(host="gpu01"),), 2.0)])
 def test_an_end_that_nobody_timed_counts_to_the_limit_if_agents_had_started(agents, hours):
     state = SweepState()
     state.allocations["a"] = AllocationState(

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from ultrabench.errors import ConfigError
 from ultrabench.result import RunResult, Status
-from ultrabench.store.state import AllocationState, AttemptKey, AttemptState, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.events import AllocationEnded, Start
+from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan
@@ -103,7 +105,13 @@ def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed():
     assert excluded(state_of(*failed(wrong, run_id="r"), *failed(wrong, run_id="s")), POLICY) == {}
     down = result("node_fail", suspects=("dead",), reason="ECC error")
     assert excluded(state_of(*failed(down)), POLICY) == {"dead": "ECC error"}
-    told = SweepState(allocations={"x": AllocationState(name="x", ends={("", 0): {"avoid": ["full"]}})})
+    told = SweepState(
+        allocations={
+            "x": AllocationState(
+                name="x", ends={Start(): AllocationEnded(allocation="x", reason="", avoid=("full",))}
+            )
+        }
+    )
     assert list(excluded(told, POLICY)) == ["full"]
 
 

@@ -16,10 +16,24 @@ from ultrabench.launchers.reconcile import CANCEL_S, Reconciler
 from ultrabench.launchers.settle import Settler
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.run import AttemptKey
 from ultrabench.store.claim import claim, give_up
+from ultrabench.store.events import (
+    EVENTS,
+    AllocationEnded,
+    AllocationPlanned,
+    AllocationStarted,
+    Cancel,
+    Claimed,
+    LaunchConfig,
+    LeadingAgent,
+    Pause,
+    Result,
+    Start,
+    Submitting,
+)
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.store.journal import JournalWriter, read_journal
-from ultrabench.store.state import AttemptKey
 from ultrabench.sweep.control import controls
 from ultrabench.sweep.decide import MOST_BARREN, MOST_FRUITLESS, Launch, decide
 
@@ -27,7 +41,7 @@ CONTROL = next(run for run in controls(PLAN).values() if run.nodes == 1)
 OTHERS = [run for run in PLAN.runs if run.nodes == 1 and run.run_id != CONTROL.run_id][:2]
 SPECS = {run.run_id: to_dict(run.spec) for run in PLAN.runs}
 NAME = "n1-0000aaaa.0"
-JOB = {"job_id": "57_0", "restart": 0}
+JOB = Start(job_id="57_0")
 
 
 class Played:
@@ -75,7 +89,7 @@ def sweep(tmp_path):
     plan = replace(PLAN, candidates=(CONTROL, *OTHERS))
     made = open_sweep(tmp_path / "quick", plan)
     made.folder.create()
-    made.journal.write("config", generation=1, config={})
+    made.journal.write(LaunchConfig(generation=1, config={}))
     return replace(made, kernel_digest=made.config.kernel.digest())
 
 
@@ -85,12 +99,12 @@ class Agents:
     def __init__(self, sweep, name=NAME, job=JOB):
         self.name, self.job, self.claims = name, job, sweep.folder.claims
         self.journal = JournalWriter(sweep.folder.journal, "agent")
-        self.me = {"allocation": name, "host": "gpu01", "job": job}
+        self.me = {"allocation": name, "host": "gpu01", "job": to_dict(job)}
 
     def start(self):
         assert claim(self.claims, self.name, self.me)
-        agent = {"node": 0, "host": "gpu01", "job": self.job, "journal": self.journal.path.name}
-        self.journal.write("allocation_started", allocation=self.name, restart=0, agent=agent)
+        agent = LeadingAgent(host="gpu01", job=self.job, journal=self.journal.path.name)
+        self.journal.write(AllocationStarted(allocation=self.name, agent=agent))
         return self
 
     def claim(self, key, told=True):
@@ -98,26 +112,22 @@ class Agents:
         assert claim(self.claims, str(key), self.me)
         if told:
             self.journal.write(
-                "claimed", **key._asdict(), allocation=self.name, job=self.job, spec=SPECS[key.run_id],
+                Claimed(**key._asdict(), allocation=self.name, job=self.job, spec=SPECS[key.run_id],
                 predicted={},
-            )  # fmt: skip
+            ))  # fmt: skip
 
     def ok(self, key):
         self.claim(key)
         result = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0)
         self.journal.write(
-            "result",
-            **AttemptKey(*key)._asdict(),
-            allocation=self.name,
-            source="agent",
-            result=to_dict(result),
+            Result(**AttemptKey(*key)._asdict(), allocation=self.name, source="agent", result=result)
         )
 
     def end(self, reason="no time left"):
         self.journal.write(
-            "allocation_ended", allocation=self.name, restart=0, reason=reason, source="agent", job=self.job,
-            elapsed_s=10.0, avoid=[],
-        )  # fmt: skip
+            AllocationEnded(allocation=self.name, restart=0, reason=reason, source="agent", job=self.job,
+            elapsed_s=10.0,
+        ))  # fmt: skip
 
 
 def key_of(run, repeat=0, attempt=0):
@@ -129,14 +139,14 @@ def keys(allocation):
 
 
 def written(sweep, kind):
-    return [e for e in read_journal(sweep.folder.journal) if e["event"] == kind]
+    return [line.event for line in read_journal(sweep.folder.journal) if type(line.event) is EVENTS[kind]]
 
 
 def plan(sweep, name=NAME, tasks=(), **more):
     sweep.journal.write(
-        "allocation_planned", allocation=name, nodes=1, limit_s=600.0, tasks=[list(key) for key in tasks],
+        AllocationPlanned(allocation=name, nodes=1, limit_s=600.0, tasks=tuple(tasks),
         **more,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def statuses(sweep):
@@ -160,7 +170,7 @@ def test_what_it_claimed_and_did_not_finish_is_lost(sweep, told):
     assert statuses(sweep) == {mine: Status.NODE_FAIL}
     held = sweep.state().allocations[NAME]
     assert (held.ended, held.held_s, held.timed) == (GONE.reason, 77.0, True)
-    assert set(held.ends) == {("57_0", 0)}
+    assert set(held.ends) == {JOB}
 
 
 def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
@@ -184,7 +194,7 @@ def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
     assert (statuses(sweep), sweep.state().allocations[NAME].ended, settler.settled) == ({}, None, set())
     settler.settle(state.allocations[NAME], GONE, state)
     assert statuses(sweep) == {key: Status.NODE_FAIL}
-    assert settler.settled == {(NAME, ("57_0", 0))}
+    assert settler.settled == {(NAME, JOB)}
 
 
 def test_the_time_it_held_its_nodes_is_told_of_its_own_start(sweep):
@@ -260,8 +270,8 @@ def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
     reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
     assert reconciler.once()[1]
     (told,) = written(sweep, "allocation_planned")
-    assert (told["allocation"], told["by"], told["limit_s"]) == (made.name, by, made.limit_s)
-    assert [AttemptKey(*key) for key in told["tasks"]] == keys(made)
+    assert (told.allocation, told.by, told.limit_s) == (made.name, by, made.limit_s)
+    assert list(told.tasks) == keys(made)
     assert launcher.taken == []
     for _ in range(3):
         assert reconciler.once()[1]
@@ -346,7 +356,7 @@ class Row:
         tasks = [key_of(CONTROL, self.count), key_of(OTHERS[0], self.count)]
         plan(self.sweep, name, tasks, control=CONTROL.run_id)
         if mine:
-            self.sweep.journal.write("submitting", allocation=name, token="t")
+            self.sweep.journal.write(Submitting(allocation=name, token="t"))
         agents = Agents(self.sweep, name).start()
         if kind != "nothing":
             agents.ok(tasks[kind == "asked"])
@@ -413,10 +423,10 @@ def test_a_launcher_excuses_what_was_there_while_the_sweep_was_paused(sweep):
     reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
     for generation in range(2, 12, 2):
         reconciler.once()
-        sweep.journal.write("pause", generation=generation, on=True)
+        sweep.journal.write(Pause(generation=generation, on=True))
         launcher.ended_jobs[launcher.taken[-1].name] = JobEnd(status=Status.CANCELLED, reason="cancelled")
         assert not reconciler.once()[1]
-        sweep.journal.write("pause", generation=generation + 1, on=False)
+        sweep.journal.write(Pause(generation=generation + 1, on=False))
     assert len(launcher.taken) == 5
 
 
@@ -430,7 +440,7 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
     reconciler = Reconciler(sweep, launcher, lambda state, alive: None, say=told.append)
     reconciler.once()
     (made,) = launcher.taken
-    sweep.journal.write("cancel", generation=2)
+    sweep.journal.write(Cancel(generation=2))
     launcher.refusals = 2
     for tries in range(1, 5):
         assert reconciler.once()[1], "something is left"
@@ -462,9 +472,9 @@ def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
     reconciler.once()
     held = sweep.state().allocations[made.name]
     assert (held.ended, held.held_s, held.timed) == ("all tasks done", 130.0, True)
-    (told,) = (e for e in written(sweep, "allocation_ended") if e["source"] == "slurm")
-    assert (told["job"], told["held_s"]) == (JOB, 130.0)
-    assert set(held.ends) == {("57_0", 0)}
+    (told,) = (e for e in written(sweep, "allocation_ended") if e.source == "slurm")
+    assert (told.job, told.held_s) == (JOB, 130.0)
+    assert set(held.ends) == {JOB}
 
 
 def test_a_budget_counts_the_setup_of_what_runs(sweep):

@@ -1,6 +1,6 @@
 """What a launcher makes of squeue and sacct; both are played here, answer by answer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -13,9 +13,11 @@ from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, SlurmLauncher
 from ultrabench.launchers.slurm.query import Answer
 from ultrabench.result import Status
+from ultrabench.run import AttemptKey
+from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobLimits
-from ultrabench.store.state import AllocationState, AttemptKey
+from ultrabench.store.state import AllocationState
 
 A, B = "n1-0000aaaa.0", "n1-0000aaaa.1"
 GRACE_S = 60.0
@@ -72,16 +74,17 @@ class Cluster:
 
     def started(self, name, job_id="57_0", restart=0):
         """An agent of this job has claimed the allocation and said so."""
-        self.held[name].agents += ({"host": "gpu01", "job": {"job_id": job_id, "restart": restart}},)
+        self.held[name].agents += (LeadingAgent(host="gpu01", job=Start(job_id=job_id, restart=restart)),)
 
     def ended(self, name, reason="all tasks done", job_id="57_0", restart=0):
-        self.held[name].ends[job_id, restart] = {
-            "reason": reason, "elapsed_s": 1.0, "held_s": None, "avoid": [], "source": "agent"
-        }  # fmt: skip
+        start = Start(job_id=job_id, restart=restart)
+        end = AllocationEnded(allocation=name, job=start, reason=reason, source="agent", elapsed_s=1.0)
+        self.held[name].ends[start] = end
 
     def timed(self, name, seconds):
         """What a reconciler makes of the times of a look."""
-        self.held[name].end["held_s"] = seconds
+        held = self.held[name]
+        held.ends[held.start] = replace(held.end, held_s=seconds)
 
     def lists(self, *rows):
         """squeue's rows: (id, state) or (id, state, name of the job)."""

@@ -7,10 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.strategies import ALLOCATIONS, allocation_events, attempt_events, attempt_names, control_events
+from tests.strategies import (
+    ALLOCATIONS,
+    allocation_events,
+    attempt_events,
+    attempt_names,
+    control_events,
+    lines_of,
+)
 from ultrabench.result import Status
+from ultrabench.run import AttemptKey
+from ultrabench.store import state as lines_state
+from ultrabench.store.events import Start
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import AllocationState, AttemptKey, Fold, fold
+from ultrabench.store.state import AllocationState, Fold
 
 NAME = {"run_id": "aaaa", "repeat": 0, "attempt": 0}
 KEY = AttemptKey("aaaa", 0, 0)
@@ -20,6 +30,10 @@ JOBS = st.fixed_dictionaries({"job_id": st.sampled_from(("57_0", "57_1")), "rest
 
 def event(kind, *, writer="w", seq=0, **values):
     return {"v": 1, "writer": writer, "seq": seq, "time": 0.0, "event": kind, **values}
+
+
+def fold(events):
+    return lines_state.fold(lines_of(events))
 
 
 def said(kind, **values):
@@ -79,7 +93,7 @@ def test_order_and_repetition_do_not_matter(files, random):
     assert fold(shuffled) == state
     growing = Fold()
     while shuffled:
-        growing.add([shuffled.pop() for _ in range(random.randint(1, len(shuffled)))])
+        growing.add(lines_of([shuffled.pop() for _ in range(random.randint(1, len(shuffled)))]))
     assert growing.state == state
 
 
@@ -90,7 +104,7 @@ def test_what_is_known_only_grows_and_the_latest_start_decides(files):
     before, after = fold(events[: len(events) // 2]), fold(events)
     for name, held in after.allocations.items():
         less = before.allocations.get(name, AllocationState(name=name))
-        assert less.start[1] <= held.start[1]
+        assert less.start.restart <= held.start.restart
         assert set(less.ends) <= set(held.ends)
         assert len(less.agents) <= len(held.agents)
         assert (less.job is None) or (held.job is not None)
@@ -100,28 +114,28 @@ def test_what_is_known_only_grows_and_the_latest_start_decides(files):
 
 def _its_latest_start_decides(held, own):
     agents = [e["agent"] for e in own if e["event"] == "allocation_started"]
-    starts = sorted((_named(agent.get("job"), 0) for agent in agents), key=lambda s: (s[1], s[0]))
-    assert held.start == (starts[-1] if starts else ("", 0))
+    starts = sorted((_named(agent.get("job"), 0) for agent in agents), key=lambda s: (s.restart, s.job_id))
+    assert held.start == (starts[-1] if starts else Start())
     ends = {}
     for e in own:
         if e["event"] == "allocation_ended":
             ends.setdefault(_named(e.get("job"), e.get("restart", 0)), []).append(e)
     assert set(held.ends) == set(ends)
-    mine = {held.start, ("", held.start[1])}
+    mine = {held.start, Start(restart=held.start.restart)}
     assert (held.ended is not None) == bool(mine & set(ends) if starts else ends)
     spent = 0.0
     for start, told in ends.items():
         end = held.ends[start]
-        assert (end["source"] == "agent") == any(e.get("source") == "agent" for e in told)
+        assert (end.source == "agent") == any(e.get("source") == "agent" for e in told)
         slurm = [e["held_s"] for e in told if e.get("held_s") is not None]
-        assert end["held_s"] == max(slurm, default=None)
-        known = [*slurm, *([end["elapsed_s"]] if end["elapsed_s"] is not None else [])]
+        assert end.held_s == max(slurm, default=None)
+        known = [*slurm, *([end.elapsed_s] if end.elapsed_s is not None else [])]
         spent += max(known, default=held.limit_s if starts else 0.0)
     assert held.held_s == pytest.approx(spent)
 
 
 def _named(job, restart):
-    return ((job or {}).get("job_id", ""), (job or {}).get("restart") or restart)
+    return Start(**job) if job else Start(restart=restart)
 
 
 def start(restart, seq=0, job_id="57_0"):
@@ -159,19 +173,19 @@ def test_a_requeued_job_lives_again_when_it_starts():
     buried = [start(0), end(0, "launcher", reason="Slurm ended job 57_0: PREEMPTED")]
     assert held_of(*buried).ended == "Slurm ended job 57_0: PREEMPTED"
     revived = held_of(*buried, start(1))
-    assert (revived.ended, revived.start, len(revived.agents)) == (None, ("57_0", 1), 2)
+    assert (revived.ended, revived.start, len(revived.agents)) == (None, Start(job_id="57_0", restart=1), 2)
     over = held_of(*buried, start(1), end(1, elapsed_s=5.0))
     assert (over.ended, over.held_s) == ("all tasks done", 15.0)
 
 
 def test_a_late_word_on_an_earlier_start_does_not_end_the_later():
     held = held_of(start(1), end(0, "launcher", reason="vanished"))
-    assert (held.ended, held.start) == (None, ("57_0", 1))
+    assert (held.ended, held.start) == (None, Start(job_id="57_0", restart=1))
 
 
 def test_restarts_are_counted_and_not_sorted_as_words():
     held = held_of(start(2), start(10), end(2))
-    assert (held.ended, held.start) == (None, ("57_0", 10))
+    assert (held.ended, held.start) == (None, Start(job_id="57_0", restart=10))
 
 
 @pytest.mark.parametrize("source", ["agent", "launcher"])
@@ -180,9 +194,9 @@ def test_the_end_of_a_second_job_does_not_end_an_allocation(source):
     second = end(0, source, writer="z", job_id="61_0", reason="Slurm ended job 61_0: CANCELLED")
     held = held_of(start(0), second)
     assert (held.ended, held.end, held.timed) == (None, None, False)
-    assert set(held.ends) == {("61_0", 0)}
+    assert set(held.ends) == {Start(job_id="61_0", restart=0)}
     over = held_of(start(0), second, end(0))
-    assert (over.ended, over.end["source"]) == ("all tasks done", "agent")
+    assert (over.ended, over.end.source) == ("all tasks done", "agent")
     later = held_of(start(0), end(1, source, writer="z", job_id="61_0"))
     assert later.ended is None, "its restarts are not those of the owner"
 
@@ -208,7 +222,7 @@ def test_the_agent_is_believed_about_its_own_end():
         told = end(0, writer=writers[0], reason="no time left", elapsed_s=7.0, avoid=["gpu01"])
         guess = end(0, "launcher", writer=writers[1], reason="Slurm does not know job 57_0", elapsed_s=None)
         held = held_of(told, guess)
-        assert (held.ended, held.held_s, held.end["avoid"]) == ("no time left", 7.0, ["gpu01"])
+        assert (held.ended, held.held_s, list(held.end.avoid)) == ("no time left", 7.0, ["gpu01"])
 
 
 def test_the_batch_system_is_believed_about_the_time_nodes_were_held():
@@ -217,7 +231,7 @@ def test_the_batch_system_is_believed_about_the_time_nodes_were_held():
     slurm = end(0, "launcher", reason="held for 130 s", elapsed_s=None, held_s=130.0)
     held = held_of(start(0), told, slurm)
     assert (held.ended, held.held_s, held.timed) == ("no time left", 130.0, True)
-    assert held.end["avoid"] == ["gpu01"]
+    assert list(held.end.avoid) == ["gpu01"]
     assert not held_of(start(0), told).timed
     assert held_of(start(0), told).held_s == 100.0
 
@@ -229,7 +243,7 @@ def test_of_several_words_on_the_time_the_largest_counts():
         for n, s in enumerate((120.0, 130.0, None, 90.0))
     ]
     held = held_of(start(0), *words)
-    assert (held.held_s, held.end["held_s"]) == (130.0, 130.0)
+    assert (held.held_s, held.end.held_s) == (130.0, 130.0)
     again = held_of(start(0), *words, end(0), end(1, "launcher", writer="l9", held_s=5.0, elapsed_s=None))
     assert again.held_s == 135.0, "each start held nodes of its own"
 
@@ -255,15 +269,14 @@ def test_what_has_not_ended_has_held_nothing_that_is_known():
 def test_the_plan_says_who_submits():
     by = {"user": "ann", "cluster": "big", "host": "login1"}
     assert held_of(planned(by=by)).by == by
-    for nobody in (planned(), planned(by=None), planned(by={}), planned(by="ann")):
-        assert held_of(nobody).by == {}
+    assert held_of(planned()).by == {}
 
 
 def test_a_claim_names_its_job():
     job = {"job_id": "57_0", "restart": 1}
     claimed = event("claimed", **NAME, allocation="n1", job=job, spec={"nodes": 1}, predicted={})
     attempt = fold([claimed]).attempts[KEY]
-    assert (attempt.job, attempt.allocation) == (job, "n1")
+    assert (attempt.job, attempt.allocation) == (Start(**job), "n1")
     assert fold([{**claimed, "job": None}]).attempts[KEY].job is None
 
 
@@ -285,7 +298,7 @@ def test_the_preflight_of_the_latest_start_counts():
     first = event("preflight", seq=1, allocation="n1", found={"nodes": [{"host": "gpu09"}]})
     second = event("preflight", allocation="n1", restart=1, found={"nodes": [{"host": "gpu01"}]})
     for events in ([first, second], [second, first]):
-        assert fold(events).allocations["n1"].preflight == {"restart": 1, "nodes": [{"host": "gpu01"}]}
+        assert fold(events).allocations["n1"].preflight == {"nodes": [{"host": "gpu01"}]}
 
 
 def test_the_control_is_told_with_the_plan():
@@ -314,12 +327,12 @@ def test_nonsense_in_a_field_leaves_the_types_alone(whole):
                 assert isinstance(held.preflight, dict)
                 assert isinstance(held.held_s, float | int)
                 assert isinstance(held.by, dict)
-                assert [type(part) for part in held.start] == [str, int]
+                assert [type(held.start.job_id), type(held.start.restart)] == [str, int]
                 assert held.timed in (False, True)
                 assert held.ended is None or isinstance(held.ended, str)
-                assert all(isinstance(n, str) for one in held.ends.values() for n in one["avoid"])
+                assert all(isinstance(n, str) for one in held.ends.values() for n in one.avoid)
             for attempt in state.attempts.values():
-                assert attempt.job is None or isinstance(attempt.job, dict)
+                assert attempt.job is None or isinstance(attempt.job, Start)
                 assert attempt.spec is None or isinstance(attempt.spec, dict)
                 assert isinstance(attempt.predicted, dict)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.errors import ClusterError, SweepFolderError, unknown_name
-from ultrabench.store.journal import SCHEMA_VERSION
+from ultrabench.store.events import SCHEMA_VERSION
 
 
 @dataclass(frozen=True, slots=True)

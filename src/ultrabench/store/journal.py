@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import stat
@@ -11,13 +10,9 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ultrabench.errors import DiskError, SweepFolderError, may_pass
-from ultrabench.record import canonical_json
-
-SCHEMA_VERSION = 1
-"""Of journal lines and sweep.json; additions keep it, a newer one is refused."""
+from ultrabench.store.events import DAMAGED, AllocationEnded, Event, Line, decode, encode
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a journal file that are read at once."""
@@ -28,15 +23,6 @@ _NO_JOURNAL = frozenset({
     errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM,
 })  # fmt: skip
 """Errors of opening a file that is no regular file or may not be read: waiting does not help."""
-
-EVENTS = (
-    "config", "allocation_planned", "submitting", "submitted", "adopted", "allocation_started",
-    "preflight", "claimed", "started", "phase", "result", "failed", "allocation_ended", "pause",
-    "cancel",
-)  # fmt: skip
-
-Event = dict[str, Any]
-"""One journal line: v, writer, seq, time, event and what belongs to that event."""
 
 
 class JournalWriter:
@@ -50,24 +36,16 @@ class JournalWriter:
         self._torn = False
         self._fd: int | None = None
 
-    def write(self, event: str, **values: Any) -> Event:
-        """Appends one event with a single write and fsync; returns it.
+    def write(self, event: Event) -> None:
+        """Appends one event with a single write and fsync.
 
         Raises:
             DiskError: the line could not be written whole, but may be later: the next call opens the
                 file anew and starts a new line, so readers drop the torn one.
             SweepFolderError: it cannot be written at all.
         """
-        assert event in EVENTS, event
-        line: Event = {
-            "v": SCHEMA_VERSION,
-            "writer": self.name,
-            "seq": self._seq,
-            "time": time.time(),
-            "event": event,
-            **values,
-        }
-        data = (("\n" if self._torn else "") + canonical_json(line) + "\n").encode()
+        line = encode(Line(event=event, writer=self.name, seq=self._seq, time=time.time()))
+        data = b"\n" + line if self._torn else line
         try:
             if self._fd is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -82,7 +60,6 @@ class JournalWriter:
             raise kind(f"cannot write {self.path}: {error.strerror}; free or unlock it") from error
         self._torn = False
         self._seq += 1
-        return line
 
     def _close(self) -> None:
         """A handle that went stale never heals; the next write gets another."""
@@ -106,7 +83,7 @@ class JournalReader:
     _warned: set[Path] = field(default_factory=set)
     """Files that cannot be read, about which a warning was given."""
 
-    def poll(self) -> Iterator[Event]:
+    def poll(self) -> Iterator[Line]:
         """The events of whole lines written since the last call, one after another.
 
         A last line without its newline is left for the next call. Lines that are no event, and files
@@ -138,7 +115,7 @@ class JournalReader:
                         f"skipped {path}: {error.strerror}; a journal is a regular file that can be read"
                     )
                 self._warned.add(path)
-            if last and last["event"] == "allocation_ended" and path.name.startswith("agent-"):
+            if last and isinstance(last.event, AllocationEnded) and path.name.startswith("agent-"):
                 self._closed.add(path)
 
     def _lines(self, path: Path) -> Iterator[bytes]:
@@ -162,23 +139,19 @@ class JournalReader:
                 rest = b"" if path in self._overlong else rest
                 self._offsets[path] = file.tell() - len(rest)
 
-    def _parse(self, path: Path, lines: Iterable[bytes]) -> Iterator[Event]:
+    def _parse(self, path: Path, lines: Iterable[bytes]) -> Iterator[Line]:
         for line in lines:
             if not line.strip():
                 continue
             try:
-                event = json.loads(line)
-                version, _ = int(event["v"]), (event["writer"], int(event["seq"]), event["event"])
-            except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
+                event = decode(line, path)
+            except DAMAGED:
                 self.warn(f"{path.name}: skipped a corrupt line ({line[:40]!r}...)")
                 continue
-            if version > SCHEMA_VERSION:
-                raise SweepFolderError(
-                    f"{path} has schema {version}; this ultrabench reads up to {SCHEMA_VERSION}: upgrade it"
-                )
-            yield event
+            if event:
+                yield event
 
 
-def read_journal(folder: Path, warn: Callable[[str], None] = lambda message: None) -> Iterator[Event]:
+def read_journal(folder: Path, warn: Callable[[str], None] = lambda message: None) -> Iterator[Line]:
     """All events of a sweep's journal folder, in no particular order of time."""
     return JournalReader(folder, warn).poll()

@@ -1,36 +1,33 @@
 """The state of a sweep: a pure fold over its journal, whatever the order of the events."""
 
-import hashlib
-import json
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ultrabench.errors import UltrabenchError
-from ultrabench.record import canonical_json, from_dict
+from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.store.journal import Event
-
-
-class AttemptKey(NamedTuple):
-    """Name of one try of one repeat of a run."""
-
-    run_id: str
-    repeat: int
-    attempt: int
-
-    def __str__(self) -> str:
-        return f"{self.run_id}.{self.repeat}.{self.attempt}"
-
-
-Start = tuple[str, int]
-"""One start of a job: its id (empty for local processes) and how often it was restarted before."""
-
-
-def start_of(job: Mapping[str, Any], restart: Any = 0) -> Start:
-    """The start that an agent names as its job, {job_id, restart}; without a job, `restart` counts."""
-    return str(job.get("job_id") or ""), int(job.get("restart") or restart or 0)
+from ultrabench.run import AttemptKey
+from ultrabench.store.events import (
+    AllocationEnded,
+    AllocationEvent,
+    AllocationPlanned,
+    AllocationStarted,
+    AttemptEvent,
+    Cancel,
+    Claimed,
+    ControlEvent,
+    LaunchConfig,
+    LeadingAgent,
+    Line,
+    Pause,
+    PhaseReached,
+    Preflight,
+    Result,
+    Start,
+    Started,
+    Submitted,
+    Submitting,
+)  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,10 +36,10 @@ class AttemptState:
 
     key: AttemptKey
     allocation: str | None = None
-    job: dict[str, Any] | None = None
-    """The job it ran in: {job_id, restart}; None for local processes."""
+    job: Start | None = None
+    """The job it ran in; None for local processes."""
     spec: dict[str, Any] | None = None
-    """The RunSpec as JSON, from the claim."""
+    """The RunSpec as JSON."""
     predicted: dict[str, Any] = field(default_factory=dict)
     started: bool = False
     scratch: str | None = None
@@ -70,39 +67,38 @@ class AllocationState:
     """How to find it: {host, pid, start_time} locally, {job_id, name} on Slurm."""
     control: str | None = None
     """run_id of its cell's control layout, when it began with that."""
-    agents: tuple[dict[str, Any], ...] = ()
-    """Leading agents that started: {node, host, pid, start_time, job}."""
+    agents: tuple[LeadingAgent, ...] = ()
+    """Leading agents that started, the latest start last."""
     preflight: dict[str, Any] = field(default_factory=dict)
-    """What its devices and links could do when it started."""
-    ends: dict[Start, dict[str, Any]] = field(default_factory=dict)
-    """How each start of a job of it ended: {reason, elapsed_s, held_s, avoid, source}."""
+    """What its devices and links could do at its latest start."""
+    ends: dict[Start, AllocationEnded] = field(default_factory=dict)
+    """How each start of a job of it ended."""
 
     @property
     def start(self) -> Start:
-        """The latest start of the job that owns this allocation; ("", 0) before the first."""
-        jobs = (agent.get("job") or {} for agent in self.agents)
-        return max((start_of(job) for job in jobs), key=lambda s: (s[1], s[0]), default=("", 0))
+        """The latest start of the job that owns this allocation; an empty one before the first."""
+        return max((agent.start for agent in self.agents), default=Start())
 
     @property
-    def end(self) -> dict[str, Any] | None:
+    def end(self) -> AllocationEnded | None:
         """How it ended; None while it may be alive.
 
         Once agents have started, only the end of their own latest start counts: a second job of this
-        allocation, or an earlier start, may end when it likes.
+        allocation, or an earlier start, may end at any time.
         """
         if self.agents:
-            return self.ends.get(self.start) or self.ends.get(("", self.start[1]))
-        return min(self.ends.values(), key=_first_word, default=None)
+            return self.ends.get(self.start) or self.ends.get(Start(restart=self.start.restart))
+        return min(self.ends.values(), key=_most_trusted, default=None)
 
     @property
     def ended(self) -> str | None:
         """Why it ended; None while it may be alive."""
-        return None if self.end is None else str(self.end["reason"])
+        return None if self.end is None else self.end.reason
 
     @property
     def timed(self) -> bool:
         """Whether the batch system has told how long its nodes were held until its end."""
-        return self.end is not None and self.end["held_s"] is not None
+        return self.end is not None and self.end.held_s is not None
 
     @property
     def held_s(self) -> float:
@@ -111,9 +107,9 @@ class AllocationState:
         An end that nobody timed counts to the limit if agents had started, else nothing.
         """
         told: dict[int, list[float]] = {}
-        for (_, restart), end in self.ends.items():
-            seconds = (end["held_s"], end["elapsed_s"])
-            told.setdefault(restart, []).extend(s for s in seconds if s is not None)
+        for start, end in self.ends.items():
+            seconds = (end.held_s, end.elapsed_s)
+            told.setdefault(start.restart, []).extend(s for s in seconds if s is not None)
         return sum(max(known, default=self.limit_s if self.agents else 0.0) for known in told.values())
 
 
@@ -125,220 +121,140 @@ class SweepState:
     allocations: dict[str, AllocationState] = field(default_factory=dict)
     generation: int = 0
     """Largest number of a config, pause or cancel event; the next one takes one more."""
-    config: dict[str, Any] | None = None
-    """The latest config event."""
+    launched: LaunchConfig | None = None
+    """The latest launch."""
     paused: bool = False
     cancelled: bool = False
     """Cancelled and not launched again since."""
     retried: frozenset[AttemptKey] = frozenset()
     """Failed attempts that the user asked to have tried again."""
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration of the latest launch; empty when there was none."""
+        return self.launched.config if self.launched else {}
+
     def attempts_of(self, run_id: str) -> list[AttemptState]:
         """The attempts of one run, by repeat and attempt."""
         return [a for k, a in sorted(self.attempts.items()) if k.run_id == run_id]
 
 
-Voice = tuple[str, int, str]
-"""Who said something: writer, seq and a digest of the line, which decides between two lines of one number."""
-
-_DAMAGED = (
-    ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError, UltrabenchError,
-)  # fmt: skip
-_PRECEDENCE = {"agent": 2, "slurm": 1, "launcher": 0}
+_TRUST = {"agent": 2, "slurm": 1}
+"""How far the source of a failure is believed; launchers come last."""
 
 
-def fold(events: Iterable[Event]) -> SweepState:
-    """The state after `events`; commutative and idempotent."""
-    return Fold().add(events)
+def fold(lines: Iterable[Line]) -> SweepState:
+    """The state after `lines`; commutative and idempotent."""
+    return Fold().add(lines)
 
 
 class Fold:
-    """A state that grows with its journal, and keeps nothing of it that the state does not say.
+    """A state that grows with its journal.
 
-    What can be said twice has a fixed precedence: an agent's result, an agent's failure, what Slurm
-    says, what a launcher concludes; of anything else the largest (writer, seq, text) counts, whenever
-    it is heard. Time stamps decide nothing, since clocks differ.
+    Whatever can be said twice has a fixed precedence: an agent's result, an agent's failure, what Slurm
+    says, what a launcher concludes. Of anything else the largest (writer, seq, digest) counts. Time
+    stamps decide nothing, since clocks differ.
     """
 
     def __init__(self) -> None:
         self.state = SweepState()
         """Changed in place by `add`."""
         self.heard = 0
-        """Number of events added."""
-        self._ends: dict[AttemptKey, tuple[int, str]] = {}
-        self._controls: dict[tuple[int, str], Event] = {}
-        self._told: dict[tuple[AttemptKey | str, str], Voice] = {}
-        """Field of an attempt or an allocation -> whose word it is."""
+        """Number of lines added."""
+        self._controls: dict[tuple[int, str], ControlEvent] = {}
+        self._ranks: dict[tuple[AttemptKey | str, str], tuple[Any, ...]] = {}
+        """(attempt or allocation, field) -> rank of the line that set the field."""
 
-    def add(self, events: Iterable[Event]) -> SweepState:
-        """The state with `events`, which may come again and in any order."""
-        for event in events:
+    def add(self, lines: Iterable[Line]) -> SweepState:
+        """The state with `lines`, which may come again and in any order."""
+        for line in lines:
             self.heard += 1
-            try:
-                text = json.dumps(
-                    event, sort_keys=True
-                )  # a damaged event may hold what is no JSON, such as NaN
-                digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-                self._take(event, (str(event["writer"]), int(event["seq"]), digest))
-            except _DAMAGED:
-                continue  # a line that was damaged and is JSON all the same says nothing
-        _fold_controls(self.state, self._controls)
+            rank = (line.writer, line.seq, line.digest)
+            match line.event:
+                case LaunchConfig() | Pause() | Cancel() as event:
+                    # Of one generation a cancel sorts after a launch, and a pause after a resume.
+                    self._controls[event.generation, canonical_json(to_dict(event))] = event
+                case Claimed() | Started() | PhaseReached() | Result() as event:
+                    attempt = self.state.attempts.setdefault(event.key, AttemptState(key=event.key))
+                    self._set(event.key, attempt, rank, _attempt_fields(event))
+                    if isinstance(event, Result):
+                        trust = 3 if type(event) is Result else _TRUST.get(event.source, 0)
+                        self._set(event.key, attempt, (trust, line.digest), {"result": event.result})
+                    if isinstance(event, Claimed):
+                        self._set(event.key, attempt, rank, {"time": line.time})
+                case event:
+                    self._add_to_allocation(event, line)
+        self._apply_controls()
         return self.state
 
-    def _take(self, event: Event, by: Voice) -> None:
-        name = event["event"]
-        if name in ("config", "pause", "cancel"):
-            _retried(event)
-            self._controls[int(event["generation"]), canonical_json(event)] = event
-        elif name in ("claimed", "started", "phase", "result", "failed"):
-            key = attempt_key(event)
-            result = _result(event) if name in ("result", "failed") else None
-            told = _attempt_fields(event)
-            attempt = self.state.attempts.setdefault(key, AttemptState(key=key))
-            self._put(key, attempt, by, told)
-            if result:
-                _fold_end(attempt, self._ends, result, event)
-        elif isinstance(event.get("allocation"), str):
-            held = AllocationState(name=event["allocation"])
-            held = self.state.allocations.setdefault(held.name, held)
-            self._put(held.name, held, by, _allocation_fields(event))
-            _fold_allocation(held, event)
+    def _add_to_allocation(self, event: AllocationEvent, line: Line) -> None:
+        rank = (line.writer, line.seq, line.digest)
+        held = self.state.allocations.setdefault(event.allocation, AllocationState(name=event.allocation))
+        match event:
+            case AllocationPlanned():
+                names = ("tasks", "nodes", "limit_s", "control", "by")
+                self._set(held.name, held, rank, {name: getattr(event, name) for name in names})
+            case Submitting():
+                self._set(held.name, held, rank, {"submission": (line.writer, line.seq)})
+            case Submitted():
+                self._set(held.name, held, rank, {"job": event.job})
+            case Preflight():
+                self._set(held.name, held, (event.restart, line.digest), {"preflight": event.found})
+            case AllocationStarted():
+                agents = {repr(agent): agent for agent in (*held.agents, event.agent)}
+                held.agents = tuple(sorted(agents.values(), key=lambda a: (a.start, repr(a))))
+            case AllocationEnded():
+                _add_end(held.ends, event)
 
-    def _put(self, owner: AttemptKey | str, target: object, by: Voice, told: dict[str, Any]) -> None:
-        """Sets fields; None says nothing, and a larger (writer, seq, text) stands."""
+    def _set(
+        self, owner: AttemptKey | str, target: object, rank: tuple[Any, ...], told: dict[str, Any]
+    ) -> None:
+        """Sets fields of an attempt or an allocation unless a higher rank has; empty values say nothing."""
         for name, value in told.items():
-            if value is not None and self._told.get((owner, name), by) <= by:
-                self._told[owner, name] = by
+            if value not in (None, {}) and self._ranks.get((owner, name), rank) <= rank:
+                self._ranks[owner, name] = rank
                 setattr(target, name, value)
 
-
-def attempt_key(event: Event) -> AttemptKey:
-    """The attempt an event speaks of."""
-    return AttemptKey(str(event["run_id"]), int(event["repeat"]), int(event["attempt"]))
-
-
-def _attempt_fields(event: Event) -> dict[str, Any]:
-    """What an event says of an attempt, its end left out."""
-    told = {"allocation": _text_or_none(event.get("allocation")), "spec": _object(event.get("spec"))}
-    match event["event"]:
-        case "claimed":
-            job, predicted = _object(event.get("job")), _object(event.get("predicted"))
-            return told | {"job": job, "predicted": predicted, "time": event.get("time")}
-        case "started":
-            return told | {"started": True, "scratch": event.get("scratch")}
-        case "phase":
-            return told | {"phase": event["name"]}
-    return told
+    def _apply_controls(self) -> None:
+        """Sets what the user said: the latest of each kind counts; a later launch lifts a cancel, not a pause."""
+        state = self.state
+        state.paused = state.cancelled = False
+        for (generation, _), event in sorted(self._controls.items(), key=lambda control: control[0]):
+            state.generation = max(state.generation, generation)
+            match event:
+                case Pause():
+                    state.paused = event.on
+                case Cancel():
+                    state.cancelled = True
+                case LaunchConfig():
+                    state.launched, state.cancelled = event, False
+                    state.retried |= frozenset(event.retry)
 
 
-def _fold_end(
-    attempt: AttemptState, ends: dict[AttemptKey, tuple[int, str]], result: RunResult, event: Event
-) -> None:
-    """Higher precedence wins; between equals the smaller text, so that order never matters."""
-    weight = 10 if event["event"] == "result" else _PRECEDENCE.get(event.get("source", "agent"), 0)
-    rank = (-weight, canonical_json(event))
-    if rank <= ends.get(attempt.key, rank):
-        ends[attempt.key] = rank
-        attempt.result = result
+def _attempt_fields(event: AttemptEvent) -> dict[str, Any]:
+    """What an event says of an attempt, its result left out."""
+    match event:
+        case Claimed():
+            names = ("allocation", "job", "spec", "predicted")
+            return {name: getattr(event, name) for name in names}
+        case Started():
+            return {"allocation": event.allocation, "started": True, "scratch": event.scratch}
+        case PhaseReached():
+            return {"phase": event.name}
+        case Result():
+            return {"allocation": event.allocation, "spec": event.spec}
 
 
-def _text_or_none(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+def _add_end(ends: dict[Start, AllocationEnded], end: AllocationEnded) -> None:
+    """Of several ends of one start the most trusted counts, with the longest time that its nodes were held."""
+    told = (ends.get(end.start, end), end)
+    held_s = max((e.held_s for e in told if e.held_s is not None), default=None)
+    ends[end.start] = replace(min(told, key=_most_trusted), held_s=held_s)
 
 
-def _object(value: Any) -> dict[str, Any] | None:
-    return value if isinstance(value, dict) and value else None
-
-
-def _result(event: Event) -> RunResult:
-    """The result an event carries; fields of later versions are passed over."""
-    known = {f.name for f in fields(RunResult)}
-    return from_dict(RunResult, {k: v for k, v in event["result"].items() if k in known})
-
-
-def _allocation_fields(event: Event) -> dict[str, Any]:
-    """What an event says of an allocation, what adds up left out."""
-    match event["event"]:
-        case "allocation_planned":
-            tasks = tuple(AttemptKey(r, int(p), int(a)) for r, p, a in event["tasks"])
-            nodes, limit_s = int(event["nodes"]), float(event["limit_s"])
-            by = _object(event.get("by"))
-            return {
-                "tasks": tasks,
-                "nodes": nodes,
-                "limit_s": limit_s,
-                "control": event.get("control"),
-                "by": by,
-            }
-        case "submitting":
-            return {"submission": (str(event["writer"]), int(event["seq"]))}
-        case "submitted" | "adopted":
-            return {"job": _object(event["job"])}
-    return {}
-
-
-def _fold_allocation(allocation: AllocationState, event: Event) -> None:
-    """Takes in what adds up: agents, starts, ends, and the preflight of the latest start."""
-    kind = event["event"]
-    if kind == "allocation_started":
-        agent = event["agent"]
-        start_of(agent.get("job") or {})  # refuses what is no start
-        agents = {canonical_json(a): a for a in (*allocation.agents, agent)}
-        allocation.agents = tuple(agents[k] for k in sorted(agents))
-    elif kind == "preflight":
-        told = {"restart": int(event.get("restart", 0)), **event["found"]}
-        found = [f for f in (allocation.preflight, told) if f]
-        allocation.preflight = max(found, key=lambda f: (f["restart"], canonical_json(f)))
-    elif kind == "allocation_ended":
-        start, end = start_of(_object(event.get("job")) or {}, event.get("restart")), _end(event)
-        held = allocation.ends.get(start, end)
-        seconds = [e["held_s"] for e in (held, end) if e["held_s"] is not None]
-        first = min(held, end, key=_first_word)
-        allocation.ends[start] = {**first, "held_s": max(seconds, default=None)}
-
-
-def _end(event: Event) -> dict[str, Any]:
-    return {
-        "reason": str(event["reason"]),
-        "elapsed_s": _seconds(event.get("elapsed_s")),
-        "held_s": _seconds(event.get("held_s")),
-        "avoid": [str(node) for node in event.get("avoid") or ()],
-        "source": str(event.get("source")),
-    }
-
-
-def _seconds(value: Any) -> float | None:
-    seconds = None if value is None else float(value)
-    if seconds is not None and not 0 <= seconds < math.inf:
-        raise ValueError(value)
-    return seconds
-
-
-def _first_word(end: dict[str, Any]) -> tuple[int, str]:
-    """The agent's word on its own end comes first, then a launcher's; who only tells the time comes last."""
-    weight = {"agent": 0, "launcher": 1}.get(end["source"], 2)
-    return (weight, canonical_json(end | {"held_s": None}))
-
-
-def _fold_controls(state: SweepState, controls: dict[tuple[int, str], Event]) -> None:
-    """The latest word of each kind counts; a later launch lifts a cancel, not a pause."""
-    retried: set[AttemptKey] = set()
-    state.paused = state.cancelled = False
-    for (generation, _), event in sorted(controls.items(), key=lambda control: control[0]):
-        state.generation = max(state.generation, generation)
-        if event["event"] == "pause":
-            state.paused = bool(event.get("on", state.paused))
-        elif event["event"] == "cancel":
-            state.cancelled = True
-        else:
-            state.config, state.cancelled = event, False
-            retried.update(_retried(event))
-    state.retried = frozenset(retried)
-
-
-def _retried(event: Event) -> set[AttemptKey]:
-    """The failed attempts that a config event asks to try again."""
-    return {AttemptKey(str(r), int(p), int(a)) for r, p, a in event.get("retry", [])}
+def _most_trusted(end: AllocationEnded) -> tuple[int, str]:
+    """The agent's word on its own end comes first, then a launcher's; the batch system tells only the time."""
+    return {"agent": 0, "launcher": 1}.get(end.source, 2), repr(replace(end, held_s=None))
 
 
 def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:

@@ -6,6 +6,7 @@ import pytest
 from ultrabench.cli import main as cli
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.events import Claimed, Failed, LaunchConfig, Result
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
 from ultrabench.sweep.config import load_config
@@ -48,16 +49,16 @@ def sweep(tmp_path):
     folder.write_head(HEAD)
     write_plan(QUICK.candidates, folder.plan)
     writer = JournalWriter(folder.journal, "agent")
-    writer.write("config", generation=1, config=QUICK.config.resolved)
+    writer.write(LaunchConfig(generation=1, config=QUICK.config.resolved))
     ends = (
         RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0, loss_final=3.0),
         RunResult(status=Status.CRASH, reason="rank 1: ValueError: [bold]no[/bold]", duration_s=4.0),
     )
     for run, result in zip(QUICK.runs, ends, strict=False):
         name = {"run_id": run.spec.run_id, "repeat": 0, "attempt": 0}
-        writer.write("claimed", **name, allocation="n1", spec=to_dict(run.spec), predicted={})
-        event = "result" if result.status == Status.OK else "failed"
-        writer.write(event, **name, source="agent", result=to_dict(result))
+        writer.write(Claimed(**name, allocation="n1", spec=to_dict(run.spec), predicted={}))
+        kind = Result if result.status == Status.OK else Failed
+        writer.write(kind(**name, source="agent", result=result))
     return folder
 
 

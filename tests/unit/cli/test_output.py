@@ -9,6 +9,7 @@ from tests.unit.cli.conftest import QUICK, as_json
 from ultrabench import __version__
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.events import Failed, Result
 from ultrabench.store.journal import JournalWriter
 
 
@@ -68,7 +69,7 @@ def test_status_and_collect_tell_of_doubtful_and_invalid_numbers(ultrabench, swe
     for run, loss, more in zip(QUICK.runs[2:5], (3.0, 3.0, 9.0), (odd, {}, {}), strict=True):
         result = RunResult(status=Status.OK, step_times_s=(0.1,), loss_final=loss, **more)
         name = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
-        writer.write("result", **name, source="agent", spec=to_dict(run.spec), result=to_dict(result))
+        writer.write(Result(**name, source="agent", spec=to_dict(run.spec), result=result))
     status = as_json(ultrabench, "sweep", "status")
     assert status["by_status"]["invalid"] == 1
     reason = "rank 1 took 5.00 x the step time of rank 0"
@@ -222,7 +223,7 @@ def test_a_plain_retry_leaves_answers_alone(ultrabench, sweep):
     for run, confirmed in zip(QUICK.runs[2:4], (True, False), strict=True):
         result = RunResult(status=Status.OOM, cause="cpu_oom", confirmed=confirmed, reason="no memory")
         name = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
-        writer.write("failed", **name, source="agent", spec=to_dict(run.spec), result=to_dict(result))
+        writer.write(Failed(**name, source="agent", spec=to_dict(run.spec), result=result))
     again = {row["run_id"] for row in as_json(ultrabench, "sweep", "retry", "--dry-run")}
     assert QUICK.runs[2].run_id not in again
     assert QUICK.runs[3].run_id in again
@@ -267,7 +268,7 @@ def outrun(sweep):
         known = {"step_times_s": (0.09,) * 6, "loss_final": 3.0, "peak_mem_reserved_bytes": 3 << 28}
         name = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
         result = RunResult(status=Status.OK, **(known | more))
-        writer.write("result", **name, source="agent", spec=to_dict(run.spec), result=to_dict(result))
+        writer.write(Result(**name, source="agent", spec=to_dict(run.spec), result=result))
     return [run.run_id for run in cell[:3]]
 
 

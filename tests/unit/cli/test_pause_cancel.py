@@ -11,12 +11,13 @@ from ultrabench.errors import ClusterError
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.events import EVENTS, AllocationEnded, AllocationPlanned, Claimed, LaunchConfig, Result
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
 from ultrabench.sweep.config import load_config
 
 SLURM = load_config(["model=tiny", "launcher=slurm"]).resolved
-OK = to_dict(RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0))
+OK = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0)
 
 
 def state_of(sweep):
@@ -24,8 +25,8 @@ def state_of(sweep):
 
 
 def said(sweep, kind):
-    found = [e for e in read_journal(sweep.journal) if e["event"] == kind]
-    return sorted(found, key=lambda e: e["generation"])
+    found = [line.event for line in read_journal(sweep.journal) if type(line.event) is EVENTS[kind]]
+    return sorted(found, key=lambda event: event.generation)
 
 
 def files(sweep):
@@ -35,11 +36,11 @@ def files(sweep):
 def settle(sweep, repeats=1):
     """Every run ends ok once, in a sweep of so many repeats."""
     writer = JournalWriter(sweep.journal, "agent")
-    writer.write("config", generation=2, config={**QUICK.config.resolved, "repeats": repeats})
+    writer.write(LaunchConfig(generation=2, config={**QUICK.config.resolved, "repeats": repeats}))
     for run in QUICK.runs:
         name = {"run_id": run.spec.run_id, "repeat": 0, "attempt": 1}
-        writer.write("claimed", **name, allocation="n1-a.0", spec=to_dict(run.spec), predicted={})
-        writer.write("result", **name, source="agent", result=OK)
+        writer.write(Claimed(**name, allocation="n1-a.0", spec=to_dict(run.spec), predicted={}))
+        writer.write(Result(**name, source="agent", result=OK))
     return writer
 
 
@@ -51,7 +52,7 @@ def test_a_pause_is_told_to_agents_and_launchers(ultrabench, sweep):
     )
     assert state_of(sweep).paused
     assert sweep.pause.exists()
-    assert [e["on"] for e in said(sweep, "pause")] == [True]
+    assert [e.on for e in said(sweep, "pause")] == [True]
 
 
 def test_to_pause_twice_is_to_pause(ultrabench, sweep):
@@ -105,23 +106,23 @@ def test_a_cancel_stays_until_the_next_launch(ultrabench, sweep):
     assert state_of(sweep).cancelled
     assert state_of(sweep).attempts.keys() == {k for k, a in state_of(sweep).attempts.items() if a.result}
     generation = state_of(sweep).generation
-    JournalWriter(sweep.journal, "launcher").write("config", generation=generation + 1, config={})
+    JournalWriter(sweep.journal, "launcher").write(LaunchConfig(generation=generation + 1, config={}))
     assert not state_of(sweep).cancelled
 
 
 def test_a_settled_sweep_is_cancelled_only_while_something_runs(ultrabench, sweep):
     writer = settle(sweep)
     assert "nothing to cancel" in ultrabench("sweep", "cancel")[2]
-    writer.write("allocation_planned", allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=[])
+    writer.write(AllocationPlanned(allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=()))
     assert "cancelled; results stay" in ultrabench("sweep", "cancel")[2]
 
 
 @pytest.fixture
 def unreachable(sweep, monkeypatch):
     """The same sweep on a cluster whose programs are not here."""
-    JournalWriter(sweep.journal, "launcher").write("config", generation=2, config=SLURM)
+    JournalWriter(sweep.journal, "launcher").write(LaunchConfig(generation=2, config=SLURM))
     JournalWriter(sweep.journal, "agent").write(
-        "allocation_planned", allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=[]
+        AllocationPlanned(allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=())
     )
     monkeypatch.setenv("PATH", str(sweep.path))
     return sweep
@@ -188,9 +189,9 @@ def test_whose_jobs_only_they_can_end_is_told(ultrabench, unreachable, cluster):
     cluster.failures = 0
     for n, user in enumerate(("ann", own_name())):
         JournalWriter(unreachable.journal, "agent").write(
-            "allocation_planned", allocation=f"n1-c.{n}", nodes=1, limit_s=60.0, tasks=[],
+            AllocationPlanned(allocation=f"n1-c.{n}", nodes=1, limit_s=60.0, tasks=(),
             by={"user": user, "cluster": "big", "host": "login1"},
-        )  # fmt: skip
+        ))  # fmt: skip
     err = ultrabench("sweep", "cancel")[2]
     assert err.splitlines()[0] == "jobs of ann are under way: only whoever submitted them can end them"
     assert [names for names, _ in cluster.cancelled] == [["n1-b.0", "n1-c.0", "n1-c.1"]]
@@ -205,7 +206,7 @@ def test_a_resume_takes_the_pause_away(ultrabench, unreachable):
     unreachable.pause.write_text("")
     one_line(ultrabench, "sweep", "resume", code=3)
     assert not unreachable.pause.exists()
-    assert [e["on"] for e in said(unreachable, "pause")] == [True, False]
+    assert [e.on for e in said(unreachable, "pause")] == [True, False]
 
 
 def everything(sweep):
@@ -218,8 +219,8 @@ def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatc
     """Also where a sweep on a cluster has repeats left, and nobody follows it: that is what resume does."""
     settle(unreachable, repeats=2)
     agent = JournalWriter(unreachable.journal, "agent")
-    agent.write("config", generation=3, config={**SLURM, "repeats": 2})
-    agent.write("allocation_ended", allocation="n1-b.0", reason="all tasks done", source="agent")
+    agent.write(LaunchConfig(generation=3, config={**SLURM, "repeats": 2}))
+    agent.write(AllocationEnded(allocation="n1-b.0", reason="all tasks done", source="agent"))
     one = {"run_id": QUICK.runs[0].spec.run_id, "repeat": 0, "attempt": 1}
     if runs:  # one of them ends only while it is watched
         for path in unreachable.journal.iterdir():
@@ -233,7 +234,7 @@ def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatc
         assert everything(unreachable) == before
         naps.append(seconds)
         if len(naps) == 3:
-            JournalWriter(unreachable.journal, "agent").write("result", **one, source="agent", result=OK)
+            JournalWriter(unreachable.journal, "agent").write(Result(**one, source="agent", result=OK))
 
     monkeypatch.setattr(time, "sleep", sleep)
     code, out, err = ultrabench("sweep", "status", "--watch", *more)
@@ -252,7 +253,7 @@ def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench,
     assert standing.startswith("no launcher follows it; what was submitted goes on")
     assert standing.endswith(": ultrabench sweep resume quick-cpu")
     JournalWriter(unreachable.journal, "agent").write(
-        "allocation_ended", allocation="n1-b.0", reason="all tasks done", source="agent"
+        AllocationEnded(allocation="n1-b.0", reason="all tasks done", source="agent")
     )
     standing = json.loads(ultrabench("sweep", "status", "--json")[1])["standing"]
     assert standing == "nothing runs and no launcher follows it: ultrabench sweep resume quick-cpu"

@@ -11,7 +11,8 @@ from ultrabench.cli.sweep.live import attempt_line
 from ultrabench.cli.tables import PlainConsole, style_of, table
 from ultrabench.launchers.doctor.check import failed
 from ultrabench.result import RunResult, Status
-from ultrabench.store.state import AttemptKey, AttemptState
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import AttemptState
 
 RUN_ID = "5ef64a46843185df"
 COLUMNS = ("rank", "layout", "MFU", "tokens/s/GPU", "memory", "step", "predicted", "status", "run id")

@@ -11,6 +11,7 @@ from tests.unit.cli.conftest import HEAD, QUICK
 from ultrabench.cli.tables import PlainConsole, plain
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.events import Claimed, Failed, Result, Started
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
 from ultrabench.sweep.plan_table import write_plan
@@ -31,10 +32,10 @@ def sweep(tmp_path):
     write_plan(QUICK.candidates, folder.plan)
     key = {"run_id": QUICK.runs[0].run_id, "repeat": 0, "attempt": 0}
     writer = JournalWriter(folder.journal, "agent")
-    writer.write("claimed", **key, allocation="n1", spec=to_dict(QUICK.runs[0].spec), predicted={})
+    writer.write(Claimed(**key, allocation="n1", spec=to_dict(QUICK.runs[0].spec), predicted={}))
     rank = {"rank": 0, "phase": "steady", "code": 1, "error": None, "last_line": HOSTILE}
     result = RunResult(status=Status.CRASH, reason=HOSTILE, evidence={"ranks": [rank], "hang_cause": HOSTILE})
-    writer.write("failed", **key, allocation="n1", source="agent", result=to_dict(result))
+    writer.write(Failed(**key, allocation="n1", source="agent", result=result))
     logs = folder.log_folder(*key.values())
     logs.mkdir(parents=True)
     (logs / "rank0.log").write_bytes(HOSTILE.encode() + b"\r\n 10%\r 20%\n")
@@ -84,14 +85,14 @@ def test_a_followed_log_reads_only_what_is_new_in_the_journal(sweep, tmp_path):
     log.parent.mkdir()
     log.write_text("first\n")
     agent, other = JournalWriter(sweep.journal, "agent"), JournalWriter(sweep.journal, "agent")
-    agent.write("started", **key, allocation="n1", scratch=str(tmp_path))
+    agent.write(Started(**key, allocation="n1", scratch=str(tmp_path)))
     command = [sys.executable, "-m", "ultrabench.cli.main", "sweep", "logs", key["run_id"], "-f"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
         assert follower.stdout.readline() == "first\n"
         agent.path.write_text(" " * agent.path.stat().st_size)  # who reads it again knows of no log
         with log.open("a") as file:
             file.write("second\n")
-        other.write("result", **key, source="agent", result=to_dict(RunResult(status=Status.OK)))
+        other.write(Result(**key, source="agent", result=RunResult(status=Status.OK)))
         assert follower.stdout.read() == "second\n"
 
 

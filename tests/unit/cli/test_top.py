@@ -5,6 +5,7 @@ import pytest
 from tests.unit.cli.conftest import QUICK, as_json, one_line
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store.events import Result
 from ultrabench.store.journal import JournalWriter
 
 NODES = QUICK.runs[0].nodes
@@ -25,7 +26,7 @@ def results(sweep):
         name = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
         known = {"step_times_s": (0.09,) * 6, "loss_final": 3.0, "peak_mem_reserved_bytes": 3 << 29}
         result = RunResult(status=Status.OK, **known, **more)
-        writer.write("result", **name, source="agent", spec=to_dict(run.spec), result=to_dict(result))
+        writer.write(Result(**name, source="agent", spec=to_dict(run.spec), result=result))
     return sweep
 
 
@@ -70,7 +71,7 @@ def test_the_heatmap_says_first_where_several_layouts_are_as_good(ultrabench, re
     writer = JournalWriter(results.journal, "agent")
     name = {"run_id": CELL[-1].run_id, "repeat": 0, "attempt": 0}
     close = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, loss_final=3.0)
-    writer.write("result", **name, source="agent", spec=to_dict(CELL[-1].spec), result=to_dict(close))
+    writer.write(Result(**name, source="agent", spec=to_dict(CELL[-1].spec), result=close))
     first = ultrabench("heatmap")[2].splitlines()[0]
     assert "; in 1 of them several layouts are as good as the best" in first
 

@@ -24,11 +24,13 @@ from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_program
 from ultrabench.launchers.reconcile import Reconciler, interrupt, open_allocations
 from ultrabench.result import ANSWERS, Status
+from ultrabench.run import AttemptKey
+from ultrabench.store.events import LaunchConfig
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import AttemptKey, SweepState, fold
+from ultrabench.store.state import SweepState, fold
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import SweepConfig, config_from_tree, load_config
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
@@ -91,9 +93,9 @@ def continue_sweep(
     _require_finite(max_gpu_hours)
     state = fold(read_journal(folder.journal, warn))
     config = as_launched(folder, state)
-    launched = state.config or {}
-    budget = launched.get("max_gpu_hours") if max_gpu_hours is None else max_gpu_hours
-    work_dir, where = launched.get("work_dir"), _where(folder)
+    launched = state.launched or LaunchConfig(generation=0, config={})
+    budget = launched.max_gpu_hours if max_gpu_hours is None else max_gpu_hours
+    work_dir, where = launched.work_dir, _where(folder)
     if work_dir and Path(work_dir).is_dir():
         os.chdir(work_dir)  # a command of the user's may name files beside it
     launcher = choose_launcher(config, folder)
@@ -107,7 +109,7 @@ def as_launched(folder: SweepFolder, state: SweepState) -> SweepConfig:
     Raises:
         SweepFolderError: nobody knows it.
     """
-    told = (state.config or folder.read_head() or {}).get("config")
+    told = state.config or (folder.read_head() or {}).get("config")
     if not isinstance(told, dict):
         raise SweepFolderError(f"{folder.head} holds no configuration; is {folder.path} a sweep folder?")
     return config_from_tree(told | {"name": folder.name, "results_dir": str(folder.path.parent)})

@@ -14,7 +14,8 @@ from ultrabench.cli.tables import duration, err, hours, style_of, table
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER, RunResult, Status
-from ultrabench.store.state import AttemptKey, AttemptState, SweepState
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.progress import Progress, doubtful, progress

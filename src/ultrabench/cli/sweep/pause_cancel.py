@@ -10,6 +10,7 @@ from ultrabench.errors import ClusterError
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.reconcile import open_allocations
 from ultrabench.processes import own_name
+from ultrabench.store.events import Cancel, Pause
 from ultrabench.store.folder import SweepFolder, find_sweep, write_whole
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalWriter, read_journal
@@ -26,7 +27,7 @@ def run_pause(sweep: str | None, results: Path) -> None:
         return
     if not state.paused:
         writer = JournalWriter(folder.journal, "pause")
-        writer.write("pause", generation=state.generation + 1, on=True)
+        writer.write(Pause(generation=state.generation + 1))
     # After the journal: a marker without its event would be taken away by the next resume only.
     write_whole(folder.pause, "ultrabench sweep resume takes this file away\n")
     _end(folder, state, queued_only=True)
@@ -38,7 +39,7 @@ def run_resume(sweep: str | None, results: Path, detach: bool, max_gpu_hours: fl
     folder, state = _find(sweep, results)
     folder.pause.unlink(missing_ok=True)
     if state.paused:
-        JournalWriter(folder.journal, "pause").write("pause", generation=state.generation + 1, on=False)
+        JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1, on=False))
     return continue_sweep(folder, detach=detach, max_gpu_hours=max_gpu_hours)
 
 
@@ -49,7 +50,7 @@ def run_cancel(sweep: str | None, results: Path) -> None:
         say(f"nothing to cancel: every run of {folder.name} is settled")
         return
     writer = JournalWriter(folder.journal, "cancel")
-    writer.write("cancel", generation=state.generation + 1)
+    writer.write(Cancel(generation=state.generation + 1))
     try:
         _end(folder, state, queued_only=False)
     except ClusterError as error:
