@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ultrabench.processes import thread_variables
 
@@ -16,13 +16,6 @@ KERNEL_MODULE = "ultrabench.kernel.worker"
 """The module is named, not imported: torch is loaded by the fork server, never by the agent."""
 Cpus = tuple[int, ...]
 """Numbers of CPUs, ascending."""
-
-
-class Exit(NamedTuple):
-    """The end of a rank; a negative code is the signal that ended it."""
-
-    rank: int
-    code: int
 
 
 class ForkServer:
@@ -73,8 +66,8 @@ class ForkServer:
             server.write(json.dumps(request).encode() + b"\n")
             server.flush()
 
-    def exits(self) -> Iterator[Exit]:
-        """Ranks that have ended since the last call."""
+    def exits(self) -> Iterator[tuple[int, int]]:
+        """Each rank that has ended since the last call, and its exit code: negative for a signal."""
         if self._process is None:
             return
         assert self._process.stdout is not None
@@ -87,13 +80,13 @@ class ForkServer:
                 self.rank_pids[answer["forked"]] = answer["pid"]
             if "exited" in answer:
                 self._alive.discard(answer["exited"])
-                yield Exit(answer["exited"], answer["code"])
+                yield answer["exited"], answer["code"]
         if ended:
             # Ranks ask the kernel to kill them when their server dies. A server that never became ready
             # has forked none, and its log says why it died.
             code = -signal.SIGKILL if self._ready else self._process.returncode
             for rank in sorted(self._alive):
-                yield Exit(rank, code)
+                yield rank, code
             self._alive.clear()
 
     def stop(self) -> None:

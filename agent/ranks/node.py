@@ -16,7 +16,7 @@ from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.binding import cpu_text, rank_cpus
 from ultrabench.agent.ranks.cleanup import SharedMemoryCleanup
-from ultrabench.agent.ranks.forks import KERNEL_MODULE, Exit, ForkServer
+from ultrabench.agent.ranks.forks import KERNEL_MODULE, ForkServer
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER, copy_logs, copy_profile, join_tails, read_tail
 from ultrabench.agent.ranks.rank_progress import RankEvent
@@ -72,7 +72,7 @@ class Node:
         self._evidence: Iterator[list[RankEvent]] = iter(())
         self._log: NewLines | None = None
         """The log of the rank that prints the steps, if the program does not report them."""
-        self._exits: list[Exit] = []
+        self._exits: list[tuple[int, int]] = []
         """Exits that the leader has not been told yet."""
         self._oom_kills = 0
 
@@ -175,8 +175,8 @@ class Node:
             self._gauge.sample()
         found += next(self._evidence, [])
         # Exits come last, so that the leader learns what a rank reported before it learns that it ended.
-        ended = [end for end in self._exits if end.rank not in behind]
-        self._exits = [end for end in self._exits if end.rank in behind]
+        ended = [end for end in self._exits if end[0] not in behind]
+        self._exits = [end for end in self._exits if end[0] in behind]
         oom = bool(ended) and oom_kills() > self._oom_kills
         for rank, code in ended:
             tail = read_tail(self._run / f"rank{rank}.log", 8192)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.local.conftest import PROGRAM
 from tests.slurm.sweeps import FEW, SlurmBench
-from tests.unit.test_gpus import SOURCE
+from tests.unit.test_gpus import DRIVER
 
 pytestmark = pytest.mark.slurm
 
@@ -47,8 +47,7 @@ def test_a_program_that_changes_under_its_sweep_is_noticed(sweeps, monkeypatch):
 def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
     """The driver is a library of ours, which reads a file for each node."""
     folder, name = sweeps.folder, "libnvidia-ml.so.1"
-    (folder / "nvml.c").write_text(SOURCE)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / name, folder / "nvml.c"], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / name, DRIVER], check=True)
     for node in range(1, 9):
         pid = os.getpid() if node == 1 else 0
         lines = [f"GPU-{gpu} 00000000:1{gpu}:00.0 {gpu * 2**31} {2**36} 1980 0 {gpu * pid}" for gpu in (0, 1)]
