@@ -1,38 +1,142 @@
-"""Writes down how allocations ended: attempts that they claimed and did not finish are lost."""
+"""Looks at the allocations of a sweep and writes down how they ended: what they claimed and did not finish is lost."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from dataclasses import replace
 
-from ultrabench.errors import UltrabenchError, may_pass
+from ultrabench.errors import ClusterError, UltrabenchError, may_pass
+from ultrabench.launchers.agent_watchdog import AgentWatchdog
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import Allocation, read_allocation
-from ultrabench.store.events import AllocationEnded, AllocationPlanned, Failed, Start
-from ultrabench.store.jobs_seen import JobEnd
+from ultrabench.store.events import Adopted, AllocationEnded, AllocationPlanned, Failed, Start
+from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
 from ultrabench.store.state import AllocationState, SweepState
 
 
 class Settler:
-    """Writes for one launch of a sweep to the journal what became of allocations."""
+    """Follows the allocations of one launch of a sweep, and writes to its journal what became of them."""
 
-    def __init__(self, sweep: OpenSweep, launcher: Launcher) -> None:
-        self._sweep, self._launcher = sweep, launcher
+    def __init__(
+        self, sweep: OpenSweep, launcher: Launcher, say: Callable[[str], None] = lambda note: None
+    ) -> None:
+        """`say` is told what a person should know, each time it is found."""
+        self._sweep, self._launcher, self._say = sweep, launcher, say
         self._specs = {c.run_id: to_dict(c.spec) for c in sweep.plan.runs}
+        self.watchdog = AgentWatchdog(sweep.folder, sweep.config.launcher, launcher.outlives_us)
         self.claimed: set[str] = set()
         """Allocations that agents own, whether or not they have written anything."""
         self.settled: set[tuple[str, Start]] = set()
+        """Allocations, and the start of each, whose end was written down."""
+        self._adopted: set[str] = set()
+        """Allocations of other launches that this one follows."""
+        self._held_s: dict[str, float] = {}
+        """Allocation -> seconds for which it had held its nodes when it was last seen."""
+
+    def look(self) -> tuple[JobsSeen, SweepState]:
+        """The allocations that live, and the state after the ends of all others were written down."""
+        # The launcher is asked first and the journal read second: what ended in between has written its end.
+        state = self._sweep.state()
+        asked = visible(self._launcher, state.allocations)
+        started = {n for n, held in state.allocations.items() if held.agents} | self.claimed
+        seen = self._launcher.observe(asked)
+        state = self._sweep.state()
+        unended = open_allocations(state)
+        self._held_s |= seen.held_s
+        alive = frozenset(n for n in seen.alive if n in unended or n in seen.queued)
+        seen = replace(seen, alive=alive, held_s=self._held_s)
+        self.watchdog.observe(unended.values(), seen.running)
+        self._end_frozen(seen, state)
+        for name, seconds in sorted(seen.timed.items()):
+            if state.allocations[name].ended is not None:
+                self.tell_held(state.allocations[name], seconds)
+        for name in sorted(seen.alive - self._adopted):
+            self._adopted.add(name)
+            if state.allocations[name].submission[0] != self._sweep.journal.name:
+                self._sweep.journal.write(Adopted(allocation=name, job=seen.jobs.get(name, {})))
+        alive = seen.alive | self._settle_the_rest(seen, state, asked, started)
+        return replace(seen, alive=alive), self._sweep.state()
+
+    def _end_frozen(self, seen: JobsSeen, state: SweepState) -> None:
+        """Ends allocations whose leading agent shows no sign of life; otherwise they would last until their time limit."""
+        for name in sorted(seen.alive & seen.running):
+            if reason := self.watchdog.frozen_now(state.allocations[name]):
+                self._say(f"{reason}: ending {name}")
+                try:
+                    self._launcher.end_frozen(name, seen.jobs[name])
+                except ClusterError as error:  # it is found frozen again
+                    self._say(f"cannot end {name}: {error}; trying again")
+
+    def _settle_the_rest(
+        self, seen: JobsSeen, state: SweepState, asked: Container[str], started: Container[str]
+    ) -> frozenset[str]:
+        """Writes down the ends of allocations that do not live; returns those of which nobody knows whether they live.
+
+        Args:
+            asked: allocations about which the launcher was asked.
+            started: allocations whose agents had started before that.
+        """
+        unclear = set()
+        for name, held in sorted(state.allocations.items()):
+            if name in seen.alive or (name, held.start) in self.settled:
+                continue
+            end = seen.ended_jobs.get(name) if name in asked else self._abandoned(held)
+            if end and name in self.watchdog.frozen:
+                end = replace(end, status=Status.LOST, reason=self.watchdog.frozen[name])
+            if held.ended is not None:
+                self.settle(held, None, state)
+            elif end and (self._is_dead(held, end) if name in started else self.give_up(name)):
+                self.settle(held, end, state)
+            elif end or name not in asked:  # another's job, or one submitted since the launcher was asked
+                unclear.add(name)
+        return frozenset(unclear)
+
+    def _is_dead(self, held: AllocationState, end: JobEnd) -> bool:
+        """Whether an allocation whose agents had started is over; one that cannot be seen may still run.
+
+        The batch system has to say so, and the agents must have stopped touching their journal.
+        """
+        if end.certain or self.watchdog.silent(held.name):
+            return True
+        note = f"{end.reason}, but the agents of {held.name} have touched their journal: it is over when they"
+        self._say(f"{note} have not for {self.watchdog.patience_s:.0f} s")
+        return False
+
+    def _abandoned(self, held: AllocationState) -> JobEnd | None:
+        """The end of an allocation that this launcher cannot see, once nothing of it can be alive any more."""
+        if held.ended is not None or sees(self._launcher.by, held.by):
+            return None
+        whose = f"{held.by.get('user')} on {held.by.get('cluster') or held.by.get('host')}"
+        # Processes, unlike jobs, do not wait in a queue; should they start all the same, they find our claim.
+        told = any(a.journal for a in held.agents) or not (held.agents or held.by.get("cluster"))
+        if told and self.watchdog.silent(held.name, held.limit_s):
+            reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
+            return JobEnd(status=Status.LOST, reason=reason, certain=True)
+        self._say(
+            f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced. If it is gone for "
+            "good, launch from a terminal without --yes: jobs that have not started can then be replaced"
+        )
+        return None
+
+    def take_over(self, names: Iterable[str]) -> None:
+        """Claims allocations of others that have not started: they will run nothing, and can be replaced."""
+        state = self._sweep.state()
+        for name in names:
+            if not state.allocations[name].agents and self.give_up(name):
+                end = JobEnd(status=Status.LOST, reason=f"taken over by {self._launcher.by['user']}")
+                self.settle(state.allocations[name], end, state)
 
     def give_up(self, name: str) -> bool:
         """Claims an allocation that has not started, so that it never runs; False when its agents own it already.
 
         Another launcher may still be about to submit it, however long that takes: its agent finds this claim.
         """
-        if not self._sweep.give_up(name):
+        given_up = self._sweep.give_up(name)
+        if not given_up:
             self.claimed.add(name)
-            return False
-        return True
+        return given_up
 
     def settle(self, held: AllocationState, told: JobEnd | None, state: SweepState) -> None:
         """Writes down that an allocation is over, and that what it claimed and did not finish is lost.
@@ -119,3 +223,26 @@ class Settler:
             reason=reason, source=source, held_s=held_s,
         )  # fmt: skip
         self._sweep.journal.write(end)
+
+
+def open_allocations(state: SweepState) -> dict[str, AllocationState]:
+    """Allocations that may have been submitted and have not said that they ended."""
+    return {n: held for n, held in sorted(state.allocations.items()) if held.ended is None}
+
+
+def visible(launcher: Launcher, allocations: Mapping[str, AllocationState]) -> dict[str, AllocationState]:
+    """Those of the allocations that a launcher can see and end."""
+    return {n: held for n, held in allocations.items() if sees(launcher.by, held.by)}
+
+
+def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
+    """Ends what this launcher can see, and writes its end down; the sweep can be continued."""
+    settler = Settler(sweep, launcher)
+    held_s = launcher.cancel(visible(launcher, open_allocations(sweep.state())))
+    state = sweep.state()
+    for name, held in visible(launcher, open_allocations(state)).items():
+        if not held.agents:
+            settler.give_up(name)  # one that is still starting finds the claim
+        reason = f"the agents of {name} were ended"
+        end = JobEnd(status=Status.LOST, reason=reason, elapsed_s=held_s.get(name), certain=True)
+        settler.settle(held, end, state)

@@ -10,7 +10,8 @@ from ultrabench.errors import UltrabenchError, counted
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
-from ultrabench.launchers.reconcile import Reconciler, interrupt, open_allocations
+from ultrabench.launchers.reconcile import Reconciler
+from ultrabench.launchers.settle import interrupt, open_allocations
 from ultrabench.result import RunResult
 from ultrabench.store.claim import give_up
 from ultrabench.store.folder import SweepFolder

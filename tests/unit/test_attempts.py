@@ -332,7 +332,7 @@ def test_a_launcher_counts_pauses_by_its_own_clock(tmp_path, monkeypatch, clock_
     reconciler = Reconciler(sweep, Played(), lambda state, alive: None)
 
     def step():
-        actions = reconciler._decide(*reversed(reconciler.observe()))
+        actions = reconciler._decide(*reversed(reconciler._settler.look()))
         return [tuple(t.key) for job in actions.submit for t in job.attempts]
 
     assert step() == [(run_id, 0, 1)], "it ended before this launch"

@@ -9,7 +9,8 @@ import pytest
 from tests.unit.test_settle import Agents, Played, keys, plan, statuses, sweep, written
 from ultrabench.launchers import launcher as launcher_module
 from ultrabench.launchers.launcher import origin
-from ultrabench.launchers.reconcile import Reconciler, interrupt
+from ultrabench.launchers.reconcile import Reconciler
+from ultrabench.launchers.settle import interrupt
 from ultrabench.processes import own_name
 from ultrabench.result import Status
 from ultrabench.store.claim import GIVEN_UP, owner_of
@@ -159,7 +160,7 @@ def test_others_whose_agents_are_silent_for_longer_than_their_limit_are_over(wat
     plan(watched.sweep, THEIRS, [key], by={"user": "bob", "cluster": "small", "host": "login1"})
     agents = Agents(watched.sweep, THEIRS).start()
     agents.claim(key)
-    patience_s = watched.reconciler._watchdog.patience_s
+    patience_s = watched.reconciler._settler.watchdog.patience_s
     touch(agents, 2e9)
     silent_s = 0.0
     watched.once()
@@ -224,7 +225,7 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
     agents = Agents(watched.sweep, made.name).start()
     agents.claim(keys(made)[0])
     watched.launcher.ended_jobs[made.name] = gone
-    patience_s = watched.reconciler._watchdog.patience_s
+    patience_s = watched.reconciler._settler.watchdog.patience_s
     for n in range(100):
         touch(agents, (-1) ** n * n + 1e9)  # whatever clock it is
         assert watched.once(after=0.3 * patience_s)

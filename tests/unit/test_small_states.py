@@ -174,9 +174,9 @@ def test_a_claim_that_everybody_wins_is_found_out(stage):
 
 
 def test_a_launcher_that_does_not_look_for_lost_answers_is_found_out(stage, monkeypatch):
-    known = "ultrabench.launchers.reconcile.open_allocations"
+    known = "ultrabench.launchers.settle.open_allocations"
     monkeypatch.setattr(
-        known, lambda state: [n for n, a in state.allocations.items() if not a.ended and a.job]
+        known, lambda state: {n: a for n, a in state.allocations.items() if not a.ended and a.job}
     )
     stage.in_turn, stage.most_kills = True, 1
     with pytest.raises(WrongError, match=r"in two jobs at once|has ended"):
@@ -225,7 +225,7 @@ def test_a_launcher_that_passes_over_claims_it_cannot_read_is_found_out(stage, m
 
 
 def test_a_launcher_that_takes_what_it_does_not_see_for_dead_is_found_out(stage, monkeypatch):
-    monkeypatch.setattr("ultrabench.launchers.reconcile.sees", lambda own, by: True)
+    monkeypatch.setattr("ultrabench.launchers.settle.sees", lambda own, by: True)
     stage.stranger, stage.coarse, stage.most_kills = True, True, 0
     with pytest.raises(WrongError, match="has ended"):
         explore(stage)

@@ -22,7 +22,8 @@ from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance_file import not_accepted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_program
-from ultrabench.launchers.reconcile import Reconciler, interrupt, open_allocations
+from ultrabench.launchers.reconcile import Reconciler
+from ultrabench.launchers.settle import interrupt, open_allocations
 from ultrabench.result import ANSWERS, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import LaunchConfig

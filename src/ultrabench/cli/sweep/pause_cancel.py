@@ -8,7 +8,7 @@ from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import err, say, warn
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.reconcile import open_allocations
+from ultrabench.launchers.settle import open_allocations
 from ultrabench.processes import own_name
 from ultrabench.store.events import Cancel, Pause
 from ultrabench.store.folder import SweepFolder, find_sweep, write_whole
@@ -75,7 +75,7 @@ def _find(sweep: str | None, results: Path) -> tuple[SweepFolder, SweepState]:
 
 def _end(folder: SweepFolder, state: SweepState, *, queued_only: bool) -> None:
     config = as_launched(folder, state)
-    open_now = {name: state.allocations[name] for name in open_allocations(state)}
+    open_now = open_allocations(state)
     others = {str(a.by["user"]) for a in open_now.values() if a.by and a.by.get("user") != own_name()}
     if others:
         say(f"jobs of {', '.join(sorted(others))} are under way: only whoever submitted them can end them")
