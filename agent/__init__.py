@@ -1,1 +1,1 @@
-"""Runs inside an allocation: starts ranks, watches, kills, cleans, classifies."""
+"""The agent: it runs inside an allocation, where it starts, watches, kills and cleans up ranks and names failures."""

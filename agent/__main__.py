@@ -19,11 +19,11 @@ from ultrabench.store.events import AllocationEnded, AllocationStarted, LeadingA
 from ultrabench.store.journal import JournalWriter
 
 LAST_RETRY_S = 10.0
-"""Seconds to retry a disk that does not take the event that the allocation ended."""
+"""Seconds to keep trying to write to the journal that the allocation ended."""
 
 
 def main() -> int:
-    """Takes part in an allocation; a failure of its own is one line in the job's log."""
+    """Runs the agent of this node; returns the exit code. An error of the agent is one line in the job's log."""
     try:
         return take_part()
     except UltrabenchError as error:
@@ -35,13 +35,13 @@ def main() -> int:
 
 
 def take_part() -> int:
-    """Leads or follows on this node; 0 when the allocation ended in order."""
+    """Leads on node 0, follows on the others; returns 0 when the allocation ended as it should."""
     folder = identify_node(os.environ).folder(sys.argv[1])
     allocation = read_allocation(folder)
     identity = identify_node(os.environ, allocation.simulated)
     stop = StopRequest()
     become_subreaper()
-    # Earlier agents of this host may have been killed and have left processes and folders behind.
+    # Earlier agents of this host that were killed may have left processes and folders behind.
     clean_up_after_the_dead()
     secret = (folder / "secret").read_text()
     node = Node(allocation, identity)
@@ -57,10 +57,10 @@ def take_part() -> int:
 
 
 def lead(node: Node, secret: str, stop: StopRequest) -> int:
-    """Node 0: waits for the other nodes, runs the tasks, writes why it ended; 1 when a node was lost.
+    """Leads the allocation on node 0; returns the exit code, which is 1 when a node was lost.
 
-    A job that does not own the allocation, because it was submitted twice or given up, writes nothing
-    into the journal and leaves with 1 too, upon which srun ends the agents of its other nodes.
+    A job that does not own the allocation, because it was submitted twice or was given up, writes nothing
+    into the journal and also returns 1; srun then ends the agents of its other nodes.
     """
     started, pid = time.monotonic(), os.getpid()
     allocation, identity, disk = node.allocation, node.identity, node.disk
@@ -97,7 +97,7 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
         )  # fmt: skip
         try:
             disk.retry_for(LAST_RETRY_S, journal.write, end)
-            file.unlink(missing_ok=True)  # nobody needs its address any more
+            file.unlink(missing_ok=True)  # the address is of no use any more
         except (ClusterError, OSError) as error:
             log_line(f"{error}; this allocation ended: {reason}")
 

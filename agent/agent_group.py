@@ -1,4 +1,4 @@
-"""The agents of one allocation, as the leading one sees them: what it tells them and hears from them."""
+"""All agents of one allocation, as the leading agent deals with them: its orders and their messages."""
 
 import contextlib
 import random
@@ -16,19 +16,21 @@ from ultrabench.agent.ranks.rank_progress import NOTHING_FOUND, AttemptProgress
 from ultrabench.run import Task
 
 EXIT_GRACE_S = 25.0
-"""Seconds to wait for all nodes to be clean; longer than a node takes to find out that it cannot be."""
+"""Seconds to wait for all nodes to be clean; a node that cannot be cleaned says so in less time."""
 EVIDENCE_S = 15.0
-"""Seconds to wait for what is found at ranks that hang; longer than a node takes to look at them."""
+"""Seconds to wait for the evidence of a hang; a node collects it in less time."""
 LOST_BEATS = 3
-"""Heartbeats that an agent may miss before it counts as gone."""
+"""Number of heartbeats that an agent may miss before it counts as gone."""
 DISMISS_S = 2.0
-"""Seconds that the other agents get to clean up before a lost node has Slurm end the job."""
+"""Seconds for the other agents to clean up after a node was lost, before Slurm ends the job."""
 PORT_TRIES = 50
+"""Number of random ports that are tried."""
 LOWEST_PORT = 10_240
+"""Lowest port that is given to a program; lower ones often belong to services."""
 
 
 class StopRequest:
-    """Notes SIGTERM, SIGINT or SIGUSR2, by which Slurm or the user asks that the allocation ends."""
+    """Records SIGTERM, SIGINT or SIGUSR2, by which Slurm or the user asks the allocation to end."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -40,12 +42,12 @@ class StopRequest:
 
 
 class AgentGroup:
-    """All agents of an allocation, this node's own included."""
+    """All agents of an allocation, including the agent of this node."""
 
     def __init__(
         self, node: Node, facts: Message, peers: Peers, stop: StopRequest, address: str, journal: Path
     ) -> None:
-        """`facts` are those of this node; `journal` is touched to show launchers that this agent is alive."""
+        """`facts` describes this node; `journal` is touched to show launchers that this agent is alive."""
         self._node = node
         self._peers = peers
         self._stop = stop
@@ -53,12 +55,12 @@ class AgentGroup:
         self.facts = [facts, *(peers[n].facts for n in sorted(peers))]
         self.hosts = [str(facts["host"]) for facts in self.facts]
         self.lost: str | None = None
-        """Which node can no longer be used, and why."""
+        """Which node can no longer be used, and why; None while all can."""
         self.avoid: list[str] = []
-        """Hosts that later allocations should not use."""
+        """Hosts that later jobs should not use."""
         self._ending_peer: str | None = None
         self._left: set[int] = set()
-        """Nodes whose agent failed and said so: that is not the fault of the node."""
+        """Nodes whose agent failed and said so, for which the node is not to blame."""
         self._journal = journal
         self._listener = Listener(peers.values())
         self._cleaned: dict[int, Cleaned] = {}
@@ -66,23 +68,23 @@ class AgentGroup:
 
     @property
     def interrupted(self) -> str | None:
-        """Why this allocation has to end now."""
+        """Why this allocation has to end now; None while it may go on."""
         return self._stop.reason or self._ending_peer or self.lost
 
     def start(self, task: Task, index: int) -> AttemptProgress:
-        """Has all nodes start their ranks of `task`, which they know by `index`."""
+        """Orders all nodes to start their ranks of `task`, which has number `index` in the allocation."""
         port = 0 if task.forked else free_port(self._address)
         progress = AttemptProgress(task.spec.layout.world_size, self.hosts)
         self.order("start", index=index, address=self._address, port=port)
         return progress
 
     def order(self, do: str, **values: Any) -> Any:
-        """Has all nodes do something (see `Node.obey`); returns what this node answers."""
+        """Sends an order to all nodes (see `Node.obey`); returns the answer of this node."""
         self._send({"do": do, **values})
         return self._node.obey({"do": do, **values})
 
     def end_ranks(self, progress: AttemptProgress) -> None:
-        """Kills what is left on all nodes and waits for every exit."""
+        """Kills all processes of the run on all nodes; a node that is not clean afterwards is lost."""
         for rank in progress.running:
             progress.ranks[rank].killed_by_us = True
         self._cleaned.clear()
@@ -100,7 +102,7 @@ class AgentGroup:
                 self.avoid.append(host)
 
     def dismiss(self) -> None:
-        """Tells all agents to end; when a node is lost, waits until the others have cleaned up."""
+        """Orders all agents to end; if a node is lost, waits until the others have cleaned up."""
         self._send({"do": "end"})
         end = time.monotonic() + DISMISS_S
         while self.lost and time.monotonic() < end and not all(p.closed for p in self._peers.values()):
@@ -108,7 +110,7 @@ class AgentGroup:
                 peer.receive()
 
     def examine(self, progress: AttemptProgress) -> None:
-        """Has all nodes look at the ranks that still run, in bounded time, before these are killed."""
+        """Orders all nodes to examine the ranks that still run, and waits for the evidence at most EVIDENCE_S."""
         self.order("examine")
         end = time.monotonic() + EVIDENCE_S
         while any(progress.ranks[rank].found is NOTHING_FOUND for rank in progress.running):
@@ -117,14 +119,14 @@ class AgentGroup:
                 return
 
     def clocks(self) -> tuple[float | None, str | None]:
-        """Median SM clock (Hz) over all GPUs while the last run made steps, and what slowed the clocks."""
+        """Median SM clock (Hz) over all GPUs during the steps of the last run, and what slowed the clocks."""
         cleaned = self._cleaned.values()
         clocks = [clock for node in cleaned for clock in node["sm_clocks_hz"]]
         slowdowns = sorted({text for node in cleaned for text in node["slowdowns"]})
         return (median(clocks) if clocks else None), (", ".join(slowdowns) or None)
 
     def listen(self, progress: AttemptProgress, seconds: float) -> None:
-        """Takes in what all nodes send within `seconds`, and notices which nodes have gone silent."""
+        """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent."""
         self._beat()
         readable, pause_s = self._listener.wait(seconds)
         progress.allow_pause(pause_s)
@@ -139,7 +141,7 @@ class AgentGroup:
         self._listener.end_round()
 
     def _take(self, node: int, message: Message, progress: AttemptProgress) -> None:
-        """Takes in a message of the agent of a node; one that makes no sense ends the allocation."""
+        """Handles a message of the agent of a node; one that cannot be understood ends the allocation."""
         try:
             if "cleaned" in message:
                 told = message["cleaned"]
@@ -155,7 +157,7 @@ class AgentGroup:
             self._ending_peer = f"{whose} said what cannot be understood: {type(error).__name__}: {error}"
 
     def _beat(self) -> None:
-        """Shows the other agents and the launcher, often enough, that this one is alive."""
+        """Shows the other agents and the launcher that this one is alive, if it is time to."""
         if self._node.disk.touch(self._journal):
             self._send({"do": "beat"})
 
@@ -165,11 +167,11 @@ class AgentGroup:
 
 
 def free_port(host: str) -> int:
-    """A port of `host` that is free now, for programs that want MASTER_PORT before they start.
+    """A port of `host` that is free now, for programs that need MASTER_PORT before they start.
 
     It is outside the range from which the system gives ports to connections, so that it stays free
-    until the program binds it. Ranks of the embedded kernel do not need it: their rank 0 binds port 0
-    and reports which port it got.
+    until the program binds it. The embedded kernel does not need it: its rank 0 binds port 0 and
+    reports which port it got.
     """
     first_given = 0
     with contextlib.suppress(OSError, ValueError, IndexError):

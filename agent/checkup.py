@@ -1,6 +1,6 @@
-"""Looks at a node for `ultrabench doctor`: `python -P -m ultrabench.agent.checkup FOLDER`.
+"""Examines a node for `ultrabench doctor`: `python -P -m ultrabench.agent.checkup FOLDER`.
 
-FOLDER is in the results folder and holds request.json; what is found becomes report.json beside it.
+FOLDER is inside the results folder and holds request.json; the findings are written to report.json beside it.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from ultrabench.store.claim import claim
 from ultrabench.store.folder import write_whole
 
 CANNOT_WRITE = 73
-"""Exit code of sysexits.h for a file that cannot be created; the job's log may be out of reach as well."""
+"""Exit code of sysexits.h for a file that cannot be created; it tells what the job's log may be unable to tell."""
 PROBE_TIMEOUT_S = 180.0
-"""The first import of torch from a shared file system takes its time."""
+"""Seconds to wait for torch, whose first import from a shared file system may take minutes."""
 
 
 def main() -> int:
-    """Looks, and writes the report; 0, or CANNOT_WRITE where the folder is not the one that was meant."""
+    """Writes the report; returns 0, or CANNOT_WRITE where the folder cannot be written on this node."""
     began_s, folder = time.time(), Path(sys.argv[1])
     try:
         timed = {"began_s": began_s, **look(folder), "ended_s": time.time()}
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def look(folder: Path) -> dict[str, Any]:
-    """What this node is; null stands for what could not be found out.
+    """Facts about this node; None stands for what could not be found out.
 
     Raises:
         OSError: `folder` cannot be written.
@@ -55,7 +55,7 @@ def look(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         request = {}
     owner = {"host": identity.host, "job": identity.job}
-    # This comes before torch is tried, since torch too is a process on the GPUs.
+    # This comes before torch is tried, which is itself a process on the GPUs.
     foreign = foreign_processes(lambda pid: False)
     return {
         "host": identity.host,
@@ -81,7 +81,7 @@ def look(folder: Path) -> dict[str, Any]:
 
 
 def _digest(request: dict[str, Any]) -> dict[str, str | None]:
-    """The digest of the sweep's training program as this node sees it, or why there is none."""
+    """The digest of the sweep's training program as this node reads it, or why there is none."""
     try:
         with contextlib.chdir(request["work_dir"]):
             digest = from_dict(KernelConfig, request["kernel"]).digest()
@@ -91,7 +91,7 @@ def _digest(request: dict[str, Any]) -> dict[str, str | None]:
 
 
 def _probe() -> dict[str, Any]:
-    """What torch says, asked in a process of its own: {torch: facts} or {torch: None, torch_error}."""
+    """What torch reports, in a process of its own: {torch: facts} or {torch: None, torch_error}."""
     command = [sys.executable, "-P", "-m", "ultrabench.kernel.environment"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)

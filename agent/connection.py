@@ -18,19 +18,19 @@ Peers = dict[int, "Connection"]
 """Index of a node -> the connection to its agent."""
 
 POLL_S = 0.05
-"""Seconds between two looks at connections and ranks."""
+"""Seconds for which an agent waits for messages before it looks at its ranks again."""
 RENDEZVOUS_TIMEOUT_S = 120.0
-"""Seconds that the agents of an allocation wait for one another at its start."""
+"""Seconds that the agents of an allocation wait for each other at the start."""
 SEND_TIMEOUT_S = 5.0
-"""Seconds after which a connection whose other side reads nothing counts as broken."""
+"""Seconds to wait for the other side to read a message; then the connection counts as broken."""
 HELLO_BYTES = 2**16
-"""Longest message that is read before the other side has shown the secret."""
+"""Longest message, in bytes, that is accepted before the other side has sent the secret."""
 MESSAGE_BYTES = 2**26
-"""Longest message that is read from an agent."""
+"""Longest message, in bytes, that is accepted from an agent."""
 MAX_STRANGERS = 256
-"""Open connections that have not shown the secret yet; when there are more, the oldest is closed."""
+"""Largest number of open connections that have not sent the secret; beyond it the oldest is closed."""
 SHORTEST_PAUSE_S = 0.5
-"""A loop that is late by less than this is on an ordinary busy machine, and was not paused."""
+"""Seconds by which a loop may be late on a busy machine without counting as stopped."""
 
 
 class Connection:
@@ -42,12 +42,12 @@ class Connection:
         self._socket.setblocking(False)
         self._unfinished = b""
         self.max_bytes = max_bytes
-        """A longer message closes the connection."""
+        """Longest message in bytes; a longer one closes the connection."""
         self.facts: dict[str, Any] = {}
-        """What the agent on the other side said of its node."""
+        """What the agent on the other side reported about its node."""
         self.closed = False
         self.last_heard = time.monotonic()
-        """When the other side last sent anything, by this host's monotonic clock."""
+        """Time of the last message from the other side, by the monotonic clock of this host."""
 
     def fileno(self) -> int:
         """The file descriptor of the connection."""
@@ -63,7 +63,7 @@ class Connection:
             self.closed = True
 
     def receive(self) -> list[Message]:
-        """The whole messages that have arrived, without waiting; {} stands for one that cannot be read."""
+        """The complete messages that have arrived; it does not wait. An unreadable message is returned as {}."""
         try:
             data = self._socket.recv(1 << 20)
         except BlockingIOError:
@@ -100,9 +100,9 @@ def wait_readable(connections: Iterable[Connection], seconds: float) -> list[Con
 
 
 class Listener:
-    """Waits for the other agents, and finds out when this agent itself was stopped.
+    """Waits for messages of the other agents, and notices when this agent itself was stopped.
 
-    A suspended job or a slow disk stops an agent, which must not take that time for silence of the others.
+    The time for which a suspended job or a slow disk stopped this agent is not silence of the others.
     """
 
     def __init__(self, connections: Collection[Connection]) -> None:
@@ -110,9 +110,9 @@ class Listener:
         self.end_round()
 
     def wait(self, seconds: float) -> tuple[list[Connection], float]:
-        """The connections with something to receive, and the seconds in which this agent was stopped.
+        """The connections with something to receive, and the seconds for which this agent was stopped.
 
-        Those are what the time since the last round exceeds `seconds` by; 0 where that is short.
+        It was stopped for the time since the last round beyond `seconds`, if that is SHORTEST_PAUSE_S or more.
         """
         readable = wait_readable(self._connections, seconds)
         pause_s = time.monotonic() - self._ended - seconds
@@ -122,12 +122,12 @@ class Listener:
         return readable, pause_s
 
     def end_round(self) -> None:
-        """Notes when a round of the agent's loop ends."""
+        """Records that a round of the agent's loop ends now."""
         self._ended = time.monotonic()
 
 
 class Rendezvous:
-    """The leader's side of the start: a TCP server whose address is in a file of the allocation's folder."""
+    """The TCP server of the leader, to which the other agents connect; a file of the allocation has its address."""
 
     def __init__(self, file: Path, host: str, secret: str) -> None:
         self._secret = secret.encode()
@@ -137,13 +137,13 @@ class Rendezvous:
         write_whole(file, json.dumps({"host": host, "port": self._server.getsockname()[1]}))
 
     def wait_for_peers(self, nodes: int, timeout_s: float, beat: Callable[[], Any]) -> Peers:
-        """The connections to nodes 1 to nodes-1; `beat` is called while they are waited for.
+        """The connections to nodes 1 to nodes-1; `beat` is called again and again while it waits.
 
-        Anybody may connect, but whoever does not begin with the secret is disconnected, and no single
-        connection holds up the others. When all nodes have come, the server is closed.
+        Anybody may connect, but is disconnected unless the first message has the secret; nobody who is
+        slow or silent delays the others. When all nodes have connected, the server is closed.
 
         Raises:
-            ClusterError: some nodes did not come in time.
+            ClusterError: some nodes did not connect in time.
         """
         peers: Peers = {}
         missing, end = set(range(1, nodes)), time.monotonic() + timeout_s
@@ -151,7 +151,7 @@ class Rendezvous:
             beat()
             self._accept()
             for stranger in wait_readable(self._strangers, POLL_S):
-                # Of two that say they are the same node, the first stays.
+                # If two agents report the same node, the first one stays.
                 if (node := self._node_of(stranger, missing)) is not None:
                     stranger.max_bytes = MESSAGE_BYTES
                     peers[node] = stranger
@@ -166,7 +166,7 @@ class Rendezvous:
         return peers
 
     def _accept(self) -> None:
-        """Accepts all who have connected since the last call."""
+        """Accepts all connections that were made since the last call."""
         with contextlib.suppress(OSError):
             while True:
                 self._strangers.append(Connection(self._server.accept()[0], HELLO_BYTES))
@@ -174,7 +174,7 @@ class Rendezvous:
                     self._strangers.pop(0).close()
 
     def _node_of(self, stranger: Connection, missing: set[int]) -> int | None:
-        """The missing node that a stranger has proved to be; who sends anything else is disconnected."""
+        """The missing node whose agent a stranger is, by its first message; other messages disconnect it."""
         messages = stranger.receive()
         if not messages:
             return None
@@ -192,7 +192,7 @@ def connect_to_leader(file: Path, facts: dict[str, Any], secret: str, timeout_s:
     """A connection to the leader whose address is in `file`.
 
     Args:
-        facts: what the leader has to know of this node; `node` is its index.
+        facts: what the leader needs to know about this node; `node` is its index.
 
     Raises:
         ClusterError: the leader could not be reached in time.

@@ -1,4 +1,4 @@
-"""Retries what a disk refuses, while the agent goes on showing that it is alive."""
+"""Repeats failed accesses to the results folder, while the agent keeps showing that it is alive."""
 
 import contextlib
 import os
@@ -19,29 +19,28 @@ T = TypeVar("T")
 DISK_RETRY_S = 60.0
 """Seconds to keep retrying a full, read-only or unresponsive results folder before the allocation ends."""
 BEAT_S = 0.05
-"""Seconds between two calls of `beat`, which itself decides how often it really does something."""
+"""Seconds between two calls of `beat`; it decides itself how often it really sends a heartbeat."""
 
 
 class DiskRetry:
-    """Access of one agent to the results folder; while it waits for the disk, its `beat` is called.
+    """Access of one agent to the results folder; `beat` is called while the agent waits for the disk.
 
-    Each access runs in a thread of its own, since a file server that does not answer blocks the
-    caller in the kernel. As long as the server answers, no such thread is left when ranks are started:
-    only a process with one thread may fork.
+    Each access runs in a thread of its own, since a file server that does not answer blocks its
+    caller inside Linux.
     """
 
     def __init__(self, touch_every_s: float) -> None:
         self.beat: Callable[[], Any] = lambda: None
-        """Shows the other agents and the launcher that this one is alive; may be called at any rate."""
+        """Shows the other agents and the launcher that this agent is alive; it may be called at any rate."""
         self._touch_every_s = touch_every_s
         self._touched = 0.0
         self._touching: threading.Thread | None = None
 
     def retry(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `act` returns, tried again for DISK_RETRY_S while the disk fails in a way that may pass.
+        """What `act` returns; it is repeated for DISK_RETRY_S while the disk fails in a way that may pass.
 
         Raises:
-            ClusterError: the disk went on failing.
+            ClusterError: the disk kept failing.
         """
         return self.retry_for(DISK_RETRY_S, act, *args, **kwargs)
 
@@ -49,7 +48,7 @@ class DiskRetry:
         """Does what `retry` does, for `seconds` instead of DISK_RETRY_S.
 
         Raises:
-            ClusterError: the disk went on failing.
+            ClusterError: the disk kept failing.
         """
         end, pause_s = time.monotonic() + seconds, 0.1
         while True:
@@ -75,7 +74,7 @@ class DiskRetry:
             pause_s = min(2 * pause_s, 5.0)
 
     def touch(self, journal: Path) -> bool:
-        """Touches the journal if that is due, without waiting for the disk; returns whether it was due."""
+        """Touches the journal if it is time to; returns whether it was. A slow disk is not waited for."""
         if time.monotonic() - self._touched <= self._touch_every_s:
             return False
         self._touched = time.monotonic()
@@ -87,7 +86,7 @@ class DiskRetry:
 
 
 def log_line(text: str) -> None:
-    """Writes a line to the job's log, without failing: the log may be on the same full disk."""
+    """Writes a line to the job's log; it never fails, since the log may be on the same full disk."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 

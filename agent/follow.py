@@ -1,4 +1,4 @@
-"""A following agent: does what the leader says with the ranks of its node."""
+"""A following agent: it carries out the orders of the leader for the ranks of its node."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from ultrabench.errors import ClusterError
 
 
 def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
-    """Works for the leader until it says that the allocation has ended.
+    """Carries out the orders of the leader until the allocation ends.
 
     Raises:
         ClusterError: the leader is gone, or has been silent for LOST_BEATS heartbeats.
@@ -19,7 +19,7 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
     try:
         _work(node, leader, stop)
     except Exception as error:
-        # Without this message the leader would take this node for a broken one.
+        # Without this message the leader would believe that the node is broken.
         reason = f"the agent of {node.identity.host} failed: {type(error).__name__}: {error}"
         leader.send({"ending": reason, "left": True})
         raise
@@ -53,7 +53,7 @@ def _work(node: Node, leader: Connection, stop: StopRequest) -> None:
                 log_line(answer)
         send(node.rank_events())
         silence = time.monotonic() - leader.last_heard
-        # Before its first message the leader waits for other nodes and looks at its own.
+        # Before its first message the leader waits for the other nodes.
         if silence > (LOST_BEATS * heartbeat_s if heard else RENDEZVOUS_TIMEOUT_S):
             raise ClusterError(f"the leading agent has said nothing for {silence:.1f} s")
         listener.end_round()

@@ -1,4 +1,4 @@
-"""Which node of which start of which job an agent runs on."""
+"""On which node an agent runs, of which job, and in which start of that job."""
 
 import os
 import socket
@@ -13,16 +13,17 @@ from ultrabench.store.events import Start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
-    """What the environment that the launcher made says about an agent."""
+    """The node and the job of an agent, as the environment variables of its process describe them."""
 
     node: int
     """Index of the node in the allocation."""
     host: str
     job_id: str | None = None
-    """Slurm's name of the job, such as 123 or 123_4; None for local processes."""
+    """The id of the Slurm job, such as 123 or 123_4; None for local processes."""
     restart: int = 0
     """How often Slurm has started this job before."""
     array_task: str | None = None
+    """The index in the job array; None outside of arrays."""
 
     @property
     def job(self) -> Start | None:
@@ -30,23 +31,23 @@ class NodeIdentity:
         return None if self.job_id is None else Start(job_id=self.job_id, restart=self.restart)
 
     def owner(self, allocation: str) -> dict[str, Any]:
-        """What claims name as their owner: the allocation, and the host and job that run it."""
+        """The owner that claims record: the allocation, and the host and job that run it."""
         return {"allocation": allocation, "host": self.host, "job": self.job and to_dict(self.job)}
 
     @property
     def rendezvous_file(self) -> str:
-        """Name of the file in which the leader of this start of the job writes its address."""
+        """Name of the file with the address of the leader, different for each start of the job."""
         return f"leader-{self.job_id}.{self.restart}.json" if self.job_id else "leader.json"
 
     def folder(self, argument: str) -> Path:
-        """The allocation's folder; the elements of a job array share `argument`, its beginning."""
+        """The folder of the allocation; `argument` is its path, in a job array without the index of the element."""
         return Path(argument if self.array_task is None else f"{argument}.{self.array_task}")
 
     def address(self, one_host: bool) -> str:
         """The address at which the other nodes of the allocation reach this node.
 
-        Some systems give a host's own name to its loopback device; then the address that Slurm
-        started the job from is taken, which is that of the first node.
+        Some systems give a host's own name to its loopback device. Then this is SLURM_LAUNCH_NODE_IPADDR,
+        the address from which Slurm started the tasks: that of the first node.
         """
         if one_host:
             return "127.0.0.1"
@@ -58,9 +59,9 @@ class NodeIdentity:
 
 
 def identify_node(environ: Mapping[str, str], simulated: bool = False) -> NodeIdentity:
-    """The node that an environment describes: of a Slurm job, of submitit's local processes, or neither."""
+    """The node that environment variables describe: of a Slurm job, of a local process of submitit, or of neither."""
     hostname = socket.gethostname().split(".")[0]
-    # Set by submitit for its local processes; these may themselves have been started inside a Slurm job.
+    # submitit sets this for its local processes, which may have been started inside a Slurm job.
     local = environ.get("SUBMITIT_LOCAL_GLOBALID")
     job_id = environ.get("SLURM_JOB_ID") if local is None else None
     if job_id is None:

@@ -1,1 +1,1 @@
-"""Why an attempt ended: causes of failures, and evidence of hangs."""
+"""Why an attempt ended: the causes of failures, and the evidence of hangs."""

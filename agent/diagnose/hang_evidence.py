@@ -1,4 +1,4 @@
-"""What the ranks of one node do when a run hangs: their states, stacks and last collectives."""
+"""The evidence of a hang from one node: the states, stacks and last collectives of its ranks."""
 
 import contextlib
 import json
@@ -20,16 +20,19 @@ from ultrabench.processes import descendants, tag_of
 from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line, read_part
 
 ANSWER_S = 3.0
-"""Seconds to wait for answers: a rank that can answer at all does so at once."""
+"""Seconds to wait for the answers of ranks; one that can answer does so at once."""
 PY_SPY_S = 10.0
+"""Seconds to wait for py-spy."""
 LOOKS = 3
-"""How many times the state of a process is read: only a state that lasts counts."""
+"""How many times the state of a process is read; only a state that lasts counts."""
 LOOK_S = 0.02
+"""Seconds between these."""
 STACK_DEPTH = 40
+"""Largest number of frames of a stack that are kept."""
 NAME_CHARS = 300
-"""Longest name of a function, a group or a collective."""
+"""Longest name of a function, a group or a collective, in characters."""
 TEXT_BYTES = 2**22
-"""How much of an answer, or of a report, is read."""
+"""Largest number of bytes of an answer or a report that are read."""
 
 _FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 _PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+\.py|<\w+>):(\d+)\)$")
@@ -37,21 +40,21 @@ _PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+\.py|<\w+>):(\d+)\)$")
 
 @dataclass(slots=True, kw_only=True)
 class _Subject:
-    """One rank that is looked at."""
+    """A rank that is examined."""
 
     rank: int
     report: Path
     pid: int
     state: str
-    """R, S, D, T, Z as in /proc, T if any of its processes is stopped; ? where it changed or is unknown."""
+    """R, S, D, T or Z as in /proc; T if any process of the rank is stopped; ? if it changed or is unknown."""
     wchan: str
-    """Function of the kernel in which it sleeps."""
+    """The function of Linux in which the rank sleeps."""
     asked: bool
-    """It was asked by signals for its stacks and collectives."""
+    """The rank was asked by signals for its stacks and collectives."""
 
 
 def hang_evidence(run: Path, pids: dict[int, int], tag: str) -> Iterator[list[RankEvent]]:
-    """Asks every rank, then has py-spy look; yields [] while answers are waited for, then the events.
+    """Asks every rank, then runs py-spy on it; yields [] while it waits for answers, then the events.
 
     Args:
         run: node-local folder of the run; raw stacks and dumps go into its EVIDENCE_FOLDER.
@@ -63,7 +66,7 @@ def hang_evidence(run: Path, pids: dict[int, int], tag: str) -> Iterator[list[Ra
     while time.monotonic() < end:
         reports = [s.report for s in subjects if s.asked]
         written = sum(file_size(f"{report}{STACKS_SUFFIX}") for report in reports)
-        # All that were asked have written their collectives, and none still writes stacks.
+        # All ranks that were asked have written their collectives, and none is still writing stacks.
         if written == before and all(file_size(f"{report}{COLLECTIVES_SUFFIX}") for report in reports):
             break
         before = written
@@ -80,7 +83,7 @@ def hang_evidence(run: Path, pids: dict[int, int], tag: str) -> Iterator[list[Ra
 
 
 def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
-    """Looks at the processes of each rank, and asks those that promised to answer."""
+    """Reads the states of all processes of each rank, and asks the ranks that promised to answer."""
     families = {rank: [pid, *sorted(descendants(pid))] for rank, pid in pids.items()}
     looks: list[dict[int, str]] = []
     for _ in range(LOOKS):
@@ -101,7 +104,7 @@ def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
 
 
 def _spies(subjects: list[_Subject], folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Starts py-spy if it is installed: it needs no help of a rank; a stopped rank it may only read."""
+    """Starts py-spy on each rank, if it is installed; of a stopped rank it may only read the memory."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     spies = []
     for subject in subjects if program else ():
@@ -128,15 +131,15 @@ def _found(subject: _Subject, folder: Path) -> dict[str, Any]:
 
 
 def dump_variables(run: Path) -> dict[str, str]:
-    """The environment that has NCCL's flight recorder, if it is on, dump into the run's folder."""
+    """The variables by which the flight recorder of NCCL, if it is on, writes to the folder of the run."""
     names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the new name and the old one
     return dict.fromkeys(names, str(run / EVIDENCE_FOLDER / "nccl_trace_rank_"))
 
 
 def main_stack(text: str) -> list[str]:
-    """`function (file:line)` of the main thread, innermost first, from faulthandler or py-spy.
+    """The frames of the main thread as `function (file:line)`, innermost first, from faulthandler or py-spy.
 
-    faulthandler puts the main thread last, py-spy first.
+    faulthandler writes the main thread last, py-spy first.
     """
     threads: list[list[str]] = []
     spy = text.startswith("Process ")
@@ -151,7 +154,7 @@ def main_stack(text: str) -> list[str]:
 
 
 def _groups(told: str) -> list[dict[str, Any]]:
-    """The process groups that a rank answered; none where the answer makes no sense."""
+    """The process groups in the answer of a rank; none if the answer is invalid."""
     try:
         return [
             {
@@ -168,14 +171,14 @@ def _groups(told: str) -> list[dict[str, Any]]:
 
 
 def _dumping_process(report: Path) -> int | None:
-    """The process that promised to answer signals with dumps, by the beginning of its report."""
+    """The process that promised, at the beginning of the report, to answer signals with its stacks."""
     lines = (parse_line(text) for text in _text(report).splitlines())
     promises = (line for line in lines if line and line["event"] == "stack_dump" and "pid" in line)
     return next((promise["pid"] for promise in promises), None)
 
 
 def _lasting(pid: int, family: list[int], looks: list[dict[int, str]]) -> str:
-    """The state of `pid` if all looks agree on it; T if one of its family stays stopped."""
+    """The state of `pid` if it was the same in all looks; T if any process of its family stays stopped."""
     if any(all(look[member] in "Tt" for look in looks) for member in family):
         return "T"
     states = {look[pid] for look in looks}
@@ -183,7 +186,7 @@ def _lasting(pid: int, family: list[int], looks: list[dict[int, str]]) -> str:
 
 
 def _python_of(family: list[int]) -> int:
-    """The first Python process of a rank: what was started may be a shell."""
+    """The first Python process of a rank, since the started process may be a shell."""
     return next((pid for pid in family if _text(f"/proc/{pid}/comm").startswith("python")), family[0])
 
 

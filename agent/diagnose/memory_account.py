@@ -1,20 +1,20 @@
-"""Whether a run itself used up the memory that it lacked, by the numbers of the allocator and the rank."""
+"""Whether a run itself used all the memory, by the numbers of the allocator and the rank."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
 OWN_SHARE = 0.95
-"""Share of a GPU's memory: so much must be free when the run begins, and free or its own when it gives up."""
+"""Share of a GPU's memory that must be free when the run begins, and free or its own when it runs out."""
 TORCH_SHARE = 0.85
-"""The share that is asked for where only torch's memory is known: the CUDA context and NCCL come on top."""
+"""The same share where only the memory of torch is known, without that of the CUDA context and NCCL."""
 LIMIT_SHARE = 0.9
-"""Share of a CPU rank's limit, below 1 because a rank frees some memory before it reports what it uses."""
+"""Share of a CPU rank's limit that must be used; below 1, because a rank frees memory before it reports."""
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
 _TEXTS = {
-    # torch 2: c10/cuda/CUDACachingAllocator.cpp; the second of each pair is torch 1's wording.
+    # torch 2, c10/cuda/CUDACachingAllocator.cpp; the second of each pair is the text of torch 1.
     "total": (f"total capacity of {_SIZE}", f"{_SIZE} total capacity"),
     "free": (f"of which {_SIZE} is free", f"{_SIZE} free"),
     "process": (f"this process has {_SIZE} memory in use",),
@@ -23,12 +23,12 @@ _TEXTS = {
 
 
 def own_gpu_memory(text: str, memory: Mapping[str, Any], error: Mapping[str, Any]) -> bool | None:
-    """Whether the run itself filled the GPU; False: somebody else held memory; None: cannot be told.
+    """Whether the run itself filled the GPU; False: other processes held memory; None: unknown.
 
     Args:
-        text: what the allocator said.
-        memory: of the rank's report: free_bytes and total_bytes when the run began.
-        error: of its report: free_bytes, total_bytes and torch_bytes when it gave up.
+        text: the message of the allocator.
+        memory: the rank's report when the run began: free_bytes and total_bytes.
+        error: the rank's report when it ran out: free_bytes, total_bytes and torch_bytes.
     """
     told = {name: _size(text, patterns) for name, patterns in _TEXTS.items()}
     at_start = _share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
@@ -46,12 +46,12 @@ def own_gpu_memory(text: str, memory: Mapping[str, Any], error: Mapping[str, Any
 
 
 def own_limit(text: str, memory: Mapping[str, Any], error: Mapping[str, Any]) -> bool | None:
-    """Whether a CPU rank met the limit that was set for it; None: cannot be told.
+    """Whether a CPU rank reached the limit that was set for it; None: unknown.
 
     Args:
-        text: what the allocator said.
-        memory: limit_bytes, from when the limit was set.
-        error: data_bytes in use when the allocator gave up, where known.
+        text: the message of the allocator.
+        memory: the rank's report when the limit was set: limit_bytes.
+        error: the rank's report when it ran out: data_bytes in use, if known.
     """
     limit, used = memory.get("limit_bytes"), error.get("data_bytes")
     if limit is None:

@@ -1,4 +1,4 @@
-"""How an attempt ended and why, from what its ranks reported, how they exited and what they logged."""
+"""How an attempt ended and why, by the reports, exit codes and logs of its ranks."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.step_time import ci95_rel, extremes
 
 MESSAGE_CHARS = 1000
-"""Longest error message of a rank that is kept in the journal."""
+"""Longest error message of a rank, in characters, that is kept in the journal."""
 
 
 def classify(
@@ -27,13 +27,13 @@ def classify(
 ) -> RunResult:
     """The result of an attempt whose ranks are all gone.
 
-    The program's own result comes first, whatever its log says; then what ranks reported of their own
-    failure, then what we decided ourselves, then exits and logs. Among the ranks a cause comes before
-    its consequences: a communication error, which the peers of any dying rank report, is the last.
+    The program's own result counts first, whatever its log says; then the failures that ranks reported,
+    then what the agent decided, then exit codes and logs. Among the ranks a cause comes before its
+    consequences; a communication error is last, since the peers of any dead rank report one.
 
     Args:
-        end: why ultrabench ended the ranks, if they did not end by themselves.
-        lost: which node was lost, if one was.
+        end: why ultrabench ended the ranks; None if they ended by themselves.
+        lost: which node was lost; None if none was.
         gpu_names: the names that the accelerators may report; empty: any name.
     """
     result = _explained(progress, measure, end, lost)
@@ -70,7 +70,7 @@ def classify(
 def _explained(
     progress: AttemptProgress, measure: Measure, end: RunResult | None, lost: str | None
 ) -> RunResult:
-    """Status, reason and cause, without what was measured; the arguments are those of `classify`."""
+    """The status, reason and cause, without the measured values; the arguments are those of `classify`."""
     if progress.fault is not None:
         return _invalid("bad_report", progress.fault)
     bad_loss = _non_finite(progress.ranks[0])
@@ -135,12 +135,12 @@ def _pointed_at(found: Sequence[Finding], progress: AttemptProgress) -> tuple[st
 
 
 def _named(hosts: Sequence[str], text: str) -> tuple[str, ...]:
-    """The hosts whose names occur in a text."""
+    """Those of `hosts` whose names occur in a text."""
     return tuple(h for h in hosts if re.search(rf"(?<![\w.-]){re.escape(h)}(?![\w-])", text))
 
 
 def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
-    """Why the steps of a program that ended well are no measurement."""
+    """Why the steps of a program that ended well cannot be used as a measurement; None if they can."""
     for i, step in enumerate(rank.steps, start=1):
         if step.get("seconds", 0) <= 0:
             return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
@@ -151,7 +151,7 @@ def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
 
 
 def _finished(rank: RankProgress) -> bool:
-    """Whether it reported that it was done, or exited as if it was; what follows does not matter."""
+    """Whether a rank reported that it was done, or exited with 0; what it did after that does not matter."""
     return rank.done is not None or (rank.error is None and rank.code == 0)
 
 
@@ -164,7 +164,7 @@ def _non_finite(rank: RankProgress) -> str | None:
 
 
 def _loss(rank: RankProgress, measure: Measure) -> float | None:
-    """The loss at the step at which all layouts are compared; None where it is unknown or not finite."""
+    """The loss at the step at which layouts are compared; None if it is unknown or not finite."""
     loss = rank.steps[measure.loss_step - 1].get("loss") if len(rank.steps) >= measure.loss_step else None
     return loss if loss is not None and math.isfinite(loss) else None
 

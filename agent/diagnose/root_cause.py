@@ -1,4 +1,4 @@
-"""What failed first: how every rank failed, and the one failure that explains the others."""
+"""How every rank failed, and which failure is the root of the others."""
 
 import re
 import signal
@@ -17,11 +17,11 @@ BY_SIGNAL: dict[int, str] = {
     signal.SIGABRT: "abort",
     **dict.fromkeys((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP), "killed"),
 }
-"""Signal -> cause, for signals that ultrabench did not send."""
+"""Signal that ultrabench did not send -> cause."""
 LINE_CHARS = 300
-"""Longest line that is quoted."""
+"""Longest line, in characters, that is quoted."""
 FRAMES = 3
-"""How many innermost frames count in a fingerprint, those of installed packages left out."""
+"""Number of innermost frames that count in a fingerprint; those of installed packages do not count."""
 
 _FRAME = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line \d+, in (\S+)', re.MULTILINE)
 _PACKAGES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
@@ -41,37 +41,37 @@ class Finding:
     rank: RankProgress
     cause: Cause
     line: str
-    """The line of its error or log that shows it."""
+    """The line of the rank's error or log that shows the failure."""
     told: bool = False
-    """The rank itself or the kernel reported the failure, so that it counts whoever ended the rank."""
+    """The rank itself or Linux reported the failure, so that it counts whoever ended the rank."""
 
     @property
     def key(self) -> tuple[int, float, int, int]:
-        """Sorts roots before consequences; among equals the failure that was known first comes first."""
+        """The sort key: roots before consequences, then the failure that was known first."""
         known_at, place = self.rank.failed_at or 0.0, list(BY_NAME).index(self.cause.name)
         return _tier(self.cause), known_at, place, self.rank.number
 
 
 def findings(ranks: list[RankProgress]) -> list[Finding]:
-    """How the ranks that failed did so, the likeliest root first."""
+    """One finding for each rank that failed, the likeliest root first."""
     found = [f for rank in ranks if (f := _finding(rank))]
     early = []
     for rank in ranks:
         if rank.code == 0 and rank.done is None and rank.error is None:
             line = f"exited with code 0 in phase {rank.phase} while others went on"
             early.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
-    # Where most have ended well, those that have not are late.
+    # If most ranks have ended well, the others are only late.
     return sorted(found + (early if len(early) <= len(ranks) / 2 else []), key=lambda f: f.key)
 
 
 def own_words(rank: RankProgress) -> str:
-    """The text that tells how a rank ended: its error with the traceback, else the end of its log."""
+    """The text that tells how a rank ended: its error with the traceback, or the end of its log."""
     error = rank.error
     return rank.tail if error is None else f"{error.get('traceback') or ''}\n{error.get('message') or ''}"
 
 
 def _tier(cause: Cause) -> int:
-    """Smaller for what happens first: hardware, memory, a wrong number, and at last communication."""
+    """Smaller for causes that come first: hardware, memory, invalid numbers, and at last communication."""
     by_name = {"foreign_memory": 1, "exit_code": 4, "exited_early": 5}
     by_status = {Status.NODE_FAIL: 0, Status.OOM: 1, Status.INVALID: 2, Status.COMM_ERROR: 6}
     return by_name.get(cause.name, by_status.get(cause.status, 3))
@@ -86,7 +86,7 @@ def _finding(rank: RankProgress) -> Finding | None:
     elif rank.oom_killed:
         cause, line = BY_NAME["host_oom"], "killed by the kernel, which was out of memory"
     elif rank.killed_by_us and rank.code == -signal.SIGKILL:
-        # Some ranks fail and then hang, since libraries wait for peers. Nothing else in a log proves anything.
+        # A rank may fail and then hang, since libraries wait for peers. Only a final traceback in its log counts.
         known = by_text(last_words(rank.tail)) if ends_in_traceback(rank.tail) else None
         if known is None:
             return None
@@ -100,7 +100,7 @@ def _finding(rank: RankProgress) -> Finding | None:
 
 
 def _of_error(rank: RankProgress) -> tuple[Cause, str]:
-    """The cause of an error that the rank reported: the text may be more exact than the kind."""
+    """The cause of an error that the rank reported; its text may be more exact than its kind."""
     error = rank.error or {}
     message = " ".join(str(error.get("message") or "(no message)").split())[:LINE_CHARS]
     known = {"non_finite": "non_finite_loss", "replicas": "replicas_differ"}
@@ -116,35 +116,35 @@ def _of_error(rank: RankProgress) -> tuple[Cause, str]:
 
 
 def _of_exit(rank: RankProgress) -> tuple[Cause, str]:
-    """The cause by the exit code, and by the log where that is more exact than the code."""
+    """The cause by the exit code, or by the log if that is more exact."""
     code, said = rank.code or 0, last_line(rank.tail)
     told = by_text(last_words(rank.tail))
     if code > 0:
         return told or (BY_NAME["exit_code"], f"exited with code {code}: {said}")
     name = {int(s): s.name for s in signal.Signals}.get(-code, f"signal {-code}")
     cause = BY_NAME[BY_SIGNAL.get(-code, "signal")]
-    # Libraries abort because of something they say, and a rank that lost a peer may die in any way.
+    # A library that aborts prints why, and a rank that lost a peer may die in any way.
     if told and (cause.name == "abort" or (cause.name == "segfault" and told[0].status == Status.COMM_ERROR)):
         return told
     return cause, f"killed by {name}, which ultrabench did not send: {said}"
 
 
 def last_line(text: str) -> str:
-    """The last line of a log that says something, stacks left out."""
+    """The last line of a log that is not empty and not part of a stack."""
     lines = last_words(text) or [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:LINE_CHARS] if lines else "(empty log)"
 
 
 def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[str]) -> str:
-    """16 hex digits, equal for the same failure wherever and whenever it happens.
+    """16 hex digits that are equal for the same failure wherever and whenever it happens.
 
     They do not depend on numbers, addresses, folders, ranks, hosts or times.
 
     Args:
-        phase: what the rank was doing.
+        phase: the phase of the rank.
         line: the line that shows the failure.
         stack: a text with the traceback, if there is one.
-        hosts: names to leave out.
+        hosts: names of hosts that do not count.
     """
     frames = [(path, name) for path, name in _FRAME.findall(stack) if not _PACKAGES.search(path)]
     places = [f"{path.rpartition('/')[2]}:{name}" for path, name in frames[-FRAMES:]]
@@ -152,7 +152,7 @@ def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[s
 
 
 def normalized(line: str, hosts: Sequence[str]) -> str:
-    """The line without what differs from one host or time to another."""
+    """The line without the parts that differ from one host or time to another."""
     for host in sorted(hosts, key=len, reverse=True):
         line = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "HOST", line)
     for pattern, replacement in _VOLATILE:

@@ -1,4 +1,4 @@
-"""The causes of failures: the status each stands for, and the words by which a log gives it away.
+"""The causes of failures: the status of each, and the text by which a log shows it.
 
 Texts are those of torch, NCCL (github.com/NVIDIA/nccl, src/debug.cc and src/init.cc), gloo, glibc, CPython
 and the CUDA runtime (docs.nvidia.com/cuda/cuda-runtime-api, cudaGetErrorString); Xids as in
@@ -13,20 +13,20 @@ from ultrabench.result import Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One way to fail."""
+    """A cause of failures."""
 
     name: str
     status: Status
     what: str
-    """The cause in a few words, as the reason of a result begins."""
+    """The cause in a few words, with which the reason of a result begins."""
     text: re.Pattern[str] | None = None
-    """A line of a log or an error message that says so; None: known by other evidence."""
+    """Matches a line of a log or an error message that shows the cause; None: only other evidence shows it."""
     blames_host: bool = False
-    """It may be the fault of the node."""
+    """The node may be at fault."""
 
     @property
     def telling(self) -> bool:
-        """Whether equal words mean the same failure; not so where any rank of any run may be hit."""
+        """Whether equal texts mean the same failure; False for failures that may hit any rank of any run."""
         return self.status != Status.COMM_ERROR and self.name not in ("killed", "host_oom", "foreign_memory")
 
 
@@ -36,7 +36,7 @@ def _cause(name: str, status: Status, what: str, text: str = "", *, blames_host:
 
 
 CAUSES = (
-    # Hardware first, for it makes everything else happen; what peers see of a dead rank comes last.
+    # Hardware comes first, since it causes the rest; what peers notice of a dead rank comes last.
     _cause("ecc_error", Status.NODE_FAIL, "memory of a GPU is broken",
            r"uncorrectable (?:NVLink )?ECC|uncorrectable NVLink error|\bXid\b.*: (?:48|63|64|74|94|95)\b",
            blames_host=True),
@@ -95,12 +95,12 @@ CAUSES = (
            r"Broken pipe|DistBackendError|No route to host|Network is unreachable|[Ss]ocket Timeout|"
            r"client socket has (?:failed|timed out)", blames_host=True),
 )  # fmt: skip
-"""Roots come before their consequences: the first that fits is the cause."""
+"""Roots come before their consequences; the first cause whose text matches is the cause."""
 
 BY_NAME = {cause.name: cause for cause in CAUSES}
 
 MESSAGE_LINES = 8
-"""Lines of the longest message of an exception, which is NCCL's; more lines show that the program went on."""
+"""Number of lines of the longest message of an exception, that of NCCL; more lines show that the program went on."""
 
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b(?::|$)", re.MULTILINE)
 _STACK_LINE = re.compile(r"^(?:\s|frame #\d+|Traceback \(most recent|Exception raised from )")
@@ -111,9 +111,9 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch.distributed
 
 
 def last_words(text: str) -> list[str]:
-    """The lines of a log that tell how it ended: without stacks, from its last traceback on if it has one.
+    """The lines of a log that tell how it ended: from the last traceback on if there is one, without stacks.
 
-    Source lines of a stack may hold any word, and so may what a program has caught and survived.
+    The source lines of a stack, and errors that a program has caught, may contain any word.
     """
     *before, last = _RANK_PREFIX.sub("", text).split(_TRACEBACK)
     parts = [last]
@@ -124,22 +124,22 @@ def last_words(text: str) -> list[str]:
 
 
 def ends_in_traceback(text: str) -> bool:
-    """Whether the last thing a log tells is an exception that nobody caught, as far as one can see."""
+    """Whether a log seems to end with an exception that nobody caught."""
     _, found, end = _RANK_PREFIX.sub("", text).rpartition(_TRACEBACK)
     told = [line for line in end.splitlines() if line.strip() and not _STACK_LINE.match(line)]
     return bool(found) and 0 < len(told) <= MESSAGE_LINES and _EXCEPTION.match(told[0]) is not None
 
 
 def _survived(lines: list[str], at: int) -> bool:
-    """Whether a program went on after line `at`: it is a warning, or more follows than a message has lines."""
+    """Whether a program went on after line `at`: it is a warning, or more than MESSAGE_LINES lines follow."""
     after = [line for line in lines[at + 1 :] if not _WARNING.search(line)]
-    if _EXCEPTION.match(lines[at]):  # a logger's goodbye may follow, as long as one likes
+    if _EXCEPTION.match(lines[at]):  # any number of lines of a logger may follow
         return any(_EXCEPTION.match(line) for line in after)
     return bool(_WARNING.search(lines[at])) or len(after) > MESSAGE_LINES
 
 
 def by_text(lines: list[str]) -> tuple[Cause, str] | None:
-    """The first cause of the table that a line tells of, and that line, cut to 300 characters."""
+    """The first cause of CAUSES that a line shows, and that line, cut to 300 characters."""
     for cause in CAUSES:
         for at, line in enumerate(lines):
             if cause.text is None or not cause.text.search(line):

@@ -1,1 +1,1 @@
-"""The ranks of one node: started, watched, ended and cleaned up."""
+"""The ranks of one node: how they are started, watched, killed and cleaned up."""

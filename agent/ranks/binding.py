@@ -1,4 +1,4 @@
-"""Which CPUs each rank of a node runs on: those nearest to its GPU."""
+"""The CPUs on which each rank of a node runs: those nearest to its GPU."""
 
 import os
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from ultrabench.agent.ranks.forks import Cpus
 def rank_cpus(
     gpus_per_node: int, on_gpus: bool, sysfs: Path = Path("/sys"), gpu_bus_ids: Sequence[str] = ()
 ) -> list[Cpus] | None:
-    """The CPUs of each local rank; None when those we may use are all on one NUMA node.
+    """The CPUs of each local rank; None if all usable CPUs are on one NUMA node.
 
-    With GPUs a rank gets the CPUs of its GPU's NUMA node, without them the ranks are spread over
-    the NUMA nodes in order. Only CPUs of our own affinity count, since Slurm may have confined us;
-    a rank gets all of them where its GPU's node is unknown or has none of them.
+    With GPUs a rank gets the CPUs of its GPU's NUMA node; without GPUs the ranks are spread over
+    the NUMA nodes in order. Only CPUs that this process may use count, since Slurm may have limited them.
+    A rank gets all of them if the NUMA node of its GPU is unknown or has none of them.
 
     Args:
+        sysfs: the folder in which Linux describes its devices.
         gpu_bus_ids: the PCI bus of the GPU of each local rank, as sysfs or NVML writes it.
-        sysfs: where the system describes its devices.
     """
     everything = tuple(sorted(os.sched_getaffinity(0)))
     nodes = _numa_nodes(sysfs, set(everything))
@@ -33,10 +33,10 @@ def rank_cpus(
 
 
 def cpu_list(text: str) -> Cpus:
-    """The CPUs that a list such as `0-3,8` in sysfs names.
+    """The CPUs of a list such as `0-3,8`, as sysfs writes it.
 
     Raises:
-        ValueError: the text is no such list.
+        ValueError: the text is not such a list.
     """
     cpus = set[int]()
     for part in filter(None, text.strip().split(",")):
@@ -46,14 +46,14 @@ def cpu_list(text: str) -> Cpus:
 
 
 def cpu_text(cpus: Sequence[int]) -> str:
-    """The list that `cpu_list` reads: `0-3,8` for (0, 1, 2, 3, 8)."""
+    """CPUs as a list that `cpu_list` reads: `0-3,8` for (0, 1, 2, 3, 8)."""
     numbered = groupby(enumerate(sorted(set(cpus))), lambda pair: pair[1] - pair[0])
     runs = [[cpu for _, cpu in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, Cpus]:
-    """Number -> allowed CPUs of the NUMA nodes that have any; some hold nothing but memory."""
+    """NUMA node -> its allowed CPUs; nodes without any, such as those of memory alone, are left out."""
     nodes = {}
     for path in sysfs.glob("devices/system/node/node[0-9]*/cpulist"):
         cpus = allowed & set(cpu_list(path.read_text()))
@@ -63,7 +63,7 @@ def _numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, Cpus]:
 
 
 def _numa_node_of(sysfs: Path, bus_id: str) -> int:
-    """The NUMA node of a PCI device, -1 where the system does not know."""
+    """The NUMA node of a PCI device; -1 if Linux does not know it."""
     try:
         return int((sysfs / "bus/pci/devices" / _sysfs_name(bus_id) / "numa_node").read_text())
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""A process that forks the ranks of a node on request, warm: it has imported the kernel.
+"""A process that has imported the kernel and forks the ranks of a node on request, so that they start fast.
 
 Run as `python -P -m ultrabench.agent.ranks.fork_server MODULE`, it imports MODULE once, unless that is
 empty. Then it reads requests from stdin, one JSON object a line ({rank, env, log, cpus}), and forks a process
 for each that calls MODULE.main(), or executes a program of the user ({..., command, cwd}). Its answers on
-stdout are {ready}, {forked: rank, pid} and {exited: rank, code}. It never runs a tensor operation nor touches
+stdout are {ready}, {forked: rank, pid} and {exited: rank, code}. It never runs a tensor operation nor uses
 CUDA, since a forked child would inherit broken threads or contexts.
 """
 
@@ -65,7 +65,7 @@ def _answer(fd: int, **values: object) -> None:
 
 
 def _report_exits(ranks: dict[int, int], answers: int) -> None:
-    """Answers with the ranks (pid -> rank) that have ended."""
+    """Reports which of the ranks (pid -> rank) have ended."""
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -74,7 +74,7 @@ def _report_exits(ranks: dict[int, int], answers: int) -> None:
 
 
 def _assert_forkable() -> None:
-    """Only a process with one thread and no CUDA context may be forked."""
+    """Fails unless this process has one thread and no CUDA context: no other process may be forked."""
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"the fork server has {len(threads)} threads"
     torch = sys.modules.get("torch")
@@ -82,7 +82,7 @@ def _assert_forkable() -> None:
 
 
 def _become_rank(request: dict[str, Any], main: Main, server: int, answers: int) -> None:
-    """Turns the forked child into a rank; never returns."""
+    """Turns the forked child into a rank; it never returns."""
     program = request.get("command")
     code = 127 if program else 70
     try:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a node through its fork server, and learns how they end."""
+"""The agent's side of the fork server: it requests ranks and receives their exit codes."""
 
 import contextlib
 import json
@@ -13,16 +13,16 @@ from typing import Any
 from ultrabench.processes import thread_variables
 
 KERNEL_MODULE = "ultrabench.kernel.worker"
-"""The module is named, not imported: torch is loaded by the fork server, never by the agent."""
+"""The module that the fork server imports; the agent itself never imports torch."""
 Cpus = tuple[int, ...]
-"""Numbers of CPUs, ascending."""
+"""Numbers of CPUs in ascending order."""
 
 
 class ForkServer:
-    """The agent's side of the fork server of this node, which is started again when it is found dead."""
+    """The fork server of this node; it is started again if it has died."""
 
     def __init__(self, log: Path, env: dict[str, str], module: str = "") -> None:
-        """`module` is imported before ranks are forked; without one they have to be programs."""
+        """`module` is imported before ranks are forked; without it all ranks have to be programs."""
         self._log = log
         self._module = module
         self._env = {**env, **thread_variables(1)}
@@ -30,15 +30,15 @@ class ForkServer:
         self._alive: set[int] = set()
         self._ready = False
         self.rank_pids: dict[int, int] = {}
-        """The process of the latest fork of each rank."""
+        """Rank -> the process that was forked last for it."""
 
     @property
     def pid(self) -> int | None:
-        """The server's process; None before the first start."""
+        """Pid of the server; None before the first start."""
         return self._process.pid if self._process else None
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Starts the server unless it runs."""
+        """The process of the server, which is started unless it runs."""
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module]
             pipe = subprocess.PIPE
@@ -52,17 +52,17 @@ class ForkServer:
     def fork(
         self, rank: int, env: dict[str, str], log: Path, cpus: Cpus | None = None, **program: Any
     ) -> None:
-        """Asks for one rank, bound to `cpus` if given; its exit comes through `exits`.
+        """Requests one rank, bound to `cpus` if given; `exits` reports its end.
 
         Args:
-            env: what the environment has more than the server's; all of it for a program.
-            program: `command` and `cwd` of a program that the rank executes.
+            env: variables besides those of the server; for a program, all variables.
+            program: `command` and `cwd` of the program that the rank executes, if it is one.
         """
         server = self.start().stdin
         assert server is not None
         self._alive.add(rank)
         request = {"rank": rank, "env": env, "log": str(log), "cpus": cpus, **program}
-        with contextlib.suppress(BrokenPipeError):  # `exits` tells of a dead server
+        with contextlib.suppress(BrokenPipeError):  # `exits` reports a dead server
             server.write(json.dumps(request).encode() + b"\n")
             server.flush()
 
@@ -82,16 +82,16 @@ class ForkServer:
                 self._alive.discard(answer["exited"])
                 yield answer["exited"], answer["code"]
         if ended:
-            # Ranks ask the kernel to kill them when their server dies. A server that never became ready
-            # has forked none, and its log says why it died.
+            # Linux kills the ranks when their server dies. A server that never became ready has forked
+            # none, and its log tells why it died.
             code = -signal.SIGKILL if self._ready else self._process.returncode
             for rank in sorted(self._alive):
                 yield rank, code
             self._alive.clear()
 
     def stop(self) -> None:
-        """Ends the server and all ranks that it forked."""
+        """Kills the server; Linux then kills the ranks that it forked."""
         if self._process is not None:
-            # Leaving the block closes the pipes, also one that holds a request which nobody has read.
+            # Leaving the block closes the pipes, even one with a request that nobody has read.
             with contextlib.suppress(BrokenPipeError), self._process:
                 self._process.kill()

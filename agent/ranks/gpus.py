@@ -1,4 +1,4 @@
-"""The GPUs of this node as NVML knows them: which are ours, who else uses them, their memory and clocks."""
+"""The GPUs of this node by NVML: which ones ranks may use, who else uses them, their memory and clocks."""
 
 import contextlib
 import json
@@ -16,19 +16,20 @@ import pynvml
 T = TypeVar("T")
 
 LIST_S = 10.0
-"""Seconds after which a driver that does not answer is given up."""
+"""Seconds to wait for an answer of the driver."""
 SAMPLE_S = 1.0
+"""Seconds between two samples of the clocks."""
 FREE_S = 10.0
-"""Seconds in which the driver frees the memory of a killed process."""
+"""Seconds to wait until the driver has freed the memory of a killed process."""
 SLACK = 0.02
-"""Share of a GPU's memory by which the driver's own use of it may change."""
+"""Share of a GPU's memory by which the driver's own use may grow during a run."""
 SLOWDOWNS = {
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""Reasons for lower clocks that show a fault; a power cap that was reached, or no work, shows none.
+"""Reasons for lower clocks that show a fault. A reached power cap and an idle GPU are no faults.
 
 Source: nvml.h, nvmlClocksEventReason*.
 """
@@ -46,16 +47,16 @@ class VisibleGpu(NamedTuple):
 
 
 def visible_gpus() -> list[VisibleGpu]:
-    """The GPUs of CUDA_VISIBLE_DEVICES (indices or UUIDs) in its order; all by bus where it is not set.
+    """The GPUs of CUDA_VISIBLE_DEVICES (indices or UUIDs) in its order; all GPUs where it is not set.
 
-    There are none where the driver is absent, fails or does not answer.
+    The list is empty where the driver is absent, fails or does not answer.
     """
     gpus, words, chosen = _listed(), os.environ.get("CUDA_VISIBLE_DEVICES"), list[VisibleGpu]()
     if words is None:
         return gpus
     for word in (w.strip() for w in words.split(",")):
         found = [g for g in gpus if word == g.number or (word[:4] == "GPU-" and g.uuid.startswith(word))]
-        # CUDA too takes beginnings of UUIDs and ends the list at the first bad word.
+        # CUDA also accepts the beginnings of UUIDs, and ends the list at the first bad word.
         if len(found) != 1:
             break
         chosen += found
@@ -63,7 +64,7 @@ def visible_gpus() -> list[VisibleGpu]:
 
 
 def foreign_processes(ours: Callable[[int], bool]) -> list[str]:
-    """One part of a sentence for each process on our GPUs whose pid `ours` does not accept.
+    """A description of each process on the visible GPUs for which `ours(pid)` is false.
 
     An example is `process 1234 (python, user alice) on GPU 2 with 1024 MiB`.
     """
@@ -77,7 +78,7 @@ def foreign_processes(ours: Callable[[int], bool]) -> list[str]:
 
 
 def _user(pid: int) -> str:
-    """The user of `pid`, who is unknown where the process belongs to another container."""
+    """The user of a process; unknown if the process belongs to another container."""
     try:
         return f"user {pwd.getpwuid(os.stat(f'/proc/{pid}').st_uid).pw_name}"
     except (OSError, KeyError):
@@ -85,9 +86,9 @@ def _user(pid: int) -> str:
 
 
 def _listed() -> list[VisibleGpu]:
-    """All GPUs of this host, asked for in a process of its own.
+    """All GPUs of this host, listed by a process of its own.
 
-    The driver of a broken GPU may block whoever asks it inside the kernel, where no signal ends it.
+    The driver of a broken GPU may block its caller inside Linux, where no signal ends it.
     """
     command = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.gpus"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -101,7 +102,7 @@ def _listed() -> list[VisibleGpu]:
 
 
 def list_gpus() -> None:
-    """Prints the fields of all GPUs as JSON: what the process of its own does."""
+    """Prints the fields of all GPUs of this host as JSON, for `_listed`."""
     _ask(pynvml.nvmlInit)
     gpus = []
     for number in range(_ask(pynvml.nvmlDeviceGetCount) or 0):
@@ -119,7 +120,7 @@ def _processes(handle: Any) -> list[Any]:
 
 
 def _ask(query: Callable[..., T], *words: Any) -> T | None:
-    """The driver's answer; None where there is no driver, or this GPU or driver does not know."""
+    """The driver's answer; None where there is no driver, or it has no answer for this GPU."""
     try:
         return query(*words)
     except pynvml.NVMLError:
@@ -127,39 +128,36 @@ def _ask(query: Callable[..., T], *words: Any) -> T | None:
 
 
 class GpuGauge:
-    """Looks at GPUs between and during runs; where there is no driver it knows nothing."""
+    """Memory and clocks of the GPUs between and during runs; without a driver nothing is known."""
 
     def __init__(self, gpus: Sequence[VisibleGpu]) -> None:
         if gpus:
             _ask(pynvml.nvmlInit)
-        handles = {gpu.number: _ask(pynvml.nvmlDeviceGetHandleByUUID, gpu.uuid) for gpu in gpus}
-        self._handles = {number: handle for number, handle in handles.items() if handle}
-        self._before = {
-            number: _ask(pynvml.nvmlDeviceGetMemoryInfo, handle) for number, handle in self._handles.items()
-        }
+        handles = ((gpu.number, _ask(pynvml.nvmlDeviceGetHandleByUUID, gpu.uuid)) for gpu in gpus)
+        self._gpus = [(number, h, _ask(pynvml.nvmlDeviceGetMemoryInfo, h)) for number, h in handles if h]
         self._sampled = 0.0
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the samples of the last run."""
+        """Drops the samples of the last run."""
         self.clocks_hz: list[float] = []
-        """SM clock of each GPU at each look."""
+        """SM clock of each GPU in each sample."""
         self.slowdowns: set[str] = set()
 
     def sample(self) -> None:
-        """Looks at clocks, at most once in SAMPLE_S seconds."""
+        """Samples the clocks, at most once in SAMPLE_S seconds."""
         now = time.monotonic()
         if now - self._sampled < SAMPLE_S:
             return
         self._sampled = now
-        for handle in self._handles.values():
+        for _, handle, _ in self._gpus:
             mhz = _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
             mask = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
             self.clocks_hz += [mhz * 1e6] if mhz else []
             self.slowdowns |= {text for bit, text in SLOWDOWNS.items() if mask & bit}
 
     def occupied(self, meanwhile: Callable[[], Any]) -> str | None:
-        """Which GPU still holds memory that it did not hold at first; waits for the driver to free it."""
+        """Which GPU has less free memory than before the first run; waits up to FREE_S for the driver to free it."""
         end = time.monotonic() + FREE_S
         while (held := self._held()) and time.monotonic() < end:
             meanwhile()
@@ -167,8 +165,8 @@ class GpuGauge:
         return held
 
     def _held(self) -> str | None:
-        for number, handle in self._handles.items():
-            before, now = self._before[number], _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        for number, handle, before in self._gpus:
+            now = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
             if before and now and now.used > before.used + SLACK * now.total:
                 pids = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no process that is known"
                 gib = (now.used - before.used) / 2**30

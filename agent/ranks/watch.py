@@ -1,4 +1,4 @@
-"""One attempt from the start of its ranks to the moment when they are gone, or have to go."""
+"""Watches one attempt until its ranks have ended, or ultrabench has a reason to end them."""
 
 import time
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import Task
 
 SLOWEST_GAP_FACTOR = 10.0
-"""A run is called a hang only after a silence of this many times its own longest silence so far."""
+"""A run hangs only after this many times its own longest time without progress so far."""
 PEER_GRACE_S = 2.0
-"""Seconds that the other ranks get after the first failure to report what they know."""
+"""Seconds for the other ranks to report their failures after the first failure."""
 RACE_STEPS = 2
-"""Measured steps after which a run may be given up as too slow."""
+"""Number of measured steps after which a run may be ended as too slow."""
 
 
 def watch(
@@ -28,12 +28,12 @@ def watch(
     write_phase: Callable[[str, float | None], None],
     race_s: float | None = None,
 ) -> RunResult | None:
-    """Follows the ranks of `task`; returns why they have to go, None if they ended by themselves.
+    """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves.
 
     Args:
-        ends: end of the allocation by time.monotonic().
+        ends: the end of the allocation, by time.monotonic().
         write_phase: called when rank 0 enters another phase.
-        race_s: a run whose fastest step takes longer cannot be the best, and is stopped.
+        race_s: seconds; a run whose fastest step takes longer cannot be the best, and is ended.
     """
     phase, failed_at = "", 0.0
     while progress.running:
@@ -62,7 +62,7 @@ def watch(
 
 
 def _hung(group: AgentGroup, progress: AttemptProgress, missed: RunResult) -> RunResult:
-    """Finds out what the ranks do before they have to go, and why they hang."""
+    """Collects the evidence of a hang and finds its cause, before the ranks are killed."""
     group.examine(progress)
     cause = find_hang_cause(progress.ranks)
     evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in progress.ranks]}
@@ -71,7 +71,7 @@ def _hung(group: AgentGroup, progress: AttemptProgress, missed: RunResult) -> Ru
 
 
 def _out_of_time(task: Task, progress: AttemptProgress, missed: RunResult) -> RunResult:
-    """What a run is that had used up its time: with enough measured steps it is ok all the same."""
+    """The end of a run that has reached its time limit: ok if it has measured enough steps."""
     rank = progress.ranks[0]
     reason = f"{missed.reason}; {len(rank.steps)} steps done" if rank.steps else missed.reason
     enough = len(rank.measured_steps(task.measure)) >= task.measure.min_steps
@@ -81,7 +81,10 @@ def _out_of_time(task: Task, progress: AttemptProgress, missed: RunResult) -> Ru
 
 
 def _lost_race(task: Task, progress: AttemptProgress, race_s: float | None) -> RunResult | None:
-    """Whether it is clear that others are faster; the step whose loss is compared has to be done."""
+    """The end of a run that is clearly slower than the best of its cell; None while it may still win.
+
+    It is not ended before the step at which losses are compared.
+    """
     rank = progress.ranks[0]
     if race_s is None or rank.done or len(rank.steps) < task.measure.loss_step:
         return None
@@ -96,13 +99,13 @@ def _lost_race(task: Task, progress: AttemptProgress, race_s: float | None) -> R
 def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | None:
     """How a run ends that has missed a deadline at `now`, by the monotonic clock; None while there is time.
 
-    Before any rank has reported something, only the time limit holds for a program that is not ours.
+    Until a program of the user has reported something, only its time limit applies.
     """
     measure, phase = task.measure, progress.phase
     if now - progress.started > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
-    if progress.first_step is None or phase == PROFILE:  # writing a large trace takes as long as a start
+    if progress.first_step is None or phase == PROFILE:  # writing a large trace may take as long as a start
         allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
     else:
         allowed = max(measure.deadline_floor_s, SLOWEST_GAP_FACTOR * progress.slowest_gap_s)
