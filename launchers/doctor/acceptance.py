@@ -2,27 +2,42 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultrabench.errors import ClusterError, ConfigError
+from ultrabench.errors import ClusterError, ConfigError, UltrabenchError, counted
+from ultrabench.launchers.choose import choose_launcher
+from ultrabench.launchers.doctor.acceptance_checks import (
+    Outcome,
+    check_losses,
+    check_memory,
+    check_speed,
+    published,
+)
 from ultrabench.launchers.doctor.acceptance_file import acceptance_folder, write_acceptance
-from ultrabench.launchers.doctor.acceptance_sweep import AcceptanceSweeps, Outcome, Say, variant
-from ultrabench.launchers.doctor.check import Check, failed, passed
-from ultrabench.launchers.doctor.published import check_speed, published
-from ultrabench.result import Status
+from ultrabench.launchers.doctor.check import Check, Say, failed, when_new
+from ultrabench.launchers.launcher import Launcher
+from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
+from ultrabench.launchers.reconcile import Reconciler
+from ultrabench.launchers.settle import interrupt, open_allocations
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config import SweepConfig, config_from_tree
 from ultrabench.sweep.control import SAFE_SHARE
-from ultrabench.sweep.losses import TOLERANCE
 from ultrabench.sweep.pairwise_sample import pairwise_sample
-from ultrabench.sweep.plan import Plan, make_plan
+from ultrabench.sweep.plan import Plan, make_plan, require_runs
+from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.price import committed_gpu_hours
 
 GPU_HOURS = 3.0
 """Largest number of GPU hours that an acceptance run may take."""
 LAYOUTS = 12
 TOO_MUCH = 3.0
 """A run whose predicted memory is this many times that of a rank cannot fit, however rough the prediction."""
+
+Choose = Callable[[Plan], Sequence[Candidate]]
 
 
 def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
@@ -35,69 +50,109 @@ def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
     if config.kernel.kind != "embedded":
         raise ConfigError(f"kernel={config.kernel.name} with --deep, which trains; use kernel=embedded")
     run = _Acceptance(config, say)
-    lines: dict[str, Callable[[], Check]] = {
-        "same loss": run.same_loss, "out of memory": run.out_of_memory, "published speed": run.speed,
-    }  # fmt: skip
+    lines = {"same loss": run.same_loss, "out of memory": run.out_of_memory, "published speed": run.speed}
     checks: list[Check] = []
     for name, line in lines.items():
         say(f"acceptance run: {name}")
         try:
-            checks.append(line())
+            checks.append(line().named(name))
         except ClusterError as error:
-            run.write([*checks, failed(name, str(error), "mend that, then try again")])
+            run.write([*checks, failed(str(error), "mend that, then try again").named(name)])
             raise
     say(f"wrote {run.write(checks)}")
     return checks
 
 
 class _Acceptance:
-    """One acceptance run, with a method for each check."""
+    """One acceptance run, with a method for each check; its sweeps share a budget."""
 
     def __init__(self, config: SweepConfig, say: Say) -> None:
-        self._config, self._hardware = config, config.hardware
-        self._most = max(config.axes.nodes)
+        self._config, self._say = config, say
         self._folder = acceptance_folder(config) / time.strftime("%Y%m%d-%H%M%S")
-        self._sweeps = AcceptanceSweeps(GPU_HOURS, config.hardware.gpus_per_node, say)
         self._published = published(config)  # before anything has been spent
+        self._left_gpu_hours = GPU_HOURS
+        self._environment: dict[str, Any] | None = None
         self._layouts: Outcome | None = None
 
     def write(self, checks: Sequence[Check]) -> Path:
         """Writes doctor.json; its path."""
-        spent = GPU_HOURS - self._sweeps.left_gpu_hours
-        return write_acceptance(self._config, checks, self._folder, spent)
+        return write_acceptance(self._config, checks, self._folder, GPU_HOURS - self._left_gpu_hours)
 
     def same_loss(self) -> Check:
         """Every layout has the loss of one GPU."""
         mbs, batch = max(self._config.axes.layout["mbs"]), self._config.workload.gbs
         alone = _replicas(1) | {"mbs": [mbs], "gas": [batch // mbs]}
-        one = self._sweeps.run(self._variant("one", alone, hardware={"gpus_per_node": 1}), _all)
-        self._layouts = self._sweeps.run(self._variant("layouts", {}), _differing)
+        one = self._run(self._variant("one", alone, hardware={"gpus_per_node": 1}), _all)
+        self._layouts = self._run(self._variant("layouts", {}), _differing)
         return check_losses(one, self._layouts)
 
     def out_of_memory(self) -> Check:
-        """A run that does not fit is recognised as out of memory, and confirmed."""
-        return check_memory(self._sweeps.run(self._too_large(), _all))
+        """A run on one node whose micro-batches cannot fit is recognised as out of memory, and confirmed."""
+        mbs, share = 1, 0.0
+        while share <= TOO_MUCH:
+            batch = {"mbs": [mbs], "gas": [1], "gbs": mbs * self._config.hardware.gpus_per_node}
+            config = self._variant("memory", _replicas(1) | batch)
+            share, mbs = make_plan(config).candidates[0].prediction.memory_share, 2 * mbs
+        return check_memory(self._run(config, _all))
 
     def speed(self) -> Check:
         """The speed is that of others on this hardware, where that is known."""
-        known = self._published
-        if known is None:
+        if (known := self._published) is None:
             return check_speed(None, self._layouts)
         config = self._variant("published", known.axes, models=[known.model])
-        return check_speed(known, self._sweeps.run(config, known.choose))
+        return check_speed(known, self._run(config, known.choose))
 
     def _variant(self, name: str, sweep: dict[str, Any], **groups: Any) -> SweepConfig:
-        return variant(self._config, name, self._folder, sweep=sweep, **groups)
+        """The configuration as the sweep `name`, with other values in some of its groups, or another list."""
+        tree = self._config.resolved
+        groups |= {"sweep": sweep}
+        changed = {k: {**tree[k], **v} if isinstance(v, dict) else v for k, v in groups.items()}
+        return config_from_tree({**tree, **changed, "name": name, "results_dir": str(self._folder)})
 
-    def _too_large(self) -> SweepConfig:
-        """One run on one node whose micro-batches cannot fit."""
-        mbs = 1
-        while True:
-            batch = {"mbs": [mbs], "gas": [1], "gbs": mbs * self._hardware.gpus_per_node}
-            config = self._variant("memory", _replicas(1) | batch)
-            if make_plan(config).candidates[0].prediction.memory_share > TOO_MUCH:
-                return config
-            mbs *= 2
+    def _run(self, config: SweepConfig, choose: Choose) -> Outcome:
+        """Runs the chosen runs of a sweep to their end; if it is ended early, nothing of it goes on.
+
+        Raises:
+            ClusterError: the cluster, or this machine, cannot be used.
+        """
+        folder = SweepFolder(Path(config.results_dir) / config.name)
+        launcher = choose_launcher(config, folder)
+        plan = make_plan(config)
+        require_runs(plan)
+        sweep = open_sweep(
+            plan, reuse="any", warn=self._say, say=self._say, max_gpu_hours=self._left_gpu_hours,
+            environment=self._environment,
+        )  # fmt: skip
+        self._environment = sweep.environment
+        sweep.plan = replace(sweep.plan, candidates=tuple(choose(sweep.plan)))
+        write_plan(sweep.plan.candidates, folder.plan)
+        runs, tell = {run.run_id for run in sweep.plan.runs}, when_new(self._say)
+
+        def show(state: SweepState, alive: frozenset[str]) -> None:
+            ended = len({k.run_id for k, a in state.attempts.items() if a.result} & runs)
+            tell(f"{config.name}: {ended} of {counted(len(runs), 'run')}")
+
+        reconciler = Reconciler(sweep, launcher, show, self._left_gpu_hours, self._say)
+        try:
+            state = reconciler.run()
+        except BaseException:
+            self._end(sweep, launcher)
+            raise
+        # A sweep that uses fewer GPUs of a node holds the whole node.
+        held = self._config.hardware.gpus_per_node / config.hardware.gpus_per_node
+        self._left_gpu_hours -= held * committed_gpu_hours(sweep.plan, state, ())
+        return Outcome(folder=folder, runs=sweep.plan.runs, state=state, stopped=reconciler.stopped)
+
+    def _end(self, sweep: OpenSweep, launcher: Launcher) -> None:
+        """Ends all jobs of a sweep; a job that is just being submitted will run nothing."""
+        state = sweep.state()
+        try:
+            for name in open_allocations(state):
+                if not state.allocations[name].agents:
+                    sweep.give_up(name)
+            interrupt(sweep, launcher)
+        except (UltrabenchError, OSError) as error:
+            self._say(f"cannot end the jobs of {sweep.folder.path}: {error}")
 
 
 def _replicas(nodes: int) -> dict[str, Any]:
@@ -113,41 +168,5 @@ def _differing(plan: Plan) -> Sequence[Candidate]:
     """At most LAYOUTS runs that surely fit, the same number for each number of nodes."""
     fitting = [run for run in plan.runs if run.prediction.memory_share <= SAFE_SHARE]
     sizes = sorted({run.nodes for run in fitting})
-    return [
-        r for n in sizes for r in pairwise_sample([f for f in fitting if f.nodes == n], LAYOUTS // len(sizes))
-    ]
-
-
-def check_losses(one: Outcome, layouts: Outcome) -> Check:
-    """Whether every layout has the loss that one GPU has."""
-    alone, runs = one.result(one.runs[0]), layouts.runs
-    if alone is None or alone.loss_final is None:
-        return failed("same loss", f"one GPU alone: {one.why(one.runs[0])}", f"see {one.see(one.runs[0])}")
-    wanted, allowed = alone.loss_final, TOLERANCE[one.runs[0].spec.kernel.precision]
-    off: dict[str, float] = {}
-    for run in runs:
-        result = layouts.result(run)
-        if result is None or result.status != Status.OK or result.loss_final is None:
-            return failed("same loss", layouts.why(run), f"see {layouts.see(run)}")
-        off[run.run_id] = abs(result.loss_final - wanted) / abs(wanted)
-    worst = max(runs, key=lambda run: off[run.run_id])
-    of = f"at step {alone.loss_step}: {wanted:.6f}; largest difference {off[worst.run_id]:.1g}, allowed {allowed:g}"
-    wrong = [run for run in runs if off[run.run_id] > allowed]
-    if not wrong:
-        return passed("same loss", f"{len(runs)} layouts have the loss of one GPU {of}")
-    told = f"{len(wrong)} of {len(runs)} layouts, such as {worst.layout.label()}, have not the loss of one GPU {of}"
-    remedy = (
-        f"a GPU or a link that computes wrongly, or a bug of torch: compare hosts in {layouts.see(worst)}"
-    )
-    return failed("same loss", told, remedy)
-
-
-def check_memory(outcome: Outcome) -> Check:
-    """Whether a lack of memory is recognised as such, and confirmed."""
-    run = outcome.runs[0]
-    result, needs = outcome.result(run), run.prediction.peak_mem_bytes / 2**30
-    if result and result.status == Status.OOM and result.confirmed:
-        return passed("out of memory", f"{run.layout.label()}, predicted {needs:.0f} GiB: {result.reason}")
-    told = outcome.why(run) + (", but not confirmed" if result and result.status == Status.OOM else "")
-    remedy = f"GPUs have to be free, and of the memory that hardware= says; see {outcome.see(run)}"
-    return failed("out of memory", f"predicted {needs:.0f} GiB: {told}", remedy)
+    each = ([run for run in fitting if run.nodes == nodes] for nodes in sizes)
+    return [run for runs in each for run in pairwise_sample(runs, LAYOUTS // len(sizes))]

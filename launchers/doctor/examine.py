@@ -3,23 +3,52 @@
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor import node_checks, site_checks
-from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, passed, skipped
-from ultrabench.launchers.doctor.checkup_folder import CheckupFolder, checkup_folder
-from ultrabench.launchers.doctor.checkup_job import CheckupJob, Say, Seen
+from ultrabench.launchers.doctor.check import Check, CheckStatus, Say, failed, passed, skipped
+from ultrabench.launchers.doctor.checkup_folder import checkup_folder
+from ultrabench.launchers.doctor.checkup_job import CheckupJob
+from ultrabench.launchers.doctor.node_checks import Report
 from ultrabench.launchers.open_sweep import require_local
-from ultrabench.launchers.slurm.limits import read_limits
+from ultrabench.launchers.slurm.limits import Limits, read_limits
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.sweep.config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0
+ACCESS: dict[str, Callable[[Site], Check]] = {
+    "programs": site_checks.check_programs,
+    "slurmctld": site_checks.check_controller,
+}
+"""Checks whether Slurm can be asked; the others need them."""
+SITE: dict[str, Callable[[SweepConfig, Site, Limits], Check]] = {
+    "partition": site_checks.check_partition,
+    "nodes": site_checks.check_nodes,
+    "GPUs": site_checks.check_gpus,
+    "node size": site_checks.check_size,
+    "limits": site_checks.check_limits,
+    "account": site_checks.check_account,
+    "accounting": site_checks.check_accounting,
+}
+"""Checks on what Slurm says."""
+NODE: dict[str, Callable[[Report, SweepConfig], Check]] = {
+    "folder on the node": node_checks.check_folder,
+    "Python on the node": node_checks.check_python,
+    "torch on the node": node_checks.check_torch,
+    "GPUs on the node": node_checks.check_devices,
+    "room on the node": node_checks.check_room,
+    "clock of the node": node_checks.check_clock,
+}
+"""Checks on what the job found on its node."""
+HERE: dict[str, Callable[[Report, SweepConfig], Check]] = {
+    "torch": node_checks.check_torch,
+    "GPUs": node_checks.check_devices,
+    "room": node_checks.check_room,
+}
+"""Checks on this machine for launcher=local."""
 NEEDED_BY_A_JOB = ("partition", "nodes", "results folder")
 
 
@@ -37,35 +66,35 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
     for path in (Path(config.results_dir).absolute(), Path.cwd()):
         require_plain(path)
     say("asking Slurm's programs")
-    checks = [site_checks.check_programs(site.ask)]
-    if checks[-1].status is not CheckStatus.FAIL:
-        checks.append(site_checks.check_controller(site.ask))
-    if checks[-1].status is CheckStatus.FAIL:
-        return [*checks, skipped("everything else", f"not looked at, because {checks[-1].name} failed")]
+    checks = list[Check]()
+    for name, check in ACCESS.items():
+        checks.append(check(site).named(name))
+        if checks[-1].status is CheckStatus.FAIL:
+            return [*checks, skipped("everything else", f"not looked at, because {name} failed")]
     try:
         checks += _examine_site(config, site, say)
     except ClusterError as error:
-        return [*checks, site_checks.controller_failed(str(error))]
-    with checkup_folder(config) as (folder, check):
-        checks.append(check)
-        bad = [c.name for c in checks if c.status is CheckStatus.FAIL and c.name in NEEDED_BY_A_JOB]
+        return [*checks, site_checks.controller_failed(str(error)).named("slurmctld")]
+    with checkup_folder(config) as (folder, found):
+        checks.append(found.named("results folder"))
+        bad = [name for name in failures(checks) if name in NEEDED_BY_A_JOB]
         if bad or not wait_s:
             why = f"{' and '.join(bad)} failed" if bad else "of --wait 0"
             return [*checks, skipped("job", f"none submitted, because {why}; nodes were not looked at")]
-        job, seen = CheckupJob(folder, config, say).run(wait_s)
-        return [*checks, job, *(_examine_node(config, folder, seen) if seen else [])]
+        job, report = CheckupJob(folder, say).run(wait_s)
+        return [*checks, job.named("job"), *(_judged(NODE, report, config) if report else [])]
 
 
-def reachable(checks: Sequence[Check]) -> bool:
-    """Whether Slurm could be asked at all."""
-    return not any(c.status is CheckStatus.FAIL and c.name in ("programs", "slurmctld") for c in checks)
+def failures(checks: Sequence[Check]) -> list[str]:
+    """Names of the checks that failed."""
+    return [check.name for check in checks if check.status is CheckStatus.FAIL]
 
 
 def why_not_slurm(site: Site) -> str | None:
     """Why there is no Slurm to be checked here; None when there is one."""
     if shutil.which("sbatch") is None:
         return "there is no sbatch on PATH"
-    check = site_checks.check_controller(site.ask)
+    check = site_checks.check_controller(site)
     return None if check.status is CheckStatus.PASS else f"sbatch is here, but {check.told}"
 
 
@@ -80,39 +109,23 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
         limits = read_limits(site, choice.partition, choice.account, choice.qos)
     except ConfigError as error:
         told, _, remedy = str(error).partition("; ")
-        return [failed("partition", told, remedy or "set launcher.partition=")]
+        return [failed(told, remedy or "set launcher.partition=").named("partition")]
     say(f"looking at partition {limits.name}")
-    return [
-        site_checks.check_partition(limits, site.partitions),
-        site_checks.check_nodes(site.ask, limits, max(config.axes.nodes)),
-        site_checks.check_gpus(config.hardware, choice, limits),
-        site_checks.check_size(choice, limits),
-        site_checks.check_limits(config, limits),
-        site_checks.check_accounts(site, limits.name, choice.account, choice.qos),
-        site_checks.check_accounting(site.ask, limits),
-    ]
+    return [check(config, site, limits).named(name) for name, check in SITE.items()]
 
 
-def _examine_node(config: SweepConfig, folder: CheckupFolder, seen: Seen) -> list[Check]:
-    """What the job found on its node."""
-    report, window = seen.report, config.launcher.window
-    claim_seen, results = folder.node_claim_seen(), str(folder.results_dir)
-    return [
-        node_checks.check_folder(report, folder.token, claim_seen, results),
-        node_checks.check_python(report, config.kernel.digest(), checkout.commit()),
-        node_checks.check_torch(report, config, "torch on the node"),
-        node_checks.check_devices(report, config.hardware, "GPUs on the node"),
-        node_checks.check_room(report, config.hardware, "room on the node"),
-        node_checks.check_clock(seen, window, time.strftime("%z")),
-    ]
+def _judged(
+    table: dict[str, Callable[[Report, SweepConfig], Check]], report: Report, config: SweepConfig
+) -> list[Check]:
+    return [check(report, config).named(name) for name, check in table.items()]
 
 
 def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
     """What this machine is for launcher=local."""
-    checks = [_check_nodes_here(config)]
-    with checkup_folder(config) as (folder, check):
-        checks.append(check)
-        if check.status is CheckStatus.FAIL:
+    checks = [_check_nodes_here(config).named("nodes")]
+    with checkup_folder(config) as (folder, found):
+        checks.append(found.named("results folder"))
+        if found.status is CheckStatus.FAIL:
             return [*checks, skipped("this machine", "not looked at, because the results folder failed")]
         say("looking at this machine")
         command = [sys.executable, "-P", "-m", "ultrabench.agent.checkup", str(folder.path)]
@@ -121,25 +134,19 @@ def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
             report = folder.report()
         except (OSError, subprocess.SubprocessError) as error:
             last = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["no message"])[-1]
-            return [
-                *checks,
-                failed("this machine", f"the agent does not start: {last}", "install ultrabench again"),
-            ]
+            start = failed(f"the agent does not start: {last}", "install ultrabench again")
+            return [*checks, start.named("this machine")]
     assert report is not None
-    return [
-        *checks,
-        node_checks.check_torch(report, config, "torch"),
-        node_checks.check_devices(report, config.hardware, "GPUs"),
-        node_checks.check_room(report, config.hardware, "room"),
-    ]
+    return [*checks, *_judged(HERE, report, config)]
 
 
 def _check_nodes_here(config: SweepConfig) -> Check:
-    most = max(config.axes.nodes)
     try:
         require_local(config)
     except ConfigError as error:
         told, _, remedy = str(error).partition("; ")
-        return failed("nodes", told, remedy)
+        return failed(told, remedy)
     kind = "simulated " if config.hardware.simulated else ""
-    return passed("nodes", f"up to {most} {kind}nodes of hardware={config.hardware.name} on this machine")
+    return passed(
+        f"up to {max(config.axes.nodes)} {kind}nodes of hardware={config.hardware.name} on this machine"
+    )

@@ -1,158 +1,128 @@
-"""Checks on what a checkup reported of a node, or of this machine."""
+"""Checks on what ultrabench.agent.checkup reported of a node, or of this machine."""
 
+import time
 from typing import Any
 
 import ultrabench
+from ultrabench import checkout
 from ultrabench.errors import counted
-from ultrabench.hardware import Hardware
-from ultrabench.launchers.doctor.check import Check, failed, passed, warned
-from ultrabench.launchers.doctor.checkup_job import Seen
+from ultrabench.launchers.doctor.check import FAIL, WARN, Check, CheckStatus, failed, first_problem, passed
 from ultrabench.sweep.config import SweepConfig
 
 GIB = 2**30
-LITTLE_TEMP_BYTES = 2**30
-"""Logs and scratch files of ranks are in the temporary folder."""
+LITTLE_BYTES = GIB
+"""Free space below which a folder gets a warning."""
 CLOCK_WARN_S = 1.0
 CLOCK_FAIL_S = 30.0
 
 Report = dict[str, Any]
-"""What `ultrabench.agent.checkup` writes."""
+"""What the checkup found on its node, and what `CheckupFolder` and `CheckupJob` of this host added."""
 
 
-def check_folder(report: Report, token: str, claim_seen: bool, results_dir: str) -> Check:
-    """Whether the node and this host have the results folder, and its claims, in common."""
-    name, shared = "folder on the node", f"put results_dir= on a file system that {report['host']} shares"
-    if report["token"] != token:
-        told = f"{report['host']} does not see what was written here to {results_dir}"
-        return failed(name, told, f"{shared}; on NFS, mount it without nocto and with lookupcache=positive")
-    if report["won_taken_claim"] or not report["won_own_claim"] or not claim_seen:
-        how = (
-            "a run claimed here was claimed there again"
-            if report["won_taken_claim"]
-            else "its own claim was lost"
-        )
-        told = f"claims do not work between {report['host']} and here: {how}"
-        return failed(name, told, f"{shared} and that has hard links, such as NFS, Lustre or GPFS")
-    return passed(name, f"{report['host']} sees {results_dir} and what was written here; claims work there")
+def check_folder(report: Report, config: SweepConfig) -> Check:
+    """Whether the node and this host share the results folder, and the claims in it."""
+    host, place = report["host"], report["results_dir"]
+    shared = f"put results_dir= on a file system that {host} shares"
+    if not report["same_folder"]:
+        remedy = f"{shared}; on NFS, mount it without nocto and with lookupcache=positive"
+        return failed(f"{host} does not see what was written here to {place}", remedy)
+    if report["won_taken_claim"] or not report["won_own_claim"] or not report["own_claim_seen"]:
+        again = "a run claimed here was claimed there again"
+        how = again if report["won_taken_claim"] else "its own claim was lost"
+        remedy = f"{shared} and that has hard links, such as NFS, Lustre or GPFS"
+        return failed(f"claims do not work between {host} and here: {how}", remedy)
+    return passed(f"{host} sees {place} and what was written here; claims work there")
 
 
-def check_python(report: Report, kernel_digest: str, git_commit: str | None) -> Check:
-    """Whether the node runs the same ultrabench, and would run the same training program.
-
-    Args:
-        kernel_digest: of the training program here.
-        git_commit: of the sources here.
-    """
-    version = ultrabench.__version__
-    name = "Python on the node"
-    told = (
-        f"{report['python']} {report['python_version']}, ultrabench {report['ultrabench_version']} in "
-        f"{report['ultrabench_path']}, kernel_digest {report['kernel_digest']}"
-    )
+def check_python(report: Report, config: SweepConfig) -> Check:
+    """Whether the node has the ultrabench and the training program of this host."""
+    digest, commit, version = config.kernel.digest(), checkout.commit(), ultrabench.__version__
     same = "install the same version for the nodes, or set launcher.python= to a Python that has it"
-    if report["kernel_error"]:
-        return failed(name, f"{told} ({report['kernel_error']})", same)
-    if report["kernel_digest"] != kernel_digest:
-        return failed(name, f"{told}; here it is {kernel_digest}, ultrabench {version}", same)
-    if report["ultrabench_version"] != version:
-        return warned(name, f"{told}; here it is ultrabench {version}", same)
-    if report["git_commit"] != git_commit:
-        commits = f"commit {_short(report['git_commit'])} there, {_short(git_commit)} here"
-        return warned(name, f"{told}; {commits}", same)
-    return passed(name, f"{told}, as here")
+    theirs = report["ultrabench_version"], report["kernel_digest"], report["git_commit"]
+    return first_problem(
+        f"{report['python']} {report['python_version']}, ultrabench {theirs[0]} in {report['ultrabench_path']}, "
+        f"kernel_digest {theirs[1]}",
+        (report["kernel_error"], FAIL, same, str(report["kernel_error"])),
+        (theirs[1] != digest, FAIL, same, f"here it is {digest}, ultrabench {version}"),
+        (theirs[0] != version, WARN, same, f"here it is ultrabench {version}"),
+        (theirs[2] != commit, WARN, same, f"commit {_short(theirs[2])} there, {_short(commit)} here"),
+    )
 
 
 def _short(commit: str | None) -> str:
     return commit[:12] if commit else "unknown"
 
 
-def check_torch(report: Report, config: SweepConfig, name: str) -> Check:
+def check_torch(report: Report, config: SweepConfig) -> Check:
     """Whether the training kernel's libraries start."""
     torch = report["torch"]
     if torch is None:
         told = f"the kernel does not start: {report['torch_error']}"
         remedy = "install torch in that Python, or load what it needs with launcher.setup="
         if config.kernel.kind == "command" and not config.launcher.preflight:
-            return warned(name, told, f"kernel=command may do without; else {remedy}")
-        return failed(name, told, f"{remedy}; kernel=command with launcher.preflight=false does without")
-    cuda = f"CUDA {torch['cuda_version']}" if torch["cuda_version"] else "without CUDA"
-    nccl = f", NCCL {torch['nccl_version']}" if torch["nccl_version"] else ""
-    driver = f", driver {torch['driver_version']}" if torch["driver_version"] else ""
-    return passed(name, f"torch {torch['torch_version']} ({cuda}{nccl}{driver}) on {torch['gpu_name']}")
+            return Check(status=WARN, told=told, remedy=f"kernel=command may do without; else {remedy}")
+        return failed(told, f"{remedy}; kernel=command with launcher.preflight=false does without")
+    parts = [f"CUDA {torch['cuda_version']}" if torch["cuda_version"] else "without CUDA"]
+    parts += [
+        f"{key} {v}" for key, v in (("NCCL", torch["nccl_version"]), ("driver", torch["driver_version"])) if v
+    ]
+    return passed(f"torch {torch['torch_version']} ({', '.join(parts)}) on {torch['gpu_name']}")
 
 
-def check_devices(report: Report, hardware: Hardware, name: str) -> Check:
-    """Whether the GPUs are as the hardware says, and nobody else is on them."""
-    torch = report["torch"] or {}
-    seen, driver = int(torch.get("gpus") or 0), report["gpus"]
+def check_devices(report: Report, config: SweepConfig) -> Check:
+    """Whether the GPUs are those of `hardware=`, and nobody else is on them."""
+    hardware, torch, driver = config.hardware, report["torch"] or {}, report["gpus"]
+    seen, own, name = int(torch.get("gpus") or 0), hardware.gpus_per_node, torch.get("gpu_name")
     told = f"torch sees {seen}, the driver {driver}"
     if hardware.device != "cuda":
-        return passed(name, f"hardware={hardware.name} needs none; {told}")
-    told += f"; hardware={hardware.name} has {hardware.gpus_per_node} {hardware.gpu}"
-    if seen < hardware.gpus_per_node:
-        return failed(name, told, _fewer(seen, driver, hardware, torch))
-    if torch.get("gpu_name") not in hardware.reported_as:
-        known = " or ".join(hardware.reported_as)
-        remedy = f"results would be invalid: name the hardware= that is there (this one says {known})"
-        return failed(name, f"{told}; they are {torch.get('gpu_name')}", remedy)
-    if report["foreign"]:
-        remedy = "have it ended, or keep launcher.exclusive=true"
-        return warned(name, f"{told}; {'; '.join(report['foreign'])}", remedy)
-    if seen > hardware.gpus_per_node:
-        return warned(name, told, f"the others stay idle; use all: hardware.gpus_per_node={seen}")
-    return passed(name, f"{told}; they are {torch['gpu_name']}, nobody else is on them")
+        return passed(f"hardware={hardware.name} needs none; {told}")
+    cuda, known = torch.get("cuda_version"), " or ".join(hardware.reported_as)
+    fits = "install the build that fits the driver"
+    build = "" if cuda else ", a torch that is built with CUDA"
+    none = f"there is no GPU: set a launcher.partition= or launcher.gres= that gives some{build}, or the hardware= "
+    return first_problem(
+        f"{told}; hardware={hardware.name} has {own} {hardware.gpu}; they are {name or 'unknown'}",
+        (seen < own <= driver and not cuda, FAIL, f"this torch is built without CUDA: {fits}"),
+        (seen < own <= driver, FAIL, f"torch does not see what the driver has: {fits}"),
+        (0 < seen < own, FAIL, f"set hardware.gpus_per_node={seen}, or ask for more with launcher.gres="),
+        (not seen, FAIL, f"{none}that is there (hardware=cpu needs none)"),
+        (name not in hardware.reported_as, FAIL, f"name the hardware= that is there (this one says {known}), "
+         "else results are invalid"),
+        (report["foreign"], WARN, "have it ended, or keep launcher.exclusive=true", "; ".join(report["foreign"])),
+        (seen > own, WARN, f"the others stay idle; use all: hardware.gpus_per_node={seen}"),
+    )  # fmt: skip
 
 
-def _fewer(seen: int, driver: int, hardware: Hardware, torch: dict[str, Any]) -> str:
-    """What to do where torch sees too few GPUs."""
-    if driver >= hardware.gpus_per_node and not torch.get("cuda_version"):
-        return "this torch is built without CUDA: install the build that fits the driver"
-    if driver >= hardware.gpus_per_node:
-        return "torch does not see what the driver has: install the build of torch that fits the driver"
-    if seen:
-        return f"set hardware.gpus_per_node={seen}, or ask for more with launcher.gres="
-    build = "" if torch.get("cuda_version") else ", a torch that is built with CUDA"
-    return (
-        f"there is no GPU: set a launcher.partition= or launcher.gres= that gives some{build}, or the hardware= "
-        "that is there (hardware=cpu needs none)"
-    )
+def check_room(report: Report, config: SweepConfig) -> Check:
+    """Whether there are cores for the ranks, and room for their logs in the temporary folder."""
+    free, cores, ranks = report["temp_free_bytes"], report["cores"], config.hardware.gpus_per_node
+    few = config.hardware.device == "cuda" and cores < ranks
+    return first_problem(
+        f"{cores} cores, NUMA nodes: {report['numa_nodes']}, {free / GIB:.1f} GiB free in {report['temp_folder']}",
+        (free < LITTLE_BYTES, WARN,
+         "ranks keep their logs there: name another folder with launcher.setup=['export TMPDIR=FOLDER']"),
+        (few, WARN, "ranks share cores: ask for more with launcher.cpus=, or keep launcher.exclusive=true",
+         counted(ranks, "rank")),
+    )  # fmt: skip
 
 
-def check_room(report: Report, hardware: Hardware, name: str) -> Check:
-    """Whether there are cores for the ranks, and room for their files."""
-    free = report["temp_free_bytes"]
-    told = (
-        f"{report['cores']} cores, NUMA nodes: {report['numa_nodes']}, {free / GIB:.1f} GiB free in "
-        f"{report['temp_folder']}"
-    )
-    if free < LITTLE_TEMP_BYTES:
-        remedy = (
-            "ranks keep their logs there: name another folder with launcher.setup=['export TMPDIR=FOLDER']"
-        )
-        return warned(name, told, remedy)
-    if hardware.device == "cuda" and report["cores"] < hardware.gpus_per_node:
-        remedy = "ranks share cores: ask for more with launcher.cpus=, or keep launcher.exclusive=true"
-        return warned(name, f"{told}, {counted(hardware.gpus_per_node, 'rank')}", remedy)
-    return passed(name, told)
-
-
-def check_clock(seen: Seen, window: str | None, utc_offset: str) -> Check:
+def check_clock(report: Report, config: SweepConfig) -> Check:
     """Whether the node's clock agrees with this host's.
 
-    The report names the time at its begin and end; the job surely began after `earliest_s` and the
-    report was surely there before `latest_s`, both by our clock. No file's time stamp is looked at.
+    The report names the time at its begin and end. By our clock the job began after `earliest_s` and its
+    report was there before `latest_s`. No file's time stamp is looked at.
     """
-    report, name = seen.report, "clock of the node"
-    behind_s = seen.earliest_s - report["began_s"]
-    ahead_s = report["ended_s"] - seen.latest_s
+    host, window, zone = report["host"], config.launcher.window, time.strftime("%z")
+    behind_s = report["earliest_s"] - report["began_s"]
+    ahead_s = report["ended_s"] - report["latest_s"]
     off_s, side = max((ahead_s, "ahead of"), (behind_s, "behind"))
-    told = f"within the {seen.latest_s - seen.earliest_s:.1f} s in which the job ran here"
-    remedy = "have the administrators mend the time service (chrony, ntpd) of nodes and login node"
     if off_s > CLOCK_WARN_S:
-        told = f"{report['host']} is at least {off_s:.1f} s {side} this host"
-        return (failed if off_s > CLOCK_FAIL_S else warned)(name, told, remedy)
-    if window and report["utc_offset"] != utc_offset:
-        told += f"; {report['host']} has the time zone {report['utc_offset']}, this host {utc_offset}"
-        remedy = f"launcher.window={window} is read as local time: set TZ in launcher.setup="
-        return warned(name, told, remedy)
-    return passed(name, told)
+        status: CheckStatus = FAIL if off_s > CLOCK_FAIL_S else WARN
+        remedy = "have the administrators mend the time service (chrony, ntpd) of nodes and login node"
+        return Check(status=status, told=f"{host} is at least {off_s:.1f} s {side} this host", remedy=remedy)
+    return first_problem(
+        f"within the {report['latest_s'] - report['earliest_s']:.1f} s in which the job ran here",
+        (window and report["utc_offset"] != zone, WARN,
+         f"launcher.window={window} is read as local time: set TZ in launcher.setup=",
+         f"{host} has the time zone {report['utc_offset']}, this host {zone}"),
+    )  # fmt: skip

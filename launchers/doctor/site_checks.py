@@ -7,15 +7,12 @@ import time
 from collections.abc import Sequence
 
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import Hardware
-from ultrabench.launchers.doctor.check import Check, failed, passed, warned
+from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed
 from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.limits import Limits
-from ultrabench.launchers.slurm.partition import Partition
 from ultrabench.launchers.slurm.share import node_share
-from ultrabench.launchers.slurm.site import Ask, Site
+from ultrabench.launchers.slurm.site import Partition, Site
 from ultrabench.sweep.config import SweepConfig
-from ultrabench.sweep.launcher_config import LauncherConfig
 
 NEEDED = ("sbatch", "squeue", "scontrol", "scancel")
 WANTED = {
@@ -24,239 +21,216 @@ WANTED = {
     "sacctmgr": "limits of accounts and QOS stay unknown",
 }
 MOST = 8
-"""Largest number of other partitions that are named."""
+"""Largest number of names in a list."""
 _MB = {"K": 2**-10, "M": 1, "": 1, "G": 2**10, "T": 2**20}
 
 
-def check_programs(ask: Ask) -> Check:
+def check_programs(site: Site) -> Check:
     """Whether Slurm's programs are there and start."""
-    absent = [p for p in NEEDED if shutil.which(p) is None]
-    if absent:
+    absent = [p for p in (*NEEDED, *WANTED) if shutil.which(p) is None]
+    if needed := [p for p in absent if p in NEEDED]:
         remedy = "log in to a node of the cluster or `module load slurm`; or set launcher=local"
-        return failed("programs", f"not on PATH: {', '.join(absent)}", remedy)
+        return failed(f"not on PATH: {', '.join(needed)}", remedy)
     versions = dict[str, list[str]]()
-    missing = [p for p in WANTED if shutil.which(p) is None]
-    for program in (*NEEDED, *(p for p in WANTED if p not in missing)):
+    for program in (p for p in (*NEEDED, *WANTED) if p not in absent):
         try:
-            version = (ask(program, "--version").split() or ["?"])[-1]
+            version = (site.ask(program, "--version").split() or ["?"])[-1]
         except CommandError as error:
-            remedy = "give the cluster's configuration: export SLURM_CONF=/path/of/slurm.conf"
-            return failed("programs", str(error), remedy)
+            return failed(
+                str(error), "give the cluster's configuration: export SLURM_CONF=/path/of/slurm.conf"
+            )
         versions.setdefault(version, []).append(program)
-    told = "; ".join(f"{', '.join(programs)} {version}" for version, programs in versions.items())
-    if missing:
-        why = "; ".join(f"without {p} {WANTED[p]}" for p in missing)
-        return warned("programs", f"{told}; {why}", f"have {', '.join(missing)} installed here")
-    if len(versions) > 1:
-        return warned("programs", told, "put one Slurm's folder first on PATH: two are mixed here")
-    return passed("programs", told)
+    return first_problem(
+        "; ".join(f"{', '.join(programs)} {version}" for version, programs in versions.items()),
+        (absent, WARN, f"have {', '.join(absent)} installed here",
+         "; ".join(f"without {p} {WANTED[p]}" for p in absent)),
+        (len(versions) > 1, WARN, "put one Slurm's folder first on PATH: two are mixed here"),
+    )  # fmt: skip
 
 
-def check_controller(ask: Ask) -> Check:
+def check_controller(site: Site) -> Check:
     """Whether slurmctld answers."""
     begin = time.monotonic()
     try:
-        text = ask("scontrol", "ping")
+        text = site.ask("scontrol", "ping")
     except CommandError as error:
         last = (error.complaints.strip().splitlines() or ["no slurmctld is up"])[-1]
-        told = str(error) if "no answer" in str(error) else f"scontrol ping: {last.strip()[:200]}"
-        return controller_failed(told)
-    took_s = time.monotonic() - begin
+        return controller_failed(
+            str(error) if "no answer" in str(error) else f"scontrol ping: {last.strip()[:200]}"
+        )
     found = [" ".join(line.split()) for line in text.splitlines() if line.startswith("Slurmctld")]
-    return passed("slurmctld", f"{'; '.join(found) or 'answers'}; answered in {took_s:.1f} s")
+    return passed(f"{'; '.join(found) or 'answers'}; answered in {time.monotonic() - begin:.1f} s")
 
 
 def controller_failed(told: str) -> Check:
     """The check of a controller that cannot be reached."""
     remedy = "run this on a login node, or wait until `scontrol ping` says UP; launcher=local needs no Slurm"
-    return failed("slurmctld", told, remedy)
+    return failed(told, remedy)
 
 
-def check_partition(partition: Partition, others: Sequence[Partition]) -> Check:
+def check_partition(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Whether the partition takes and starts jobs."""
-    rest = "; ".join([f"{p.name}: {_facts(p)}" for p in others if p.name != partition.name][:MOST])
-    default = " (the default)" if partition.is_default else ""
-    told = f"{partition.name}{default}: {_facts(partition)}" + (f"; others: {rest}" if rest else "")
-    up = [p.name for p in others if p.state == "UP" and p.name != partition.name]
-    if partition.state != "UP":
-        other = f"set launcher.partition= ({', '.join(up)})" if up else "wait"
-        admins = f"`scontrol update partitionname={partition.name} state=up` is the administrators'"
-        return failed("partition", told, f"{other}; {admins}")
-    if not partition.total_nodes:
-        return failed("partition", told, "it has no nodes: set launcher.partition=")
-    return passed("partition", told)
+    others = [p for p in site.partitions if p.name != limits.name]
+    default = " (the default)" if limits.is_default else ""
+    rest = "; ".join(f"{p.name}: {_facts(p)}" for p in others[:MOST])
+    up = ", ".join(p.name for p in others if p.state == "UP")
+    instead = f"set launcher.partition= ({up})" if up else "wait"
+    return first_problem(
+        f"{limits.name}{default}: {_facts(limits)}{f'; others: {rest}' if rest else ''}",
+        (limits.state != "UP", FAIL,
+         f"{instead}; `scontrol update partitionname={limits.name} state=up` is the administrators'"),
+        (not limits.total_nodes, FAIL, "it has no nodes: set launcher.partition="),
+    )  # fmt: skip
 
 
 def _facts(partition: Partition) -> str:
-    limit = (
-        "no time limit" if partition.max_time_minutes is None else f"up to {partition.max_time_minutes} min"
-    )
+    minutes = partition.max_time_minutes
+    limit = "no time limit" if minutes is None else f"up to {minutes} min"
     most = "" if partition.max_nodes is None else f" ({partition.max_nodes} a job)"
     return f"{partition.state or 'state unknown'}, {counted(partition.total_nodes, 'node')}{most}, {limit}"
 
 
-def check_nodes(ask: Ask, partition: Partition, largest: int) -> Check:
-    """Whether enough nodes run jobs, and why the others do not; `largest` is what one run needs."""
-    if partition.up_nodes is None:
-        return warned("nodes", "sinfo does not tell which nodes are up", "look at `sinfo` by hand")
-    told = f"{partition.up_nodes} of {partition.total_nodes} up"
-    reasons = _reasons(ask, partition.name)
-    if reasons:
-        told += f"; {reasons}"
-    if not partition.up_nodes:
-        return failed("nodes", told, "wait for the administrators (`sinfo -R`), or set launcher.partition=")
-    if partition.up_nodes < largest <= partition.total_nodes:
-        remedy = (
-            f"runs of {counted(largest, 'node')} wait until they are back: leave them out with sweep.nodes="
-        )
-        return warned("nodes", told, remedy)
-    if partition.up_nodes < partition.total_nodes:
-        return warned("nodes", told, "nothing to do for this sweep; `sinfo -R` shows who looks after them")
-    return passed("nodes", told)
+def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
+    """Whether enough nodes run jobs, and why the others do not."""
+    largest, up, total = max(config.axes.nodes), limits.up_nodes, limits.total_nodes
+    if up is None:
+        return _unknown("sinfo does not tell which nodes are up", "sinfo")
+    reasons = _reasons(site, limits.name)
+    wait = f"runs of {counted(largest, 'node')} wait until they are back: leave them out with sweep.nodes="
+    return first_problem(
+        f"{up} of {total} up{f'; {reasons}' if reasons else ''}",
+        (not up, FAIL, "wait for the administrators (`sinfo -R`), or set launcher.partition="),
+        (up < largest <= total, WARN, wait),
+        (up < total, WARN, "nothing to do for this sweep; `sinfo -R` shows who looks after them"),
+    )
 
 
-def _reasons(ask: Ask, name: str) -> str:
+def _unknown(told: str, command: str) -> Check:
+    return Check(status=WARN, told=told, remedy=f"look at `{command}` by hand")
+
+
+def _reasons(site: Site, name: str) -> str:
     """Nodes that run no jobs, with the reason that somebody gave, such as `gpu03 drained (bad fan)`."""
     try:
-        text = ask("sinfo", "--list-reasons", "--noheader", f"--partition={name}", "--format=%N|%T|%E")
+        text = site.ask("sinfo", "--list-reasons", "--noheader", f"--partition={name}", "--format=%N|%T|%E")
     except CommandError:
         return ""
     rows = [fields for line in text.splitlines() if len(fields := line.split("|", 2)) == 3]
     return "; ".join(f"{nodes} {state} ({reason.strip()})" for nodes, state, reason in rows)
 
 
-def check_gpus(hardware: Hardware, choice: LauncherConfig, partition: Partition) -> Check:
+def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Whether the GPUs that Slurm knows are those of the hardware."""
-    own, seen = hardware.gpus_per_node, f"nodes of {partition.name} have {partition.gres or 'no GPUs'}"
+    hardware, gres, have = config.hardware, config.launcher.gres or "", limits.gpus_per_node
+    own, seen = hardware.gpus_per_node, f"nodes of {limits.name} have {limits.gres or 'no GPUs'}"
     if hardware.device != "cuda":
-        other = "; to have them checked, name the hardware= of the sweep" if partition.gpus_per_node else ""
-        return passed("GPUs", f"hardware={hardware.name} needs none; {seen}{other}")
-    if partition.gpus_per_node is None:
-        return warned("GPUs", "sinfo does not tell what nodes have", "look at `sinfo -o '%N %G'` by hand")
-    told = f"hardware={hardware.name} has {own} {hardware.gpu} a node; {seen}"
-    asked = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", choice.gres or "")
-    if asked and int(asked[1] or 1) != own:
-        told = f"{told}; launcher.gres={choice.gres} asks for {asked[1] or 1}"
-        remedy = f"make launcher.gres= ask for hardware.gpus_per_node={own}, or leave it out"
-        return failed("GPUs", told, remedy)
-    if partition.gpus_per_node < own:
-        remedy = (
-            f"set hardware.gpus_per_node={partition.gpus_per_node}, " if partition.gpus_per_node else "set "
-        )
-        return failed("GPUs", told, f"{remedy}another hardware= or launcher.partition=")
-    types = re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", choice.gres or partition.gres or "")
-    others = {model for kind in types for model in _models(kind)}
-    if others and not others & _models(" ".join([hardware.gpu, *hardware.reported_as])):
-        remedy = "set the hardware= that is there, or launcher.partition= or launcher.gres="
-        return failed("GPUs", told, remedy)
-    if partition.gpus_per_node > own:
-        remedy = f"the others stay idle; use all: hardware.gpus_per_node={partition.gpus_per_node}"
-        return warned("GPUs", told, remedy)
-    if len(partition.kinds) > 1:
-        told, remedy = (
-            f"nodes differ: {'; '.join(partition.kinds)}",
-            "keep to one kind with launcher.constraint=",
-        )
-        return warned("GPUs", told, remedy)
-    return passed("GPUs", told)
+        other = "; to have them checked, name the hardware= of the sweep" if have else ""
+        return passed(f"hardware={hardware.name} needs none; {seen}{other}")
+    if have is None:
+        return _unknown("sinfo does not tell what nodes have", "sinfo -o '%N %G'")
+    found = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", gres)
+    asked = int(found[1] or 1) if found else own
+    theirs = _models(*re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", gres or limits.gres or ""))
+    number = f"hardware.gpus_per_node={have}"
+    return first_problem(
+        f"hardware={hardware.name} has {own} {hardware.gpu} a node; {seen}",
+        (asked != own, FAIL, f"make launcher.gres= ask for hardware.gpus_per_node={own}, or leave it out",
+         f"launcher.gres={gres} asks for {asked}"),
+        (have < own, FAIL, f"set {f'{number}, ' if have else ''}another hardware= or launcher.partition="),
+        (theirs and not theirs & _models(hardware.gpu, *hardware.reported_as), FAIL,
+         "set the hardware= that is there, or launcher.partition= or launcher.gres="),
+        (have > own, WARN, f"the others stay idle; use all: {number}"),
+        (len(limits.kinds) > 1, WARN, "keep to one kind with launcher.constraint=",
+         f"nodes differ: {'; '.join(limits.kinds)}"),
+    )  # fmt: skip
 
 
-def _models(text: str) -> set[str]:
-    """Words such as h100, mi300x or a100 in the name of a GPU."""
-    return set(re.findall(r"[a-z]{1,3}\d{2,4}[a-z]?", text.lower()))
+def _models(*names: str) -> set[str]:
+    """Words such as h100, mi300x or a100 in names of GPUs."""
+    return set(re.findall(r"[a-z]{1,3}\d{2,4}[a-z]?", " ".join(names).lower()))
 
 
-def check_size(choice: LauncherConfig, partition: Partition) -> Check:
+def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Whether a node has the memory and the CPUs that jobs ask for."""
-    mem, cpus = partition.mem_mb_per_node, partition.cpus_per_node
+    choice, mem, cpus = config.launcher, limits.mem_mb_per_node, limits.cpus_per_node
     if mem is None or cpus is None:
-        remedy = "look at `sinfo -o '%N %c %m'` by hand"
-        return warned("node size", "sinfo does not tell what nodes have", remedy)
-    told = f"{cpus} CPUs, {mem} MB a node; launcher.mem={choice.mem or 'null'}, launcher.cpus={choice.cpus or 'null'}"
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", (choice.mem or "0").upper())
-    if found is None:
-        return failed("node size", told, "write launcher.mem= as a number with K, M, G or T, such as 500G")
-    if int(found[1]) * _MB[found[2]] > mem:
-        remedy = f"no node has so much memory: set at most launcher.mem={mem}M, or 0 for all"
-        return failed("node size", told, remedy)
-    if (choice.cpus or 0) > cpus:
-        return failed("node size", told, f"no node has so many CPUs: set at most launcher.cpus={cpus}")
-    return passed("node size", told)
+        return _unknown("sinfo does not tell what nodes have", "sinfo -o '%N %c %m'")
+    asked = re.fullmatch(r"(\d+)([KMGT]?)B?", (choice.mem or "0").upper())
+    return first_problem(
+        f"{cpus} CPUs, {mem} MB a node; launcher.mem={choice.mem or 'null'}, launcher.cpus={choice.cpus or 'null'}",
+        (not asked, FAIL, "write launcher.mem= as a number with K, M, G or T, such as 500G"),
+        (asked and int(asked[1]) * _MB[asked[2]] > mem, FAIL,
+         f"no node has so much memory: set at most launcher.mem={mem}M, or 0 for all"),
+        ((choice.cpus or 0) > cpus, FAIL, f"no node has so many CPUs: set at most launcher.cpus={cpus}"),
+    )  # fmt: skip
 
 
-def check_limits(config: SweepConfig, limits: Limits) -> Check:
+def check_limits(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Whether the sweep stays within what the site allows."""
-    choice, largest = config.launcher, max(config.axes.nodes)
-    times = [m for m in (limits.max_time_minutes, limits.max_wall_minutes) if m is not None]
-    most, remedies = min(times, default=None), list[str]()
-    told = (
-        f"MaxArraySize {limits.max_array_size}; a user: jobs queued {_any(limits.max_submit)}, running "
-        f"{_any(limits.max_jobs)}, nodes {_any(limits.max_nodes_per_user)}; a job: nodes {_any(limits.max_nodes)}, "
-        f"minutes {_any(most)}; the sweep: jobs {choice.max_jobs}, nodes of a job up to {largest}"
-    )
+    choice, largest, user_nodes = config.launcher, max(config.axes.nodes), limits.max_nodes_per_user
+    most, queued = limits.job_minutes, limits.max_submit
+    lengthy = "time_minutes" if choice.time_minutes else "allocation_minutes"
+    remedies = []
     try:
         node_share(config, limits)
     except ConfigError as error:
         remedies.append(str(error))
-    if limits.max_nodes_per_user is not None and largest > limits.max_nodes_per_user:
-        remedies.append(
-            f"a user may have {counted(limits.max_nodes_per_user, 'node')}: leave larger sweep.nodes out"
-        )
-    if most is not None and most < (choice.time_minutes or choice.allocation_minutes):
-        name = "time_minutes" if choice.time_minutes else "allocation_minutes"
-        remedies.append(f"jobs end after {most} min: lower launcher.{name}=")
-    if limits.max_submit is not None and limits.max_submit < choice.max_jobs:
-        remedies.append(
-            f"no more than {limits.max_submit} may be queued at a time; launcher.max_jobs= says so"
-        )
-    return warned("limits", told, "; ".join(remedies)) if remedies else passed("limits", told)
+    if user_nodes is not None and largest > user_nodes:
+        remedies.append(f"a user may have {counted(user_nodes, 'node')}: leave larger sweep.nodes out")
+    if most is not None and most < getattr(choice, lengthy):
+        remedies.append(f"jobs end after {most} min: lower launcher.{lengthy}=")
+    if queued is not None and queued < choice.max_jobs:
+        remedies.append(f"no more than {queued} may be queued at a time; launcher.max_jobs= says so")
+    return first_problem(
+        f"MaxArraySize {limits.max_array_size}; a user: jobs queued {_any(queued)}, running "
+        f"{_any(limits.max_jobs)}, nodes {_any(user_nodes)}; a job: nodes {_any(limits.max_nodes)}, "
+        f"minutes {_any(most)}; the sweep: jobs {choice.max_jobs}, nodes of a job up to {largest}",
+        (remedies, WARN, "; ".join(remedies)),
+    )
 
 
 def _any(number: int | None) -> str:
     return "any" if number is None else str(number)
 
 
-def check_accounts(site: Site, partition: str, account: str | None, qos: str | None) -> Check:
-    """Whether jobs of this account and QOS are taken in a partition; None stands for the default."""
-    accounts, usable = site.accounts, site.accounts.usable(partition)
-    rule = f"Slurm enforces {', '.join(sorted(site.enforced))}" if site.enforced else "not enforced here"
-    names = list(dict.fromkeys(a.account for a in usable))
-    told = f"user {site.user}: {_list(names) or 'no account'}; default {accounts.default or 'none'}; {rule}"
+def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
+    """Whether jobs of the account and QOS are taken in the partition."""
+    accounts, account, qos = site.accounts, config.launcher.account, config.launcher.qos
+    enforced, names = site.enforced, [a.account for a in accounts.usable(limits.name)]
+    rule = f"Slurm enforces {', '.join(sorted(enforced))}" if enforced else "not enforced here"
+    told = f"user {site.user}: {_list(names, 'no account')}; default {accounts.default or 'none'}; {rule}"
     if accounts.error:
         told = f"{accounts.error}; {rule}"
-    if not site.enforced:
-        return passed("account", told)
-    if accounts.error:
-        remedy = "ask the site for your account, and set launcher.account= if jobs are refused"
-        return warned("account", told, remedy)
+    if not enforced:
+        return passed(told)
     wanted = account or accounts.default
-    if not names:
-        return failed("account", told, f"ask the site for an account that may use partition {partition}")
-    chosen = [a for a in usable if a.account.lower() == (wanted or "").lower()]
-    if not chosen:
-        given = f"launcher.account={account}" if account else f"default {wanted or 'none'}"
-        return failed("account", f"{given}; {told}", f"set launcher.account= to one of {_list(names)}")
-    known = list(dict.fromkeys(q for a in chosen for q in a.qos))
-    if qos and site.enforced & {"qos", "all"} and qos not in known:
-        told = f"launcher.qos={qos}; account {wanted} has QOS {_list(known) or 'none'}; {rule}"
-        remedy = f"set launcher.qos= to one of {_list(known) or '(none: leave it out)'}"
-        return failed("account", told, remedy)
-    return passed("account", f"{told}; QOS {_list(known) or 'none'}")
+    known = [q for a in accounts.usable(limits.name, wanted or "") for q in a.qos]
+    strange = qos and enforced & {"qos", "all"} and qos not in known
+    return first_problem(
+        f"{told}; QOS {_list(known, 'none')}" if known else told,
+        (accounts.error, WARN, "ask the site for your account, and set launcher.account= if jobs are refused"),
+        (not names, FAIL, f"ask the site for an account that may use partition {limits.name}"),
+        (not accounts.usable(limits.name, wanted or ""), FAIL,
+         f"set launcher.account= to one of {_list(names)}", f"launcher.account={account or 'null'}"),
+        (strange, FAIL, f"set launcher.qos= to one of {_list(known, '(none: leave it out)')}",
+         f"launcher.qos={qos}"),
+    )  # fmt: skip
 
 
-def _list(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _list(names: Sequence[str], none: str = "") -> str:
+    """The names, each once and at most MOST; `none` where there is no name."""
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(names[:MOST]) + more or none
 
 
-def check_accounting(ask: Ask, limits: Limits) -> Check:
-    """Whether sacct answers."""
+def check_accounting(config: SweepConfig, site: Site, limits: Limits) -> Check:
+    """Whether sacct answers, and jobs are recorded."""
+    works = f"ultrabench works without: {WANTED['sacct']}"
     try:
-        ask("sacct", f"--user={os.getuid()}", "--starttime=now-1hours", "--allocations", "--noheader")
+        site.ask("sacct", f"--user={os.getuid()}", "--starttime=now-1hours", "--allocations", "--noheader")
     except CommandError as error:
-        told = f"{error}; ultrabench works without: {WANTED['sacct']}"
-        return warned("accounting", told, "nothing to do; slurmdbd would make the end of old jobs known")
-    if not limits.accounting:
-        told = f"sacct answers, but jobs are not recorded; ultrabench works without: {WANTED['sacct']}"
-        return warned("accounting", told, "nothing to do")
-    return passed("accounting", "sacct answers")
+        remedy = "nothing to do; slurmdbd would make the end of old jobs known"
+        return Check(status=WARN, told=f"{error}; {works}", remedy=remedy)
+    recorded = (not limits.accounting, WARN, "nothing to do", f"but jobs are not recorded; {works}")
+    return first_problem("sacct answers", recorded)

@@ -11,7 +11,7 @@ from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.job import SlurmJob
 from ultrabench.launchers.slurm.query import Answer, SlurmQuery
-from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
+from ultrabench.launchers.slurm.script import JobScript, array_name, array_script, job_prefix
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.launchers.slurm.submit import submit
 from ultrabench.result import Status
@@ -44,6 +44,8 @@ class SlurmLauncher:
 
     outlives_us = True
     rest_s = 1.0
+    program: tuple[str, ...] = ()
+    """The Python module that runs on each node and its arguments; our agent by default."""
 
     def __init__(
         self, folder: SweepFolder, choice: LauncherConfig, hardware: Hardware, query: SlurmQuery,
@@ -65,6 +67,10 @@ class SlurmLauncher:
         self._accounted: dict[str, float] = {}
         """Allocations that are over -> when sacct was first asked for their time."""
 
+    def script(self, allocations: Sequence[Allocation], avoid: Sequence[str] = ()) -> JobScript:
+        """The job script of allocations that are alike in nodes and time limit."""
+        return array_script(allocations, self._choice, self._hardware, avoid, program=self.program)
+
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
     ) -> dict[str, Job]:
@@ -73,7 +79,7 @@ class SlurmLauncher:
         Raises:
             ClusterError: sbatch refuses it, or failed again and again.
         """
-        script = array_script(allocations, self._choice, self._hardware, avoid)
+        script = self.script(allocations, avoid)
         name = f"{self._prefix}{array_name(allocations[0])}"
         told = ""
         for number in range(SUBMIT_TRIES):

@@ -3,17 +3,14 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeVar
 
 from ultrabench.launchers.slurm.command import CommandError
-from ultrabench.launchers.slurm.partition import Partition, count, known, minutes
-from ultrabench.launchers.slurm.site import Site
+from ultrabench.launchers.slurm.site import Partition, Site, count, known, minutes
 
 _QOS = ("Name", "Flags", "MaxJobsPU", "MaxSubmitPU", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES")
 
 Rules = Sequence[Mapping[str, str]]
 """Rows of sacctmgr; the first that sets a limit counts."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +30,11 @@ class Limits(Partition):
     max_wall_minutes: int | None = None
     """Time limit of one job by QOS or account."""
 
+    @property
+    def job_minutes(self) -> int | None:
+        """The longest time limit of one job, by partition, QOS and account."""
+        return _least(self.max_time_minutes, self.max_wall_minutes)
+
 
 def read_limits(site: Site, partition: str | None, account: str | None, qos: str | None) -> Limits:
     """What this user may do in a partition; None stands for the site's default.
@@ -45,10 +47,10 @@ def read_limits(site: Site, partition: str | None, account: str | None, qos: str
     """
     config, found = site.config, site.partition(partition)
     rules = _rules(site, found, account, qos)
-    most = [found.max_nodes, _nodes(rules, "MaxTRES", found), _nodes(rules, "GrpTRES", found)]
+    most = _least(found.max_nodes, _nodes(rules, "MaxTRES", found), _nodes(rules, "GrpTRES", found))
     recorded = config.get("AccountingStorageType", "").endswith("dbd")
     return Limits(
-        **asdict(found) | {"max_nodes": min((n for n in most if n is not None), default=None)},
+        **asdict(found) | {"max_nodes": most},
         cluster=known(config.get("ClusterName")),
         accounting=recorded and "nojobs" not in config.get("AccountingStorageEnforce", ""),
         max_array_size=count(config.get("MaxArraySize")) or 1,
@@ -67,8 +69,7 @@ def _rules(site: Site, partition: Partition, account: str | None, qos: str | Non
     """
     if not site.enforced & {"limits", "safe"}:
         return []
-    account = (account or site.accounts.default or "").lower()
-    mine = [a for a in site.accounts.usable(partition.name) if a.account.lower() == account]
+    mine = site.accounts.usable(partition.name, account or site.accounts.default or "")
     mine = sorted(mine, key=lambda a: a.partition == "")[:1]
     own = qos or next((a.default_qos or ",".join(a.qos) for a in mine), "")
     wanted = [name for name in (partition.partition_qos, own) if name and "," not in name]
@@ -83,7 +84,7 @@ def _rules(site: Site, partition: Partition, account: str | None, qos: str | Non
     return [*found, *(a.limits for a in mine)]
 
 
-def _first(rules: Rules, keys: Sequence[str], read: Callable[[str], T | None]) -> T | None:
+def _first(rules: Rules, keys: Sequence[str], read: Callable[[str], int | None]) -> int | None:
     """The value of the first rule that sets one of the keys."""
     values = (read(rule[key]) for rule in rules for key in keys if key in rule)
     return next((value for value in values if value is not None), None)
@@ -91,13 +92,15 @@ def _first(rules: Rules, keys: Sequence[str], read: Callable[[str], T | None]) -
 
 def _nodes(rules: Rules, key: str, partition: Partition) -> int | None:
     """Whole nodes within limits such as `cpu=64,gres/gpu=16,node=4`; at least one."""
-    most = [_first(rules, (key,), lambda text: _tres(text, "node"))]
-    gpus = _first(rules, (key,), lambda text: _tres(text, "gres/gpu"))
-    if gpus is not None and partition.gpus_per_node:
-        most.append(max(1, gpus // partition.gpus_per_node))
-    return min((n for n in most if n is not None), default=None)
+    gpus, own = _first(rules, (key,), lambda text: _tres(text, "gres/gpu")), partition.gpus_per_node
+    by_gpus = max(1, gpus // own) if gpus is not None and own else None
+    return _least(_first(rules, (key,), lambda text: _tres(text, "node")), by_gpus)
 
 
 def _tres(text: str, name: str) -> int | None:
-    found = re.findall(rf"(?:^|,){name}(?::\w+)?=(\d+)", text)
-    return min((int(n) for n in found), default=None)
+    return _least(*map(int, re.findall(rf"(?:^|,){name}(?::\w+)?=(\d+)", text)))
+
+
+def _least(*limits: int | None) -> int | None:
+    """The strictest limit; None when there is none."""
+    return min((limit for limit in limits if limit is not None), default=None)

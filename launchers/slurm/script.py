@@ -57,16 +57,12 @@ def array_script(
     avoid: Sequence[str] = (),
     *,
     program: Sequence[str] = (),
-    comment: str | None = None,
-    name: str | None = None,
 ) -> JobScript:
     """The job script of allocations that are alike in nodes and time limit.
 
     Args:
         avoid: nodes that must not be used.
         program: the Python module that runs on each node and its arguments; our agent by default.
-        comment: shown by squeue; who submitted it, for which sweep, by default.
-        name: of the job; the name of the sweep and the array by default.
     """
     first = array[0]
     shared = first.folder.parent / array_name(first)
@@ -77,8 +73,8 @@ def array_script(
              "--cpu-bind=none", *([f"--cpus-per-task={choice.cpus}"] if choice.cpus else [])]  # fmt: skip
     python = choice.python or (sys.executable,)
     sweep_dir = Path(first.sweep_dir)
-    name = name or f"{job_prefix(sweep_dir)}{array_name(first)}"
-    options = {"comment": comment or _comment(sweep_dir), "output": log}
+    name = f"{job_prefix(sweep_dir)}{array_name(first)}"
+    options = {"comment": _comment(sweep_dir), "output": log}
     text = _make_sbatch_string(
         command=shlex.join([*python, "-P", "-m", *(program or ("ultrabench.agent", str(shared)))]),
         folder=sweep_dir,

@@ -31,16 +31,14 @@ def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = 
     for path in (folder.path, Path.cwd()):
         require_plain(path)
     limits = read_limits(Site(), choice.partition, choice.account, choice.qos)
-    if choice.cpus and limits.cpus_per_node and choice.cpus > limits.cpus_per_node:
-        raise ConfigError(
-            f"launcher.cpus={choice.cpus}; nodes of partition {limits.name} have {limits.cpus_per_node}: "
-            "set at most that, or null"
-        )
+    where = f"partition {limits.name}"
+    _require_at_most(limits.cpus_per_node, "cpus", choice.cpus, f"nodes of {where} have")
+    _require_at_most(limits.job_minutes, "time_minutes", choice.time_minutes, f"{where} allows")
     allowed = JobLimits(
         max_jobs=min(choice.max_jobs, limits.max_submit or choice.max_jobs),
         max_nodes=node_share(config, limits),
         max_array=limits.max_array_size,
-        max_limit_s=60.0 * (_max_minutes(config, limits) or math.inf),
+        max_limit_s=60.0 * (limits.job_minutes or math.inf),
     )
     return SlurmLauncher(folder, choice, config.hardware, query, allowed, limits.cluster or "slurm")
 
@@ -70,17 +68,7 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
     return share if per_user is None else min(share, per_user)
 
 
-def _max_minutes(config: SweepConfig, limits: Limits) -> int | None:
-    """The longest time limit of a job in minutes; None stands for any.
-
-    Raises:
-        ConfigError: more is asked for.
-    """
-    known = [m for m in (limits.max_time_minutes, limits.max_wall_minutes) if m is not None]
-    most = min(known, default=None)
-    asked = config.launcher.time_minutes
+def _require_at_most(most: int | None, name: str, asked: int | None, rule: str) -> None:
+    """Raises ConfigError where launcher.NAME asks for more than the site gives."""
     if most is not None and asked is not None and asked > most:
-        raise ConfigError(
-            f"launcher.time_minutes={asked}; partition {limits.name} allows {most}: set at most that"
-        )
-    return most
+        raise ConfigError(f"launcher.{name}={asked}; {rule} {most}: set at most that, or null")

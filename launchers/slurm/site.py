@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ultrabench.errors import ClusterError, ConfigError, unknown_name
+from ultrabench.errors import ClusterError, ConfigError, counted, unknown_name
 from ultrabench.launchers.slurm import command
 from ultrabench.launchers.slurm.command import CommandError
-from ultrabench.launchers.slurm.partition import SINFO_FORMAT, Partition, read_partitions
+from ultrabench.launchers.slurm.job import duration_s
 
 TIMEOUT_S = 20.0
+_SINFO_FORMAT = "%R|%D|%c|%m|%T|%G"
 _ASSOCIATION = (
     "Account", "Partition", "MaxJobs", "MaxSubmit", "MaxWall", "MaxTRES", "GrpTRES", "QOS", "DefaultQOS",
 )  # fmt: skip
+_USABLE = re.compile(r"(idle|allocated|mixed|completing|planned|reserved|blocked|power\w*)[~#!%+@^-]*")
+"""States of sinfo in which a node runs jobs, now or later. Not among them: down, drained, maintenance ($), silent (*)."""
 
 Ask = Callable[..., str]
 """Runs a program with its arguments and returns what it prints, or raises CommandError."""
@@ -28,6 +31,32 @@ def ask_slurm(*words: str) -> str:
         CommandError: it fails, or takes longer than TIMEOUT_S.
     """
     return command.ask(words, TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A partition; None means that there is no limit, or that Slurm did not say."""
+
+    name: str
+    is_default: bool = False
+    state: str | None = None
+    """UP, DOWN (starts no jobs), DRAIN (takes no jobs) or INACTIVE."""
+    total_nodes: int = 0
+    up_nodes: int | None = None
+    """Number of nodes that are not down, drained, in maintenance or silent."""
+    max_nodes: int | None = None
+    """Largest number of nodes of one job."""
+    max_time_minutes: int | None = None
+    partition_qos: str | None = None
+    """QOS of the partition; its limits come before those of a job's own QOS."""
+    cpus_per_node: int | None = None
+    """CPUs of the most common kind of node; the next three fields describe the same kind."""
+    mem_mb_per_node: int | None = None
+    gpus_per_node: int | None = None
+    gres: str | None = None
+    """Such as gpu:h100:8(S:0-1)."""
+    kinds: tuple[str, ...] = ()
+    """All kinds of nodes, the most common first, such as `8 nodes of 16 CPUs, 2000 MB, gpu:h100:8`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +82,10 @@ class Accounts:
     error: str | None = None
     """Why sacctmgr did not tell."""
 
-    def usable(self, partition: str) -> list[Association]:
-        """Those that hold for a partition."""
-        return [a for a in self.mine if a.partition in ("", partition)]
+    def usable(self, partition: str, account: str | None = None) -> list[Association]:
+        """The associations that hold for a partition, of one account or, with None, of all."""
+        found = [a for a in self.mine if a.partition in ("", partition)]
+        return [a for a in found if account is None or a.account.lower() == account.lower()]
 
 
 class Site:
@@ -95,10 +125,12 @@ class Site:
         text = self._ask_controller("scontrol", "--all", "--oneliner", "show", "partition")
         try:
             # Without --exact, nodes that differ share a line, such as `16+` CPUs.
-            nodes = self.ask("sinfo", "--all", "--noheader", "--exact", f"--format={SINFO_FORMAT}")
+            nodes = self.ask("sinfo", "--all", "--noheader", "--exact", f"--format={_SINFO_FORMAT}")
         except CommandError:
             nodes = ""
-        return read_partitions(text, nodes)
+        rows = [fields for line in nodes.splitlines() if len(fields := line.split("|", 5)) == 6]
+        found = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines())
+        return [_partition(facts, rows) for facts in found if facts.get("PartitionName")]
 
     def partition(self, name: str | None) -> Partition:
         """The partition of this name; None stands for the default one.
@@ -111,11 +143,9 @@ class Site:
             if partition.name == name or (name is None and partition.is_default):
                 return partition
         names = [partition.name for partition in self.partitions]
-        if name is None:
-            raise ConfigError(
-                f"no partition is the default here; set launcher.partition= ({', '.join(names)})"
-            )
-        raise ConfigError(unknown_name("launcher.partition", name, names))
+        if name is not None:
+            raise ConfigError(unknown_name("launcher.partition", name, names))
+        raise ConfigError(f"no partition is the default here; set launcher.partition= ({', '.join(names)})")
 
     @cached_property
     def accounts(self) -> Accounts:
@@ -157,3 +187,49 @@ class Site:
             raise ClusterError(
                 f"Slurm cannot be asked: {error}; launch from a login node of the cluster, or set launcher=local"
             ) from error
+
+
+def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Partition:
+    """One partition: `facts` of scontrol, and the nodes in the `rows` of sinfo in _SINFO_FORMAT."""
+    name, nodes = facts["PartitionName"], dict[tuple[str, ...], int]()
+    mine = [(count(number) or 0, state, (*kind, gres)) for p, number, *kind, state, gres in rows if p == name]
+    for number, _, kind in mine:
+        nodes[kind] = nodes.get(kind, 0) + number
+    kinds = sorted(nodes, key=lambda kind: -nodes[kind])
+    cpus, mem, gres = kinds[0] if kinds else (None, None, None)
+    gpus = re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres or "")
+    return Partition(
+        name=name,
+        is_default=facts.get("Default") == "YES",
+        state=known(facts.get("State")),
+        total_nodes=count(facts.get("TotalNodes")) or 0,
+        up_nodes=sum(n for n, state, _ in mine if _USABLE.fullmatch(state)) if mine else None,
+        max_nodes=count(facts.get("MaxNodes")),
+        max_time_minutes=minutes(facts.get("MaxTime")),
+        partition_qos=known(facts.get("QoS")),
+        cpus_per_node=count(cpus),
+        mem_mb_per_node=count(mem),
+        gpus_per_node=sum(map(int, gpus)) if mine else None,
+        gres=known(gres),
+        kinds=tuple(
+            f"{counted(nodes[k], 'node')} of {k[0]} CPUs, {k[1]} MB, {known(k[2]) or 'no gres'}"
+            for k in kinds
+        ),
+    )
+
+
+def known(text: str | None) -> str | None:
+    """A text of Slurm's; None for its words for nothing."""
+    return None if text in (None, "", "(null)", "N/A", "NONE", "none", "UNLIMITED") else text
+
+
+def count(text: str | None) -> int | None:
+    """The number that a text begins with (`300 sec`, `2000+`); None for UNLIMITED and the like."""
+    found = re.match(r"\d+", text or "")
+    return int(found[0]) if found else None
+
+
+def minutes(text: str | None) -> int | None:
+    """Whole minutes of a time limit; None for UNLIMITED and the like."""
+    seconds = duration_s(text or "")
+    return None if seconds is None else int(seconds // 60)

@@ -6,11 +6,16 @@ from dataclasses import replace
 import pytest
 
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.doctor.acceptance import LAYOUTS, _differing, check_losses, check_memory
+from ultrabench.launchers.doctor.acceptance import LAYOUTS, _differing
+from ultrabench.launchers.doctor.acceptance_checks import (
+    Outcome,
+    check_losses,
+    check_memory,
+    check_speed,
+    published,
+)
 from ultrabench.launchers.doctor.acceptance_file import acceptance_folder, not_accepted, write_acceptance
-from ultrabench.launchers.doctor.acceptance_sweep import Outcome
 from ultrabench.launchers.doctor.check import CheckStatus, failed, passed
-from ultrabench.launchers.doctor.published import check_speed, published
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.folder import SweepFolder
@@ -22,6 +27,7 @@ H100 = ("sweep=acceptance", "hardware=h100x8", "launcher=slurm", "cluster=local"
 PLAN = make_plan(load_config(["sweep=acceptance-small"]))
 OK = RunResult(status=Status.OK, loss_final=6.0, loss_step=5, step_times_s=(0.5,) * 6)
 RUNS = PLAN.runs[:3]
+ACCEPTED = passed("x").named("a")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +55,7 @@ def loss(value):
     ("one", "layouts", "told"),
     [
         (OK, (OK, loss(6.000001)), None),
-        (OK, (OK, loss(6.0001)), "1 of 2 layouts"),
+        (OK, (OK, loss(6.0001)), "1 of 2 layouts have the loss"),
         (OK, (OK, None), "has not run"),
         (OK, (RunResult(status=Status.CRASH, reason="rank 1: no"), OK), "crash, rank 1: no"),
         (RunResult(status=Status.TIMEOUT, reason="slow"), (OK,), "one GPU alone"),
@@ -126,11 +132,11 @@ def test_a_large_sweep_wants_an_acceptance_run_that_passed():
             not_accepted(load_config([*[o for o in H100 if small[:8] not in o], "sweep.nodes=[16]", small]))
             is None
         )
-    write_acceptance(load_config([*H100, "sweep.nodes=[1]"]), [passed("a", "x")], folder, 1.0)
+    write_acceptance(load_config([*H100, "sweep.nodes=[1]"]), [ACCEPTED], folder, 1.0)
     assert "has no acceptance run" in not_accepted(large), "on one node only"
-    write_acceptance(load_config(H100), [passed("a", "x"), failed("b", "x", "y")], folder, 1.0)
+    write_acceptance(load_config(H100), [ACCEPTED, failed("x", "y").named("b")], folder, 1.0)
     assert "failed its acceptance run (b)" in not_accepted(large)
-    path = write_acceptance(load_config(H100), [passed("a", "x")], folder, 1.0)
+    path = write_acceptance(load_config(H100), [ACCEPTED], folder, 1.0)
     assert not_accepted(large) is None
     assert json.loads(path.read_text())["gpu_hours"] == 1.0
     path.write_text("{")

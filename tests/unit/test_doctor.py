@@ -1,6 +1,7 @@
 """`ultrabench doctor` with programs on PATH that say what Slurm 22.05 said, shortened."""
 
 import json
+import os
 import stat
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 from ultrabench.cli import main as cli
 
 CONFIG = """\
-AccountingStorageEnforce = {enforce}
+AccountingStorageEnforce = none
 AccountingStorageType   = accounting_storage/slurmdbd
 ClusterName             = alps
 MaxArraySize            = 101
@@ -27,52 +28,45 @@ ASSOCIATIONS = """\
 research|||||||normal,short|normal
 guests|debug||||||normal|
 """
-DOWN = "Slurmctld(primary) at vm is DOWN\n"
 UP = "Slurmctld(primary) at vm is UP\n"
 
 
 class Site:
-    """Slurm's programs in a folder, which is all of PATH."""
+    """Slurm's programs in a folder, which is all of PATH; `says` is what each of them prints, `fails` its exit code."""
 
     def __init__(self, folder):
-        self.folder = folder
-        self.config, self.partitions, self.nodes, self.ping = (
-            CONFIG.format(enforce="none"),
-            PARTITIONS,
-            NODES,
-            UP,
-        )
-        self.associations, self.reasons, self.queue, self.sacct = ASSOCIATIONS, "", "", 0
-        self.sbatch = ("Submitted batch job 7\n", 0)
+        self.folder, self.missing, self.version = folder, (), {}
+        self.says = {"config": CONFIG, "partitions": PARTITIONS, "nodes": NODES, "ping": UP, "reasons": "", "queue": "",
+                     "assoc": ASSOCIATIONS, "sbatch": "Submitted batch job 7\n", "sacct": ""}  # fmt: skip
+        self.fails = {}
 
     def write(self):
-        text, code = self.sbatch
-        self._program("sbatch", ("*", text, code))
-        self._program(
-            "scontrol", ("ping", self.ping, int(self.ping != UP)), ("*show?config*", self.config, 0),
-            ("*show?partition*", self.partitions, 0), ("*show?job*", "JobId=7 ExitCode=3:0\n", 0),
-        )  # fmt: skip
-        self._program("sinfo", ("*list-reasons*", self.reasons, 0), ("*", self.nodes, 0))
-        self._program("sacct", ("*", "", self.sacct))
-        self._program("sacctmgr", ("*show?assoc*", self.associations, 0), ("*show?user*", "research\n", 0))
-        self._program("squeue", ("*", self.queue, 0))
-        self._program("scancel", ("*", "", 0))
+        programs = {
+            "sbatch": {"*": "sbatch"}, "squeue": {"*": "queue"}, "sacct": {"*": "sacct"}, "scancel": {"*": "nothing"},
+            "scontrol": {"ping": "ping", "*config*": "config", "*partition*": "partitions", "*show?job*": "job"},
+            "sinfo": {"*list-reasons*": "reasons", "*": "nodes"},
+            "sacctmgr": {"*show?assoc*": "assoc", "*show?user*": "user"},
+        }  # fmt: skip
+        says = self.says | {"nothing": "", "job": "JobId=7 ExitCode=3:0\n", "user": "research\n"}
+        for name in programs.keys() - set(self.missing):
+            version = self.version.get(name, "slurm-wlm 22.05.8")
+            lines = [f"echo {name} $* >> {self.folder}/asked", f'case "$*" in *--version*) echo {version};;']
+            for pattern, key in programs[name].items():
+                code = self.fails.get(key, 0)
+                lines.append(
+                    f"{pattern}) /bin/cat {'>&2 ' * bool(code)}<<'END'\n{says[key]}END\nexit {code};;"
+                )
+            path = self.folder / name
+            path.write_text("\n".join(["#!/bin/sh", *lines, "esac", ""]))
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
-    def _program(self, name, *cases):
-        lines = [
-            f"echo {name} $* >> {self.folder}/asked",
-            'case "$*" in *--version*) echo slurm-wlm 22.05.8;;',
-        ]
-        for pattern, text, code in cases:
-            stream = "" if code == 0 else " >&2"
-            lines.append(f"{pattern}) /bin/cat{stream} <<'END'\n{text}END\nexit {code};;")
-        path = self.folder / name
-        path.write_text("\n".join(["#!/bin/sh", *lines, "esac", ""]))
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    def change(self, key, text, code=0):
+        self.says[key], self.fails[key] = text, code
 
     @property
     def asked(self):
-        return (self.folder / "asked").read_text()
+        lines = (self.folder / "asked").read_text().splitlines()
+        return [line for line in lines if not line.endswith("--version")]
 
 
 @pytest.fixture
@@ -112,205 +106,158 @@ def test_a_site_without_fault(doctor, site, tmp_path):
     assert "launcher=slurm: Slurm answers here" in said
     assert "hopper (the default): UP, 8 nodes, no time limit; others: debug" in checks["partition"]["told"]
     assert list((tmp_path / "here").iterdir()) == [], "it leaves nothing behind"
-    assert "sbatch -" not in site.asked.replace("sbatch --version", "")
+    assert not [line for line in site.asked if line.startswith("sbatch")]
 
 
-def test_no_slurm(doctor):
-    code, checks, _ = doctor("launcher=slurm", write=False)
-    assert code == 3
-    assert checks["programs"]["status"] == "fail"
-    assert "sbatch, squeue, scontrol, scancel" in checks["programs"]["told"]
-    assert "launcher=local" in checks["programs"]["remedy"]
-
-
-def test_slurmctld_does_not_answer(doctor, site):
-    site.ping = DOWN
+@pytest.mark.parametrize(
+    ("says", "missing", "check", "text"),
+    [
+        ({}, ("squeue", "scancel"), "programs", "not on PATH: squeue, scancel"),
+        ({}, ("sbatch", "squeue", "scontrol", "scancel"), "programs", "launcher=local"),
+        ({"ping": "Slurmctld(primary) at vm is DOWN\n"}, (), "slurmctld", "vm is DOWN"),
+        ({"config": "slurm_load_ctl_conf error\n"}, (), "slurmctld", "slurm_load_ctl_conf error"),
+    ],
+)
+def test_a_slurm_that_cannot_be_asked(doctor, site, says, missing, check, text):
+    site.missing = missing
+    for key, said in says.items():
+        site.change(key, said, 1)
     code, checks, _ = doctor("launcher=slurm")
-    assert code == 3
-    assert checks["slurmctld"]["status"] == "fail"
-    assert checks["everything else"]["status"] == "skip"
+    assert (code, checks[check]["status"], "job" in checks) == (3, "fail", False)
+    assert text in f"{checks[check]}"
 
 
-def test_a_partition_that_is_down(doctor, site):
-    site.partitions = PARTITIONS.replace("State=UP", "State=DOWN", 1)
-    code, checks, _ = doctor()
-    assert code == 1
-    assert checks["partition"]["status"] == "fail"
-    assert "launcher.partition= (debug)" in checks["partition"]["remedy"]
-    assert checks["job"]["status"] == "skip"
-
-
-def test_an_unknown_partition(doctor):
-    code, checks, _ = doctor("launcher.partition=hoper")
-    assert code == 1
-    assert "did you mean hopper?" in checks["partition"]["remedy"]
+DRAINED = "hopper|3|16|2000|idle|gpu:h100:8\nhopper|5|16|2000|drained|gpu:h100:8\n"
+SILENT = "hopper|1|16|2000|mixed|gpu:h100:8\nhopper|7|16|2000|down*|gpu:h100:8\n"
+MIXED = NODES.replace("hopper|8|", "hopper|5|") + "hopper|3|64|4000|idle|gpu:a100:4\n"
+REASONS = "gpu[04-08]|drained|bad fan | in rack 2\n"
+DOWN = PARTITIONS.replace("State=UP", "State=DOWN", 1)
+ENFORCED = CONFIG.replace("none", "associations,limits,qos")
+UNRECORDED = CONFIG.replace("slurmdbd", "none")
+LARGE = ("launcher.partition=debug", "sweep.nodes=[1,2,4]", "launcher.time_minutes=60")
+GPUS = "hardware=h100x8", "sweep.nodes=[1]"
 
 
 @pytest.mark.parametrize(
-    ("nodes", "status"),
+    ("says", "words", "check", "status", "texts"),
     [
-        ("hopper|3|16|2000|idle|gpu:h100:8\nhopper|5|16|2000|drained|gpu:h100:8\n", "warn"),
-        ("hopper|1|16|2000|mixed|gpu:h100:8\nhopper|7|16|2000|down*|gpu:h100:8\n", "warn"),
-        ("hopper|8|16|2000|drained|gpu:h100:8\n", "fail"),
+        ({"partitions": DOWN}, (), "partition", "fail", ["launcher.partition= (debug)"]),
+        ({"partitions": PARTITIONS.replace("Nodes=8", "Nodes=0")}, ("sweep.nodes=[1]",), "partition", "fail", ["no nodes"]),
+        ({}, ("launcher.partition=hoper",), "partition", "fail", ["did you mean hopper?"]),
+        ({"nodes": DRAINED, "reasons": REASONS}, (), "nodes", "warn",
+         ["3 of 8 up; gpu[04-08] drained (bad fan | in rack 2)", "nothing to do"]),
+        ({"nodes": SILENT}, ("sweep.nodes=[1,2]",), "nodes", "warn", ["runs of 2 nodes wait"]),
+        ({"nodes": "hopper|8|16|2000|drained|gpu:h100:8\n"}, (), "nodes", "fail", ["0 of 8 up", "sinfo -R"]),
+        ({"nodes": ""}, (), "nodes", "warn", ["sinfo does not tell"]),
+        ({"nodes": ""}, GPUS, "GPUs", "warn", ["sinfo does not tell"]),
+        ({"nodes": ""}, (), "node size", "warn", ["sinfo does not tell"]),
+        ({}, GPUS, "GPUs", "pass", []),
+        ({}, (), "GPUs", "pass", ["needs none", "name the hardware="]),
+        ({}, (*GPUS, "hardware.gpus_per_node=16"), "GPUs", "fail", ["hardware.gpus_per_node=8"]),
+        ({}, (*GPUS, "hardware.gpus_per_node=4"), "GPUs", "warn", ["hardware.gpus_per_node=8"]),
+        ({}, (*GPUS, "launcher.gres='gpu:h100:4'"), "GPUs", "fail", ["launcher.gres=gpu:h100:4 asks for 4"]),
+        ({}, (*GPUS, "launcher.gres=gpu:8"), "GPUs", "pass", []),
+        ({}, ("hardware=h200x8",), "GPUs", "fail", ["hardware= that is there"]),
+        ({"nodes": MIXED}, GPUS, "GPUs", "warn", ["3 nodes of 64 CPUs, 4000 MB, gpu:a100:4", "launcher.constraint="]),
+        ({}, ("launcher.mem=3G",), "node size", "fail", ["launcher.mem=2000M"]),
+        ({}, ("launcher.mem=some",), "node size", "fail", ["such as 500G"]),
+        ({}, ("launcher.mem=1900M",), "node size", "pass", []),
+        ({}, ("launcher.mem=0",), "node size", "pass", []),
+        ({}, ("launcher.cpus=17",), "node size", "fail", ["launcher.cpus=16"]),
+        ({}, LARGE, "limits", "warn", ["leave out what is larger", "lower launcher.time_minutes="]),
+        ({"config": ENFORCED}, (), "account", "pass", ["QOS normal, short"]),
+        ({"config": ENFORCED}, ("launcher.account=Research", "launcher.qos=short"), "account", "pass", []),
+        ({"config": ENFORCED}, ("launcher.account=physics",), "account", "fail", ["launcher.account=physics", "one of research"]),
+        ({"config": ENFORCED}, ("launcher.account=guests",), "account", "fail", ["one of research"]),
+        ({"config": ENFORCED}, ("launcher.account=guests", LARGE[0]), "account", "pass", []),
+        ({"config": ENFORCED}, ("launcher.qos=long",), "account", "fail", ["one of normal, short"]),
+        ({"config": ENFORCED, "assoc": ""}, (), "account", "fail", ["ask the site"]),
+        ({"config": ENFORCED, "assoc": ("No.\n", 1)}, (), "account", "warn", ["ask the site"]),
+        ({"sacct": ("", 1)}, (), "accounting", "warn", ["works without: jobs that squeue has forgotten are judged"]),
+        ({"config": UNRECORDED}, (), "accounting", "warn", ["jobs are not recorded"]),
+        ({}, ("results_dir=/dev/null/results",), "results folder", "fail", ["results_dir="]),
     ],
-)
-def test_drained_nodes_and_why(doctor, site, nodes, status):
-    site.nodes, site.reasons = nodes, "gpu[04-08]|drained|bad fan | in rack 2\n"
-    code, checks, _ = doctor("--wait", "0", "sweep.nodes=[1,2]")
-    assert checks["nodes"]["status"] == status
-    assert "gpu[04-08] drained (bad fan | in rack 2)" in checks["nodes"]["told"]
-    assert code == int(status == "fail")
+)  # fmt: skip
+def test_what_slurm_says(doctor, site, says, words, check, status, texts):
+    for key, said in says.items():
+        site.change(key, *([said] if isinstance(said, str) else said))
+    code, checks, _ = doctor("launcher=slurm", *words, "--wait", "0")
+    found = checks[check]
+    assert found["status"] == status, found
+    assert all(text in f"{found['told']}; {found['remedy']}" for text in texts), found
+    assert code == int("fail" in {c["status"] for c in checks.values()})
+
+
+def test_programs_that_are_missing_or_mixed(doctor, site):
+    site.version = {"squeue": "slurm 23.11.1"}
+    assert "two are mixed" in doctor("--wait", "0")[1]["programs"]["remedy"]
+    (site.folder / "sacct").unlink()
+    site.missing = ("sacct",)
+    assert "without sacct jobs that squeue has forgotten" in doctor("--wait", "0")[1]["programs"]["told"]
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "remedy"),
+    ("says", "words", "told", "remedy", "cancelled"),
     [
-        (("hardware=h100x8",), "pass", ""),
-        (("hardware=cpu",), "pass", ""),
-        (("hardware=h100x8", "hardware.gpus_per_node=16"), "fail", "hardware.gpus_per_node=8"),
-        (("hardware=h100x8", "hardware.gpus_per_node=4"), "warn", "hardware.gpus_per_node=8"),
-        (("hardware=h100x8", "launcher.gres='gpu:h100:4'"), "fail", "launcher.gres"),
-        (("hardware=h100x8", "launcher.gres=gpu:8"), "pass", ""),
-        (("hardware=h200x8",), "fail", "hardware= that is there"),
+        ({"sbatch": ("sbatch: error: Batch job submission failed: Invalid account\n", 1)}, (),
+         "Batch job submission failed: Invalid account", "set launcher.account=", True),
+        ({"sbatch": ("sbatch: error: Invalid colour\n", 1)}, (), "Invalid colour", "+launcher.sbatch.*", True),
+        ({"queue": "7_[0]|7|PENDING|0:00||Priority|NAME\n"}, (), "waits (Priority)", "the cluster is busy", True),
+        ({"queue": "7_[0]|7|PENDING|0:00||PartitionTimeLimit|NAME\n"}, (), "PartitionTimeLimit",
+         "lower launcher.time_minutes=", True),
+        ({"queue": "7_0|7|RUNNING|0:01|gpu01|None|NAME\n"}, (), "runs on gpu01", "if the node is only slow", True),
+        ({"queue": "7_0|7|FAILED|0:01|gpu01|NonZeroExitCode|NAME\n"}, ("--wait", "9"),
+         "FAILED (NonZeroExitCode) on gpu01; exit code 3:0, no report; it wrote no ", "results_dir=", False),
+        ({"partitions": DOWN}, (), "none submitted, because partition failed", "", False),
     ],
-)
-def test_gpus_that_slurm_knows(doctor, words, status, remedy):
-    _, checks, _ = doctor("launcher=slurm", *words, "--wait", "0")
-    assert checks["GPUs"]["status"] == status
-    assert remedy in (checks["GPUs"]["remedy"] or "")
-
-
-def test_nodes_that_differ(doctor, site):
-    site.nodes = NODES.replace("hopper|8|", "hopper|5|") + "hopper|3|64|4000|idle|gpu:a100:4\n"
-    _, checks, _ = doctor("hardware=h100x8", "--wait", "0")
-    assert "3 nodes of 64 CPUs, 4000 MB, gpu:a100:4" in checks["GPUs"]["told"]
-    assert "launcher.constraint=" in checks["GPUs"]["remedy"]
-
-
-@pytest.mark.parametrize(
-    ("word", "status"), [("mem=3G", "fail"), ("mem=1900M", "pass"), ("mem=0", "pass"), ("cpus=17", "fail")]
-)
-def test_what_a_node_has(doctor, word, status):
-    _, checks, _ = doctor("launcher=slurm", f"launcher.{word}", "--wait", "0")
-    assert checks["node size"]["status"] == status
-
-
-def test_limits_that_bite(doctor):
-    code, checks, _ = doctor(
-        "launcher.partition=debug", "sweep.nodes=[1,2,4]", "launcher.time_minutes=60", "--wait", "0"
-    )
-    assert code == 0
-    assert checks["limits"]["status"] == "warn"
-    assert "leave out what is larger" in checks["limits"]["remedy"]
-    assert "lower launcher.time_minutes=" in checks["limits"]["remedy"]
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "remedy"),
-    [
-        ((), "pass", None),
-        (("launcher.account=Research", "launcher.qos=short"), "pass", None),
-        (("launcher.account=physics",), "fail", "one of research"),
-        (("launcher.account=guests",), "fail", "one of research"),
-        (("launcher.account=guests", "launcher.partition=debug"), "pass", None),
-        (("launcher.qos=long",), "fail", "one of normal, short"),
-    ],
-)
-def test_accounts_where_they_are_enforced(doctor, site, words, status, remedy):
-    site.config = CONFIG.format(enforce="associations,limits,qos")
-    _, checks, _ = doctor("launcher=slurm", *words, "--wait", "0")
-    assert checks["account"]["status"] == status
-    assert (remedy or "") in (checks["account"]["remedy"] or "")
-
-
-def test_nobody_without_an_account(doctor, site):
-    site.config, site.associations = CONFIG.format(enforce="associations"), ""
-    code, checks, _ = doctor("--wait", "0")
-    assert (code, checks["account"]["status"]) == (1, "fail")
-    assert "ask the site" in checks["account"]["remedy"]
-
-
-def test_without_accounting(doctor, site):
-    site.sacct = 1
-    code, checks, _ = doctor("--wait", "0")
-    assert (code, checks["accounting"]["status"]) == (0, "warn")
-    assert (
-        "works without: jobs that squeue has forgotten are judged by the journal alone"
-        in checks["accounting"]["told"]
-    )
-
-
-def test_a_results_folder_that_cannot_be(doctor, tmp_path):
-    (tmp_path / "file").touch()
-    code, checks, _ = doctor(f"results_dir={tmp_path}/file/results")
-    assert code == 1
-    assert checks["results folder"]["status"] == "fail"
-    assert "results_dir=" in checks["results folder"]["remedy"]
-    assert checks["job"]["status"] == "skip"
-
-
-def test_a_job_that_is_refused(doctor, site):
-    site.sbatch = ("sbatch: error: Batch job submission failed: Invalid account\n", 1)
-    code, checks, _ = doctor()
-    assert code == 1
-    assert checks["job"]["told"].endswith("Batch job submission failed: Invalid account")
-    assert checks["job"]["remedy"] == "set launcher.account="
-
-
-@pytest.mark.parametrize(
-    ("row", "told", "remedy"),
-    [
-        ("7_[0]|7|PENDING|0:00||Priority|x\n", "waits (Priority)", "the cluster is busy"),
-        (
-            "7_[0]|7|PENDING|0:00||PartitionTimeLimit|x\n",
-            "PartitionTimeLimit",
-            "lower launcher.time_minutes=",
-        ),
-        ("7_0|7|RUNNING|0:01|gpu01|None|x\n", "runs on gpu01", "if the node is only slow"),
-    ],
-)
-def test_a_job_that_takes_too_long_is_cancelled(doctor, site, row, told, remedy):
-    site.queue = row
-    code, checks, said = doctor("--wait", "0.2")
+)  # fmt: skip
+def test_a_job_that_does_not_run(doctor, site, monkeypatch, says, words, told, remedy, cancelled):
+    monkeypatch.setattr("ultrabench.launchers.doctor.checkup_folder.uuid.uuid4", FixedId)
+    for key, said in says.items():
+        said, *code = [said] if isinstance(said, str) else said
+        site.change(key, said.replace("NAME", "ub-.doctor-abcdef01-checkup"), *code)
+    code, checks, said = doctor("launcher=slurm", "launcher.grace_s=0.5", "--wait", "0.2", *words)
     assert code == 1
     assert told in checks["job"]["told"]
-    assert told in said, "progress says why"
-    assert remedy in checks["job"]["remedy"]
-    assert "scancel 7\n" in site.asked
+    assert remedy in (checks["job"]["remedy"] or "")
+    assert "queue" not in says or "job 7 " in said, "progress tells how the job is"
+    assert [line for line in site.asked if line.startswith("scancel")] == cancelled * [
+        f"scancel --user={os.getuid()} --name=ub-.doctor-abcdef01-checkup"
+    ]
 
 
-def test_a_job_that_fails_without_a_word(doctor, site):
-    site.queue = "7_0|7|FAILED|0:01|gpu01|NonZeroExitCode|x\n"
-    code, checks, _ = doctor("launcher=slurm", "launcher.grace_s=0.5")
-    assert code == 1
-    assert "exit code 3:0" in checks["job"]["told"]
-    assert "it wrote no " in checks["job"]["told"]
-    assert "results_dir=" in checks["job"]["remedy"]
-    assert "scancel" not in site.asked.replace("scancel --version", "")
+class FixedId:
+    hex = "abcdef01" * 4
 
 
-def test_write_is_for_slurm(doctor):
-    for words, code, line in (
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
         (("launcher=local", "--write"), 2, "leave launcher=local out"),
         (("--write",), 3, "there is no sbatch on PATH"),
         (("--write", "--name", "a/b"), 3, "there is no sbatch on PATH"),
-    ):
-        got, _, said = doctor(*words, write=False)
-        assert (got, line in said) == (code, True), said
+        (("--partition", "debug"), 2, "set launcher.partition=debug"),
+    ],
+)
+def test_mistakes_where_there_is_no_slurm(doctor, words, code, line):
+    got, _, said = doctor(*words, write=False)
+    assert (got, line in said) == (code, True), said
 
 
 def test_write(doctor, site, tmp_path):
-    code, checks, _ = doctor("--write", "--name", "alps", "--wait", "0")
+    words = ("cluster=alps", "--write", "--name", "alps", "--wait", "0")
+    code, checks, _ = doctor(*words)
     assert code == 0
     assert checks["partition"]["told"].startswith("hopper (the default)")
     path = tmp_path / "here/ultrabench/cluster/alps.yaml"
     assert "partition: hopper\ngres: gpu:h100:8\n" in path.read_text()
+    asked = "\n".join(site.asked)
     for question in ("scontrol show config", "scontrol --all", "sinfo --all", "show assoc", "show user"):
-        assert site.asked.count(question) == 1, "Slurm is asked once for the file and the checks"
-    code, checks, said = doctor("--write", "--name", "alps", "--wait", "0")
+        assert asked.count(question) == 1, "Slurm is asked once for the file and the checks"
+    code, checks, said = doctor(*words)
     assert (code, checks) == (2, {})
     assert "alps.yaml exists; give --force" in said
-    assert doctor("--write", "--name", "alps", "--wait", "0", "--force")[0] == 0
+    assert doctor(*words, "--force")[0] == 0
     assert doctor("--write", "--name", "local", "--wait", "0")[0] == 2
     assert [p.name for p in path.parent.iterdir()] == ["alps.yaml"]
 
@@ -319,12 +266,8 @@ def test_write_for_one_partition(doctor, tmp_path):
     words = ("--write", "--partition", "debug", "--name", "short", "sweep.nodes=[1]", "--wait", "0")
     code, checks, _ = doctor(*words)
     assert (code, checks["partition"]["told"].partition(":")[0]) == (0, "debug")
-    (path,) = (tmp_path / "here/ultrabench/cluster").iterdir()
-    text = path.read_text()
-    assert (path.name, "partition: debug\n" in text, "# nodes: 2, 2 up; of one job: 2" in text) == (
-        "short.yaml", True, True
-    )  # fmt: skip
+    text = (tmp_path / "here/ultrabench/cluster/short.yaml").read_text()
+    assert "partition: debug\n" in text
+    assert "# nodes: 2, 2 up; of one job: 2" in text
     code, _, said = doctor("--write", "--partition", "debog", "--name", "other", "--wait", "0")
     assert (code, "did you mean debug?" in said) == (2, True)
-    code, _, said = doctor("--partition", "debug", "--wait", "0")
-    assert (code, "set launcher.partition=debug" in said) == (2, True)

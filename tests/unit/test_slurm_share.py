@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.unit.allocations import CONFIG, with_launcher
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.slurm.limits import Limits
-from ultrabench.launchers.slurm.share import SHARE, _max_minutes, node_share
+from ultrabench.launchers.slurm.share import SHARE, node_share
 
 HOPPER = Limits(name="hopper", total_nodes=16)
 
@@ -79,28 +79,12 @@ def test_every_size_of_a_sweep_can_be_submitted(nodes, asked, total, most, user)
 
 
 @pytest.mark.parametrize(
-    ("asked", "limits", "most"),
-    [
-        (None, {}, None),
-        (90, {}, None),
-        (None, {"max_time_minutes": 60}, 60),
-        (60, {"max_time_minutes": 60}, 60),
-        (None, {"max_time_minutes": 60, "max_wall_minutes": 30}, 30),
-        (None, {"max_wall_minutes": 30}, 30),
-    ],
-)
-def test_the_longest_time_of_a_job(asked, limits, most):
-    assert _max_minutes(with_launcher(time_minutes=asked), replace(HOPPER, **limits)) == most
-
-
-@pytest.mark.parametrize(
-    "limits", [{"max_time_minutes": 60}, {"max_wall_minutes": 60, "max_time_minutes": 90}]
-)
-def test_a_longer_time_than_that_is_refused(limits):
-    with pytest.raises(
-        ConfigError, match=r"launcher\.time_minutes=61; partition hopper allows 60: set at most"
-    ):
-        _max_minutes(with_launcher(time_minutes=61), replace(HOPPER, **limits))
+    ("limits", "most"),
+    [({}, None), ({"max_time_minutes": 60}, 60), ({"max_wall_minutes": 30}, 30),
+     ({"max_time_minutes": 60, "max_wall_minutes": 30}, 30), ({"max_time_minutes": 60, "max_wall_minutes": 90}, 60)],
+)  # fmt: skip
+def test_the_longest_time_of_a_job(limits, most):
+    assert replace(HOPPER, **limits).job_minutes == most
 
 
 def test_the_sweep_of_a_laptop_fits_a_small_cluster():

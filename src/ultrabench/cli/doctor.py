@@ -4,35 +4,26 @@ from typing import Annotated
 
 import typer
 
-WAIT_S = 300.0
+OVERRIDES = "Hydra overrides, such as cluster=mine hardware=h100x8."
 
 
 def doctor(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OVERRIDES]...", help="Hydra overrides, such as cluster=mine hardware=h100x8."
-        ),
-    ] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="Write ./ultrabench/cluster/NAME.yaml from what Slurm says.")
-    ] = False,
-    name: Annotated[str, typer.Option("--name", help="Name of the configuration to write.")] = "mine",
-    partition: Annotated[
-        str | None,
-        typer.Option(
-            "--partition", help="Partition to write it for; by default launcher.partition or the site's."
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --write overwrite.")] = False,
-    wait: Annotated[
-        float,
-        typer.Option("--wait", min=0.0, metavar="SECONDS", help="For the job on a node; 0: submit none."),
-    ] = WAIT_S,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Then an acceptance run of at most 3 GPU hours on 1 and 2 nodes.")
-    ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[OVERRIDES]...", help=OVERRIDES)] = None,
+    write: bool = typer.Option(
+        False, "--write", help="Write ./ultrabench/cluster/NAME.yaml from what Slurm says."
+    ),
+    name: str = typer.Option("mine", help="Name of the configuration to write."),
+    partition: str | None = typer.Option(
+        None, help="Partition to write it for; by default launcher.partition or the site's."
+    ),
+    force: bool = typer.Option(False, "--force", help="Let --write overwrite."),
+    wait: float = typer.Option(
+        300.0, min=0.0, metavar="SECONDS", help="For the job on a node; 0: submit none."
+    ),
+    deep: bool = typer.Option(
+        False, "--deep", help="Then an acceptance run of at most 3 GPU hours on 1 and 2 nodes."
+    ),
+    json_: bool = typer.Option(False, "--json", help="One JSON document on stdout."),
 ) -> None:
     """Tell whether this cluster is usable, each failure with its remedy.
 

@@ -8,9 +8,9 @@ from rich.text import Text
 from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor.acceptance import run_acceptance
-from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped, warned
+from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
-from ultrabench.launchers.doctor.examine import examine, reachable, why_not_slurm
+from ultrabench.launchers.doctor.examine import ACCESS, examine, failures, why_not_slurm
 from ultrabench.launchers.slurm.limits import read_limits
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.record import to_dict
@@ -53,28 +53,30 @@ def run_doctor(
             f"--partition {partition} without --write; to check it, set launcher.partition={partition}"
         )
     site = Site()
-    given, why_local = _with_launcher(site, overrides)
+    # What is about to be written cannot be named before.
+    given, why_local = _with_launcher(site, [o for o in overrides if o != f"cluster={write}"])
     given = _with_acceptance(given) if deep else given
     given += [f"launcher.partition={partition}"] if partition else []
     config = load_config(given)
     if write is not None:
         _write(config, site, write, force, why_local)
-        if not _names("cluster", overrides):
+        if not _names("cluster", given):
             config = load_config([*given, f"cluster={write}"])
     checks = examine(config, site, wait_s=wait_s, say=say)
     if deep:
-        bad = " and ".join(c.name for c in checks if c.status is CheckStatus.FAIL)
+        bad = " and ".join(failures(checks))
         skip = [skipped("acceptance run", f"not begun, because {bad} failed")] if bad else []
         checks += skip or run_acceptance(config, say)
     if why_local and "sbatch is here" in why_local:
-        checks.insert(0, warned("slurmctld", why_local, "if a cluster was meant: launcher=slurm looks at it"))
+        remedy = "if a cluster was meant: launcher=slurm looks at it"
+        checks.insert(0, Check(name="slurmctld", status=CheckStatus.WARN, told=why_local, remedy=remedy))
     if as_json:
         print_json([to_dict(check) for check in checks])
     else:
         _show(config, checks)
     counts = {v: sum(c.status is v for c in checks) for v in CheckStatus}
     say(", ".join(f"{counts[v]} {v}" for v in CheckStatus if counts[v]))
-    if not reachable(checks) and config.launcher.name == "slurm":
+    if config.launcher.name == "slurm" and ACCESS.keys() & failures(checks):
         return ClusterError.exit_code
     return int(counts[CheckStatus.FAIL] > 0)
 

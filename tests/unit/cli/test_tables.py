@@ -56,7 +56,7 @@ def test_long_reasons_share_the_room_and_only_overlong_words_are_broken():
 @pytest.mark.parametrize("width", [50, 80])
 def test_the_remedy_of_a_check_is_there_on_a_narrow_terminal_too(width, monkeypatch, capsys):
     monkeypatch.setattr("ultrabench.cli.tables.WIDE", width)
-    _show(QUICK.config, [failed("results folder", "cannot be written: /somewhere/far/away", "mend it")])
+    _show(QUICK.config, [failed("cannot be written: /somewhere/far/away", "mend it").named("results folder")])
     text = " ".join(capsys.readouterr().out.split())
     assert "remedy: mend it" in text
 

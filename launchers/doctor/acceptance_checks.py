@@ -1,0 +1,164 @@
+"""What the sweeps of an acceptance run prove: the same loss, memory that lacks, the speed of others."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from ultrabench.errors import ConfigError, counted
+from ultrabench.launchers.doctor.check import FAIL, Check, failed, first_problem, passed
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.state import SweepState, final_attempts
+from ultrabench.sweep.candidate import Candidate
+from ultrabench.sweep.compose import read_yaml, search_path
+from ultrabench.sweep.config import SweepConfig, load_model
+from ultrabench.sweep.losses import TOLERANCE
+from ultrabench.sweep.plan import Plan
+
+LEAST = 0.7
+"""Least share of the published speed: another training program may be slower, and a network at half its rate is found."""
+WORDS = ("dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a sweep of an acceptance run."""
+
+    folder: SweepFolder
+    runs: Sequence[Candidate]
+    state: SweepState
+    stopped: str | None
+    """Why it ended before everything was done."""
+
+    def result(self, run: Candidate) -> RunResult | None:
+        """How the run ended after all its attempts; None when it never did."""
+        final = final_attempts(self.state).get((run.run_id, 0))
+        return final.result if final else None
+
+    def failed(self, run: Candidate) -> Check:
+        """The check that fails because of how this run ended."""
+        return failed(self.why(run), f"see {self.see(run)}")
+
+    def why(self, run: Candidate) -> str:
+        """In words how the run ended."""
+        result = self.result(run)
+        label = f"{run.layout.label()} on {counted(run.nodes, 'node')}"
+        if result is None:
+            return f"{label} has not run{f': {self.stopped}' if self.stopped else ''}"
+        return f"{label}: {result.status.value}{f', {result.reason}' if result.reason else ''}"
+
+    def see(self, run: Candidate) -> str:
+        """The command that shows everything about the run."""
+        place = f"--sweep {self.folder.word} --results-dir {shlex.quote(str(self.folder.path.parent))}"
+        return f"ultrabench sweep show {run.run_id} {place}"
+
+
+def check_losses(one: Outcome, layouts: Outcome) -> Check:
+    """Whether every layout has the loss that one GPU has."""
+    alone = one.result(one.runs[0])
+    if alone is None or alone.loss_final is None:
+        return failed(f"one GPU alone: {one.why(one.runs[0])}", f"see {one.see(one.runs[0])}")
+    wanted, allowed = alone.loss_final, TOLERANCE[one.runs[0].spec.kernel.precision]
+    off: dict[str, float] = {}
+    for run in layouts.runs:
+        result = layouts.result(run)
+        if result is None or result.status != Status.OK or result.loss_final is None:
+            return layouts.failed(run)
+        off[run.run_id] = abs(result.loss_final - wanted) / abs(wanted)
+    worst = max(layouts.runs, key=lambda run: off[run.run_id])
+    wrong, count = sum(difference > allowed for difference in off.values()), len(layouts.runs)
+    return first_problem(
+        f"{count - wrong} of {count} layouts have the loss of one GPU at step {alone.loss_step}: {wanted:.6f}; largest "
+        f"difference {off[worst.run_id]:.1g}, allowed {allowed:g}",
+        (wrong, FAIL, f"a GPU or a link that computes wrongly, or a bug of torch: compare hosts in {layouts.see(worst)}",
+         f"{worst.layout.label()} has another"),
+    )  # fmt: skip
+
+
+def check_memory(outcome: Outcome) -> Check:
+    """Whether a lack of memory is recognised as such, and confirmed."""
+    run = outcome.runs[0]
+    result, needs = outcome.result(run), f"predicted {run.prediction.peak_mem_bytes / 2**30:.0f} GiB"
+    if result and result.status == Status.OOM and result.confirmed:
+        return passed(f"{run.layout.label()}, {needs}: {result.reason}")
+    told = outcome.why(run) + (", but not confirmed" if result and result.status == Status.OOM else "")
+    remedy = f"GPUs have to be free, and of the memory that hardware= says; see {outcome.see(run)}"
+    return failed(f"{needs}: {told}", remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """The content of configs/published/HARDWARE.yaml, as far as it can be held against this configuration."""
+
+    model: dict[str, Any]
+    source: str
+    axes: dict[str, Any]
+    """Axes of a sweep that holds all published runs."""
+    runs: Mapping[tuple[int, ...], float]
+    """Nodes and WORDS -> tokens a second a GPU."""
+
+    def choose(self, plan: Plan) -> Sequence[Candidate]:
+        """The runs of `plan` that were published."""
+        return [run for run in plan.runs if _key(run) in self.runs]
+
+
+def published(config: SweepConfig) -> Published | None:
+    """What is known of the hardware of `config` at its precision, on no more than its nodes; None: nothing.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    names = (folder / "published" / f"{config.hardware.name}.yaml" for folder in search_path())
+    path = next((path for path in names if path.is_file()), None)
+    if path is None:
+        return None
+    told = read_yaml(path)
+    try:
+        rows = [row for one in told["runs"] if _fits(row := {"tp": 1, "pp": 1, "cp": 1} | one, config)]
+        axes = {word: sorted({row[word] for row in rows}) for word in ("nodes", *WORDS[1:])}
+        runs = {tuple(row[w] for w in ("nodes", *WORDS)): float(row["tokens_per_s_per_gpu"]) for row in rows}
+        known = Published(
+            model=to_dict(load_model(told["model"])), source=str(told["source"]), runs=runs,
+            axes=axes | {"seq_len": told["seq_len"], "gbs": told["gbs"], "pp_schedule": ["auto"]},
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error!r}; write it as configs/published/h100x8.yaml is") from error
+    return known if rows and told["precision"] == config.kernel.precision else None
+
+
+def check_speed(known: Published | None, outcome: Outcome | None) -> Check:
+    """Our speed beside the published one; where nothing is published, the fastest of ours."""
+    measured = [(run, outcome.result(run)) for run in outcome.runs] if outcome else []
+    ours = {run.run_id: _tokens_per_s_per_gpu(run, r) for run, r in measured if r and r.status == Status.OK}
+    shown = {run.run_id: f"{run.shape.name} {run.layout.label()} on {counted(run.nodes, 'node')}: "
+             f"{ours[run.run_id]:,.0f} tokens/s/GPU" for run, _ in measured if run.run_id in ours}  # fmt: skip
+    if known is None or outcome is None:
+        best = f"; ours: {shown[max(ours, key=ours.__getitem__)]}" if ours else ""
+        return passed(f"nothing is published of this hardware and precision to compare with{best}")
+    texts, slow = [], []
+    for run in outcome.runs:
+        if run.run_id not in ours:
+            return outcome.failed(run)
+        theirs = known.runs[_key(run)]
+        share = ours[run.run_id] / theirs
+        texts.append(f"{shown[run.run_id]}, published {theirs:,.0f} ({share:.0%})")
+        slow += [outcome.see(run)] if share < LEAST else []
+    look = f"under {LEAST:.0%}: look at clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
+    return first_problem(f"{'; '.join(texts)}; source {known.source}", (slow, FAIL, look + "".join(slow[:1])))
+
+
+def _fits(row: Mapping[str, int], config: SweepConfig) -> bool:
+    """Whether it used as many GPUs of as many nodes as may be tried."""
+    ranks = row["dp"] * row["tp"] * row["pp"] * row["cp"]
+    return row["nodes"] in config.axes.nodes and ranks == row["nodes"] * config.hardware.gpus_per_node
+
+
+def _key(run: Candidate) -> tuple[int, ...]:
+    return (run.nodes, *(getattr(run.layout, word) for word in WORDS))
+
+
+def _tokens_per_s_per_gpu(run: Candidate, result: RunResult) -> float:
+    return run.spec.tokens_per_step / median(result.step_times_s) / run.layout.world_size
