@@ -1,13 +1,12 @@
-"""The words of a figure: what stands in a cell, beside a panel and under the picture."""
+"""Numbers, layouts and notes in words, as figures and tables show them."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 
 import ultrabench
-from ultrabench.analysis.cells import Cell, Panel
 from ultrabench.errors import counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES, labels
@@ -29,22 +28,8 @@ def count(number: float, unit: str = "") -> str:
     return f"{number:.3g} {unit}".rstrip()
 
 
-def speed(cell: Cell) -> str:
-    """The headline of a cell: its MFU, else its rate where no peak is known."""
-    if cell.mfu is not None:
-        return percent(cell.mfu)
-    if cell.tokens_per_s_per_gpu is not None:
-        return count(cell.tokens_per_s_per_gpu, "tok/s")
-    return "ok"
-
-
-def layout_lines(cell: Cell) -> tuple[str, str]:
-    """The layout on two lines: how the ranks are spread, how the batch is cut."""
-    return layout_words(cell.layout)
-
-
 def layout_words(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The layout of a row of the result table, in the same two parts."""
+    """The layout of a row of results, in two parts: how the ranks are spread, how the batch is cut."""
     batch = AXES.index("mbs")
     return " ".join(labels(row, AXES[:batch])), " ".join(labels(row, AXES[batch:]))
 
@@ -57,29 +42,6 @@ def memory(held_bytes: float | None) -> str | None:
     if gib < 1:
         return f"{gib * 1024:.0f} MiB"
     return f"{gib:.1f} GiB" if gib >= 10 else f"{gib:.2f} GiB"
-
-
-def model_label(cell: Cell) -> tuple[str, str]:
-    """Name and size of a model."""
-    return cell.model, "" if cell.num_params is None else f"{count(cell.num_params)} params"
-
-
-def panel_title(panel: Panel) -> str:
-    """Hardware, kernel and workload of a panel."""
-    kernel = f"kernel {panel.kernel or '?'}" + (f" ({panel.precision})" if panel.precision else "")
-    parts = [panel.hardware or "unknown hardware", kernel]
-    if panel.seq_len is not None:
-        parts.append(f"seq_len {panel.seq_len:,}")
-    if panel.gbs is not None:
-        tokens = "" if panel.seq_len is None else f" ({count(panel.gbs * panel.seq_len)} tokens)"
-        parts.append(f"gbs {panel.gbs:,}{tokens}")
-    return " | ".join(parts)
-
-
-def scale_label(cells: Sequence[Cell]) -> str:
-    """What the colour means."""
-    measured = any(cell.peak_source == "measured" for cell in cells)
-    return f"MFU (% of {'measured ' if measured else ''}peak)"
 
 
 def doubts(table: pa.Table) -> list[str]:

@@ -1,13 +1,12 @@
 """The best layout of each cell, with those that are as good, or why there is none."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import count
 from math import hypot
-from statistics import median
 
+import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.rows import Row
@@ -25,9 +24,8 @@ _SHAPE = (
 )  # fmt: skip
 _KEY = (*_PANEL, *_SHAPE, "nodes")
 """A cell: two models of one name and different shape are two cells, and so are two batches."""
-_WINNER = (
-    "mfu", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source",
-)  # fmt: skip
+_RUN = ["cell", "run_id"]
+_WINNER = ("mfu", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source")
 _OTHERS = (
     "run_id", "status", "rule", "reason", "suspect", "stopped", "step_time_ci95_rel", "sweep", "allocation",
     "control", "control_ratio", "attempt", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes",
@@ -43,17 +41,8 @@ _AS_SURE_AS_STEP_TIME = frozenset({
     "model_flops_per_s_per_gpu", "control_ratio",
 })  # fmt: skip
 """Columns proportional to the step time or its inverse: its relative interval is theirs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Contender:
-    """A run with its goodness (larger is better) and the interval of it over its repeats."""
-
-    run_id: str
-    goodness: float
-    low: float
-    high: float
-    row: Row
+_TIERS = {"ok": 0, None: 2, "skipped": 3}
+"""Order of the runs that may not win, by status; those that failed or ran out of memory have 1."""
 
 
 def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False) -> list[Cell]:
@@ -66,131 +55,123 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     Raises:
         ConfigError: `rank_by` is no numeric column.
     """
-    groups = _groups(table, rank_by)
-    return [_cell(rows, rank_by, include_suspects) for rows in groups]
+    rows, frame = _final(table, rank_by)
+    winners = dict(iter(_winners(rows, frame, rank_by, include_suspects).groupby("cell")))
+    return [
+        _cell([rows[i] for i in held.index], rows, winners.get(number))
+        for number, held in frame.groupby("cell")
+    ]
 
 
 def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list[Row]]:
     """The runs of each cell, each as the row that stands for it, with its rank among all of them.
 
-    In a cell those that may win stand first, as `rank` orders them, then the other ok runs, failed
-    ones, those that run or wait, and those that were skipped. `best` and `as_good_as_best` mark winners.
+    In a cell those that may win stand first, as `rank` orders them, then the other ok runs, those that
+    failed or ran out of memory, those that run or wait, and those that were skipped. `best` and
+    `as_good_as_best` mark winners.
 
     Raises:
         ConfigError: `rank_by` is no numeric column, or no ok run has a value in it.
     """
-    number = count(1)
-    cells = [[*_places(rows, rank_by)] for rows in _groups(table, rank_by)]
-    oks = [row for rows in cells for row in rows if row["status"] == "ok"]
-    if oks and all(row[rank_by] is None for row in oks):
+    rows, frame = _final(table, rank_by)
+    rest = frame[frame["status"] != "rejected"]
+    rest = rest.iloc[(rest["status"] == "ok").argsort(kind="stable")].drop_duplicates(_RUN, keep="last")
+    rest = rest.assign(
+        tier=[_TIERS.get(rows[i]["status"], 1) for i in rest.index],
+        goodness=_sign(rank_by) * rest[rank_by].fillna(0.0),
+        best=False,
+        as_good_as_best=False,
+    )
+    runs = pd.concat([_winners(rows, frame, rank_by).assign(tier=-1), rest]).drop_duplicates(_RUN)
+    oks = runs[runs["status"] == "ok"]
+    if len(oks) and oks[rank_by].isna().all():
         raise ConfigError(
             f"no ok run has a value in {rank_by}; rank by another column of docs/results-schema.md"
         )
-    return [[{"rank": next(number), **row} for row in rows] for rows in cells]
+    runs["ranked_by"] = runs.groupby("cell")["ranked_by"].transform("first").fillna(rank_by)
+    runs = runs.sort_values(["cell", "tier", "goodness", "run_id"], ascending=[True, True, False, True])
+    marks = runs[["ranked_by", "best", "as_good_as_best"]].to_dict("records")
+    told = [{"rank": n, **rows[i], **mark} for n, i, mark in zip(count(1), runs.index, marks, strict=False)]
+    return [[told[n] for n in at] for at in runs.reset_index().groupby("cell").indices.values()]
 
 
-def _places(rows: Sequence[Row], rank_by: str) -> Iterator[Row]:
-    by, winners = _ranked([row for row in rows if _fit(row, rank_by, include_suspects=False)], rank_by)
-    for n, held in enumerate(winners):
-        close = n > 0 and held.high >= winners[0].low
-        yield {**held.row, "ranked_by": by, "best": n == 0, "as_good_as_best": close}
-    known = {held.run_id for held in winners}
-    others = sorted((r for r in rows if r["run_id"] not in known), key=lambda r: r["status"] == "ok")
-    sign = -1 if rank_by in _LOWER_IS_BETTER else 1
-    tiers = {"ok": 0, None: 2, "skipped": 3}
-    for row in sorted(
-        {r["run_id"]: r for r in others if r["status"] != "rejected"}.values(),
-        key=lambda r: (tiers.get(r["status"], 1), -sign * (r[rank_by] or 0.0), r["run_id"]),
-    ):
-        yield {**row, "ranked_by": by, "best": False, "as_good_as_best": False}
+def _sign(rank_by: str) -> int:
+    return -1 if rank_by in _LOWER_IS_BETTER else 1
 
 
-def _groups(table: pa.Table, rank_by: str) -> list[list[Row]]:
-    """The final rows of each cell, the cells in their order."""
+def _final(table: pa.Table, rank_by: str) -> tuple[list[Row], pd.DataFrame]:
+    """The final rows of runs that train a model, and the same rows as a frame with the number of their cell."""
     numeric = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if rank_by not in numeric:
         raise ConfigError(unknown_name("column to rank by", rank_by, numeric))
-    wanted = list(dict.fromkeys((*_KEY, *AXES, *_WINNER, *_OTHERS, "is_final", rank_by)))
-    groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
-    for row in table.select(wanted).to_pylist():
-        if row["is_final"] and row["model"] is not None and row["nodes"] is not None:
-            groups[tuple(row[k] for k in _KEY)].append(row)
-    return [groups[key] for key in sorted(groups, key=_nulls_first)]
+    wanted = dict.fromkeys((*_KEY, *AXES, *_WINNER, *_OTHERS, "is_final", rank_by))
+    final = table.select([*wanted]).filter(
+        pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
+    )
+    frame = final.to_pandas()
+    in_order = frame.sort_values([*_KEY], na_position="first")
+    frame["cell"] = in_order.groupby([*_KEY], dropna=False, sort=False).ngroup()
+    return final.to_pylist(), frame
 
 
-def _nulls_first(key: tuple[object, ...]) -> tuple[tuple[bool, object], ...]:
-    return tuple((value is not None, value if value is not None else 0) for value in key)
+def _winners(
+    rows: Sequence[Row], frame: pd.DataFrame, rank_by: str, include_suspects: bool = False
+) -> pd.DataFrame:
+    """A row for each run that may win, the repeat nearest to the median; in a cell the best run is first.
+
+    New columns: `ranked_by`, the column that is compared in the cell; `goodness`, larger is better; `best`,
+    and `as_good_as_best` where the intervals of all repeats overlap with those of the best.
+    """
+    allowed = [may_win(r["status"], r["stopped"], None if include_suspects else r["suspect"]) for r in rows]
+    fit = frame[pd.Series(allowed, index=frame.index, dtype=bool) & frame[rank_by].notna()]
+    controlled = _controlled(fit) & (rank_by == DEFAULT_RANK_BY)
+    value = fit["control_ratio"].where(controlled, fit[rank_by])
+    own = fit["step_time_ci95_rel"].fillna(0.0) * (rank_by in _AS_SURE_AS_STEP_TIME)
+    place = [fit["cell"], fit["sweep"], fit["allocation"]]
+    control = own.where(fit["run_id"] == fit["control"]).groupby(place, dropna=False).transform("last")
+    unsure = pd.Series(
+        map(hypot, own, control.where(controlled, 0.0).fillna(0.0)), index=fit.index, dtype=float
+    )
+    bounds = pd.concat([_sign(rank_by) * value * (1 + side * unsure) for side in (-1, 1)], axis=1)
+    fit = fit.assign(
+        ranked_by=controlled.map({True: "control_ratio", False: rank_by}),
+        value=value,
+        low=bounds.min(axis=1),
+        high=bounds.max(axis=1),
+    )
+    repeats = fit.groupby(_RUN)
+    middle = repeats["value"].transform("median")
+    fit["goodness"], fit["off"] = _sign(rank_by) * middle, (value - middle).abs()
+    fit["low"], fit["high"] = repeats["low"].transform("min"), repeats["high"].transform("max")
+    runs = fit.sort_values(["off", "value"]).drop_duplicates(_RUN)
+    runs = runs.sort_values(["cell", "goodness", "run_id"], ascending=[True, False, True])
+    runs["best"] = ~runs.duplicated("cell")
+    runs["as_good_as_best"] = ~runs["best"] & (runs["high"] >= runs.groupby("cell")["low"].transform("first"))
+    return runs
 
 
-def _cell(rows: Sequence[Row], rank_by: str, include_suspects: bool) -> Cell:
-    ended = {r["run_id"] for r in rows if r["status"] not in (None, "rejected", "skipped")}
-    shared = {k: rows[0][k] for k in (*_PANEL, "model", "nodes", "num_params")}
-    fit = [r for r in rows if _fit(r, rank_by, include_suspects)]
-    if not fit:
-        status, reason = why_empty(rows)
-        return Cell(run_id=None, status=status, reason=reason, num_runs=len(ended), **shared)
-    by, (best, *rest) = _ranked(fit, rank_by)
+def _controlled(fit: pd.DataFrame) -> pd.Series:
+    """Whether all rows of the cell were measured beside the same control layout."""
+    cells = fit.groupby("cell")
+    one = cells["control"].transform(lambda control: control.nunique(dropna=False)) == 1
+    return one & (cells["control_ratio"].transform("count") == cells["cell"].transform("size"))
+
+
+def _cell(held: Sequence[Row], rows: Sequence[Row], winners: pd.DataFrame | None) -> Cell:
+    """The cell of the rows `held`; `winners` is None when none of them may win."""
+    ended = {r["run_id"] for r in held if r["status"] not in (None, "rejected", "skipped")}
+    shared = {k: held[0][k] for k in (*_PANEL, "model", "nodes", "num_params")} | {"num_runs": len(ended)}
+    if winners is None:
+        status, reason = why_empty(held)
+        return Cell(run_id=None, status=status, reason=reason, **shared)
+    best = rows[winners.index[0]]
     return Cell(
-        run_id=best.run_id,
+        run_id=best["run_id"],
         status="ok",
         reason=None,
-        num_runs=len(ended),
-        as_good_as_best=tuple(c.run_id for c in rest if c.high >= best.low),
-        ranked_by=by,
+        as_good_as_best=tuple(winners.loc[winners["as_good_as_best"], "run_id"]),
+        ranked_by=winners["ranked_by"].iloc[0],
+        layout={k: best[k] for k in AXES},
         **shared,
-        layout={k: best.row[k] for k in AXES},
-        **{k: best.row[k] for k in _WINNER},
-    )
-
-
-def _ranked(fit: Sequence[Row], rank_by: str) -> tuple[str, list[_Contender]]:
-    """The column that orders the runs, and the runs, the best one first."""
-    by = "control_ratio" if rank_by == DEFAULT_RANK_BY and fit and _controlled(fit) else rank_by
-    return by, sorted(_contenders(fit, by), key=lambda c: (-c.goodness, c.run_id))
-
-
-def _fit(row: Row, rank_by: str, include_suspects: bool) -> bool:
-    """Whether a row may win."""
-    suspect = None if include_suspects else row["suspect"]
-    return row[rank_by] is not None and may_win(row["status"], row["stopped"], suspect)
-
-
-def _controlled(rows: Sequence[Row]) -> bool:
-    """Whether all were measured beside the same control layout."""
-    return len({r["control"] for r in rows}) == 1 and all(r["control_ratio"] is not None for r in rows)
-
-
-def _contenders(rows: Sequence[Row], by: str) -> list[_Contender]:
-    runs: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        runs[row["run_id"]].append(row)
-    unsure = {_place(r): r["step_time_ci95_rel"] for r in rows if r["run_id"] == r["control"]}
-    return [_contender(run_id, repeats, by, unsure) for run_id, repeats in runs.items()]
-
-
-def _place(row: Row) -> tuple[str, str]:
-    return (row["sweep"], row["allocation"])
-
-
-def _contender(
-    run_id: str, repeats: Sequence[Row], by: str, unsure: Mapping[tuple[str, str], float | None]
-) -> _Contender:
-    """The run at the median of its repeats; its interval holds those of all, its row is the nearest.
-
-    Args:
-        unsure: relative interval of the control's step time in each allocation.
-    """
-    sign = -1 if by in _LOWER_IS_BETTER else 1
-    middle = median(row[by] for row in repeats)
-    bounds = []
-    for row in repeats:
-        rel = row["step_time_ci95_rel"] if by in _AS_SURE_AS_STEP_TIME else None
-        rel = hypot(rel or 0.0, (by == "control_ratio" and unsure.get(_place(row))) or 0.0)
-        bounds += [sign * row[by] * (1 - rel), sign * row[by] * (1 + rel)]
-    return _Contender(
-        run_id=run_id,
-        goodness=sign * middle,
-        low=min(bounds),
-        high=max(bounds),
-        row=min(repeats, key=lambda row: (abs(row[by] - middle), row[by])),
+        **{k: best[k] for k in _WINNER},
     )

@@ -1,33 +1,62 @@
 """The picture of a ranking: models by nodes, MFU as colour, the best layout in each cell."""
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import matplotlib
-from matplotlib.colors import Colormap, Normalize
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from ultrabench.analysis.cells import Cell
-from ultrabench.analysis.figures.heatmap_cell import paint
-from ultrabench.analysis.figures.heatmap_panel import (
-    AXIS,
-    HEADER,
-    NAME_WIDTH,
-    RIGHT,
-    draw_labels,
-    draw_scale,
-    grid_axes,
-    grids_of,
-)
+from ultrabench.analysis.captions import count
+from ultrabench.analysis.cells import Cell, Panel
+from ultrabench.analysis.figures.heatmap_cell import Square, paint
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.errors import ConfigError, counted
 
 _TOP, _TITLE_LINE, _NOTE_LINE = 0.2, 0.26, 0.17
 """Inches of the margin above the title, a line of the title, a line of the notes."""
+_RIGHT, _HEADER, _AXIS = 1.15, 0.42, 0.62
+"""Inches around the squares of a panel: colour bar, title of the panel, node labels."""
+_NAME_WIDTH = 22
+"""Characters of a model's name on one line."""
+_COLOURS = "viridis"
+"""Even in lightness, so that it survives colour blindness and a grey printer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A panel with its rows (models) and columns (node counts)."""
+
+    panel: Panel
+    cells: Sequence[Cell]
+    models: Sequence[tuple[str, str]]
+    """Name and size of each model, the smallest one first."""
+    nodes: Sequence[int]
+    square: tuple[float, float]
+    """Width and height of a square in inches."""
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height of all squares in inches."""
+        return self.square[0] * len(self.nodes), self.square[1] * len(self.models)
+
+    def square_of(self, cell: Cell) -> Square:
+        """Where `cell` is drawn."""
+        return Square(self.nodes.index(cell.nodes), self.models.index(_model(cell)), *self.square)
 
 
 def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with: str | None = None) -> Figure:
-    """The heatmap as a matplotlib figure: one panel for each hardware, kernel and workload.
+    """The heatmap: one panel for each hardware, kernel and workload.
+
+    Args:
+        title: the sweep's name.
+        notes: stands under the picture.
+        compared_with: what compare_ratio is relative to.
 
     Raises:
         ConfigError: there are no cells.
@@ -37,43 +66,117 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
             "nothing to draw: the table has no cells; has anything been planned yet? Links are drawn by "
             "ultrabench plot comm"
         )
-    grids = grids_of(cells)
-    left = _left_margin(cells)
-    width = max(7.0, left + max(grid.width for grid in grids) + RIGHT)
+    grids = _grids(cells)
+    left = max(1.25, 0.35 + 0.1 * max(min(len(cell.model), _NAME_WIDTH) for cell in cells))
+    width = max(7.0, left + max(grid.size[0] for grid in grids) + _RIGHT)
     heading = textwrap.wrap(
         f"Best layout per cell: {title}", int((width - left) * 7.2), max_lines=3, placeholder=" ..."
     )
     lines = _note_lines(cells, notes, compared_with, width - left)
     foot = 0.2 + _NOTE_LINE * len(lines)
-    body = sum(HEADER + grid.height + AXIS for grid in grids)
-    height = _TOP + _TITLE_LINE * len(heading) + body + foot
+    top = foot + sum(_HEADER + grid.size[1] + _AXIS for grid in grids)
+    height = top + _TITLE_LINE * len(heading) + _TOP
     picture = Figure(figsize=(width, height), facecolor="white")
     picture.text(left / width, 1 - _TOP / height, "\n".join(heading), fontsize=14,
                  fontweight="bold", va="top", linespacing=1.25)  # fmt: skip
-    cmap, norm = _colours(), Normalize(0, _scale_end(cells))
-    top = body + foot
     for grid in grids:
-        axes = grid_axes(picture, grid, left, top - HEADER)
-        for cell in grid.cells:
-            paint(axes, grid.square_of(cell), cell, cmap, norm, compared_with)
-        draw_labels(axes, grid, width - left)
-        if any(cell.mfu is not None for cell in grid.cells):
-            draw_scale(picture, grid, left, top - HEADER, cmap, norm)
-        top -= HEADER + grid.height + AXIS
+        axes = _draw_squares(picture, grid, left, top - _HEADER, _scale_end(cells), compared_with)
+        _draw_labels(axes, grid, width - left)
+        top -= _HEADER + grid.size[1] + _AXIS
     picture.text(left / width, foot / height, "\n".join(lines), fontsize=7.5, color=GREY,
                  va="top", linespacing=1.35)  # fmt: skip
     return picture
 
 
-def _left_margin(cells: Sequence[Cell]) -> float:
-    """Inches for the models' names."""
-    longest = max(min(len(cell.model), NAME_WIDTH) for cell in cells)
-    return max(1.25, 0.35 + 0.1 * longest)
+def _grids(cells: Sequence[Cell]) -> list[Grid]:
+    """The panels of a picture: cells of different hardware, kernel or workload never share one."""
+    panels: dict[Panel, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        panels[cell.panel].append(cell)
+    few = max(len({cell.nodes for cell in held}) for held in panels.values()) <= 2
+    compared = any(cell.compare_ratio is not None for cell in cells)
+    grids = []
+    for panel, held in panels.items():
+        sizes = {_model(cell): cell.num_params or 0 for cell in held}
+        height = 1.4 if len(sizes) == 1 else 1.3 if compared else 1.15
+        grid = Grid(
+            panel=panel,
+            cells=held,
+            models=sorted(sizes, key=lambda label: (sizes[label], label)),
+            nodes=sorted({cell.nodes for cell in held}),
+            square=(2.0 if few else 1.5, height),
+        )
+        grids.append(grid)
+    return grids
 
 
-def _colours() -> Colormap:
-    """Viridis: even in lightness, so it survives colour blindness and a grey printer."""
-    return matplotlib.colormaps["viridis"]
+def _draw_squares(
+    picture: Figure, grid: Grid, left: float, top: float, end: float, compared_with: str | None
+) -> Axes:
+    """The squares of a panel and its colour bar, `left` and `top` inches from the lower left corner.
+
+    Args:
+        end: MFU in percent at the end of the colour scale.
+    """
+    (wide, high), (width, height) = grid.size, picture.get_size_inches()
+    down = (top - high) / height
+    axes = picture.add_axes((left / width, down, wide / width, high / height))
+    mfu = pd.DataFrame(index=range(len(grid.models)), columns=range(len(grid.nodes)), dtype=float)
+    for cell in grid.cells:
+        at = grid.square_of(cell)
+        mfu.loc[at.row, at.column] = None if cell.mfu is None else 100 * cell.mfu
+    known = bool(mfu.notna().any(axis=None))
+    bar = (
+        picture.add_axes(((left + wide + 0.25) / width, down, 0.18 / width, high / height)) if known else None
+    )
+    sns.heatmap(
+        mfu, vmin=0, vmax=end, cmap=_COLOURS, xticklabels=[f"{n:,}" for n in grid.nodes], yticklabels=False,
+        ax=axes, cbar=known, cbar_ax=bar, cbar_kws={"ticks": MaxNLocator(5, steps=[1, 2, 5, 10])},
+    )  # fmt: skip
+    axes.hlines(range(len(grid.models) + 1), 0, len(grid.nodes), colors="white", linewidth=2.5)
+    axes.vlines(range(len(grid.nodes) + 1), 0, len(grid.models), colors="white", linewidth=2.5)
+    axes.set_xlabel("nodes", color=GREY)
+    axes.tick_params(length=0, labelsize=10)
+    if bar is not None:
+        measured = "measured " * any(cell.peak_source == "measured" for cell in grid.cells)
+        bar.set_ylabel(f"MFU (% of{chr(10) if high < 2 else ' '}{measured}peak)", fontsize=9, color=GREY)
+        bar.tick_params(labelsize=8, length=2, color=GREY)
+    for cell in grid.cells:
+        share = None if cell.mfu is None else 100 * cell.mfu / end
+        colour = None if share is None else matplotlib.colormaps[_COLOURS](share)
+        paint(axes, grid.square_of(cell), cell, colour, compared_with)
+    return axes
+
+
+def _draw_labels(axes: Axes, grid: Grid, room: float) -> None:
+    """Names of the models on the left, what the panel shows above it, in `room` inches."""
+    for row, (name, size) in enumerate(grid.models):
+        names = textwrap.wrap(name, _NAME_WIDTH, max_lines=2)
+        x, y = -0.1 / grid.square[0], row + 0.5
+        nudge = 0.09 * len(names) / grid.square[1]
+        axes.text(x, y - (nudge if size else 0), "\n".join(names), ha="right", va="center",
+                  fontsize=11, fontweight="bold")  # fmt: skip
+        axes.text(x, y + nudge, size, ha="right", va="center", fontsize=7.5, color=GREY)
+    shown = _panel_title(grid.panel)
+    axes.text(0, -0.16 / grid.square[1], shown, fontsize=min(9.5, 120 * room / len(shown)),
+              color=GREY, va="center")  # fmt: skip
+
+
+def _model(cell: Cell) -> tuple[str, str]:
+    """Name and size of a model."""
+    return cell.model, "" if cell.num_params is None else f"{count(cell.num_params)} params"
+
+
+def _panel_title(panel: Panel) -> str:
+    """Hardware, kernel and workload of a panel."""
+    kernel = f"kernel {panel.kernel or '?'}" + (f" ({panel.precision})" if panel.precision else "")
+    parts = [panel.hardware or "unknown hardware", kernel]
+    if panel.seq_len is not None:
+        parts.append(f"seq_len {panel.seq_len:,}")
+    if panel.gbs is not None:
+        tokens = "" if panel.seq_len is None else f" ({count(panel.gbs * panel.seq_len)} tokens)"
+        parts.append(f"gbs {panel.gbs:,}{tokens}")
+    return " | ".join(parts)
 
 
 def _scale_end(cells: Sequence[Cell]) -> float:
@@ -84,8 +187,8 @@ def _scale_end(cells: Sequence[Cell]) -> float:
 
 
 def _note_lines(cells: Sequence[Cell], notes: str, compared_with: str | None, room: float) -> list[str]:
-    """Everything under the picture, wrapped to `room` inches."""
-    sentences = [notes] if notes else []
+    """Everything under the picture, wrapped to `room` inches; names are not cut at their hyphens."""
+    sentences = [notes]
     if any(cell.compare_ratio is not None for cell in cells):
         sentences.append(
             f"1.00x: as many tokens a second a GPU as the best of {compared_with or 'the other'}."
@@ -96,9 +199,4 @@ def _note_lines(cells: Sequence[Cell], notes: str, compared_with: str | None, ro
             f"In {close} of {counted(len(cells), 'cell')} other layouts are as good within the 95 % interval."
         )
     columns = int((room - 0.3) * 17)
-    return [line for sentence in sentences for line in _wrap(sentence, columns)]
-
-
-def _wrap(text: str, columns: int) -> list[str]:
-    """Lines of at most `columns` characters; names are not cut at their hyphens."""
-    return textwrap.wrap(text, columns, break_on_hyphens=False)
+    return [line for text in sentences for line in textwrap.wrap(text, columns, break_on_hyphens=False)]

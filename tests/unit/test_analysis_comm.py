@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -57,35 +58,38 @@ def test_a_probe_has_rates_and_is_no_run_of_a_model(tmp_path):
     assert rank(table_of(folder)) == []
 
 
+def points_of(folder, operation):
+    found = points(table_of(folder))
+    return found[found["operation"] == operation].drop(columns="operation").values.tolist()
+
+
 def test_points_join_repeats_and_take_a_node_alone_where_there_is_one(tmp_path):
     """Sizes that 24 ranks cut a little smaller are the same size."""
-    runs = [(1, 0, probe(90.0, 90.0, 2**20)), (3, 0, probe(8.0, 70.0, 2**20 // 96 * 96)),
-            (3, 1, probe(12.0, 70.0, 2**20 // 96 * 96))]  # fmt: skip
-    found = [p for p in points(table_of(sweep(tmp_path / "comm", *runs))) if p.operation == "allgather"]
     cut = 2**20 // 96 * 96
-    assert [(p.size_bytes, p.nodes) for p in found] == [(2**20, 1), (2**20, 3)]
-    assert found[0].median_bytes_per_s == 90.0 * 2**20
-    assert found[1].median_bytes_per_s == pytest.approx(10.0 * cut)
-    assert (found[1].p5_bytes_per_s, found[1].p95_bytes_per_s) == (4.0 * cut, 24.0 * cut)
+    runs = [(1, 0, probe(90.0, 90.0, 2**20)), (3, 0, probe(8.0, 70.0, cut)), (3, 1, probe(12.0, 70.0, cut))]
+    assert points_of(sweep(tmp_path / "comm", *runs), "allgather") == [
+        [2**20, 1, 45.0 * 2**20, 90.0 * 2**20, 180.0 * 2**20],
+        [2**20, 3, 4.0 * cut, pytest.approx(10.0 * cut), 24.0 * cut],
+    ]
 
 
 def test_runs_on_several_nodes_say_what_one_is_like_inside(tmp_path):
-    found = points(table_of(sweep(tmp_path / "comm", (2, 0, probe(8.0, 70.0, 2**20)))))
-    assert [(p.nodes, p.median_bytes_per_s / 2**20) for p in found if p.operation == "sendrecv"] == [
-        (1, 70.0), (2, 8.0)
-    ]  # fmt: skip
+    found = points_of(sweep(tmp_path / "comm", (2, 0, probe(8.0, 70.0, 2**20))), "sendrecv")
+    assert [(nodes, middle / 2**20) for _, nodes, _, middle, _ in found] == [(1, 70.0), (2, 8.0)]
 
 
-def test_the_figure_is_drawn_the_same_each_time(tmp_path):
-    table = table_of(sweep(tmp_path / "comm", *((n, 0, probe(9.0 / n, 9.0, 2**20, 2**28)) for n in (1, 2))))
-    for name in ("a.svg", "b.svg"):
-        drawn = points(table)
-        assert len(drawn) == 5 * 2 * 2
-        path = tmp_path / name
-        path.write_bytes(render(lambda: figure(drawn, title="comm", notes=notes(table)), path))  # noqa: B023
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    text = (tmp_path / "a.svg").read_text()
-    assert all(word in text for word in ("AllToAll", "SendRecv", "256 MiB", "1 MiB", "inside"))
+@pytest.mark.parametrize("gone", [None, "alltoall"])
+def test_the_figure_is_drawn_the_same_each_time(tmp_path, gone):
+    runs = [(n, 0, probe(9.0 / n, 9.0, 2**20, 2**28)) for n in (1, 2)]
+    for _, _, found in runs:
+        found["collectives"].pop(gone, None)
+    table = table_of(sweep(tmp_path / "comm", *runs))
+    drawn = points(table)
+    assert len(drawn) == (4 if gone else 5) * 2 * 2
+    svg = [render(lambda: figure(drawn, title="comm", notes=notes(table)), Path("f.svg")) for _ in range(2)]
+    assert svg[0] == svg[1]
+    for word in (b"AllToAll", b"SendRecv", b"256 MiB", b"1 MiB", b"inside", b"2</text>"):
+        assert word in svg[0]
 
 
 def test_nothing_to_draw_and_two_places_are_mistakes(tmp_path):

@@ -3,7 +3,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from ultrabench.analysis.captions import layout_lines, notes
+from ultrabench.analysis.captions import layout_words, notes
 from ultrabench.analysis.cells import compare
 from ultrabench.analysis.ranking import rank
 from ultrabench.analysis.schema import SCHEMA
@@ -219,4 +219,4 @@ def test_interleaved_schedules_of_different_depth_do_not_look_alike():
         *cells_of(row("four", 1.0, pp_schedule="interleaved", virtual_stages=4)),
     ]
     assert [cell.to_json()["virtual_stages"] for cell in cells] == [2, 4]
-    assert [layout_lines(cell)[1].rpartition(" ")[2] for cell in cells] == ["x2", "x4"]
+    assert [layout_words(cell.layout)[1].rpartition(" ")[2] for cell in cells] == ["x2", "x4"]
