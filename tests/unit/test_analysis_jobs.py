@@ -2,13 +2,12 @@
 
 import pytest
 
-from tests.unit.analysis_sweeps import LAYOUTS, OK, candidate, make_sweep, rows_of, spec_of
-from ultrabench.record import to_dict
+from tests.unit.analysis_sweeps import LAYOUTS, candidate, claim, make_sweep, rows_of, spec_of
 from ultrabench.result import RunResult, Status
+from ultrabench.store.events import AllocationPlanned, Claimed, Preflight, Start, Submitted
 from ultrabench.store.journal import JournalWriter
 
-SPECS = [spec_of(layout) for layout in LAYOUTS]
-CONTROL, OTHER = SPECS[:2]
+CONTROL, OTHER = (spec_of(layout) for layout in LAYOUTS[:2])
 FOUND = {
     "nodes": [{"host": "gpu01", "git_commit": "def"}, {"host": "gpu02", "git_commit": "def"}],
     "probe": {
@@ -20,27 +19,25 @@ CIRCUMSTANCES = ("gemm_flops_per_s", "allreduce_busbw_bytes_per_s", "git_commit"
 
 
 class Sweep:
-    """A sweep of two runs; what is said of it."""
+    """A sweep of a control run and another run; what its journal says."""
 
     def __init__(self, folder):
         self.folder = make_sweep(folder, [candidate(CONTROL), candidate(OTHER)])
         self.writer = JournalWriter(self.folder.journal, "agent")
         self.say = self.writer.write
 
-    def attempt(self, spec, times=None, allocation="a0", repeat=0, attempt=0, **claimed):
-        key = {"run_id": spec.run_id, "repeat": repeat, "attempt": attempt}
-        self.say("claimed", **key, allocation=allocation, spec=to_dict(spec), predicted={}, **claimed)
-        if times:
-            result = to_dict(RunResult(status=Status.OK, step_times_s=times))
-            self.say("result", **key, source="agent", result=result)
+    def attempt(self, spec, *times, n=0, status=Status.OK):
+        claim(self.writer, spec, n, result=RunResult(status=status, step_times_s=times), allocation=f"a{n}")
 
-    def planned(self, name="a0", control=CONTROL):
-        run_id = control.run_id if control else None
-        self.say("allocation_planned", allocation=name, nodes=1, limit_s=60.0, tasks=[], control=run_id)
+    def planned(self, n=0, control=CONTROL.run_id, found=None):
+        plan = AllocationPlanned(allocation=f"a{n}", nodes=1, limit_s=60.0, tasks=(), control=control)
+        self.say(plan)
+        if found is not None:
+            self.say(Preflight(allocation=f"a{n}", found=found))
 
-    def row(self, spec=OTHER, **key):
-        found = [r for r in rows_of(self.folder) if r["run_id"] == spec.run_id]
-        (row,) = [r for r in found if all(r[k] == v for k, v in key.items())]
+    def row(self, spec=OTHER, n=0):
+        told = [r for r in rows_of(self.folder) if r["run_id"] == spec.run_id and r["repeat"] in (n, None)]
+        (row,) = told
         return row
 
 
@@ -49,111 +46,71 @@ def sweep(tmp_path):
     return Sweep(tmp_path / "s")
 
 
-def test_the_job_of_a_row_is_that_of_its_claim(sweep):
-    sweep.say("submitted", allocation="a0", job={"job_id": "57_0", "name": "ub"})
-    sweep.attempt(OTHER, job={"job_id": "61_0", "restart": 1})
-    sweep.attempt(CONTROL, job=None)
-    assert sweep.row()["job_id"] == "61_0"
-    assert sweep.row(CONTROL)["job_id"] == "57_0"
-
-
-@pytest.mark.parametrize("job", [None, {}, {"host": "h", "pid": 7}, {"job_id": None}, "57_0", ["57_0"], 7])
-def test_a_row_without_a_job_has_no_number(sweep, job):
-    sweep.say("submitted", allocation="a0", job=job)
-    sweep.attempt(OTHER, (0.1,), job=job)
-    assert sweep.row()["job_id"] is None
+@pytest.mark.parametrize(
+    ("submitted", "claimed", "expected"),
+    [
+        ({"job_id": "57_0", "name": "ub"}, Start(job_id="61_0", restart=1), "61_0"),
+        ({"job_id": "57_0", "name": "ub"}, None, "57_0"),
+        ({"job_id": 57}, None, "57"),
+        ({"host": "h", "pid": 7}, None, None),
+        ({"job_id": None}, None, None),
+    ],
+)
+def test_the_job_of_a_row_is_that_of_its_claim_else_of_its_allocation(sweep, submitted, claimed, expected):
+    sweep.say(Submitted(allocation="a0", job=submitted))
+    sweep.say(Claimed(run_id=OTHER.run_id, repeat=0, attempt=0, allocation="a0", job=claimed))
+    assert sweep.row()["job_id"] == expected
 
 
 def test_every_row_of_an_allocation_knows_what_it_was_worth(sweep):
-    sweep.planned()
-    sweep.say("preflight", allocation="a0", found=FOUND)
-    sweep.attempt(CONTROL, (0.3, 0.2, 0.4))
-    sweep.attempt(OTHER, (0.1, 0.2, 0.15))
-    row = sweep.row()
-    assert (row["gemm_flops_per_s"], row["allreduce_busbw_bytes_per_s"]) == (6e14, 4e10)
-    assert row["allreduce_intra_node_busbw_bytes_per_s"] is row["allgather_busbw_bytes_per_s"] is None
-    assert row["git_commit"] == "def"
-    assert row["control_ratio"] == pytest.approx(0.3 / 0.15)
+    sweep.planned(found=FOUND)
+    sweep.attempt(CONTROL, 0.3, 0.2, 0.4)
+    assert [sweep.row()[name] for name in CIRCUMSTANCES] == [
+        None,
+        None,
+        "abc",
+        None,
+        None,
+    ]  # not attempted yet
+    sweep.attempt(OTHER, 0.1, 0.2, 0.15)
+    assert [sweep.row()[name] for name in CIRCUMSTANCES] == [
+        6e14,
+        4e10,
+        "def",
+        pytest.approx(0.3 / 0.15),
+        None,
+    ]
+    assert sweep.row()["allgather_busbw_bytes_per_s"] is None
     assert sweep.row(CONTROL)["control_ratio"] == 1.0
 
 
-def test_an_allocation_without_preflight_and_control_leaves_them_unknown(sweep):
-    sweep.planned(control=None)
-    sweep.attempt(OTHER, (0.1,))
-    row = sweep.row()
-    assert [row[name] for name in CIRCUMSTANCES] == [None, None, "abc", None, None]
-
-
 def test_a_control_counts_for_its_own_allocation_only(sweep):
-    for n, times in enumerate([(0.2,), (0.8,), None]):
-        sweep.planned(f"a{n}")
-        sweep.attempt(CONTROL, times, f"a{n}", repeat=n)
-        sweep.attempt(OTHER, (0.4,), f"a{n}", repeat=n)
-    assert [sweep.row(repeat=n)["control_ratio"] for n in range(3)] == [
-        pytest.approx(0.5),
-        pytest.approx(2.0),
-        None,
-    ]
+    for n, time in enumerate((0.2, 0.8)):
+        sweep.planned(n)
+        sweep.attempt(CONTROL, time, n=n)
+        sweep.attempt(OTHER, 0.4, n=n)
+    assert [sweep.row(n=n)["control_ratio"] for n in range(2)] == [pytest.approx(0.5), pytest.approx(2.0)]
 
 
-@pytest.mark.parametrize("status", [Status.CRASH, Status.OOM, Status.LOST])
-def test_a_control_that_failed_tells_nothing(sweep, status):
+@pytest.mark.parametrize(
+    ("control", "other"), [(Status.CRASH, Status.OK), (Status.OOM, Status.OK), (Status.OK, Status.HANG)]
+)
+def test_without_two_ok_ends_there_is_no_ratio(sweep, control, other):
     sweep.planned()
-    key = {"run_id": CONTROL.run_id, "repeat": 0, "attempt": 0}
-    sweep.attempt(CONTROL)
-    sweep.say(
-        "failed", **key, source="agent", result={"status": status.value, "reason": "x", "step_times_s": [0.1]}
-    )
-    sweep.attempt(OTHER, (0.4,))
+    sweep.attempt(CONTROL, 0.2, status=control)
+    sweep.attempt(OTHER, 0.4, status=other)
     assert sweep.row()["control_ratio"] is None
-    assert sweep.row(CONTROL)["control_ratio"] is None
-
-
-def test_a_run_that_failed_has_no_ratio(sweep):
-    sweep.planned()
-    sweep.attempt(CONTROL, (0.2,))
-    sweep.attempt(OTHER)
-    sweep.say("failed", run_id=OTHER.run_id, repeat=0, attempt=0, source="agent", result={"status": "hang"})
-    assert sweep.row()["control_ratio"] is None
-
-
-def test_candidates_that_were_not_attempted_have_none_of_it(sweep):
-    sweep.planned()
-    sweep.say("preflight", allocation="a0", found=FOUND)
-    sweep.attempt(CONTROL, (0.2,))
-    row = sweep.row()
-    assert [row[name] for name in CIRCUMSTANCES] == [None, None, "abc", None, None]
 
 
 @pytest.mark.parametrize(
     "found",
     [
-        {}, {"nodes": []}, {"nodes": [None]}, {"nodes": "x"}, {"nodes": {"a": 1}}, {"nodes": [{"git_commit": None}]},
-        {"nodes": [{"git_commit": 7}]}, {"probe": None}, {"probe": []}, {"probe": [1]}, {"probe": "x"}, {"probe": 7},
+        None, {}, {"nodes": [None]}, {"nodes": {"a": 1}}, {"nodes": [{"git_commit": 7}]}, {"probe": [1]},
         {"probe": {"collectives": 7}}, {"probe": {"gemm_flops_per_s": {}}},
     ],
 )  # fmt: skip
-def test_a_damaged_preflight_costs_no_row(sweep, found):
-    sweep.planned()
-    sweep.say("preflight", allocation="a0", found=found)
-    sweep.attempt(OTHER, (0.1,))
-    row = sweep.row()
-    assert row["status"] == "ok"
-    assert row["git_commit"] in ("abc", None)
-    assert row["gemm_flops_per_s"] is None
-
-
-def test_a_damaged_claim_costs_no_row(sweep):
-    key = {"run_id": OTHER.run_id, "repeat": 0, "attempt": 0}
-    sweep.say("claimed", **key, allocation="a0", spec="x", predicted=7, job=[])
-    sweep.say("result", **key, source="agent", result=to_dict(OK))
-    row = sweep.row()
-    assert (row["status"], row["job_id"], row["allocation"]) == ("ok", None, "a0")
-
-
-@pytest.mark.parametrize("allocation", [7, None, ["a"], ""])
-def test_an_odd_allocation_costs_no_row(sweep, allocation):
-    key = {"run_id": OTHER.run_id, "repeat": 0, "attempt": 0}
-    sweep.say("claimed", **key, allocation=allocation, spec=to_dict(OTHER), predicted={})
-    sweep.say("result", **key, source="agent", result=to_dict(OK))
+def test_without_preflight_and_control_a_row_knows_less(sweep, found):
+    sweep.planned(control=None, found=found)
+    sweep.attempt(OTHER, 0.1)
     assert sweep.row()["status"] == "ok"
+    assert [sweep.row()[name] for name in CIRCUMSTANCES] == [None, None, "abc", None, None]

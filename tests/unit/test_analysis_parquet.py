@@ -86,7 +86,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, specs):
 
 def test_collect_imports_neither_torch_nor_figures():
     code = (
-        "import sys, ultrabench.analysis.collect, ultrabench.analysis.ranking;"
+        "import sys, ultrabench.analysis.collect, ultrabench.analysis.captions;"
         "print(sorted({'torch', 'matplotlib', 'pandas', 'seaborn', 'hydra'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from tests.unit.cli.conftest import QUICK, as_json
 from ultrabench import __version__
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.store.events import Failed, Result
+from ultrabench.store.events import Claimed, Failed, Result
 from ultrabench.store.journal import JournalWriter
 
 
@@ -248,9 +248,14 @@ def test_results_are_not_written_into_a_file_of_another_kind(ultrabench, sweep, 
     assert not (tmp_path / "a.csv").exists()
 
 
-def test_time_between_runs_is_named_and_not_called_wasted(ultrabench, sweep):
+def test_time_of_ooms_and_failures_is_told_apart_and_not_called_wasted(ultrabench, sweep):
+    spec = QUICK.runs[2].spec
+    key = {"run_id": spec.run_id, "repeat": 0, "attempt": 0}
+    writer = JournalWriter(sweep.journal, "agent")
+    writer.write(Claimed(**key, allocation="a0", spec=to_dict(spec)))
+    writer.write(Failed(**key, result=RunResult(status=Status.OOM, duration_s=2.0)))
     out = ultrabench("sweep", "status")[1]
-    assert "of them in failed runs" in out
+    assert re.search(r"GPU hours, \d+% of them in OOMs, \d+% of them in failed runs", out)
     assert "wasted" not in out
 
 

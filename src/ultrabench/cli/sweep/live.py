@@ -110,19 +110,20 @@ def panel(now: Progress, busy: bool = True, bar: bool = False) -> RenderableType
 
 
 def counts_line(now: Progress, busy: bool = True) -> Text:
-    """`quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours, 4 % wasted`."""
+    """`quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours, 4% of them in failed runs`."""
     settled = {k: v for k, v in now.by_status.items() if k not in ("pending", "running")}
     shown = ", ".join(f"{v} {k}" for k, v in settled.items())
     total = now.useful_gpu_hours + now.wasted_gpu_hours
-    between = now.wasted_by_status.get("between_runs", 0.0)
-    shares = (("in failed runs", now.wasted_gpu_hours - between), ("between runs", between))
-    wasted = "".join(
-        f", {part / total:.0%} of them {where}" for where, part in shares if part / (total or 1) >= 0.005
+    between, ooms = (now.wasted_by_status.get(name, 0.0) for name in ("between_runs", "oom"))
+    failed = now.wasted_gpu_hours - between - ooms
+    shares = {"in OOMs": ooms, "in failed runs": failed, "between runs": between}
+    lost = "".join(
+        f", {part / total:.0%} of them {how}" for how, part in shares.items() if part / (total or 1) >= 0.005
     )
     left = now.by_status.get("pending", 0) + now.by_status.get("running", 0)
     eta = f", ETA {duration(now.eta_s)}" if left and busy and now.eta_s is not None else ""
     text = f"{now.sweep}: {sum(settled.values())} of {counted(now.runs, 'run')} settled"
-    return Text(f"{text}{f' ({shown})' if shown else ''}{eta}, {hours(total)} GPU hours{wasted}")
+    return Text(f"{text}{f' ({shown})' if shown else ''}{eta}, {hours(total)} GPU hours{lost}")
 
 
 def _running(now: Progress, busy: bool) -> list[RenderableType]:
@@ -149,7 +150,7 @@ def _best(now: Progress) -> list[RenderableType]:
 def _failures(now: Progress) -> list[RenderableType]:
     if not now.failures:
         return []
-    return [Text("last failures"), *(Text("  ").append(attempt_line(r, a)) for r, a in now.failures)]
+    return [Text("last failures and OOMs"), *(Text("  ").append(attempt_line(r, a)) for r, a in now.failures)]
 
 
 def _doubts(now: Progress) -> list[RenderableType]:
