@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -138,15 +139,16 @@ def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
     """Median step seconds of the same run of 2 CPU ranks, forked from a warm process and exec'd."""
     from ultrabench.kernel_config import KernelConfig
     from ultrabench.layout import Layout
-    from ultrabench.measure import Measure
     from ultrabench.record import to_dict
     from ultrabench.run import RunSpec, Task, Workload
-    from ultrabench.sweep.config import load_model
+    from ultrabench.sweep.config import load_config, load_model
 
     layout = Layout(dp=2, zero_stage=1, mbs=4)
     spec = RunSpec(shape=load_model("mini"), workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout,
                    kernel=KernelConfig(name="embedded"), nodes=1, gpus_per_node=2)  # fmt: skip
-    measure_ = Measure(warmup_steps=5, min_steps=60, max_steps=60, target_ci95_rel=1e-9)
+    measure_ = replace(
+        load_config([]).measure, warmup_steps=5, min_steps=60, max_steps=60, target_ci95_rel=1e-9
+    )
     task = Task(run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=measure_, device="cpu",
                 rank_mem_bytes=2**32, predicted_step_time_s=0.1, predicted_duration_s=10, limit_s=100)  # fmt: skip
     (folder / "task.json").write_text(json.dumps(to_dict(task)))

@@ -59,7 +59,7 @@ def attempts_left(
     repeats: int,
     accepts: Callable[[RunResult], bool] = lambda result: True,
     canary: bool = False,
-    policy: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
+    policy: RetryPolicy,
     confirm: int = 1,
     old: frozenset[AttemptKey] = frozenset(),
     doubted: Collection[AttemptKey] = (),

@@ -16,7 +16,7 @@ from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.sweep.checkpoint_config import is_path, read_checkpoint_config
 from ultrabench.sweep.compose import compose_tree, files, known_names, read_yaml
-from ultrabench.sweep.launcher_config import TEXTS, LauncherConfig
+from ultrabench.sweep.launcher_config import TEXTS, LauncherConfig, moved_to_sbatch
 from ultrabench.sweep.retry_policy import RetryPolicy
 
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
@@ -25,7 +25,7 @@ KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}")
 """Of a sweep: it names a folder and Slurm jobs, and stands in commands to be copied."""
 SCHEDULES = ("auto", *PP_SCHEDULES[1:])
-CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", *TEXTS})
+CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 """Of a cluster: what configs/launcher/slurm.yaml takes from it."""
 
 
@@ -88,7 +88,7 @@ class SweepConfig:
     models: tuple[ModelShape, ...]
     workload: Workload
     axes: Axes
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    retry: RetryPolicy
     repeats: int = 1
     profile: bool = False
     """Each run looks inside itself after its measured steps."""
@@ -128,14 +128,15 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     strangers = sorted(set(tree) - KEYS)
     if strangers:
         raise ConfigError(unknown_name("override", strangers[0], KEYS - {"names", "models"}))
-    for group in ("sweep", "hardware", "kernel", "launcher", "measure"):
+    for group in ("sweep", "hardware", "kernel", "launcher", "measure", "retry"):
         _require_mapping(group, tree[group])
-    for group in ("retry", "cluster"):
-        _require_mapping(group, tree.get(group) or {})
+    _require_mapping("cluster", tree.get("cluster") or {})
     names, cluster = tree["names"], tree["cluster"] or {}
     strangers = sorted(set(cluster) - CLUSTER_KEYS, key=str)
     if strangers:
-        raise ConfigError(unknown_name(f"key of cluster={names['cluster']}", strangers[0], CLUSTER_KEYS))
+        raise moved_to_sbatch(str(strangers[0])) or ConfigError(
+            unknown_name(f"key of cluster={names['cluster']}", strangers[0], CLUSTER_KEYS)
+        )
     sweep = dict(tree["sweep"])
     models = tuple(from_dict(ModelShape, m, where=f"model {m['name']}") for m in tree["models"])
     _distinct(models)
@@ -152,12 +153,12 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         cluster=str(cluster.get("name") or names["cluster"]),
         hardware=hardware,
         kernel=from_dict(KernelConfig, kernel, where="kernel"),
-        launcher=_launcher(tree["launcher"]),
+        launcher=_launcher(tree["launcher"], cluster),
         measure=from_dict(Measure, tree["measure"], where="measure"),
         models=models,
         workload=from_dict(Workload, workload, where="sweep"),
         axes=_axes(sweep),
-        retry=from_dict(RetryPolicy, tree.get("retry") or {}, where="retry"),
+        retry=from_dict(RetryPolicy, tree["retry"], where="retry"),
         repeats=tree["repeats"],
         profile=tree.get("profile", False),
         resolved=tree,
@@ -226,16 +227,26 @@ def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, st
     return tree | {"kernel": tree["kernel"] | {"env": shown}}, given
 
 
-def _launcher(values: dict[str, Any]) -> LauncherConfig:
-    """The launcher's values; null and "" stand for the default, but for what null turns off."""
-    given = {k: v for k, v in values.items() if v not in (None, "") or k in ("nice", "window")}
+def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
+    """The launcher's values; "" is null, and a null list is empty. Options of sbatch add to the cluster's."""
+    given = {k: None if v == "" else v for k, v in values.items()}
+    for key in given:
+        if given[key] is not None and (error := moved_to_sbatch(f"launcher.{key}")):
+            raise error
+    given |= {k: [] for k in ("python", "setup", "environment", "srun") if given.get(k, ()) is None}
     given |= {k: str(given[k]) for k in TEXTS if type(given.get(k)) is int}  # an account may be 1234
     if isinstance(given.get("python"), str):
         given["python"] = [given["python"]]
-    if isinstance(given.get("sbatch"), dict):
-        flags = {k: "" if v is None or v is True else v for k, v in given["sbatch"].items()}
-        given["sbatch"] = {str(k): str(v) for k, v in flags.items() if v is not False}
+    if "sbatch" in given:
+        options = [cluster.get("sbatch") or {}, given["sbatch"] or {}]
+        given["sbatch"] = next((o for o in options if not isinstance(o, dict)), None) or _flags(options)
     return from_dict(LauncherConfig, given, where="launcher")
+
+
+def _flags(options: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Options of sbatch as texts, the last ones win; null and true mean an option without a value, false none."""
+    given = {str(k): "" if v is None or v is True else v for told in options for k, v in told.items()}
+    return {k: str(v) for k, v in given.items() if v is not False}
 
 
 def load_model(name: str) -> ModelShape:

@@ -8,6 +8,7 @@ import yaml
 
 import ultrabench
 from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.sweep.launcher_config import moved_to_sbatch
 
 WRITE_CLUSTER = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
 
@@ -24,6 +25,8 @@ def explain(
     unused = re.search(r"Could not override '([^']+)'", text)
     if unused and re.match(r"launcher\.sbatch(\.|$)", unused[1]):
         return f"{unused[1]}: options of sbatch are added; write +launcher.sbatch.NAME=VALUE"
+    if unused and (moved := moved_to_sbatch(unused[1])):
+        return str(moved)
     if unused:
         return unknown_override(unused[1], groups)
     value = re.search(r"Missing mandatory value: (\S+)", text)

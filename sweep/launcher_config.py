@@ -7,30 +7,43 @@ from dataclasses import dataclass, field, fields
 from ultrabench.errors import ConfigError, unknown_name
 
 LAUNCHERS = ("local", "slurm")
-TEXTS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "gres", "mem")
+TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 """Names and sizes in Slurm's own words."""
 _OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
                    "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
 """Options of sbatch that a launch rests on."""
 
 
+def moved_to_sbatch(key: str) -> ConfigError | None:
+    """The error for `key` if it is an option of sbatch that is no setting of its own."""
+    if key.removeprefix("launcher.") not in ("reservation", "constraint"):
+        return None
+    return ConfigError(
+        f"{key} is no setting, but an option of sbatch; write +launcher.sbatch.{key.removeprefix('launcher.')}=VALUE, or "
+        "in the file of a cluster sbatch: {NAME: VALUE}"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherConfig:
-    """Which launcher, and what it may do; everything from `partition` on is for Slurm."""
+    """Which launcher, and what it may do; the usual values stand in configs/launcher/.
+
+    Fields with a value here are for Slurm alone, and the value asks for nothing.
+    """
 
     name: str
-    pack: int | None = None
+    pack: int | None
     """Runs of one allocation at most; None: as many as fit allocation_minutes; 1: no control run."""
-    allocation_minutes: float = 20.0
+    allocation_minutes: float
     """Predicted duration that one allocation is filled up to."""
-    heartbeat_s: float = 5.0
+    heartbeat_s: float
     """How often the agents of one allocation show each other that they are alive."""
-    preflight: bool = True
+    preflight: bool
     """Measure devices and links at the start of every allocation."""
-    control: bool = False
+    control: bool
     """Begin every allocation with its cell's control layout; until a run of a node count has
     passed, only one allocation of that node count is submitted."""
-    window: str | None = None
+    window: str | None
     """Local time of day in which nodes may be used, such as 19:00-07:00; None: always."""
     max_jobs: int = 1
     """Allocations queued or running at most."""
@@ -39,8 +52,6 @@ class LauncherConfig:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    reservation: str | None = None
-    constraint: str | None = None
     exclude: str | None = None
     gres: str | None = None
     """Instead of --gpus-per-node, which is asked for otherwise on hardware with GPUs."""
@@ -49,8 +60,8 @@ class LauncherConfig:
     """--cpus-per-task; one task, the agent, runs on each node."""
     time_minutes: int | None = None
     """Of an allocation; None: from the predictions."""
-    exclusive: bool = True
-    nice: int | None = 1000
+    exclusive: bool = False
+    nice: int | None = None
     requeue: bool = False
     """Let Slurm start jobs again itself; lost runs are tried again without it."""
     python: tuple[str, ...] = ()
@@ -63,9 +74,9 @@ class LauncherConfig:
     """Further options of sbatch, without the dashes."""
     srun: tuple[str, ...] = ()
     """Further arguments of srun."""
-    poll_s: float = 30.0
+    poll_s: float = 0.5
     """Slurm is asked about jobs at most this often."""
-    grace_s: float = 60.0
+    grace_s: float = 0.0
     """A job that Slurm does not know is given up after this time."""
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ultrabench.errors import ConfigError, counted, unknown_name
 from ultrabench.result import CAUSES, RunResult, Status
@@ -23,21 +23,21 @@ SURE_OOM = 0.85
 agree, since the prediction may be wrong by about 15 %."""
 FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}
 
-ATTEMPTS = {"hang": 2, "comm_error": 2, "timeout": 1, "invalid": 1, "suspect": 1, "crash": 0, "oom": 0,
-            "node_fail": 5, "preempted": 5, "lost": 5, "cancelled": 5}  # fmt: skip
+ATTEMPTS = (*sorted(FAILURES), "suspect")
+"""Keys of retry.attempts: how a run can end in vain, and ok with a number in doubt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """The table of configs/retry/, where each value is explained."""
 
-    attempts: dict[str, int] = field(default_factory=lambda: dict(ATTEMPTS))
-    causes: dict[str, int] = field(default_factory=dict)
-    backoff_s: float = 0.0
-    backoff_max_s: float = 600.0
-    max_excluded: int = 8
-    forgive: tuple[str, ...] = ()
-    breaker: int | None = 10
+    attempts: dict[str, int]
+    causes: dict[str, int]
+    backoff_s: float
+    backoff_max_s: float
+    max_excluded: int
+    forgive: tuple[str, ...]
+    breaker: int | None
 
     def __post_init__(self) -> None:
         for name in (*self.attempts, *ATTEMPTS):

@@ -140,7 +140,7 @@ def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
         (theirs and not theirs & _models(hardware.gpu, *hardware.reported_as), FAIL,
          "set the hardware= that is there, or launcher.partition= or launcher.gres="),
         (have > own, WARN, f"the others stay idle; use all: {number}"),
-        (len(limits.kinds) > 1, WARN, "keep to one kind with launcher.constraint=",
+        (len(limits.kinds) > 1, WARN, "keep to one kind with +launcher.sbatch.constraint=",
          f"nodes differ: {'; '.join(limits.kinds)}"),
     )  # fmt: skip
 

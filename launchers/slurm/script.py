@@ -126,7 +126,7 @@ def _options(
     return {k: v for k, v in (options | texts).items() if v is not None}
 
 
-_SAME_NAME = ("partition", "account", "qos", "reservation", "constraint", "mem", "nice", "gres")
+_SAME_NAME = ("partition", "account", "qos", "mem", "nice", "gres")
 
 
 def _comment(sweep_dir: Path) -> str:

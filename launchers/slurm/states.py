@@ -112,11 +112,11 @@ _REMEDIES = (
      "the hours of its account or QOS are used up: set launcher.account= or launcher.qos="),
     (r"invalidaccount|accountnotallowed", "its account may not run there: set launcher.account="),
     (r"invalidqos|qosnotallowed", "its QOS may not be used there: set launcher.qos="),
-    (r"badconstraints", "no node is as asked for: set launcher.constraint= or launcher.partition="),
+    (r"badconstraints", "no node is as asked for: set +launcher.sbatch.constraint= or launcher.partition="),
     (r"maxmemperlimit", "more memory than jobs may have there: lower launcher.mem="),
     (r"reqnodenotavail.*maint", "kept free for maintenance: wait, or lower launcher.time_minutes="),
     (r"reqnodenotavail|nodedown", "nodes are down or reserved (`sinfo -R`): wait, or lower launcher.max_nodes="),
-    (r"reservationdeleted|reservation .*deleted", "its reservation is gone: set launcher.reservation= and cancel it"),
+    (r"reservationdeleted|reservation .*deleted", "its reservation is gone: set +launcher.sbatch.reservation= and cancel it"),
     (r"dependencyneversatisfied", "waits for a job that failed: cancel it"),
 )  # fmt: skip
 

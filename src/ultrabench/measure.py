@@ -10,32 +10,32 @@ MOST_CONFIRM = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """Measuring policy; not part of a run's identity."""
+    """Measuring policy, no part of a run's identity; the usual values stand in configs/measure/."""
 
-    warmup_steps: int = 5
+    warmup_steps: int
     """Steps dropped before measuring."""
-    min_steps: int = 6
+    min_steps: int
     """Measured steps at least; fewer give no interval."""
-    max_steps: int = 50
+    max_steps: int
     """Measured steps at most."""
-    target_ci95_rel: float = 0.01
+    target_ci95_rel: float
     """Stop when the half-width of the 95 % interval of the median step time is below this."""
-    loss_step: int = 5
+    loss_step: int
     """The step whose loss is compared between layouts; every layout runs at least this many."""
-    race: float | None = 1.3
+    race: float | None
     """Stop a run whose fastest step, of two measured ones at least, takes longer than this many times
     the step of the best run of its cell; None: measure all of them to the end."""
-    confirm: int = 1
+    confirm: int
     """Independent measurements of the contenders of a cell, each in another allocation."""
-    deadline_floor_s: float = 30.0
+    deadline_floor_s: float
     """No silence shorter than this is called a hang."""
-    start_deadline_s: float = 300.0
+    start_deadline_s: float
     """From the start of the ranks to the end of the first step, and while ranks look inside themselves,
     without any progress."""
-    run_limit_s: float = 1800.0
+    run_limit_s: float
     """Wall-clock limit of one attempt; three times the predicted duration where that is longer,
     and doubled after each time-out."""
-    log_mib_per_rank: float = 4.0
+    log_mib_per_rank: float
     """MiB that are kept of each rank's log when a run fails, half of them from its beginning; the same
     holds for each file of evidence of a hang."""
 

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.configs import measure as measure_of
 from tests.corpus.cases import CASES, Case
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.node_identity import NodeIdentity
@@ -21,7 +22,6 @@ from ultrabench.agent.ranks.watch import watch
 from ultrabench.kernel.check_spec import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
-from ultrabench.measure import Measure
 from ultrabench.processes import become_subreaper, descendants
 from ultrabench.run import RunSpec, Task, Workload
 from ultrabench.store.allocation import Allocation
@@ -29,7 +29,7 @@ from ultrabench.store.allocation import Allocation
 HERE = Path(__file__).parent
 TAIL = 2500
 """Characters of a log that are kept; the agent sends more."""
-MEASURE = Measure(
+MEASURE = measure_of(
     warmup_steps=2, max_steps=4000, target_ci95_rel=1e-9, deadline_floor_s=4.0, start_deadline_s=120.0
 )
 GIB = 2**30

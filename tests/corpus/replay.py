@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.configs import measure
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
-from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
 
 HERE = Path(__file__).parent
-MEASURE = Measure(warmup_steps=2, loss_step=3)
+MEASURE = measure(warmup_steps=2, loss_step=3)
 STACK = 'Traceback (most recent call last):\n  File "/src/train.py", line 88, in <module>\n    main()\n'
 
 

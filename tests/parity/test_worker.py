@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from test_layouts import spec_of
 
+from tests.configs import measure as measure_of
 from tests.patience import Deadline
 from ultrabench.kernel.check_spec import TINY
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.measure import Measure
 from ultrabench.rank_report import read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Task, Workload
@@ -35,7 +35,7 @@ def task_of(case: str, precision: str = "fp32", rank_mem_bytes: int = GIB) -> Ta
         nodes=1,
         gpus_per_node=layout.world_size,
     )
-    measure = Measure(warmup_steps=2, min_steps=6, max_steps=8, target_ci95_rel=1e-9, loss_step=5)
+    measure = measure_of(warmup_steps=2, min_steps=6, max_steps=8, target_ci95_rel=1e-9, loss_step=5)
     return Task(
         run_id=spec.run_id,
         repeat=0,

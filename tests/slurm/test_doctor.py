@@ -78,7 +78,7 @@ def test_gpus_that_are_not_there(sweeps):
         ("launcher.python=/nowhere/python", "/nowhere/python", "launcher.python="),
         ("launcher.python=/bin/false", "exit code 1:0", "launcher.python="),
         ("launcher.setup=['exit 9']", "exit code 9:0", "launcher.setup="),
-        ("launcher.constraint=nowhere", "Invalid feature specification", "launcher.constraint="),
+        ("+launcher.sbatch.constraint=nowhere", "Invalid feature specification", "+launcher.sbatch.constraint="),
         # The node has another folder under the name of ours.
         ("launcher.python=[unshare,--mount,sh,-c,'mount -t tmpfs none {folder} && exec {python} \"$@\"',sh]",
          "exit code 73:0", "results_dir="),

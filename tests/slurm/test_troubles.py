@@ -105,7 +105,7 @@ def test_sbatch_fails_three_times(sweeps):
 
 
 def test_sbatch_refuses_for_good(sweeps):
-    launched = sweeps.done(*sweeps.launch("fine", *FEW, "launcher.constraint=nowhere"))
+    launched = sweeps.done(*sweeps.launch("fine", *FEW, "+launcher.sbatch.constraint=nowhere"))
     assert launched.returncode == 3
     assert "Invalid feature specification" in launched.stderr
     assert "Traceback" not in launched.stderr

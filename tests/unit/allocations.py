@@ -4,12 +4,12 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
+from tests.configs import left
 from ultrabench.launchers.allocate import allocations
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.attempts import attempts_left
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.price import planned_jobs
@@ -41,10 +41,14 @@ def jobs_of(sweep, state=None, alive=frozenset(), max_limit_s=float("inf")):
     """What a launch would submit next."""
     state = state or SweepState()
     config = sweep.config
-    decision = attempts_left(
-        sweep.plan.runs, state, alive, repeats=config.repeats, accepts=sweep.accepts,
+    decision = left(
+        sweep.plan.runs,
+        state,
+        alive,
+        repeats=config.repeats,
+        accepts=sweep.accepts,
         canary=config.launcher.control,
-    )  # fmt: skip
+    )
     return planned_jobs(sweep.plan, decision.todo, state, max_limit_s=max_limit_s, untried=decision.untried)
 
 

@@ -8,12 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from tests.configs import measure as measure_of
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import gpus
 from ultrabench.agent.ranks.node import Node
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
-from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.processes import become_subreaper
 from ultrabench.run import RunSpec, Task, Workload
@@ -37,7 +37,7 @@ def task(code: str, device: str) -> Task:
         gpus_per_node=1,
     )
     return Task(
-        run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=Measure(), device=device, rank_mem_bytes=2**30,
+        run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=measure_of(), device=device, rank_mem_bytes=2**30,
         predicted_step_time_s=0.01, predicted_duration_s=1.0, limit_s=60.0,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.configs import left, retry
 from tests.strategies import FAILURES
 from tests.unit.allocations import open_sweep
 from tests.unit.test_settle import Played
@@ -14,11 +15,10 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Failed
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
-from ultrabench.sweep.attempts import PlannedAttempt, attempts_left
+from ultrabench.sweep.attempts import PlannedAttempt
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.pack import RUN_LIMIT_FACTOR, pack, run_limit_s
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.retry_policy import RetryPolicy
 
 FREE_TRIES = 5
 CONFIG = load_config([])
@@ -49,7 +49,7 @@ def keys(decision):
 
 
 def todo_after(*statuses):
-    decision = attempts_left([ONE], history(*statuses), NOBODY, repeats=1)
+    decision = left([ONE], history(*statuses), NOBODY)
     return decision.todo[0] if decision.todo else None
 
 
@@ -75,7 +75,7 @@ def states(draw):
 @given(state=states(), repeats=st.integers(1, 3), data=st.data())
 def test_what_is_to_do_is_new_and_named_once(state, repeats, data):
     alive = frozenset(a for a in state.allocations if data.draw(st.booleans()))
-    decision = attempts_left([ONE, TWO, THREE], state, alive, repeats=repeats)
+    decision = left([ONE, TWO, THREE], state, alive, repeats=repeats)
     found = [t.key for t in decision.todo]
     assert len(found) == len(set(found))
     for todo in decision.todo:
@@ -93,7 +93,7 @@ def test_a_repeat_that_is_ok_is_never_run_again(state, repeats):
     done = {
         (k.run_id, k.repeat) for k, a in state.attempts.items() if a.result and a.result.status == Status.OK
     }
-    decision = attempts_left([ONE, TWO, THREE], state, NOBODY, repeats=repeats)
+    decision = left([ONE, TWO, THREE], state, NOBODY, repeats=repeats)
     assert not done & {(t.key.run_id, t.key.repeat) for t in decision.todo}
 
 
@@ -109,7 +109,7 @@ def test_every_sweep_ends(state, repeats, luck, at_once):
     cancels, tries = 3, Counter()
     settled = {k for k, a in state.attempts.items() if a.result and a.result.status == Status.OK}
     for step in range(1000):
-        decision = attempts_left([ONE, TWO, THREE], state, NOBODY, repeats=repeats)
+        decision = left([ONE, TWO, THREE], state, NOBODY, repeats=repeats)
         if decision.over:
             break
         for n, todo in enumerate(decision.todo[:at_once]):
@@ -181,20 +181,20 @@ def test_a_retry_by_the_user_overrides_the_policy_once():
     run_id = ONE.spec.run_id
     crashed = history(Status.CRASH)
     crashed.retried = frozenset({AttemptKey(run_id, 0, 0)})
-    assert keys(attempts_left([ONE], crashed, NOBODY, repeats=1)) == [(run_id, 0, 1)]
+    assert keys(left([ONE], crashed, NOBODY)) == [(run_id, 0, 1)]
     twice = history(Status.CRASH, Status.CRASH)
     twice.retried = crashed.retried
-    assert attempts_left([ONE], twice, NOBODY, repeats=1).over
+    assert left([ONE], twice, NOBODY).over
 
 
 def test_a_fresh_sweep_does_everything_in_the_order_of_the_plan():
-    decision = attempts_left(RUNS, SweepState(), NOBODY, repeats=1)
+    decision = left(RUNS, SweepState(), NOBODY)
     assert keys(decision) == [(r.spec.run_id, 0, 0) for r in RUNS]
     assert (decision.waiting, decision.over) == (0, False)
 
 
 def test_repeats_go_round_the_whole_plan_first():
-    decision = attempts_left([ONE, TWO], SweepState(), NOBODY, repeats=2)
+    decision = left([ONE, TWO], SweepState(), NOBODY, repeats=2)
     first, second = ONE.spec.run_id, TWO.spec.run_id
     assert keys(decision) == [(first, 0, 0), (second, 0, 0), (first, 1, 0), (second, 1, 0)]
 
@@ -202,11 +202,11 @@ def test_repeats_go_round_the_whole_plan_first():
 def test_repeats_are_counted_one_by_one():
     state = state_of((ONE, 0, 0, Status.OK), (ONE, 1, 0, Status.HANG))
     run_id = ONE.spec.run_id
-    assert keys(attempts_left([ONE], state, NOBODY, repeats=3)) == [(run_id, 1, 1), (run_id, 2, 0)]
+    assert keys(left([ONE], state, NOBODY, repeats=3)) == [(run_id, 1, 1), (run_id, 2, 0)]
 
 
 def test_a_failed_repeat_does_not_start_another():
-    assert attempts_left([ONE], history(Status.CRASH), NOBODY, repeats=1).over
+    assert left([ONE], history(Status.CRASH), NOBODY).over
 
 
 def elsewhere(result):
@@ -216,32 +216,30 @@ def elsewhere(result):
 def test_a_result_of_another_environment_needs_a_new_repeat():
     state = history(Status.OK)
     run_id = ONE.spec.run_id
-    assert keys(
-        attempts_left([ONE], state, NOBODY, repeats=1, accepts=elsewhere, old=frozenset(state.attempts))
-    ) == [(run_id, 1, 0)]
-    assert attempts_left([ONE], state, NOBODY, repeats=1, accepts=elsewhere).over, (
-        "what this launch has measured counts"
-    )
+    assert keys(left([ONE], state, NOBODY, accepts=elsewhere, old=frozenset(state.attempts))) == [
+        (run_id, 1, 0)
+    ]
+    assert left([ONE], state, NOBODY, accepts=elsewhere).over, "what this launch has measured counts"
     key = AttemptKey(run_id, 1, 0)
     ours = RunResult(status=Status.OK, env_id="here")
     state.attempts[key] = AttemptState(key=key, result=ours)
-    assert attempts_left([ONE], state, NOBODY, repeats=1, accepts=elsewhere).over
-    assert attempts_left([ONE], state, NOBODY, repeats=2, accepts=lambda result: True).over
+    assert left([ONE], state, NOBODY, accepts=elsewhere).over
+    assert left([ONE], state, NOBODY, repeats=2, accepts=lambda result: True).over
 
 
 def test_repeats_elsewhere_and_here_are_counted_apart():
     state = state_of((ONE, 0, 0, Status.OK), (ONE, 1, 0, Status.OK))
     old = frozenset(state.attempts)
-    found = keys(attempts_left([ONE], state, NOBODY, repeats=2, accepts=elsewhere, old=old))
+    found = keys(left([ONE], state, NOBODY, repeats=2, accepts=elsewhere, old=old))
     assert found == [(ONE.spec.run_id, 2, 0), (ONE.spec.run_id, 3, 0)]
 
 
 def test_what_an_allocation_holds_is_waited_for():
     key = AttemptKey(ONE.spec.run_id, 0, 0)
     state = SweepState(allocations={"n1": AllocationState(name="n1", tasks=(key,))})
-    waiting = attempts_left([ONE], state, frozenset({"n1"}), repeats=1)
+    waiting = left([ONE], state, frozenset({"n1"}))
     assert (waiting.todo, waiting.waiting, waiting.over) == ((), 1, False)
-    assert keys(attempts_left([ONE], state, NOBODY, repeats=1)) == [key]
+    assert keys(left([ONE], state, NOBODY)) == [key]
 
 
 def test_an_end_not_told_yet_is_waited_for_under_the_same_name():
@@ -251,7 +249,7 @@ def test_an_end_not_told_yet_is_waited_for_under_the_same_name():
 
 # pauses after failures
 
-RESTING = RetryPolicy(backoff_s=60.0, backoff_max_s=100.0)
+RESTING = retry(backoff_s=60.0, backoff_max_s=100.0)
 
 
 def failed_at(started_at, *statuses):
@@ -271,7 +269,7 @@ def test_a_pause_counts_from_when_its_end_was_seen_whatever_clocks_say(clock_off
         state = failed_at(time.time() + clock_off_s, Status.HANG)
     first, again = (AttemptKey(ONE.spec.run_id, 0, n) for n in range(2))
     for ago_s, rests in ((0.0, True), (59.9, True), (60.0, False), (1e6, False)):
-        decision = attempts_left([ONE], state, NOBODY, repeats=1, policy=RESTING, ended_s={first: ago_s})
+        decision = left([ONE], state, NOBODY, policy=RESTING, ended_s={first: ago_s})
         assert keys(decision) == ([] if rests else [again])
         assert (decision.waiting, decision.over) == (int(rests), False)
     (todo,) = decision.todo
@@ -282,7 +280,7 @@ def test_what_ended_before_this_launch_has_rested_enough():
     state = failed_at(time.time() + 3600.0, Status.HANG)
     elsewhere = {AttemptKey(TWO.spec.run_id, 0, 0): 0.0}
     for ended_s in ({}, elsewhere):
-        decision = attempts_left([ONE], state, NOBODY, repeats=1, policy=RESTING, ended_s=ended_s)
+        decision = left([ONE], state, NOBODY, policy=RESTING, ended_s=ended_s)
         assert keys(decision) == [(ONE.spec.run_id, 0, 1)]
 
 
@@ -291,15 +289,13 @@ def test_it_is_the_end_of_the_latest_attempt_that_counts():
     first, second = state.attempts
     for first_s, second_s, rests in ((500.0, 99.0, True), (0.0, 100.0, False), (500.0, 100.0, False)):
         ended_s = {first: first_s, second: second_s}
-        decision = attempts_left([ONE], state, NOBODY, repeats=1, policy=RESTING, ended_s=ended_s)
+        decision = left([ONE], state, NOBODY, policy=RESTING, ended_s=ended_s)
         assert bool(decision.todo) is not rests
 
 
 def test_a_resting_run_keeps_no_other_waiting():
     ended_s = {AttemptKey(ONE.spec.run_id, 0, 0): 1.0}
-    decision = attempts_left(
-        [ONE, TWO], failed_at(0.0, Status.HANG), NOBODY, repeats=1, policy=RESTING, ended_s=ended_s
-    )
+    decision = left([ONE, TWO], failed_at(0.0, Status.HANG), NOBODY, policy=RESTING, ended_s=ended_s)
     assert keys(decision) == [(TWO.spec.run_id, 0, 0)]
     assert decision.waiting == 1
 
@@ -307,9 +303,7 @@ def test_a_resting_run_keeps_no_other_waiting():
 @pytest.mark.parametrize("status", [Status.LOST, Status.PREEMPTED, Status.TIMEOUT, Status.OOM])
 def test_where_waiting_would_not_help_it_goes_on_at_once(status):
     ended_s = {AttemptKey(ONE.spec.run_id, 0, 0): 0.0}
-    decision = attempts_left(
-        [ONE], failed_at(9e9, status), NOBODY, repeats=1, policy=RESTING, ended_s=ended_s
-    )
+    decision = left([ONE], failed_at(9e9, status), NOBODY, policy=RESTING, ended_s=ended_s)
     assert keys(decision) == [(ONE.spec.run_id, 0, 1)]
 
 

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.configs import left
 from tests.unit.allocations import CONFIG, PLAN, with_launcher
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
-from ultrabench.sweep.attempts import PlannedAttempt, attempts_left
+from ultrabench.sweep.attempts import PlannedAttempt
 from ultrabench.sweep.pack import MARGIN, ROUND_S, START_S, allocation_limit_s, pack, run_limit_s
 
 ONE = [r for r in PLAN.runs if r.nodes == 1]
@@ -38,7 +39,7 @@ def holds(state, name, *runs):
 
 
 def canary(state, *alive):
-    return attempts_left(RUNS, state, frozenset(alive), repeats=1, canary=True)
+    return left(RUNS, state, frozenset(alive), canary=True)
 
 
 def sizes(decision):
@@ -48,7 +49,7 @@ def sizes(decision):
 def test_a_new_sweep_has_tried_no_size():
     decision = canary(SweepState())
     assert (sizes(decision), decision.untried) == ([1, 1, 1, 2, 2, 2], {1, 2})
-    assert attempts_left(RUNS, SweepState(), frozenset(), repeats=1).untried == frozenset()
+    assert left(RUNS, SweepState()).untried == frozenset()
 
 
 def test_the_rest_of_a_size_waits_for_its_first_allocation():
@@ -108,8 +109,8 @@ def test_nothing_is_lost_by_holding_back(data):
     for n, runs in enumerate((ONE[:1], ONE[1:3], TWO[:2], TWO[2:3])):
         holds(state, f"a{n}", *runs)
     alive = frozenset(name for name in state.allocations if data.draw(st.booleans()))
-    free = attempts_left(RUNS, state, alive, repeats=1)
-    held = attempts_left(RUNS, state, alive, repeats=1, canary=True)
+    free = left(RUNS, state, alive)
+    held = left(RUNS, state, alive, canary=True)
     assert {t.key for t in held.todo} <= {t.key for t in free.todo}
     assert len(held.todo) + held.waiting == len(free.todo) + free.waiting
     assert held.over == free.over

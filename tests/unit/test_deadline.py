@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.configs import measure as measure_of
 from tests.unit.one_node import task
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.agent.ranks.watch import overdue
-from ultrabench.measure import Measure
 from ultrabench.result import Status
 
 CALM = {
@@ -15,7 +15,7 @@ CALM = {
     "spoke": True, "predicted_step_time_s": 0.5, "limit_s": 1000.0,
 }  # fmt: skip
 STARTING = {"first_step": None, "slowest_gap_s": 0.0, "phase": "init", "moved": 0.0}
-TASK = replace(task("x.py", "cpu"), measure=Measure(start_deadline_s=100.0, deadline_floor_s=10.0))
+TASK = replace(task("x.py", "cpu"), measure=measure_of(start_deadline_s=100.0, deadline_floor_s=10.0))
 HANG, TIMEOUT = Status.HANG, Status.TIMEOUT
 
 
@@ -67,7 +67,7 @@ class Simulated:
     def __init__(self, world_size):
         self.progress = AttemptProgress(world_size, ("n0",))
         self.progress.started = self.progress.moved = 0.0
-        measure = Measure(deadline_floor_s=2.0, start_deadline_s=100.0)
+        measure = measure_of(deadline_floor_s=2.0, start_deadline_s=100.0)
         self.task = replace(TASK, measure=measure, predicted_step_time_s=0.1, limit_s=1e9)
 
     def add(self, at, rank, **item):

@@ -158,7 +158,7 @@ GPUS = "hardware=h100x8", "sweep.nodes=[1]"
         ({}, (*GPUS, "launcher.gres='gpu:h100:4'"), "GPUs", "fail", ["launcher.gres=gpu:h100:4 asks for 4"]),
         ({}, (*GPUS, "launcher.gres=gpu:8"), "GPUs", "pass", []),
         ({}, ("hardware=h200x8",), "GPUs", "fail", ["hardware= that is there"]),
-        ({"nodes": MIXED}, GPUS, "GPUs", "warn", ["3 nodes of 64 CPUs, 4000 MB, gpu:a100:4", "launcher.constraint="]),
+        ({"nodes": MIXED}, GPUS, "GPUs", "warn", ["3 nodes of 64 CPUs, 4000 MB, gpu:a100:4", "launcher.sbatch.constraint="]),
         ({}, ("launcher.mem=3G",), "node size", "fail", ["launcher.mem=2000M"]),
         ({}, ("launcher.mem=some",), "node size", "fail", ["such as 500G"]),
         ({}, ("launcher.mem=1900M",), "node size", "pass", []),

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.configs import left
 from ultrabench.dominance import dominates
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.attempts import attempts_left
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan
 
@@ -42,7 +42,7 @@ def state_of(**ends):
 
 
 def left_out(state):
-    found = attempts_left(SAME, state, frozenset(), repeats=1).dominated
+    found = left(SAME, state).dominated
     return {r.layout.mbs * 10 + r.layout.zero_stage for r in SAME if r.run_id in found}
 
 
@@ -71,8 +71,8 @@ def test_an_oom_that_was_not_predicted_has_to_happen_twice():
     one, two = state_of(m8z1=SURE), state_of(m8z1=(SURE, SURE))
     unlikely = [of_share(r, 0.8) for r in SAME]
     for state, number in ((one, 0), (two, 5)):
-        assert len(attempts_left(unlikely, state, frozenset(), repeats=1).dominated) == number
-    todo = attempts_left(unlikely, one, frozenset(), repeats=1).todo
+        assert len(left(unlikely, state).dominated) == number
+    todo = left(unlikely, one).todo
     assert (run_of(8, 1).run_id, 0, 1) in {t.key for t in todo}
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ultrabench
+from tests.configs import slurm as configured
 from ultrabench.errors import ConfigError
 from ultrabench.record import from_dict, to_dict
 from ultrabench.store.events import LaunchConfig
@@ -13,9 +14,7 @@ from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.sweep.config import CLUSTER_KEYS, config_from_tree, load_config
 from ultrabench.sweep.launcher_config import LauncherConfig
 
-TEXTS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "gres", "mem")
-
-
+TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 TREE = load_config(["launcher=slurm"]).resolved
 
 
@@ -49,22 +48,19 @@ def test_the_defaults_are_kind_to_others():
     assert (choice.exclusive, choice.requeue, choice.control, choice.preflight) == (True, False, True, True)
     assert {getattr(choice, key) for key in TEXTS} == {None}
     assert (choice.python, choice.setup, choice.srun, choice.environment) == ((), (), (), ())
-    assert load_config([]).launcher == LauncherConfig(name="local", allocation_minutes=10)
+    local = load_config([]).launcher
+    assert (local.name, local.max_jobs, local.nice, local.exclusive) == ("local", 1, None, False)
 
 
 def test_a_cluster_feeds_the_launcher(cluster):
     choice = cluster(
-        "name: mine\npartition: hopper\naccount: proj\nqos: low\nreservation: res\nconstraint: h100&nvme\n"
+        "name: mine\npartition: hopper\naccount: proj\nqos: low\nsbatch: {constraint: h100&nvme}\n"
         "exclude: gpu[03,07]\ngres: gpu:h100:8\nmem: 500G\ncpus: 96\npython: /opt/venv/bin/python\n"
         "setup: ['module load cuda/12.8', 'ulimit -c 0']\n"
     )
-    assert (choice.partition, choice.account, choice.qos, choice.reservation) == (
-        "hopper",
-        "proj",
-        "low",
-        "res",
-    )
-    assert (choice.constraint, choice.exclude, choice.gres) == ("h100&nvme", "gpu[03,07]", "gpu:h100:8")
+    assert (choice.partition, choice.account, choice.qos) == ("hopper", "proj", "low")
+    assert (choice.exclude, choice.gres) == ("gpu[03,07]", "gpu:h100:8")
+    assert choice.sbatch == {"constraint": "h100&nvme"}
     assert (choice.mem, choice.cpus, choice.python) == ("500G", 96, ("/opt/venv/bin/python",))
     assert choice.setup == ("module load cuda/12.8", "ulimit -c 0")
 
@@ -75,7 +71,25 @@ def test_a_key_that_no_launcher_takes_is_told(cluster):
             cluster(f"{key}: hopper\n")
     package = Path(ultrabench.__file__).parent / "configs"
     taken = re.findall(r"cluster\.(\w+)", (package / "launcher/slurm.yaml").read_text())
-    assert {"name", *taken} == CLUSTER_KEYS
+    assert {"name", "sbatch", *taken} == CLUSTER_KEYS
+
+
+def test_options_of_sbatch_add_to_those_of_the_cluster(cluster):
+    file = "sbatch: {constraint: h100, qos-hint: a, hold: true}\n"
+    choice = cluster(file, "+launcher.sbatch.qos-hint=b", "+launcher.sbatch.mail-type=FAIL")
+    assert choice.sbatch == {"constraint": "h100", "qos-hint": "b", "hold": "", "mail-type": "FAIL"}
+    assert load_config(["cluster=mine", "launcher=local"]).launcher.sbatch == {}
+
+
+@pytest.mark.parametrize("key", ["reservation", "constraint"])
+def test_options_that_had_a_key_of_their_own_are_told_where_they_are_now(cluster, key):
+    for refused in (
+        lambda: slurm(f"launcher.{key}=x"),
+        lambda: composed(**{key: "x"}),
+        lambda: cluster(f"{key}: x\n"),
+    ):
+        with pytest.raises(ConfigError, match=rf"write \+launcher\.sbatch\.{key}=VALUE"):
+            refused()
 
 
 def test_what_the_command_line_says_wins(cluster):
@@ -163,13 +177,13 @@ def test_options_written_differently_are_explained(override, text):
 @pytest.mark.parametrize("key", ["array", "job-name", "nodes", "ntasks-per-node", "parsable", "wait", "wrap"])
 def test_options_that_a_launch_rests_on_are_refused(key):
     with pytest.raises(ConfigError, match=rf"launcher\.sbatch\.{key}"):
-        LauncherConfig(name="slurm", sbatch={key: "1"})
+        configured(sbatch={key: "1"})
 
 
 @pytest.mark.parametrize("key", ["--foo", "-p", "Foo", "foo bar", "foo=1", "foo\n", "", "foo;x", "1"])
 def test_names_of_options_are_names(key):
     with pytest.raises(ConfigError, match="without dashes in front"):
-        LauncherConfig(name="slurm", sbatch={key: "1"})
+        configured(sbatch={key: "1"})
 
 
 @pytest.mark.parametrize(
@@ -183,7 +197,7 @@ def test_names_of_options_are_names(key):
 )  # fmt: skip
 def test_numbers_that_cannot_be_used(word, value):
     with pytest.raises(ConfigError, match=rf"launcher\.{word}=.*must be"):
-        LauncherConfig(name="slurm", **{word: value})
+        configured(**{word: value})
 
 
 @pytest.mark.parametrize(
@@ -192,7 +206,7 @@ def test_numbers_that_cannot_be_used(word, value):
 )  # fmt: skip
 def test_windows_that_are_none(window):
     with pytest.raises(ConfigError, match=r"write HH:MM-HH:MM"):
-        LauncherConfig(name="slurm", window=window)
+        configured(window=window)
 
 
 @pytest.mark.parametrize("line_break", ["\n", "\r", "\0"])
@@ -205,13 +219,12 @@ def test_windows_that_are_none(window):
 )  # fmt: skip
 def test_a_value_is_one_line(word, make, line_break):
     with pytest.raises(ConfigError, match=rf"launcher\.{word}=.*must be one line"):
-        LauncherConfig(name="slurm", **{word: make(f"a{line_break}rm -r x")})
+        configured(**{word: make(f"a{line_break}rm -r x")})
 
 
 @given(
     choice=st.builds(
-        LauncherConfig,
-        name=st.just("slurm"),
+        configured,
         partition=st.none() | st.text("ab1-_", min_size=1),
         nice=st.none() | st.integers(-100, 10000),
         python=st.lists(st.text("ab /$'", min_size=1), max_size=3).map(tuple),

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from tests.configs import measure
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.lead import failure_of
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
-from ultrabench.measure import Measure
 from ultrabench.rank_report import parse_line
 from ultrabench.result import RunResult, Status
 
 HOSTS = ("gpu01", "gpu02", "gpu03", "gpu04")
-MEASURE = Measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5, target_ci95_rel=0.05)
+MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5, target_ci95_rel=0.05)
 STEPS = [
     {"event": "step", "seconds": 0.1 + 0.001 * n, "loss": 5.0 - n / 10, "measured": n >= 2} for n in range(8)
 ]

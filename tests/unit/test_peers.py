@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from tests.configs import measure
 from tests.unit.one_node import task
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.connection import Connection
@@ -14,7 +15,6 @@ from ultrabench.agent.follow import follow
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
-from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
 from ultrabench.store.allocation import Allocation
 
@@ -87,5 +87,5 @@ def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair,
     group.listen(progress, 0.1)
     assert (group.lost, group.avoid) == (None, [])
     stopped = RunResult(status=Status.CANCELLED, reason=group.interrupted)
-    ended = classify(progress, Measure(), stopped, group.lost)
+    ended = classify(progress, measure(), stopped, group.lost)
     assert (ended.status, ended.suspects) == (Status.CANCELLED, ())

@@ -8,17 +8,17 @@ import time
 
 import pytest
 
+from tests.configs import measure
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.rank_progress import MAX_STEPS, AttemptProgress
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.measure import Measure
 from ultrabench.rank_report import LINE_BYTES, NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import Status
 from ultrabench.run import env_id
 from ultrabench.step_time import ci95_rel
 
-MEASURE = Measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5)
+MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5)
 KERNEL = KernelConfig(name="code", kind="command", command=("python", "x.py"))
 
 

@@ -14,7 +14,7 @@ from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.retry_policy import ATTEMPTS, FAILURES, broken, decide_retry, excluded
+from ultrabench.sweep.retry_policy import FAILURES, broken, decide_retry, excluded
 
 POLICY = load_config(["retry.backoff_s=0"]).retry
 PLAN = make_plan(load_config(["retry.backoff_s=0", "measure.confirm=2", "retry.breaker=null"]))
@@ -29,10 +29,6 @@ def failed(*results, run_id="r"):
 
 def result(status="hang", hosts=("a",), **more):
     return RunResult(status=Status(status), hostnames=hosts, **more)
-
-
-def test_the_table_of_the_package_is_the_default():
-    assert POLICY.attempts == ATTEMPTS
 
 
 @pytest.mark.parametrize("override", ["retry.attempts.hnag=1", "retry.breaker=0", "retry.backoff_s=-1",

@@ -114,7 +114,7 @@ def test_options_that_come_and_go(tmp_path, launcher, hardware, has, lacks):
 
 @pytest.mark.parametrize("value", NASTY)
 def test_sbatch_reads_every_value_as_it_was_given(tmp_path, value):
-    words = ("partition", "account", "qos", "reservation", "constraint", "mem", "gres", "exclude")
+    words = ("partition", "account", "qos", "mem", "gres", "exclude")
     script, _ = scripted(tmp_path, **dict.fromkeys(words, value), sbatch={"mail-user": value})
     found = options(script)
     assert {found[word] for word in (*words, "mail-user")} == {value}

@@ -1,0 +1,28 @@
+"""Values of the package's configuration, for tests that change a few of them."""
+
+from dataclasses import replace
+
+from ultrabench.sweep.attempts import attempts_left
+from ultrabench.sweep.config import load_config
+
+_DEFAULT = load_config(["launcher=slurm", "model=tiny"])
+
+
+def measure(**words):
+    """The default measuring policy with some other values."""
+    return replace(_DEFAULT.measure, **words)
+
+
+def retry(**words):
+    """The default retry policy, without pauses, with some other values."""
+    return replace(_DEFAULT.retry, **{"backoff_s": 0.0, **words})
+
+
+def slurm(**words):
+    """The Slurm launcher's values with some others."""
+    return replace(_DEFAULT.launcher, **words)
+
+
+def left(runs, state, alive=frozenset(), **words):
+    """What is left to do of a sweep of these runs, by default once each."""
+    return attempts_left(runs, state, alive, **{"repeats": 1, "policy": retry(), **words})
