@@ -11,10 +11,16 @@ from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_p
 from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.limits import Limits
 from ultrabench.launchers.slurm.share import node_share
-from ultrabench.launchers.slurm.site import Partition, Site
+from ultrabench.launchers.slurm.site import (
+    GET_PROGRAMS,
+    NEEDED,
+    REACH_SLURMCTLD,
+    Partition,
+    Site,
+    absent_programs,
+)
 from ultrabench.sweep.config import SweepConfig
 
-NEEDED = ("sbatch", "squeue", "scontrol", "scancel")
 WANTED = {
     "sinfo": "states and GPUs of nodes stay unknown",
     "sacct": "jobs that squeue has forgotten are judged by the journal alone",
@@ -27,10 +33,9 @@ _MB = {"K": 2**-10, "M": 1, "": 1, "G": 2**10, "T": 2**20}
 
 def check_programs(site: Site) -> Check:
     """Whether Slurm's programs are there and start."""
-    absent = [p for p in (*NEEDED, *WANTED) if shutil.which(p) is None]
-    if needed := [p for p in absent if p in NEEDED]:
-        remedy = "log in to a node of the cluster or `module load slurm`; or set launcher=local"
-        return failed(f"not on PATH: {', '.join(needed)}", remedy)
+    if needed := absent_programs():
+        return failed(needed, GET_PROGRAMS)
+    absent = [p for p in WANTED if shutil.which(p) is None]
     versions = dict[str, list[str]]()
     for program in (p for p in (*NEEDED, *WANTED) if p not in absent):
         try:
@@ -64,8 +69,7 @@ def check_controller(site: Site) -> Check:
 
 def controller_failed(told: str) -> Check:
     """The check of a controller that cannot be reached."""
-    remedy = "run this on a login node, or wait until `scontrol ping` says UP; launcher=local needs no Slurm"
-    return failed(told, remedy)
+    return failed(told, REACH_SLURMCTLD)
 
 
 def check_partition(config: SweepConfig, site: Site, limits: Limits) -> Check:

@@ -1,14 +1,14 @@
 """A job, or an element of an array, as Slurm's programs print it."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ultrabench.launchers.slurm.states import Meaning, meaning
+from ultrabench.launchers.slurm.states import Meaning, Phase, meaning
 from ultrabench.result import Status
 
 SQUEUE_FORMAT = "%i|%A|%T|%M|%N|%r|%j"
-SACCT_FORMAT = "JobID,JobIDRaw,State,ElapsedRaw,NodeList,Submit,JobName"
+SACCT_FORMAT = "JobID,JobIDRaw,State,Elapsed,NodeList,Submit,JobName"
 _COLUMNS = 7
 _ROW = re.compile(r"\d+(_(\d+|\[[^|]*\]))?(\+\d+)?\|")
 _NO_NODES = {"None assigned", "(null)", "n/a", "N/A"}
@@ -44,6 +44,16 @@ class SlurmJob:
         """What its state means to us."""
         return meaning(self.state)
 
+    @property
+    def waits(self) -> bool:
+        """Whether it is queued, held or not, so that it holds no nodes."""
+        return self.meaning.phase in (Phase.QUEUED, Phase.HELD)
+
+    @property
+    def over(self) -> bool:
+        """Whether it ended for good."""
+        return self.meaning.phase is Phase.OVER
+
 
 def duration_s(text: str) -> float | None:
     """Seconds of a time as Slurm writes it; None for UNLIMITED, NONE and the like.
@@ -73,49 +83,44 @@ def _rows(text: str) -> Iterator[list[str]]:
             raise ValueError(f"not an answer: {line.strip()[:80]!r}")
 
 
-def _expand(job_id: str) -> Iterator[str]:
-    """The elements of `123_[4-7,9%2]`: elements that have not started share a row."""
-    array_id, bracket, spec = job_id.partition("_[")
+def _elements(job: SlurmJob) -> Iterator[SlurmJob]:
+    """The jobs of one row: elements of an array that have not started share a row, `123_[4-7,9%2]`."""
+    array_id, bracket, spec = job.job_id.partition("_[")
     if not bracket:
-        yield job_id
-        return
+        yield job
     for first, last, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", spec.partition("%")[0]):
-        yield from (f"{array_id}_{i}" for i in range(int(first), int(last or first) + 1, int(step or 1)))
+        for index in range(int(first), int(last or first) + 1, int(step or 1)):
+            yield replace(job, job_id=f"{array_id}_{index}")
 
 
 def squeue_jobs(text: str) -> dict[str, SlurmJob]:
     """Jobs by job_id from what squeue prints in SQUEUE_FORMAT.
 
     Raises:
-        ValueError: squeue does not talk like that.
+        ValueError: the text has another form.
     """
-    return {
-        one: SlurmJob(
-            job_id=one, name=name, state=state, reason=reason,
-            nodes="" if nodes in _NO_NODES else nodes, elapsed_s=duration_s(elapsed) or 0.0,
-        )
-        for job_id, _, state, elapsed, nodes, reason, name in _rows(text)
-        for one in _expand(job_id)
-    }  # fmt: skip
+    return {one.job_id: one for row in _rows(text) for one in _elements(_job_of(row))}
 
 
 def sacct_jobs(text: str) -> dict[str, SlurmJob]:
     """Jobs by job_id from what `sacct --parsable2 --noheader` prints in SACCT_FORMAT.
 
     Raises:
-        ValueError: sacct does not talk like that.
+        ValueError: the text has another form.
     """
     # The row of a range may still hold elements that have a row of their own since, and a requeued job may
     # have a row of each start: the last submission counts.
     rows = sorted(_rows(text), key=lambda row: ("[" not in row[0], row[5]))
-    return {
-        one: SlurmJob(
-            job_id=one, name=name, state=state,
-            nodes="" if nodes in _NO_NODES else nodes, elapsed_s=float(elapsed or 0),
-        )
-        for job_id, _, state, elapsed, nodes, _, name in rows
-        for one in _expand(job_id)
-    }  # fmt: skip
+    jobs = (replace(_job_of(row), reason="") for row in rows)
+    return {one.job_id: one for job in jobs for one in _elements(job)}
+
+
+def _job_of(row: Sequence[str]) -> SlurmJob:
+    job_id, _, state, elapsed, nodes, reason, name = row
+    return SlurmJob(
+        job_id=job_id, name=name, state=state, reason=reason, nodes="" if nodes in _NO_NODES else nodes,
+        elapsed_s=duration_s(elapsed) or 0.0,
+    )  # fmt: skip
 
 
 def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:

@@ -138,7 +138,7 @@ class SlurmLauncher:
                 seen.setdefault(held.name, []).append(job)
         seen = {n: self._of_the_owner(allocations[n], jobs, answer.stale) for n, jobs in seen.items()}
         active = {n: found for n, jobs in seen.items() if (found := _active(jobs))}
-        queued = {n for n, job in active.items() if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
+        queued = {n for n, job in active.items() if job.waits}
         # Jobs that Slurm has suspended are left out: their agents may stand still.
         moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.stale}
         since = time.monotonic() - answer.age_s
@@ -166,8 +166,7 @@ class SlurmLauncher:
         """
         owner = held.start.job_id
         second = [job for job in jobs if owner and job.job_id != owner]
-        waiting = {job.job_id for job in second if job.meaning.phase in (Phase.QUEUED, Phase.HELD)}
-        waiting -= self._second
+        waiting = {job.job_id for job in second if job.waits} - self._second
         if waiting and not stale:
             self._second |= waiting
             with contextlib.suppress(ClusterError):  # it costs its nodes a few seconds then
@@ -185,7 +184,7 @@ class SlurmLauncher:
         asked = {n: over[n].start.job_id for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S}
         known = self.query.accounting(asked.values()) if asked else {}
         found |= {n: known[number] for n, number in asked.items() if number in known}
-        return {n: job.elapsed_s for n, job in found.items() if job.meaning.phase is Phase.OVER}
+        return {n: job.elapsed_s for n, job in found.items() if job.over}
 
     def _leaving(self, ended: set[str], moving: Mapping[str, SlurmJob], since: float) -> frozenset[str]:
         """Jobs whose agents have told their end; a job that still runs after a while is ended."""
@@ -215,7 +214,7 @@ class SlurmLauncher:
         if job is None:
             named = f"job {number}" if number else f"a job of {held.name}"
             return JobEnd(status=Status.LOST, reason=f"Slurm does not know {named}")
-        if job.meaning.phase is not Phase.OVER:
+        if not job.over:
             if waited < STALE_ACCOUNTING_S:
                 return None
             return JobEnd(
@@ -250,7 +249,7 @@ def _job(job_id: str, name: str) -> Job:
 
 def _active(jobs: Sequence[SlurmJob]) -> SlurmJob | None:
     """A job that is not over; a submission that was made twice has two of each."""
-    return next((job for job in jobs if job.meaning.phase is not Phase.OVER), None)
+    return next((job for job in jobs if not job.over), None)
 
 
 def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:

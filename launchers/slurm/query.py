@@ -10,7 +10,6 @@ from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm import job as slurm_job
 from ultrabench.launchers.slurm.command import CommandError, ask
 from ultrabench.launchers.slurm.job import SACCT_FORMAT, SQUEUE_FORMAT, SlurmJob, sacct_jobs, squeue_jobs
-from ultrabench.launchers.slurm.states import Phase
 
 FRESH_S = 2.0
 """Least seconds between two questions, even urgent ones."""
@@ -179,8 +178,7 @@ class SlurmQuery:
         return {
             job_id
             for job_id, job in self._jobs.items()
-            if job.meaning.phase in (Phase.QUEUED, Phase.HELD)
-            and (job_id in job_ids or job.array_id in job_ids or job.name == name)
+            if job.waits and (job_id in job_ids or job.array_id in job_ids or job.name == name)
         }
 
 

@@ -3,6 +3,7 @@
 import os
 import pwd
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,13 @@ _ASSOCIATION = (
 _USABLE = re.compile(r"(idle|allocated|mixed|completing|planned|reserved|blocked|power\w*)[~#!%+@^-]*")
 """States of sinfo in which a node runs jobs, now or later. Not among them: down, drained, maintenance ($), silent (*)."""
 
+NEEDED = ("sbatch", "squeue", "scontrol", "scancel")
+"""Programs without which no sweep can run on Slurm."""
+GET_PROGRAMS = "log in to a node of the cluster or `module load slurm`; or set launcher=local"
+REACH_SLURMCTLD = (
+    "run this on a login node, or wait until `scontrol ping` says UP; launcher=local needs no Slurm"
+)
+
 Ask = Callable[..., str]
 """Runs a program with its arguments and returns what it prints, or raises CommandError."""
 
@@ -31,6 +39,12 @@ def ask_slurm(*words: str) -> str:
         CommandError: it fails, or takes longer than TIMEOUT_S.
     """
     return command.ask(words, TIMEOUT_S)
+
+
+def absent_programs() -> str | None:
+    """Says which of the needed programs are not on PATH; None when all are."""
+    absent = [program for program in NEEDED if shutil.which(program) is None]
+    return f"not on PATH: {', '.join(absent)}" if absent else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +198,9 @@ class Site:
         try:
             return self.ask(*words)
         except CommandError as error:
-            raise ClusterError(
-                f"Slurm cannot be asked: {error}; launch from a login node of the cluster, or set launcher=local"
-            ) from error
+            absent = absent_programs()
+            told, remedy = (absent, GET_PROGRAMS) if absent else (str(error), REACH_SLURMCTLD)
+            raise ClusterError(f"Slurm cannot be asked: {told}; {remedy}") from error
 
 
 def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Partition:

@@ -67,27 +67,13 @@ _MEANINGS = {
     "RECONFIG_FAIL": _at(Phase.OVER, "had a node that could not be configured", Status.NODE_FAIL),
 }
 
-_COMPACT = {
-    "BF": "BOOT_FAIL", "CA": "CANCELLED", "CD": "COMPLETED", "CF": "CONFIGURING", "CG": "COMPLETING",
-    "DL": "DEADLINE", "F": "FAILED", "NF": "NODE_FAIL", "OOM": "OUT_OF_MEMORY", "PD": "PENDING",
-    "PR": "PREEMPTED", "R": "RUNNING", "RD": "RESV_DEL_HOLD", "RF": "REQUEUE_FED", "RH": "REQUEUE_HOLD",
-    "RQ": "REQUEUED", "RS": "RESIZING", "RV": "REVOKED", "S": "SUSPENDED", "SE": "SPECIAL_EXIT",
-    "SI": "SIGNALING", "SO": "STAGE_OUT", "ST": "STOPPED", "TO": "TIMEOUT",
-}  # fmt: skip
-
 
 def meaning(word: str) -> Meaning:
-    """What a state as squeue, sacct or scontrol print it means: `R`, `CANCELLED by 1000`, `OUT_OF_ME+`.
+    """What a state means, in the long form that squeue and sacct print: `RUNNING`, `CANCELLED by 1000`.
 
-    A word nobody knows is read as running, for what is believed to run is not started a second time.
+    A state that is not known here is read as running, since what is believed to run is not started a second time.
     """
-    first = (word.upper().split() or ["?"])[0]
-    stem = first.rstrip("+")
-    known = _MEANINGS.get(_COMPACT.get(stem, stem))
-    if known is None and stem and first.endswith("+"):
-        # sacct cuts a word at the width of its column and says so by a plus.
-        whole = [name for name in _MEANINGS if name.startswith(stem)]
-        known = _MEANINGS[whole[0]] if len(whole) == 1 else None
+    known = _MEANINGS.get((word.upper().split() or [""])[0].rstrip("+"))
     return known or _at(Phase.RUNNING, f"is in the state {word.strip() or '(none)'}, which is not known here")
 
 

@@ -170,5 +170,5 @@ def test_a_controller_that_does_not_answer(gone):
 
 def test_the_real_programs_are_asked_by_default(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ClusterError, match="scontrol: No such file"):
+    with pytest.raises(ClusterError, match="not on PATH: sbatch"):
         limits_of(RealSite(), None, None, None)

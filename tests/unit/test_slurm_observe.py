@@ -162,7 +162,7 @@ def test_a_word_nobody_knows_is_told(slurm):
 @pytest.mark.parametrize(
     ("state", "status"),
     [("COMPLETED", Status.LOST), ("TIMEOUT", Status.CANCELLED), ("NODE_FAIL", Status.NODE_FAIL),
-     ("PREEMPTED", Status.PREEMPTED), ("CANCELLED by 1000", Status.CANCELLED), ("OUT_OF_ME+", Status.OOM)],
+     ("PREEMPTED", Status.PREEMPTED), ("CANCELLED by 1000", Status.CANCELLED), ("OUT_OF_MEMORY", Status.OOM)],
 )  # fmt: skip
 def test_a_job_that_is_over_leaves_its_agents_a_moment_to_say_so(slurm, state, status):
     slurm.lists(("57_0", state))

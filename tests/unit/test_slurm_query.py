@@ -250,12 +250,12 @@ def test_elements_that_share_a_row_are_told_apart():
 def test_what_squeue_has_forgotten_sacct_knows(slurm, query, clock):
     slurm.prints(
         "sacct",
-        """59_2|62|PENDING|0|None assigned|2026-11-21T09:21:14|ub-e
-59_4|59|RUNNING|7|gpu[01-02]|2026-11-21T09:21:14|ub-e
-59_0|60|REQUEUED|13|gpu01|2026-11-21T09:21:14|ub-e
-59_0|60|PENDING|0|None assigned|2026-11-21T09:21:27|ub-e
-59_[4-5%1]|59|CANCELLED by 0|0|None assigned|2026-11-21T09:21:14|ub-e
-7|7|OUT_OF_MEMORY|4711|gpu03|2026-11-20T01:00:00|bar|red
+        """59_2|62|PENDING|00:00:00|None assigned|2026-11-21T09:21:14|ub-e
+59_4|59|RUNNING|00:00:07|gpu[01-02]|2026-11-21T09:21:14|ub-e
+59_0|60|REQUEUED|00:00:13|gpu01|2026-11-21T09:21:14|ub-e
+59_0|60|PENDING|00:00:00|None assigned|2026-11-21T09:21:27|ub-e
+59_[4-5%1]|59|CANCELLED by 0|00:00:00|None assigned|2026-11-21T09:21:14|ub-e
+7|7|OUT_OF_MEMORY|01:18:31|gpu03|2026-11-20T01:00:00|bar|red
 """,
     )
     found = query.accounting(["59_0", "59_2", "59_4", "59_5", "59_9", "7", "8"])
@@ -268,15 +268,15 @@ def test_what_squeue_has_forgotten_sacct_knows(slurm, query, clock):
     assert sorted(query.accounting(["59"])) == ["59_0", "59_2", "59_4", "59_5"]
     assert slurm.calls("sacct") == [
         "--parsable2 --noheader --allocations "
-        "--format=JobID,JobIDRaw,State,ElapsedRaw,NodeList,Submit,JobName --jobs=59,7,8"
+        "--format=JobID,JobIDRaw,State,Elapsed,NodeList,Submit,JobName --jobs=59,7,8"
     ]
-    slurm.prints("sacct", "59_4|59|COMPLETED|9|gpu[01-02]|2026-11-21T09:21:14|ub-e\n")
+    slurm.prints("sacct", "59_4|59|COMPLETED|00:00:09|gpu[01-02]|2026-11-21T09:21:14|ub-e\n")
     clock.now += 30
     assert {i: job.state for i, job in query.accounting(["59_4", "59_2"]).items()} == {"59_4": "COMPLETED"}
 
 
 def test_sacct_names_the_whole_array_that_was_cancelled():
-    found = sacct_jobs("57|57|CANCELLED by 0|0|None assigned|2026-11-21T09:20:16|ub-e\n")
+    found = sacct_jobs("57|57|CANCELLED by 0|00:00:00|None assigned|2026-11-21T09:20:16|ub-e\n")
     assert found["57"].meaning.phase is Phase.OVER
 
 
@@ -293,7 +293,7 @@ def test_a_site_without_accounting_is_not_asked_all_the_time(slurm, query, clock
     clock.now += 299
     assert query.accounting(["8"]) == {}
     assert len(slurm.calls("sacct")) == 1
-    slurm.prints("sacct", "8|8|FAILED|1|gpu01|2026-11-21T09:21:14|ub-a\n")
+    slurm.prints("sacct", "8|8|FAILED|00:00:01|gpu01|2026-11-21T09:21:14|ub-a\n")
     clock.now += 1
     assert query.accounting(["8"])["8"].state == "FAILED"
 

@@ -9,16 +9,16 @@ QUEUED, RUNNING, HELD, OVER = Phase.QUEUED, Phase.RUNNING, Phase.HELD, Phase.OVE
 @pytest.mark.parametrize(
     ("words", "phase", "status"),
     [
-        ("PENDING PD", QUEUED, None),
-        ("REQUEUE_FED RF EXPEDITING", QUEUED, None),
-        ("REQUEUE_HOLD RH SPECIAL_EXIT SE RESV_DEL_HOLD RD", HELD, None),
-        ("RUNNING R CONFIGURING CF COMPLETING CG SUSPENDED S STOPPED ST", RUNNING, None),
-        ("SIGNALING SI RESIZING RS STAGE_OUT SO REQUEUED RQ POWER_UP_NODE UPDATE_DB", RUNNING, None),
-        ("COMPLETED CD FAILED F", OVER, Status.LOST),
-        ("OUT_OF_MEMORY OOM", OVER, Status.OOM),
-        ("CANCELLED CA TIMEOUT TO DEADLINE DL REVOKED RV", OVER, Status.CANCELLED),
-        ("PREEMPTED PR", OVER, Status.PREEMPTED),
-        ("NODE_FAIL NF BOOT_FAIL BF LAUNCH_FAILED RECONFIG_FAIL", OVER, Status.NODE_FAIL),
+        ("PENDING", QUEUED, None),
+        ("REQUEUE_FED EXPEDITING", QUEUED, None),
+        ("REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD", HELD, None),
+        ("RUNNING CONFIGURING COMPLETING SUSPENDED STOPPED", RUNNING, None),
+        ("SIGNALING RESIZING STAGE_OUT REQUEUED POWER_UP_NODE UPDATE_DB", RUNNING, None),
+        ("COMPLETED FAILED", OVER, Status.LOST),
+        ("OUT_OF_MEMORY", OVER, Status.OOM),
+        ("CANCELLED TIMEOUT DEADLINE REVOKED", OVER, Status.CANCELLED),
+        ("PREEMPTED", OVER, Status.PREEMPTED),
+        ("NODE_FAIL BOOT_FAIL LAUNCH_FAILED RECONFIG_FAIL", OVER, Status.NODE_FAIL),
     ],
 )
 def test_every_state_has_a_phase_and_the_status_of_what_it_left(words, phase, status):
@@ -34,10 +34,7 @@ def test_every_state_has_a_phase_and_the_status_of_what_it_left(words, phase, st
         ("CANCELLED by 1000", "CANCELLED"),
         ("CANCELLED+", "CANCELLED"),
         ("cancelled by 0", "CANCELLED"),
-        ("OUT_OF_ME+", "OUT_OF_MEMORY"),
-        ("NODE_FAIL+", "NODE_FAIL"),
         (" running ", "RUNNING"),
-        ("pd", "PENDING"),
     ],
 )
 def test_a_state_is_understood_however_it_is_written(word, same):

@@ -24,7 +24,7 @@ from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_program
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt, open_allocations
-from ultrabench.result import ANSWERS, Status
+from ultrabench.result import ANSWERS, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import LaunchConfig
 from ultrabench.store.folder import SweepFolder
@@ -52,15 +52,18 @@ def run_launch(
     if detach and config.launcher.name == "local":
         return _leave_in_background(config, overrides, max_gpu_hours, reuse)
     folder = folder_of(config)
-    launcher = choose_launcher(config, folder)
+    launcher, predicted = choose_launcher(config, folder), None
     plan = make_plan(config)
     require_runs(plan)
     if launcher.outlives_us:
         if untried := not_accepted(config):
             warn(untried)
-        max_gpu_hours = _budget(plan, folder, launcher, max_gpu_hours, yes)
+        max_gpu_hours, predicted = _budget(plan, folder, launcher, max_gpu_hours, yes)
     sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
-    return follow(sweep, launcher, max_gpu_hours, where=_where(folder), detach=detach, yes=yes)
+    known = predicted if sweep.plan is plan else None
+    return follow(
+        sweep, launcher, max_gpu_hours, where=_where(folder), detach=detach, yes=yes, predicted=known
+    )
 
 
 def folder_of(config: SweepConfig) -> SweepFolder:
@@ -68,12 +71,15 @@ def folder_of(config: SweepConfig) -> SweepFolder:
     return SweepFolder(Path(config.results_dir).absolute() / config.name)
 
 
-def _budget(plan: Plan, folder: SweepFolder, launcher: Launcher, given: float | None, yes: bool) -> float:
-    """The GPU hours that the user agrees to; nothing has been written before that."""
+def _budget(
+    plan: Plan, folder: SweepFolder, launcher: Launcher, given: float | None, yes: bool
+) -> tuple[float, float]:
+    """The GPU hours that the user agrees to, and those predicted; nothing has been written before that."""
     state = fold(read_journal(folder.journal, warn)) if folder.read_head() else SweepState()
     price = reckon(plan, state, launcher.limits.max_limit_s)
     used = committed_gpu_hours(plan, state, ())
-    return ask_for_budget(plan, price, used, launcher.limits, given, yes, bool(open_allocations(state)))
+    following = bool(open_allocations(state))
+    return ask_for_budget(plan, price, used, launcher.limits, given, yes, following), price.gpu_hours
 
 
 def _require_finite(max_gpu_hours: float | None) -> None:
@@ -116,10 +122,11 @@ def as_launched(folder: SweepFolder, state: SweepState) -> SweepConfig:
     return config_from_tree(told | {"name": folder.name, "results_dir": str(folder.path.parent)})
 
 
-def unsettled(folder: SweepFolder, state: SweepState) -> bool:
-    """Whether a sweep as it was launched last has attempts to make or to wait for, in any repeat."""
-    config = as_launched(folder, state)
-    return not next_attempts(make_plan(config), state, frozenset(), old=frozenset(state.attempts)).over
+def settled(
+    plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda result: True
+) -> bool:
+    """Whether a sweep has no attempts left to make or to wait for, in any repeat."""
+    return next_attempts(plan, state, frozenset(), accepts=accepts, old=frozenset(state.attempts)).over
 
 
 def follow(
@@ -131,19 +138,23 @@ def follow(
     console: Console | None = None,
     detach: bool = False,
     yes: bool = False,
+    predicted: float | None = None,
 ) -> int:
     """Follows an open sweep to its end, or leaves it after the first submission; the exit code.
 
     Args:
         where: the option that says where the sweep is, for commands that are shown.
+        predicted: GPU hours of what is left, when they have been reckoned already.
     """
     config = sweep.config
     planned, device = sweep.plan.runs, config.hardware.device
-    price = hours(reckon(sweep.plan, sweep.state()).gpu_hours)
-    say(f"{config.name}: {counted(len(planned), 'run')}, {price} GPU hours predicted, in {sweep.folder.path}")
+    if predicted is None:
+        predicted = reckon(sweep.plan, sweep.state()).gpu_hours
+    runs = counted(len(planned), "run")
+    say(f"{config.name}: {runs}, {hours(predicted)} GPU hours predicted, in {sweep.folder.path}")
     if not any(run.fits for run in sweep.plan.runs):
         say("none of them is predicted to fit into the memory of a rank")
-    if config.profile and _settled(sweep):
+    if config.profile and settled(sweep.plan, sweep.state(), sweep.accepts):
         say(
             "profile=true, but all is measured: only what runs looks inside itself; add repeats=N or name=NAME"
         )
@@ -195,12 +206,6 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher, ask: bool) -> list
     whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others.values()}
     text = f"{counted(len(others), 'job')} of {', '.join(sorted(whose))} have not started. Submit others in their place?"
     return sorted(others) if typer.confirm(text, err=True) else []
-
-
-def _settled(sweep: OpenSweep) -> bool:
-    known = sweep.state()
-    old = frozenset(known.attempts)
-    return next_attempts(sweep.plan, known, frozenset(), accepts=sweep.accepts, old=old).over
 
 
 class Terminated(BaseException):

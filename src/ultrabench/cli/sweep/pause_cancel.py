@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ultrabench.analysis.head import read_head
-from ultrabench.cli.sweep.launch import as_launched, continue_sweep, unsettled
+from ultrabench.cli.sweep.launch import as_launched, continue_sweep, settled
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import err, say, warn
 from ultrabench.errors import ClusterError
@@ -15,6 +15,7 @@ from ultrabench.store.folder import SweepFolder, find_sweep, write_whole
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import SweepState, fold
+from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.progress import progress
 
@@ -22,7 +23,7 @@ from ultrabench.sweep.progress import progress
 def run_pause(sweep: str | None, results: Path) -> None:
     """Has running allocations end after their current run and takes back what is queued."""
     folder, state = _find(sweep, results)
-    if not unsettled(folder, state):
+    if settled(make_plan(as_launched(folder, state)), state):
         say(f"nothing to pause: every run of {folder.name} is settled")
         return
     if not state.paused:
@@ -46,7 +47,7 @@ def run_resume(sweep: str | None, results: Path, detach: bool, max_gpu_hours: fl
 def run_cancel(sweep: str | None, results: Path) -> None:
     """Cancels a sweep: no new allocation, and what is queued or runs ends."""
     folder, state = _find(sweep, results)
-    if not (unsettled(folder, state) or open_allocations(state)):
+    if settled(make_plan(as_launched(folder, state)), state) and not open_allocations(state):
         say(f"nothing to cancel: every run of {folder.name} is settled")
         return
     writer = JournalWriter(folder.journal, "cancel")
