@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.configs import left, retry
 from tests.strategies import FAILURES
 from tests.unit.allocations import open_sweep
-from tests.unit.test_settle import Played
+from tests.unit.played import Played
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.unit.test_settle import Agents, Played, keys, plan, statuses, sweep, written
+from tests.unit.played import Agents, Played, keys, plan, statuses, sweep, written
 from ultrabench.launchers import launcher as launcher_module
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.reconcile import Reconciler

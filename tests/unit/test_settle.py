@@ -8,150 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.allocations import PLAN, jobs_of, open_sweep
+from tests.unit.allocations import jobs_of
 from tests.unit.allocations import made_of as allocations_of
+from tests.unit.played import (
+    CONTROL,
+    JOB,
+    NAME,
+    OTHERS,
+    Agents,
+    Played,
+    key_of,
+    keys,
+    plan,
+    reconciler_of,
+    statuses,
+    sweep,
+    written,
+)
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import origin
-from ultrabench.launchers.reconcile import CANCEL_S, Reconciler
+from ultrabench.launchers.reconcile import CANCEL_S
 from ultrabench.launchers.settle import Settler
-from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
-from ultrabench.run import AttemptKey
+from ultrabench.result import Status
 from ultrabench.store.claim import claim, give_up
-from ultrabench.store.events import (
-    EVENTS,
-    AllocationEnded,
-    AllocationPlanned,
-    AllocationStarted,
-    Cancel,
-    Claimed,
-    LaunchConfig,
-    LeadingAgent,
-    Pause,
-    Result,
-    Start,
-    Submitting,
-)
+from ultrabench.store.events import Cancel, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
-from ultrabench.store.journal import JournalWriter, read_journal
-from ultrabench.sweep.control import controls
 from ultrabench.sweep.decide import MOST_BARREN, MOST_FRUITLESS, Launch, decide
 
-CONTROL = next(run for run in controls(PLAN).values() if run.nodes == 1)
-OTHERS = [run for run in PLAN.runs if run.nodes == 1 and run.run_id != CONTROL.run_id][:2]
-SPECS = {run.run_id: to_dict(run.spec) for run in PLAN.runs}
-NAME = "n1-0000aaaa.0"
-JOB = Start(job_id="57_0")
-
-
-class Played:
-    """A batch system of which everything lives until the test says otherwise."""
-
-    outlives_us, rest_s = True, 0.0
-
-    def __init__(self, play=lambda allocation: None, max_jobs=2):
-        """`play` is what agents do at once where a job is submitted."""
-        self.play, self.by = play, origin("big")
-        self.limits = JobLimits(max_jobs=max_jobs, max_nodes=99, max_array=99)
-        self.taken, self.looked, self.cancelled, self.ended = [], [], [], []
-        self.ended_jobs, self.running, self.timed = {}, frozenset(), {}
-        self.refusals = 0
-
-    def submit(self, made, avoid, say):
-        self.taken += made
-        for allocation in made:
-            self.play(allocation)
-        return {a.name: {"job_id": a.name} for a in made}
-
-    def observe(self, known):
-        self.looked.append(sorted(known))
-        unended = {name for name, held in known.items() if held.ended is None}
-        gone = {name: end for name, end in self.ended_jobs.items() if name in unended}
-        alive = frozenset(unended - gone.keys())
-        jobs = {name: {"job_id": name} for name in alive}
-        return JobsSeen(
-            alive=alive, running=self.running & alive, ended_jobs=gone, timed=self.timed, jobs=jobs
-        )
-
-    def cancel(self, known, *, queued_only=False):
-        self.cancelled.append(sorted(known))
-        if len(self.cancelled) <= self.refusals:
-            raise ClusterError("scancel: no answer")
-        return {}
-
-    def end_frozen(self, name, job):
-        self.ended.append(name)
-
-
-@pytest.fixture
-def sweep(tmp_path):
-    """The control of one node and two other runs."""
-    plan = replace(PLAN, candidates=(CONTROL, *OTHERS))
-    made = open_sweep(tmp_path / "quick", plan)
-    made.folder.create()
-    made.journal.write(LaunchConfig(generation=1, config={}))
-    return replace(made, kernel_digest=made.config.kernel.digest())
-
-
-class Agents:
-    """The leading agent of an allocation, as far as others can see it."""
-
-    def __init__(self, sweep, name=NAME, job=JOB):
-        self.name, self.job, self.claims = name, job, sweep.folder.claims
-        self.journal = JournalWriter(sweep.folder.journal, "agent")
-        self.me = {"allocation": name, "host": "gpu01", "job": to_dict(job)}
-
-    def start(self):
-        assert claim(self.claims, self.name, self.me)
-        agent = LeadingAgent(host="gpu01", job=self.job, journal=self.journal.path.name)
-        self.journal.write(AllocationStarted(allocation=self.name, agent=agent))
-        return self
-
-    def claim(self, key, told=True):
-        key = AttemptKey(*key)
-        assert claim(self.claims, str(key), self.me)
-        if told:
-            self.journal.write(
-                Claimed(**key._asdict(), allocation=self.name, job=self.job, spec=SPECS[key.run_id],
-                predicted={},
-            ))  # fmt: skip
-
-    def ok(self, key):
-        self.claim(key)
-        result = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0)
-        self.journal.write(
-            Result(**AttemptKey(*key)._asdict(), allocation=self.name, source="agent", result=result)
-        )
-
-    def end(self, reason="no time left"):
-        self.journal.write(
-            AllocationEnded(allocation=self.name, restart=0, reason=reason, source="agent", job=self.job,
-            elapsed_s=10.0,
-        ))  # fmt: skip
-
-
-def key_of(run, repeat=0, attempt=0):
-    return AttemptKey(run.run_id, repeat, attempt)
-
-
-def keys(allocation):
-    return [AttemptKey(t.run_id, t.repeat, t.attempt) for t in allocation.tasks]
-
-
-def written(sweep, kind):
-    return [line.event for line in read_journal(sweep.folder.journal) if type(line.event) is EVENTS[kind]]
-
-
-def plan(sweep, name=NAME, tasks=(), **more):
-    sweep.journal.write(
-        AllocationPlanned(allocation=name, nodes=1, limit_s=600.0, tasks=tuple(tasks),
-        **more,
-    ))  # fmt: skip
-
-
-def statuses(sweep):
-    return {key: a.result and a.result.status for key, a in sweep.state().attempts.items()}
-
+__all__ = ["sweep"]  # a fixture
 
 GONE = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", elapsed_s=77.0)
 
@@ -197,15 +81,6 @@ def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
     assert settler.settled == {(NAME, JOB)}
 
 
-def test_the_time_it_held_its_nodes_is_told_of_its_own_start(sweep):
-    plan(sweep)
-    Agents(sweep).start().end()
-    settler = Settler(sweep, Played())
-    settler.tell_held(sweep.state().allocations[NAME], 130.0)
-    held = sweep.state().allocations[NAME]
-    assert (held.ended, held.held_s, held.timed) == ("no time left", 130.0, True)
-
-
 def test_what_agents_own_is_not_given_up(sweep):
     settler = Settler(sweep, Played())
     Agents(sweep).start()
@@ -229,8 +104,7 @@ def test_an_attempt_whose_owner_nobody_knows_is_lost(sweep, content):
     assert not settler.claimed_already([key, free], sweep.state())
     (sweep.folder.claims / str(key)).write_bytes(content)
     assert settler.claimed_already([free, key], sweep.state())
-    assert statuses(sweep) == {key: Status.LOST}
-    assert written(sweep, "allocation_planned") == []
+    assert (statuses(sweep), written(sweep, "allocation_planned")) == ({key: Status.LOST}, [])
 
 
 def test_an_owner_that_has_not_ended_is_not_called_dead(sweep):
@@ -267,7 +141,7 @@ def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
     agents.claim(keys(made)[0], told=False)
     agents.journal.path.unlink()
     launcher = Played()
-    reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
+    reconciler = reconciler_of(sweep, launcher)
     assert reconciler.once()[1]
     (told,) = written(sweep, "allocation_planned")
     assert (told.allocation, told.by, told.limit_s) == (made.name, by, made.limit_s)
@@ -283,7 +157,7 @@ def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
 def test_an_unreadable_claim_of_an_ended_allocation_is_lost_and_tried_again(sweep):
     """Nobody can tell whose it was, and nobody else will ever run this attempt."""
     launcher = Played()
-    reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
+    reconciler = reconciler_of(sweep, launcher)
     reconciler.once()
     (first,) = launcher.taken
     lost, *rest = keys(first)
@@ -313,7 +187,7 @@ def test_allocations_that_only_measure_their_control_are_stopped(sweep):
 
     launcher = Played(play, max_jobs=2)
     with pytest.raises(ClusterError) as stopped:
-        Reconciler(sweep, launcher, lambda state, alive: None).run()
+        reconciler_of(sweep, launcher).run()
     most = MOST_FRUITLESS * launcher.limits.max_jobs
     assert str(stopped.value).startswith(
         f"{most} allocations in a row ended without running any run that was asked for but control layouts "
@@ -334,7 +208,7 @@ def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
 
     launcher = Played(play, max_jobs)
     with pytest.raises(ClusterError) as stopped:
-        Reconciler(sweep, launcher, lambda state, alive: None).run()
+        reconciler_of(sweep, launcher).run()
     assert str(stopped.value).startswith(
         "3 allocations in a row ended without running anything (crashed; its log ends: ImportError: no module x"
     )
@@ -342,85 +216,54 @@ def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
     assert len(launcher.taken) == MOST_BARREN
 
 
-class Row:
-    """Allocations of one launch that end one after another."""
+def dead_end_of(sweep, ends, max_jobs):
+    """Why a launch gives up after allocations that ended one after another, each by a letter.
 
-    def __init__(self, sweep, max_jobs=1):
-        self.sweep, self.count, self.excused = sweep, 0, frozenset()
-        self.limits = JobLimits(max_jobs=max_jobs)
+    n: ran nothing, c: its control only, a: a run that was asked for, p: nothing, for the sweep is paused, w: its
+    control, outside the window, o: another launch's that ran nothing; |: what is there is excused.
+    """
+    excused = frozenset()
+    for number, kind in enumerate(ends):
+        if kind == "|":
+            excused = frozenset(sweep.state().allocations)
+            continue
+        name, tasks = f"n1-0000aaaa.{number}", [key_of(CONTROL, number), key_of(OTHERS[0], number)]
+        plan(sweep, name, tasks, control=CONTROL.run_id)
+        if kind != "o":
+            sweep.journal.write(Submitting(allocation=name, token="t"))
+        agents = Agents(sweep, name).start()
+        if kind in "cwa":
+            agents.ok(tasks[kind == "a"])
+        agents.end(
+            {"p": "the sweep is paused", "w": "outside the window 19:00-07:00"}.get(kind, "no time left")
+        )
+    launch = Launch(name=sweep.journal.name, by=origin("big"), excused=excused)
+    limits = JobLimits(max_jobs=max_jobs)
+    found = decide(sweep.plan, sweep.state(), JobsSeen(), limits, launch, time.time()).dead_end
+    return found and (found.number, found.what)
 
-    def ends(self, kind, reason="no time left", mine=True):
-        """`kind` of it ran: nothing, its control or a run that was asked for."""
-        self.count += 1
-        name = f"n1-0000aaaa.{self.count}"
-        tasks = [key_of(CONTROL, self.count), key_of(OTHERS[0], self.count)]
-        plan(self.sweep, name, tasks, control=CONTROL.run_id)
-        if mine:
-            self.sweep.journal.write(Submitting(allocation=name, token="t"))
-        agents = Agents(self.sweep, name).start()
-        if kind != "nothing":
-            agents.ok(tasks[kind == "asked"])
-        agents.end(reason)
 
-    @property
-    def dead_end(self):
-        """Why a launch that looks now gives up, if it does."""
-        launch = Launch(name=self.sweep.journal.name, by=origin("big"), excused=self.excused)
-        found = decide(
-            self.sweep.plan, self.sweep.state(), JobsSeen(), self.limits, launch, time.time()
-        ).dead_end
-        return found and (found.number, found.what)
+ANYTHING, ASKED = (3, "anything"), (3, "any run that was asked for but control layouts")
 
 
 @pytest.mark.parametrize(
-    ("harmless", "last"),
-    [(["nothing"] * 2, "nothing"), (["control"] * 2, "control"), (["control", "nothing"], "control")],
-)
-def test_only_what_follows_each_other_counts(sweep, harmless, last):
-    row = Row(sweep)
-    for _ in range(3):
-        for kind in (*harmless, "asked"):
-            row.ends(kind)
-    for kind in harmless:
-        row.ends(kind)
-        assert row.dead_end is None
-    row.ends(last)
-    assert row.dead_end[0] == 3
-
-
-def test_what_measured_a_control_is_not_barren(sweep):
-    row = Row(sweep, max_jobs=9)
-    for _ in range(5):
-        for kind in ("nothing", "nothing", "control"):
-            row.ends(kind)
-    row.ends("nothing")
-    row.ends("nothing")
-    assert row.dead_end is None
-    row.ends("nothing")
-    assert row.dead_end == (3, "anything")
-
-
-def test_ends_on_request_and_of_others_are_not_barren(sweep):
-    row = Row(sweep)
-    for _ in range(5):
-        row.ends("nothing", "the sweep is paused")
-        row.ends("control", "outside the window 19:00-07:00")
-        row.ends("nothing", mine=False)
-        row.ends("asked")
-        assert row.dead_end is None
-    for _ in range(5):
-        row.ends("nothing")
-    row.excused = frozenset(sweep.state().allocations)
-    row.ends("nothing")
-    row.ends("nothing")
-    assert row.dead_end is None, "what was there when the sweep was paused need not have run anything"
-    row.ends("nothing")
-    assert row.dead_end == (3, "anything")
+    ("max_jobs", "ends", "found"),
+    [
+        (1, "nna" * 3 + "nn", None), (1, "nna" * 3 + "nnn", ANYTHING),
+        (1, "cca" * 3 + "cc", None), (1, "cca" * 3 + "ccc", ASKED),
+        (1, "cna" * 3 + "cn", None), (1, "cna" * 3 + "cnc", ASKED),
+        (9, "nnc" * 5 + "nn", None), (9, "nnc" * 5 + "nnn", ANYTHING),
+        (1, "pwoa" * 5, None), (1, "nnnnn|nn", None), (1, "nnnnn|nnn", ANYTHING),
+    ],
+)  # fmt: skip
+def test_only_useless_ends_that_follow_each_other_stop_a_launch(sweep, max_jobs, ends, found):
+    """Not those on request, of others, or of what was there when the sweep was paused."""
+    assert dead_end_of(sweep, ends, max_jobs) == found
 
 
 def test_a_launcher_excuses_what_was_there_while_the_sweep_was_paused(sweep):
     launcher = Played(max_jobs=1)
-    reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
+    reconciler = reconciler_of(sweep, launcher)
     for generation in range(2, 12, 2):
         reconciler.once()
         sweep.journal.write(Pause(generation=generation, on=True))
@@ -437,7 +280,7 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
     clock, told = [1000.0], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     launcher = Played()
-    reconciler = Reconciler(sweep, launcher, lambda state, alive: None, say=told.append)
+    reconciler = reconciler_of(sweep, launcher, say=told.append)
     reconciler.once()
     (made,) = launcher.taken
     sweep.journal.write(Cancel(generation=2))
@@ -458,7 +301,7 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
 
 def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
     launcher = Played()
-    reconciler = Reconciler(sweep, launcher, lambda state, alive: None)
+    reconciler = reconciler_of(sweep, launcher)
     reconciler.once()
     (made,) = launcher.taken
     launcher.timed = {made.name: 130.0}
@@ -480,7 +323,7 @@ def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
 def test_a_budget_counts_the_setup_of_what_runs(sweep):
     """The time is Slurm's: agents that have not started tell nothing."""
     launcher, observe = Played(max_jobs=4), Played.observe
-    reconciler = Reconciler(sweep, launcher, lambda state, alive: None, max_gpu_hours=2.5)
+    reconciler = reconciler_of(sweep, launcher, max_gpu_hours=2.5)
     reconciler.once()
     (made,) = launcher.taken
     launcher.observe = lambda known: replace(observe(launcher, known), held_s={made.name: 3600.0})

@@ -1,0 +1,142 @@
+"""A launch whose batch system and agents are played: what lives, ends and is claimed is up to the test."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.allocations import PLAN, open_sweep
+from ultrabench.errors import ClusterError
+from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.reconcile import Reconciler
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.run import AttemptKey
+from ultrabench.store.claim import claim
+from ultrabench.store.events import (
+    EVENTS,
+    AllocationEnded,
+    AllocationPlanned,
+    AllocationStarted,
+    Claimed,
+    LaunchConfig,
+    LeadingAgent,
+    Result,
+    Start,
+)
+from ultrabench.store.jobs_seen import JobLimits, JobsSeen
+from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.sweep.control import controls
+
+CONTROL = next(run for run in controls(PLAN).values() if run.nodes == 1)
+OTHERS = [run for run in PLAN.runs if run.nodes == 1 and run.run_id != CONTROL.run_id][:2]
+SPECS = {run.run_id: to_dict(run.spec) for run in PLAN.runs}
+NAME = "n1-0000aaaa.0"
+JOB = Start(job_id="57_0")
+
+
+class Played:
+    """A batch system of which everything lives until the test says otherwise."""
+
+    outlives_us, rest_s = True, 0.0
+
+    def __init__(self, play=lambda allocation: None, max_jobs=2):
+        """`play` is what agents do at once where a job is submitted."""
+        self.play, self.by = play, origin("big")
+        self.limits = JobLimits(max_jobs=max_jobs, max_nodes=99, max_array=99)
+        self.taken, self.looked, self.cancelled, self.ended = [], [], [], []
+        self.ended_jobs, self.running, self.timed = {}, frozenset(), {}
+        self.refusals = 0
+
+    def submit(self, made, avoid, say):
+        self.taken += made
+        for allocation in made:
+            self.play(allocation)
+        return {a.name: {"job_id": a.name} for a in made}
+
+    def observe(self, known):
+        self.looked.append(sorted(known))
+        unended = {name for name, held in known.items() if held.ended is None}
+        gone = {name: end for name, end in self.ended_jobs.items() if name in unended}
+        alive = frozenset(unended - gone.keys())
+        jobs = {name: {"job_id": name} for name in alive}
+        return JobsSeen(
+            alive=alive, running=self.running & alive, ended_jobs=gone, timed=self.timed, jobs=jobs
+        )
+
+    def cancel(self, known, *, queued_only=False):
+        self.cancelled.append(sorted(known))
+        if len(self.cancelled) <= self.refusals:
+            raise ClusterError("scancel: no answer")
+        return {}
+
+    def end_frozen(self, name, job):
+        self.ended.append(name)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """The control of one node and two other runs."""
+    plan = replace(PLAN, candidates=(CONTROL, *OTHERS))
+    made = open_sweep(tmp_path / "quick", plan)
+    made.folder.create()
+    made.journal.write(LaunchConfig(generation=1, config={}))
+    return replace(made, kernel_digest=made.config.kernel.digest())
+
+
+class Agents:
+    """The leading agent of an allocation, as far as others can see it."""
+
+    def __init__(self, sweep, name=NAME, job=JOB):
+        self.name, self.job, self.claims = name, job, sweep.folder.claims
+        self.journal = JournalWriter(sweep.folder.journal, "agent")
+        self.me = {"allocation": name, "host": "gpu01", "job": to_dict(job)}
+
+    def start(self):
+        assert claim(self.claims, self.name, self.me)
+        agent = LeadingAgent(host="gpu01", job=self.job, journal=self.journal.path.name)
+        self.journal.write(AllocationStarted(allocation=self.name, agent=agent))
+        return self
+
+    def claim(self, key, told=True):
+        assert claim(self.claims, str(key), self.me)
+        if told:
+            spec = SPECS[key.run_id]
+            self.journal.write(Claimed(**key._asdict(), allocation=self.name, job=self.job, spec=spec))
+
+    def ok(self, key):
+        self.claim(key)
+        result = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0)
+        self.journal.write(Result(**key._asdict(), allocation=self.name, result=result))
+
+    def end(self, reason="no time left"):
+        end = AllocationEnded(
+            allocation=self.name, reason=reason, source="agent", job=self.job, elapsed_s=10.0
+        )
+        self.journal.write(end)
+
+
+def key_of(run, repeat=0, attempt=0):
+    return AttemptKey(run.run_id, repeat, attempt)
+
+
+def keys(allocation):
+    return [AttemptKey(t.run_id, t.repeat, t.attempt) for t in allocation.tasks]
+
+
+def reconciler_of(sweep, launcher, **more):
+    """A launch of which nothing is shown."""
+    return Reconciler(sweep, launcher, lambda state, alive: None, **more)
+
+
+def written(sweep, kind):
+    return [line.event for line in read_journal(sweep.folder.journal) if type(line.event) is EVENTS[kind]]
+
+
+def plan(sweep, name=NAME, tasks=(), **more):
+    sweep.journal.write(
+        AllocationPlanned(allocation=name, nodes=1, limit_s=600.0, tasks=tuple(tasks), **more)
+    )
+
+
+def statuses(sweep):
+    return {key: a.result and a.result.status for key, a in sweep.state().attempts.items()}
