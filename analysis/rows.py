@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from ultrabench.analysis.head import SweepHead, read_head
 from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION
 from ultrabench.device_rates import bandwidths, summary
 from ultrabench.errors import ConfigError
@@ -19,10 +18,11 @@ from ultrabench.step_time import ci95_rel
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
+from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.dominated import left_out, skipped_reason
 from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.outliers import control_times, impossible, suspect_attempts
-from ultrabench.sweep.plan_table import read_rows
+from ultrabench.sweep.plan_table import read_rows, runs_of, shapes_of
 
 Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
@@ -61,11 +61,11 @@ def sweep_rows(folder: SweepFolder, warn: Warn) -> list[Row]:
     Raises:
         SweepFolderError: it is no sweep folder, or of a newer schema.
     """
-    head = read_head(folder)
+    sweep = read_sweep_json(folder)
     plan = _read_plan(folder, warn)
     state = fold(read_journal(folder.journal, warn))
-    rows = _rows(head, plan, state, warn)
-    if head.kernel.kind == "probe":
+    rows = _rows(sweep, plan, state, warn)
+    if sweep.kernel.kind == "probe":
         return [{k: v for k, v in row.items() if k not in _OF_TRAINING} for row in rows]
     return list(rows)
 
@@ -77,25 +77,25 @@ def _read_plan(folder: SweepFolder, warn: Warn) -> list[Row]:
     return read_rows(folder.plan)
 
 
-def _rows(head: SweepHead, plan: list[Row], told: SweepState, warn: Warn) -> Iterator[Row]:
+def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> Iterator[Row]:
     state = with_loss_outliers(told)
     attempts: dict[str, list[AttemptState]] = defaultdict(list)
     for key, attempt in sorted(state.attempts.items()):
         attempts[key.run_id].append(attempt)
     final = {attempt.key for attempt in final_attempts(state).values()}
-    control, suspects = control_times(state), suspect_attempts(state, device=head.hardware.device)
-    shapes = head.shapes_of(state)
-    dominated = left_out(head.runs((row for row in plan if row["model"] in shapes), state), state)
+    control, suspects = control_times(state), suspect_attempts(state, device=sweep.hardware.device)
+    shapes = shapes_of(sweep, state)
+    dominated = left_out(runs_of(sweep, (row for row in plan if row["model"] in shapes), state), state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
         row = _attempted(base, attempt, state, attempt.key in final)
         # An outlying loss makes a run invalid and leaves its numbers, as its agent told them.
-        row |= _speed(head, row, told.attempts[attempt.key].result, shape)
+        row |= _speed(sweep, row, told.attempts[attempt.key].result, shape)
         return _marked(row, control, suspects.get(attempt.key))
 
     for candidate in plan:
         shape = shapes.get(candidate["model"])
-        base = _planned(head, candidate, shape)
+        base = _planned(sweep, candidate, shape)
         tried = attempts.pop(candidate["run_id"], [])
         if not tried:
             yield {**base, **_not_attempted(candidate, dominated.get(candidate["run_id"]))}
@@ -103,7 +103,7 @@ def _rows(head: SweepHead, plan: list[Row], told: SweepState, warn: Warn) -> Ite
             yield outcome(base, attempt, shape)
     for run_id, tried in sorted(attempts.items()):
         for attempt in tried:
-            base = _told(head, attempt, warn) | {"run_id": run_id}
+            base = _told(sweep, attempt, warn) | {"run_id": run_id}
             yield outcome(base, attempt, _claimed_shape(attempt))
 
 
@@ -123,32 +123,32 @@ def _claimed_shape(attempt: AttemptState) -> ModelShape | None:
         return None
 
 
-def _shared(head: SweepHead) -> Row:
+def _shared(sweep: SweepJson) -> Row:
     return {
         "schema_version": RESULTS_SCHEMA_VERSION,
-        "sweep": head.sweep,
-        "cluster": head.cluster,
-        "hardware": head.hardware.name,
-        "kernel": head.kernel.name,
-        "kernel_digest": head.kernel_digest,
-        "recompute": head.kernel.recompute,
-        "precision": head.kernel.precision,
-        "compile": head.kernel.compile,
-        "git_commit": head.git_commit,
+        "sweep": sweep.sweep,
+        "cluster": sweep.cluster,
+        "hardware": sweep.hardware.name,
+        "kernel": sweep.kernel.name,
+        "kernel_digest": sweep.kernel_digest,
+        "recompute": sweep.kernel.recompute,
+        "precision": sweep.kernel.precision,
+        "compile": sweep.kernel.compile,
+        "git_commit": sweep.provenance.get("git_commit"),
     }
 
 
-def _with_peak(head: SweepHead, row: Row) -> Row:
-    peak = head.peak(row["nodes"], row["precision"])
+def _with_peak(sweep: SweepJson, row: Row) -> Row:
+    peak = sweep.peak(row["nodes"], row["precision"])
     if peak is not None:
         row |= {"peak_flops_per_s": peak.flops_per_s, "peak_source": peak.source}
     return row
 
 
-def _planned(head: SweepHead, candidate: Row, shape: ModelShape | None) -> Row:
+def _planned(sweep: SweepJson, candidate: Row, shape: ModelShape | None) -> Row:
     """What the plan says of a candidate."""
-    row = _shared(head) | {k: candidate.get(k) for k in (*_PLANNED, *_PREDICTED)}
-    return _with_peak(head, row | _shape_columns(shape))
+    row = _shared(sweep) | {k: candidate.get(k) for k in (*_PLANNED, *_PREDICTED)}
+    return _with_peak(sweep, row | _shape_columns(shape))
 
 
 def _shape_columns(shape: ModelShape | None) -> Row:
@@ -165,19 +165,19 @@ def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
     return {"status": status and status.value, "is_final": True} | {k: candidate.get(k) for k in told}
 
 
-def _told(head: SweepHead, attempt: AttemptState, warn: Warn) -> Row:
+def _told(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> Row:
     """What the journal says of a run that the plan does not hold."""
     try:
         spec = from_dict(RunSpec, attempt.spec or {})
     except ConfigError as error:
         warn(f"attempt {attempt.key} is not in the plan and its claim cannot be read: {error}")
-        return _shared(head)
-    row = _shared(head) | {k: getattr(spec.layout, k) for k in AXES}
+        return _shared(sweep)
+    row = _shared(sweep) | {k: getattr(spec.layout, k) for k in AXES}
     row |= {"kernel": spec.kernel.name, "precision": spec.kernel.precision}
     row |= {"compile": spec.kernel.compile, "recompute": spec.kernel.recompute}
     row |= {"model": spec.shape.name, "seq_len": spec.workload.seq_len, "gbs": spec.workload.gbs}
     row |= {"nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "gpus": spec.layout.world_size}
-    return _with_peak(head, row | _shape_columns(spec.shape))
+    return _with_peak(sweep, row | _shape_columns(spec.shape))
 
 
 def _attempted(base: Row, attempt: AttemptState, state: SweepState, final: bool) -> Row:
@@ -225,7 +225,7 @@ def _measured(result: RunResult, gpus: int | None) -> Row:
     return row
 
 
-def _speed(head: SweepHead, row: Row, result: RunResult | None, shape: ModelShape | None) -> Row:
+def _speed(sweep: SweepJson, row: Row, result: RunResult | None, shape: ModelShape | None) -> Row:
     """Columns from `step_time_s` to `hfu` of an ok result with measured steps; nothing of any other.
 
     mfu = FLOPs of a token * tokens a second a GPU / peak. A column is absent where its inputs are unknown.
@@ -233,7 +233,7 @@ def _speed(head: SweepHead, row: Row, result: RunResult | None, shape: ModelShap
     gpus = row.get("gpus")
     if result is None or result.status != Status.OK or gpus is None or not result.step_times_s:
         return {}
-    step_time_s, peak = median(result.step_times_s), head.peak(row["nodes"], row["precision"])
+    step_time_s, peak = median(result.step_times_s), sweep.peak(row["nodes"], row["precision"])
     tokens_per_s = row["gbs"] * row["seq_len"] / step_time_s
     out: Row = {
         "step_time_s": step_time_s,

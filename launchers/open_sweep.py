@@ -14,6 +14,7 @@ from typing import Any
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.kernel_env import keep
+from ultrabench.launchers.sweep_identity import provenance, require_same, sweep_json_of
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
 from ultrabench.store.claim import give_up, owner_of
@@ -21,8 +22,8 @@ from ultrabench.store.events import LaunchConfig
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.state import Fold, SweepState
+from ultrabench.store.sweep_json import find_sweep_json, write_sweep_json
 from ultrabench.sweep.config import SweepConfig
-from ultrabench.sweep.head import make_head, provenance, require_same
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 
@@ -92,22 +93,23 @@ def open_sweep(
     if reuse not in (None, "same", "any"):
         raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
     folder = SweepFolder(Path(config.results_dir).absolute() / config.name)
-    if (head := folder.read_head()) is not None:
-        require_same(head, config, folder.path)
-    measured = head["peak"] if head else {}
+    known_as = find_sweep_json(folder)
+    if known_as is not None:
+        require_same(known_as, config, folder.path)
     in_table = bool(config.hardware.peak_flops_per_s)
     if environment is None:
-        environment = _machine_facts(config, needs_peak=not in_table and not measured, say=say)
+        environment = _machine_facts(config, needs_peak=not in_table and known_as is None, say=say)
     folder.create()
     keep(config.kernel.env, folder.secrets, config.secrets)
-    peak = measured or {k: environment.get(k) for k in ("core_flops_per_s", "cores")}
+    described = known_as or sweep_json_of(config, environment)
     if not in_table:
-        plan = make_plan(config, core_flops_per_s=peak.get("core_flops_per_s"), cores=peak.get("cores") or 1)
+        core, cores = described.core_flops_per_s, described.cores or 1
+        plan = make_plan(config, core_flops_per_s=core, cores=cores)
     reader, known = JournalReader(folder.journal, warn), Fold()
     state = known.add(reader.poll())
     accepts = _reuse(config, environment, state, reuse)
-    if head is None:
-        folder.write_head(make_head(config, environment))
+    if known_as is None:
+        write_sweep_json(folder, described)
     journal = JournalWriter(folder.journal, "launcher")
     digest, origin = config.kernel.digest(), provenance(config)
     launch = LaunchConfig(

@@ -1,18 +1,21 @@
 """plan.parquet: one row a candidate, with decision, reason and prediction."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ultrabench.errors import SweepFolderError
+from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, Layout
 from ultrabench.model_shape import ModelShape
+from ultrabench.record import from_dict
 from ultrabench.run import RunSpec, Workload
 from ultrabench.store.folder import write_whole
+from ultrabench.store.state import SweepState
+from ultrabench.store.sweep_json import SweepJson
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.predict import Prediction
 
@@ -124,3 +127,26 @@ def run_of(
         ),
         peak_flops_per_s=peak_flops_per_s,
     )
+
+
+def shapes_of(sweep: SweepJson, state: SweepState) -> dict[str, ModelShape]:
+    """Model name -> shape: the models of sweep.json, and those of the latest launch, which made the plan."""
+    try:
+        launched = [from_dict(ModelShape, model) for model in state.config.get("models") or []]
+    except ConfigError:
+        launched = []
+    return {shape.name: shape for shape in (*sweep.models, *launched)}
+
+
+def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterator[Candidate]:
+    """The runs among the rows of plan.parquet; `state` holds the latest launch, which made the plan.
+
+    Raises:
+        SweepFolderError: nobody knows the shape of a model.
+    """
+    shapes, runs = shapes_of(sweep, state), [row for row in rows if row["decision"] == "run"]
+    peaks = {nodes: sweep.peak(nodes, sweep.kernel.precision) for nodes in {row["nodes"] for row in runs}}
+    trains = sweep.kernel.kind != "probe"
+    rates = {nodes: peak.flops_per_s if peak and trains else None for nodes, peak in peaks.items()}
+    seed = sweep.workload.seed
+    return (run_of(row, shapes, sweep.kernel, seed, rates[row["nodes"]]) for row in runs)

@@ -1,3 +1,3 @@
 """ultrabench: which parallel layout trains a model fastest on a cluster, measured."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -13,6 +13,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Workload
 from ultrabench.store.events import Claimed, Result
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.sweep_json import SweepJson, write_sweep_json
 from ultrabench.sweep.config import read_hardware
 
 TINY = ModelShape(
@@ -68,18 +69,13 @@ def candidate(spec, decision="run", rule=None, reason=None):
 def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16", kernel=None):
     folder = SweepFolder(path)
     folder.create()
-    head = {
-        "sweep": path.name,
-        "cluster": "local",
-        "hardware": to_dict(hardware),
-        "kernel": to_dict(kernel or KernelConfig(name="embedded", precision=precision)),
-        "kernel_digest": "digest",
-        "models": [to_dict(TINY)],
-        "workload": {"seq_len": 128, "gbs": 128, "seed": 0},
-        "peak": peak or {"core_flops_per_s": None, "cores": None},
-        "provenance": {"git_commit": "abc"},
-    }
-    folder.write_head(head)
+    content = SweepJson(
+        sweep=path.name, cluster="local", hardware=hardware,
+        kernel=kernel or KernelConfig(name="embedded", precision=precision), kernel_digest="digest",
+        models=(TINY,), workload=Workload(seq_len=128, gbs=128), provenance={"git_commit": "abc"}, config={},
+        **(peak or {}),
+    )  # fmt: skip
+    write_sweep_json(folder, content)
     pq.write_table(pa.Table.from_pylist([{"order": i} | c for i, c in enumerate(candidates)]), folder.plan)
     return folder
 

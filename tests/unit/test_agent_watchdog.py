@@ -173,7 +173,7 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
         sweep = open_sweep(disk / "t")
         sweep = replace(sweep, kernel_digest=sweep.config.kernel.digest())
         sweep.folder.create()
-        sweep.folder.write_head({})
+        sweep.folder.sweep_json.write_text("{}")
         sweep.journal.write(Cancel(generation=0))
         sweep.journal.write(LaunchConfig(generation=1, config={}))
         fill()

@@ -79,7 +79,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, specs):
     told = []
     assert collect([folder], told.append).num_rows == 0
     assert len(told) == 1
-    folder.head.write_text('{"schema_version": 1, "models": []}')
+    folder.sweep_json.write_text('{"schema_version": 2, "models": []}')
     with pytest.raises(SweepFolderError, match="hardware"):
         collect([folder], pytest.fail)
 

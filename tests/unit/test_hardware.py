@@ -89,18 +89,6 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
     assert (pair.gpus_per_node, pair.node_link_bytes_per_s, pair.mem_bytes) == (2, 1e10, 80 * 2**30)
 
 
-def test_a_sweep_that_recorded_only_the_name_of_its_gpu_is_read():
-    """So sweep.json was before the rates moved into files."""
-    old = {
-        "name": "h100x8",
-        "gpu": "H100-SXM",
-        "gpus_per_node": 8,
-        "node_link_bytes_per_s": 5e10,
-        "mem_bytes": None,
-    }
-    assert read_hardware(old) == load_config(["hardware=h100x8"]).hardware
-
-
 @pytest.mark.parametrize(
     ("change", "line"),
     [

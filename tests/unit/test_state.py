@@ -181,8 +181,8 @@ def test_a_damaged_event_leaves_the_others_alone(lacking):
 
 
 def test_a_newer_schema_is_refused():
-    with pytest.raises(SweepFolderError, match=r"0\.jsonl has schema 2; .* up to 1: upgrade it"):
-        read([lines([{**event("cancel", generation=1), "v": 2}])])
+    with pytest.raises(SweepFolderError, match=r"0\.jsonl has schema 3; .* up to 2: upgrade it"):
+        read([lines([{**event("cancel", generation=1), "v": 3}])])
 
 
 def test_events_and_fields_of_later_versions_are_ignored():

@@ -11,7 +11,7 @@ from ultrabench.record import canonical_json, from_dict, to_dict
 from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of journal lines and of sweep.json; new fields and new events keep it."""
 
 

@@ -1,16 +1,13 @@
-"""A sweep's folder: where its files lie and what its head, sweep.json, says."""
+"""A sweep's folder: where its files lie, and which folder a SWEEP argument means."""
 
 import contextlib
-import json
 import os
 import shlex
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ultrabench.errors import ClusterError, SweepFolderError, unknown_name
-from ultrabench.store.events import SCHEMA_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +27,8 @@ class SweepFolder:
         return shlex.quote(self.name)
 
     @property
-    def head(self) -> Path:
-        """sweep.json, written once: resolved config, provenance, schema_version."""
+    def sweep_json(self) -> Path:
+        """What all runs of the sweep have in common; written once."""
         return self.path / "sweep.json"
 
     @property
@@ -101,7 +98,7 @@ class SweepFolder:
             ClusterError: it is gone.
         """
         try:
-            self.head.stat()
+            self.sweep_json.stat()
         except (FileNotFoundError, NotADirectoryError):
             raise ClusterError(
                 f"the results folder {self.path} is gone: deleted, renamed or no longer mounted; restore it under "
@@ -109,35 +106,6 @@ class SweepFolder:
             ) from None
         except OSError:
             return  # a file server that does not answer has not lost it
-
-    def read_head(self) -> dict[str, Any] | None:
-        """sweep.json, or None when there is none.
-
-        Raises:
-            SweepFolderError: unreadable, or of a newer schema.
-        """
-        try:
-            head: dict[str, Any] = json.loads(self.head.read_text())
-        except FileNotFoundError:
-            return None
-        except NotADirectoryError as error:
-            raise SweepFolderError(
-                f"cannot use {self.path}: a part of it is a file; choose another with results_dir=FOLDER"
-            ) from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise SweepFolderError(f"cannot read {self.head}: {error}; is it a sweep folder?") from error
-        version = head.get("schema_version") if isinstance(head, dict) else None
-        if not isinstance(version, int):
-            raise SweepFolderError(f"{self.head} names no schema_version; is it a sweep folder?")
-        if version > SCHEMA_VERSION:
-            raise SweepFolderError(
-                f"{self.head} has schema {version}; this ultrabench reads up to {SCHEMA_VERSION}: upgrade it"
-            )
-        return head
-
-    def write_head(self, head: dict[str, Any]) -> None:
-        """Writes sweep.json."""
-        write_whole(self.head, json.dumps({"schema_version": SCHEMA_VERSION, **head}, indent=1) + "\n")
 
 
 def _require_links(probe: Path) -> None:

@@ -4,20 +4,21 @@ import sys
 import pytest
 
 from ultrabench.cli import main as cli
+from ultrabench.launchers.sweep_identity import sweep_json_of
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.events import Claimed, Failed, LaunchConfig, Result
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
+from ultrabench.store.sweep_json import write_sweep_json
 from ultrabench.sweep.config import load_config
-from ultrabench.sweep.head import make_head
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import write_plan
 
 QUICK = make_plan(load_config(["model=tiny"]))
 
 
-HEAD = make_head(QUICK.config, {"core_flops_per_s": 1e10, "cores": 2})
+HEAD = sweep_json_of(QUICK.config, {"core_flops_per_s": 1e10, "cores": 2})
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def sweep(tmp_path):
     """A sweep of which one run is ok, one crashed and the rest was never tried."""
     folder = SweepFolder(tmp_path / "results" / "quick-cpu")
     folder.create()
-    folder.write_head(HEAD)
+    write_sweep_json(folder, HEAD)
     write_plan(QUICK.candidates, folder.plan)
     writer = JournalWriter(folder.journal, "agent")
     writer.write(LaunchConfig(generation=1, config=QUICK.config.resolved))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.conftest import HEAD, QUICK, one_line
+from tests.unit.cli.conftest import QUICK, one_line
 from ultrabench import __version__
 from ultrabench.errors import counted
 from ultrabench.run import fill_in
@@ -144,20 +144,39 @@ READERS = (
         ("{", "cannot read "),
         ("[]", "sweep.json"),
         ("{}", "sweep.json"),
-        (json.dumps({**HEAD, "schema_version": 2}), "has schema 2; this ultrabench reads up to 1"),
+        ('{"schema_version": 2}', "sweep.json lacks sweep"),
     ],
-    ids=["torn", "list", "empty", "newer"],
+    ids=["torn", "list", "empty", "bare"],
 )
-def test_a_head_that_cannot_be_read(ultrabench, sweep, words, text, line):
-    sweep.head.write_text(text)
+def test_a_sweep_json_that_cannot_be_read(ultrabench, sweep, words, text, line):
+    sweep.sweep_json.write_text(text)
     before = sorted(p.name for p in sweep.path.rglob("*"))
     assert line in one_line(ultrabench, *words)
     assert sorted(p.name for p in sweep.path.rglob("*")) == before
 
 
+OPENERS = (
+    *READERS, ["sweep", "launch", "model=tiny"], ["sweep", "launch", "model=tiny", "--detach"], ["sweep", "pause"],
+    ["sweep", "resume"], ["sweep", "cancel"], ["sweep", "retry"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "version"), [(1, "0.1.0"), (3, "0.9")])
+@pytest.mark.parametrize("words", OPENERS, ids=" ".join)
+def test_a_sweep_of_another_version_is_refused(ultrabench, sweep, words, schema, version):
+    old = {"schema_version": schema, "sweep": "quick-cpu", "provenance": {"version": version}}
+    sweep.sweep_json.write_text(json.dumps(old))
+    before = sorted(p.name for p in sweep.path.rglob("*"))
+    line = one_line(ultrabench, *words)
+    assert f"quick-cpu/sweep.json has schema {schema}, written by ultrabench {version}; " in line
+    assert f"ultrabench {__version__} reads schema 2 only: read it with the version that wrote it, or" in line
+    assert line.endswith("launch again into another folder with name=NAME")
+    assert sorted(p.name for p in sweep.path.rglob("*")) == before
+
+
 def test_a_journal_of_a_newer_schema_is_refused(ultrabench, sweep):
-    (sweep.journal / "new.jsonl").write_text('{"v":2,"writer":"w","seq":0,"event":"cancel"}\n')
-    assert "has schema 2" in one_line(ultrabench, "sweep", "status")
+    (sweep.journal / "new.jsonl").write_text('{"v":3,"writer":"w","seq":0,"event":"cancel"}\n')
+    assert "has schema 3" in one_line(ultrabench, "sweep", "status")
 
 
 def test_a_plan_that_cannot_be_read(ultrabench, sweep):
@@ -180,11 +199,6 @@ def test_corrupt_journal_lines_are_warned_of(ultrabench, sweep):
 )
 def test_overrides_that_nobody_thought_of(ultrabench, override, word):
     assert word in one_line(ultrabench, "sweep", "plan", override)
-
-
-def test_a_head_that_lacks_its_hardware_is_not_continued(ultrabench, sweep):
-    sweep.head.write_text(json.dumps({"schema_version": 1}))
-    assert "sweep.json" in one_line(ultrabench, "sweep", "launch", "model=tiny")
 
 
 @pytest.mark.parametrize(

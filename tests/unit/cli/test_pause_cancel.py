@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.unit.cli.conftest import HEAD, QUICK, one_line
+from tests.unit.cli.conftest import QUICK, one_line
 from ultrabench.cli.sweep import pause_cancel
 from ultrabench.errors import ClusterError
 from ultrabench.processes import own_name
@@ -84,18 +84,6 @@ def test_a_sweep_that_is_not_there(ultrabench, sweep, verb):
     for given in ("quik-cpu", "other/quick-cpu"):
         assert f"unknown sweep '{given}'" in one_line(ultrabench, "sweep", verb, given)
     assert files(sweep) == before
-
-
-@pytest.mark.parametrize("verb", ["pause", "resume", "cancel"])
-def test_a_head_that_holds_no_configuration(ultrabench, sweep, verb):
-    for path in sweep.journal.iterdir():
-        path.unlink()
-    sweep.head.write_text(
-        json.dumps({k: v for k, v in {**HEAD, "schema_version": 1}.items() if k != "config"})
-    )
-    assert "holds no configuration" in one_line(ultrabench, "sweep", verb)
-    assert not sweep.pause.exists()
-    assert said(sweep, "pause") == said(sweep, "cancel") == []
 
 
 def test_a_cancel_stays_until_the_next_launch(ultrabench, sweep):

@@ -14,6 +14,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.store.events import Claimed, Failed, Result, Started
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
+from ultrabench.store.sweep_json import write_sweep_json
 from ultrabench.sweep.plan_table import write_plan
 
 COMMANDS = {("configs",): 0, ("sweep", "status", "s"): 0, ("sweep", "status", "nobody"): 2}
@@ -28,7 +29,7 @@ def sweep(tmp_path):
     """A sweep with a failure whose reason and log hold escape sequences."""
     folder = SweepFolder(tmp_path / "results" / "s")
     folder.create()
-    folder.write_head(HEAD)
+    write_sweep_json(folder, HEAD)
     write_plan(QUICK.candidates, folder.plan)
     key = {"run_id": QUICK.runs[0].run_id, "repeat": 0, "attempt": 0}
     writer = JournalWriter(folder.journal, "agent")

@@ -16,7 +16,7 @@ from rich.console import Console
 from ultrabench.cli.sweep.consent import ask_for_budget
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
-from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_env import hide
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance_file import not_accepted
@@ -32,6 +32,7 @@ from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
+from ultrabench.store.sweep_json import find_sweep_json, read_sweep_json
 from ultrabench.sweep.attempts import next_attempts
 from ultrabench.sweep.config import SweepConfig, config_from_tree, load_config
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
@@ -75,7 +76,7 @@ def _budget(
     plan: Plan, folder: SweepFolder, launcher: Launcher, given: float | None, yes: bool
 ) -> tuple[float, float]:
     """The GPU hours that the user agrees to, and those predicted; nothing has been written before that."""
-    state = fold(read_journal(folder.journal, warn)) if folder.read_head() else SweepState()
+    state = fold(read_journal(folder.journal, warn)) if find_sweep_json(folder) else SweepState()
     price = reckon(plan, state, launcher.limits.max_limit_s)
     used = committed_gpu_hours(plan, state, ())
     following = bool(open_allocations(state))
@@ -114,11 +115,9 @@ def as_launched(folder: SweepFolder, state: SweepState) -> SweepConfig:
     """The configuration of a sweep's latest launch.
 
     Raises:
-        SweepFolderError: nobody knows it.
+        SweepFolderError: sweep.json cannot be read.
     """
-    told = state.config or (folder.read_head() or {}).get("config")
-    if not isinstance(told, dict):
-        raise SweepFolderError(f"{folder.head} holds no configuration; is {folder.path} a sweep folder?")
+    told = state.config or read_sweep_json(folder).config
     return config_from_tree(told | {"name": folder.name, "results_dir": str(folder.path.parent)})
 
 
@@ -288,7 +287,7 @@ def _leave_in_background(
     """Leaves a launcher in the background; its output goes to launcher.log in the sweep's folder."""
     require_runs(make_plan(config))
     folder = folder_of(config)
-    folder.read_head()
+    find_sweep_json(folder)
     folder.create()
     command = [sys.executable, "-P", "-m", "ultrabench.cli.main", "sweep", "launch", *overrides]
     command += ["--max-gpu-hours", str(max_gpu_hours)] if max_gpu_hours is not None else []

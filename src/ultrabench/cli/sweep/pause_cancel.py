@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from ultrabench.analysis.head import read_head
 from ultrabench.cli.sweep.launch import as_launched, continue_sweep, settled
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import err, say, warn
@@ -15,8 +14,9 @@ from ultrabench.store.folder import SweepFolder, find_sweep, write_whole
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import SweepState, fold
+from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.plan_table import read_rows
+from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.progress import progress
 
 
@@ -63,14 +63,14 @@ def run_cancel(sweep: str | None, results: Path) -> None:
         say(f"{error}. {followed[0]} follows this sweep and tries again until it is done")
         return
     state = fold(read_journal(folder.journal))
-    runs = [*read_head(folder).runs(read_rows(folder.plan, runs_only=True), state)]
+    runs = [*runs_of(read_sweep_json(folder), read_rows(folder.plan, runs_only=True), state)]
     err().print(counts_line(progress(folder.name, runs, state)))
     say("cancelled; results stay, and the same launch command goes on from here")
 
 
 def _find(sweep: str | None, results: Path) -> tuple[SweepFolder, SweepState]:
     folder = find_sweep(sweep, results)
-    folder.read_head()
+    read_sweep_json(folder)
     return folder, fold(read_journal(folder.journal, warn))
 
 

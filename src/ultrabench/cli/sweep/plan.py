@@ -119,20 +119,20 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
 
 def _measured(plan: Plan) -> dict[str, float | None]:
     """run_id -> tokens/s/GPU of what the sweep of that name has already measured; None where it may not win."""
-    from ultrabench.analysis.head import read_head
     from ultrabench.store.folder import SweepFolder
     from ultrabench.store.journal import read_journal
     from ultrabench.store.state import fold
+    from ultrabench.store.sweep_json import find_sweep_json
     from ultrabench.sweep.losses import with_loss_outliers
     from ultrabench.sweep.progress import doubtful, measured_rates
 
     folder = SweepFolder(Path(plan.config.results_dir) / plan.config.name)
-    if folder.read_head() is None:
+    known = find_sweep_json(folder)
+    if known is None:
         return {}
     state, device = with_loss_outliers(fold(read_journal(folder.journal))), plan.config.hardware.device
-    head = read_head(folder)
-    if head.core_flops_per_s and not plan.config.hardware.peak_flops_per_s:  # as measured for that sweep
-        plan = make_plan(plan.config, core_flops_per_s=head.core_flops_per_s, cores=head.cores or 1)
+    if known.core_flops_per_s and not plan.config.hardware.peak_flops_per_s:  # as measured for that sweep
+        plan = make_plan(plan.config, core_flops_per_s=known.core_flops_per_s, cores=known.cores or 1)
     return measured_rates(plan.runs, state, doubtful(plan.runs, state, device))
 
 

@@ -9,6 +9,7 @@ from ultrabench.result import Status
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
+from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
@@ -20,7 +21,7 @@ def run_retry(
 ) -> int:
     """Runs failed runs again, whatever the policy had settled; the exit code."""
     folder = find_sweep(sweep, results)
-    folder.read_head()
+    read_sweep_json(folder)
     state = with_loss_outliers(fold(read_journal(folder.journal, warn)))
     chosen = _failed(folder, state, only, run)
     plan = make_plan(as_launched(folder, state))

@@ -23,6 +23,7 @@ from ultrabench.result import SLOWER
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import AttemptState, Fold, SweepState
+from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.plan_table import read_rows
 
@@ -188,7 +189,7 @@ def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, st
     folders = [find_sweep(sweep, results)] if sweep else _all_sweeps(results)
     matches: list[tuple[SweepFolder, str, Callable[[], SweepState]]] = []
     for folder in folders:
-        folder.read_head()
+        read_sweep_json(folder)
         look = partial(_look, JournalReader(folder.journal, warn), Fold())
         ids = {k.run_id for k in look().attempts} | {row["run_id"] for row in read_rows(folder.plan)}
         matches += [(folder, i, look) for i in sorted(ids) if i.startswith(given)]

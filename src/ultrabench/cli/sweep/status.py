@@ -8,7 +8,6 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from ultrabench.analysis.head import read_head
 from ultrabench.cli.sweep.live import panel
 from ultrabench.cli.tables import out, print_json, warn
 from ultrabench.errors import counted
@@ -16,8 +15,9 @@ from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
+from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.plan_table import read_rows
+from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.progress import Progress, progress
 
 WATCH_S = 1.0
@@ -48,7 +48,7 @@ class _Look:
     """Tells how far a sweep is; each call reads what is new in the journal, and the plan when it was written anew."""
 
     def __init__(self, folder: SweepFolder) -> None:
-        self._folder, self._head = folder, read_head(folder)
+        self._folder, self._sweep = folder, read_sweep_json(folder)
         self._reader, self._known = JournalReader(folder.journal, warn), Fold()
         self._runs: list[Candidate] = []
         self._written_ns: int | None = None
@@ -58,9 +58,9 @@ class _Look:
         folder, state = self._folder, self._known.add(self._reader.poll())
         written_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else None
         if written_ns is None or written_ns != self._written_ns:
-            self._runs = [*self._head.runs(read_rows(folder.plan, runs_only=True), state)]
+            self._runs = [*runs_of(self._sweep, read_rows(folder.plan, runs_only=True), state)]
             self._written_ns = written_ns
-        now = progress(folder.name, self._runs, state, self._head.hardware.device)
+        now = progress(folder.name, self._runs, state, self._sweep.hardware.device)
         return now, _standing(folder, now, state) if _unsettled(now) else None
 
 

@@ -1,0 +1,109 @@
+"""sweep.json: what all runs of a sweep have in common, written once when the sweep is launched first."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ultrabench
+from ultrabench.errors import ConfigError, SweepFolderError
+from ultrabench.hardware import Hardware, Peak, rank_peak
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.model_shape import ModelShape
+from ultrabench.record import from_dict, to_dict
+from ultrabench.run import Workload
+from ultrabench.store.events import SCHEMA_VERSION
+from ultrabench.store.folder import SweepFolder, write_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepJson:
+    """The content of sweep.json."""
+
+    sweep: str
+    """Name of the sweep."""
+    cluster: str | None
+    hardware: Hardware
+    kernel: KernelConfig
+    kernel_digest: str
+    """Digest of the training program at the first launch."""
+    models: tuple[ModelShape, ...]
+    """Models of the first launch; later ones may have others."""
+    workload: Workload
+    core_flops_per_s: float | None = None
+    """Measured rate of one CPU core; None where the hardware table has a rate."""
+    cores: int | None = None
+    """CPU cores of the machine that launched the sweep."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Facts of the machine that launched the sweep."""
+    provenance: dict[str, Any]
+    """Who launched what from where, with which version of ultrabench."""
+    config: dict[str, Any]
+    """The resolved configuration of the first launch."""
+
+    def peak(self, nodes: int, precision: str) -> Peak | None:
+        """The rate of one rank that mfu is a fraction of; None where nobody knows it."""
+        if not self.hardware.peak_flops_per_s and (self.core_flops_per_s is None or self.cores is None):
+            return None
+        core, cores = self.core_flops_per_s, self.cores or 1
+        return rank_peak(self.hardware, precision, nodes=nodes, core_flops_per_s=core, cores=cores)
+
+
+def read_sweep_json(folder: SweepFolder) -> SweepJson:
+    """What sweep.json of a folder says.
+
+    Raises:
+        SweepFolderError: there is none, it cannot be read, or another schema version wrote it.
+    """
+    found = find_sweep_json(folder)
+    if found is None:
+        raise SweepFolderError(f"no sweep.json in {folder.path}; is it a sweep folder?")
+    return found
+
+
+def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
+    """What sweep.json of a folder says; None when there is no such file.
+
+    Raises:
+        SweepFolderError: it cannot be read, or another schema version wrote it.
+    """
+    path = folder.sweep_json
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise SweepFolderError(
+            f"cannot use {folder.path}: a part of it is a file; choose another with results_dir=FOLDER"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SweepFolderError(f"cannot read {path}: {error}; is it a sweep folder?") from error
+    _require_schema(path, values)
+    try:
+        return from_dict(SweepJson, values, where="sweep.json", skip_unknown=True)
+    except (ConfigError, ValueError, TypeError) as error:
+        raise SweepFolderError(f"cannot read {path}: {error}; was it edited by hand?") from error
+
+
+def _require_schema(path: Path, values: Any) -> None:
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    if not isinstance(version, int):
+        raise SweepFolderError(f"{path} names no schema_version; is it a sweep folder?")
+    if version != SCHEMA_VERSION:
+        origin = values.get("provenance")
+        writer = origin.get("version") if isinstance(origin, dict) else None
+        raise SweepFolderError(
+            f"{path} has schema {version}, written by ultrabench {writer or 'of an unknown version'}; ultrabench "
+            f"{ultrabench.__version__} reads schema {SCHEMA_VERSION} only: read it with the version that wrote it, or "
+            "launch again into another folder with name=NAME"
+        )
+
+
+def write_sweep_json(folder: SweepFolder, content: SweepJson) -> None:
+    """Writes sweep.json whole.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    values = {"schema_version": SCHEMA_VERSION, **to_dict(content)}
+    write_whole(folder.sweep_json, json.dumps(values, indent=1) + "\n")
