@@ -1,10 +1,10 @@
 """The file of the latest acceptance run of a cluster, doctor.json, and the warning of a launch without it."""
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ultrabench import checkout
 from ultrabench.launchers.doctor.check import Check, CheckStatus
@@ -51,26 +51,19 @@ def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path,
 
 def not_accepted(config: SweepConfig) -> str | None:
     """The warning before a large sweep on a cluster that has passed no acceptance run; None where none is needed."""
-    most = max(config.axes.nodes)
+    most, folder = max(config.axes.nodes), acceptance_folder(config)
     if config.launcher.name == "local" or config.hardware.simulated or most <= MANY_NODES:
         return None
-    document, found = _read(acceptance_folder(config) / "doctor.json"), "has no acceptance run"
-    if document.get("passed") is True and document.get("nodes", [1])[-1] > 1:
-        return None
-    if document.get("passed") is False:
-        bad = [c["name"] for c in document.get("checks", ()) if c.get("status") == CheckStatus.FAIL]
-        found = f"failed its acceptance run ({', '.join(bad)})"
+    found = "has no acceptance run"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        document = json.loads((folder / "doctor.json").read_text())
+        if document["passed"] and max(document["nodes"]) > 1:
+            return None
+        if not document["passed"]:
+            bad = [c["name"] for c in document["checks"] if c["status"] == CheckStatus.FAIL]
+            found = f"failed its acceptance run ({', '.join(bad)})"
     names = f"cluster={config.cluster} hardware={config.hardware.name}"
     return (
-        f"sweep.nodes up to {most}, and {names} {found} in {acceptance_folder(config)}; at most 3 GPU hours on two nodes: "
+        f"sweep.nodes up to {most}, and {names} {found} in {folder}; at most 3 GPU hours on two nodes: "
         f"ultrabench doctor --deep launcher=slurm {names}"
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The content of doctor.json; empty when there is none, or none that can be read."""
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}

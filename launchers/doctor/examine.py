@@ -8,9 +8,8 @@ from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor import node_checks, site_checks
-from ultrabench.launchers.doctor.check import Check, CheckStatus, Say, failed, passed, skipped
-from ultrabench.launchers.doctor.checkup_folder import checkup_folder
-from ultrabench.launchers.doctor.checkup_job import CheckupJob
+from ultrabench.launchers.doctor.check import WARN, Check, CheckStatus, Say, failed, passed, skipped
+from ultrabench.launchers.doctor.checkup import CheckupJob, checkup_folder
 from ultrabench.launchers.doctor.node_checks import Report
 from ultrabench.launchers.open_sweep import require_local
 from ultrabench.launchers.slurm.limits import Limits, read_limits
@@ -24,16 +23,20 @@ ACCESS: dict[str, Callable[[Site], Check]] = {
     "slurmctld": site_checks.check_controller,
 }
 """Checks whether Slurm can be asked; the others need them."""
-SITE: dict[str, Callable[[SweepConfig, Site, Limits], Check]] = {
-    "partition": site_checks.check_partition,
+OF_NODES: dict[str, Callable[[SweepConfig, Site, Limits], Check]] = {
     "nodes": site_checks.check_nodes,
     "GPUs": site_checks.check_gpus,
     "node size": site_checks.check_size,
+}
+"""Checks on what sinfo says."""
+SITE: dict[str, Callable[[SweepConfig, Site, Limits], Check]] = {
+    "partition": site_checks.check_partition,
+    **OF_NODES,
     "limits": site_checks.check_limits,
     "account": site_checks.check_account,
     "accounting": site_checks.check_accounting,
 }
-"""Checks on what Slurm says."""
+"""Checks on what Slurm says, in order."""
 NODE: dict[str, Callable[[Report, SweepConfig], Check]] = {
     "folder on the node": node_checks.check_folder,
     "Python on the node": node_checks.check_python,
@@ -111,7 +114,11 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
         told, _, remedy = str(error).partition("; ")
         return [failed(told, remedy or "set launcher.partition=").named("partition")]
     say(f"looking at partition {limits.name}")
-    return [check(config, site, limits).named(name) for name, check in SITE.items()]
+    unknown = Check(
+        status=WARN, told="sinfo does not tell what nodes there are", remedy="look at `sinfo` by hand"
+    )
+    missing = dict.fromkeys(OF_NODES if limits.up_nodes is None else (), unknown)
+    return [(missing.get(name) or check(config, site, limits)).named(name) for name, check in SITE.items()]
 
 
 def _judged(

@@ -21,17 +21,17 @@ Report = dict[str, Any]
 
 def check_folder(report: Report, config: SweepConfig) -> Check:
     """Whether the node and this host share the results folder, and the claims in it."""
-    host, place = report["host"], report["results_dir"]
+    host = report["host"]
     shared = f"put results_dir= on a file system that {host} shares"
-    if not report["same_folder"]:
-        remedy = f"{shared}; on NFS, mount it without nocto and with lookupcache=positive"
-        return failed(f"{host} does not see what was written here to {place}", remedy)
-    if report["won_taken_claim"] or not report["won_own_claim"] or not report["own_claim_seen"]:
-        again = "a run claimed here was claimed there again"
-        how = again if report["won_taken_claim"] else "its own claim was lost"
-        remedy = f"{shared} and that has hard links, such as NFS, Lustre or GPFS"
-        return failed(f"claims do not work between {host} and here: {how}", remedy)
-    return passed(f"{host} sees {place} and what was written here; claims work there")
+    links = f"{shared} and that has hard links, such as NFS, Lustre or GPFS"
+    lost = not report["won_own_claim"] or not report["own_claim_seen"]
+    return first_problem(
+        f"{report['results_dir']}, tried from {host}",
+        (not report["same_folder"], FAIL, f"{shared}; on NFS, mount it without nocto and with lookupcache=positive",
+         "it does not see what was written here"),
+        (report["won_taken_claim"], FAIL, links, "a run claimed here was claimed there again"),
+        (lost, FAIL, links, "its own claim of a run was lost"),
+    )  # fmt: skip
 
 
 def check_python(report: Report, config: SweepConfig) -> Check:

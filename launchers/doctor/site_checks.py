@@ -96,9 +96,7 @@ def _facts(partition: Partition) -> str:
 
 def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Whether enough nodes run jobs, and why the others do not."""
-    largest, up, total = max(config.axes.nodes), limits.up_nodes, limits.total_nodes
-    if up is None:
-        return _unknown("sinfo does not tell which nodes are up", "sinfo")
+    largest, up, total = max(config.axes.nodes), limits.up_nodes or 0, limits.total_nodes
     reasons = _reasons(site, limits.name)
     wait = f"runs of {counted(largest, 'node')} wait until they are back: leave them out with sweep.nodes="
     return first_problem(
@@ -107,10 +105,6 @@ def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
         (up < largest <= total, WARN, wait),
         (up < total, WARN, "nothing to do for this sweep; `sinfo -R` shows who looks after them"),
     )
-
-
-def _unknown(told: str, command: str) -> Check:
-    return Check(status=WARN, told=told, remedy=f"look at `{command}` by hand")
 
 
 def _reasons(site: Site, name: str) -> str:
@@ -125,13 +119,11 @@ def _reasons(site: Site, name: str) -> str:
 
 def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Whether the GPUs that Slurm knows are those of the hardware."""
-    hardware, gres, have = config.hardware, config.launcher.gres or "", limits.gpus_per_node
+    hardware, gres, have = config.hardware, config.launcher.gres or "", limits.gpus_per_node or 0
     own, seen = hardware.gpus_per_node, f"nodes of {limits.name} have {limits.gres or 'no GPUs'}"
     if hardware.device != "cuda":
         other = "; to have them checked, name the hardware= of the sweep" if have else ""
         return passed(f"hardware={hardware.name} needs none; {seen}{other}")
-    if have is None:
-        return _unknown("sinfo does not tell what nodes have", "sinfo -o '%N %G'")
     found = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", gres)
     asked = int(found[1] or 1) if found else own
     theirs = _models(*re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", gres or limits.gres or ""))
@@ -156,9 +148,7 @@ def _models(*names: str) -> set[str]:
 
 def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Whether a node has the memory and the CPUs that jobs ask for."""
-    choice, mem, cpus = config.launcher, limits.mem_mb_per_node, limits.cpus_per_node
-    if mem is None or cpus is None:
-        return _unknown("sinfo does not tell what nodes have", "sinfo -o '%N %c %m'")
+    choice, mem, cpus = config.launcher, limits.mem_mb_per_node or 0, limits.cpus_per_node or 0
     asked = re.fullmatch(r"(\d+)([KMGT]?)B?", (choice.mem or "0").upper())
     return first_problem(
         f"{cpus} CPUs, {mem} MB a node; launcher.mem={choice.mem or 'null'}, launcher.cpus={choice.cpus or 'null'}",
@@ -171,24 +161,21 @@ def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
 
 def check_limits(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Whether the sweep stays within what the site allows."""
-    choice, largest, user_nodes = config.launcher, max(config.axes.nodes), limits.max_nodes_per_user
-    most, queued = limits.job_minutes, limits.max_submit
+    choice, most, queued = config.launcher, limits.job_minutes, limits.max_submit
     lengthy = "time_minutes" if choice.time_minutes else "allocation_minutes"
     remedies = []
     try:
         node_share(config, limits)
     except ConfigError as error:
         remedies.append(str(error))
-    if user_nodes is not None and largest > user_nodes:
-        remedies.append(f"a user may have {counted(user_nodes, 'node')}: leave larger sweep.nodes out")
     if most is not None and most < getattr(choice, lengthy):
         remedies.append(f"jobs end after {most} min: lower launcher.{lengthy}=")
     if queued is not None and queued < choice.max_jobs:
         remedies.append(f"no more than {queued} may be queued at a time; launcher.max_jobs= says so")
     return first_problem(
         f"MaxArraySize {limits.max_array_size}; a user: jobs queued {_any(queued)}, running "
-        f"{_any(limits.max_jobs)}, nodes {_any(user_nodes)}; a job: nodes {_any(limits.max_nodes)}, "
-        f"minutes {_any(most)}; the sweep: jobs {choice.max_jobs}, nodes of a job up to {largest}",
+        f"{_any(limits.max_jobs)}, nodes {_any(limits.max_nodes_per_user)}; a job: nodes {_any(limits.max_nodes)}, "
+        f"minutes {_any(most)}; the sweep: jobs {choice.max_jobs}, nodes of a job up to {max(config.axes.nodes)}",
         (remedies, WARN, "; ".join(remedies)),
     )
 

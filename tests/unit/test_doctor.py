@@ -212,7 +212,7 @@ def test_programs_that_are_missing_or_mixed(doctor, site):
     ],
 )  # fmt: skip
 def test_a_job_that_does_not_run(doctor, site, monkeypatch, says, words, told, remedy, cancelled):
-    monkeypatch.setattr("ultrabench.launchers.doctor.checkup_folder.uuid.uuid4", FixedId)
+    monkeypatch.setattr("ultrabench.launchers.doctor.checkup.uuid.uuid4", FixedId)
     for key, said in says.items():
         said, *code = [said] if isinstance(said, str) else said
         site.change(key, said.replace("NAME", "ub-.doctor-abcdef01-checkup"), *code)

@@ -10,8 +10,7 @@ import yaml
 import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.doctor.checkup_folder import CheckupFolder, checkup_folder
-from ultrabench.launchers.doctor.checkup_job import CheckupJob
+from ultrabench.launchers.doctor.checkup import CheckupFolder, CheckupJob, checkup_folder
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import NODE
 from ultrabench.launchers.slurm.limits import Limits
@@ -52,11 +51,11 @@ def clock(off_s):
 @pytest.mark.parametrize(
     ("check", "words", "change", "status", "text"),
     [
-        ("folder", CPU, {}, "pass", "gpu01 sees /shared/results"),
+        ("folder", CPU, {}, "pass", "/shared/results, tried from gpu01"),
         ("folder", CPU, {"same_folder": False}, "fail", "results_dir="),
         ("folder", CPU, {"won_taken_claim": True}, "fail", "claimed there again"),
-        ("folder", CPU, {"won_own_claim": False}, "fail", "its own claim was lost"),
-        ("folder", CPU, {"own_claim_seen": False}, "fail", "its own claim was lost"),
+        ("folder", CPU, {"won_own_claim": False}, "fail", "its own claim of a run was lost"),
+        ("folder", CPU, {"own_claim_seen": False}, "fail", "its own claim of a run was lost"),
         ("Python", CPU, {}, "pass", "kernel_digest"),
         ("Python", CPU, {"kernel_digest": "bb"}, "fail", "launcher.python="),
         ("Python", CPU, {"kernel_digest": None, "kernel_error": "ConfigError: unknown"}, "fail", "ConfigError: unknown"),

@@ -1,5 +1,6 @@
 """Runs the checks of `ultrabench doctor` and shows them; writes a cluster configuration."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,12 +17,7 @@ from ultrabench.launchers.slurm.site import Site
 from ultrabench.record import to_dict
 from ultrabench.sweep.config import SweepConfig, load_config
 
-STYLES = {
-    CheckStatus.PASS: "green",
-    CheckStatus.WARN: "yellow",
-    CheckStatus.FAIL: "red",
-    CheckStatus.SKIP: "dim",
-}
+STYLES = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 
 def run_doctor(
@@ -55,8 +51,10 @@ def run_doctor(
     site = Site()
     # What is about to be written cannot be named before.
     given, why_local = _with_launcher(site, [o for o in overrides if o != f"cluster={write}"])
-    given = _with_acceptance(given) if deep else given
     given += [f"launcher.partition={partition}"] if partition else []
+    if deep:
+        small = load_config([*given, "sweep=acceptance"]).hardware.device == "cpu"
+        given.append("sweep=acceptance-small" if small else "sweep=acceptance")
     config = load_config(given)
     if write is not None:
         _write(config, site, write, force, why_local)
@@ -64,9 +62,8 @@ def run_doctor(
             config = load_config([*given, f"cluster={write}"])
     checks = examine(config, site, wait_s=wait_s, say=say)
     if deep:
-        bad = " and ".join(failures(checks))
-        skip = [skipped("acceptance run", f"not begun, because {bad} failed")] if bad else []
-        checks += skip or run_acceptance(config, say)
+        why = f"not begun, because {' and '.join(failures(checks))} failed"
+        checks += [skipped("acceptance run", why)] if failures(checks) else run_acceptance(config, say)
     if why_local and "sbatch is here" in why_local:
         remedy = "if a cluster was meant: launcher=slurm looks at it"
         checks.insert(0, Check(name="slurmctld", status=CheckStatus.WARN, told=why_local, remedy=remedy))
@@ -74,8 +71,8 @@ def run_doctor(
         print_json([to_dict(check) for check in checks])
     else:
         _show(config, checks)
-    counts = {v: sum(c.status is v for c in checks) for v in CheckStatus}
-    say(", ".join(f"{counts[v]} {v}" for v in CheckStatus if counts[v]))
+    counts = Counter(check.status for check in checks)
+    say(", ".join(f"{counts[status]} {status}" for status in CheckStatus if counts[status]))
     if config.launcher.name == "slurm" and ACCESS.keys() & failures(checks):
         return ClusterError.exit_code
     return int(counts[CheckStatus.FAIL] > 0)
@@ -94,12 +91,6 @@ def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], str
 def _names(group: str, overrides: Sequence[str]) -> str | None:
     """The override that chooses in a group."""
     return next((o for o in overrides if o.lstrip("+~").partition("=")[0] == group), None)
-
-
-def _with_acceptance(overrides: Sequence[str]) -> list[str]:
-    """The overrides with the layouts of an acceptance run."""
-    full = [*overrides, "sweep=acceptance"]
-    return [*overrides, "sweep=acceptance-small"] if load_config(full).hardware.device == "cpu" else full
 
 
 def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: str | None) -> None:
