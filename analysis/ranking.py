@@ -13,7 +13,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.analysis.why_empty import why_empty
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.layout import AXES
-from ultrabench.sweep.outliers import may_win
+from ultrabench.sweep.running.outliers import may_win
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 

@@ -61,7 +61,7 @@ def ours(job: dict[str, Any], device: Any) -> Callable[[], float]:
     from ultrabench.kernel_config import KernelConfig
     from ultrabench.layout import Layout
     from ultrabench.run import RunSpec, Workload
-    from ultrabench.sweep.config import load_model
+    from ultrabench.sweep.config.load import load_model
 
     ranks = int(os.environ["WORLD_SIZE"])
     layout = Layout(dp=ranks, mbs=job["mbs"], zero_stage=FORMS[job["form"]])
@@ -80,7 +80,7 @@ def plain(job: dict[str, Any], device: Any) -> Callable[[], float]:
     import torch
     from plain_model import PlainStep
 
-    from ultrabench.sweep.config import load_model
+    from ultrabench.sweep.config.load import load_model
 
     torch.manual_seed(0)
     shape = load_model(job["model"])
@@ -110,7 +110,7 @@ def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
     """A row: both times, their ratio, and on GPUs mfu and peak memory of both."""
-    from ultrabench.sweep.config import load_model
+    from ultrabench.sweep.config.load import load_model
 
     found: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
     # On CPUs both live in the same processes; on GPUs each has the memory for itself.
@@ -141,7 +141,7 @@ def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
     from ultrabench.layout import Layout
     from ultrabench.record import to_dict
     from ultrabench.run import RunSpec, Task, Workload
-    from ultrabench.sweep.config import load_config, load_model
+    from ultrabench.sweep.config.load import load_config, load_model
 
     layout = Layout(dp=2, zero_stage=1, mbs=4)
     spec = RunSpec(shape=load_model("mini"), workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout,

@@ -7,7 +7,7 @@ from pathlib import Path
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import MISSED, touched
 from ultrabench.store.state import AllocationState
-from ultrabench.sweep.launcher_config import LauncherConfig
+from ultrabench.sweep.config.launcher_config import LauncherConfig
 
 LATE = 1.5
 """Grace periods after which a touch of a journal is surely visible on other hosts (NFS caches)."""

@@ -7,12 +7,12 @@ from ultrabench.run import Task
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import Origin
-from ultrabench.sweep.attempts import PlannedAttempt
 from ultrabench.sweep.candidate import Cell
-from ultrabench.sweep.config import SweepConfig
-from ultrabench.sweep.pack import run_limit_s
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
-from ultrabench.sweep.price import PlannedJob
+from ultrabench.sweep.running.attempts import PlannedAttempt
+from ultrabench.sweep.running.pack import run_limit_s
+from ultrabench.sweep.running.price import PlannedJob
 
 
 def shapes(jobs: Sequence[PlannedJob], max_array: int) -> list[list[PlannedJob]]:

@@ -3,7 +3,7 @@
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.local import LocalLauncher
 from ultrabench.store.folder import SweepFolder
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 
 def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool = True) -> Launcher:

@@ -23,7 +23,7 @@ from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import find_sweep_json, write_sweep_json
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 

@@ -16,8 +16,8 @@ from ultrabench.store.events import Submitted, Submitting
 from ultrabench.store.heartbeat import SIGN_OF_LIFE_S, show_presence
 from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.decide import Actions, DeadEnd, Launch, decide
-from ultrabench.sweep.price import PlannedJob
+from ultrabench.sweep.running.decide import Actions, DeadEnd, Launch, decide
+from ultrabench.sweep.running.price import PlannedJob
 
 DISK_PATIENCE_S = 300.0
 """Seconds to keep retrying a full, read-only or unresponsive results folder."""

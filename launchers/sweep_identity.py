@@ -13,7 +13,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.kernel_env import hide
 from ultrabench.record import to_dict
 from ultrabench.store.sweep_json import SweepJson
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 
 def sweep_json_of(config: SweepConfig, environment: dict[str, Any]) -> SweepJson:

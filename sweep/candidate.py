@@ -7,7 +7,7 @@ from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict import Prediction
+from ultrabench.sweep.predict.predict import Prediction
 
 Cell = tuple[str, int]
 """Model and nodes; hardware and kernel are the same in a whole sweep."""

@@ -7,7 +7,7 @@ from math import prod
 from ultrabench.errors import ConfigError
 from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.run import Workload
-from ultrabench.sweep.config import Axes
+from ultrabench.sweep.config.sweep_config import Axes
 
 MOST_COMBINATIONS = 1_000_000
 """Beyond it a plan takes minutes and gigabytes, and nobody runs so many."""

@@ -12,10 +12,9 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec, fill_in
 from ultrabench.support import refusal
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import layouts, not_listed, require_countable, why_none
-from ultrabench.sweep.predict import predict
-from ultrabench.sweep.predict_probe import predict_probe
+from ultrabench.sweep.predict.predict import predict, predict_probe
 from ultrabench.sweep.rules import first_broken
 
 

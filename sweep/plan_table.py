@@ -17,7 +17,7 @@ from ultrabench.store.folder import write_whole
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import SweepJson
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.predict import Prediction
+from ultrabench.sweep.predict.predict import Prediction
 
 Row = dict[str, Any]
 """Column name -> value."""

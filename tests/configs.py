@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ultrabench.sweep.attempts import attempts_left
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.running.attempts import attempts_left
 
 _DEFAULT = load_config(["launcher=slurm", "model=tiny"])
 

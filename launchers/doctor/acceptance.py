@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,19 @@ from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt, open_allocations
+from ultrabench.layout import AXES
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.config import SweepConfig, config_from_tree
-from ultrabench.sweep.control import SAFE_SHARE
-from ultrabench.sweep.pairwise_sample import pairwise_sample
+from ultrabench.sweep.config.load import config_from_tree
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
 from ultrabench.sweep.plan_table import write_plan
-from ultrabench.sweep.price import committed_gpu_hours
+from ultrabench.sweep.running.control import SAFE_SHARE
+from ultrabench.sweep.running.price import committed_gpu_hours
 
+Word = tuple[str, object]
+"""An axis or a property of a layout, and its value."""
 GPU_HOURS = 3.0
 """Largest number of GPU hours that an acceptance run may take."""
 LAYOUTS = 12
@@ -170,3 +174,25 @@ def _differing(plan: Plan) -> Sequence[Candidate]:
     sizes = sorted({run.nodes for run in fitting})
     each = ([run for run in fitting if run.nodes == nodes] for nodes in sizes)
     return [run for runs in each for run in pairwise_sample(runs, LAYOUTS // len(sizes))]
+
+
+def pairwise_sample(runs: Sequence[Candidate], count: int) -> tuple[Candidate, ...]:
+    """At most `count` of `runs`, each the one that brings most values and pairs of values which none had before.
+
+    Of equals the first counts. A mistake in a parallel form shows where it is used, or where it
+    meets one other form, so pairs are what a small selection should hold.
+    """
+    left, chosen, seen = list(runs), list[Candidate](), set[tuple[Word, Word]]()
+    while left and len(chosen) < count:
+        best = max(left, key=lambda run: len(_pairs(run) - seen))  # max() keeps the first of equals
+        left.remove(best)
+        chosen.append(best)
+        seen |= _pairs(best)
+    return tuple(chosen)
+
+
+def _pairs(run: Candidate) -> set[tuple[Word, Word]]:
+    layout = run.layout
+    words: list[Word] = [(name, getattr(layout, name)) for name in AXES if name not in ("dp", "mbs", "gas")]
+    words += [("dp > 1", layout.dp > 1), ("mbs > 1", layout.mbs > 1), ("gas > 1", layout.gas > 1)]
+    return {*combinations_with_replacement(words, 2)}

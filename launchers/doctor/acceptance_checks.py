@@ -13,10 +13,11 @@ from ultrabench.result import RunResult, Status
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.compose import read_yaml, search_path
-from ultrabench.sweep.config import SweepConfig, load_model
-from ultrabench.sweep.losses import TOLERANCE
+from ultrabench.sweep.config.compose import read_yaml, search_path
+from ultrabench.sweep.config.load import load_model
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.running.losses import TOLERANCE
 
 LEAST = 0.7
 """Least share of the published speed: another training program may be slower, and a network at half its rate is found."""

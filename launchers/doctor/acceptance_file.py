@@ -10,7 +10,7 @@ from ultrabench import checkout
 from ultrabench.launchers.doctor.check import Check, CheckStatus
 from ultrabench.record import to_dict
 from ultrabench.store.folder import write_whole
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 SCHEMA_VERSION = 1
 MANY_NODES = 8

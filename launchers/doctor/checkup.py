@@ -24,7 +24,7 @@ from ultrabench.store.allocation import Allocation
 from ultrabench.store.claim import claim, owner
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import AllocationState
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 LIMIT_S = 600.0
 """Time limit of the job in seconds; the first import of torch on a node may take minutes."""

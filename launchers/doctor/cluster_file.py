@@ -12,7 +12,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.launchers.slurm.limits import Limits
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.store.folder import write_whole
-from ultrabench.sweep.launcher_config import LauncherConfig
+from ultrabench.sweep.config.launcher_config import LauncherConfig
 
 TAKEN = ("local",)
 """Names of the package's own clusters."""

@@ -15,7 +15,7 @@ from ultrabench.launchers.open_sweep import require_local
 from ultrabench.launchers.slurm.limits import Limits, read_limits
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import Site
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0
 ACCESS: dict[str, Callable[[Site], Check]] = {

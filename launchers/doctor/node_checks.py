@@ -7,7 +7,7 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import counted
 from ultrabench.launchers.doctor.check import FAIL, WARN, Check, CheckStatus, failed, first_problem, passed
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 GIB = 2**30
 LITTLE_BYTES = GIB

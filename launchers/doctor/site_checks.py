@@ -19,7 +19,7 @@ from ultrabench.launchers.slurm.site import (
     Site,
     absent_programs,
 )
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 WANTED = {
     "sinfo": "states and GPUs of nodes stay unknown",

@@ -19,7 +19,7 @@ from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
-from ultrabench.sweep.launcher_config import LauncherConfig
+from ultrabench.sweep.config.launcher_config import LauncherConfig
 
 FIND_TIMEOUT_S = 60.0
 SUBMIT_TRIES = 6

@@ -16,7 +16,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
 from ultrabench.processes import own_name
 from ultrabench.store.allocation import Allocation
-from ultrabench.sweep.launcher_config import LauncherConfig
+from ultrabench.sweep.config.launcher_config import LauncherConfig
 
 SRUN_WAIT_S = 60
 

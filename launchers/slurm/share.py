@@ -11,7 +11,7 @@ from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobLimits
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 SHARE = 4
 """By default a sweep takes a quarter of its partition."""

@@ -10,9 +10,9 @@ from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.price import planned_jobs
+from ultrabench.sweep.running.price import planned_jobs
 
 CONFIG = load_config(["launcher=slurm", "model=tiny"])
 PLAN = make_plan(CONFIG)

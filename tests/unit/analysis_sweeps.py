@@ -14,7 +14,7 @@ from ultrabench.run import RunSpec, Workload
 from ultrabench.store.events import Claimed, Result
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.sweep_json import SweepJson, write_sweep_json
-from ultrabench.sweep.config import read_hardware
+from ultrabench.sweep.config.load import read_hardware
 
 TINY = ModelShape(
     name="tiny", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,

@@ -20,7 +20,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
 H100 = ("sweep=acceptance", "hardware=h100x8", "launcher=slurm", "cluster=local")

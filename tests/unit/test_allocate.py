@@ -14,9 +14,9 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import read_allocation
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
-from ultrabench.sweep.attempts import AttemptsLeft, PlannedAttempt
-from ultrabench.sweep.control import controls
-from ultrabench.sweep.price import ALLOCATION_START_S, PlannedJob, committed_gpu_hours, planned_jobs
+from ultrabench.sweep.running.attempts import AttemptsLeft, PlannedAttempt
+from ultrabench.sweep.running.control import controls
+from ultrabench.sweep.running.price import ALLOCATION_START_S, PlannedJob, committed_gpu_hours, planned_jobs
 
 CONTROLS = {run.nodes: run.spec.run_id for run in controls(PLAN).values()}
 HOUR = 3600.0

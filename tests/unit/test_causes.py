@@ -8,7 +8,7 @@ import pytest
 from ultrabench.agent.diagnose.signatures import CAUSES as LOOKED_FOR
 from ultrabench.errors import ConfigError
 from ultrabench.result import CAUSES
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 
 PAGE = Path(__file__).parents[2] / "docs/failures.md"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ultrabench.errors import ConfigError
-from ultrabench.sweep.config import config_from_tree, load_config, load_model
+from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
 
 LLAMA = {  # as the hub has it for an 8B model of 2024
     "architectures": ["LlamaForCausalLM"],

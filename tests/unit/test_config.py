@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from ultrabench.errors import ConfigError
-from ultrabench.sweep.compose import GROUPS, describe, known_names, search_path
-from ultrabench.sweep.config import config_from_tree, load_config, load_model
+from ultrabench.sweep.config.compose import GROUPS, describe, known_names, search_path
+from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import NODE
 from ultrabench.launchers.slurm.limits import Limits
 from ultrabench.launchers.slurm.site import Site
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 
 load = cache(load_config)
 H100, CPU, OWN = (

@@ -11,7 +11,7 @@ from ultrabench.dominance import dominates
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
 PLAN = make_plan(load_config(["sweep=playbook", "sweep.models=[1B]", "sweep.nodes=[1,2]"]))

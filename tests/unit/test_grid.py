@@ -13,7 +13,8 @@ from tests.strategies import divisors
 from ultrabench.errors import ConfigError
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.run import Workload
-from ultrabench.sweep.config import Axes, load_config, load_model
+from ultrabench.sweep.config.load import load_config, load_model
+from ultrabench.sweep.config.sweep_config import Axes
 from ultrabench.sweep.grid import layouts
 from ultrabench.sweep.plan import make_plan, require_runs
 from ultrabench.sweep.plan_table import plan_table

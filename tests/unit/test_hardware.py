@@ -8,8 +8,8 @@ import pytest
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
 from ultrabench.record import to_dict
-from ultrabench.sweep.compose import known_names
-from ultrabench.sweep.config import config_from_tree, load_config, read_hardware
+from ultrabench.sweep.config.compose import known_names
+from ultrabench.sweep.config.load import config_from_tree, load_config, read_hardware
 from ultrabench.sweep.plan import make_plan
 
 OURS = """# Two of our own GPUs.

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from ultrabench.errors import ConfigError
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.grid import MOST_COMBINATIONS
 from ultrabench.sweep.plan import make_plan
 

@@ -9,7 +9,7 @@ import ultrabench
 from tests.strategies import shapes
 from ultrabench.errors import ConfigError
 from ultrabench.model_shape import ModelShape
-from ultrabench.sweep.config import load_model
+from ultrabench.sweep.config.load import load_model
 
 MODELS = sorted((Path(ultrabench.__file__).parent / "configs" / "model").glob("*.yaml"))
 

@@ -12,7 +12,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import parse_log_line
 from ultrabench.run import fill_in
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
 SWEEP = [

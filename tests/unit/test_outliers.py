@@ -14,11 +14,11 @@ from ultrabench.run import AttemptKey
 from ultrabench.step_time import extremes
 from ultrabench.store.events import AllocationPlanned, Claimed, Line, Preflight, Result
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
-from ultrabench.sweep.attempts import next_attempts
-from ultrabench.sweep.config import load_config
-from ultrabench.sweep.losses import disputed_attempts, invalid_attempts, with_loss_outliers
-from ultrabench.sweep.outliers import suspect_attempts
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.losses import disputed_attempts, invalid_attempts, with_loss_outliers
+from ultrabench.sweep.running.outliers import suspect_attempts
 
 BF16 = KernelConfig(name="embedded", precision="bf16")
 FP32 = KernelConfig(name="embedded", precision="fp32")

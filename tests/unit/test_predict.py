@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.strategies import layouts, shapes
 from ultrabench.hardware import Peak
 from ultrabench.layout import Layout
-from ultrabench.sweep.config import load_config, load_model
-from ultrabench.sweep.predict import predict
+from ultrabench.sweep.config.load import load_config, load_model
+from ultrabench.sweep.predict.predict import predict
 
 GPUS = load_config(["hardware=h100x8"]).hardware
 PEAK = Peak(flops_per_s=989e12, source="table")

@@ -2,7 +2,7 @@ import pytest
 
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
 

@@ -8,12 +8,12 @@ from tests.unit.allocations import PLAN, jobs_of, open_sweep
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.attempts import PlannedAttempt
-from ultrabench.sweep.config import load_config
-from ultrabench.sweep.control import controls
-from ultrabench.sweep.pack import CONTROL_SHARE, pack
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.price import ALLOCATION_START_S, reckon
+from ultrabench.sweep.running.attempts import PlannedAttempt
+from ultrabench.sweep.running.control import controls
+from ultrabench.sweep.running.pack import CONTROL_SHARE, pack
+from ultrabench.sweep.running.price import ALLOCATION_START_S, reckon
 
 BIG = make_plan(load_config(["sweep=playbook", "launcher=slurm", "sweep.models=[8B]", "sweep.nodes=[1,2]"]))
 

@@ -10,7 +10,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
-from ultrabench.sweep.progress import gpu_hours, measured_rates, progress
+from ultrabench.sweep.running.progress import gpu_hours, measured_rates, progress
 
 RUNS = PLANNED = PLAN.runs
 ONE = next(r for r in RUNS if r.nodes == 1)

@@ -11,10 +11,11 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
-from ultrabench.sweep.attempts import next_attempts
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.retry_policy import FAILURES
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.retry_policy import FAILURES, broken, decide_retry, excluded
+from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.retry import broken, decide_retry, excluded
 
 POLICY = load_config(["retry.backoff_s=0"]).retry
 PLAN = make_plan(load_config(["retry.backoff_s=0", "measure.confirm=2", "retry.breaker=null"]))

@@ -14,7 +14,7 @@ from tests.unit.allocations import CONFIG, jobs_of, open_sweep, with_launcher
 from tests.unit.allocations import made_of as allocations_of
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix, require_plain
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 
 NASTY = ["a b", "a'b", 'a"b', "a;touch PWNED", "$(touch PWNED)", "`touch PWNED`", "$HOME", "a\\b", "a\\", "#c", "a #c",
          "*", "~", "{a,b}", "a&b|c>d<e", "%j%u%%", "-x", "--help", "=", "\u00fc\u4f60", "a\tb", "!x", "''"]  # fmt: skip

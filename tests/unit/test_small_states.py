@@ -31,8 +31,8 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.journal import JournalReader, JournalWriter, read_journal
 from ultrabench.store.state import fold
-from ultrabench.sweep.decide import decide
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running.decide import decide
 
 RUNS = 2
 HUNT = int(settings.get_current_profile_name() == "hunt")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.strategies import shapes
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
-from ultrabench.sweep.config import load_model
+from ultrabench.sweep.config.load import load_model
 
 
 def stage_of_each_block(shape, pp):

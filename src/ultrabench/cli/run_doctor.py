@@ -15,7 +15,8 @@ from ultrabench.launchers.doctor.examine import ACCESS, examine, failures, why_n
 from ultrabench.launchers.slurm.limits import read_limits
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.record import to_dict
-from ultrabench.sweep.config import SweepConfig, load_config
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 

@@ -140,7 +140,7 @@ def duration(seconds: float) -> str:
 def show_config(group: str, name: str, as_json: bool) -> None:
     """Prints the file of a name with its comments, and to stderr where it lies."""
     from ultrabench.errors import ConfigError, unknown_name
-    from ultrabench.sweep.compose import GROUPS, files, read_text
+    from ultrabench.sweep.config.compose import GROUPS, files, read_text
 
     if group not in GROUPS:
         raise ConfigError(unknown_name("config group", group, GROUPS))
@@ -158,7 +158,7 @@ def show_config(group: str, name: str, as_json: bool) -> None:
 def show_configs(group: str | None, as_json: bool) -> None:
     """Prints what can be named in an override, with the first comment of each file."""
     from ultrabench.errors import ConfigError, unknown_name
-    from ultrabench.sweep.compose import GROUPS, describe
+    from ultrabench.sweep.config.compose import GROUPS, describe
 
     if group is not None and group not in GROUPS:
         raise ConfigError(unknown_name("config group", group, GROUPS))

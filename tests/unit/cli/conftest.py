@@ -11,7 +11,7 @@ from ultrabench.store.events import Claimed, Failed, LaunchConfig, Result
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
 from ultrabench.store.sweep_json import write_sweep_json
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import write_plan
 

@@ -12,7 +12,7 @@ from tests.unit.cli.conftest import one_line
 from ultrabench.cli.sweep.consent import ask_for_budget
 from ultrabench.errors import ConfigError
 from ultrabench.store.jobs_seen import JobLimits
-from ultrabench.sweep.price import BUDGET_FACTOR, Price, reckon
+from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, reckon
 
 CONTROLLER = """#!/bin/sh
 echo "scontrol $*" >> asked

@@ -9,7 +9,7 @@ from tests.unit.cli.conftest import QUICK, one_line
 from ultrabench import __version__
 from ultrabench.errors import counted
 from ultrabench.run import fill_in
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
 

@@ -14,7 +14,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.store.events import EVENTS, AllocationEnded, AllocationPlanned, Claimed, LaunchConfig, Result
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 
 SLURM = load_config(["model=tiny", "launcher=slurm"]).resolved
 OK = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0)

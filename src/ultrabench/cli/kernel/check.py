@@ -11,7 +11,7 @@ from ultrabench.hardware import GIB
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec, ask
 from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.record import to_dict
-from ultrabench.sweep.config import load_model
+from ultrabench.sweep.config.load import load_model
 
 MOST_RANKS = 64
 RANK_BYTES = 1e8

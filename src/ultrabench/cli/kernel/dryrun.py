@@ -15,7 +15,7 @@ from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Workload
 from ultrabench.stages import held_stages
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 
 DEFAULTS = {"model": "llama3-8b", "hardware": "h100x8", "nodes": "1", "seq_len": "4096", "recompute": "none"}
 PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")

@@ -9,7 +9,7 @@ from ultrabench.cli.tables import duration, err, hours, say, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.plan import Plan
-from ultrabench.sweep.price import BUDGET_FACTOR, Price
+from ultrabench.sweep.running.price import BUDGET_FACTOR, Price
 
 
 def ask_for_budget(

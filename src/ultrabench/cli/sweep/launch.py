@@ -33,11 +33,12 @@ from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json, read_sweep_json
-from ultrabench.sweep.attempts import next_attempts
-from ultrabench.sweep.config import SweepConfig, config_from_tree, load_config
+from ultrabench.sweep.config.load import config_from_tree, load_config
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
-from ultrabench.sweep.price import BUDGET_FACTOR, committed_gpu_hours, reckon
-from ultrabench.sweep.progress import progress
+from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.price import BUDGET_FACTOR, committed_gpu_hours, reckon
+from ultrabench.sweep.running.progress import progress
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)

@@ -17,8 +17,8 @@ from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.losses import with_loss_outliers
-from ultrabench.sweep.progress import Progress, doubtful, progress
+from ultrabench.sweep.running.losses import with_loss_outliers
+from ultrabench.sweep.running.progress import Progress, doubtful, progress
 
 
 class Display:

@@ -17,7 +17,7 @@ from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.progress import progress
+from ultrabench.sweep.running.progress import progress
 
 
 def run_pause(sweep: str | None, results: Path) -> None:

@@ -8,9 +8,9 @@ from ultrabench.cli.tables import hours, out, print_json, say, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
-from ultrabench.sweep.price import Price, reckon
+from ultrabench.sweep.running.price import Price, reckon
 
 MEASURED, PREDICTED = ORDER = ("measured", "predicted")
 """Why a layout is recommended, the best reason first."""
@@ -123,8 +123,8 @@ def _measured(plan: Plan) -> dict[str, float | None]:
     from ultrabench.store.journal import read_journal
     from ultrabench.store.state import fold
     from ultrabench.store.sweep_json import find_sweep_json
-    from ultrabench.sweep.losses import with_loss_outliers
-    from ultrabench.sweep.progress import doubtful, measured_rates
+    from ultrabench.sweep.running.losses import with_loss_outliers
+    from ultrabench.sweep.running.progress import doubtful, measured_rates
 
     folder = SweepFolder(Path(plan.config.results_dir) / plan.config.name)
     known = find_sweep_json(folder)

@@ -10,10 +10,10 @@ from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import read_sweep_json
-from ultrabench.sweep.losses import with_loss_outliers
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
-from ultrabench.sweep.retry_policy import decide_retry, excluded
+from ultrabench.sweep.running.losses import with_loss_outliers
+from ultrabench.sweep.running.retry import decide_retry, excluded
 
 
 def run_retry(

@@ -9,10 +9,10 @@ from ultrabench.errors import ConfigError
 from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.attempts import next_attempts
-from ultrabench.sweep.config import load_config
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan, require_runs
-from ultrabench.sweep.price import planned_jobs
+from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.price import planned_jobs
 
 
 def print_script(overrides: Sequence[str]) -> None:

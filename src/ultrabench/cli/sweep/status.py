@@ -18,7 +18,7 @@ from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.progress import Progress, progress
+from ultrabench.sweep.running.progress import Progress, progress
 
 WATCH_S = 1.0
 

@@ -1,61 +1,32 @@
-"""A sweep as frozen values, from a composed configuration."""
+"""Makes the frozen values of a sweep from a composed configuration."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.kernel_env import redacted
-from ultrabench.layout import AXES, PP_SCHEDULES, TEXT_AXES, Layout, keeps_rule, rule_of
+from ultrabench.layout import AXES, TEXT_AXES, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
-from ultrabench.sweep.checkpoint_config import is_path, read_checkpoint_config
-from ultrabench.sweep.compose import compose_tree, files, known_names, read_yaml
-from ultrabench.sweep.launcher_config import TEXTS, LauncherConfig, moved_to_sbatch
-from ultrabench.sweep.retry_policy import RetryPolicy
+from ultrabench.sweep.config.checkpoint_config import is_path, read_checkpoint_config
+from ultrabench.sweep.config.compose import compose_tree, files, known_names, read_yaml
+from ultrabench.sweep.config.launcher_config import TEXTS, LauncherConfig, moved_to_sbatch
+from ultrabench.sweep.config.retry_policy import RetryPolicy
+from ultrabench.sweep.config.sweep_config import Axes, SweepConfig
 
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
                   "results_dir", "repeats", "profile", "names", "models"})  # fmt: skip
 """Of a composed tree."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}")
 """Of a sweep: it names a folder and Slurm jobs, and stands in commands to be copied."""
-SCHEDULES = ("auto", *PP_SCHEDULES[1:])
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 """Of a cluster: what configs/launcher/slurm.yaml takes from it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """The values that nodes and the axes of a layout take; candidates are their product."""
-
-    nodes: tuple[int, ...]
-    layout: Mapping[str, tuple[Any, ...]]
-    """Values of each axis but dp, which follows. Without gas it follows, too: gbs / (dp * mbs).
-
-    A pp_schedule of auto is 1f1b, or afab where gas < pp; virtual_stages goes with the schedule interleaved.
-    """
-
-    def __post_init__(self) -> None:
-        schedules, stages = self.layout["pp_schedule"], self.layout["virtual_stages"]
-        if not schedules or not stages or any(v < 2 for v in stages):
-            raise ConfigError(
-                f"sweep.pp_schedule={list(schedules)}, sweep.virtual_stages={list(stages)}; at least one schedule "
-                "is needed, and virtual stages >= 2"
-            )
-        for name in schedules:
-            if name not in SCHEDULES:
-                raise ConfigError(unknown_name("schedule in sweep.pp_schedule", name, SCHEDULES))
-        for name, values in (("nodes", self.nodes), *self.layout.items()):
-            axis = "dp" if name == "nodes" else name
-            if name != "pp_schedule" and not (values and all(keeps_rule(axis, v) for v in values)):
-                raise ConfigError(
-                    f"sweep.{name}={list(values)}; each must be {rule_of(axis)}, and at least one is needed"
-                )
 
 
 def _axes(sweep: dict[str, Any]) -> Axes:
@@ -72,30 +43,6 @@ def _axes(sweep: dict[str, Any]) -> Axes:
     usual: dict[str, Any] = {f.name: (f.default,) for f in fields(Layout) if f.name not in ("dp", "gas")}
     layout = usual | {"pp_schedule": ("auto",), "virtual_stages": (2,)} | given
     return Axes(nodes=layout.pop("nodes"), layout=layout)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepConfig:
-    """A whole sweep, resolved."""
-
-    name: str
-    results_dir: str
-    cluster: str
-    hardware: Hardware
-    kernel: KernelConfig
-    launcher: LauncherConfig
-    measure: Measure
-    models: tuple[ModelShape, ...]
-    workload: Workload
-    axes: Axes
-    retry: RetryPolicy
-    repeats: int = 1
-    profile: bool = False
-    """Each run looks inside itself after its measured steps."""
-    resolved: dict[str, Any] = field(default_factory=dict)
-    """The composed configuration as JSON, for the record; secrets are redacted."""
-    secrets: dict[str, str] = field(default_factory=dict, repr=False)
-    """Values of kernel.env that are given and must be written nowhere but in the file for them."""
 
 
 def load_config(overrides: Sequence[str] = ()) -> SweepConfig:

@@ -6,7 +6,7 @@ from ultrabench.dominance import dominates
 from ultrabench.result import Status
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.retry_policy import settled_oom
+from ultrabench.sweep.running.retry import settled_oom
 
 
 def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:

@@ -7,12 +7,11 @@ from statistics import median
 
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.attempts import PlannedAttempt, next_attempts
 from ultrabench.sweep.candidate import Candidate, Cell
-from ultrabench.sweep.contenders import MOST, best_step_times_s
-from ultrabench.sweep.control import controls, next_repeat
-from ultrabench.sweep.pack import allocation_limit_s, pack
 from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.running.attempts import PlannedAttempt, next_attempts
+from ultrabench.sweep.running.control import MOST, best_step_times_s, controls, next_repeat
+from ultrabench.sweep.running.pack import allocation_limit_s, pack
 
 BUDGET_FACTOR = 1.5
 """A sweep may use this many times its predicted price when nothing else is agreed."""

@@ -8,12 +8,13 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.contenders import contenders
-from ultrabench.sweep.dominated import left_out
-from ultrabench.sweep.losses import disputed_attempts, with_loss_outliers
-from ultrabench.sweep.outliers import suspect_attempts
+from ultrabench.sweep.config.retry_policy import RetryPolicy
 from ultrabench.sweep.plan import Plan
-from ultrabench.sweep.retry_policy import RetryPolicy, broken, decide_retry
+from ultrabench.sweep.running.control import contenders
+from ultrabench.sweep.running.dominated import left_out
+from ultrabench.sweep.running.losses import disputed_attempts, with_loss_outliers
+from ultrabench.sweep.running.outliers import suspect_attempts
+from ultrabench.sweep.running.retry import broken, decide_retry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

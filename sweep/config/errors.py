@@ -8,7 +8,7 @@ import yaml
 
 import ultrabench
 from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.sweep.launcher_config import moved_to_sbatch
+from ultrabench.sweep.config.launcher_config import moved_to_sbatch
 
 WRITE_CLUSTER = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
 

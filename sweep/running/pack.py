@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from ultrabench.sweep.attempts import PlannedAttempt
 from ultrabench.sweep.candidate import Cell
-from ultrabench.sweep.config import SweepConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.running.attempts import PlannedAttempt
 
 START_S = 120.0
 """Seconds for the start of the agents, their rendezvous and the preflight."""

@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 import ultrabench
 from ultrabench.errors import ConfigError
-from ultrabench.sweep.config_errors import explain, require_usable
+from ultrabench.sweep.config.errors import explain, require_usable
 
 GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
 

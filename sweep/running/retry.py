@@ -1,78 +1,23 @@
 """What follows from a failure: tried again, left standing, a node avoided, the sweep stopped."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ultrabench.errors import ConfigError, counted, unknown_name
-from ultrabench.result import CAUSES, RunResult, Status
+from ultrabench.errors import counted
+from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
+from ultrabench.sweep.config.retry_policy import OUTSIDE, RetryPolicy
 
-OUTSIDE = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST, Status.CANCELLED})
-"""Ends that are not the run's fault: counted together, and only those of this launch."""
 AT_ONCE = OUTSIDE - {Status.NODE_FAIL} | {Status.OOM, Status.TIMEOUT}
 """Ends after which waiting would not help."""
 NO_KIND = frozenset({Status.OK, Status.OOM, Status.CANCELLED, Status.PREEMPTED, Status.TIMEOUT})
 """Ends that say nothing about the cluster or the program being broken."""
-MOST_ATTEMPTS = 100
 EXCLUDE_AFTER = 2
 """Runs that suspect a node until it is used no more; one run alone may be wrong."""
 SURE_OOM = 0.85
 """Predicted share of a rank's memory from which a confirmed OOM counts at once; below it, a second one has to
 agree, since the prediction may be wrong by about 15 %."""
-FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}
-
-ATTEMPTS = (*sorted(FAILURES), "suspect")
-"""Keys of retry.attempts: how a run can end in vain, and ok with a number in doubt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
-    """The table of configs/retry/, where each value is explained."""
-
-    attempts: dict[str, int]
-    causes: dict[str, int]
-    backoff_s: float
-    backoff_max_s: float
-    max_excluded: int
-    forgive: tuple[str, ...]
-    breaker: int | None
-
-    def __post_init__(self) -> None:
-        for name in (*self.attempts, *ATTEMPTS):
-            if name not in ATTEMPTS:
-                raise ConfigError(unknown_name("status in retry.attempts", name, ATTEMPTS))
-            if name not in self.attempts:
-                raise ConfigError(
-                    f"retry.attempts lacks {name}; it needs a number for each of {', '.join(ATTEMPTS)}"
-                )
-        numbers: dict[str, float] = {f"attempts.{k}": v for k, v in self.attempts.items()}
-        numbers |= {f"causes.{k}": v for k, v in self.causes.items()}
-        numbers |= {"backoff_s": self.backoff_s, "backoff_max_s": self.backoff_max_s,
-                    "max_excluded": self.max_excluded}  # fmt: skip
-        for name in self.causes:
-            if name not in CAUSES:
-                raise ConfigError(unknown_name("cause in retry.causes", name, CAUSES))
-        for name, value in numbers.items():
-            most = MOST_ATTEMPTS if "." in name else math.inf
-            if not 0 <= value <= most or value == math.inf:
-                limit = "must be finite and >= 0" if most == math.inf else f"must be 0 to {most:g}"
-                raise ConfigError(f"retry.{name}={value}; {limit}")
-        if self.breaker is not None and self.breaker < 1:
-            raise ConfigError(f"retry.breaker={self.breaker}; must be >= 1")
-
-    def kind(self, result: RunResult) -> str:
-        """What a failure is counted as."""
-        if result.cause in self.causes:
-            return str(result.cause)
-        return "outside" if result.status in OUTSIDE else result.status.value
-
-    def allowed(self, result: RunResult) -> int:
-        """Further attempts that failures of this kind may cost."""
-        if result.cause in self.causes:
-            return self.causes[str(result.cause)]
-        return self.attempts.get(result.status.value, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from ultrabench.errors import counted
 from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.losses import disputed_attempts
+from ultrabench.sweep.running.losses import disputed_attempts
 
 FEWEST = 3
 """With fewer comparable measurements none is an outlier."""

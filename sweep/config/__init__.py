@@ -1,0 +1,1 @@
+"""From YAML and overrides to the frozen values of a sweep."""

@@ -1,0 +1,1 @@
+"""What a layout is expected to need."""
