@@ -1,52 +1,62 @@
-"""One check server for all parity tests: torch is imported once, ranks are forked."""
+"""One server for all parity tests: torch is imported once, ranks are forked."""
 
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ultrabench.kernel.check_spec import SERVER_COMMAND, SINGLE_THREADED, CheckResult, CheckSpec
+from ultrabench.agent.ranks.forks import ForkServer
+from ultrabench.kernel.check_spec import SINGLE_THREADED, CheckResult, CheckSpec
 from ultrabench.record import from_dict, to_dict
+
+ROOT = Path(__file__).parents[2]
 
 
 class Server:
-    """A process that answers each CheckSpec line with a JSON line."""
+    """The process of server.py, which answers questions."""
 
-    def __init__(self, command: Sequence[str] = SERVER_COMMAND) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **SINGLE_THREADED},
-        )
+            (sys.executable, "-m", "tests.parity.server"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **SINGLE_THREADED}, cwd=ROOT,
+        )  # fmt: skip
         self.pid = self._process.pid
 
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         # The end of its input ends the server.
         self._process.communicate()
 
-    def ask(self, spec: CheckSpec) -> Any:
-        """The JSON value that answers `spec`."""
+    def ask(self, what: str, spec: CheckSpec, fault: str | None = None) -> Any:
+        """The JSON value that answers a question about `spec`: its check, counts, costs or dry costs."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(to_dict(spec)) + "\n")
+        question = {"ask": what, "spec": to_dict(spec), "fault": fault}
+        self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def check(self, spec: CheckSpec) -> CheckResult:
-        """The answer of a check server."""
-        return from_dict(CheckResult, self.ask(spec))
+    def check(self, spec: CheckSpec, fault: str | None = None) -> CheckResult:
+        """Whether a layout trains as one process does; with `fault`, one of planted.py."""
+        return from_dict(CheckResult, self.ask("check", spec, fault))
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """A running check server."""
-    with Server() as running:
-        yield running
+    """A running server."""
+    running = Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """A fork server of an agent, whose ranks obey FLIP of corrupted.py."""
+    log = tmp_path_factory.mktemp("forks") / "log"
+    running = ForkServer(log, {**os.environ, "PYTHONPATH": str(ROOT)}, "tests.parity.corrupted")
+    yield running
+    running.stop()

@@ -1,7 +1,6 @@
-"""A rank that trains with one wrong bit: `python corrupted.py PARAMETER`, on rank 1 in step 8."""
+"""A rank that trains with one wrong bit: of the parameter that FLIP names, on rank 1 in step 8."""
 
 import os
-import sys
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ def flip_a_bit(name: str) -> None:
     TrainStep.update = update  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    flip_a_bit(sys.argv[1])
-    os._exit(worker.main())
+def main() -> int:
+    """The exit code of the rank, which is right without FLIP."""
+    if os.environ.get("FLIP"):
+        flip_a_bit(os.environ["FLIP"])
+    return worker.main()

@@ -1,6 +1,9 @@
-"""A check server whose parallel code has one fault: `python planted.py NAME`."""
+"""Faults that are planted into the parallel code of a process, by name."""
 
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +13,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from ultrabench.kernel import cp, model, recompute, step, tp
-from ultrabench.kernel.check import serve
 
 
 def drop_tp_all_reduce() -> None:
@@ -92,30 +94,26 @@ def drop_microbatch() -> None:
     model.head_loss = head_loss
 
 
-def dead_rank() -> None:
-    """Rank 1 ends by itself, without a word."""
+def on_rank_1(act: Callable[[], object]) -> None:
+    """Rank 1 does something in its first step."""
     right = step.TrainStep.accumulate
 
     def accumulate(self: step.TrainStep, *batch: torch.Tensor) -> torch.Tensor:
         if dist.get_rank() == 1:
-            raise SystemExit("rank 1 has had enough")
+            act()
         return right(self, *batch)
 
     step.TrainStep.accumulate = accumulate  # type: ignore[method-assign]
+
+
+def dead_rank() -> None:
+    """Rank 1 ends by itself, without a word."""
+    on_rank_1(partial(sys.exit, "rank 1 has had enough"))
 
 
 def frozen_rank() -> None:
     """Rank 1 sleeps in its first step."""
-    right = step.TrainStep.accumulate
-
-    def accumulate(self: step.TrainStep, *batch: torch.Tensor) -> torch.Tensor:
-        if dist.get_rank() == 1:
-            import time
-
-            time.sleep(1000)
-        return right(self, *batch)
-
-    step.TrainStep.accumulate = accumulate  # type: ignore[method-assign]
+    on_rank_1(partial(time.sleep, 1000))
 
 
 FAULTS = {
@@ -125,7 +123,3 @@ FAULTS = {
         compiled_collective, stale_recompute, drop_microbatch, dead_rank, frozen_rank,
     )
 }  # fmt: skip
-
-if __name__ == "__main__":
-    FAULTS[sys.argv[1]]()
-    serve(sys.stdin, sys.stdout)

@@ -1,32 +1,29 @@
 """What a step sends equals the formulas that dp.py, tp.py and pp.py state."""
 
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from conftest import Server
-from test_layouts import spec_of
 
+from tests.parity.conftest import Server
+from tests.parity.test_layouts import SHALLOW, spec_of
 from ultrabench.kernel.check_spec import TINY
 
 pytestmark = pytest.mark.parity
 
 Counts = dict[str, list[int]]
 """`axis operation` -> calls and payload bytes of one step of one rank."""
-LAYERS = TINY.num_hidden_layers
+LAYERS = SHALLOW.num_hidden_layers
 GROUPS = LAYERS + 1
-PARAM_BYTES = 4 * TINY.num_params
+PARAM_BYTES = 4 * SHALLOW.num_params
 GAS = 4
 NORM = [1, 16]
 """The all-reduce of loss and gradient norm; an axis that spans the world shares its group."""
 
 
-@pytest.fixture(scope="module")
-def counted() -> Iterator[Callable[[str], list[Counts]]]:
+@pytest.fixture
+def counted(server: Server) -> Callable[[str], list[Counts]]:
     """Counts of one step by rank, for a case of test_layouts."""
-    with Server((sys.executable, "-P", str(Path(__file__).with_name("counting.py")))) as server:
-        yield lambda case: server.ask(spec_of(case))  # type: ignore[no-any-return]
+    return lambda case: server.ask("counts", spec_of(case))
 
 
 ZERO = {

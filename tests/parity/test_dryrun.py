@@ -3,15 +3,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from conftest import Server
-from stepping import bf16
-from test_layouts import spec_of
 
-from ultrabench.kernel.dryrun_spec import RankCost, ask
+from tests.parity.conftest import Server
+from tests.parity.test_layouts import spec_of
+from ultrabench.kernel.check_spec import CheckSpec
+from ultrabench.kernel.dryrun_spec import RankCost
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 
@@ -19,6 +17,8 @@ pytestmark = pytest.mark.parity
 
 PEAK = 0.04
 """Real collectives hold their buffers until they are done, which is a little later."""
+TRIES = 3
+"""Buffers that gloo's thread releases late, on a loaded machine, only add to a peak: the smallest of so many counts."""
 
 CASES = [
     "dp=1", "dp=2 gas=3", "dp=2 zero_stage=1 gas=3", "dp=2 zero_stage=2 gas=3", "dp=3 zero_stage=3 gas=2",
@@ -29,35 +29,37 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def costs() -> Iterator[Callable[[str], list[list[RankCost]]]]:
-    """Costs of all real ranks and of the dry-run ones, for a case of test_layouts."""
-    with Server((sys.executable, "-P", str(Path(__file__).with_name("stepping.py")))) as server:
-        yield lambda case: [[from_dict(RankCost, c) for c in some] for some in server.ask(spec_of(case))]
+def costs(server: Server, what: str, spec: CheckSpec) -> list[RankCost]:
+    """What a step costs each real rank, or by a dry run the first rank of each pipeline stage."""
+    return [from_dict(RankCost, found) for found in server.ask(what, spec)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_dry_run_equals_a_real_step(costs: Callable[[str], list[list[RankCost]]], case: str) -> None:
+def test_a_dry_run_equals_a_real_step(server: Server, case: str) -> None:
     """Bytes between steps, FLOPs, calls and bytes of every collective exactly; the peak nearly."""
-    real, dry_run = costs(case)
-    assert [cost.pp_rank for cost in dry_run] == list(range(spec_of(case).layout.pp))
-    for dry in dry_run:
-        wet = real[dry.rank]
-        assert dry.static_bytes == wet.static_bytes
-        assert dry.hardware_flops == wet.hardware_flops
-        assert dry.collectives == wet.collectives
+    spec = spec_of(case)
+    dry_run = costs(server, "dry costs", spec)
+    assert [cost.pp_rank for cost in dry_run] == list(range(spec.layout.pp))
+    for _ in range(TRIES):
+        real = costs(server, "costs", spec)
+        pairs = [(dry, real[dry.rank]) for dry in dry_run]
+        for dry, wet in pairs:
+            assert dry.static_bytes == wet.static_bytes
+            assert dry.hardware_flops == wet.hardware_flops
+            assert dry.collectives == wet.collectives
+        if all(wet.peak_bytes == pytest.approx(dry.peak_bytes, rel=PEAK) for dry, wet in pairs):
+            break
+    for dry, wet in pairs:
         assert dry.peak_bytes == pytest.approx(wet.peak_bytes, rel=PEAK)
+    if spec.recompute == "none" and spec.layout.cp == 1:  # a ring leaves out what is masked as a whole
+        assert sum(dry.hardware_flops for dry in dry_run) == flops_of_one_rank_a_stage(spec)
 
 
-@pytest.mark.parametrize("case", ["dp=2 zero_stage=3 gas=2", "tp=2", "pp=2 gas=4", "pp=2 gas=4 zbv tied"])
-def test_flops_are_those_of_the_formula(case: str) -> None:
+def flops_of_one_rank_a_stage(spec: CheckSpec) -> int:
     """6 for each parameter in a matrix product, and 14*L*h*s for attention, computed anew in backward."""
-    spec = bf16(spec_of(case))
-    shape, layout = spec.shape, spec.layout
-    attention = 14 * shape.num_hidden_layers * shape.hidden_size * spec.workload.seq_len
-    expected = spec.tokens_per_step * (6 * shape.num_matmul_params + attention)
-    one_rank_a_stage = sum(cost.hardware_flops for cost in ask(spec))
-    assert one_rank_a_stage * layout.dp * layout.tp == expected
+    shape, layout, run = spec.shape, spec.layout, spec.run
+    attention = 14 * shape.num_hidden_layers * shape.hidden_size * run.workload.seq_len
+    return run.tokens_per_step * (6 * shape.num_matmul_params + attention) // (layout.dp * layout.tp)
 
 
 def test_8b_on_64_gpus_fits_this_machine() -> None:

@@ -2,24 +2,17 @@
 
 import os
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from conftest import Server
-from test_layouts import spec_of
 
-from tests.patience import Deadline, slowness
+from tests.parity.conftest import Server
+from tests.parity.test_layouts import spec_of
+from tests.patience import Deadline, slowness, wait_until
+from ultrabench.processes import descendants
 
 pytestmark = pytest.mark.parity
-PLANTED = str(Path(__file__).with_name("planted.py"))
-
-
-def faulty(name: str) -> Server:
-    """A check server with the planted fault `name`."""
-    return Server((sys.executable, "-P", PLANTED, name))
 
 
 @pytest.mark.parametrize(
@@ -39,10 +32,9 @@ def faulty(name: str) -> Server:
         ("compiled_collective", "tp=2 compile"),
     ],
 )
-def test_planted_fault_is_caught(fault: str, case: str) -> None:
+def test_planted_fault_is_caught(server: Server, fault: str, case: str) -> None:
     """Differences far above rounding."""
-    with faulty(fault) as server:
-        result = server.check(spec_of(case))
+    result = server.check(spec_of(case), fault)
     assert result.error is None
     assert not result.passed
     assert result.grad_diff is not None
@@ -56,43 +48,26 @@ def test_what_torch_gets_wrong_without_a_word_is_caught(server: Server) -> None:
     assert result.missing_gradients
 
 
-def test_dead_rank_fails_the_check() -> None:
+def test_dead_rank_fails_the_check(server: Server) -> None:
     """The peers of a rank that left would wait; the check does not."""
-    with faulty("dead_rank") as server:
-        result = server.check(spec_of("dp=2"))
+    result = server.check(spec_of("dp=2"), "dead_rank")
     assert result.error == "rank 1: SystemExit: rank 1 has had enough"
-    assert result.seconds < 10
+    assert result.seconds < 10 * slowness()
 
 
-def children_of(pid: int) -> list[int]:
-    """Living children of `pid`."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            after_name = entry.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(after_name[1]) == pid and after_name[0] != "Z":
-            found.append(int(entry.parent.name))
-    return found
-
-
-def test_killed_rank_fails_the_check() -> None:
+def test_killed_rank_fails_the_check(server: Server) -> None:
     """SIGKILL to a rank ends the check in seconds and leaves no process."""
-    with faulty("frozen_rank") as server:
-        answers = []
-        asking = threading.Thread(target=lambda: answers.append(server.check(spec_of("dp=2"))))
-        asking.start()
-        # The reference ends; the two ranks stay, one asleep, one waiting for it.
-        deadline = Deadline(60)
-        while True:
-            ranks = children_of(server.pid)
-            time.sleep(2)
-            if len(ranks) == 2 and ranks == children_of(server.pid):
-                break
-            assert not deadline.over()
-        os.kill(max(ranks), signal.SIGKILL)
-        asking.join(10 * slowness())
-        assert not asking.is_alive()
-        assert "killed by SIGKILL" in answers[0].error
-        assert children_of(server.pid) == []
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(server.check(spec_of("dp=2"), "frozen_rank")))
+    asking.start()
+    # The reference ends; the copy of the server and two ranks stay, one asleep, one waiting for it.
+    deadline, before = Deadline(60), set[int]()
+    while (processes := descendants(server.pid)) != before or len(processes) != 3:
+        assert not deadline.over()
+        before = processes
+        time.sleep(1)
+    os.kill(max(processes), signal.SIGKILL)
+    asking.join(10 * slowness())
+    assert not asking.is_alive()
+    assert "killed by SIGKILL" in answers[0].error
+    wait_until(lambda: not descendants(server.pid), 10)

@@ -3,19 +3,19 @@
 import dataclasses
 
 import pytest
-from conftest import Server
 
+from tests.parity.conftest import Server
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec
 from ultrabench.kernel_config import RECOMPUTE
 from ultrabench.layout import PP_SCHEDULES, Layout, default_schedule, default_virtual_stages
-from ultrabench.model_shape import ModelShape
 
 pytestmark = pytest.mark.parity
 
-TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
-MULTI_HEAD = dataclasses.replace(TINY, num_key_value_heads=4)
-DEEP = dataclasses.replace(TINY, num_hidden_layers=8)
-SHAPES = {"tied": TIED, "mha": MULTI_HEAD, "deep": DEEP}
+SHALLOW = dataclasses.replace(TINY, num_hidden_layers=2)
+"""What is trained where no pipeline cuts the layers."""
+CHANGES: dict[str, dict[str, int | bool]] = {
+    "tied": {"tie_word_embeddings": True}, "mha": {"num_key_value_heads": 4}, "deep": {"num_hidden_layers": 8},
+}  # fmt: skip
 
 CASES = [
     # One process, wrapped: the forms at degree 1.
@@ -70,8 +70,10 @@ def spec_of(case: str) -> CheckSpec:
     """The check that a line of CASES describes."""
     words = case.split()
     numbers = {k: int(v) for k, _, v in (w.partition("=") for w in words if "=" in w)}
-    shape: ModelShape = next((SHAPES[w] for w in words if w in SHAPES), TINY)
     pp, gas = numbers.get("pp", 1), numbers.get("gas", 1)
+    shape = TINY if pp > 1 else SHALLOW
+    for word in CHANGES.keys() & set(words):
+        shape = dataclasses.replace(shape, **CHANGES[word])  # type: ignore[arg-type]
     schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
     virtual = default_virtual_stages(schedule)
     layout = Layout(**{"dp": 1, "virtual_stages": virtual, **numbers}, pp_schedule=schedule)  # type: ignore[arg-type]

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_worker import run_ranks, task_of
 
+from tests.parity.test_worker import run_ranks, task_of
+from ultrabench.agent.ranks.forks import ForkServer
 from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS, SHORT, summary
 from ultrabench.rank_report import read_progress
 
@@ -33,7 +34,7 @@ def check_rows(rows: list[dict[str, Any]], sizes: tuple[int, ...], share: float,
     [(1, 1, True), (1, 2, True), (3, 1, True), (2, 2, True), (2, 2, False)],
 )
 def test_all_ranks_measure_and_rank_0_tells(
-    tmp_path: Path, nodes: int, gpus_per_node: int, short: bool
+    forks: ForkServer, tmp_path: Path, nodes: int, gpus_per_node: int, short: bool
 ) -> None:
     """The dict has what its docstring says, its numbers fit each other, and every rank is done.
 
@@ -43,7 +44,7 @@ def test_all_ranks_measure_and_rank_0_tells(
     task = task_of(f"dp={ranks}")
     kernel = task.spec.kernel if short else replace(task.spec.kernel, kind="probe")
     spec = replace(task.spec, nodes=nodes, gpus_per_node=gpus_per_node, kernel=kernel)
-    codes, lines = run_ranks(replace(task, spec=spec, probe=short), tmp_path)
+    codes, lines = run_ranks(forks, replace(task, spec=spec, probe=short), tmp_path)
     assert codes == [0] * ranks
     operations = OPERATIONS[:3] if short else OPERATIONS
     sizes = SHORT["cpu"].sizes_bytes if short else LONG_SIZES_BYTES["cpu"]

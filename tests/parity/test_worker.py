@@ -1,19 +1,16 @@
-"""Ranks as an agent starts them: two processes, a store's port passed on, a report each."""
+"""Ranks as an agent starts them: forked from a warm server, a store's port passed on, a report each."""
 
 import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_layouts import spec_of
 
 from tests.configs import measure as measure_of
+from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline
+from ultrabench.agent.ranks.forks import ForkServer
 from ultrabench.kernel.check_spec import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import read_progress
@@ -53,45 +50,29 @@ def task_of(case: str, precision: str = "fp32", rank_mem_bytes: int = GIB) -> Ta
 Lines = list[dict[str, Any]]
 
 
-WORKER = (sys.executable, "-P", "-m", "ultrabench.kernel.worker")
-
-
-def run_ranks(task: Task, folder: Path, command: Sequence[str] = WORKER) -> tuple[list[int], list[Lines]]:
+def run_ranks(forks: ForkServer, task: Task, folder: Path, **more: str) -> tuple[list[int], list[Lines]]:
     """Exit codes and report lines of all ranks; the test is the agent that passes on the port."""
     (folder / "task.json").write_text(json.dumps(to_dict(task)))
-    world_size = task.spec.layout.world_size
-    reports = [folder / f"report{rank}" for rank in range(world_size)]
+    ranks = range(task.spec.layout.world_size)
+    reports = [folder / f"report{rank}" for rank in ranks]
     environment = {
-        **os.environ,
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "ULTRABENCH_SPEC": str(folder / "task.json"),
-        "ULTRABENCH_STORE": str(folder / "port"),
-    }
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={
-                **environment,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "ULTRABENCH_REPORT": str(reports[rank]),
-            },
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in range(world_size)
-    ]
-    deadline = Deadline(60)
-    while any(rank.poll() is None for rank in ranks):
+        "WORLD_SIZE": str(len(ranks)), "LOCAL_WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1", "ULTRABENCH_SPEC": str(folder / "task.json"),
+        "ULTRABENCH_STORE": str(folder / "port"), **more,
+    }  # fmt: skip
+    for rank in ranks:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ULTRABENCH_REPORT": str(reports[rank])}
+        forks.fork(rank, {**environment, **own}, folder / f"log{rank}")
+    deadline, codes = Deadline(60), dict[int, int]()
+    while len(codes) < len(ranks):
         assert not deadline.over(), [lines_of(report) for report in reports]
+        codes |= dict(forks.exits())
         for line in lines_of(reports[0]):
             if line["event"] == "store" and not (folder / "port").exists():
                 (folder / "port.new").write_text(str(line["port"]))
                 (folder / "port.new").rename(folder / "port")
         time.sleep(0.02)
-    return [rank.wait() for rank in ranks], [lines_of(report) for report in reports]
+    return [codes[rank] for rank in ranks], [lines_of(report) for report in reports]
 
 
 def lines_of(report: Path) -> Lines:
@@ -101,10 +82,10 @@ def lines_of(report: Path) -> Lines:
 
 
 @pytest.mark.parametrize(("case", "precision"), [("dp=2 zero_stage=1 gas=2", "fp32"), ("pp=2 gas=2", "bf16")])
-def test_a_run_from_start_to_end(tmp_path: Path, case: str, precision: str) -> None:
+def test_a_run_from_start_to_end(forks: ForkServer, tmp_path: Path, case: str, precision: str) -> None:
     """Every event of a healthy run, in order, on both ranks."""
     task = task_of(case, precision)
-    codes, lines = run_ranks(task, tmp_path)
+    codes, lines = run_ranks(forks, task, tmp_path)
     assert codes == [0, 0]
     for rank, seen in enumerate(lines):
         phases = [line["name"] for line in seen if line["event"] == "phase"]
@@ -133,9 +114,9 @@ def test_a_run_from_start_to_end(tmp_path: Path, case: str, precision: str) -> N
     assert losses[0] == losses[1]
 
 
-def test_too_little_memory_is_oom(tmp_path: Path) -> None:
+def test_too_little_memory_is_oom(forks: ForkServer, tmp_path: Path) -> None:
     """The limit is enforced, and the report names it; peers may only see a lost connection."""
-    codes, lines = run_ranks(task_of("dp=2 mbs=64", rank_mem_bytes=40 * 2**20), tmp_path)
+    codes, lines = run_ranks(forks, task_of("dp=2 mbs=64", rank_mem_bytes=40 * 2**20), tmp_path)
     assert codes == [1, 1]
     errors = [line for seen in lines for line in seen if line["event"] == "error"]
     assert "oom" in {error["kind"] for error in errors}
@@ -145,10 +126,9 @@ def test_too_little_memory_is_oom(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "name"), [("dp=2", "layers.1.ffn.up.weight"), ("tp=2", "layers.0.ffn_norm.weight")]
 )
-def test_replicas_that_differ_are_told(tmp_path: Path, case: str, name: str) -> None:
+def test_replicas_that_differ_are_told(forks: ForkServer, tmp_path: Path, case: str, name: str) -> None:
     """One bit of one copy of `name` is flipped on rank 1 before the last step."""
-    corrupted = (sys.executable, "-P", str(Path(__file__).with_name("corrupted.py")), name)
-    codes, lines = run_ranks(task_of(case), tmp_path, corrupted)
+    codes, lines = run_ranks(forks, task_of(case), tmp_path, FLIP=name)
     assert codes == [1, 1]
     errors = [line for seen in lines for line in seen if line["event"] == "error"]
     assert [error["kind"] for error in errors] == ["replicas", "replicas"]

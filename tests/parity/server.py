@@ -1,0 +1,133 @@
+"""Answers every question of the parity tests: a question a line in, a JSON line out.
+
+It imports torch once and never computes itself; forked ranks do. A question with a fault is answered by a forked
+copy of the server, in which the fault is planted.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.parity.planted import FAULTS
+from ultrabench.kernel.check import serve
+from ultrabench.kernel.check_spec import CheckSpec
+from ultrabench.kernel.children import run_forked
+from ultrabench.kernel.counts import CollectiveCounts
+from ultrabench.kernel.dryrun import dry_run, measure_step
+from ultrabench.kernel.mesh import build_mesh
+from ultrabench.kernel.step import TrainStep
+from ultrabench.processes import die_with_parent
+from ultrabench.record import from_dict
+from ultrabench.run import RunSpec
+
+LETTING_GO_S = 0.3
+"""Seconds after which gloo's thread has usually let go of what it sent."""
+TIMEOUT_S = 120.0
+
+
+def in_precision(spec: CheckSpec, precision: str) -> RunSpec:
+    """The run that `spec` checks, in another precision."""
+    return replace(spec.run, kernel=replace(spec.run.kernel, precision=precision))
+
+
+def join(rank: int, world_size: int, folder: Path) -> None:
+    """Makes the default process group of the ranks that share `folder`."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def count(spec: CheckSpec, rank: int, folder: Path, out: Path) -> None:
+    """Counts the collectives of the second step: the first makes optimizer states and warms caches."""
+    join(rank, spec.layout.world_size, folder)
+    trainer = TrainStep(in_precision(spec, "fp32"), torch.device("cpu"), build_mesh(spec.layout, "cpu"))
+    batch = trainer.batch(1)
+    trainer.update(trainer.accumulate(*batch))
+    with CollectiveCounts(trainer.mesh, trainer.other_groups) as counts:
+        trainer.update(trainer.accumulate(*batch))
+    found = {
+        f"{axis} {op}": [calls, counts.payload_bytes[axis, op]]
+        for (axis, op), calls in sorted(counts.calls.items())
+    }
+    out.write_text(json.dumps(found))
+
+
+def train_a_step(trainer: TrainStep) -> None:
+    """Runs the first step; from now on updates end when gloo's thread has let go of what it sent."""
+    right = trainer.update
+
+    def update(loss: Tensor) -> tuple[Tensor, Tensor]:
+        out = right(loss)
+        time.sleep(LETTING_GO_S)
+        return out
+
+    trainer.update = update  # type: ignore[method-assign]
+    trainer.update(trainer.accumulate(*trainer.batch(1)))
+
+
+def cost(spec: CheckSpec, rank: int, folder: Path, out: Path) -> None:
+    """Measures what a step costs a real rank."""
+    join(rank, spec.layout.world_size, folder)
+    out.write_text(json.dumps(measure_step(in_precision(spec, "bf16"), train_a_step)))
+
+
+def dry(spec: CheckSpec, rank: int, folder: Path, out: Path) -> None:
+    """Measures what a step costs a rank by a dry run."""
+    dry_run(in_precision(spec, "bf16"), rank, out)
+
+
+Rank = Callable[[CheckSpec, int, Path, Path], None]
+
+
+def of_ranks(rank_body: Rank, spec: CheckSpec, every: int = 1) -> list[Any] | str:
+    """What each rank finds, or each `every`th one only; or what went wrong."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        outs = {rank: folder / f"{rank}.json" for rank in range(0, spec.layout.world_size, every)}
+        bodies = {f"rank {rank}": partial(rank_body, spec, rank, folder, out) for rank, out in outs.items()}
+        error = run_forked(bodies, folder, TIMEOUT_S)
+        return error or [json.loads(out.read_text()) for out in outs.values()]
+
+
+def answer(question: dict[str, Any]) -> None:
+    """Prints the answer to one question."""
+    if question["ask"] == "check":
+        serve([json.dumps(question["spec"])], sys.stdout)
+        return
+    spec = from_dict(CheckSpec, question["spec"])
+    firsts = spec.layout.world_size // spec.layout.pp
+    answers = {
+        "counts": partial(of_ranks, count, spec),
+        "costs": partial(of_ranks, cost, spec),
+        "dry costs": partial(of_ranks, dry, spec, firsts),
+    }
+    print(json.dumps(answers[question["ask"]]()), flush=True)
+
+
+def answer_in_a_copy(question: dict[str, Any]) -> None:
+    """Answers in a forked copy of this process, in which the fault of the question is planted."""
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return
+    die_with_parent(parent)
+    FAULTS[question["fault"]]()
+    answer(question)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        question = json.loads(line)
+        (answer_in_a_copy if question["fault"] else answer)(question)
