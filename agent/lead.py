@@ -1,4 +1,4 @@
-"""The leading agent: takes the allocation through its tasks and writes its journal."""
+"""The leading agent: it runs the tasks of the allocation and writes the journal."""
 
 import time
 from dataclasses import replace
@@ -47,10 +47,10 @@ class Leader:
         self._best_s: dict[ModelShape, float] = {}
         """Fastest step time of each model in this allocation."""
         self._misfits: list[RunSpec] = []
-        """Runs whose lack of memory was confirmed."""
+        """Runs that were confirmed to have too little memory."""
 
     def run(self) -> str:
-        """Runs every task that nobody else has claimed; returns the reason why it ended."""
+        """Runs every task that nobody else has claimed; returns why the allocation ends."""
         self._write_lost_tasks()
         first = self._allocation.tasks[0]
         reason = self._unfit() or self._not_now(first) or self._preflight()
@@ -70,9 +70,9 @@ class Leader:
         return self._retry(claim, self._folder.claims, task.key, self._me)
 
     def _write_lost_tasks(self) -> None:
-        """After a requeue, writes that the tasks which an earlier start of this job claimed are lost.
+        """After a requeue, records as lost the tasks that an earlier start of this job has claimed.
 
-        It names Slurm as its source, so that a result which the earlier start did write wins.
+        The source is Slurm, so that a result that the earlier start has written counts more.
         """
         for task in self._allocation.tasks if self._identity.restart else ():
             held = self._retry(owner, self._folder.claims, task.key) or {}
@@ -81,14 +81,14 @@ class Leader:
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
     def _unfit(self) -> str | None:
-        """Why nothing may run on these nodes: foreign processes on their devices, or other sources."""
+        """Why nothing may run on these nodes: foreign processes on their GPUs, or other sources of the program."""
         foreign = {str(f["host"]): f["foreign"] for f in self._group.facts if f["foreign"]}
         if foreign:
             suspects = tuple(sorted(foreign))
             self._group.avoid.extend(suspects)
             named = [f"{host}: {', '.join(foreign[host])}" for host in suspects]
             reason = f"not ours on its devices: {'; '.join(named)}"
-            # The first task that is free says so in its result.
+            # The result of the first unclaimed task records it.
             if task := next((task for task in self._allocation.tasks if self._claim(task)), None):
                 result = RunResult(status=Status.NODE_FAIL, reason=reason, started_at=time.time())
                 hosts = tuple(self._group.hosts)
@@ -98,14 +98,14 @@ class Leader:
         return next(filter(None, found), None)
 
     def _other_sources(self, host: str, digest: str) -> str | None:
-        """Why nothing may run on a host whose training program is not the one of the sweep."""
+        """Why nothing may run on a host: its training program is not that of the sweep; None if it is."""
         wanted = self._allocation.kernel_digest
         seen = f"the training program on {host} has kernel_digest {digest}"
         remedy = f"the sweep was submitted with {wanted}: launch it again to use the new sources"
         return None if digest == wanted else f"{seen}, {remedy}"
 
     def _preflight(self) -> str | None:
-        """Measures devices and links; returns why nothing may run when that fails."""
+        """Measures devices and links; returns why nothing may run if that fails."""
         found: dict[str, Any] = {"nodes": self._group.facts, "allocation": self._allocation.name}
         if self._allocation.preflight:
             probe = self._allocation.probe
@@ -122,7 +122,7 @@ class Leader:
         return None
 
     def _not_now(self, task: Task) -> str | None:
-        """Why `task` must not begin."""
+        """Why `task` must not begin now; None if it may."""
         self._group.listen(AttemptProgress(0, ()), 0.0)
         if self._group.interrupted:
             return self._group.interrupted
@@ -151,13 +151,13 @@ class Leader:
         self._learn(task.spec, result)
 
     def _race_s(self, task: Task) -> float | None:
-        """The step time beyond which `task` has lost; controls and repeats are measured to the end."""
+        """The step time, in seconds, above which `task` is ended; None for controls and repeats."""
         known = [t for t in (task.best_step_time_s, self._best_s.get(task.spec.shape)) if t is not None]
         exempt = task.run_id == self._allocation.control or task.repeat > 0
         return None if exempt or not known or task.measure.race is None else task.measure.race * min(known)
 
     def _learn(self, spec: RunSpec, result: RunResult) -> None:
-        """Remembers what makes later tasks of this allocation shorter or needless."""
+        """Remembers the best step time and the lack of memory, by which later tasks are ended or left out."""
         if result.status == Status.OK and result.step_times_s:
             step_s = median(result.step_times_s)
             self._best_s[spec.shape] = min(step_s, self._best_s.get(spec.shape, step_s))
@@ -165,9 +165,9 @@ class Leader:
             self._misfits.append(spec)
 
     def _may_fit(self, task: Task) -> bool:
-        """False for what needs more memory than a run that had not enough.
+        """False for a task that needs more memory than a run that had too little.
 
-        It is passed over here; the launcher decides whether it is left out for good.
+        This allocation leaves it out; the launcher decides whether it is run elsewhere.
         """
         spec = task.spec
         return not any(m.shape == spec.shape and dominates(m.layout, spec.layout) for m in self._misfits)
@@ -178,13 +178,13 @@ class Leader:
         self._write(kind(**_name(task), allocation=name, source=source, spec=spec, result=result))
 
     def _finish(self, task: Task, progress: AttemptProgress, end: RunResult | None) -> RunResult:
-        """Ends the ranks, saves their logs and returns the result."""
+        """Kills the ranks, saves their logs and returns the result."""
         group = self._group
         group.end_ranks(progress)
         try:
             result = classify(progress, task.measure, end, group.lost, task.gpu_names)
-            canonical_json(to_dict(result))  # what cannot be written as JSON must not reach the journal
-        except Exception as error:  # what ranks report may be anything, and is no fault of the node
+            canonical_json(to_dict(result))  # fails where the journal would
+        except Exception as error:  # ranks may report anything, for which the node is not to blame
             reason = f"what the ranks reported cannot be judged: {type(error).__name__}: {error}"
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
         lost_logs = group.order("finish", keep_all=result.status != Status.OK)
@@ -208,9 +208,9 @@ def _name(task: Task) -> dict[str, Any]:
 
 
 def failure_of(progress: AttemptProgress) -> str | None:
-    """What went wrong with a preflight whose ranks have all ended; None when all of them did it.
+    """Why a preflight failed whose ranks have all ended; None if all of them are done.
 
-    It names the rank that failed first, since those that waited for it have nothing to say.
+    It names the rank that failed first, not those that waited for it.
     """
     if progress.fault is not None:
         return progress.fault

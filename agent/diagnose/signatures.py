@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ultrabench.result import Status
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cause:
     """A cause of failures."""
 
@@ -19,8 +19,8 @@ class Cause:
     status: Status
     what: str
     """The cause in a few words, with which the reason of a result begins."""
-    text: re.Pattern[str] | None = None
-    """Matches a line of a log or an error message that shows the cause; None: only other evidence shows it."""
+    text: str = ""
+    """Regular expression of a line of a log or an error message that shows the cause; empty: only other evidence shows it."""
     blames_host: bool = False
     """The node may be at fault."""
 
@@ -30,67 +30,62 @@ class Cause:
         return self.status != Status.COMM_ERROR and self.name not in ("killed", "host_oom", "foreign_memory")
 
 
-def _cause(name: str, status: Status, what: str, text: str = "", *, blames_host: bool = False) -> Cause:
-    pattern = re.compile(text, re.MULTILINE) if text else None
-    return Cause(name=name, status=status, what=what, text=pattern, blames_host=blames_host)
-
-
 CAUSES = (
     # Hardware comes first, since it causes the rest; what peers notice of a dead rank comes last.
-    _cause("ecc_error", Status.NODE_FAIL, "memory of a GPU is broken",
+    Cause("ecc_error", Status.NODE_FAIL, "memory of a GPU is broken",
            r"uncorrectable (?:NVLink )?ECC|uncorrectable NVLink error|\bXid\b.*: (?:48|63|64|74|94|95)\b",
            blames_host=True),
-    _cause("xid", Status.NODE_FAIL, "a GPU failed",
+    Cause("xid", Status.NODE_FAIL, "a GPU failed",
            r"\bXid\b.*: (?:61|62|79|119|120)\b|fallen off the bus|GPU is lost|"
            r"Unable to determine the device handle for GPU", blames_host=True),
-    _cause("gpu_unavailable", Status.NODE_FAIL, "a GPU cannot be used",
+    Cause("gpu_unavailable", Status.NODE_FAIL, "a GPU cannot be used",
            r"no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy or unavailable|"
            r"system not yet initialized|Found no NVIDIA driver|CUDA error: unknown error", blames_host=True),
-    _cause("foreign_memory", Status.CRASH, "somebody else held the GPU's memory", blames_host=True),
-    _cause("cuda_oom", Status.OOM, "out of GPU memory",
+    Cause("foreign_memory", Status.CRASH, "somebody else held the GPU's memory", blames_host=True),
+    Cause("cuda_oom", Status.OOM, "out of GPU memory",
            r"CUDA out of memory|CUDA error: out of memory|CU(?:BLAS|DNN|SOLVER|SPARSE|FFT)_(?:STATUS_)?ALLOC_FAILED|"
            r"Cuda failure (?:\d+ )?'out of memory'|torch\.(?:cuda\.)?OutOfMemoryError"),
-    _cause("host_oom", Status.OOM, "the host was out of memory",
+    Cause("host_oom", Status.OOM, "the host was out of memory",
            r"Out of memory: Killed process|[Dd]etected \d+ oom.kill event"),
-    _cause("cpu_oom", Status.OOM, "out of memory",
+    Cause("cpu_oom", Status.OOM, "out of memory",
            r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|(?:^|[\s.])\w*MemoryError\b|std::bad_alloc|"
            r"^(?!.*ibv_).*(?:C|c)annot allocate memory"),
-    _cause("non_finite_loss", Status.INVALID, "the loss is no number"),
-    _cause("replicas_differ", Status.INVALID, "copies of the same parameters differ"),
-    _cause("disk_full", Status.CRASH, "a disk is full",
+    Cause("non_finite_loss", Status.INVALID, "the loss is no number"),
+    Cause("replicas_differ", Status.INVALID, "copies of the same parameters differ"),
+    Cause("disk_full", Status.CRASH, "a disk is full",
            r"No space left on device|Disk quota exceeded|database or disk is full", blames_host=True),
-    _cause("missing_library", Status.CRASH, "a library is missing or does not fit",
+    Cause("missing_library", Status.CRASH, "a library is missing or does not fit",
            r"cannot open shared object file|undefined symbol|version `\S+' not found|"
            r"CUDA driver version is insufficient|no kernel image is available"),
-    _cause("import_error", Status.CRASH, "a module cannot be imported",
+    Cause("import_error", Status.CRASH, "a module cannot be imported",
            r"(?:^|[\s.])(?:ImportError|ModuleNotFoundError): |^\S*python\S*: No module named "),
-    _cause("illegal_memory_access", Status.CRASH, "a kernel read or wrote where it must not",
+    Cause("illegal_memory_access", Status.CRASH, "a kernel read or wrote where it must not",
            r"an illegal memory access was encountered|misaligned address|unspecified launch failure|"
            r"illegal instruction was encountered|CUDA_ERROR_ILLEGAL_ADDRESS"),
-    _cause("assertion", Status.CRASH, "an assertion failed",
+    Cause("assertion", Status.CRASH, "an assertion failed",
            r"(?:^|[\s.])AssertionError\b|[Aa]ssertion `.*[`'] failed|device-side assert triggered"),
-    _cause("nccl_usage", Status.CRASH, "NCCL was called in a way it refuses",
+    Cause("nccl_usage", Status.CRASH, "NCCL was called in a way it refuses",
            r"ncclInvalid(?:Usage|Argument)|Duplicate GPU detected|[Mm]ismatched NCCL version"),
-    _cause("bus_error", Status.CRASH, "bus error, often of a full /dev/shm",
+    Cause("bus_error", Status.CRASH, "bus error, often of a full /dev/shm",
            r"killed by signal: Bus error|out of shared memory|Fatal Python error: Bus error", blames_host=True),
-    _cause("segfault", Status.CRASH, "segmentation fault", r"Fatal Python error: Segmentation fault"),
-    _cause("killed", Status.CRASH, "killed from outside", r"killed by signal: (?:Killed|Terminated)",
+    Cause("segfault", Status.CRASH, "segmentation fault", r"Fatal Python error: Segmentation fault"),
+    Cause("killed", Status.CRASH, "killed from outside", r"killed by signal: (?:Killed|Terminated)",
            blames_host=True),
-    _cause("signal", Status.CRASH, "killed by a signal"),
-    _cause("abort", Status.CRASH, "aborted"),
-    _cause("exception", Status.CRASH, "exception"),
-    _cause("exit_code", Status.CRASH, "ended with an error"),
-    _cause("exited_early", Status.CRASH, "ended before it was done"),
-    _cause("port_taken", Status.CRASH, "its port was taken", r"Address already in use|EADDRINUSE"),
-    _cause("nccl_timeout", Status.COMM_ERROR, "NCCL waited in vain",
+    Cause("signal", Status.CRASH, "killed by a signal"),
+    Cause("abort", Status.CRASH, "aborted"),
+    Cause("exception", Status.CRASH, "exception"),
+    Cause("exit_code", Status.CRASH, "ended with an error"),
+    Cause("exited_early", Status.CRASH, "ended before it was done"),
+    Cause("port_taken", Status.CRASH, "its port was taken", r"Address already in use|EADDRINUSE"),
+    Cause("nccl_timeout", Status.COMM_ERROR, "NCCL waited in vain",
            r"Watchdog caught collective operation timeout|NCCL watchdog .*timed? ?out|"
            r"\[PG .*Timeout\(ms\)=\d+\) ran for", blames_host=True),
-    _cause("nccl_error", Status.COMM_ERROR, "NCCL failed",
+    Cause("nccl_error", Status.COMM_ERROR, "NCCL failed",
            r"NCCL error|nccl(?:System|Remote|Internal|UnhandledCuda)Error|NCCL (?:communicator was aborted|WARN)|"
            r"Some NCCL operations have failed or timed out|ibv_\w+ failed", blames_host=True),
-    _cause("gloo_error", Status.COMM_ERROR, "gloo failed",
+    Cause("gloo_error", Status.COMM_ERROR, "gloo failed",
            r"gloo/|[Gg]loo (?:connect|error)|monitoredBarrier|Timed out waiting \d+ms for", blames_host=True),
-    _cause("connection_error", Status.COMM_ERROR, "a connection failed",
+    Cause("connection_error", Status.COMM_ERROR, "a connection failed",
            r"Connection (?:reset|closed|refused|aborted|timed out|was likely closed)|Dist(?:Network|Store)Error|"
            r"Broken pipe|DistBackendError|No route to host|Network is unreachable|[Ss]ocket Timeout|"
            r"client socket has (?:failed|timed out)", blames_host=True),
@@ -142,9 +137,8 @@ def by_text(lines: list[str]) -> tuple[Cause, str] | None:
     """The first cause of CAUSES that a line shows, and that line, cut to 300 characters."""
     for cause in CAUSES:
         for at, line in enumerate(lines):
-            if cause.text is None or not cause.text.search(line):
-                continue
-            if cause.status != Status.OOM or not _survived(lines, at):
+            shown = cause.text and re.search(cause.text, line)
+            if shown and (cause.status != Status.OOM or not _survived(lines, at)):
                 return cause, line[:300]
     for line in reversed(lines):
         if _EXCEPTION.search(line):

@@ -64,13 +64,8 @@ def _numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, Cpus]:
 
 def _numa_node_of(sysfs: Path, bus_id: str) -> int:
     """The NUMA node of a PCI device; -1 if Linux does not know it."""
-    try:
-        return int((sysfs / "bus/pci/devices" / _sysfs_name(bus_id) / "numa_node").read_text())
+    domain, _, rest = bus_id.strip().lower().partition(":")
+    try:  # sysfs writes 0000:1b:00.0 where NVML writes 00000000:1B:00.0
+        return int((sysfs / f"bus/pci/devices/{int(domain, 16):04x}:{rest}/numa_node").read_text())
     except (OSError, ValueError):
         return -1
-
-
-def _sysfs_name(bus_id: str) -> str:
-    """`0000:1b:00.0` for NVML's `00000000:1B:00.0`."""
-    domain, _, rest = bus_id.strip().lower().partition(":")
-    return f"{int(domain, 16):04x}:{rest}"

@@ -1,7 +1,7 @@
 """Makes the cases of real faults: `python -m tests.corpus.make [CASE...]`, from the root of the repository.
 
-Each runs ranks under the agent's own node, group and watching, has them fail for real, and keeps what the
-classifier gets: the events of the ranks, and which of them were killed for it.
+Each case runs ranks under an agent's node and group, lets them fail, and stores the input of the classifier:
+the events of the ranks, and which ranks were killed by the agent.
 """
 
 import json
@@ -10,29 +10,29 @@ import signal
 import socket
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.configs import measure as measure_of
 from tests.corpus.cases import CASES, Case
+from tests.unit import one_node
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.watch import watch
 from ultrabench.kernel.check_spec import TINY
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import Layout
 from ultrabench.processes import become_subreaper, descendants
-from ultrabench.run import RunSpec, Task, Workload
+from ultrabench.run import Task
 from ultrabench.store.allocation import Allocation
 
 HERE = Path(__file__).parent
 TAIL = 2500
-"""Characters of a log that are kept; the agent sends more."""
+"""Largest number of characters of a log that are stored; the agent sends more."""
 MEASURE = measure_of(
     warmup_steps=2, max_steps=4000, target_ci95_rel=1e-9, deadline_floor_s=4.0, start_deadline_s=120.0
 )
-GIB = 2**30
 
 
 class Recorder(Node):
@@ -49,35 +49,28 @@ class Recorder(Node):
 
 
 def task_of(case: Case) -> Task:
-    layout = Layout(dp=case.ranks, tp=1, pp=1, mbs=1, gas=1, zero_stage=0)
-    command = ("python", str(HERE / "faulty.py"), case.fault)
-    embedded = case.fault in ("embedded", "embedded_oom")
-    kernel = KernelConfig(name="embedded") if embedded else KernelConfig(
-        name="faulty", kind="command", command=command
-    )  # fmt: skip
-    spec = RunSpec(
-        shape=TINY, workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout, kernel=kernel, nodes=1,
-        gpus_per_node=case.ranks,
-    )  # fmt: skip
-    return Task(
-        run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=MEASURE, device="cpu",
-        rank_mem_bytes=2**22 if case.fault == "embedded_oom" else GIB, predicted_step_time_s=0.01,
-        predicted_duration_s=1.0, limit_s=60.0,
-    )  # fmt: skip
+    task = one_node.task(str(HERE / "faulty.py"), "cpu")
+    layout = replace(task.spec.layout, dp=case.ranks)
+    kernel = replace(task.spec.kernel, command=(*task.spec.kernel.command, case.fault))
+    if case.fault.startswith("embedded"):
+        kernel = KernelConfig(name="embedded")
+    workload = replace(task.spec.workload, gbs=layout.gbs)
+    spec = replace(
+        task.spec, shape=TINY, workload=workload, layout=layout, kernel=kernel, gpus_per_node=case.ranks
+    )
+    memory = 2**22 if case.fault == "embedded_oom" else task.rank_mem_bytes
+    return replace(task, spec=spec, run_id=spec.run_id, measure=MEASURE, rank_mem_bytes=memory)
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
     task = task_of(case)
-    allocation = Allocation(
-        name="corpus", sweep_dir=str(folder), work_dir=str(folder), nodes=1, gpus_per_node=case.ranks,
-        simulated=True, threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest="", tasks=(task,),
-    )  # fmt: skip
+    allocation = one_node.allocation(folder, task)
     node = Recorder(allocation, NodeIdentity(node=0, host="local-0"))
     group = AgentGroup(node, node.facts(), {}, StopRequest(), "127.0.0.1", folder / "journal.jsonl")
     progress = group.start(task, 0)
 
     def strike(phase: str, at: float | None) -> None:
-        """Signals the youngest process of ours, the last rank, once it measures."""
+        """Sends the signal of the case to our youngest process, the last rank, when it begins to measure."""
         if case.signal and phase == "measure":
             os.kill(max(descendants(os.getpid())), case.signal)
 
@@ -95,7 +88,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def shortened(rank_events: list[dict[str, Any]], *folders: Path) -> list[dict[str, Any]]:
-    """Without names of this machine, most steps and the environment."""
+    """The events without names of this machine, without most steps and without the environment."""
     kept, steps = [], dict[int, int]()
     for item in rank_events:
         event = item.get("line", {}).get("event")

@@ -26,31 +26,32 @@ TINY = ModelShape(
 
 
 def task(code: str, device: str) -> Task:
-    kernel = KernelConfig(name="code", kind="command", command=("python", code))
-    layout = Layout(dp=1, tp=1, pp=1, mbs=1, gas=1, zero_stage=0)
+    """A task whose one rank runs a Python file."""
     spec = RunSpec(
-        shape=TINY,
-        workload=Workload(seq_len=64, gbs=1),
-        layout=layout,
-        kernel=kernel,
-        nodes=1,
-        gpus_per_node=1,
-    )
+        shape=TINY, workload=Workload(seq_len=64, gbs=1), layout=Layout(dp=1, tp=1, pp=1, mbs=1, gas=1, zero_stage=0),
+        kernel=KernelConfig(name="code", kind="command", command=("python", code)), nodes=1, gpus_per_node=1,
+    )  # fmt: skip
     return Task(
         run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=measure_of(), device=device, rank_mem_bytes=2**30,
         predicted_step_time_s=0.01, predicted_duration_s=1.0, limit_s=60.0,
     )  # fmt: skip
 
 
+def allocation(folder: Path, *tasks: Task) -> Allocation:
+    """An allocation of simulated nodes for these tasks, whose sweep and programs are in `folder`."""
+    spec = tasks[0].spec
+    return Allocation(
+        name="n1-clean.0", sweep_dir=str(folder), work_dir=str(folder), nodes=spec.nodes,
+        gpus_per_node=spec.gpus_per_node, simulated=True, threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest="",
+        tasks=tasks,
+    )  # fmt: skip
+
+
 def main() -> None:
     folder, code, device = Path(sys.argv[1]), sys.argv[2], (*sys.argv[3:], "cpu")[0]
-    run = task(code, device)
-    allocation = Allocation(
-        name="n1-clean.0", sweep_dir=str(folder), work_dir=str(folder), nodes=1, gpus_per_node=1, simulated=True,
-        threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest="", tasks=(run,),
-    )  # fmt: skip
     become_subreaper()
-    node = Node(replace(allocation, preflight=True), NodeIdentity(node=0, host="local-0"))
+    one = replace(allocation(folder, task(code, device)), preflight=True)
+    node = Node(one, NodeIdentity(node=0, host="local-0"))
     node.warm_up()  # the fork server must survive the cleaning
     node.start(0, "127.0.0.1", 0)
     for line in sys.stdin:

@@ -22,21 +22,14 @@ def identity(**words):
 @pytest.mark.parametrize(
     ("environ", "simulated", "expected"),
     [
-        ({}, False, identity()),
         ({}, True, identity(host="local-0")),
-        (JOB, False, identity(node=1, host="gpu02", job_id="60")),
-        (ARRAY, False, identity(node=1, host="gpu02", job_id="57_3", array_task="3")),
         ({**ARRAY, "SLURM_ARRAY_TASK_ID": "0"}, False, identity(node=1, host="gpu02", job_id="57_0", array_task="0")),
         ({**JOB, "SLURM_RESTART_COUNT": "2"}, False, identity(node=1, host="gpu02", job_id="60", restart=2)),
         ({**JOB, "SLURM_RESTART_COUNT": ""}, False, identity(node=1, host="gpu02", job_id="60")),
         ({"SLURM_JOB_ID": "60"}, False, identity(job_id="60")),
         ({**JOB, "SLURMD_NODENAME": ""}, False, identity(node=1, job_id="60")),
-        (LOCAL, True, identity(node=1, host="local-1")),
         (LOCAL, False, identity(node=1)),
         ({**ARRAY, **LOCAL}, True, identity(node=1, host="local-1")),
-        ({**ARRAY, "SUBMITIT_LOCAL_GLOBALID": "0"}, False, identity()),
-        ({**ARRAY, "SLURM_RESTART_COUNT": "1"}, True,
-         identity(node=1, host="gpu02", job_id="57_3", restart=1, array_task="3")),
     ],
 )  # fmt: skip
 def test_where_an_agent_is(environ, simulated, expected):
@@ -48,7 +41,7 @@ def test_where_an_agent_is(environ, simulated, expected):
     [
         ({}, None, "leader.json", "/s/allocations/n1-a.0"),
         (LOCAL, None, "leader.json", "/s/allocations/n1-a.0"),
-        (JOB, Start(job_id="60"), "leader-60.0.json", "/s/allocations/n1-a.0"),
+        (JOB, Start(job_id="60", restart=0), "leader-60.0.json", "/s/allocations/n1-a.0"),
         ({**ARRAY, "SLURM_RESTART_COUNT": "1"}, Start(job_id="57_3", restart=1), "leader-57_3.1.json",
          "/s/allocations/n1-a.0.3"),
     ],
@@ -59,10 +52,10 @@ def test_what_follows_from_it(environ, job, file, folder):
     assert found.folder("/s/allocations/n1-a.0") == Path(folder)
 
 
-@given(
-    first=st.tuples(st.integers(1, 99), st.none() | st.integers(0, 9), st.integers(0, 3)),
-    second=st.tuples(st.integers(1, 99), st.none() | st.integers(0, 9), st.integers(0, 3)),
-)
+STARTS = st.tuples(st.integers(1, 99), st.none() | st.integers(0, 9), st.integers(0, 3))
+
+
+@given(first=STARTS, second=STARTS)
 def test_starts_that_differ_have_files_of_their_own(first, second):
     """Agents of a requeued job, or of another element, never read the address of the others' leader."""
 

@@ -3,11 +3,12 @@
 import json
 import signal
 import socket
+from dataclasses import replace
 
 import pytest
 
 from tests.configs import measure
-from tests.unit.one_node import task
+from tests.unit.one_node import allocation, task
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.connection import Connection
 from ultrabench.agent.diagnose.outcome import classify
@@ -16,16 +17,12 @@ from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.result import RunResult, Status
-from ultrabench.store.allocation import Allocation
 
 
 @pytest.fixture
 def node(tmp_path):
-    allocation = Allocation(
-        name="n2-peers.0", sweep_dir=str(tmp_path), work_dir=str(tmp_path), nodes=2, gpus_per_node=1, simulated=True,
-        threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest="", tasks=(task("x.py", "cpu"),),
-    )  # fmt: skip
-    made = Node(allocation, NodeIdentity(node=0, host="local-0"))
+    two = replace(allocation(tmp_path, task("x.py", "cpu")), nodes=2)
+    made = Node(two, NodeIdentity(node=0, host="local-0"))
     yield made
     made.scratch.rmdir()
 
@@ -49,16 +46,21 @@ def pair():
     there.close()
 
 
+def group_of(node, stop, pair, folder):
+    """The leader's view of two nodes, the progress of an attempt, and the socket of the other agent."""
+    line, there = pair
+    line.facts = {"node": 1, "host": "local-1"}
+    group = AgentGroup(node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", folder / "j")
+    return group, AttemptProgress(2, group.hosts), there
+
+
 @pytest.mark.parametrize(
     "message",
     [{"cleaned": 7}, {"cleaned": {"left": None}}, {"rank_events": 7}, {"rank_events": [7]}, {"rank_events": [{"rank": 99, "line": {}}]},
      {"cleaned": {"left": None, "sm_clocks_hz": ["x"], "slowdowns": []}}, {"rank_events": [{}]}],
 )  # fmt: skip
 def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(node, stop, pair, tmp_path, message):
-    line, there = pair
-    line.facts = {"node": 1, "host": "local-1"}
-    group = AgentGroup(node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", tmp_path / "j")
-    progress = AttemptProgress(2, ("local-0", "local-1"))
+    group, progress, there = group_of(node, stop, pair, tmp_path)
     there.sendall(json.dumps(message).encode() + b"\n")
     group.listen(progress, 5.0)
     assert progress.fault or "the agent of node 1 (local-1) said what" in str(group.interrupted)
@@ -76,10 +78,7 @@ def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
 
 
 def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair, tmp_path):
-    line, there = pair
-    line.facts = {"node": 1, "host": "local-1"}
-    group = AgentGroup(node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", tmp_path / "j")
-    progress = AttemptProgress(2, ("local-0", "local-1"))
+    group, progress, there = group_of(node, stop, pair, tmp_path)
     there.sendall(b'{"ending": "the agent of local-1 failed: KeyError", "left": true}\n')
     there.close()
     group.listen(progress, 5.0)
