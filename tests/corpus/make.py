@@ -1,12 +1,12 @@
-"""Makes the cases of real faults: `python -m tests.corpus.make [CASE...]`, from the root of the repository.
+"""Makes the cases of real faults again: `python -m tests.corpus.make [CASE...]`, from the root of the repository.
 
-Each case runs ranks under an agent's node and group, lets them fail, and stores the input of the classifier:
-the events of the ranks, and which ranks were killed by the agent.
+The head of a case in tests/corpus/CASE.json says which fault of faulty.py, or which signal from outside, one of so
+many ranks gets. The ranks run under an agent's node and group and fail; then the file holds the input of the
+classifier: the events of the ranks, and which ranks were killed by the agent. For a new case write the head.
 """
 
 import json
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.configs import measure as measure_of
-from tests.corpus.cases import CASES, Case
 from tests.unit import one_node
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.node_identity import NodeIdentity
@@ -25,9 +24,9 @@ from ultrabench.kernel.check_spec import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.processes import become_subreaper, descendants
 from ultrabench.run import Task
-from ultrabench.store.allocation import Allocation
 
 HERE = Path(__file__).parent
+HEAD = ("how", "fault", "ranks", "signal", "expected")
 TAIL = 2500
 """Largest number of characters of a log that are stored; the agent sends more."""
 MEASURE = measure_of(
@@ -38,9 +37,7 @@ MEASURE = measure_of(
 class Recorder(Node):
     """A node that remembers its rank events."""
 
-    def __init__(self, allocation: Allocation, identity: NodeIdentity) -> None:
-        super().__init__(allocation, identity)
-        self.heard = list[dict[str, Any]]()
+    heard: list[dict[str, Any]]
 
     def rank_events(self) -> list[dict[str, Any]]:
         found = super().rank_events()
@@ -48,41 +45,40 @@ class Recorder(Node):
         return found
 
 
-def task_of(case: Case) -> Task:
+def task_of(fault: str, ranks: int) -> Task:
     task = one_node.task(str(HERE / "faulty.py"), "cpu")
-    layout = replace(task.spec.layout, dp=case.ranks)
-    kernel = replace(task.spec.kernel, command=(*task.spec.kernel.command, case.fault))
-    if case.fault.startswith("embedded"):
+    layout = replace(task.spec.layout, dp=ranks)
+    kernel = replace(task.spec.kernel, command=(*task.spec.kernel.command, fault))
+    if fault.startswith("embedded"):
         kernel = KernelConfig(name="embedded")
     workload = replace(task.spec.workload, gbs=layout.gbs)
     spec = replace(
-        task.spec, shape=TINY, workload=workload, layout=layout, kernel=kernel, gpus_per_node=case.ranks
+        task.spec, shape=TINY, workload=workload, layout=layout, kernel=kernel, gpus_per_node=ranks
     )
-    memory = 2**22 if case.fault == "embedded_oom" else task.rank_mem_bytes
+    memory = 2**22 if fault == "embedded_oom" else task.rank_mem_bytes
     return replace(task, spec=spec, run_id=spec.run_id, measure=MEASURE, rank_mem_bytes=memory)
 
 
-def run(case: Case, folder: Path) -> dict[str, Any]:
-    task = task_of(case)
-    allocation = one_node.allocation(folder, task)
-    node = Recorder(allocation, NodeIdentity(node=0, host="local-0"))
+def run(head: dict[str, Any], folder: Path) -> dict[str, Any]:
+    task = task_of(head["fault"], head["ranks"])
+    node = Recorder(one_node.allocation(folder, task), NodeIdentity(node=0, host="local-0"))
+    node.heard = []
     group = AgentGroup(node, node.facts(), {}, StopRequest(), "127.0.0.1", folder / "journal.jsonl")
     progress = group.start(task, 0)
 
     def strike(phase: str, at: float | None) -> None:
         """Sends the signal of the case to our youngest process, the last rank, when it begins to measure."""
-        if case.signal and phase == "measure":
-            os.kill(max(descendants(os.getpid())), case.signal)
+        if head["signal"] and phase == "measure":
+            os.kill(max(descendants(os.getpid())), head["signal"])
 
     end = watch(group, task, progress, float("inf"), strike)
     group.end_ranks(progress)
     group.order("finish", keep_all=False)
     node.close()
     return {
-        "how": case.how,
-        "expected": {"status": case.status, "cause": case.cause, "rank": case.rank},
+        **head,
         "stopped": end and {"status": end.status, "reason": end.reason},
-        "killed_by_us": [n for n, rank in enumerate(progress.ranks) if rank.killed_by_us],
+        "killed_by_us": [rank.number for rank in progress.ranks if rank.killed_by_us],
         "rank_events": shortened(node.heard, folder, node.scratch),
     }
 
@@ -103,25 +99,18 @@ def shortened(rank_events: list[dict[str, Any]], *folders: Path) -> list[dict[st
     return json.loads(text.replace(sys.base_prefix, "/usr").replace(socket.gethostname(), "localhost"))
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """JSON with one rank event a line."""
-    rank_events = ",\n".join(json.dumps(item) for item in found["rank_events"])
-    head = json.dumps({k: v for k, v in found.items() if k != "rank_events"})
-    return f'{head[:-1]},\n"rank_events": [\n{rank_events}\n]}}\n'
-
-
 def main(names: list[str]) -> None:
     become_subreaper()
-    for name, case in CASES.items():
-        if names and name not in names:
+    for path in sorted(HERE.glob("*.json")):
+        if path.stem == "quoted" or (names and path.stem not in names):
             continue
+        kept = json.loads(path.read_text())
         with tempfile.TemporaryDirectory() as folder:
-            found = run(case, Path(folder))
-        (HERE / f"{name}.json").write_text(as_text(found))
-        codes = {item["rank"]: item["code"] for item in found["rank_events"] if "code" in item}
-        print(name, codes, "killed by us:", found["killed_by_us"], flush=True)
+            found = run({name: kept[name] for name in HEAD}, Path(folder))
+        events = ",\n".join(json.dumps(item) for item in found.pop("rank_events"))
+        path.write_text(f'{json.dumps(found)[:-1]},\n"rank_events": [\n{events}\n]}}\n')
+        print(path.stem, "killed by us:", found["killed_by_us"], flush=True)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""One node of an agent, told by lines on stdin what to do: `python one_node.py FOLDER CODE [DEVICE]`.
+"""One node of an agent, told by lines on stdin what to do: `python -m tests.unit.one_node FOLDER CODE [DEVICE]`.
 
 CODE is the Python file that its one rank runs. Lines are expressions about `node` and `gpus`; what they give comes back as JSON.
 """

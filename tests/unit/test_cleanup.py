@@ -16,7 +16,7 @@ from tests.patience import Deadline, wait_until
 from ultrabench.agent.ranks.cleanup import SHARED_MEMORY, SharedMemoryCleanup
 from ultrabench.processes import alive, start_time
 
-DRIVER = Path(__file__).parent / "one_node.py"
+ROOT = Path(__file__).parents[2]
 HERE = """
 import os, signal, subprocess, sys, time
 def here():
@@ -40,7 +40,7 @@ class OneNode:
         program = folder / "program.py"
         program.write_text(prelude + dedent(code))
         self._process = subprocess.Popen(
-            [sys.executable, str(DRIVER), str(folder), str(program), *device],
+            [sys.executable, "-m", "tests.unit.one_node", str(folder), str(program), *device], cwd=ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
         )  # fmt: skip
 

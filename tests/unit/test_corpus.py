@@ -7,7 +7,7 @@ from tests.corpus.replay import made, mixed, quoted
 
 @pytest.mark.parametrize("case", made() + quoted(), ids=lambda case: case.name)
 def test_every_case_gets_its_name(case):
-    found, expected = case.judged(), case.expected
+    found, expected = case.result(), case.expected
     assert (found.status, found.cause) == (expected["status"], expected["cause"]), found.reason
     if found.status != "ok":
         assert "\n" not in found.reason
@@ -22,7 +22,7 @@ def test_roots_are_found_among_their_consequences():
     cases = mixed(200, seed=4)
     wrong = []
     for case in cases:
-        found, expected = case.judged(), case.expected
+        found, expected = case.result(), case.expected
         named = f"rank {expected['rank']} on " in (found.reason or "")
         if (found.status, found.cause) != (expected["status"], expected["cause"]) or not named:
             wrong.append((case.name, found.cause, found.reason))
@@ -31,8 +31,8 @@ def test_roots_are_found_among_their_consequences():
 
 def test_fingerprints_are_of_the_fault_not_of_the_place():
     cases = [c for c in made() + quoted() if c.expected["rank"] is not None]
-    prints = {c.name: c.judged().fingerprint for c in cases}
-    assert {c.name: c.judged(("a7", "a9")).fingerprint for c in cases} == prints
+    prints = {c.name: c.result().fingerprint for c in cases}
+    assert {c.name: c.result(("a7", "a9")).fingerprint for c in cases} == prints
     told = [p for p in prints.values() if p is not None]
     same = [n for n, p in prints.items() if p is not None and told.count(p) > 1]
     # The same fault, whatever becomes of the peers.

@@ -1,4 +1,4 @@
-"""A look at real processes: none that did not promise to answer is sent a signal."""
+"""The evidence of real processes: only those that promised to answer are sent a signal."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import wait_until
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause
 from ultrabench.agent.diagnose.hang_evidence import hang_evidence, main_stack
 from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER as FOLDER
@@ -27,61 +28,57 @@ def inner():
     time.sleep(1000)
 inner()
 """
+TAG = "a:0:1:1"
 DEAF = "print('ready', flush=True); import time; time.sleep(1000)"
 
 
 @pytest.fixture
-def run(tmp_path):
+def start(tmp_path):
+    """Starts a program as rank 0 whose node-local folder is `tmp_path`."""
     (tmp_path / FOLDER).mkdir()
     started = []
 
-    def start(rank, *words):
-        env = {
-            **os.environ,
-            TAG_VARIABLE: "a:0:1:1",
-            "ULTRABENCH_REPORT": str(tmp_path / f"rank{rank}.report"),
-        }
-        process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, start_new_session=True)
-        started.append(process)
-        return process
+    def make(*words, ready=True):
+        env = {**os.environ, TAG_VARIABLE: TAG, "ULTRABENCH_REPORT": str(tmp_path / "rank0.report")}
+        started.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, start_new_session=True))
+        assert not ready or started[0].stdout.readline() == b"ready\n"
+        return started[0]
 
-    yield tmp_path, start
-    for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    yield make
+    os.killpg(started[0].pid, signal.SIGKILL)
+    started[0].communicate()
 
 
-def looked(folder: Path, **pids: int):
+def found_at(folder: Path, pid: int):
+    """What is found at rank 0."""
     found = []
-    for events in hang_evidence(folder, {int(rank[1:]): pid for rank, pid in pids.items()}, "a:0:1:1"):
+    for events in hang_evidence(folder, {0: pid}, TAG):
         found += events
         time.sleep(0.02)
-    return {item["rank"]: item["found"] for item in found}
+    return found[0]["found"]
 
 
-def test_a_program_that_promised_nothing_is_left_alone(run):
-    folder, start = run
-    deaf = start(0, sys.executable, "-c", DEAF)
-    assert deaf.stdout.readline() == b"ready\n"
-    while Path(f"/proc/{deaf.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-        time.sleep(0.02)  # it has still to fall asleep
-    found = looked(folder, r0=deaf.pid)[0]
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_program_that_promised_nothing_is_left_alone(tmp_path, start):
+    deaf = start(sys.executable, "-c", DEAF)
+    wait_until(lambda: state_of(deaf.pid) == "S", 20)
+    found = found_at(tmp_path, deaf.pid)
     assert (found["state"], found["answered"]) == ("S", False)
     assert deaf.poll() is None
 
 
-def test_a_rank_answers_also_from_behind_a_shell(run):
-    folder, start = run
-    script = folder / "dumping.py"
+def test_a_rank_answers_also_from_behind_a_shell(tmp_path, start):
+    script, report = tmp_path / "dumping.py", tmp_path / "rank0.report"
     script.write_text(DUMPING)
-    shell = start(0, "sh", "-c", f"'{sys.executable}' '{script}'; true")
-    while not (folder / "rank0.report").exists() or not (folder / "rank0.report").stat().st_size:
-        time.sleep(0.02)
-    found = looked(folder, r0=shell.pid)[0]
-    assert found["answered"]
-    assert found["groups"] == []
+    shell = start("sh", "-c", f"'{sys.executable}' '{script}'; true", ready=False)
+    wait_until(lambda: report.exists() and report.stat().st_size, 60)
+    found = found_at(tmp_path, shell.pid)
+    assert (found["answered"], found["groups"]) == (True, [])
     assert found["stack"][0] == f"inner ({script}:8)"
-    assert (folder / FOLDER / "rank0.stacks.txt").exists()
+    assert (tmp_path / FOLDER / "rank0.stacks.txt").exists()
 
 
 GROUP = {"group": "tp", "ranks": [0, 7], "entered": 2, "started": None, "finished": 1, "ops": {"2": "recv"}}
@@ -93,25 +90,20 @@ GROUP = {"group": "tp", "ranks": [0, 7], "entered": 2, "started": None, "finishe
      json.dumps({"groups": [{**GROUP, "ranks": 1}]}), json.dumps({"groups": [{**GROUP, "entered": math.inf}]}),
      json.dumps({"groups": [{**GROUP, "ops": []}]}), json.dumps({"groups": [GROUP]}), "no json"],
 )  # fmt: skip
-def test_an_answer_may_be_anything(run, told):
-    folder, start = run
-    deaf = start(0, sys.executable, "-c", DEAF)
-    assert deaf.stdout.readline() == b"ready\n"
-    (folder / "rank0.report.collectives").write_text(told)
-    found = looked(folder, r0=deaf.pid)[0]
+def test_an_answer_may_be_anything(tmp_path, start, told):
+    deaf = start(sys.executable, "-c", DEAF)
+    (tmp_path / "rank0.report.collectives").write_text(told)
+    found = found_at(tmp_path, deaf.pid)
     assert found["groups"] in ([], [GROUP])
     assert find_hang_cause([RankProgress(number=n, found=found, phase="measure") for n in (0, 1)]).headline
 
 
-def test_a_stopped_child_of_a_rank_counts_as_that_rank(run):
-    folder, start = run
-    shell = start(0, "sh", "-c", f'"{sys.executable}" -c "{DEAF}"; true')
-    assert shell.stdout.readline() == b"ready\n"
+def test_a_stopped_child_of_a_rank_counts_as_that_rank(tmp_path, start):
+    shell = start("sh", "-c", f'"{sys.executable}" -c "{DEAF}"; true')
     (child,) = descendants(shell.pid)
     os.kill(child, signal.SIGSTOP)
-    while looked(folder, r0=shell.pid)[0]["state"] != "T":
-        pass
-    assert Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T", "never continued"
+    wait_until(lambda: found_at(tmp_path, shell.pid)["state"] == "T", 20)
+    assert state_of(child) == "T", "never continued"
 
 
 @pytest.mark.parametrize(
