@@ -54,7 +54,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-MOST_NAMES = 12
+MOST_NAMES = 30
 """How many known names a message lists at most."""
 
 
@@ -65,6 +65,6 @@ def unknown_name(kind: str, given: object, known: Iterable[str]) -> str:
     hint = f"; did you mean {near[0]}?" if near else ""
     more = len(names) - MOST_NAMES
     if more > 0:
-        names = difflib.get_close_matches(str(given), names, n=MOST_NAMES, cutoff=0.0)
+        names = sorted(difflib.get_close_matches(str(given), names, n=MOST_NAMES, cutoff=0.0))
     rest = f" and {more} more" if more > 0 else ""
     return f"unknown {kind} {given!r}{hint} (known: {', '.join(names) or 'none'}{rest})"

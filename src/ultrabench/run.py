@@ -159,7 +159,9 @@ def fill_in(spec: RunSpec, repeat: int, attempt: int, measure: Measure) -> list[
 
     def word(match: re.Match[str]) -> str:
         if match[1] not in words:
-            raise ConfigError(unknown_name("word in kernel.command", match[0], words))
+            raise ConfigError(
+                unknown_name(f"word in kernel.command of kernel={spec.kernel.name}", match[0], words)
+            )
         return str(words[match[1]])
 
     filled = [re.sub(r"(?<!\$)\{(\w+)\}", word, part) for part in spec.kernel.command]

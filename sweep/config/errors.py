@@ -54,12 +54,21 @@ def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
     """Raises for overrides that Hydra would take and we could not use.
 
     Raises:
-        ConfigError: several options of one group, or a setting of Hydra itself.
+        ConfigError: a list, values or a path in place of the name of a group, or a setting of Hydra itself.
     """
     for override in overrides:
         key, _, value = override.partition("=")
-        if key in groups and value.startswith("["):
-            raise ConfigError(f"{override}: {key} takes one name (known: see ultrabench configs {key})")
+        group = key.lstrip("+")
+        if group in groups and value.startswith(("[", "{")):
+            raise ConfigError(
+                f"{override}: {group} takes one name (known: see ultrabench configs {group}); values of your own go into "
+                f"a file, ultrabench/{group}/NAME.yaml, or into overrides such as {group}.KEY=VALUE"
+            )
+        if group in groups and ("/" in value or value.endswith((".yaml", ".yml"))):
+            raise ConfigError(
+                f"{override}: {group} takes a name, not a path; put the file into ./ultrabench/{group}/ and write "
+                f"{group}={Path(value).stem}"
+            )
         if key == "hardware.gpu":
             raise ConfigError(
                 f"{override}: a GPU comes with its rates, in a file; name that with hardware=NAME"
@@ -70,6 +79,11 @@ def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
 
 def unknown_override(key: str, groups: Sequence[str]) -> str:
     """One line for an override whose key does not exist, naming the nearest that does."""
+    if key.startswith("model."):
+        return (
+            f"unknown override {key!r}; the sizes of a model stand in its file: write ultrabench/model/NAME.yaml and give "
+            "model=NAME, or give model=PATH of a config.json"
+        )
     keys = set(groups)
     folder = Path(ultrabench.__file__).parent / "configs"
     for file in [folder / "config.yaml", *folder.glob("*/*.yaml")]:

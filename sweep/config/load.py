@@ -15,7 +15,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.sweep.config.checkpoint_config import is_path, read_checkpoint_config
-from ultrabench.sweep.config.compose import compose_tree, files, known_names, read_yaml
+from ultrabench.sweep.config.compose import compose_tree, files, known_names, read_yaml, search_path
 from ultrabench.sweep.config.launcher_config import TEXTS, LauncherConfig, moved_to_sbatch
 from ultrabench.sweep.config.retry_policy import RetryPolicy
 from ultrabench.sweep.config.sweep_config import Axes, SweepConfig
@@ -35,7 +35,9 @@ def _axes(sweep: dict[str, Any]) -> Axes:
     given = {name: _as_list(values) for name, values in sweep.items() if values is not None}
     for name, values in given.items():
         if name not in known:
-            raise ConfigError(unknown_name("field of sweep", name, known))
+            raise ConfigError(
+                unknown_name("field of sweep", name, (*known, "models", "seq_len", "gbs", "seed"))
+            )
         kind = tuple[str, ...] if name in TEXT_AXES else tuple[int, ...]
         given[name] = value_from(kind, values, f"sweep.{name}")
     if "nodes" not in given:
@@ -57,13 +59,35 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     if not names:
         raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
     tree["models"] = [to_dict(load_model(str(name))) for name in names]
-    config = config_from_tree(tree)
+    try:
+        config = config_from_tree(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{_place(str(error), tree['names'], overrides)}{error}") from error
     if not NAME.fullmatch(config.name):
         raise ConfigError(
             f"name={config.name!r}; a sweep's name begins with a letter, a digit or '_', goes on with these, spaces and "
             "any of .+=@,- and has at most 100 characters: choose another with name=NAME"
         )
     return config
+
+
+def _place(message: str, names: Mapping[str, str], overrides: Sequence[str]) -> str:
+    """`FILE: ` of the user's own file that a message is about; empty where it is about an override."""
+    for group in ("hardware", "kernel", "cluster", "launcher", "measure", "retry", "sweep"):
+        path = files(group).get(names.get(group, ""))
+        given = any(o.lstrip("+~").startswith(f"{group}.") for o in overrides)
+        told = re.search(rf"\b{group}\b", message.replace(f"configs/{group}", ""))
+        if group == "hardware":
+            told = told or re.match(r"unknown gpu\b", message)
+        if (
+            path
+            and told
+            and not given
+            and path.parent.parent != search_path()[-1]
+            and str(path) not in message
+        ):
+            return f"{path}: "
+    return ""
 
 
 def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
@@ -211,7 +235,10 @@ def load_model(name: str) -> ModelShape:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is no model: it holds no mapping of sizes; see configs/model/")
     sizes = {str(key): value for key, value in values.items()}
-    return from_dict(ModelShape, {"name": name, **sizes}, where=f"model {name}")
+    try:
+        return from_dict(ModelShape, {"name": name, **sizes}, where=f"model {name}")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _as_list(values: Any) -> list[Any]:

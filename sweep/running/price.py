@@ -109,7 +109,7 @@ class Price:
     runs: Mapping[Cell, tuple[int, float]]
     """Number and GPU hours of the attempts that are still to be made, by cell."""
     extra: Mapping[str, tuple[int, float]]
-    """Number and GPU hours of control runs, of repeats of the best, and of the starts of allocations."""
+    """Number and GPU hours of control runs, of repeats of the best, and of the starts of allocations, if any."""
 
     @property
     def gpu_hours(self) -> float:
@@ -129,14 +129,15 @@ def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = mat
     for item in todo:
         runs.setdefault(item.candidate.cell, []).append(item.candidate)
     starts = sum(draft.gpu_hours for draft in made) - _priced([t.candidate for t in tasks])[1]
+    extra = {
+        "control runs": _priced([t.candidate for t in tasks if t.key not in asked]),
+        "repeats of the best": _priced([t.candidate for t in confirmations]),
+        "starts of jobs": (len(made), max(0.0, starts)),
+    }
     return Price(
         jobs=tuple(made),
         runs={cell: _priced(items) for cell, items in runs.items()},
-        extra={
-            "control runs": _priced([t.candidate for t in tasks if t.key not in asked]),
-            "repeats of the best": _priced([t.candidate for t in confirmations]),
-            "starts of jobs": (len(made), max(0.0, starts)),
-        },
+        extra={what: (number, cost) for what, (number, cost) in extra.items() if number},
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from ultrabench.cli.configs import configs
 from ultrabench.cli.doctor import doctor
 from ultrabench.cli.kernel.commands import kernel_app
 from ultrabench.cli.results import collect, heatmap, plot
@@ -28,21 +29,7 @@ app.command("collect")(collect)
 app.command("heatmap")(heatmap)
 app.command("plot")(plot)
 app.command("doctor")(doctor)
-
-
-@app.command("configs")
-def configs(
-    group: str | None = typer.Argument(None, metavar="[GROUP]", help="One group, such as model."),
-    name: str | None = typer.Argument(None, metavar="[NAME]", help="One of its files, as it is."),
-    json_: bool = typer.Option(False, "--json", help="One JSON document on stdout."),
-) -> None:
-    """List what can be named in an override, or print what a name holds."""
-    from ultrabench.cli.tables import show_config, show_configs
-
-    if group is not None and name is not None:
-        show_config(group, name, json_)
-    else:
-        show_configs(group, json_)
+app.command("configs")(configs)
 
 
 @app.callback(invoke_without_command=True)
@@ -97,9 +84,13 @@ def _require_folder() -> None:
 
 
 def _fail(message: str, code: int, prefix: str = PREFIX) -> int:
-    from ultrabench.cli.tables import plain
+    """Prints a message on stderr, as one line where it has a prefix; returns the exit code."""
+    from ultrabench.cli.tables import say
 
-    typer.echo(prefix + plain(" ".join(message.split())) if prefix else message, err=True)
+    if prefix:
+        say(prefix + " ".join(message.split()))
+    else:
+        typer.echo(message, err=True)
     return code
 
 

@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 WIDE = 1000
 """Columns when stdout is no terminal, so that nothing is cut in a pipe."""
@@ -43,27 +44,30 @@ class PlainConsole(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
+    def print_line(self, text: str | Text, style: str | None = None) -> None:
+        """Prints one line: a terminal gets it wrapped between words, a pipe gets it whole."""
+        self.print(text, style=style, soft_wrap=not self.is_terminal)
 
-def out() -> Console:
-    """The console of tables."""
-    return PlainConsole(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False)
+
+def out(stderr: bool = False) -> PlainConsole:
+    """The console of tables on stdout."""
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else WIDE
+    return PlainConsole(stderr=stderr, width=width, highlight=False, markup=False)
 
 
-def err() -> Console:
-    """The console of progress and warnings."""
-    return PlainConsole(
-        stderr=True, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False
-    )
+def err() -> PlainConsole:
+    """The console of progress and warnings on stderr."""
+    return out(stderr=True)
 
 
 def say(message: str) -> None:
-    """One line of progress."""
-    err().print(message, soft_wrap=True)
+    """Prints one line of progress."""
+    err().print_line(message)
 
 
 def warn(message: str) -> None:
-    """One line of warning."""
-    err().print(f"warning: {message}", soft_wrap=True, style="yellow")
+    """Prints one line of warning."""
+    err().print_line(f"warning: {message}", "yellow")
 
 
 def print_json(document: Any) -> None:
@@ -129,47 +133,7 @@ def hours(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as 45s, 3m20s or 2h05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def show_config(group: str, name: str, as_json: bool) -> None:
-    """Prints the file of a name with its comments, and to stderr where it lies."""
-    from ultrabench.errors import ConfigError, unknown_name
-    from ultrabench.sweep.config.compose import GROUPS, files, read_text
-
-    if group not in GROUPS:
-        raise ConfigError(unknown_name("config group", group, GROUPS))
-    found = files(group)
-    if name not in found:
-        raise ConfigError(unknown_name(group, name, found))
-    text = read_text(found[name])
-    if as_json:
-        print_json({"path": str(found[name]), "text": text})
-    else:
-        say(str(found[name]))
-        sys.stdout.write(plain(text))
-
-
-def show_configs(group: str | None, as_json: bool) -> None:
-    """Prints what can be named in an override, with the first comment of each file."""
-    from ultrabench.errors import ConfigError, unknown_name
-    from ultrabench.sweep.config.compose import GROUPS, describe
-
-    if group is not None and group not in GROUPS:
-        raise ConfigError(unknown_name("config group", group, GROUPS))
-    names = [group] if group else list(GROUPS)
-    found = {name: describe(name) for name in names}
-    if as_json:
-        print_json(found)
-        return
-    for name, options in found.items():
-        made = table(f"{name}=", "name", "what it is")
-        for option, text in options.items():
-            made.add_row(option, text)
-        out().print(made)
-        out().print()
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"

@@ -63,6 +63,17 @@ def sweep(tmp_path):
     return folder
 
 
+def record(sweep, run, **values):
+    """Journals the result of a run's first attempt: ok in 0.1 s a step unless `values` say otherwise."""
+    known = {"status": Status.OK, "step_times_s": (0.1,) * 6, "loss_final": 3.0}
+    result = RunResult(**(known | values))
+    key = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
+    event = (Result if result.status == Status.OK else Failed)(
+        **key, source="agent", spec=to_dict(run.spec), result=result
+    )
+    JournalWriter(sweep.journal, "agent").write(event)
+
+
 def one_line(run, *words, code=2):
     """The one line on stderr of a command that the user got wrong."""
     got, out, err = run(*words)

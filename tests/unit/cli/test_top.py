@@ -2,31 +2,19 @@
 
 import pytest
 
-from tests.unit.cli.conftest import QUICK, as_json, one_line
-from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
-from ultrabench.store.events import Result
-from ultrabench.store.journal import JournalWriter
+from tests.unit.cli.conftest import QUICK, as_json, one_line, record
 
 NODES = QUICK.runs[0].nodes
 CELL = [run for run in QUICK.runs if run.nodes == NODES]
-BEST, DOUBTED, SLOW, CRASHED, TRIED = (
-    QUICK.runs[0],
-    *[run for run in CELL[1:] if run is not QUICK.runs[1]][:2],
-    QUICK.runs[1],
-    4,
-)
+BEST, CRASHED = QUICK.runs[:2]
+DOUBTED, SLOW = [run for run in CELL if run not in (BEST, CRASHED)][:2]
 
 
 @pytest.fixture
 def results(sweep):
     """The sweep with a suspect and a run that was slower, both faster than the best."""
-    writer = JournalWriter(sweep.journal, "agent")
     for run, more in ((DOUBTED, {"throttled": "hot"}), (SLOW, {"stopped": "slower_than_best"})):
-        name = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
-        known = {"step_times_s": (0.09,) * 6, "loss_final": 3.0, "peak_mem_reserved_bytes": 3 << 29}
-        result = RunResult(status=Status.OK, **known, **more)
-        writer.write(Result(**name, source="agent", spec=to_dict(run.spec), result=result))
+        record(sweep, run, step_times_s=(0.09,) * 6, peak_mem_reserved_bytes=3 << 29, **more)
     return sweep
 
 
@@ -68,10 +56,7 @@ def test_what_cannot_be_ranked_is_one_line(ultrabench, results, words):
 
 def test_the_heatmap_says_first_where_several_layouts_are_as_good(ultrabench, results):
     assert "as good" not in ultrabench("heatmap")[2]
-    writer = JournalWriter(results.journal, "agent")
-    name = {"run_id": CELL[-1].run_id, "repeat": 0, "attempt": 0}
-    close = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, loss_final=3.0)
-    writer.write(Result(**name, source="agent", spec=to_dict(CELL[-1].spec), result=close))
+    record(results, CELL[-1])
     first = ultrabench("heatmap")[2].splitlines()[0]
     assert "; in 1 of them several layouts are as good as the best" in first
 
@@ -84,22 +69,11 @@ def test_another_column_orders_the_runs(ultrabench, results):
 
 def test_show_takes_a_rank_and_begins_with_the_numbers_of_the_table(ultrabench, results):
     rank = next(r["rank"] for r in as_json(ultrabench, "sweep", "top") if r["run_id"] == DOUBTED.run_id)
-    for words in (
-        [str(rank)],
-        [DOUBTED.run_id[:9]],
-        [DOUBTED.run_id, "quick-cpu"],
-        [str(rank), "--sweep", "quick-cpu"],
-    ):
-        out = ultrabench("sweep", "show", *words)[1].splitlines()
+    for words in (f"{rank}", DOUBTED.run_id[:9], f"{DOUBTED.run_id} quick-cpu", f"{rank} --sweep quick-cpu"):
+        out = ultrabench("sweep", "show", *words.split())[1].splitlines()
         assert out[0] == f"run {DOUBTED.run_id} of quick-cpu"
-        assert out[1].split() == [
-            "rank",
-            f"{rank},",
-            "tiny",
-            "on",
-            str(NODES),
-            *f"node{'s' * (NODES > 1)}".split(),
-        ]
+        nodes = f"{NODES} node{'s' * (NODES > 1)}"
+        assert " ".join(out[1].split()) == f"rank {rank}, tiny on {nodes}"
         told = dict(line.split(maxsplit=1) for line in out[2:10] if " " in line)
         assert (told["memory"], told["status"]) == ("1.50 GiB", "suspect")
     assert "no rank 99 in quick-cpu, which has 29" in one_line(ultrabench, "sweep", "show", "99")

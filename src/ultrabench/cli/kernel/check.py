@@ -16,6 +16,8 @@ from ultrabench.sweep.config.load import load_model
 MOST_RANKS = 64
 RANK_BYTES = 1e8
 """Memory that a process of the check takes for itself, torch's libraries being shared."""
+STATE_BYTES = 40
+"""Memory of a parameter in fp64: itself, its gradient and the copy that is compared, and two moments of AdamW."""
 OTHERS = ("model", "seq_len", "seed", "steps", "recompute")
 
 
@@ -72,6 +74,16 @@ def check_spec(words: list[str], dump: str | None = None) -> CheckSpec:
         raise ConfigError(
             f"{layout.label()} needs {layout.world_size} processes; the check runs up to {MOST_RANKS} "
             "on this machine: choose smaller degrees"
+        )
+    needed, have = (
+        2 * STATE_BYTES * shape.num_params,
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
+    if needed > have:
+        raise ConfigError(
+            f"model={shape.name} needs at least {needed / GIB:,.0f} GiB: {STATE_BYTES} bytes for each of its "
+            f"{shape.num_params:,} parameters, in the layout and in the one process; this machine has "
+            f"{have / GIB:,.0f} GiB: choose a smaller model, such as model=tiny"
         )
     return spec
 

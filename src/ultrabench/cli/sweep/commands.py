@@ -54,14 +54,12 @@ def plan(
     if show_script and (json_ or output or top):
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     _say_at_once("planning")
+    from ultrabench.cli.sweep.plan import print_script, show_plan
+
     if show_script:
-        from ultrabench.cli.sweep.show_script import print_script
-
         print_script(overrides or [])
-        return
-    from ultrabench.cli.sweep.plan import show_plan
-
-    show_plan(overrides or [], json_, output, top)
+    else:
+        show_plan(overrides or [], json_, output, top)
 
 
 @sweep_app.command("launch")

@@ -1,22 +1,47 @@
-"""What a launch on a cluster will cost, and the question whether it may."""
+"""The price of what is left of a sweep as a table, and the question whether a cluster may be used for it."""
 
 import math
 import sys
+from collections.abc import Mapping, Sequence
 
 import typer
 
-from ultrabench.cli.tables import duration, err, hours, say, table
+from ultrabench.cli.tables import FittedTable, duration, err, hours, say, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.store.jobs_seen import JobLimits
+from ultrabench.sweep.candidate import Cell
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price
 
 
+def price_table(
+    plan: Plan, price: Price, names: Sequence[str], counts: Mapping[Cell, Sequence[int]]
+) -> FittedTable:
+    """GPU hours by cell beside its `counts` of `names`, then what is run beside the layouts, then the sum."""
+    numbers = ("nodes", "GPUs", *names, "GPU hours")
+    made = table(f"sweep {plan.config.name}", "model", *numbers, right=numbers)
+    for (model, nodes), of_cell in counts.items():
+        gpus, (_, cost) = nodes * plan.config.hardware.gpus_per_node, price.runs.get((model, nodes), (0, 0.0))
+        made.add_row(model, str(nodes), str(gpus), *(f"{n:,}" for n in of_cell), hours(cost))
+    made.add_section()
+    for what, (number, cost) in price.extra.items():
+        made.add_row(f"{number:,} {what}", "", "", *("" for _ in names), hours(cost))
+    made.add_section()
+    sums = (f"{sum(column):,}" for column in zip(*counts.values(), strict=True))
+    made.add_row("all", "", "", *sums, hours(price.gpu_hours))
+    return made
+
+
 def ask_for_budget(
-    plan: Plan, price: Price, used: float, limits: JobLimits, given: float | None, yes: bool,
+    plan: Plan,
+    price: Price,
+    used: float,
+    limits: JobLimits,
+    given: float | None,
+    yes: bool,
     following: bool = False,
-) -> float:  # fmt: skip
-    """Shows the price of what is left to do and asks; the GPU hours that the sweep may use in all.
+) -> float:
+    """Shows the price of what is left to do and asks; returns the GPU hours that the sweep may use in all.
 
     Args:
         following: jobs of the sweep are under way, so there is something to do within any budget.
@@ -28,15 +53,15 @@ def ask_for_budget(
     if not price.jobs:
         return given if given is not None else max(used, 1e-9)
     _print_price(plan, price, limits, used)
-    budget = given if given is not None else used + BUDGET_FACTOR * price.gpu_hours
     first = price.jobs[0].gpu_hours
-    if given is not None and not following and used + first > given:
-        raise ConfigError(
-            f"--max-gpu-hours {given:g}; {hours(used)} are used and the first job needs {hours(first)}: give at "
-            f"least {used + first:.3g}, or a smaller launcher.allocation_minutes"
-        )
     if given is not None:
-        return budget
+        if not following and used + first > given:
+            raise ConfigError(
+                f"--max-gpu-hours {given:g}; {hours(used)} are used and the first job needs {hours(first)}: give at "
+                f"least {used + first:.3g}, or a smaller launcher.allocation_minutes"
+            )
+        return given
+    budget = used + BUDGET_FACTOR * price.gpu_hours
     if sys.stdin is None or not sys.stdin.isatty():
         number = f"{budget:.3g}" if budget < 100 else f"{math.ceil(budget)}"
         raise ConfigError(
@@ -50,24 +75,12 @@ def ask_for_budget(
 
 
 def _print_price(plan: Plan, price: Price, limits: JobLimits, used: float) -> None:
-    per_node = plan.config.hardware.gpus_per_node
-    numbers = ("nodes", "GPUs", "runs", "GPU hours")
-    made = table(f"sweep {plan.config.name}", "model", *numbers, right=numbers)
-    for (model, nodes), (number, cost) in sorted(
-        price.runs.items(), key=lambda cell: (cell[0][1], cell[0][0])
-    ):
-        made.add_row(model, str(nodes), str(nodes * per_node), f"{number:,}", hours(cost))
-    made.add_section()
-    for what, (number, cost) in price.extra.items():
-        if number:
-            made.add_row(f"{number:,} {what}", "", "", "", hours(cost))
-    made.add_section()
-    made.add_row("all", "", "", "", hours(price.gpu_hours))
-    err().print(made)
-    jobs = price.jobs
-    seconds = [3600 * job.gpu_hours / (per_node * job.nodes) for job in jobs]
+    cells = sorted(price.runs, key=lambda cell: (cell[1], cell[0]))
+    err().print(price_table(plan, price, ("runs",), {cell: price.runs[cell][:1] for cell in cells}))
+    jobs, per_node = price.jobs, plan.config.hardware.gpus_per_node
     together = min(limits.max_nodes, sum(job.nodes for job in jobs))
-    earliest_s = max(3600 * price.gpu_hours / (per_node * together), *seconds)
+    longest_s = max(3600 * job.gpu_hours / (per_node * job.nodes) for job in jobs)
+    earliest_s = max(3600 * price.gpu_hours / (per_node * together), longest_s)
     say(
         f"{counted(len(jobs), 'job')}, the largest of {counted(max(job.nodes for job in jobs), 'node')} for up "
         f"to {duration(max(job.limit_s for job in jobs))}; at most {counted(limits.max_jobs, 'job')} and "

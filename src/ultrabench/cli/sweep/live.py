@@ -22,7 +22,7 @@ from ultrabench.sweep.running.progress import Progress, doubtful, progress
 
 
 class Display:
-    """Shows the progress of a sweep on stderr; use it as a context."""
+    """Shows the progress of a sweep on stderr while its `with` block runs."""
 
     def __init__(self, sweep: str, planned: Sequence[Candidate], device: str) -> None:
         self._sweep = sweep
@@ -45,18 +45,18 @@ class Display:
             self._live.stop()
 
     def show(self, state: SweepState, alive: frozenset[str] = frozenset()) -> None:
-        """Takes a new state."""
-        self._lines(state)
+        """Shows a new state: a line for each attempt that has ended, and the table on a terminal."""
+        self._print_ended(state)
         if self._live:
             now = progress(self._sweep, self._planned, state, self._device)
             self._live.update(panel(now, bool(alive), bar=True))
 
     def say(self, note: str) -> None:
-        """A line above the table."""
-        self._console.print(note, soft_wrap=True)
+        """Prints a line above the table."""
+        self._console.print_line(note)
 
-    def _lines(self, state: SweepState) -> None:
-        """A line for each attempt that has ended since the last call; none for old ones."""
+    def _print_ended(self, state: SweepState) -> None:
+        """Prints a line for each attempt that has ended since the last call, which the first call takes as old."""
         ended = {k for k, a in state.attempts.items() if a.result is not None}
         if self._told is None:
             self._told = ended
@@ -70,11 +70,11 @@ class Display:
                 settled = len({k.run_id for k in self._told} & self._labels.keys())
                 line = Text(f"[{settled}/{len(self._planned)}] ")
                 line.append(attempt_line(run, state.attempts[key], doubts.get(key)))
-                self._console.print(line, soft_wrap=not self._console.is_terminal)
+                self._console.print_line(line)
 
 
 def attempt_line(run: Candidate, attempt: AttemptState, doubt: str | None = None) -> Text:
-    """One line about an attempt that has ended, in the colour of its end; a doubtful number is marked."""
+    """One line about an attempt that has ended, in the colour of its status; a doubtful number is marked."""
     result = attempt.result
     assert result is not None
     doubt = "slower than the best of its cell, stopped early" if result.stopped == SLOWER else doubt
@@ -102,7 +102,7 @@ def _told(run: Candidate, attempt: AttemptState, result: RunResult) -> str:
 
 
 def panel(now: Progress, busy: bool = True, bar: bool = False) -> RenderableType:
-    """The whole picture: counts (with a bar, in a live view), what runs, what leads, failures, doubts."""
+    """Counts (in a live view with a bar), what runs, the best so far, failures, and doubtful numbers."""
     left = sum(now.by_status.get(name, 0) for name in ("pending", "running"))
     line = (ProgressBar(total=now.runs, completed=now.runs - left, width=40), Text("")) if bar else ()
     told = (*_running(now, busy), *_best(now), *_failures(now), *_doubts(now))

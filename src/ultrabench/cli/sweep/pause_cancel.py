@@ -21,7 +21,7 @@ from ultrabench.sweep.running.progress import progress
 
 
 def run_pause(sweep: str | None, results: Path) -> None:
-    """Has running allocations end after their current run and takes back what is queued."""
+    """Ends running allocations after their current run and takes queued ones back."""
     folder, state = _find(sweep, results)
     if settled(make_plan(as_launched(folder, state)), state):
         say(f"nothing to pause: every run of {folder.name} is settled")
@@ -29,14 +29,14 @@ def run_pause(sweep: str | None, results: Path) -> None:
     if not state.paused:
         writer = JournalWriter(folder.journal, "pause")
         writer.write(Pause(generation=state.generation + 1))
-    # After the journal: a marker without its event would be taken away by the next resume only.
+    # Written after the journal: only a resume takes a marker away, and a resume needs the event.
     write_whole(folder.pause, "ultrabench sweep resume takes this file away\n")
     _end(folder, state, queued_only=True)
     say(f"paused: runs under way end, nothing begins; go on with: ultrabench sweep resume {folder.word}")
 
 
 def run_resume(sweep: str | None, results: Path, detach: bool, max_gpu_hours: float | None) -> int:
-    """Lifts a pause and goes on with the sweep as it was launched; the exit code."""
+    """Lifts a pause and goes on with the sweep as it was launched; returns the exit code."""
     folder, state = _find(sweep, results)
     folder.pause.unlink(missing_ok=True)
     if state.paused:

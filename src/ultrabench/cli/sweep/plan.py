@@ -1,25 +1,38 @@
-"""`ultrabench sweep plan`."""
+"""`ultrabench sweep plan`: the counts and the price of a sweep, the layouts to try first, the script of a job."""
 
-import math
+import sys
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ultrabench.cli.tables import hours, out, print_json, say, table
+from ultrabench.cli.sweep.consent import price_table
+from ultrabench.cli.tables import out, print_json, say, table, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
-from ultrabench.sweep.running.price import Price, reckon
+from ultrabench.sweep.running.pack import MARGIN, START_S
+from ultrabench.sweep.running.price import Price, planned_jobs, reckon
 
-MEASURED, PREDICTED = ORDER = ("measured", "predicted")
-"""Why a layout is recommended, the best reason first."""
+MEASURED, PREDICTED = "measured", "predicted"
+"""Why a layout is recommended."""
+COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fit": "predicted_to_fit"}
+"""Column of the table -> key of a cell in the JSON document."""
 
 
 def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int | None) -> None:
-    """Prints the plan's counts by cell and rule, and the layouts to try first."""
+    """Prints the plan's counts by cell and rule, its price, and the layouts to try first."""
+    from ultrabench.launchers.open_sweep import require_program
+
     plan = make_plan(load_config(overrides))
     require_runs(plan)
+    try:
+        require_program(plan.config)
+    except ConfigError as error:
+        warn(f"a launch from here would be refused: {error}")
     if output is not None:
         if output.suffix != ".parquet":
             raise ConfigError(f"-o {output}: the plan is a parquet file; choose a name ending in .parquet")
@@ -29,56 +42,65 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     best = recommend(plan, top) if top else []
     price, summary = reckon(plan), plan.summary()
+    notes = [*_nothing_fits(plan, best), _priced_for(plan.config, price)]
     if as_json:
-        document = summary | {"predicted_gpu_hours": round(price.gpu_hours, 4)}
-        document["predicted_gpu_hours_beside_runs"] = {k: round(h, 4) for k, (_, h) in price.extra.items()}
-        if top:
-            document["top"] = best
-        print_json(document)
+        print_json(_document(summary, price, notes) | ({"top": best} if top else {}))
         return
-    _print_cells(plan, price, summary)
-    _print_reasons(plan, summary)
-    if top:
-        _print_top(plan, best)
+    _print_plan(plan, price, summary)
+    if best:
+        _print_top(best)
+    for line in notes:
+        out().print_line(line)
 
 
-def _print_cells(plan: Plan, price: Price, summary: dict[str, Any]) -> None:
-    counts = ("candidates", "valid", "runs", "predicted_to_fit")
-    numbers = ("nodes", "GPUs", *counts[:3], "they fit", "GPU hours")
-    made = table(f"sweep {plan.config.name}", "model", *numbers, right=numbers)
-    per_node = plan.config.hardware.gpus_per_node
+def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[str, Any]:
     for cell in summary["cells"]:
-        _, cost = price.runs.get((cell["model"], cell["nodes"]), (0, 0.0))
-        gpus = str(cell["nodes"] * per_node)
-        made.add_row(cell["model"], str(cell["nodes"]), gpus, *(f"{cell[k]:,}" for k in counts), hours(cost))
-    made.add_section()
-    for what, (number, cost) in price.extra.items():
-        if number:
-            made.add_row(f"{number:,} {what}", "", "", "", "", "", "", hours(cost))
-    made.add_section()
-    made.add_row("all", "", "", *(f"{summary[k]:,}" for k in counts), hours(price.gpu_hours))
-    out().print(made)
+        cost = price.runs.get((cell["model"], cell["nodes"]), (0, 0.0))[1]
+        cell["predicted_gpu_hours"] = round(cost, 4)
+    return summary | {
+        "predicted_gpu_hours": round(price.gpu_hours, 4),
+        "beside_runs": {
+            what: {"count": number, "predicted_gpu_hours": round(cost, 4)}
+            for what, (number, cost) in price.extra.items()
+        },
+        "notes": notes,
+    }
+
+
+def _print_plan(plan: Plan, price: Price, summary: dict[str, Any]) -> None:
+    cells = {(c["model"], c["nodes"]): [c[key] for key in COUNTS.values()] for c in summary["cells"]}
+    out().print(price_table(plan, price, tuple(COUNTS), cells))
     if large := summary["runs"] - summary["predicted_to_fit"]:
-        out().print(
+        out().print_line(
             f"{large:,} of the runs are predicted to need more memory than a rank has: they come last, and their price is "
-            "that of their start",
-            soft_wrap=True,
+            "that of their start"
         )
+    made = table("\nrejected, by rule", "rule", "candidates", "for example", right=("candidates",))
+    for rule, count in summary["rejected"].items():
+        made.add_row(rule, f"{count:,}", next(c.reason for c in plan.candidates if c.rule == rule))
+    title = f"\nvalid, but not for kernel={plan.config.kernel.name}"
+    refused = table(title, "reason", "candidates", right=("candidates",))
+    for reason, count in summary["refused_by_kernel"].items():
+        refused.add_row(reason, f"{count:,}")
+    for each in (made, refused):
+        if each.row_count:
+            out().print(each)
 
 
-def _print_reasons(plan: Plan, summary: dict[str, Any]) -> None:
-    if summary["rejected"]:
-        made = table("\nrejected, by rule", "rule", "candidates", "for example", right=("candidates",))
-        for rule, count in summary["rejected"].items():
-            example = next(c.reason for c in plan.candidates if c.rule == rule)
-            made.add_row(rule, f"{count:,}", example)
-        out().print(made)
-    if summary["refused_by_kernel"]:
-        title = f"\nvalid, but not for kernel={plan.config.kernel.name}"
-        made = table(title, "reason", "candidates", right=("candidates",))
-        for reason, count in summary["refused_by_kernel"].items():
-            made.add_row(reason, f"{count:,}")
-        out().print(made)
+def _priced_for(config: SweepConfig, price: Price) -> str:
+    """One line: for which launcher the price holds, how runs share jobs, and how long a job may take."""
+    launcher = config.launcher
+    if launcher.pack:
+        share = f"up to {counted(launcher.pack, 'run')} each (launcher.pack)"
+    else:
+        share = f"about {launcher.allocation_minutes:g} predicted minutes each (launcher.allocation_minutes)"
+    limit = (
+        f"{MARGIN:g} x the predicted time of its runs + the time limit of one run + {START_S / 60:g} minutes to start"
+        if launcher.time_minutes is None
+        else f"{launcher.time_minutes} minutes (launcher.time_minutes)"
+    )
+    jobs = counted(len(price.jobs), "job")
+    return f"priced for launcher={launcher.name}: {jobs} of {share}; the time limit of a job is {limit}"
 
 
 def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
@@ -88,33 +110,27 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
     heatmap, as a suspect, is left out.
     """
     rates = _measured(plan)
-    unfit = {run_id for run_id, rate in rates.items() if rate is None}
-    cells: dict[tuple[str, int], list[tuple[str, float, Candidate]]] = {}
-    for run in (run for run in plan.runs if run.run_id not in unfit):
-        tokens = run.spec.tokens_per_step / run.layout.world_size
-        measured = rates.get(run.run_id)
-        if measured is None and not run.fits:
+    cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for run in plan.runs:
+        tokens, measured = run.spec.tokens_per_step / run.layout.world_size, rates.get(run.run_id)
+        if measured is None and (run.run_id in rates or not run.fits):
             continue
         rate = measured if measured is not None else tokens / run.prediction.step_time_s
-        why = PREDICTED if measured is None else MEASURED
-        cells.setdefault((run.shape.name, run.nodes), []).append((why, rate, run))
-    found = []
-    for (model, nodes), options in cells.items():
-        options.sort(key=lambda option: (ORDER.index(option[0]), -option[1]))
-        for why, rate, run in options[:top]:
-            found.append(
-                {
-                    "model": model,
-                    "nodes": nodes,
-                    "run_id": run.run_id,
-                    "layout": run.layout.label(),
-                    "tokens_per_s_per_gpu": rate,
-                    "step_time_s": run.spec.tokens_per_step / run.layout.world_size / rate,
-                    "peak_mem_bytes": run.prediction.peak_mem_bytes,
-                    "why": why,
-                }
-            )
-    return found
+        cells.setdefault((run.shape.name, run.nodes), []).append(
+            {
+                "model": run.shape.name,
+                "nodes": run.nodes,
+                "run_id": run.run_id,
+                "layout": run.layout.label(),
+                "tokens_per_s_per_gpu": rate,
+                "step_time_s": tokens / rate,
+                "peak_mem_bytes": run.prediction.peak_mem_bytes,
+                "why": PREDICTED if measured is None else MEASURED,
+            }
+        )
+    for options in cells.values():
+        options.sort(key=lambda row: (row["why"] == PREDICTED, -row["tokens_per_s_per_gpu"]))
+    return [row for options in cells.values() for row in options[:top]]
 
 
 def _measured(plan: Plan) -> dict[str, float | None]:
@@ -136,26 +152,55 @@ def _measured(plan: Plan) -> dict[str, float | None]:
     return measured_rates(plan.runs, state, doubtful(plan.runs, state, device))
 
 
-def _print_top(plan: Plan, best: list[dict[str, Any]]) -> None:
+def _print_top(best: list[dict[str, Any]]) -> None:
     numbers = ("nodes", "tokens/s/GPU", "step s", "peak GiB")
     made = table(
         "\nlayouts to try first", "model", "nodes", "layout", *numbers[1:], "why", "run", right=numbers
     )
     for row in best:
-        made.add_row(
-            row["model"], str(row["nodes"]), row["layout"], f"{row['tokens_per_s_per_gpu']:,.0f}",
-            f"{row['step_time_s']:.3g}", f"{row['peak_mem_bytes'] / GIB:.1f}", row["why"], row["run_id"],
-        )  # fmt: skip
-    if best:
-        out().print(made)
-    smallest: dict[tuple[str, int], float] = {}
-    for run in plan.runs:
-        cell = (run.shape.name, run.nodes)
-        smallest[cell] = min(smallest.get(cell, math.inf), run.prediction.peak_mem_bytes)
+        rate, peak = f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['peak_mem_bytes'] / GIB:.1f}"
+        step, nodes = f"{row['step_time_s']:.3g}", str(row["nodes"])
+        made.add_row(row["model"], nodes, row["layout"], rate, step, peak, row["why"], row["run_id"])
+    out().print(made)
+
+
+def _nothing_fits(plan: Plan, best: list[dict[str, Any]]) -> Iterable[str]:
+    """A line for each cell of which no run is predicted to fit or recommended: what its smallest one needs."""
     limit = plan.config.hardware.rank_mem_bytes / GIB
-    for model, nodes in sorted(smallest.keys() - {(row["model"], row["nodes"]) for row in best}):
-        out().print(
-            f"{model} on {counted(nodes, 'node')}: nothing is predicted to fit; the smallest layout needs "
-            f"{smallest[model, nodes] / GIB:,.0f} GiB of {limit:.0f}",
-            soft_wrap=True,
-        )
+    named = {(row["model"], row["nodes"]) for row in best}
+    cells: dict[tuple[str, int], list[Candidate]] = {}
+    for run in plan.runs:
+        cells.setdefault((run.shape.name, run.nodes), []).append(run)
+    for (model, nodes), runs in sorted(cells.items()):
+        if (model, nodes) not in named and not any(run.fits for run in runs):
+            smallest = min(runs, key=lambda run: run.prediction.peak_mem_bytes)
+            yield (
+                f"{model} on {counted(nodes, 'node')}: nothing is predicted to fit; the smallest layout, "
+                f"{smallest.layout.label()}, needs {smallest.prediction.peak_mem_bytes / GIB:,.0f} GiB of {limit:.0f}"
+            )
+
+
+def print_script(overrides: list[str]) -> None:
+    """Prints the script that a launch would submit first; writes nothing and asks Slurm nothing.
+
+    Raises:
+        ConfigError: the launcher has no scripts, or nothing can run.
+    """
+    from ultrabench.cli.sweep.launch import folder_of
+    from ultrabench.launchers.allocate import allocations, shapes
+    from ultrabench.launchers.slurm.script import array_script
+    from ultrabench.store.state import SweepState
+    from ultrabench.sweep.running.attempts import next_attempts
+
+    config = load_config(overrides)
+    if config.launcher.name != "slurm":
+        raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")
+    plan = make_plan(config)
+    require_runs(plan)
+    left = next_attempts(plan, SweepState(), frozenset())
+    jobs = planned_jobs(plan, left.todo, SweepState(), untried=left.untried)
+    first = shapes(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
+    made = allocations(
+        plan, folder_of(config), first, token=uuid.uuid4().hex, by={}, kernel_digest=config.kernel.digest()
+    )
+    sys.stdout.write(array_script(made, config.launcher, config.hardware).text)

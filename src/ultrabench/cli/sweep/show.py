@@ -1,9 +1,10 @@
 """`ultrabench sweep show` and `logs`: everything about one run."""
 
+import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,10 +15,11 @@ from rich.text import Text
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
-from ultrabench.cli.sweep.profile import print_profile, profiles
 from ultrabench.cli.sweep.top import numbers
 from ultrabench.cli.tables import out, plain, print_json, say, style_of, table, warn
 from ultrabench.errors import SweepFolderError, counted
+from ultrabench.hardware import GIB
+from ultrabench.rank_report import PROFILE
 from ultrabench.record import to_dict
 from ultrabench.result import SLOWER
 from ultrabench.store.folder import SweepFolder, find_sweep
@@ -31,96 +33,95 @@ FOLLOW_S = 0.3
 MOST_RANK_DIGITS = 5
 """A number of more digits is the beginning of a run id, never a rank."""
 HANG_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
+STEP_PARTS = ("compute", "communication", "exposed_communication", "idle")
 
 
 def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> None:
-    """Prints spec, prediction, attempts and evidence of one run."""
+    """Prints numbers, spec, prediction, attempts and evidence of one run."""
     folder, run_id, look = _find(given, sweep, results)
     attempts = look().attempts_of(run_id)
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
-    document: dict[str, Any] = {
-        "sweep": folder.name,
-        "run_id": run_id,
-        "plan": row,
-        "spec": next((a.spec for a in attempts if a.spec), None),
-        "attempts": [_attempt(folder, a) for a in attempts],
-    }
     if as_json:
-        print_json(document)
+        spec = next((a.spec for a in attempts if a.spec), None)
+        told = [_document(a, folder.log_folder(*a.key)) for a in attempts]
+        print_json({"sweep": folder.name, "run_id": run_id, "plan": row, "spec": spec, "attempts": told})
         return
     console = out()
-    shown = {k: v for k, v in (row or {}).items() if v is not None}
-    console.print(f"run {run_id} of {folder.name}", style="bold")
+    console.print_line(f"run {run_id} of {folder.name}", "bold")
     _print_numbers(folder, run_id)
-    console.print(yaml.safe_dump(shown, sort_keys=False).rstrip())
+    known = {k: v for k, v in (row or {}).items() if v is not None}
+    console.print(yaml.safe_dump(known, sort_keys=False).rstrip())
     made = table("\nattempts", "repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
     for a in attempts:
-        made.add_row(*_columns(a))
+        made.add_row(str(a.key.repeat), str(a.key.attempt), *_columns(a))
     console.print(made)
     for a in attempts:
+        logs = folder.log_folder(*a.key)
         if a.result and a.result.evidence:
-            console.print(f"\nevidence of {a.key.repeat}.{a.key.attempt}", style="bold")
-            _print_evidence(a.result.evidence, folder.log_folder(*a.key))
-        for seen in profiles(folder.log_folder(*a.key)):
-            print_profile(seen)
+            console.print_line(f"\nevidence of {a.key.repeat}.{a.key.attempt}", "bold")
+            _print_evidence(a.result.evidence, logs)
+        for seen in _profiles(logs):
+            _print_profile(seen)
 
 
 def _print_numbers(folder: SweepFolder, run_id: str) -> None:
-    """The line of `sweep top` of this run, one number below the other; nothing of a run that trains nothing."""
+    """Prints the line of `sweep top` of a run, one number below the other; nothing for a run that trains nothing."""
     for row in (row for row in _runs(folder) if row["run_id"] == run_id):
         cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
-        shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"]}
+        shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"] or ""}
         for name, value in shown.items():
-            if str(value or ""):
-                out().print(Text(f"{name:<14}").append(value if isinstance(value, Text) else str(value)))
+            if str(value):
+                out().print_line(Text(f"{name:<14}").append(value))
 
 
 def _runs(folder: SweepFolder) -> list[Row]:
-    """The runs of a sweep by their rank in `sweep top`; none of a sweep that only measures links."""
+    """The runs of a sweep by their rank in `sweep top`; empty for a sweep that only measures links."""
     return [row for runs in leaderboard(collect([folder], lambda note: None)) for row in runs]
 
 
 def _print_evidence(evidence: dict[str, Any], logs: Path) -> None:
-    """Prints how the ranks ended; for a hang also its cause and what every rank was doing."""
+    """Prints how each rank ended, and for a hang its cause and what every rank was doing."""
     console = out()
     for rank in evidence.get("ranks", []):
-        console.print(_rank_line(rank), soft_wrap=True)
+        console.print_line(_rank_line(rank))
     if "hang_cause" in evidence:
-        console.print(f"\n{evidence['hang_cause']}\n", soft_wrap=True)
-    rows = evidence.get("hang_evidence", [])
-    if rows:
+        console.print_line(f"\n{evidence['hang_cause']}\n")
+    if rows := evidence.get("hang_evidence", []):
         made = table("before the ranks were killed", *HANG_COLUMNS)
         for row in rows:
             made.add_row(*("" if row.get(name) is None else str(row[name]) for name in HANG_COLUMNS))
         console.print(made)
     for path in sorted((logs / "hang_evidence").glob("*")):
-        console.print(str(path), soft_wrap=True)
-    console.print(f"logs: {logs}{'' if logs.is_dir() else ' (gone)'}", soft_wrap=True)
+        console.print_line(str(path))
+    console.print_line(f"logs: {logs}{'' if logs.is_dir() else ' (gone)'}")
 
 
-def _attempt(folder: SweepFolder, attempt: AttemptState) -> dict[str, Any]:
+def _document(attempt: AttemptState, logs: Path) -> dict[str, Any]:
     return {
         "repeat": attempt.key.repeat,
         "attempt": attempt.key.attempt,
         "allocation": attempt.allocation,
         "phase": attempt.phase,
         "result": to_dict(attempt.result) if attempt.result else None,
-        "logs": str(folder.log_folder(*attempt.key)),
-        "profile": profiles(folder.log_folder(*attempt.key)),
+        "logs": str(logs),
+        "profile": _profiles(logs),
     }
 
 
 def _columns(attempt: AttemptState) -> list[str | Text]:
-    key, result = attempt.key, attempt.result
+    """Status, step time, loss, duration, hosts and reason of an attempt."""
+    result = attempt.result
     if result is None:
-        return [str(key.repeat), str(key.attempt), f"running: {attempt.phase}", "", "", "", "", ""]
-    step = f"{median(result.step_times_s):.4g}" if result.step_times_s else ""
-    loss = "" if result.loss_final is None else f"{result.loss_final:.6f}"
-    took = "" if result.duration_s is None else f"{result.duration_s:.1f}"
-    hosts = ",".join(result.hostnames)
+        return [f"running: {attempt.phase}"]
     status = result.status.value
-    ended = Text(status, style_of(status, result.stopped == SLOWER))
-    return [str(key.repeat), str(key.attempt), ended, step, loss, took, hosts, result.reason or ""]
+    return [
+        Text(status, style_of(status, result.stopped == SLOWER)),
+        f"{median(result.step_times_s):.4g}" if result.step_times_s else "",
+        "" if result.loss_final is None else f"{result.loss_final:.6f}",
+        "" if result.duration_s is None else f"{result.duration_s:.1f}",
+        ",".join(result.hostnames),
+        result.reason or "",
+    ]
 
 
 def _rank_line(rank: dict[str, Any]) -> str:
@@ -131,6 +132,37 @@ def _rank_line(rank: dict[str, Any]) -> str:
         end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     said = rank.get("error") or rank.get("last_line") or ""
     return f"  rank {rank['rank']}: {end} in phase {rank['phase']} {said}".rstrip()
+
+
+def _profiles(logs: Path) -> list[dict[str, Any]]:
+    """The summaries that profile=true made each rank of an attempt leave, by rank."""
+    found = []
+    for path in logs.glob(f"{PROFILE}/rank*/summary.json"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append({**json.loads(path.read_text()), "folder": str(path.parent)})
+    return sorted(found, key=lambda summary: int(summary["rank"]))
+
+
+def _print_profile(seen: dict[str, Any]) -> None:
+    """Prints one rank's mean step, its memory at the peak, and its longest kernels."""
+    console, step_s = out(), seen["step_time_s"]
+    console.print_line(f"\ninside rank {seen['rank']}, {seen['steps']} steps of {step_s:.4g} s", "bold")
+    for part in STEP_PARTS:
+        seconds = seen[f"{part}_s"]
+        console.print_line(f"  {part.replace('_', ' ')}: {seconds:.4g} s ({_share(seconds, step_s)})")
+    kinds = ", ".join(f"{kind} {size / GIB:.4g}" for kind, size in seen["memory_bytes"].items())
+    console.print_line(f"  memory in GiB: {kinds}")
+    columns = ("calls a step", "s a step", "of the step")
+    made = table("", "kernel" if seen["device"] == "cuda" else "operator", *columns, right=columns)
+    for kernel in seen["top"]:
+        seconds = kernel["seconds"]
+        made.add_row(kernel["name"][:60], f"{kernel['calls']:g}", f"{seconds:.4g}", _share(seconds, step_s))
+    console.print(made)
+    console.print_line(f"files: {seen['folder']}")
+
+
+def _share(seconds: float, of: float) -> str:
+    return f"{seconds / of:.1%}" if of else ""
 
 
 def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> None:
@@ -166,16 +198,17 @@ def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
     return sorted((Path(attempt.scratch) / str(attempt.key)).glob("rank*.log"))
 
 
-def _look(reader: JournalReader, known: Fold) -> SweepState:
-    """The state now; only what is new in the journal is read."""
-    return with_loss_outliers(known.add(reader.poll()))
+def _state_reader(folder: SweepFolder) -> Callable[[], SweepState]:
+    """Returns the state now, each time it is called; only what is new in the journal is read."""
+    reader, known = JournalReader(folder.journal, warn), Fold()
+    return lambda: with_loss_outliers(known.add(reader.poll()))
 
 
 def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, str, Callable[[], SweepState]]:
     """The sweep, the run whose id begins with `given` or whose rank in the sweep it is, and its state, to call.
 
     Raises:
-        SweepFolderError: none or several.
+        SweepFolderError: `given` names no run, or several.
     """
     if given.isdecimal() and len(given) <= MOST_RANK_DIGITS:
         runs = _runs(folder := find_sweep(sweep, results))
@@ -186,23 +219,17 @@ def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, st
                 f"no rank {given} in {folder.name}, which has {len(runs)}; give more than {MOST_RANK_DIGITS} digits of a "
                 "run id, or a rank of: ultrabench sweep top"
             )
-    folders = [find_sweep(sweep, results)] if sweep else _all_sweeps(results)
+    every = [] if sweep else [SweepFolder(head.parent) for head in sorted(results.glob("*/sweep.json"))]
     matches: list[tuple[SweepFolder, str, Callable[[], SweepState]]] = []
-    for folder in folders:
+    for folder in every or [find_sweep(sweep, results)]:
         read_sweep_json(folder)
-        look = partial(_look, JournalReader(folder.journal, warn), Fold())
+        look = _state_reader(folder)
         ids = {k.run_id for k in look().attempts} | {row["run_id"] for row in read_rows(folder.plan)}
         matches += [(folder, i, look) for i in sorted(ids) if i.startswith(given)]
     if len(matches) == 1:
         return matches[0]
-    where = sweep or f"{results}/"
     if not matches:
-        told = f"no run in {where} has an id that begins with {given!r}, or that rank"
+        told = f"no run in {sweep or f'{results}/'} has an id that begins with {given!r}, or that rank"
         raise SweepFolderError(f"{told}; see them with: ultrabench sweep top -n 100")
     several = ", ".join(f"{m[1]} ({m[0].name})" for m in matches[:5])
     raise SweepFolderError(f"{given!r} means {len(matches)} runs: {several}; give more digits or --sweep")
-
-
-def _all_sweeps(results: Path) -> list[SweepFolder]:
-    heads = sorted(results.glob("*/sweep.json"))
-    return [SweepFolder(h.parent) for h in heads] or [find_sweep(None, results)]

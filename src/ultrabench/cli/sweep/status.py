@@ -24,7 +24,7 @@ WATCH_S = 1.0
 
 
 def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) -> int:
-    """Prints how far a sweep is, once or until it is over; the exit code. Nothing is written or submitted."""
+    """Prints how far a sweep is, once or until it is over; writes and submits nothing. Returns the exit code."""
     look = _Look(find_sweep(sweep, results))
     now, standing = look()
     while as_json and watch and _unsettled(now):

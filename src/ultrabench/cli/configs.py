@@ -1,0 +1,43 @@
+"""`ultrabench configs`: what can be named in an override, and what a name holds."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+
+def configs(
+    group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="One group, such as model.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="One name of the group: print its file.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """List what can be named in an override, or print the file of one name."""
+    from ultrabench.cli.tables import out, plain, print_json, say, table
+    from ultrabench.errors import ConfigError, unknown_name
+    from ultrabench.sweep.config.compose import GROUPS, describe, files, read_text
+
+    if group is not None and group not in GROUPS:
+        raise ConfigError(unknown_name("config group", group, GROUPS))
+    if group is not None and name is not None:
+        found = files(group)
+        if name not in found:
+            raise ConfigError(unknown_name(group, name, found))
+        text = read_text(found[name])
+        if json_:
+            print_json({"path": str(found[name]), "text": text})
+        else:
+            say(str(found[name]))
+            sys.stdout.write(plain(text))
+        return
+    described = {each: describe(each) for each in ([group] if group else GROUPS)}
+    if json_:
+        print_json(described)
+        return
+    for each, options in described.items():
+        made = table(f"{each}=", "name", "what it is")
+        for option, told in options.items():
+            made.add_row(option, told)
+        out().print(made)
+        out().print()

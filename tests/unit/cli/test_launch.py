@@ -1,0 +1,22 @@
+"""What `sweep launch` says of earlier launches of the same sweep."""
+
+from tests.unit.cli.conftest import QUICK
+from ultrabench.cli.sweep.launch import other_launches
+from ultrabench.result import RunResult, Status
+from ultrabench.store.events import Failed
+from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.state import fold
+
+
+def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
+    ids = [run.run_id for run in QUICK.runs]
+    oom = RunResult(status=Status.OOM, reason="no memory")
+    for run_id in ids[2:4]:
+        writer = JournalWriter(sweep.journal, "agent")
+        writer.write(Failed(run_id=run_id, repeat=0, attempt=0, source="agent", result=oom))
+    state = fold(read_journal(sweep.journal))
+    assert [*other_launches(state, set(ids), before=set())] == []
+    assert [*other_launches(state, set(ids[1:]), before=set(ids[:2]))] == [
+        "new in this launch: 2 runs settled (2 oom)",
+        "and of earlier launches: 1 run settled (1 ok)",
+    ]
