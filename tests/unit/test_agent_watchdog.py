@@ -17,146 +17,129 @@ RUNNING = frozenset({NAME, "n1-0000aaaa.1"})
 LOCAL_S, CLUSTER_S = 3 * CONFIG.launcher.heartbeat_s, 1.5 * CONFIG.launcher.grace_s
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds that pass only when told to, in steps no longer than a launcher's pauses."""
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+class Watch:
+    """A watchdog of the allocation NAME, at the seconds that a test lets pass, a look in each."""
 
-    def wait(seconds, look):
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.now, self.running = SweepFolder(folder), 0.0, RUNNING
+        self.folder.journal.mkdir()
+        self.journal, self.second = (
+            self.folder.journal / f"agent-{host}-0000.jsonl" for host in ("gpu03", "gpu04")
+        )
+        for path in (self.journal, self.second):
+            path.write_text("")
+        self.of()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def of(self, *held, outlives_us=False):
+        """Watches these allocations; by default one whose agent keeps a journal."""
+        self.held = held or (self.allocation(self.journal),)
+        self.dog = AgentWatchdog(self.folder, CONFIG.launcher, outlives_us)
+        return self
+
+    @staticmethod
+    def allocation(*journals, name=NAME):
+        agents = tuple(LeadingAgent(host=path.name.split("-")[1], journal=path.name) for path in journals)
+        return AllocationState(name=name, agents=agents)
+
+    def look(self):
+        """Whether the first allocation has to be ended, and why."""
+        self.dog.observe(self.held, self.running)
+        return self.dog.frozen_now(self.held[0])
+
+    def wait(self, seconds):
+        """Looks each second; why the allocation had to be ended, each time it had to."""
         found = []
         for _ in range(int(seconds)):
-            now[0] += 1.0
-            found += [look()]
+            self.now += 1.0
+            found.append(self.look())
         return [reason for reason in found if reason]
 
-    return wait
+    def touch(self, path, stamp=5.0):
+        os.utime(path, (stamp, stamp))
 
 
 @pytest.fixture
-def journal(tmp_path):
-    path = tmp_path / "journal" / "agent-gpu03-1-0000aaaa.jsonl"
-    path.parent.mkdir()
-    path.write_text("")
-    return path
-
-
-def folder_of(journal):
-    return SweepFolder(journal.parent.parent)
-
-
-def held(*journals):
-    agents = tuple(LeadingAgent(host="gpu03", journal=path.name) for path in journals)
-    return AllocationState(name=NAME, agents=agents)
-
-
-def looks(watchdog, running):
-    """A look at this allocation alone, and whether it has to be ended."""
-
-    def look():
-        watchdog.observe([running], RUNNING)
-        return watchdog.frozen_now(running)
-
-    return look
+def watch(tmp_path, monkeypatch):
+    return Watch(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("outlives_us", "patience_s"), [(False, LOCAL_S), (True, CLUSTER_S)])
-def test_an_agent_that_touches_nothing_is_frozen(journal, clock, outlives_us, patience_s):
-    watchdog = AgentWatchdog(folder_of(journal), CONFIG.launcher, outlives_us)
-    assert watchdog.patience_s == patience_s
-    look = looks(watchdog, held(journal))
-    assert look() is None
-    assert clock(patience_s, look) == []
-    os.utime(journal, (5, 5))
-    assert clock(patience_s, look) == []
-    (reason,) = clock(2, look)
+def test_an_agent_that_touches_nothing_is_frozen(watch, outlives_us, patience_s):
+    dog = watch.of(outlives_us=outlives_us).dog
+    assert dog.patience_s == patience_s
+    assert watch.look() is None
+    assert watch.wait(patience_s) == []
+    assert not dog.silent(NAME)
+    watch.touch(watch.journal)
+    assert watch.wait(patience_s) == []
+    (reason,) = watch.wait(2)
     assert reason.startswith("the agent on gpu03 did not move for ")
-    assert watchdog.frozen == {NAME: reason}
-    # Should ending it have failed, it is found again.
-    (again,) = clock(patience_s + 3, look)
-    assert again != reason
-    assert watchdog.frozen == {NAME: again}
+    assert dog.frozen == {NAME: reason}
+    assert (dog.silent(NAME), dog.silent(NAME, 10.0)) == (True, False)
+    (again,) = watch.wait(patience_s + 3)  # should ending it have failed, it is found again
+    assert dog.frozen == {NAME: again} != {NAME: reason}
+    assert dog.silent(NAME, 10.0)
+    watch.touch(watch.journal, 6.0)
+    assert watch.wait(patience_s) == [], "it has all the patience again"
+    assert not dog.silent(NAME)
+    assert len(watch.wait(2)) == 1
 
 
-def test_one_that_moves_after_it_was_found_has_all_the_patience_again(journal, clock):
-    watchdog = AgentWatchdog(folder_of(journal), CONFIG.launcher, False)
-    look = looks(watchdog, held(journal))
-    look()
-    assert len(clock(LOCAL_S + 2, look)) == 1
-    os.utime(journal, (5, 5))
-    assert clock(LOCAL_S, look) == []
-    assert len(clock(2, look)) == 1
+@pytest.mark.parametrize("agents", [(), (LeadingAgent(host="gpu03"),)])
+def test_agents_that_keep_no_journal_are_not_judged(watch, agents):
+    watch.of(AllocationState(name=NAME, agents=agents))
+    assert watch.wait(3 * LOCAL_S) == []
+    assert watch.dog.silent(NAME), "nor is there a sign that they live"
 
 
-def test_agents_that_keep_no_journal_are_not_judged(journal, clock):
-    watchdog = AgentWatchdog(folder_of(journal), CONFIG.launcher, False)
-    older = AllocationState(name=NAME, agents=(LeadingAgent(host="gpu03"),))
-    for running in (older, held()):
-        assert clock(3 * LOCAL_S, looks(watchdog, running)) == []
-        assert watchdog.silent(NAME), "nor is there a sign that they live"
-
-
-def test_the_one_of_several_starts_that_moves_counts(journal, clock):
-    second = journal.with_name("agent-gpu04-2-0000bbbb.jsonl")
-    second.write_text("")
-    watchdog = AgentWatchdog(folder_of(journal), CONFIG.launcher, False)
-    running = held(journal, second)
+def test_the_one_of_several_starts_that_moves_counts(watch):
+    watch.of(watch.allocation(watch.journal, watch.second))
     for n in range(5):
-        os.utime(second, (2e9 + n, 2e9 + n))
-        assert clock(LOCAL_S - 1, looks(watchdog, running)) == []
-        assert not watchdog.silent(NAME)
+        watch.touch(watch.second, 2e9 + n)
+        assert watch.wait(LOCAL_S - 1) == []
+        assert not watch.dog.silent(NAME)
 
 
-def test_agents_are_silent_once_they_have_been_for_longer_than_the_patience(journal, clock):
-    watchdog = AgentWatchdog(folder_of(journal), CONFIG.launcher, True)
-    running = held(journal)
-
-    def silent():
-        watchdog.observe([running], RUNNING)
-        return watchdog.silent(NAME)
-
-    assert not silent()
-    assert clock(CLUSTER_S, silent) == []
-    assert clock(1, silent) == [True]
-    assert not watchdog.silent(NAME, 10.0)
-    assert clock(10, silent) == [True] * 10
-    assert watchdog.silent(NAME, 10.0)
-    os.utime(journal, (5, 5))
-    assert not silent()
-    assert watchdog.frozen == {}, "who is silent is not judged, but asked for"
-
-
-def test_who_was_not_looked_at_lately_shows_no_sign_of_life(journal, clock):
-    watchdog = AgentWatchdog(folder_of(journal), CONFIG.launcher, False)
-    watchdog.observe([held(journal)], RUNNING)
-    assert not watchdog.silent(NAME)
-    watchdog.observe([], RUNNING)
-    assert watchdog.silent(NAME)
-    assert watchdog.frozen_now(held(journal)) is None
-
-
-def test_allocations_are_watched_apart(journal, clock):
-    watchdog = AgentWatchdog(folder_of(journal), CONFIG.launcher, False)
-    second = journal.with_name("agent-gpu04-2-0000bbbb.jsonl")
-    second.write_text("")
-    one = held(journal)
-    two = AllocationState(name="n1-0000aaaa.1", agents=(LeadingAgent(host="gpu04", journal=second.name),))
+def test_allocations_are_watched_apart(watch):
+    other = watch.allocation(watch.second, name="n1-0000aaaa.1")
+    watch.of(*watch.held, other)
+    found = []
     for n in range(int(LOCAL_S) + 2):
-        os.utime(second, (2e9 + n, 2e9 + n))
-        clock(1, lambda: watchdog.observe([one, two], RUNNING))
-    assert (watchdog.silent(one.name), watchdog.silent(two.name)) == (True, False)
-    assert watchdog.frozen_now(two) is None
-    assert "gpu03" in watchdog.frozen_now(one)
+        watch.touch(watch.second, 2e9 + n)
+        found += watch.wait(1)
+    assert "gpu03" in found[0]
+    assert (watch.dog.silent(NAME), watch.dog.silent(other.name)) == (True, False)
+    assert watch.dog.frozen_now(other) is None
+    watch.dog.observe([], RUNNING)
+    assert watch.dog.silent(other.name), "who was not looked at lately shows no sign of life"
 
 
-def test_a_launcher_that_was_away_does_not_find_everybody_silent(journal, clock):
+def test_a_launcher_that_was_away_does_not_find_everybody_silent(watch):
     """A laptop that slept for a night has looked once in that time."""
-    watchdog = AgentWatchdog(folder_of(journal), CONFIG.launcher, True)
-    watchdog.observe([held(journal)], RUNNING)
-    clock(8 * 3600, lambda: None)
-    watchdog.observe([held(journal)], RUNNING)
-    assert not watchdog.silent(NAME)
-    assert watchdog.frozen_now(held(journal)) is None
+    watch.of(outlives_us=True).look()
+    watch.now += 8 * 3600
+    assert watch.look() is None
+    assert not watch.dog.silent(NAME)
+
+
+def test_the_silence_of_a_suspended_job_proves_nothing_when_it_runs_again(watch):
+    watch.running = frozenset()
+    watch.wait(2 * LOCAL_S)
+    watch.running = RUNNING
+    assert watch.look() is None
+    assert watch.wait(LOCAL_S - 1) == []
+    assert len(watch.wait(3)) == 1
+
+
+def test_a_claim_without_a_journal_is_given_its_time(watch):
+    """Between its claim and its first line an agent may be held up by a slow disk."""
+    watch.folder.claims.mkdir()
+    (watch.folder.claims / NAME).write_text("{}")
+    watch.of(AllocationState(name=NAME)).wait(LOCAL_S)
+    assert not watch.dog.silent(NAME)
+    watch.wait(2)
+    assert watch.dog.silent(NAME)
 
 
 def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
@@ -188,32 +171,6 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
     assert note.endswith("No space left on device); trying again, jobs go on")
     assert end.startswith("3 ")
     assert end.endswith("waited 0.0166667 minutes; what runs goes on: mend it, then launch again")
-
-
-def test_the_silence_of_a_suspended_job_proves_nothing_when_it_runs_again(journal, clock):
-    watchdog = AgentWatchdog(folder_of(journal), CONFIG.launcher, False)
-    running = held(journal)
-    clock(2 * LOCAL_S, lambda: watchdog.observe([running], frozenset()))
-    watchdog.observe([running], RUNNING)
-    assert watchdog.frozen_now(running) is None
-    assert (
-        clock(LOCAL_S - 1, lambda: [watchdog.observe([running], RUNNING), watchdog.frozen_now(running)][1])
-        == []
-    )
-    assert len(clock(3, lambda: [watchdog.observe([running], RUNNING), watchdog.frozen_now(running)][1])) == 1
-
-
-def test_a_claim_without_a_journal_is_given_its_time(journal, clock):
-    """Between its claim and its first line an agent may be held up by a slow disk."""
-    folder = folder_of(journal)
-    folder.claims.mkdir()
-    (folder.claims / NAME).write_text("{}")
-    watchdog = AgentWatchdog(folder, CONFIG.launcher, False)
-    unheard = AllocationState(name=NAME)
-    clock(LOCAL_S, lambda: watchdog.observe([unheard], RUNNING))
-    assert not watchdog.silent(NAME)
-    clock(2, lambda: watchdog.observe([unheard], RUNNING))
-    assert watchdog.silent(NAME)
 
 
 def test_silence_counts_changes_and_not_clocks(tmp_path):

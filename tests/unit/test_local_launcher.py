@@ -51,7 +51,9 @@ def start():
 def launcher(folder, monkeypatch):
     monkeypatch.setattr(local, "GRACE_S", GRACE_S)
     monkeypatch.setattr(local, "STOP_PATIENCE_S", 0.1 * slowness())
-    return LocalLauncher(folder)
+    made = LocalLauncher(folder)
+    assert made.by == origin() | {"cluster": ""}
+    return made
 
 
 def held(*names, **words):
@@ -64,7 +66,9 @@ def gone_within(launcher, allocations, seconds=3.0):
 
 
 def test_an_allocation_lives_while_it_has_a_process(folder, launcher, start):
-    agent = start("ultrabench.agent", str(folder.allocations / NAME))
+    launcher.observe(held(NAME))
+    time.sleep(GRACE_S)
+    agent = start("ultrabench.agent", str(folder.allocations / NAME))  # a late one
     for _ in range(3):
         seen = launcher.observe(held(NAME))
         assert (seen.alive, seen.queued, seen.ended_jobs) == ({NAME}, frozenset(), {})
@@ -81,37 +85,18 @@ def test_an_allocation_lives_while_it_has_a_process(folder, launcher, start):
     assert seen.ended_jobs[NAME].certain, "its processes were looked at"
 
 
-def test_those_that_start_agents_count(folder, launcher, start):
-    names = ("n1-0000aaaa.0", "n1-0000aaaa.1")
-    modules = ("ultrabench.launchers.local", "submitit.local._local")
-    for name, module in zip(names, modules, strict=True):
-        start(module, f"{folder.allocations / name}/submitit")
-    assert set(launcher.observe(held(*names)).jobs) == set(names)
-
-
-def test_other_processes_do_not(folder, launcher, start):
-    mine = str(folder.allocations / NAME)
+def test_processes_of_other_allocations_and_programs_do_not_count(folder, launcher, start):
+    """Those that start agents do."""
+    mine, other = str(folder.allocations / NAME), str(folder.allocations / "n1-0000aaaa.1")
     for words in (
-        ("ultrabench.agent", f"{mine}0"),
-        ("ultrabench.agent", f"prefix{mine}"),
-        ("tail", f"{mine}/job.log"),
-        (f"ultrabench.agent {mine}",),
-    ):
+        ("ultrabench.agent", f"{mine}0"), ("ultrabench.agent", f"prefix{mine}"), ("tail", f"{mine}/job.log"),
+        (f"ultrabench.agent {mine}",), ("submitit.local._local", f"{other}/submitit"),
+    ):  # fmt: skip
         start(*words)
-    assert launcher.observe(held(NAME)).jobs == {}
-    assert NAME in gone_within(launcher, held(NAME)).ended_jobs
-
-
-def test_one_that_appears_late_begins_anew(folder, launcher, start):
-    launcher.observe(held(NAME))
-    time.sleep(GRACE_S)
-    agent = start("ultrabench.agent", str(folder.allocations / NAME))
-    assert launcher.observe(held(NAME)).alive == {NAME}
-    agent.kill()
-    agent.wait()
-    time.sleep(GRACE_S)
-    assert launcher.observe(held(NAME)).ended_jobs == {}
-    assert NAME in gone_within(launcher, held(NAME)).ended_jobs
+    assert set(launcher.observe(held(NAME, "n1-0000aaaa.1")).jobs) == {"n1-0000aaaa.1"}
+    assert set(gone_within(launcher, held(NAME)).ended_jobs) == {NAME}
+    start("ultrabench.launchers.local", mine)
+    assert set(launcher.observe(held(NAME)).jobs) == {NAME}
 
 
 def test_a_process_that_outlives_its_allocation_is_killed(folder, launcher, start):
@@ -158,8 +143,3 @@ def test_what_vanished_is_paid_for_until_its_last_sign_of_life(folder, launcher)
         gone_within(launcher, held(NAME, agents=(LeadingAgent(host="here"),))).ended_jobs[NAME].elapsed_s
         == 0.0
     )
-
-
-def test_what_it_submits_is_of_this_host(launcher):
-    assert launcher.by == origin()
-    assert launcher.by["cluster"] == ""

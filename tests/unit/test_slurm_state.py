@@ -48,47 +48,28 @@ def test_an_unknown_state_may_still_hold_nodes(word):
     assert (word.strip() or "(none)") in told.note
 
 
-@pytest.mark.parametrize(
-    ("reason", "says"),
-    [
-        ("JobHeldUser", "scontrol release"),
-        ("(JobHeldAdmin)", "administrators"),
-        ("launch failed requeued held", "scontrol release"),
-        ("(launch_failed_requeued_held)", "scontrol release"),
-        ("job requeued in held state", "scontrol release"),
-        ("JobHoldMaxRequeue", "scontrol release"),
-        ("PartitionDown", "launcher.partition="),
-        ("PartitionInactive", "launcher.partition="),
-        ("PartitionNodeLimit", "launcher.max_nodes="),
-        ("PartitionTimeLimit", "launcher.time_minutes="),
-        ("PartitionConfig", "launcher.partition="),
-        ("AssocMaxWallDurationPerJobLimit", "launcher.time_minutes="),
-        ("QOSMaxWallDurationPerJobLimit", "launcher.time_minutes="),
-        ("QOSMaxNodePerJobLimit", "launcher.max_nodes="),
-        ("AssocMaxNodePerJobLimit", "launcher.account="),
-        ("QOSMaxGRESPerJob", "launcher.qos="),
-        ("QOSMaxGRESMinutesPerJob", "launcher.time_minutes="),
-        ("AssocMaxGRESPerNode", "launcher.qos="),
-        ("QOSMinGRES", "launcher.qos="),
-        ("QOSMinCpuNotSatisfied", "launcher.qos="),
-        ("AssocGrpCPUMinutesLimit", "launcher.account="),
-        ("AssocGrpBillingMinutes", "launcher.account="),
-        ("QOSGrpWallLimit", "used up"),
-        ("QOSUsageThreshold", "launcher.qos="),
-        ("InvalidAccount", "launcher.account="),
-        ("AccountNotAllowed", "launcher.account="),
-        ("InvalidQOS", "launcher.qos="),
-        ("QOSNotAllowed", "launcher.qos="),
-        ("BadConstraints", "launcher.sbatch.constraint="),
-        ("MaxMemPerLimit", "launcher.mem="),
-        ("ReqNodeNotAvail, Reserved for maintenance", "maintenance"),
-        ("ReqNodeNotAvail, UnavailableNodes:gpu[03,07]", "down or reserved"),
-        ("ReqNodeNotAvail", "launcher.max_nodes="),
-        ("ReservationDeleted", "launcher.sbatch.reservation="),
-        ("Reservation weekend was deleted", "launcher.sbatch.reservation="),
-        ("DependencyNeverSatisfied", "cancel it"),
-    ],
-)
+REMEDIES = {
+    "scontrol release": ["JobHeldUser", "launch failed requeued held", "(launch_failed_requeued_held)",
+                         "job requeued in held state", "JobHoldMaxRequeue"],
+    "administrators": ["(JobHeldAdmin)"],
+    "launcher.partition=": ["PartitionDown", "PartitionInactive", "PartitionConfig", "BadConstraints"],
+    "launcher.max_nodes=": ["PartitionNodeLimit", "QOSMaxNodePerJobLimit", "ReqNodeNotAvail"],
+    "launcher.time_minutes=": ["PartitionTimeLimit", "AssocMaxWallDurationPerJobLimit",
+                               "QOSMaxWallDurationPerJobLimit", "QOSMaxGRESMinutesPerJob"],
+    "launcher.account=": ["AssocMaxNodePerJobLimit", "AssocGrpCPUMinutesLimit", "AssocGrpBillingMinutes",
+                          "InvalidAccount", "AccountNotAllowed"],
+    "launcher.qos=": ["QOSMaxGRESPerJob", "AssocMaxGRESPerNode", "QOSMinGRES", "QOSMinCpuNotSatisfied",
+                      "QOSUsageThreshold", "InvalidQOS", "QOSNotAllowed"],
+    "used up": ["QOSGrpWallLimit"],
+    "launcher.mem=": ["MaxMemPerLimit"],
+    "maintenance": ["ReqNodeNotAvail, Reserved for maintenance"],
+    "down or reserved": ["ReqNodeNotAvail, UnavailableNodes:gpu[03,07]"],
+    "its reservation is gone": ["ReservationDeleted", "Reservation weekend was deleted"],
+    "cancel it": ["DependencyNeverSatisfied"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "says"), [(r, says) for says in REMEDIES for r in REMEDIES[says]])
 def test_a_reason_that_stays_has_a_remedy(reason, says):
     remedy = pending_remedy(reason)
     assert remedy is not None
