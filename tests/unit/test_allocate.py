@@ -64,14 +64,10 @@ def test_every_allocation_begins_with_its_control_in_a_new_repeat(sweep):
     assert [len(d.attempts) for d in made] == [3, 3, 2]
 
 
-def test_a_control_that_is_to_be_done_anyway_goes_first(sweep):
-    (draft,) = made_of(sweep, decided(todo_of(others(1, 1)[0]), todo_of(control(1))), SweepState())
-    assert keys(draft) == [AttemptKey(CONTROLS[1], 0, 0), todo_of(others(1, 1)[0]).key]
-
-
-def test_a_control_that_is_all_there_is_to_do_is_not_run_twice(sweep):
-    (draft,) = made_of(sweep, decided(todo_of(control(1))), SweepState())
-    assert keys(draft) == [AttemptKey(CONTROLS[1], 0, 0)]
+@pytest.mark.parametrize("more", [others(1, 1), []])
+def test_a_control_that_is_to_be_done_anyway_goes_first_and_once(sweep, more):
+    (draft,) = made_of(sweep, decided(*map(todo_of, [*more, control(1)])), SweepState())
+    assert keys(draft) == [AttemptKey(CONTROLS[1], 0, 0), *(todo_of(run).key for run in more)]
     assert draft.control == CONTROLS[1]
 
 
@@ -173,68 +169,64 @@ def test_what_the_agents_of_an_array_read(sweep):
     token = made[0].name.rpartition(".")[0]
     assert [a.name for a in made] == [f"{token}.{n}" for n in range(3)]
     assert token.startswith("n1-")
-    first = made[0]
+    first = replace(made[0], by={"user": "ann", "cluster": "big", "host": "login1"})
     assert first.control == first.tasks[0].run_id == CONTROLS[1]
     assert (first.nodes, first.gpus_per_node, first.kernel_digest) == (1, 2, "digest")
     assert (first.sweep_dir, first.work_dir) == (str(sweep.folder.path), str(Path.cwd()))
     assert (first.preflight, first.window, first.git_commit) == (True, None, None)
     assert all(task.limit_s <= first.limit_s for task in first.tasks)
     assert not first.folder.exists()
+    first.write()
+    assert read_allocation(first.folder) == first
     assert allocations_of(sweep, jobs_of(sweep)[:1])[0].name.rpartition(".")[0] != token
 
 
 # what is committed
 
 
-def held(state, name, run, *seconds):
-    ends = {Start(restart=n): end(s) for n, s in enumerate(seconds)}
+def held(state, name, run, *ends):
+    """Adds an allocation of which each start ended after (elapsed_s, held_s)."""
+    starts = {Start(job_id="57_0", restart=n): seconds for n, seconds in enumerate(ends)}
     state.allocations[name] = AllocationState(
-        name=name, nodes=run.nodes, tasks=(AttemptKey(run.spec.run_id, 0, 0),), ends=ends
-    )
+        name=name, nodes=run.nodes, tasks=(AttemptKey(run.spec.run_id, 0, 0),),
+        ends={
+            start: AllocationEnded(allocation=name, job=start, reason="", elapsed_s=elapsed_s, held_s=held_s)
+            for start, (elapsed_s, held_s) in starts.items()
+        },
+    )  # fmt: skip
     return state
 
 
-def end(elapsed_s, held_s=None):
-    return AllocationEnded(allocation="a", reason="", source="agent", elapsed_s=elapsed_s, held_s=held_s)
+TWO = control(2)
+PREDICTED = TWO.gpu_hours + START_S * 4 / HOUR
 
 
-def test_what_ended_costs_what_it_held_and_what_is_open_what_is_predicted():
-    two = control(2)
-    price = two.gpu_hours + START_S * 4 / HOUR
-    state = held(held(SweepState(), "n2-a.0", two, HOUR), "n2-b.0", two)
-    assert committed_gpu_hours(PLAN, state, ()) == pytest.approx(4.0)
-    assert committed_gpu_hours(PLAN, state, ("n2-b.0",)) == pytest.approx(4.0 + price)
-    assert committed_gpu_hours(PLAN, held(state, "n2-b.0", two, 0.5 * HOUR, HOUR), ()) == pytest.approx(
-        4 + 6.0
-    )
-
-
-def test_a_requeued_allocation_costs_at_least_what_it_held():
-    two = control(2)
-    state = held(SweepState(), "n2-a.0", two, HOUR)
-    assert committed_gpu_hours(PLAN, state, ("n2-a.0",)) == pytest.approx(4.0)
+@pytest.mark.parametrize(
+    ("ends", "alive", "seen_s", "hours"),
+    [
+        ([(HOUR, None)], False, None, 4.0),
+        ([(0.5 * HOUR, None), (HOUR, None)], False, None, 6.0),
+        ([], True, None, PREDICTED),
+        ([(HOUR, None)], True, None, 4.0),  # requeued: at least what it held
+        # The setup of a job is paid for, too, though no agent of it has said a word.
+        ([], True, 0.1, PREDICTED), ([], True, HOUR, 4.0),
+        # After its end what was seen last is the least that it held, until the batch system has told.
+        ([], False, HOUR, 4.0), ([(0.5 * HOUR, None)], False, HOUR, 4.0),
+        ([(0.5 * HOUR, 0.75 * HOUR)], False, HOUR, 3.0),
+    ],
+)  # fmt: skip
+def test_what_ended_costs_what_it_held_and_what_is_open_what_is_predicted(ends, alive, seen_s, hours):
+    state = held(held(SweepState(), "n2-a.0", TWO, *ends), "n2-b.0", TWO, (HOUR, None))
+    seen = {} if seen_s is None else {"n2-a.0": seen_s}
+    used = committed_gpu_hours(PLAN, state, ("n2-a.0",) if alive else (), seen)
+    assert used == pytest.approx(4.0 + hours)
 
 
 def test_runs_that_are_no_longer_planned_are_paid_for_all_the_same():
-    state = held(SweepState(), "n2-a.0", control(2), HOUR)
+    state = held(SweepState(), "n2-a.0", TWO, (HOUR, None))
     narrow = replace(PLAN, candidates=tuple(others(1, 2)))
     assert committed_gpu_hours(narrow, state, ("n2-a.0",)) == pytest.approx(4.0)
     assert committed_gpu_hours(PLAN, SweepState(), ("nobody",)) == 0.0
-
-
-def test_what_runs_costs_what_it_has_held_so_far_if_that_is_more_than_predicted():
-    """The setup of a job is paid for, too, though no agent of it has said a word."""
-    two = control(2)
-    price = two.gpu_hours + START_S * 4 / HOUR
-    state = held(SweepState(), "n2-a.0", two)
-    assert committed_gpu_hours(PLAN, state, ("n2-a.0",), {"n2-a.0": 0.1}) == pytest.approx(price)
-    assert committed_gpu_hours(PLAN, state, ("n2-a.0",), {"n2-a.0": HOUR}) == pytest.approx(4.0)
-    # After its end what was seen last is the least that it held, until the batch system has told.
-    assert committed_gpu_hours(PLAN, state, (), {"n2-a.0": HOUR}) == pytest.approx(4.0)
-    state.allocations["n2-a.0"].ends = {Start(): end(0.5 * HOUR)}
-    assert committed_gpu_hours(PLAN, state, (), {"n2-a.0": HOUR}) == pytest.approx(4.0)
-    state.allocations["n2-a.0"].ends = {Start(): end(0.5 * HOUR, held_s=0.75 * HOUR)}
-    assert committed_gpu_hours(PLAN, state, (), {"n2-a.0": HOUR}) == pytest.approx(3.0)
 
 
 def test_the_next_allocation_is_priced_with_what_the_ones_before_took_beyond_their_runs(sweep):
@@ -244,20 +236,11 @@ def test_the_next_allocation_is_priced_with_what_the_ones_before_took_beyond_the
     state = SweepState()
     for n, held_s in enumerate((100.0, 160.0, 9000.0)):
         name = f"n1-{n}.0"
-        held(state, name, one)
-        state.allocations[name].agents = (LeadingAgent(host="gpu01"),)
-        state.allocations[name].ends = {Start(): end(10.0, held_s=held_s)}
+        held(state, name, one, (10.0, held_s))
+        state.allocations[name].agents = (LeadingAgent(host="gpu01", job=Start(job_id="57_0")),)
         key = AttemptKey(one.spec.run_id, n, 0)
         ok = RunResult(status=Status.OK, step_times_s=(1.0,), duration_s=40.0)
         state.attempts[key] = AttemptState(key=key, result=ok, allocation=name)
-    held(state, "n1-never.0", one, 0.0)  # no agent of it has started: it tells nothing
+    held(state, "n1-never.0", one, (0.0, None))  # no agent of it has started: it tells nothing
     (priced,) = made_of(sweep, todo, state)
     assert priced.gpu_hours - free.gpu_hours == pytest.approx((120.0 - START_S) * 1 * 2 / HOUR)
-
-
-def test_an_allocation_says_who_submitted_it(sweep):
-    by = {"user": "ann", "cluster": "big", "host": "login1"}
-    (made,) = allocations_of(sweep, jobs_of(sweep)[:1], by)
-    made.write()
-    assert made.by == read_allocation(made.folder).by == by
-    assert allocations_of(sweep, jobs_of(sweep)[:1])[0].by == {}

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.allocations import CONFIG, jobs_of, open_sweep, with_launcher
 from tests.unit.allocations import made_of as allocations_of
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix, require_plain
+from ultrabench.launchers.slurm.script import array_name, array_script, require_plain
 from ultrabench.sweep.config.load import load_config
 
 NASTY = ["a b", "a'b", 'a"b', "a;touch PWNED", "$(touch PWNED)", "`touch PWNED`", "$HOME", "a\\b", "a\\", "#c", "a #c",
@@ -178,19 +177,9 @@ def test_a_setup_line_that_fails_ends_the_job_and_is_named(tmp_path):
     assert not (tmp_path / "reached").exists()
 
 
-def test_names_tell_whose_jobs_they_are(tmp_path):
-    script, first = scripted(tmp_path)
-    name = options(script)["job-name"]
-    assert name == f"{job_prefix(tmp_path / 'sweep')}{first.name.rpartition('.')[0]}"
-    other = replace(first, name="n2-0123abcd.17")
-    assert array_name(other) == "n2-0123abcd"
-
-
-@pytest.mark.parametrize(
-    ("name", "plain"), [("a b'$;%#", True), ("a\\b", False), ("a\nb", False), ("a\rb", False)]
-)
-def test_folders_that_slurm_cannot_write_to_are_refused(name, plain):
-    if plain:
+@pytest.mark.parametrize("name", ["a b'$;%#", "a\\b", "a\nb", "a\rb"])
+def test_folders_that_slurm_cannot_write_to_are_refused(name):
+    if "$" in name:
         require_plain(Path("/x") / name)
         return
     with pytest.raises(ConfigError, match="backslash or a line break") as caught:

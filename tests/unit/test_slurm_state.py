@@ -52,7 +52,7 @@ REMEDIES = {
     "scontrol release": ["JobHeldUser", "launch failed requeued held", "(launch_failed_requeued_held)",
                          "job requeued in held state", "JobHoldMaxRequeue"],
     "administrators": ["(JobHeldAdmin)"],
-    "launcher.partition=": ["PartitionDown", "PartitionInactive", "PartitionConfig", "BadConstraints"],
+    "launcher.partition=": ["PartitionDown", "PartitionInactive", "PartitionConfig"],
     "launcher.max_nodes=": ["PartitionNodeLimit", "QOSMaxNodePerJobLimit", "ReqNodeNotAvail"],
     "launcher.time_minutes=": ["PartitionTimeLimit", "AssocMaxWallDurationPerJobLimit",
                                "QOSMaxWallDurationPerJobLimit", "QOSMaxGRESMinutesPerJob"],
@@ -64,7 +64,8 @@ REMEDIES = {
     "launcher.mem=": ["MaxMemPerLimit"],
     "maintenance": ["ReqNodeNotAvail, Reserved for maintenance"],
     "down or reserved": ["ReqNodeNotAvail, UnavailableNodes:gpu[03,07]"],
-    "its reservation is gone": ["ReservationDeleted", "Reservation weekend was deleted"],
+    "launcher.sbatch.constraint=": ["BadConstraints"],
+    "launcher.sbatch.reservation=": ["ReservationDeleted", "Reservation weekend was deleted"],
     "cancel it": ["DependencyNeverSatisfied"],
 }  # fmt: skip
 
