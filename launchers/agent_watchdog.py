@@ -1,4 +1,4 @@
-"""Finds out by the time stamps of their journals which leading agents of allocations still live."""
+"""Finds out which leading agents of allocations still live, by the time stamps of their journals."""
 
 import time
 from collections.abc import Container, Iterable
@@ -10,14 +10,14 @@ from ultrabench.store.state import AllocationState
 from ultrabench.sweep.config.launcher_config import LauncherConfig
 
 LATE = 1.5
-"""Grace periods after which a touch of a journal is surely visible on other hosts (NFS caches)."""
+"""Number of grace periods after which a touch of a journal is surely visible on other hosts (NFS caches)."""
 
 
 class AgentWatchdog:
     """Tells which agents touch their journals, and which have stopped."""
 
     def __init__(self, folder: SweepFolder, choice: LauncherConfig, outlives_us: bool) -> None:
-        """`outlives_us`: the agents are on other hosts."""
+        """`outlives_us` means that the agents are on other hosts."""
         self._folder = folder
         self.patience_s = max(MISSED * choice.heartbeat_s, LATE * choice.grace_s if outlives_us else 0.0)
         """Seconds without a touch after which an agent counts as dead or frozen."""
@@ -67,13 +67,12 @@ class AgentWatchdog:
 class SilenceTimer:
     """Counts for how long the writers of journal files have not touched them, as far as somebody looked.
 
-    A time stamp that changes is a sign of life whatever clock made it. A pause of the one who looks
-    (a file server that stands still, a laptop that sleeps) proves nothing of the others and counts
-    little.
+    A time stamp that changes is a sign of life, whatever clock made it. A pause of the launcher itself (a stuck
+    file server, a sleeping laptop) says nothing about the agents, so it counts for a short time only.
     """
 
     def __init__(self, most_gap_s: float) -> None:
-        """`most_gap_s`: most seconds between two looks that count."""
+        """`most_gap_s` is the largest number of seconds between two looks that is counted in full."""
         self._most_gap_s = most_gap_s
         self._seen: dict[str, tuple[float, float, float]] = {}
         """Name -> latest time stamp, when it was looked at, and seconds without a change."""

@@ -1,4 +1,4 @@
-"""Makes what the agents of allocations read, and groups the allocations that one submission can hold."""
+"""Makes the allocations that agents read, and groups those that one submission can hold."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,13 +38,13 @@ def allocations(
     git_commit: str | None = None,
     cores: int | None = None,
 ) -> list[Allocation]:
-    """What the agents of one submission will read; nothing is written yet.
+    """The allocations of one submission, as their agents will read them; nothing is written yet.
 
     Args:
         token: hexadecimal digits that no other submission has.
-        by: who submits them and where.
-        kernel_digest: of the training program, which has to be the same on the nodes.
-        cores: of this host; None where nobody has counted them.
+        by: who submits them, and from where.
+        kernel_digest: digest of the training program, which has to be the same on the nodes.
+        cores: number of cores of this host; None when they were not counted.
     """
     config = plan.config
     return [

@@ -7,7 +7,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 
 
 def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool = True) -> Launcher:
-    """The launcher of `config`; a cluster is asked for its limits, and the sweep has to keep to them.
+    """The launcher that `config` names; a Slurm launcher keeps to the limits of the cluster.
 
     Args:
         submits: False for a launcher that only ends jobs; then the cluster is not asked for its limits.

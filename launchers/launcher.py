@@ -37,18 +37,18 @@ class Launcher(Protocol):
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
     ) -> dict[str, Job]:
-        """Submits allocations that are alike in nodes and time limit; returns where each will be found.
+        """Submits allocations of the same node count and time limit; returns the job of each allocation.
 
         Args:
             avoid: nodes that must not be used.
-            say: told of what goes wrong and is tried again.
+            say: called with a message about each failure that is tried again.
 
         Raises:
-            ClusterError: it cannot be done; whether some were submitted is for `observe` to find out.
+            ClusterError: the submission failed; `observe` finds out whether some were submitted all the same.
         """
 
     def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
-        """What became of `allocations`; of those that have ended, only whether they live again."""
+        """The present state of `allocations`; for ended ones, only whether their job was started again."""
 
     def cancel(
         self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
@@ -56,8 +56,9 @@ class Launcher(Protocol):
         """Ends allocations, with `queued_only` those that hold no nodes.
 
         Returns:
-            Seconds that those which have surely ended had held their nodes; the others `observe` will tell.
+            Allocation -> seconds for which it held its nodes, for those that have surely ended; `observe` reports
+            the others later.
         """
 
     def end_frozen(self, name: str, job: Job) -> None:
-        """Ends one allocation, which runs as `job` and whose agent does not react to anything."""
+        """Ends one allocation, which runs as `job` and whose agent no longer reacts."""

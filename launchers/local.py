@@ -34,7 +34,7 @@ from ultrabench.store.state import AllocationState
 SUBMIT_TIMEOUT_S = 60.0
 STOP_PATIENCE_S = 10.0
 GRACE_S = 3.0
-"""Seconds without a process after which an allocation is over."""
+"""Seconds without any process after which an allocation counts as over."""
 WARNING_S = 30
 """Seconds before the time limit at which submitit warns the agents."""
 OURS = {"ultrabench.agent", "ultrabench.launchers.local", "submitit.local._local"}
@@ -86,8 +86,8 @@ class LocalLauncher:
     def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         """Allocations are alive while they have a process on this host, and a moment longer.
 
-        Command lines are looked at, not remembered pids: that holds whenever a launcher died, and
-        when a pid has come round again.
+        Processes are found by their command lines, not by remembered pids: this works after a launcher died, and
+        when the system uses a pid again.
         """
         unended = [name for name, held in allocations.items() if held.ended is None]
         present = _present(self._folder.allocations)
@@ -118,7 +118,7 @@ class LocalLauncher:
         return max(0.0, *(touched(path) - began for path in paths)) if paths and began else 0.0
 
     def _end_stragglers(self, ended: set[str]) -> None:
-        """Kills agents that have not left soon after their allocation ended: frozen ones never do."""
+        """Kills agents that still run some seconds after their allocation ended, such as frozen ones."""
         end = time.monotonic() + GRACE_S
         while ended and time.monotonic() < end:
             time.sleep(0.05)
@@ -135,7 +135,7 @@ class LocalLauncher:
     def cancel(
         self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
     ) -> dict[str, float]:
-        """Ends allocations: asks their agents, then kills whatever is left. None of them ever waits in a queue."""
+        """Ends allocations: asks their agents to end, then kills what is left. Local allocations are never queued."""
         if queued_only:
             return {}
         for name in allocations:
@@ -154,7 +154,7 @@ class LocalLauncher:
 
 
 def _processes(allocations: Path) -> Iterator[tuple[int, str]]:
-    """Each process of ours that has the folder of an allocation, or a file in it, as an argument, with its name."""
+    """Pid and allocation of each of our processes with the folder of an allocation, or a file in it, as an argument."""
     start = f"{allocations}/"
     for pid in own_processes():
         words = command_line(pid)

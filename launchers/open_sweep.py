@@ -75,14 +75,14 @@ def open_sweep(
     max_gpu_hours: float | None = None,
     environment: dict[str, Any] | None = None,
 ) -> OpenSweep:
-    """Creates or continues the sweep of a plan, which is made anew where a rate had to be measured.
+    """Creates or continues the sweep of a plan; the plan is made anew when the rate of a core had to be measured.
 
     Args:
         reuse: what to do with ok results of another environment: `any` counts them, `same` measures
             again, None asks.
-        max_gpu_hours: the budget of this launch, for the record.
+        max_gpu_hours: the budget of this launch, which is only recorded.
         retry: failed attempts to try again, whatever the policy had settled.
-        environment: what this machine is, when another sweep of this process has looked already.
+        environment: facts about this machine, when another sweep of this process has gathered them already.
 
     Raises:
         ConfigError, SweepFolderError: it cannot be launched like this; nothing was written.
@@ -141,7 +141,7 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Callable[[str], N
 
 
 def _keep_difference(folder: SweepFolder) -> None:
-    """Keeps what is changed in the sources since their commit, as a patch named by its content."""
+    """Saves the uncommitted changes of the sources as a patch, named by the hash of its content."""
     patch = checkout.difference()
     if patch:
         name = hashlib.sha256(patch).hexdigest()[:16]
@@ -149,10 +149,10 @@ def _keep_difference(folder: SweepFolder) -> None:
 
 
 def require_local(config: SweepConfig) -> None:
-    """Raises when the local launcher cannot stand for this hardware.
+    """Raises when the local launcher cannot run on this hardware.
 
     Raises:
-        ConfigError: real nodes, and more than one.
+        ConfigError: the sweep needs more than one real node.
     """
     most = max(config.axes.nodes)
     if config.launcher.name == "local" and most > 1 and not config.hardware.simulated:
@@ -213,7 +213,7 @@ def probe_machine(peak: bool) -> dict[str, Any]:
 def _reuse(
     config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None
 ) -> Callable[[RunResult], bool]:
-    """Which ok results count, given where they were measured."""
+    """A function that says whether an ok result counts, by the environment in which it was measured."""
     facts = environment if config.kernel.kind != "command" else {}
     digest = config.kernel.digest()
     here = env_id(facts, config.kernel, digest)

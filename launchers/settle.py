@@ -142,10 +142,10 @@ class Settler:
         """Writes down that an allocation is over, and that what it claimed and did not finish is lost.
 
         Args:
-            told: how it ended by the launcher's word, when its agents said nothing.
+            told: how the launcher saw it end; None when its agents wrote their end themselves.
 
         Raises:
-            OSError: a claim cannot be read now; nothing was concluded.
+            OSError: a claim cannot be read now; nothing was written.
         """
         name = held.name
         owned = [key for key in held.tasks if self._owned(key, name, state)]
@@ -156,7 +156,7 @@ class Settler:
         self.settled.add((name, held.start))  # only now: a disk may have refused what was to be written
 
     def tell_held(self, held: AllocationState, seconds: float) -> None:
-        """Writes down for how many seconds an ended allocation held its nodes, by the word of the batch system."""
+        """Writes down for how many seconds an ended allocation held its nodes, as the batch system reports it."""
         self._tell_end(held, f"held for {seconds:.0f} s", seconds, source="slurm")
 
     def plan(self, allocation: Allocation) -> None:
@@ -169,10 +169,10 @@ class Settler:
         self._sweep.journal.write(planned)
 
     def claimed_already(self, keys: Iterable[AttemptKey], state: SweepState) -> bool:
-        """Whether some of these attempts, of which no living allocation is known, were claimed all the same.
+        """Whether some of these attempts were claimed, although no living allocation of them is known.
 
-        Who claims an attempt is the only one who may ever run it. An owner that the journal does not know is
-        taken up from its files, and looked for from then on; otherwise the attempt is lost.
+        Only the allocation that claimed an attempt may run it. If the journal does not know that allocation, it is
+        read from its files and followed from then on; if that fails, the attempt is lost.
         """
         found = False
         for key in keys:

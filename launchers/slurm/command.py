@@ -1,4 +1,4 @@
-"""Runs one program of Slurm's."""
+"""Runs one Slurm program, with a time-out."""
 
 import os
 import re

@@ -124,9 +124,9 @@ def _job_of(row: Sequence[str]) -> SlurmJob:
 
 
 def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
-    """The job of this id; elements cancelled before they started share the row of their array.
+    """The job of this id. Elements that were cancelled before they started share the row of their array.
 
-    One that was cancelled alone has no row at all (tried with Slurm 22.05).
+    An element that was cancelled alone has no row at all (tried with Slurm 22.05).
     """
     job, whole = jobs.get(job_id), jobs.get(job_id.partition("_")[0])
     if job is None and whole and whole.meaning.status is Status.CANCELLED:
@@ -135,7 +135,7 @@ def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
 
 
 def collapse(job_ids: Iterable[str]) -> list[str]:
-    """The ids as few arguments for scancel: elements of one array become `123_[4,6]`."""
+    """The ids as the fewest arguments for scancel: elements of one array become `123_[4,6]`."""
     elements: dict[str, list[int]] = {}
     for array_id, _, index in (job_id.partition("_") for job_id in job_ids):
         elements.setdefault(array_id, []).extend([int(index)] if index else [])

@@ -28,15 +28,15 @@ SUBMIT_PAUSE_S = 1.0
 END_GRACE_S = 10.0
 """Seconds after the end of a job for which its agents may still be heard, because file systems lag."""
 STALE_ACCOUNTING_S = 300.0
-"""Seconds for which sacct is believed when it calls a job active that squeue no longer knows."""
+"""Seconds for which a job counts as active that sacct calls active and squeue no longer lists."""
 _FOR_GOOD = re.compile(
     r"invalid|not permitted|not available|violates|unrecognized|unable to open|not found|more processors|"
     r"access/permission denied|cannot be satisfied",
     re.IGNORECASE,
 )
-"""Refusals of sbatch that no further try will change."""
+"""Errors of sbatch that another try will not change."""
 _FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
-"""Refusals that sound like those, but pass by themselves or with the end of our own jobs."""
+"""Refusals that match the pattern above, but pass with time or when our own jobs end."""
 
 
 class SlurmLauncher:
@@ -199,9 +199,9 @@ class SlurmLauncher:
         return frozenset(ended)
 
     def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> JobEnd | None:
-        """How an allocation ended that squeue does not call active; None while that is not sure.
+        """How an allocation ended that squeue does not list as active; None while that is not sure.
 
-        squeue's silence about a job counts only from one answer to another.
+        The time for which a job was missing is counted between answers of squeue.
         """
         waited = time.monotonic() - answer.age_s - self._unseen[held.name]
         grace = min(END_GRACE_S, self._choice.grace_s) if listed else self._choice.grace_s

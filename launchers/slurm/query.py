@@ -1,4 +1,4 @@
-"""Asks Slurm about our jobs, with few questions that each have a time-out; old answers are marked as old."""
+"""Asks Slurm about our jobs: rarely, each time with a time-out, and with a budget for failures."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from ultrabench.launchers.slurm.command import CommandError, ask
 from ultrabench.launchers.slurm.job import SACCT_FORMAT, SQUEUE_FORMAT, SlurmJob, sacct_jobs, squeue_jobs
 
 FRESH_S = 2.0
-"""Least seconds between two questions, even urgent ones."""
+"""Least seconds between two calls of squeue, even urgent ones."""
 MOST_BACK_OFF_S = 300.0
 IDS_A_COMMAND = 200
 
@@ -39,7 +39,7 @@ class Answer:
 
 
 class SlurmQuery:
-    """All questions of one launcher to Slurm."""
+    """Runs every query and cancellation of one launcher."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class SlurmQuery:
     def jobs(self, prefix: str, *, fresh: bool = False) -> Answer | None:
         """Our jobs whose name begins with `prefix`; None while Slurm has not answered once.
 
-        Asks squeue when the last question is `poll_s` old (with `fresh`: FRESH_S), while it fails after a
-        wait that doubles each time. In between, and when it fails, it is the last answer that comes.
+        squeue runs again after `poll_s` (with `fresh`: FRESH_S); while it fails, the wait doubles each time. In
+        between, and when it fails, the previous answer is returned.
 
         Raises:
             ClusterError: squeue has failed for longer than the budget.
@@ -168,7 +168,7 @@ class SlurmQuery:
             raise ClusterError(f"{failed}; the jobs may run on: `squeue --me` shows them") from failed
 
     def _waiting(self, job_ids: set[str], name: str | None) -> set[str]:
-        """Those jobs that hold no nodes at this moment.
+        """The jobs that hold no nodes at this moment, of those with these ids or this name.
 
         `scancel --state=PENDING 123_4` cancels all waiting elements of the array (tried with Slurm 22.05).
         """

@@ -33,8 +33,8 @@ def _at(phase: Phase, note: str, status: Status | None = None) -> Meaning:
     return Meaning(phase=phase, status=status, note=note)
 
 
-# A flag (CONFIGURING, COMPLETING, ...) hides the state below it, so each is read as "may hold nodes",
-# unless Slurm sets it on waiting jobs only.
+# A flag (CONFIGURING, COMPLETING, ...) hides the base state of a job, so each flag is read as "may hold nodes",
+# except those that Slurm sets on waiting jobs only.
 _MEANINGS = {
     "PENDING": _at(Phase.QUEUED, "waits"),
     "REQUEUE_FED": _at(Phase.QUEUED, "goes back to the queue of its federation"),

@@ -29,7 +29,7 @@ def row(job_id, state, name=JOB_NAME, **more):
 
 
 def rows(*jobs, **more):
-    """squeue's or sacct's rows: (id, state) or (id, state, name of the job)."""
+    """What squeue or sacct lists, from (id, state) or (id, state, name of the job)."""
     return {job_id: row(job_id, *rest, **more) for job_id, *rest in jobs}
 
 
@@ -176,12 +176,15 @@ def test_without_accounting_a_missing_job_is_lost(slurm, job_id):
 
 
 def test_a_job_that_comes_back_begins_anew(slurm):
-    slurm.lives()
-    slurm.lives(after=GRACE_S - 1)
-    slurm.lives(("57_0", "RUNNING"), after=2)
-    slurm.listed = {}
-    slurm.lives(after=GRACE_S)
-    slurm.lives(after=GRACE_S - 1)
+    for jobs, after in (
+        ({}, 0),
+        ({}, GRACE_S - 1),
+        (rows(("57_0", "RUNNING")), 2),
+        ({}, GRACE_S),
+        ({}, GRACE_S - 1),
+    ):
+        slurm.listed = jobs
+        slurm.lives(after=after)
 
 
 @pytest.mark.parametrize("first", ["COMPLETED", "CANCELLED", "RUNNING"])
@@ -305,9 +308,6 @@ def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
     assert slurm.asked == ["57_0"]
 
 
-# for how long nodes were held
-
-
 @pytest.mark.parametrize(
     ("state", "held_s"), [("CONFIGURING", 7.0), ("RUNNING", 8.0), ("COMPLETING", 9.0), ("PENDING", 0.0)]
 )
@@ -347,11 +347,7 @@ def test_what_never_started_or_is_not_over_is_not_timed(slurm):
     slurm.submitted(B, "58_0")
     slurm.ended()
     slurm.started(B, "58_0")
-    seen = slurm.observe(("57_0", "COMPLETED"), ("58_0", "RUNNING"))
-    assert (seen.timed, slurm.asked) == ({}, [])
-
-
-# a job whose agents have said goodbye
+    assert (slurm.observe(("57_0", "COMPLETED"), ("58_0", "RUNNING")).timed, slurm.asked) == ({}, [])
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -367,9 +363,6 @@ def test_a_job_that_runs_on_after_its_end_is_ended(slurm, refuses, requeue):
         assert slurm.cancelled == []
     slurm.observe(after=1)
     assert slurm.cancelled == ([] if requeue else [["57_0"]])
-
-
-# a submission without an answer
 
 
 @pytest.mark.parametrize("squeue_answers", [False, True])
