@@ -1,30 +1,43 @@
 """Hypothesis strategies for the words of ultrabench: layouts, shapes, specs, results, journals."""
 
-import contextlib
-import json
-
 from hypothesis import strategies as st
 
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import PP_SCHEDULES, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.run import RunSpec, Workload
-from ultrabench.store.events import DAMAGED, decode
+from ultrabench.run import AttemptKey, RunSpec, Workload
+from ultrabench.store.events import (
+    Adopted,
+    AllocationEnded,
+    AllocationPlanned,
+    AllocationStarted,
+    Cancel,
+    Claimed,
+    Failed,
+    LaunchConfig,
+    LeadingAgent,
+    Line,
+    Pause,
+    PhaseReached,
+    Preflight,
+    Result,
+    Start,
+    Started,
+    Submitted,
+    Submitting,
+    decode,
+    encode,
+)  # fmt: skip
 
 FAILURES = tuple(s for s in Status if s not in (Status.OK, Status.SKIPPED, Status.REJECTED))
 RUN_IDS = ("aaaa000011112222", "bbbb000011112222", "cccc000011112222")
 ALLOCATIONS = ("n1-00000000", "n2-11111111")
 
 
-def lines_of(events):
-    """The lines of a journal with these JSON objects; damaged ones are passed over, as readers do."""
-    found = []
-    for event in events:
-        with contextlib.suppress(DAMAGED):
-            found.append(decode(json.dumps(event, sort_keys=True, separators=(",", ":")).encode()))
-    return [line for line in found if line]
+def written(event, *, writer="w", seq=0, time=0.0):
+    """The line of a journal in which this event is read."""
+    return decode(encode(Line(event=event, writer=writer, seq=seq, time=time)).rstrip())
 
 
 def powers(most):
@@ -145,101 +158,60 @@ def results(draw, statuses=tuple(s for s in Status)):
     )
 
 
-def attempt_names():
-    """run_id, repeat and attempt, as an event carries them."""
-    return st.fixed_dictionaries(
-        {"run_id": st.sampled_from(RUN_IDS), "repeat": st.integers(0, 1), "attempt": st.integers(0, 2)}
-    )
+def events():
+    """Anything that a journal may say; an ok is a `Result`, any other end is `Failed`."""
+    repeats, attempts, number = st.integers(0, 1), st.integers(0, 2), st.integers(1, 99)
+    allocation, seconds = st.sampled_from(ALLOCATIONS), st.none() | st.floats(0, 1e5)
+    restart, generation = st.integers(0, 2), st.integers(1, 6)
+    keys = st.builds(AttemptKey, st.sampled_from(RUN_IDS), repeats, attempts)
+    start = st.none() | st.builds(Start, job_id=st.sampled_from(("57_0", "61_0")), restart=restart)
+    job, spec = st.fixed_dictionaries({"pid": number}), {"nodes": 1, "gpus_per_node": 2}
 
+    def attempt(kind, **values):
+        run_id = st.sampled_from(RUN_IDS)
+        return st.builds(kind, run_id=run_id, repeat=repeats, attempt=attempts, **values)
 
-def attempt_events():
-    """What is said about attempts: an ok is a `result`, any other end is `failed`."""
-    names, allocation = attempt_names(), st.sampled_from(ALLOCATIONS)
-
-    def said(event, **values):
-        more = st.fixed_dictionaries({"event": st.just(event), **values})
-        return st.builds(lambda name, rest: {**name, **rest}, names, more)
-
-    return st.one_of(
-        said(
-            "claimed",
-            allocation=allocation,
-            spec=st.just({"nodes": 1, "gpus_per_node": 2}),
-            predicted=st.fixed_dictionaries({"step_time_s": st.floats(0, 9)}),
-        ),
-        said("started", allocation=allocation, scratch=st.sampled_from(("/a", "/b"))),
-        said("phase", name=st.sampled_from(("init", "warmup", "measure"))),
-        said("result", source=st.just("agent"), result=results(statuses=(Status.OK,)).map(to_dict)),
-        said(
-            "failed",
-            source=st.sampled_from(("agent", "slurm", "launcher")),
-            result=results(statuses=FAILURES).map(to_dict),
-        ),
-    )
-
-
-def jobs():
-    """Starts of jobs of Slurm, as agents and claims name them."""
-    return st.fixed_dictionaries({"job_id": st.sampled_from(("57_0", "61_0")), "restart": st.integers(0, 2)})
-
-
-def allocation_events():
-    """What is said about allocations."""
-    key = st.tuples(st.sampled_from(RUN_IDS), st.integers(0, 1), st.integers(0, 2)).map(list)
-    number = st.integers(1, 99)
-    seconds = st.none() | st.floats(0, 1e5)
-
-    def said(event, **values):
-        return st.fixed_dictionaries(
-            {"event": st.just(event), "allocation": st.sampled_from(ALLOCATIONS), **values}
-        )
+    def held(kind, **values):
+        return st.builds(kind, allocation=allocation, **values)
 
     return st.one_of(
-        said("allocation_planned", nodes=number, limit_s=st.floats(1, 1e4), tasks=st.lists(key)),
-        said("submitting", token=st.text(max_size=4)),
-        said("submitted", job=st.fixed_dictionaries({"pid": number})),
-        said("adopted", job=st.fixed_dictionaries({"pid": number})),
-        said(
-            "allocation_started",
-            agent=st.fixed_dictionaries({"node": number, "pid": number, "job": st.none() | jobs()}),
+        attempt(Claimed, allocation=allocation, job=start, spec=st.just(spec)),
+        attempt(Started, allocation=allocation, scratch=st.sampled_from(("/a", "/b"))),
+        attempt(PhaseReached, name=st.sampled_from(("init", "warmup", "measure"))),
+        attempt(Result, result=results(statuses=(Status.OK,))),
+        attempt(
+            Failed, source=st.sampled_from(("agent", "slurm", "launcher")), result=results(statuses=FAILURES)
         ),
-        said(
-            "allocation_ended",
-            reason=st.sampled_from(("all tasks done", "vanished")),
-            job=st.none() | jobs(),
-            elapsed_s=seconds,
-            held_s=seconds,
+        held(
+            AllocationPlanned, nodes=number, limit_s=st.floats(1, 1e4), tasks=st.lists(keys).map(tuple),
+            control=st.none() | st.just("cccc"),
         ),
-    )
-
-
-def control_events():
-    """What the user said."""
-    generation = st.integers(1, 6)
-    return st.one_of(
-        st.fixed_dictionaries(
-            {
-                "event": st.just("config"),
-                "generation": generation,
-                "config": st.fixed_dictionaries({"name": st.text(max_size=3)}),
-                "retry": st.lists(
-                    st.tuples(st.sampled_from(RUN_IDS), st.just(0), st.integers(0, 2)).map(list), max_size=2
-                ),
-            }
+        held(Submitting, token=st.text(max_size=4)),
+        held(Submitted, job=job),
+        held(Adopted, job=job),
+        held(AllocationStarted, agent=st.builds(LeadingAgent, node=number, pid=number, job=start)),
+        held(Preflight, restart=restart, found=st.dictionaries(st.sampled_from(("probe", "nodes")), number)),
+        held(
+            AllocationEnded, restart=restart, job=start, source=st.sampled_from(("agent", "launcher")),
+            reason=st.sampled_from(("all tasks done", "Slurm ended job 57_0: TIMEOUT", "no time left")),
+            elapsed_s=seconds, held_s=seconds, avoid=st.sampled_from(((), ("gpu01",), ("gpu01", "gpu02"))),
         ),
-        st.fixed_dictionaries({"event": st.just("pause"), "generation": generation, "on": st.booleans()}),
-        st.fixed_dictionaries({"event": st.just("cancel"), "generation": generation}),
-    )
+        st.builds(
+            LaunchConfig, generation=generation, config=st.fixed_dictionaries({"name": st.text(max_size=3)}),
+            retry=st.lists(keys, max_size=2).map(tuple),
+        ),
+        st.builds(Pause, generation=generation, on=st.booleans()),
+        st.builds(Cancel, generation=generation),
+    )  # fmt: skip
 
 
 @st.composite
 def journals(draw, most_writers=3, most_events=8):
-    """A list of whole journal files: the events of each writer, numbered from 0."""
-    events = attempt_events() | attempt_events() | allocation_events() | control_events()
+    """A list of whole journal files: the lines of each writer, numbered from 0."""
     files = []
     for n in range(draw(st.integers(1, most_writers))):
-        said = draw(st.lists(events, max_size=most_events))
-        clock = draw(st.floats(0, 2e9))
-        head = {"v": 1, "writer": f"agent-host-{n}"}
-        files.append([{**head, "seq": i, "time": clock + i, **e} for i, e in enumerate(said)])
+        clock, told = draw(st.floats(0, 2e9)), draw(st.lists(events(), max_size=most_events))
+        files.append(
+            [written(e, writer=f"agent-host-{n}", seq=i, time=clock + i) for i, e in enumerate(told)]
+        )
     return files
