@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.running.attempts import attempts_left
+from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.running.attempts import next_attempts
 
 _DEFAULT = load_config(["launcher=slurm", "model=tiny"])
 
@@ -23,6 +24,13 @@ def slurm(**words):
     return replace(_DEFAULT.launcher, **words)
 
 
-def left(runs, state, alive=frozenset(), **words):
+def left(runs, state, alive=frozenset(), *, repeats=1, confirm=1, policy=None, canary=False, **words):
     """What is left to do of a sweep of these runs, by default once each."""
-    return attempts_left(runs, state, alive, **{"repeats": 1, "policy": retry(), **words})
+    config = replace(
+        _DEFAULT,
+        repeats=repeats,
+        retry=policy or retry(),
+        measure=measure(confirm=confirm),
+        launcher=slurm(control=canary),
+    )
+    return next_attempts(Plan(config=config, candidates=tuple(runs)), state, alive, **words)

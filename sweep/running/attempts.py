@@ -1,7 +1,7 @@
 """The attempts that a sweep still needs: a pure function of its plan, its state and what is alive."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ultrabench.result import RunResult, Status
@@ -52,67 +52,6 @@ class AttemptsLeft:
         return not self.todo and not self.waiting
 
 
-def attempts_left(
-    runs: Sequence[Candidate],
-    state: SweepState,
-    alive: frozenset[str],
-    *,
-    repeats: int,
-    accepts: Callable[[RunResult], bool] = lambda result: True,
-    canary: bool = False,
-    policy: RetryPolicy,
-    confirm: int = 1,
-    old: frozenset[AttemptKey] = frozenset(),
-    doubted: Collection[AttemptKey] = (),
-    ended_s: Mapping[AttemptKey, float] | None = None,
-) -> AttemptsLeft:
-    """The attempts to make, and how many are queued or running.
-
-    Args:
-        runs: what the plan runs, in order.
-        alive: names of the allocations that are queued or running.
-        repeats: independent measurements wanted of each run.
-        accepts: whether an ok result counts (it may come from another environment).
-        canary: hold back the runs of a number of nodes while the first allocation of that size is on
-            its way and no run of that size has passed.
-        policy: what follows from failures.
-        confirm: measurements wanted of the contenders of a cell, once all its runs are settled.
-        old: attempts that ended before this launch.
-        doubted: ok attempts whose number is suspect; the policy says how many repeats that is worth.
-        ended_s: how long ago this launcher saw attempts end, by its own monotonic clock; after a failure a
-            run may have to wait. What ended before this launch has waited enough and is left out.
-    """
-    ended_s = ended_s or {}
-    on_their_way = {
-        key for name in alive for key in _tasks(state, name) if _unfinished(state.attempts.get(key))
-    }
-    tried: dict[str, list[AttemptState]] = {}
-    for key, attempt in sorted(state.attempts.items()):
-        tried.setdefault(key.run_id, []).append(attempt)
-    following = _Following(state, policy, old, accepts, doubted)
-    dominated = left_out(runs, state)
-    open_runs = [run for run in runs if run.run_id not in dominated]
-    todo = _wanted(open_runs, tried, following, range(repeats))
-    if confirm > repeats:
-        unsettled = {t.candidate.cell for t in todo}
-        settled = [run for run in open_runs if run.cell not in unsettled]
-        best = contenders(settled, tried, state)
-        todo += _wanted([r for r in settled if r.run_id in best], tried, following, range(repeats, confirm))
-    todo = [t for t in todo if t.key not in on_their_way]
-    resting = {t.key for t in todo if t.after and ended_s.get(t.after, math.inf) < t.pause_s}
-    untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
-    busy = {state.allocations[name].nodes for name in alive if name in state.allocations}
-    held_back = untried & busy
-    ready = tuple(t for t in todo if t.candidate.nodes not in held_back and t.key not in resting)
-    return AttemptsLeft(
-        todo=ready,
-        waiting=len(on_their_way) + len(todo) - len(ready),
-        untried=untried,
-        dominated=dominated,
-        broken=broken(state, policy, ended_s),
-    )
-
-
 def next_attempts(
     plan: Plan,
     state: SweepState,
@@ -122,16 +61,45 @@ def next_attempts(
     old: frozenset[AttemptKey] = frozenset(),
     ended_s: Mapping[AttemptKey, float] | None = None,
 ) -> AttemptsLeft:
-    """`attempts_left` with the values of the plan's configuration, without the results that others make doubtful."""
-    config, state = plan.config, with_loss_outliers(state)
+    """The attempts to make, and how many are queued or running.
+
+    Args:
+        alive: names of the allocations that are queued or running.
+        accepts: whether an ok result counts (it may come from another environment).
+        old: attempts that ended before this launch.
+        ended_s: how long ago this launcher saw attempts end, by its own monotonic clock; after a failure a
+            run may have to wait. What ended before this launch has waited enough and is left out.
+    """
+    config, state, ended_s = plan.config, with_loss_outliers(state), ended_s or {}
+    on_their_way = {key for name in alive for key in _unfinished(state, name)}
+    tried: dict[str, list[AttemptState]] = {}
+    for key, attempt in sorted(state.attempts.items()):
+        tried.setdefault(key.run_id, []).append(attempt)
     # Where losses differ without a majority, repeats would differ in the same way.
     doubted = suspect_attempts(state, device=config.hardware.device).keys() - disputed_attempts(state).keys()
-    return attempts_left(
-        plan.runs, state, alive, doubted=doubted,
-        repeats=config.repeats, accepts=accepts, canary=config.launcher.control,
-        policy=config.retry, confirm=config.measure.confirm, old=old,
-        ended_s=ended_s,
-    )  # fmt: skip
+    following = _Following(state, config.retry, old, accepts, doubted)
+    dominated = left_out(plan.runs, state)
+    open_runs = [run for run in plan.runs if run.run_id not in dominated]
+    todo = _wanted(open_runs, tried, following, range(config.repeats))
+    if config.measure.confirm > config.repeats:
+        unsettled = {t.candidate.cell for t in todo}
+        settled = [run for run in open_runs if run.cell not in unsettled]
+        best = contenders(settled, tried, state)
+        further = range(config.repeats, config.measure.confirm)
+        todo += _wanted([r for r in settled if r.run_id in best], tried, following, further)
+    todo = [t for t in todo if t.key not in on_their_way]
+    resting = {t.key for t in todo if t.after and ended_s.get(t.after, math.inf) < t.pause_s}
+    canary = config.launcher.control  # of each number of nodes, one allocation goes first
+    untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
+    held_back = untried & {state.allocations[name].nodes for name in alive if name in state.allocations}
+    ready = tuple(t for t in todo if t.candidate.nodes not in held_back and t.key not in resting)
+    return AttemptsLeft(
+        todo=ready,
+        waiting=len(on_their_way) + len(todo) - len(ready),
+        untried=untried,
+        dominated=dominated,
+        broken=broken(state, config.retry, ended_s),
+    )
 
 
 def _wanted(
@@ -155,13 +123,13 @@ def _passed(state: SweepState) -> set[int]:
     return {nodes for a in oks if isinstance(nodes := (a.spec or {}).get("nodes"), int)}
 
 
-def _tasks(state: SweepState, allocation: str) -> Iterable[AttemptKey]:
+def _unfinished(state: SweepState, allocation: str) -> Iterator[AttemptKey]:
+    """The tasks of an allocation that have not ended."""
     held = state.allocations.get(allocation)
-    return held.tasks if held else ()
-
-
-def _unfinished(attempt: AttemptState | None) -> bool:
-    return attempt is None or attempt.result is None
+    for key in held.tasks if held else ():
+        attempt = state.attempts.get(key)
+        if attempt is None or attempt.result is None:
+            yield key
 
 
 class _Following:

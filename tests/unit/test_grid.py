@@ -151,7 +151,7 @@ def test_the_same_input_plans_the_same():
     overrides = ["sweep=playbook", "sweep.models=[8B,1B]", "sweep.nodes=[4,1]"]
     code = (
         "import json, sys\n"
-        "from ultrabench.sweep.config import load_config\n"
+        "from ultrabench.sweep.config.load import load_config\n"
         "from ultrabench.sweep.plan import make_plan\n"
         "plan = make_plan(load_config(sys.argv[1:]))\n"
         "print(json.dumps([(c.shape.name, c.nodes, c.layout.label()) for c in plan.candidates]))"
