@@ -50,8 +50,11 @@ def doubts(table: pa.Table) -> list[str]:
     suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
     named = ((suspect, "suspect and wins no cell"), (invalid, "invalid"))
-    return [f"{len(found)} of {counted(len(rows), 'row')}: {what}, such as {found[0][0]}: {found[0][1]}"
-            for found, what in named if found]  # fmt: skip
+    return [
+        f"{len(found)} of {counted(len(rows), 'row')}: {what}, such as {found[0][0]}: {found[0][1]}"
+        for found, what in named
+        if found
+    ]
 
 
 def notes(table: pa.Table) -> str:

@@ -42,32 +42,19 @@ class Cell:
     """Other runs that the 95 % intervals do not tell from the best."""
     ranked_by: str | None = None
     """The column that found the best: control_ratio where the cell has one control, else as asked."""
-    hardware: str | None
-    kernel: str | None
-    precision: str | None
-    seq_len: int | None
-    gbs: int | None
+    panel: Panel
+    """The picture this cell belongs to."""
     num_params: int | None
     peak_source: str | None = None
     compare_ratio: float | None = None
     """tokens_per_s_per_gpu of this best over that of the other table's best."""
 
-    @property
-    def panel(self) -> Panel:
-        """The picture this cell belongs to."""
-        return Panel(
-            hardware=self.hardware,
-            kernel=self.kernel,
-            precision=self.precision,
-            seq_len=self.seq_len,
-            gbs=self.gbs,
-        )
-
     def to_json(self) -> dict[str, Any]:
-        """The cell as JSON values, the axes of its layout among the others."""
+        """The cell as JSON values, the fields of its panel and its layout among the others."""
         told: dict[str, Any] = asdict(self) | {"as_good_as_best": list(self.as_good_as_best)}
         layout = told.pop("layout")
-        return told | {name: layout.get(name) for name in AXES}
+        told |= told.pop("panel") | {name: layout.get(name) for name in AXES}
+        return told
 
 
 def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:
@@ -91,4 +78,4 @@ def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:
 
 def _workload(cell: Cell) -> tuple[object, ...]:
     """What two cells of different tables must share to be compared."""
-    return (cell.num_params or cell.model, cell.nodes, cell.seq_len, cell.gbs)
+    return (cell.num_params or cell.model, cell.nodes, cell.panel.seq_len, cell.panel.gbs)

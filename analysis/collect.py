@@ -65,16 +65,16 @@ def _version(table: pa.Table) -> int | None:
     claims: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
     if "schema_version" in table.column_names:
         claims += table["schema_version"].unique().to_pylist()
+    told = [c.decode() if isinstance(c, bytes) else str(c) for c in claims if c is not None]
     try:
-        return max((int(str(c.decode() if isinstance(c, bytes) else c).removesuffix(".0"))
-                    for c in claims if c is not None), default=None)  # fmt: skip
+        return max((int(version.removesuffix(".0")) for version in told), default=None)
     except ValueError:
         return None
 
 
 def _conform(table: pa.Table, path: Path) -> pa.Table:
     """The table with every column of the schema in its type."""
-    arrays, fields = [], []
+    arrays = []
     for column in COLUMNS:
         given = table[column.name] if column.name in table.column_names else pa.nulls(len(table))
         try:
@@ -83,9 +83,8 @@ def _conform(table: pa.Table, path: Path) -> pa.Table:
             raise SweepFolderError(
                 f"{path}: column {column.name} holds {given.type}, needs {column.type}; collect it again"
             ) from error
-        fields.append(SCHEMA.field(column.name))
-    for name in table.column_names:
-        if name not in SCHEMA.names:
-            arrays.append(table[name])
-            fields.append(table.schema.field(name))
-    return pa.table(arrays, schema=pa.schema(fields, metadata=SCHEMA.metadata))
+    own = [name for name in table.column_names if name not in SCHEMA.names]
+    fields = [*SCHEMA, *(table.schema.field(name) for name in own)]
+    return pa.table(
+        [*arrays, *(table[name] for name in own)], schema=pa.schema(fields, metadata=SCHEMA.metadata)
+    )

@@ -8,8 +8,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis.cells import Cell
+from ultrabench.analysis.cells import Cell, Panel
 from ultrabench.analysis.rows import Row
+from ultrabench.analysis.schema import MODEL
 from ultrabench.analysis.why_empty import why_empty
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.layout import AXES
@@ -18,11 +19,7 @@ from ultrabench.sweep.running.outliers import may_win
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
 _PANEL = ("hardware", "kernel", "precision", "seq_len", "gbs")
-_SHAPE = (
-    "num_params", "model", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "intermediate_size", "vocab_size", "tie_word_embeddings",
-)  # fmt: skip
-_KEY = (*_PANEL, *_SHAPE, "nodes")
+_KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
 """A cell: two models of one name and different shape are two cells, and so are two batches."""
 _RUN = ["cell", "run_id"]
 _WINNER = ("mfu", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source")
@@ -109,8 +106,8 @@ def _final(table: pa.Table, rank_by: str) -> tuple[list[Row], pd.DataFrame]:
         pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
     )
     frame = final.to_pandas()
-    in_order = frame.sort_values([*_KEY], na_position="first")
-    frame["cell"] = in_order.groupby([*_KEY], dropna=False, sort=False).ngroup()
+    in_order = frame.sort_values(_KEY, na_position="first")
+    frame["cell"] = in_order.groupby(_KEY, dropna=False, sort=False).ngroup()
     return final.to_pylist(), frame
 
 
@@ -160,7 +157,8 @@ def _controlled(fit: pd.DataFrame) -> pd.Series:
 def _cell(held: Sequence[Row], rows: Sequence[Row], winners: pd.DataFrame | None) -> Cell:
     """The cell of the rows `held`; `winners` is None when none of them may win."""
     ended = {r["run_id"] for r in held if r["status"] not in (None, "rejected", "skipped")}
-    shared = {k: held[0][k] for k in (*_PANEL, "model", "nodes", "num_params")} | {"num_runs": len(ended)}
+    shared = {k: held[0][k] for k in ("model", "nodes", "num_params")} | {"num_runs": len(ended)}
+    shared["panel"] = Panel(**{k: held[0][k] for k in _PANEL})
     if winners is None:
         status, reason = why_empty(held)
         return Cell(run_id=None, status=status, reason=reason, **shared)

@@ -6,9 +6,10 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION
+from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION
 from ultrabench.device_rates import bandwidths, summary
 from ultrabench.errors import ConfigError
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
@@ -39,11 +40,7 @@ _PREDICTED = {
     "p_oom": "p_oom",
 }
 """Column -> its name in what a claim carries."""
-_SHAPE = (
-    "num_params", "num_active_params", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "intermediate_size", "vocab_size", "tie_word_embeddings",
-)  # fmt: skip
-_OF_TRAINING = frozenset({"model", "gbs", "seq_len", "recompute", "compile", *_SHAPE, *AXES, *_PREDICTED})
+_OF_TRAINING = frozenset({"gbs", "seq_len", "recompute", "compile", *MODEL, *AXES, *_PREDICTED})
 """What a run that only measures devices and links does not have; without a model it is in no ranking."""
 _MEASURED = (
     "env_id", "gpu_name", "reason", "cause", "fingerprint", "confirmed", "stopped", "measured_by", "ci_reached",
@@ -95,7 +92,7 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
 
     for candidate in plan:
         shape = shapes.get(candidate["model"])
-        base = _planned(sweep, candidate, shape)
+        base = _base(sweep, sweep.kernel, {k: candidate.get(k) for k in (*_PLANNED, *_PREDICTED)}, shape)
         tried = attempts.pop(candidate["run_id"], [])
         if not tried:
             yield {**base, **_not_attempted(candidate, dominated.get(candidate["run_id"]))}
@@ -103,8 +100,8 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
             yield outcome(base, attempt, shape)
     for run_id, tried in sorted(attempts.items()):
         for attempt in tried:
-            base = _told(sweep, attempt, warn) | {"run_id": run_id}
-            yield outcome(base, attempt, _claimed_shape(attempt))
+            base, shape = _claimed(sweep, attempt, warn)
+            yield outcome(base | {"run_id": run_id}, attempt, shape)
 
 
 def _marked(row: Row, control: dict[str, float], doubt: str | None) -> Row:
@@ -115,44 +112,25 @@ def _marked(row: Row, control: dict[str, float], doubt: str | None) -> Row:
     return row
 
 
-def _claimed_shape(attempt: AttemptState) -> ModelShape | None:
-    """The model an attempt was claimed for; None when the claim is lost or unreadable."""
-    try:
-        return from_dict(ModelShape, (attempt.spec or {})["shape"])
-    except (ConfigError, KeyError):
-        return None
-
-
-def _shared(sweep: SweepJson) -> Row:
+def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape | None) -> Row:
+    """What all attempts of a run share; `place` holds its id, model, nodes, batch and layout, as far as known."""
+    peak = sweep.peak(place["nodes"], kernel.precision) if place else None
     return {
         "schema_version": RESULTS_SCHEMA_VERSION,
         "sweep": sweep.sweep,
         "cluster": sweep.cluster,
         "hardware": sweep.hardware.name,
-        "kernel": sweep.kernel.name,
+        "kernel": kernel.name,
         "kernel_digest": sweep.kernel_digest,
-        "recompute": sweep.kernel.recompute,
-        "precision": sweep.kernel.precision,
-        "compile": sweep.kernel.compile,
+        "recompute": kernel.recompute,
+        "precision": kernel.precision,
+        "compile": kernel.compile,
         "git_commit": sweep.provenance.get("git_commit"),
+        "peak_flops_per_s": peak and peak.flops_per_s,
+        "peak_source": peak and peak.source,
+        **place,
+        **({} if shape is None else {k: getattr(shape, k) for k in MODEL if k != "model"}),
     }
-
-
-def _with_peak(sweep: SweepJson, row: Row) -> Row:
-    peak = sweep.peak(row["nodes"], row["precision"])
-    if peak is not None:
-        row |= {"peak_flops_per_s": peak.flops_per_s, "peak_source": peak.source}
-    return row
-
-
-def _planned(sweep: SweepJson, candidate: Row, shape: ModelShape | None) -> Row:
-    """What the plan says of a candidate."""
-    row = _shared(sweep) | {k: candidate.get(k) for k in (*_PLANNED, *_PREDICTED)}
-    return _with_peak(sweep, row | _shape_columns(shape))
-
-
-def _shape_columns(shape: ModelShape | None) -> Row:
-    return {} if shape is None else {k: getattr(shape, k) for k in _SHAPE}
 
 
 def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
@@ -165,19 +143,17 @@ def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
     return {"status": status and status.value, "is_final": True} | {k: candidate.get(k) for k in told}
 
 
-def _told(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> Row:
-    """What the journal says of a run that the plan does not hold."""
+def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, ModelShape | None]:
+    """What the journal says of a run that the plan does not hold, and its model."""
     try:
         spec = from_dict(RunSpec, attempt.spec or {})
     except ConfigError as error:
         warn(f"attempt {attempt.key} is not in the plan and its claim cannot be read: {error}")
-        return _shared(sweep)
-    row = _shared(sweep) | {k: getattr(spec.layout, k) for k in AXES}
-    row |= {"kernel": spec.kernel.name, "precision": spec.kernel.precision}
-    row |= {"compile": spec.kernel.compile, "recompute": spec.kernel.recompute}
-    row |= {"model": spec.shape.name, "seq_len": spec.workload.seq_len, "gbs": spec.workload.gbs}
-    row |= {"nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "gpus": spec.layout.world_size}
-    return _with_peak(sweep, row | _shape_columns(spec.shape))
+        return _base(sweep, sweep.kernel, {}, None), None
+    place = {k: getattr(spec.layout, k) for k in AXES}
+    place |= {"model": spec.shape.name, "seq_len": spec.workload.seq_len, "gbs": spec.workload.gbs}
+    place |= {"nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "gpus": spec.layout.world_size}
+    return _base(sweep, spec.kernel, place, spec.shape), spec.shape
 
 
 def _attempted(base: Row, attempt: AttemptState, state: SweepState, final: bool) -> Row:

@@ -1,9 +1,31 @@
-"""The columns of runs.parquet: one table that gives the Arrow schema and docs/results-schema.md."""
+"""The columns of runs.parquet: one table that gives the Arrow schema and docs/results-schema.md.
+
+A row is one attempt of one repeat of a run, or a candidate that was never attempted (`repeat` and
+`attempt` are null). Every candidate of the plan has at least one row. `is_final` marks the one row
+that stands for a (run_id, repeat): its ok attempt, else its latest. Units are in the names; `mfu`
+and its like are fractions. What is not known is null, never 0 or -1.
+
+`status` is null while a run waits or runs; `rejected` when a rule or the kernel forbids the layout (`rule`,
+`reason`); `skipped` when a decision made it pointless; else `ok`, `oom`, `hang`, `timeout`,
+`comm_error`, `crash`, `node_fail`, `preempted`, `cancelled`, `lost` or `invalid`. Speeds and `mfu`
+are given for `ok`, and for a run that is `invalid` only because its loss differs from that of other layouts.
+The file's metadata holds the version (`ultrabench.schema_version`) and each column's description. New columns
+keep the version; a file of a newer version is refused.
+
+How the best of a cell (model, batch, nodes, hardware, kernel) is found: `ok` rows compete, without suspects
+and without those that were `stopped` as `slower_than_best`. Where each of them was measured beside one and the
+same `control`, they are ranked by `control_ratio`, which takes out what the nodes of an allocation were worth;
+where one of them was not, the whole cell is ranked by `tokens_per_s_per_gpu`. A run counts with the median of
+its repeats, which are in different allocations. Runs are as good as the best where the intervals overlap; that
+of a run spans the 95 % intervals of all its repeats and, in a ratio, of the control. `heatmap --json` says
+`ranked_by` for each cell; `--rank-by COLUMN` ranks by another column.
+"""
 
 from typing import NamedTuple
 
 import pyarrow as pa
 
+from ultrabench.device_rates import OPERATIONS
 from ultrabench.layout import AXES, MEANINGS, TEXT_AXES
 
 RESULTS_SCHEMA_VERSION = 1
@@ -105,16 +127,9 @@ GROUPS: dict[str, tuple[Column, ...]] = {
         Column("p_oom", FLOAT, "Predicted probability of running out of memory."),
     ),
     "State of the cluster": (
-        Column("allreduce_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
-        Column("allgather_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
-        Column("reducescatter_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
-        Column("alltoall_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
-        Column("sendrecv_busbw_bytes_per_s", FLOAT, "Bus bandwidth over all ranks."),
-        Column("allreduce_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
-        Column("allgather_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
-        Column("reducescatter_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
-        Column("alltoall_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
-        Column("sendrecv_intra_node_busbw_bytes_per_s", FLOAT, "Bus bandwidth inside a node."),
+        *(Column(f"{operation}{scope}_busbw_bytes_per_s", FLOAT, f"Bus bandwidth {where}.")
+          for scope, where in (("", "over all ranks"), ("_intra_node", "inside a node"))
+          for operation in OPERATIONS),
         Column("bandwidths", BANDWIDTHS, "All sizes and percentiles, of runs with kernel=probe; see comm.md."),
         Column("gemm_flops_per_s", FLOAT, "Matrix product rate of the slowest device."),
         Column("memory_copy_bytes_per_s", FLOAT, "Bytes read and written by a copy, of the slowest device."),
@@ -135,6 +150,9 @@ GROUPS: dict[str, tuple[Column, ...]] = {
     ),
 }  # fmt: skip
 
+MODEL = tuple(column.name for column in GROUPS["Model"])
+"""Columns that say which model a run trains."""
+
 COLUMNS: tuple[Column, ...] = tuple(column for group in GROUPS.values() for column in group)
 
 SCHEMA: pa.Schema = pa.schema(
@@ -142,35 +160,12 @@ SCHEMA: pa.Schema = pa.schema(
     metadata={VERSION_KEY: str(RESULTS_SCHEMA_VERSION).encode()},
 )
 
-_INTRODUCTION = f"""# The columns of runs.parquet
-
-Schema version {RESULTS_SCHEMA_VERSION}; printed by `python -m ultrabench.analysis.schema`.
-
-A row is one attempt of one repeat of a run, or a candidate that was never attempted (`repeat` and
-`attempt` are null). Every candidate of the plan has at least one row. `is_final` marks the one row
-that stands for a (run_id, repeat): its ok attempt, else its latest. Units are in the names; `mfu`
-and its like are fractions. What is not known is null, never 0 or -1.
-
-`status` is null while a run waits or runs; `rejected` when a rule or the kernel forbids the layout (`rule`,
-`reason`); `skipped` when a decision made it pointless; else `ok`, `oom`, `hang`, `timeout`,
-`comm_error`, `crash`, `node_fail`, `preempted`, `cancelled`, `lost` or `invalid`. Speeds and `mfu`
-are given for `ok`, and for a run that is `invalid` only because its loss differs from that of other layouts.
-The file's metadata holds the version (`{VERSION_KEY.decode()}`) and each column's description. New columns
-keep the version; a file of a newer version is refused.
-
-How the best of a cell (model, batch, nodes, hardware, kernel) is found: `ok` rows compete, without suspects
-and without those that were `stopped` as `slower_than_best`. Where each of them was measured beside one and the
-same `control`, they are ranked by `control_ratio`, which takes out what the nodes of an allocation were worth;
-where one of them was not, the whole cell is ranked by `tokens_per_s_per_gpu`. A run counts with the median of
-its repeats, which are in different allocations. Runs are as good as the best where the intervals overlap; that
-of a run spans the 95 % intervals of all its repeats and, in a ratio, of the control. `heatmap --json` says
-`ranked_by` for each cell; `--rank-by COLUMN` ranks by another column.
-"""
-
 
 def markdown() -> str:
-    """The text of docs/results-schema.md."""
-    parts = [_INTRODUCTION]
+    """The text of docs/results-schema.md: this module's docstring and a table for each group of columns."""
+    heading = f"# The columns of runs.parquet\n\nSchema version {RESULTS_SCHEMA_VERSION}; printed by"
+    meaning = str(__doc__).partition("\n\n")[2]
+    parts = [f"{heading} `python -m ultrabench.analysis.schema`.\n\n{meaning}"]
     for group, columns in GROUPS.items():
         lines = [f"| `{c.name}` | {_type_name(c.type)} | {c.description} |" for c in columns]
         parts.append("\n".join([f"## {group}\n", "| column | type | meaning |", "|---|---|---|", *lines, ""]))

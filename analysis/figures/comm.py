@@ -2,6 +2,7 @@
 
 import textwrap
 from math import log2
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -15,6 +16,9 @@ from ultrabench.errors import ConfigError
 
 _TITLES = {"allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": "ReduceScatter",
            "alltoall": "AllToAll", "sendrecv": "SendRecv (ring)"}  # fmt: skip
+_LINE: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 4, "markeredgewidth": 0}
+_BAND: dict[str, Any] = {"estimator": "median", "errorbar": ("pi", 100), "err_kws": {"linewidth": 0}}
+"""A line through the medians, a band from the lowest to the highest rate of each point."""
 _RATES = {"p5": "busbw_p5_bytes_per_s", "median": "busbw_bytes_per_s", "p95": "busbw_p95_bytes_per_s"}
 """Name of a rate in a point -> its name in the column `bandwidths`."""
 
@@ -68,10 +72,16 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         held = rates[rates["operation"] == operation]
         if len(held):
             sns.lineplot(
-                held, x="at", y="GB_per_s", hue="buffer", hue_order=sizes.values(), palette="viridis",
-                estimator="median", errorbar=("pi", 100), marker="o", markersize=4, markeredgewidth=0,
-                linewidth=1.6, err_kws={"linewidth": 0}, ax=axes,
-            )  # fmt: skip
+                held,
+                x="at",
+                y="GB_per_s",
+                hue="buffer",
+                hue_order=sizes.values(),
+                ax=axes,
+                **_BAND,
+                palette="viridis",
+                **_LINE,
+            )
             lines = axes.get_legend_handles_labels()
             axes.get_legend().remove()
         axes.set_title(_TITLES[operation], fontsize=11, fontweight="bold", loc="left")

@@ -4,6 +4,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import pandas as pd
@@ -24,6 +25,8 @@ _RIGHT, _HEADER, _AXIS = 1.15, 0.42, 0.62
 """Inches around the squares of a panel: colour bar, title of the panel, node labels."""
 _NAME_WIDTH = 22
 """Characters of a model's name on one line."""
+_TITLE: dict[str, Any] = {"fontsize": 14, "fontweight": "bold"}
+_SMALL: dict[str, Any] = {"fontsize": 7.5, "color": GREY}
 _COLOURS = "viridis"
 """Even in lightness, so that it survives colour blindness and a grey printer."""
 
@@ -77,14 +80,12 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     top = foot + sum(_HEADER + grid.size[1] + _AXIS for grid in grids)
     height = top + _TITLE_LINE * len(heading) + _TOP
     picture = Figure(figsize=(width, height), facecolor="white")
-    picture.text(left / width, 1 - _TOP / height, "\n".join(heading), fontsize=14,
-                 fontweight="bold", va="top", linespacing=1.25)  # fmt: skip
+    picture.text(left / width, 1 - _TOP / height, "\n".join(heading), va="top", linespacing=1.25, **_TITLE)
     for grid in grids:
         axes = _draw_squares(picture, grid, left, top - _HEADER, _scale_end(cells), compared_with)
         _draw_labels(axes, grid, width - left)
         top -= _HEADER + grid.size[1] + _AXIS
-    picture.text(left / width, foot / height, "\n".join(lines), fontsize=7.5, color=GREY,
-                 va="top", linespacing=1.35)  # fmt: skip
+    picture.text(left / width, foot / height, "\n".join(lines), va="top", linespacing=1.35, **_SMALL)
     return picture
 
 
@@ -129,10 +130,14 @@ def _draw_squares(
     bar = (
         picture.add_axes(((left + wide + 0.25) / width, down, 0.18 / width, high / height)) if known else None
     )
-    sns.heatmap(
-        mfu, vmin=0, vmax=end, cmap=_COLOURS, xticklabels=[f"{n:,}" for n in grid.nodes], yticklabels=False,
-        ax=axes, cbar=known, cbar_ax=bar, cbar_kws={"ticks": MaxNLocator(5, steps=[1, 2, 5, 10])},
-    )  # fmt: skip
+    ticks = [f"{n:,}" for n in grid.nodes]
+    scale: dict[str, Any] = {
+        "vmin": 0,
+        "vmax": end,
+        "cmap": _COLOURS,
+        "cbar_kws": {"ticks": MaxNLocator(5, steps=[1, 2, 5, 10])},
+    }
+    sns.heatmap(mfu, xticklabels=ticks, yticklabels=False, ax=axes, cbar=known, cbar_ax=bar, **scale)
     axes.hlines(range(len(grid.models) + 1), 0, len(grid.nodes), colors="white", linewidth=2.5)
     axes.vlines(range(len(grid.nodes) + 1), 0, len(grid.models), colors="white", linewidth=2.5)
     axes.set_xlabel("nodes", color=GREY)
@@ -154,12 +159,12 @@ def _draw_labels(axes: Axes, grid: Grid, room: float) -> None:
         names = textwrap.wrap(name, _NAME_WIDTH, max_lines=2)
         x, y = -0.1 / grid.square[0], row + 0.5
         nudge = 0.09 * len(names) / grid.square[1]
-        axes.text(x, y - (nudge if size else 0), "\n".join(names), ha="right", va="center",
-                  fontsize=11, fontweight="bold")  # fmt: skip
-        axes.text(x, y + nudge, size, ha="right", va="center", fontsize=7.5, color=GREY)
+        beside: dict[str, Any] = {"ha": "right", "va": "center"}
+        axes.text(x, y - (nudge if size else 0), "\n".join(names), fontsize=11, fontweight="bold", **beside)
+        axes.text(x, y + nudge, size, **beside, **_SMALL)
     shown = _panel_title(grid.panel)
-    axes.text(0, -0.16 / grid.square[1], shown, fontsize=min(9.5, 120 * room / len(shown)),
-              color=GREY, va="center")  # fmt: skip
+    font = min(9.5, 120 * room / len(shown))
+    axes.text(0, -0.16 / grid.square[1], shown, fontsize=font, color=GREY, va="center")
 
 
 def _model(cell: Cell) -> tuple[str, str]:

@@ -48,8 +48,8 @@ def paint(axes: Axes, at: Square, cell: Cell, colour: Colour | None, compared_wi
         ink = _LIGHT if colour is not None and relative_luminance(colour) <= 0.2 else _DARK
     # A text for each line: a viewer that lacks the font still centres each of them.
     for y, text, size, weight in texts:
-        axes.text(at.column + 0.5, at.row + y, text, color=ink, fontsize=size, fontweight=weight,
-                  ha="center", va="center")  # fmt: skip
+        middle = axes.text(at.column + 0.5, at.row + y, text, color=ink, fontsize=size, fontweight=weight)
+        middle.set(ha="center", va="center")
 
 
 def _lines(at: Square, cell: Cell, compared_with: str | None) -> list[tuple[float, str, float, str]]:

@@ -45,25 +45,16 @@ def spec_of(layout, kernel=None, nodes=1, gpus_per_node=8):
 
 
 def candidate(spec, decision="run", rule=None, reason=None):
-    layout = to_dict(spec.layout)
-    return {
-        **layout,
-        "run_id": spec.run_id,
-        "model": spec.shape.name,
-        "nodes": spec.nodes,
-        "gpus_per_node": spec.gpus_per_node,
-        "gpus": spec.layout.world_size,
-        "gbs": spec.workload.gbs,
-        "seq_len": spec.workload.seq_len,
-        "decision": decision,
-        "rule": rule,
-        "reason": reason,
+    work = {"model": spec.shape.name, "gbs": spec.workload.gbs, "seq_len": spec.workload.seq_len}
+    place = {"nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "gpus": spec.layout.world_size}
+    predicted = {
         "predicted_step_time_s": 0.5,
         "predicted_peak_mem_bytes": 1000,
         "predicted_memory_share": 1.0,
-        "predicted_gpu_hours": 0.1,
-        "p_oom": 0.25,
     }
+    price = {"predicted_gpu_hours": 0.1, "p_oom": 0.25}
+    told = {"run_id": spec.run_id, "decision": decision, "rule": rule, "reason": reason}
+    return to_dict(spec.layout) | work | place | predicted | price | told
 
 
 def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16", kernel=None):

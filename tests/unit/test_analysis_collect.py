@@ -37,33 +37,29 @@ def test_speed_and_mfu_by_hand(tmp_path, specs):
     (row,) = rows_of(folder)
     # 16,384 tokens in 0.2 s on 8 GPUs. A layer multiplies by 4*64*64 + 3*64*128 = 40,960
     # parameters; two of them and a head of 256*64 have N = 98,304.
-    flops = 6 * 98_304 + 12 * 2 * 64 * 128
-    assert row["step_time_s"] == 0.2
-    assert row["tokens_per_s"] == pytest.approx(81_920)
-    assert row["tokens_per_s_per_gpu"] == pytest.approx(10_240)
-    assert row["model_flops_per_s_per_gpu"] == pytest.approx(flops * 10_240)
-    assert row["mfu"] == pytest.approx(flops * 10_240 / 989e12)
-    assert row["hfu"] == pytest.approx(4e12 / 0.2 / 8 / 989e12)
-    assert (row["flops_formula"], row["peak_flops_per_s"]) == ("matmul-v1", 989e12)
-    assert row["gpu_hours"] == pytest.approx(90 * 8 / 3600)
-    assert (row["num_steps_measured"], row["step_time_ci95_rel"]) == (3, None)
-    assert row["step_times_s"] == [0.3, 0.1, 0.2]
-    assert row["num_params"] == TINY.num_params
-    assert (row["job_id"], row["git_commit"], row["kernel_digest"]) == ("4711", "abc", "digest")
-    assert (row["predicted_step_time_s"], row["predicted_peak_mem_bytes"]) == (0.4, 2000)
+    rate = (6 * 98_304 + 12 * 2 * 64 * 128) * 10_240
+    expected = {
+        "step_time_s": 0.2, "tokens_per_s": 81_920, "tokens_per_s_per_gpu": 10_240, "num_steps_measured": 3,
+        "model_flops_per_s_per_gpu": rate, "mfu": rate / 989e12, "hfu": 4e12 / 0.2 / 8 / 989e12,
+        "peak_flops_per_s": 989e12, "gpu_hours": 90 * 8 / 3600, "num_params": TINY.num_params,
+        "predicted_step_time_s": 0.4, "predicted_peak_mem_bytes": 2000,
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    words = {"flops_formula": "matmul-v1", "job_id": "4711", "git_commit": "abc", "kernel_digest": "digest"}
+    assert {name: row[name] for name in words} == words
+    assert (row["step_times_s"], row["step_time_ci95_rel"]) == ([0.3, 0.1, 0.2], None)
     assert row["started_at"].isoformat() == "1970-01-01T00:00:00+00:00"
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, measured):
+@pytest.mark.parametrize("core_rate", [1e9, None])
+def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, core_rate):
     spec = spec_of(Layout(dp=4, gas=4), KernelConfig(name="embedded"), nodes=2, gpus_per_node=2)
-    peak = {"core_flops_per_s": 1e9 if measured else None, "cores": 2}
+    peak = {"core_flops_per_s": core_rate, "cores": 2}
     folder = make_sweep(tmp_path / "s", [candidate(spec)], LAPTOP, peak, precision="fp32")
     claim(JournalWriter(folder.journal, "agent"), spec, result=replace(OK, hardware_flops_per_step=None))
     (row,) = rows_of(folder)
-    assert row["tokens_per_s"] is not None
-    assert row["hfu"] is None
-    if measured:
+    assert (row["tokens_per_s"] is not None, row["hfu"]) == (True, None)
+    if core_rate:
         assert (row["peak_flops_per_s"], row["peak_source"]) == (1e9 * 2 / 4, "measured")
         assert row["mfu"] == pytest.approx(row["model_flops_per_s_per_gpu"] / 5e8)
     else:
@@ -77,17 +73,20 @@ def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path, spe
         candidate(specs[2], "skipped", None, "predicted 112 GiB of 80"),
     ]
     rows = rows_of(make_sweep(tmp_path / "s", plan))
-    assert [row["status"] for row in rows] == [None, "rejected", "skipped"]
-    assert [row["rule"] for row in rows] == [None, "tp_heads", None]
-    assert rows[2]["reason"] == "predicted 112 GiB of 80"
+    assert [(row["status"], row["rule"], row["reason"]) for row in rows] == [
+        (None, None, None),
+        ("rejected", "tp_heads", "tp=3 does not divide heads=32"),
+        ("skipped", None, "predicted 112 GiB of 80"),
+    ]
     for row in rows:
-        assert row["is_final"]
+        assert (row["is_final"], row["predicted_step_time_s"], row["num_params"]) == (
+            True,
+            0.5,
+            TINY.num_params,
+        )
         for name in ("repeat", "attempt", "mfu", "step_times_s", "gpu_hours", "hostnames", "env_id",
                      "num_steps_measured", "peak_mem_reserved_bytes", "throttled"):  # fmt: skip
             assert row[name] is None, name
-        assert row["predicted_step_time_s"] == 0.5
-        assert row["mbs"] is not None
-        assert row["num_params"] is not None
 
 
 def test_what_another_run_dominates_is_skipped_and_says_by_whom(tmp_path):
@@ -143,9 +142,7 @@ def test_what_is_in_doubt_is_told_with_all_its_reasons(tmp_path, specs):
 @pytest.mark.parametrize(
     ("clock", "reasons", "throttled"), [(None, None, None), (1.9e9, None, False), (1.4e9, "thermal", True)]
 )
-def test_whether_clocks_were_throttled_is_unknown_where_nobody_looked(
-    tmp_path, specs, clock, reasons, throttled
-):
+def test_throttling_is_unknown_where_nobody_looked(tmp_path, specs, clock, reasons, throttled):
     folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
     told = replace(OK, sm_clock_hz=clock, throttled=reasons)
     claim(JournalWriter(folder.journal, "agent"), specs[0], result=told)
@@ -153,11 +150,11 @@ def test_whether_clocks_were_throttled_is_unknown_where_nobody_looked(
     assert (row["sm_clock_hz"], row["throttled"]) == (clock, throttled)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, specs, seed):
     choose = random.Random(seed)
-    planned = specs[:6]
-    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in planned])
+    planned = {spec.run_id for spec in specs[:6]}
+    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs[:6]])
     writers = [JournalWriter(folder.journal, "agent") for _ in range(3)]
     attempts = Counter()
     for spec in specs:
@@ -168,19 +165,12 @@ def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, specs, seed):
                 attempts[spec.run_id] += 1
     rows = rows_of(folder)
     assert rows == rows_of(folder)
-    by_run = Counter(row["run_id"] for row in rows)
-    for spec in planned:
-        assert by_run[spec.run_id] == max(1, attempts[spec.run_id])
-    assert sum(by_run.values()) == sum(max(1, attempts[s.run_id]) for s in planned) + sum(
-        attempts[s.run_id] for s in specs[6:]
-    )
-    finals = Counter((row["run_id"], row["repeat"]) for row in rows if row["is_final"])
-    assert set(finals) == {(row["run_id"], row["repeat"]) for row in rows}
-    assert set(finals.values()) == {1}
+    assert Counter(row["run_id"] for row in rows) == Counter(dict.fromkeys(planned, 1)) | attempts
+    finals = {(row["run_id"], row["repeat"]): row for row in rows if row["is_final"]}
+    assert len(finals) == sum(row["is_final"] for row in rows)
     for row in rows:
-        if row["status"] == "ok" and not row["is_final"]:
-            others = [r for r in rows if (r["run_id"], r["repeat"]) == (row["run_id"], row["repeat"])]
-            assert any(r["is_final"] and r["status"] == "ok" for r in others)
+        stands = finals[row["run_id"], row["repeat"]]
+        assert row["status"] != "ok" or stands["status"] == "ok"
 
 
 def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path, specs):
@@ -200,22 +190,6 @@ def test_models_that_a_later_launch_added_are_known(tmp_path):
     writer = JournalWriter(folder.journal, "launcher")
     writer.write(LaunchConfig(generation=1, config={"models": [to_dict(added.shape)]}))
     assert rows_of(folder)[0]["num_params"] == added.shape.num_params
-
-
-def test_a_corrupt_line_is_told_and_nothing_else_is_lost(tmp_path, specs):
-    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs[:2]])
-    writer = JournalWriter(folder.journal, "agent")
-    claim(writer, specs[0], result=OK)
-    with writer.path.open("a") as file:
-        file.write('{"v":1,"wri\n')
-    claim(writer, specs[1], result=OK)
-    with writer.path.open("a") as file:
-        file.write('{"v":1,"torn at the e')
-    told = []
-    rows = rows_of(folder, warn=told.append)
-    assert [row["status"] for row in rows] == ["ok", "ok"]
-    assert len(told) == 1
-    assert "corrupt" in told[0]
 
 
 def test_a_lost_claim_loses_no_result(tmp_path, specs):

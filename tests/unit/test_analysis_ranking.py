@@ -3,9 +3,9 @@ import json
 import pyarrow as pa
 import pytest
 
-from ultrabench.analysis.captions import layout_words, notes
+from ultrabench.analysis.captions import doubts, layout_words, notes
 from ultrabench.analysis.cells import compare
-from ultrabench.analysis.ranking import rank
+from ultrabench.analysis.ranking import leaderboard, rank
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import ConfigError
 
@@ -17,20 +17,10 @@ WORDS = (
 
 def row(run_id, speed=None, **values):
     defaults = {
-        "run_id": run_id,
-        "is_final": True,
-        "status": None if speed is None else "ok",
-        "model": "1B",
-        "num_params": 10,
-        "hidden_size": 8,
-        "nodes": 1,
-        "hardware": "h100x8",
-        "kernel": "embedded",
-        "dp": 8,
-        "repeat": 0,
-        "tokens_per_s_per_gpu": speed,
-        "mfu": None if speed is None else speed / 1000,
-    }
+        "run_id": run_id, "is_final": True, "status": None if speed is None else "ok", "model": "1B", "num_params": 10,
+        "hidden_size": 8, "nodes": 1, "hardware": "h100x8", "kernel": "embedded", "dp": 8, "repeat": 0,
+        "tokens_per_s_per_gpu": speed, "mfu": None if speed is None else speed / 1000,
+    }  # fmt: skip
     return defaults | values
 
 
@@ -42,42 +32,43 @@ def test_json_holds_the_promised_words():
     (cell,) = cells_of(row("a", 5.0))
     value = json.loads(json.dumps(cell.to_json()))
     assert set(WORDS) <= set(value)
-    assert (value["run_id"], value["dp"], value["status"], value["as_good_as_best"]) == ("a", 8, "ok", [])
+    assert (value["run_id"], value["dp"], value["hardware"], value["as_good_as_best"]) == (
+        "a",
+        8,
+        "h100x8",
+        [],
+    )
 
 
-def test_best_is_fastest_per_gpu_whatever_its_mfu_says():
-    (cell,) = cells_of(row("a", 5.0, mfu=0.9), row("b", 6.0, mfu=0.1), row("c", status="oom"))
-    assert (cell.run_id, cell.num_runs) == ("b", 3)
-    (cell,) = cells_of(row("a", 5.0, mfu=0.9), row("b", 6.0, mfu=0.1), rank_by="mfu")
-    assert cell.run_id == "a"
+@pytest.mark.parametrize(
+    ("rows", "options", "best"),
+    [
+        ([row("a", 5.0, mfu=0.9), row("b", 6.0, mfu=0.1), row("c", status="oom")], {}, "b"),
+        ([row("a", 5.0, mfu=0.9), row("b", 6.0, mfu=0.1)], {"rank_by": "mfu"}, "a"),
+        ([row("a", 5.0, loss_final=1.0), row("b", 6.0, loss_final=2.0)], {"rank_by": "loss_final"}, "a"),
+        ([row("a", 5.0), row("b", 6.0, suspect="hot"), row("c", 7.0, stopped="slower_than_best")], {}, "a"),
+        ([row("a", 5.0), row("b", 6.0, suspect="hot")], {"include_suspects": True}, "b"),
+        ([row("a", 9.0, is_final=False), row("b", 1.0)], {}, "b"),
+    ],
+)  # fmt: skip
+def test_the_best_is_an_ok_final_row_above_doubt(rows, options, best):
+    (cell,) = cells_of(*rows, **options)
+    assert (cell.run_id, cell.num_runs) == (best, len({r["run_id"] for r in rows if r["is_final"]}))
 
 
 @pytest.mark.parametrize(
     ("other", "count"),
-    [
-        ({"nodes": 2}, 2),
-        ({"hardware": "a100x8"}, 2),
-        ({"kernel": "megatron"}, 2),
-        ({"num_params": 9}, 2),
-        ({"num_key_value_heads": 8}, 2),
-        ({"gbs": 512}, 2),
-        ({"dp": 4}, 1),
-    ],
-)
+    [({"nodes": 2}, 2), ({"hardware": "a100x8"}, 2), ({"kernel": "megatron"}, 2), ({"num_params": 9}, 2),
+     ({"num_key_value_heads": 8}, 2), ({"gbs": 512}, 2), ({"dp": 4}, 1)],
+)  # fmt: skip
 def test_what_makes_another_cell(other, count):
     assert len(cells_of(row("a", 5.0), row("b", 6.0, **other))) == count
 
 
 def test_as_good_as_best_follows_the_intervals():
-    rows = [
-        row("best", 100.0, step_time_ci95_rel=0.02),
-        row("close", 97.0, step_time_ci95_rel=0.02),
-        row("off", 95.0, step_time_ci95_rel=0.02),
-        row("unsure", 60.0, step_time_ci95_rel=0.8),
-    ]
-    (cell,) = cells_of(*rows)
-    assert cell.run_id == "best"
-    assert cell.as_good_as_best == ("close", "unsure")
+    given = (("best", 100.0, 0.02), ("close", 97.0, 0.02), ("off", 95.0, 0.02), ("unsure", 60.0, 0.8))
+    (cell,) = cells_of(*(row(name, speed, step_time_ci95_rel=rel) for name, speed, rel in given))
+    assert (cell.run_id, cell.as_good_as_best) == ("best", ("close", "unsure"))
 
 
 def test_a_repeated_run_counts_with_its_median():
@@ -113,36 +104,20 @@ def test_runs_are_compared_through_the_control_they_share():
 
 
 def test_a_ratio_is_as_unsure_as_both_its_times_and_its_spread_between_allocations():
-    def cell(*near):
-        rows = [
-            row("control", 100.0, step_time_ci95_rel=0.03, **beside("control", 1.0, "a")),
-            row("best", 130.0, step_time_ci95_rel=0.04, **beside("control", 1.3, "a")),
+    control = row("control", 100.0, step_time_ci95_rel=0.03, **beside("control", 1.0, "a"))
+    best = row("best", 130.0, step_time_ci95_rel=0.04, **beside("control", 1.3, "a"))
+
+    def close(*ratios):
+        near = [
+            row("near", 1.0, repeat=n, **beside("control", r, f"a{n or ''}")) for n, r in enumerate(ratios)
         ]
-        return cells_of(*rows, *near)[0]
+        return cells_of(control, best, *near)[0].as_good_as_best == ("near",)
 
-    # The best is at least 1.3 * (1 - hypot(0.03, 0.04)) = 1.235.
-    assert cell(row("near", 1.0, **beside("control", 1.2, "a", step_time_ci95_rel=0.0))).as_good_as_best == (
-        "near",
-    )
-    assert cell(row("off", 1.0, **beside("control", 1.19, "a", step_time_ci95_rel=0.0))).as_good_as_best == ()
-    spread = [
-        row("near", 1.0, repeat=n, **beside("control", ratio, f"a{n}"))
-        for n, ratio in enumerate((1.1, 1.1, 1.25))
-    ]
-    assert cell(*spread).as_good_as_best == ("near",)
-    assert cell(*spread[:2]).as_good_as_best == ()
-
-
-def test_suspects_and_losers_of_the_race_never_win():
-    rows = [row("a", 5.0), row("b", 6.0, suspect="throttled"), row("c", 7.0, stopped="slower_than_best")]
-    assert cells_of(*rows)[0].run_id == "a"
-    assert cells_of(*rows, include_suspects=True)[0].run_id == "b"
-    assert cells_of(row("a", 9.0, is_final=False), row("b", 1.0))[0].run_id == "b"
-
-
-def test_rank_by_a_column_where_less_is_better():
-    rows = [row("a", 5.0, peak_mem_reserved_bytes=10), row("b", 6.0, peak_mem_reserved_bytes=20)]
-    assert cells_of(*rows, rank_by="peak_mem_reserved_bytes")[0].run_id == "a"
+    # The best is at least 1.3 * (1 - hypot(0.03, 0.04)) = 1.235, the other one at most 1.03 times its ratio.
+    assert close(1.2)
+    assert not close(1.19)
+    assert close(1.1, 1.1, 1.25)  # the spread between allocations
+    assert not close(1.1, 1.1)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +188,36 @@ def test_notes_count_runs_once_and_name_versions():
     assert "torch 2.13.0" in told
 
 
-def test_interleaved_schedules_of_different_depth_do_not_look_alike():
-    cells = [
-        *cells_of(row("two", 1.0, pp_schedule="interleaved", virtual_stages=2)),
-        *cells_of(row("four", 1.0, pp_schedule="interleaved", virtual_stages=4)),
+@pytest.mark.parametrize("stages", [2, 4])
+def test_interleaved_schedules_of_different_depth_do_not_look_alike(stages):
+    (cell,) = cells_of(row("a", 1.0, pp_schedule="interleaved", virtual_stages=stages))
+    assert cell.to_json()["virtual_stages"] == stages
+    assert layout_words(cell.layout)[1].endswith(f" x{stages}")
+
+
+def test_doubts_are_told_with_an_example():
+    rows = [row("a", 1.0), row("b", 1.0, suspect="hot"), row("c", status="invalid", reason="loss is NaN")]
+    assert doubts(pa.Table.from_pylist(rows, schema=SCHEMA)) == [
+        "1 of 3 rows: suspect and wins no cell, such as b: hot",
+        "1 of 3 rows: invalid, such as c: loss is NaN",
     ]
-    assert [cell.to_json()["virtual_stages"] for cell in cells] == [2, 4]
-    assert [layout_words(cell.layout)[1].rpartition(" ")[2] for cell in cells] == ["x2", "x4"]
+
+
+def test_a_leaderboard_holds_every_run_once_winners_first():
+    rows = [
+        row("slow", 5.0), row("best", 6.0, step_time_ci95_rel=0.2), row("hot", 9.0, suspect="hot"),
+        row("hot", status="crash", repeat=1), row("lost", status="oom"), row("waits", attempt=None),
+        row("left", status="skipped"), row("never", status="rejected"), row("other", 1.0, nodes=2),
+    ]  # fmt: skip
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    first, second = leaderboard(table)
+    assert [r["run_id"] for r in first] == ["best", "slow", "hot", "lost", "waits", "left"]
+    assert [r["rank"] for r in (*first, *second)] == [1, 2, 3, 4, 5, 6, 7]
+    assert [(r["best"], r["as_good_as_best"]) for r in first[:3]] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    assert {r["ranked_by"] for r in first} == {"tokens_per_s_per_gpu"}
+    with pytest.raises(ConfigError, match="no ok run has a value in hfu"):
+        leaderboard(table, rank_by="hfu")
