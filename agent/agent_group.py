@@ -95,7 +95,7 @@ class AgentGroup:
             if self.lost or self._left or time.monotonic() > end:
                 break
         for node, host in enumerate(self.hosts):
-            unknown: Cleaned = {"left": None if self.lost else "it does not say that it is clean"}
+            unknown: Cleaned = {"left": None if self.lost else "it did not report that it is clean"}
             left = self._cleaned.get(node, unknown)["left"]
             if left and node not in self._left:
                 self.lost = f"{host} is given up: {left}"
@@ -141,7 +141,7 @@ class AgentGroup:
         self._listener.end_round()
 
     def _take(self, node: int, message: Message, progress: AttemptProgress) -> None:
-        """Handles a message of the agent of a node; one that cannot be understood ends the allocation."""
+        """Handles a message of the agent of a node; an invalid one ends the allocation."""
         try:
             if "cleaned" in message:
                 told = message["cleaned"]
@@ -154,7 +154,7 @@ class AgentGroup:
             progress.add(message.get("rank_events", []))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             whose = f"the agent of node {node} ({self.hosts[node]})"
-            self._ending_peer = f"{whose} said what cannot be understood: {type(error).__name__}: {error}"
+            self._ending_peer = f"{whose} sent an invalid message: {type(error).__name__}: {error}"
 
     def _beat(self) -> None:
         """Shows the other agents and the launcher that this one is alive, if it is time to."""

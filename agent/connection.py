@@ -162,7 +162,7 @@ class Rendezvous:
         for connection in (*self._strangers, *(peers.values() if missing else ())):
             connection.close()
         if missing:
-            raise ClusterError(f"agents of nodes {sorted(missing)} did not come within {timeout_s:g} s")
+            raise ClusterError(f"agents of nodes {sorted(missing)} did not connect within {timeout_s:g} s")
         return peers
 
     def _accept(self) -> None:

@@ -55,6 +55,6 @@ def _work(node: Node, leader: Connection, stop: StopRequest) -> None:
         silence = time.monotonic() - leader.last_heard
         # Before its first message the leader waits for the other nodes.
         if silence > (LOST_BEATS * heartbeat_s if heard else RENDEZVOUS_TIMEOUT_S):
-            raise ClusterError(f"the leading agent has said nothing for {silence:.1f} s")
+            raise ClusterError(f"the leading agent has been silent for {silence:.1f} s")
         listener.end_round()
     raise ClusterError("the leading agent is gone")

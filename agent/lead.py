@@ -87,7 +87,7 @@ class Leader:
             suspects = tuple(sorted(foreign))
             self._group.avoid.extend(suspects)
             named = [f"{host}: {', '.join(foreign[host])}" for host in suspects]
-            reason = f"not ours on its devices: {'; '.join(named)}"
+            reason = f"other processes use the GPUs: {'; '.join(named)}"
             # The result of the first unclaimed task records it.
             if task := next((task for task in self._allocation.tasks if self._claim(task)), None):
                 result = RunResult(status=Status.NODE_FAIL, reason=reason, started_at=time.time())
@@ -185,7 +185,7 @@ class Leader:
             result = classify(progress, task.measure, end, group.lost, task.gpu_names)
             canonical_json(to_dict(result))  # fails where the journal would
         except Exception as error:  # ranks may report anything, for which the node is not to blame
-            reason = f"what the ranks reported cannot be judged: {type(error).__name__}: {error}"
+            reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
         lost_logs = group.order("finish", keep_all=result.status != Status.OK)
         more = {"logs": lost_logs} if lost_logs else {}

@@ -168,7 +168,7 @@ class GpuGauge:
         for number, handle, before in self._gpus:
             now = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
             if before and now and now.used > before.used + SLACK * now.total:
-                pids = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no process that is known"
+                pids = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no known process"
                 gib = (now.used - before.used) / 2**30
                 return f"GPU {number} still holds {gib:.1f} GiB after the run: {pids}"
         return None

@@ -123,7 +123,7 @@ class AttemptProgress:
             try:
                 self._take(event, now)
             except Exception as error:  # it must fail this run only, not the allocation
-                self._note_fault(event, f"what cannot be taken in: {type(error).__name__}: {error}")
+                self._note_fault(event, f"something that cannot be used: {type(error).__name__}: {error}")
 
     def _note_fault(self, event: RankEvent, what: str) -> None:
         self.fault = self.fault or f"rank {event['rank']} reported {what}"

@@ -107,4 +107,4 @@ def test_who_does_not_come_is_named(tmp_path):
     leader = Leader(tmp_path, timeout_s=0.5)
     with closing(leader.call(hello(2))):
         leader.join(60.0)
-    assert str(leader.error) == "agents of nodes [1] did not come within 0.5 s"
+    assert str(leader.error) == "agents of nodes [1] did not connect within 0.5 s"

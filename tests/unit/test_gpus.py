@@ -128,7 +128,7 @@ def test_memory_has_to_be_as_free_as_before(gauge):
     held = "GPU 0 still holds 12.0 GiB after the run: "
     for used, pid, message in (
         (1 * GIB, 0, "None"), (int(2.5 * GIB), 0, "None"), (13 * GIB, 77, f"{held}process 77"),
-        (13 * GIB, 0, f"{held}no process that is known"),
+        (13 * GIB, 0, f"{held}no known process"),
     ):  # fmt: skip
         set_gpus(gpu("a", A, used, pid=pid), gpu("b", B))
         assert ask("gauge.occupied(lambda: None)") == message
@@ -160,6 +160,6 @@ def test_a_node_samples_its_gpus_and_names_the_one_whose_memory_is_not_freed_in_
     assert not freed.is_alive()
     driver(gpu("a", A, 41 * GIB))
     node.ask("setattr(gpus, 'FREE_S', 0.2)")
-    held = "GPU 0 still holds 40.0 GiB after the run: no process that is known"
+    held = "GPU 0 still holds 40.0 GiB after the run: no known process"
     assert node.ask("node.kill()")["left"] == held
     node.close()

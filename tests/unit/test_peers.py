@@ -63,7 +63,7 @@ def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(node, stop, 
     group, progress, there = group_of(node, stop, pair, tmp_path)
     there.sendall(json.dumps(message).encode() + b"\n")
     group.listen(progress, 5.0)
-    assert progress.fault or "the agent of node 1 (local-1) said what" in str(group.interrupted)
+    assert progress.fault or "the agent of node 1 (local-1) sent an invalid message" in str(group.interrupted)
     assert (group.lost, group.avoid) == (None, [])
 
 
