@@ -60,7 +60,7 @@ def main() -> None:
         told = f"cannot use {what}: {error.strerror or error}; free or unlock it, or use another"
         code = _fail(told, DiskError.exit_code if may_pass(error) else 2)
     except Exception as error:
-        # A wrong option; Typer brings its own copy of Click, so it is known by what it can do.
+        # A wrong option. Typer has its own copy of Click, so the class cannot be named here.
         if not hasattr(error, "format_message"):
             raise
         text = error.format_message()
@@ -68,7 +68,7 @@ def main() -> None:
         code = _fail(text if helped else f"{text} (see --help)", 2, prefix="" if helped else PREFIX)
     try:
         sys.stdout.flush()
-    except OSError:  # told above; what is left must not be tried again at the exit
+    except OSError:  # reported above; Python must not try to write the rest again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -95,19 +95,19 @@ def _fail(message: str, code: int, prefix: str = PREFIX) -> int:
 
 
 class _Forgiving(io.FileIO):
-    """A stderr that may be full or gone: what cannot be told is lost, and the work goes on."""
+    """A stderr that ignores errors: when it is full or closed, messages are lost and the work goes on."""
 
     def write(self, data: Any) -> int:
-        """Always as if all was written."""
+        """Writes what it can, and returns the length of all of it."""
         with contextlib.suppress(OSError):
             super().write(data)
         return len(data)
 
 
 def _guard_streams() -> None:
-    """Opens standard streams that are closed, and has none fail for a character or for want of a reader."""
+    """Opens standard streams that are closed, and keeps unprintable characters and lost readers from raising errors."""
     if None in (sys.stdin, sys.stdout, sys.stderr):
-        while os.open(os.devnull, os.O_RDWR) < 2:  # else the next file that is opened would be stdout
+        while os.open(os.devnull, os.O_RDWR) < 2:  # otherwise the next file that is opened becomes stdout
             pass
     encoding = getattr(sys.__stderr__, "encoding", "utf-8")
     if sys.stderr is sys.__stderr__:

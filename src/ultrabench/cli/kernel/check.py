@@ -4,25 +4,25 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
-from ultrabench.cli.kernel.words import read_words, require_possible, whole
+from ultrabench.cli.kernel.words import layout_of, read_words, require_possible, whole
 from ultrabench.cli.tables import out, print_json, say, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec, ask
-from ultrabench.layout import Layout, default_schedule, default_virtual_stages
+from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.load import load_model
 
 MOST_RANKS = 64
 RANK_BYTES = 1e8
-"""Memory that a process of the check takes for itself, torch's libraries being shared."""
+"""Memory of each process of the check, in bytes, without torch's libraries, which all processes share."""
 STATE_BYTES = 40
 """Memory of a parameter in fp64: itself, its gradient and the copy that is compared, and two moments of AdamW."""
 OTHERS = ("model", "seq_len", "seed", "steps", "recompute")
 
 
 def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
-    """Checks one layout on CPU processes; 0 when it equals one process, 1 when not."""
+    """Checks one layout on CPU processes; returns 0 when it equals one process, else 1."""
     spec = check_spec(words, dump)
     ranks, cores = spec.layout.world_size, len(os.sched_getaffinity(0))
     if ranks > max(cores, 8):
@@ -37,11 +37,8 @@ def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
         print_json(to_dict(result))
         return int(not result.passed)
     made = table(f"{spec.layout.label()}, {spec.shape.name}", "largest difference of", "is", "allowed")
-    for name, value in (
-        ("loss", result.loss_diff),
-        ("gradients", result.grad_diff),
-        ("parameters", result.param_diff),
-    ):
+    found = {"loss": result.loss_diff, "gradients": result.grad_diff, "parameters": result.param_diff}
+    for name, value in found.items():
         made.add_row(name, "-" if value is None else f"{value:.3g}", f"{TOLERANCE:g}")
     out().print(made)
     for line in [*result.missing_gradients, *([result.error] if result.error else [])]:
@@ -65,9 +62,7 @@ def check_spec(words: list[str], dump: str | None = None) -> CheckSpec:
     schedule, recompute = values.pop("pp_schedule", None), values.pop("recompute", "none")
     numbers = {key: whole(key, value) for key, value in values.items()}
     rest = {key: numbers.pop(key) for key in ("seq_len", "seed", "steps") if key in numbers}
-    schedule = schedule or default_schedule(numbers.get("pp", 1), numbers.get("gas", 1))
-    numbers = {"dp": 1, "virtual_stages": default_virtual_stages(schedule)} | numbers
-    layout = Layout(**numbers, pp_schedule=schedule)
+    layout = layout_of({"dp": 1} | numbers, schedule)
     spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), recompute=recompute, **rest)  # type: ignore[arg-type]
     require_possible(spec.run.kernel, layout, shape, spec.seq_len)
     if layout.world_size > MOST_RANKS:

@@ -23,7 +23,7 @@ def check(
     dump: Annotated[
         str | None, typer.Option("--dump", help="Folder for the gradients and parameters of both.")
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
     """Hold one layout against one process in fp64: loss, gradients, parameters; exit 1 above 1e-10."""
     from ultrabench.cli.kernel.check import run_check
@@ -40,9 +40,9 @@ def dryrun(
             help="model=llama3-8b nodes=8 tp=8 zero_stage=3 seq_len=8192 recompute=full",
         ),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
     """Step the real kernel without data at any world size: memory, collectives and FLOPs of a rank."""
     from ultrabench.cli.kernel.dryrun import run_dryrun
 
-    raise typer.Exit(run_dryrun(words or [], json_))
+    run_dryrun(words or [], json_)

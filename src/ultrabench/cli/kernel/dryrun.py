@@ -5,13 +5,13 @@ from typing import Any
 
 from rich.table import Table
 
-from ultrabench.cli.kernel.words import read_words, require_possible, whole
+from ultrabench.cli.kernel.words import layout_of, read_words, require_possible, whole
 from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, Hardware
 from ultrabench.kernel.dryrun_spec import RankCost, ask
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import Layout, default_schedule, default_virtual_stages
+from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Workload
 from ultrabench.stages import held_stages
@@ -21,15 +21,15 @@ DEFAULTS = {"model": "llama3-8b", "hardware": "h100x8", "nodes": "1", "seq_len":
 PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 
-def run_dryrun(words: list[str], as_json: bool) -> int:
-    """Tells what a step of a layout costs the first rank of each pipeline stage; 0."""
+def run_dryrun(words: list[str], as_json: bool) -> None:
+    """Prints what a step of a layout costs the first rank of each pipeline stage."""
     spec, hardware = dryrun_spec(words)
     layout, world = spec.layout, spec.layout.world_size
     say(
         f"dry run of {layout.label()} on {counted(world, 'rank')}, {spec.kernel.precision}, seq_len "
         f"{spec.workload.seq_len}: the first rank of each of {layout.pp} pipeline stages"
     )
-    costs = []
+    costs: list[RankCost] = []
     for cost in ask(spec):
         costs.append(cost)
         say(f"  stage {cost.pp_rank} (rank {cost.rank}): peak {cost.peak_bytes / GIB:.2f} GiB")
@@ -38,14 +38,13 @@ def run_dryrun(words: list[str], as_json: bool) -> int:
         print_json(_document(spec, hardware, costs, model_flops))
     else:
         _show(spec, hardware, costs, model_flops)
-    return 0
 
 
 def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
-    """The run that `model=llama3-8b nodes=8 tp=8 ...` describes, and on what.
+    """The run that `model=llama3-8b nodes=8 tp=8 ...` describes, and its hardware.
 
-    dp is what the other degrees leave of the nodes, gas as many micro-batches as pp, precision
-    the hardware's.
+    By default dp is what the other degrees leave of the GPUs, gas equals pp, and the precision is
+    that of the hardware.
 
     Raises:
         ConfigError: an unknown word or name, or a layout that cannot be.
@@ -72,9 +71,7 @@ def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
             "choose degrees that do"
         )
     numbers = {"dp": gpus // rest, "gas": max(1, pp)} | numbers
-    schedule = schedule or default_schedule(pp, numbers["gas"])
-    numbers = {"virtual_stages": default_virtual_stages(schedule)} | numbers
-    layout = Layout(**numbers, pp_schedule=schedule)
+    layout = layout_of(numbers, schedule)
     workload = Workload(seq_len=seq_len, gbs=layout.gbs)
     spec = RunSpec(
         shape=shape, workload=workload, layout=layout, kernel=kernel,
@@ -85,7 +82,7 @@ def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
 
 
 def _model_flops(spec: RunSpec, pp_rank: int) -> float:
-    """The share of a rank of `pp_rank` in the FLOPs of the model (ModelShape.flops_per_token)."""
+    """FLOPs of one step that fall to a rank of stage `pp_rank`, as ModelShape.flops_per_token counts them."""
     shape, layout = spec.shape, spec.layout
     attention = 12 * shape.hidden_size * spec.workload.seq_len
     held = held_stages(shape, layout, pp_rank)
@@ -132,7 +129,7 @@ def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost], model_flops:
 
 
 def _collectives(costs: list[RankCost]) -> Table:
-    """Stages that send the same share their rows."""
+    """A table of the collectives of a step; stages that send the same bytes share a row."""
     numbers = ("calls", "MiB")
     made = table(
         "collectives of a step, by mesh axis", "axis", "collective", *numbers, "stages", right=numbers

@@ -1,20 +1,20 @@
 """A layout from WORD=VALUE arguments, as the kernel's own commands take them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import Layout
+from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.model_shape import ModelShape
 from ultrabench.support import refusal
 from ultrabench.sweep.rules import first_broken
 
 
 def read_words(words: Sequence[str], known: Collection[str], example: str) -> dict[str, str]:
-    """Word -> value.
+    """The words as a mapping, word -> value.
 
     Raises:
-        ConfigError: something else than WORD=VALUE, or a word that is not `known`.
+        ConfigError: an argument is not WORD=VALUE, or its word is not `known`.
     """
     values: dict[str, str] = {}
     for word in words:
@@ -28,10 +28,10 @@ def read_words(words: Sequence[str], known: Collection[str], example: str) -> di
 
 
 def whole(key: str, value: str) -> int:
-    """The number that `value` is.
+    """The value of word `key` as a whole number.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no whole number.
     """
     try:
         return int(value)
@@ -39,11 +39,18 @@ def whole(key: str, value: str) -> int:
         raise ConfigError(f"{key}={value!r} is no whole number") from None
 
 
+def layout_of(numbers: Mapping[str, int], schedule: str | None) -> Layout:
+    """The layout of these degrees, with the usual schedule and number of virtual stages where none is given."""
+    schedule = schedule or default_schedule(numbers.get("pp", 1), numbers.get("gas", 1))
+    stages = {"virtual_stages": default_virtual_stages(schedule)}
+    return Layout(**(stages | dict(numbers)), pp_schedule=schedule)
+
+
 def require_possible(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> None:
-    """Returns when `kernel` can run `layout`.
+    """Checks that `kernel` can run `layout`.
 
     Raises:
-        ConfigError: it cannot, and why.
+        ConfigError: it cannot; the message says why.
     """
     broken = first_broken(layout, shape)
     reason = broken[1] if broken else refusal(kernel, layout, shape, seq_len)

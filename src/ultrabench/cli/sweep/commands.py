@@ -17,21 +17,23 @@ Overrides = Annotated[
     typer.Argument(metavar="[OVERRIDES]...", help="Hydra overrides, such as sweep=playbook."),
 ]
 Sweep = Annotated[
-    str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder of a sweep; the newest.")
+    str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder of a sweep; by default the newest.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-ResultsDir = Annotated[Path, typer.Option("--results-dir", help="Where sweeps are.")]
-InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder; default: all here.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+ResultsDir = Annotated[Path, typer.Option("--results-dir", help="The folder that holds the sweeps.")]
+InSweep = Annotated[
+    str | None, typer.Option("--sweep", help="Name or folder of the sweep; by default all are searched.")
+]
 MaxGpuHours = Annotated[
     float | None, typer.Option("--max-gpu-hours", min=0.0, help="The most that the sweep may use in all.")
 ]
 Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]
-InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="As --sweep.")]
+InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="The same as --sweep.")]
 RESULTS = Path("results")
 
 
 def _say_at_once(message: str) -> None:
-    """Before the imports, which take a moment; on a terminal only: elsewhere a mistake is the only line."""
+    """Prints a line before the slow imports; only on a terminal, since elsewhere a mistake is one line alone."""
     if sys.stderr.isatty():
         typer.echo(message, err=True)
 
@@ -47,10 +49,10 @@ def plan(
         int | None, typer.Option("--top", min=1, help="Name the K layouts to try first per cell.")
     ] = None,
     show_script: Annotated[
-        bool, typer.Option("--show-script", help="Print the first job script for Slurm, nothing else.")
+        bool, typer.Option("--show-script", help="Print only the script of the first Slurm job.")
     ] = False,
 ) -> None:
-    """Enumerate every layout, reject with reasons, predict and price; touches nothing."""
+    """Enumerate every layout, reject with reasons, predict and price; writes and submits nothing."""
     if show_script and (json_ or output or top):
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     _say_at_once("planning")
@@ -65,14 +67,14 @@ def plan(
 @sweep_app.command("launch")
 def launch(
     overrides: Overrides = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Submit and leave.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit the jobs and return at once.")] = False,
     max_gpu_hours: MaxGpuHours = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Ask nothing on a terminal: no price, no jobs of others.")
     ] = False,
     reuse: Annotated[
         str | None,
-        typer.Option("--reuse", help="Results of another environment: same (again) or any (keep)."),
+        typer.Option("--reuse", help="Results of another environment: same (measure again) or any (keep)."),
     ] = None,
 ) -> None:
     """Run a sweep until done; the same command again continues it."""
@@ -85,11 +87,13 @@ def launch(
 @sweep_app.command("status")
 def status(
     sweep: Sweep = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow until it is over.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it anew every second until it is over.")
+    ] = False,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show how far a sweep is, what runs, what failed and what leads; only reads."""
+    """Show how far a sweep is, what runs, what failed and the best so far; writes nothing."""
     from ultrabench.cli.sweep.status import show_status
 
     raise typer.Exit(show_status(sweep, watch, json_, results_dir))
@@ -101,7 +105,8 @@ def top(
         str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="The newest sweep.")
     ] = None,
     first: Annotated[
-        int | None, typer.Option("-n", min=1, help="The first K of each cell; 10, and all with --json.")
+        int | None,
+        typer.Option("-n", min=1, help="Runs to show of each cell; by default 10, and all with --json."),
     ] = None,
     by: Annotated[
         str, typer.Option("--by", metavar="COLUMN", help="A numeric column of the result table.")
@@ -109,7 +114,7 @@ def top(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Rank all runs, cell by cell, as the heatmap does; suspects stand behind those that may win."""
+    """Rank all runs of each cell as the heatmap does; doubtful numbers come after those that may win."""
     from ultrabench.cli.sweep.top import show_top
 
     show_top(source, first, by, json_, results_dir)
@@ -122,7 +127,7 @@ def retry(
         str | None, typer.Option("--only", help="Statuses to retry, such as crash,timeout.")
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="One run, by its id.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would run.")] = False,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
@@ -134,7 +139,7 @@ def retry(
 
 @sweep_app.command("pause")
 def pause(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
-    """Finish the runs under way and give the nodes back."""
+    """Finish the runs under way and give the nodes back; nothing new starts."""
     from ultrabench.cli.sweep.pause_cancel import run_pause
 
     run_pause(sweep, results_dir)
@@ -143,11 +148,11 @@ def pause(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
 @sweep_app.command("resume")
 def resume(
     sweep: Sweep = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Submit and leave.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit the jobs and return at once.")] = False,
     max_gpu_hours: MaxGpuHours = None,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Go on with a sweep as it was launched last: one that is paused, or that nobody follows."""
+    """Go on with a paused sweep, or with one that no launcher follows, as it was launched last."""
     from ultrabench.cli.sweep.pause_cancel import run_resume
 
     raise typer.Exit(run_resume(sweep, results_dir, detach, max_gpu_hours))
@@ -179,7 +184,9 @@ def show(
 def logs(
     run_id: Run,
     in_sweep: InThis = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Print what is added until the attempt ends.")
+    ] = False,
     sweep: InSweep = None,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
