@@ -13,6 +13,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Workload
 from ultrabench.store.events import Claimed, Result
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import JournalWriter
 from ultrabench.store.sweep_json import SweepJson, write_sweep_json
 from ultrabench.sweep.config.load import read_hardware
 
@@ -81,3 +82,15 @@ def claim(writer, spec, repeat=0, attempt=0, result=None, allocation="a0"):
 
 def rows_of(*folders, warn=lambda message: pytest.fail(message)):
     return collect(folders, warn).to_pylist()
+
+
+SPECS = tuple(spec_of(layout) for layout in LAYOUTS)
+
+
+def swept(path, *results):
+    """A sweep of SPECS whose first runs were claimed and ended like this; None: not ended. With its journal's writer."""
+    folder = make_sweep(path / "s", [candidate(spec) for spec in SPECS])
+    writer = JournalWriter(folder.journal, "agent")
+    for spec, result in zip(SPECS, results, strict=False):
+        claim(writer, spec, result=result)
+    return folder, writer

@@ -8,12 +8,14 @@ from tests.unit.analysis_sweeps import (
     LAPTOP,
     LAYOUTS,
     OK,
+    SPECS,
     TINY,
     candidate,
     claim,
     make_sweep,
     rows_of,
     spec_of,
+    swept,
 )
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
@@ -23,17 +25,12 @@ from ultrabench.store.events import LaunchConfig, Result, Submitted
 from ultrabench.store.journal import JournalWriter
 
 
-@pytest.fixture
-def specs():
-    return [spec_of(layout) for layout in LAYOUTS]
-
-
-def test_speed_and_mfu_by_hand(tmp_path, specs):
-    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
+def test_speed_and_mfu_by_hand(tmp_path):
+    folder = make_sweep(tmp_path / "s", [candidate(SPECS[0])])
     writer = JournalWriter(folder.journal, "agent")
     job = {"job_id": 4711, "host": "login"}
     writer.write(Submitted(allocation="a0", job=job))
-    claim(writer, specs[0], result=OK)
+    claim(writer, SPECS[0], result=OK)
     (row,) = rows_of(folder)
     # 16,384 tokens in 0.2 s on 8 GPUs. A layer multiplies by 4*64*64 + 3*64*128 = 40,960
     # parameters; two of them and a head of 256*64 have N = 98,304.
@@ -66,11 +63,11 @@ def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, core_rate):
         assert row["mfu"] is row["peak_flops_per_s"] is row["peak_source"] is None
 
 
-def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path, specs):
+def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path):
     plan = [
-        candidate(specs[0]),
-        candidate(specs[1], "rejected", "tp_heads", "tp=3 does not divide heads=32"),
-        candidate(specs[2], "skipped", None, "predicted 112 GiB of 80"),
+        candidate(SPECS[0]),
+        candidate(SPECS[1], "rejected", "tp_heads", "tp=3 does not divide heads=32"),
+        candidate(SPECS[2], "skipped", None, "predicted 112 GiB of 80"),
     ]
     rows = rows_of(make_sweep(tmp_path / "s", plan))
     assert [(row["status"], row["rule"], row["reason"]) for row in rows] == [
@@ -101,38 +98,29 @@ def test_what_another_run_dominates_is_skipped_and_says_by_whom(tmp_path):
     assert row["reason"].startswith(f"dominated by {small.run_id}")
 
 
-def test_only_ok_attempts_have_speeds(tmp_path, specs):
-    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
-    writer = JournalWriter(folder.journal, "agent")
-    claim(writer, specs[0], result=replace(OK, status=Status.INVALID, reason="loss is NaN"))
-    claim(writer, specs[1], result=RunResult(status=Status.OOM))
-    claim(writer, specs[2])
-    rows = rows_of(folder)
-    assert [row["status"] for row in rows[:3]] == ["invalid", "oom", None]
+def test_only_ok_attempts_have_speeds(tmp_path):
+    invalid = replace(OK, status=Status.INVALID, reason="loss is NaN")
+    rows = rows_of(swept(tmp_path, invalid, RunResult(status=Status.OOM), None)[0])[:3]
+    assert [row["status"] for row in rows] == ["invalid", "oom", None]
     assert rows[0]["gpu_hours"] is not None
-    for row in rows[:3]:
+    for row in rows:
         assert row["attempt"] == 0
         assert row["step_time_s"] is row["mfu"] is row["step_times_s"] is row["flops_formula"] is None
 
 
-def test_an_outlying_loss_is_a_failed_row_that_keeps_its_numbers(tmp_path, specs):
-    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs])
-    writer = JournalWriter(folder.journal, "agent")
-    for spec, loss in zip(specs[:4], (5.0, 5.0, 5.0, 9.0), strict=True):
-        claim(writer, spec, result=replace(OK, loss_final=loss, loss_step=5))
+def test_an_outlying_loss_is_an_invalid_row_that_keeps_its_numbers(tmp_path):
+    ends = [replace(OK, loss_final=loss, loss_step=5) for loss in (5.0, 5.0, 5.0, 9.0)]
+    folder, writer = swept(tmp_path, *ends)
     row = rows_of(folder)[3]
-    assert (row["status"], row["is_final"]) == ("invalid", True)
+    assert (row["status"], row["is_final"], row["step_time_s"]) == ("invalid", True, 0.2)
     assert row["reason"].startswith("loss 9 at step 5; the other 3 layouts")
-    assert (row["step_time_s"], row["tokens_per_s_per_gpu"]) == (0.2, pytest.approx(10_240))
-    claim(writer, specs[3], attempt=1, result=replace(OK, loss_final=5.0, loss_step=5))
+    claim(writer, SPECS[3], attempt=1, result=ends[0])
     assert [(r["status"], r["is_final"]) for r in rows_of(folder)[3:5]] == [("invalid", False), ("ok", True)]
 
 
-def test_what_is_in_doubt_is_told_with_all_its_reasons(tmp_path, specs):
-    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
+def test_what_is_in_doubt_is_told_with_all_its_reasons(tmp_path):
     odd = replace(OK, step_times_s=(1e-9,), rank_step_times_s={"0": 1.0, "7": 2.0}, suspects=("n1",))
-    claim(JournalWriter(folder.journal, "agent"), specs[0], result=odd)
-    (row,) = rows_of(folder)
+    row = rows_of(swept(tmp_path, odd)[0])[0]
     first, second = row["suspect"].split("; ")
     assert first == "rank 7 took 2.00 x the step time of rank 0"
     assert second.startswith("mfu ")
@@ -142,22 +130,19 @@ def test_what_is_in_doubt_is_told_with_all_its_reasons(tmp_path, specs):
 @pytest.mark.parametrize(
     ("clock", "reasons", "throttled"), [(None, None, None), (1.9e9, None, False), (1.4e9, "thermal", True)]
 )
-def test_throttling_is_unknown_where_nobody_looked(tmp_path, specs, clock, reasons, throttled):
-    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
-    told = replace(OK, sm_clock_hz=clock, throttled=reasons)
-    claim(JournalWriter(folder.journal, "agent"), specs[0], result=told)
-    (row,) = rows_of(folder)
+def test_throttling_is_unknown_where_nobody_looked(tmp_path, clock, reasons, throttled):
+    row = rows_of(swept(tmp_path, replace(OK, sm_clock_hz=clock, throttled=reasons))[0])[0]
     assert (row["sm_clock_hz"], row["throttled"]) == (clock, throttled)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, specs, seed):
+def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, seed):
     choose = random.Random(seed)
-    planned = {spec.run_id for spec in specs[:6]}
-    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in specs[:6]])
+    planned = {spec.run_id for spec in SPECS[:6]}
+    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in SPECS[:6]])
     writers = [JournalWriter(folder.journal, "agent") for _ in range(3)]
     attempts = Counter()
-    for spec in specs:
+    for spec in SPECS:
         for repeat in range(choose.randrange(3)):
             for attempt in range(choose.randint(1, 3)):
                 result = choose.choice([None, OK, RunResult(status=Status.HANG, reason="silent")])
@@ -173,9 +158,9 @@ def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, specs, seed):
         assert row["status"] != "ok" or stands["status"] == "ok"
 
 
-def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path, specs):
-    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
-    other = replace(specs[1], shape=replace(TINY, name="other", num_hidden_layers=3))
+def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path):
+    folder = make_sweep(tmp_path / "s", [candidate(SPECS[0])])
+    other = replace(SPECS[1], shape=replace(TINY, name="other", num_hidden_layers=3))
     claim(JournalWriter(folder.journal, "agent"), other, result=OK)
     row = rows_of(folder)[1]
     assert (row["run_id"], row["model"], row["num_hidden_layers"]) == (other.run_id, "other", 3)
@@ -192,10 +177,10 @@ def test_models_that_a_later_launch_added_are_known(tmp_path):
     assert rows_of(folder)[0]["num_params"] == added.shape.num_params
 
 
-def test_a_lost_claim_loses_no_result(tmp_path, specs):
-    folder = make_sweep(tmp_path / "s", [candidate(specs[0])])
+def test_a_lost_claim_loses_no_result(tmp_path):
+    folder = make_sweep(tmp_path / "s", [candidate(SPECS[0])])
     writer = JournalWriter(folder.journal, "agent")
-    for run_id in (specs[0].run_id, "f" * 16):
+    for run_id in (SPECS[0].run_id, "f" * 16):
         writer.write(Result(run_id=run_id, repeat=0, attempt=0, result=OK))
     told = []
     known, unknown = rows_of(folder, warn=told.append)
