@@ -12,15 +12,15 @@ from ultrabench.agent.diagnose.root_cause import findings, last_line
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.agent.ranks.watch import watch
-from ultrabench.dominance import dominates
+from ultrabench.layout import dominates
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Task, env_id
+from ultrabench.store.allocation import inside
 from ultrabench.store.claim import claim, owner
 from ultrabench.store.events import Claimed, Event, Failed, PhaseReached, Preflight, Result, Started
 from ultrabench.store.journal import JournalWriter
-from ultrabench.window import inside
 
 
 def owns(claims: Path, name: str, me: dict[str, Any]) -> bool:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey
+from ultrabench.store.allocation import inside
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, same_place
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import AttemptsLeft, next_attempts
 from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, planned_jobs
 from ultrabench.sweep.running.retry import excluded
-from ultrabench.window import inside
 
 MOST_BARREN = 3
 """Allocations in a row that may end without having claimed a run."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ultrabench.dominance import dominates
+from ultrabench.layout import dominates
 from ultrabench.result import Status
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate

@@ -57,18 +57,6 @@ def test_one_of_several_processes_wins_each_claim(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"k{k}" for k in range(20))
 
 
-def test_the_second_loses_and_leaves_no_litter(tmp_path):
-    assert claim(tmp_path, KEY, {"allocation": "first"})
-    assert not claim(tmp_path, KEY, {"allocation": "second"})
-    assert owner_of(tmp_path, KEY) == "first"
-    assert [p.name for p in tmp_path.iterdir()] == [KEY]
-
-
-def test_attempts_are_claimed_apart(tmp_path):
-    assert claim(tmp_path, "aaaa.0.0", {"allocation": "a"})
-    assert claim(tmp_path, "aaaa.0.1", {"allocation": "b"})
-
-
 def test_a_lost_answer_of_link_is_still_a_win(tmp_path, monkeypatch):
     real_link = os.link
 
@@ -91,14 +79,3 @@ def test_a_file_system_without_links_is_not_taken_for_another_owner(tmp_path, mo
         claim(tmp_path, KEY, {"allocation": "mine"})
     assert not may_pass(raised.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nobody_owns_what_was_not_claimed(tmp_path):
-    assert owner_of(tmp_path, KEY) is None
-
-
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "7", '"name"'])
-def test_an_unreadable_owner_is_somebody(tmp_path, text):
-    (tmp_path / KEY).write_text(text)
-    assert owner_of(tmp_path, KEY) == "unreadable"
-    assert not claim(tmp_path, KEY, {"allocation": "mine"})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import layouts, powers
 from ultrabench.errors import ConfigError
-from ultrabench.layout import Coordinates, Layout, default_schedule
+from ultrabench.layout import Layout, default_schedule
 
 
 @given(layouts(most=5))
@@ -33,17 +33,18 @@ def test_a_tp_group_stays_on_a_node_when_it_fits(layout, gpus_per_node, tp):
     assert all(len(nodes) == 1 for nodes in nodes_of.values())
 
 
-def test_tp_is_innermost_and_pp_outermost():
-    layout = Layout(dp=2, tp=2, pp=2, gas=2, pp_schedule="1f1b")
-    assert layout.coordinates(1) == Coordinates(pp=0, dp=0, cp=0, tp=1)
-    assert layout.coordinates(2) == Coordinates(pp=0, dp=1, cp=0, tp=0)
-    assert layout.coordinates(4) == Coordinates(pp=1, dp=0, cp=0, tp=0)
-
-
-def test_cp_stands_between_tp_and_dp():
-    layout = Layout(dp=2, tp=2, cp=2)
-    assert layout.coordinates(2) == Coordinates(pp=0, dp=0, cp=1, tp=0)
-    assert layout.coordinates(4) == Coordinates(pp=0, dp=1, cp=0, tp=0)
+@pytest.mark.parametrize(
+    ("words", "rank", "place"),
+    [
+        ({"pp": 2, "pp_schedule": "1f1b", "gas": 2}, 1, (0, 0, 0, 1)),
+        ({"pp": 2, "pp_schedule": "1f1b", "gas": 2}, 2, (0, 1, 0, 0)),
+        ({"pp": 2, "pp_schedule": "1f1b", "gas": 2}, 4, (1, 0, 0, 0)),
+        ({"cp": 2}, 2, (0, 0, 1, 0)),
+        ({"cp": 2}, 4, (0, 1, 0, 0)),
+    ],
+)
+def test_the_order_of_axes_is_pp_dp_cp_tp(words, rank, place):
+    assert Layout(dp=2, tp=2, **words).coordinates(rank) == place
 
 
 @pytest.mark.parametrize("rank", [-1, 4, 100])

@@ -71,13 +71,6 @@ def test_parameters_by_matrix(shape):
     assert shape.num_active_params == shape.num_params
 
 
-def test_tied_embeddings_count_once():
-    tied = ModelShape(**{**SMALL, "tie_word_embeddings": True})
-    untied = ModelShape(**SMALL)
-    assert untied.num_params - tied.num_params == 128 * 64
-    assert untied.num_matmul_params == tied.num_matmul_params
-
-
 @given(shape=shapes(), seq_len=st.integers(1, 8192))
 def test_flops_formulas(shape, seq_len):
     attention = 12 * shape.num_hidden_layers * shape.hidden_size * seq_len

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrabench.window import inside
+from ultrabench.store.allocation import inside
 
 DAY = 1440
 MINUTES = st.integers(0, DAY - 1)

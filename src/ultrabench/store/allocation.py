@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ultrabench.run import Task
 from ultrabench.store.folder import write_whole
 
 PROBE_LIMIT_S = 300.0
-"""Seconds after which a preflight is given up; on a loaded machine the import of torch alone may take a minute."""
+"""Seconds after which a preflight is given up; the import of torch alone may take a minute on a loaded machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Allocation:
     """Wall-clock limit of the whole allocation."""
     kernel_digest: str
     git_commit: str | None = None
-    """Of ultrabench when it was submitted."""
+    """Commit of ultrabench when the allocation was submitted."""
     preflight: bool = False
     """Measure devices and links before the first task."""
     control: str | None = None
@@ -52,7 +53,7 @@ class Allocation:
 
     @property
     def warning_s(self) -> float:
-        """So long before its limit a job is told to end: its agents say how the current run was."""
+        """Seconds before its limit at which the job is told to end, so that its agents can still write results."""
         return min(90.0, self.limit_s / 4)
 
     @property
@@ -93,3 +94,16 @@ def read_allocation(folder: Path) -> Allocation:
         return from_dict(Allocation, json.loads((folder / "allocation.json").read_text()))
     except (OSError, TypeError, ValueError, ConfigError) as error:
         raise SweepFolderError(f"cannot read {folder}/allocation.json: {error}") from error
+
+
+def inside(window: str | None, now_s: float) -> bool:
+    """Whether `now_s` (seconds since 1970) is inside a window such as 19:00-07:00 of local time.
+
+    The first minute belongs to the window, the last does not; equal ends are the whole day.
+    """
+    if window is None:
+        return True
+    begin, end = (60 * int(text[:2]) + int(text[3:]) for text in window.split("-"))
+    local = time.localtime(now_s)
+    minute = 60 * local.tm_hour + local.tm_min
+    return (minute - begin) % 1440 < ((end - begin) % 1440 or 1440)
