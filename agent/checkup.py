@@ -54,7 +54,7 @@ def look(folder: Path) -> dict[str, Any]:
         request = json.loads((folder / "request.json").read_text())
     except (OSError, ValueError):
         request = {}
-    owner = {"host": identity.host, "job": identity.job}
+    owner = identity.owner("checkup")
     # This comes before torch is tried, which is itself a process on the GPUs.
     foreign = foreign_processes(lambda pid: False)
     return {

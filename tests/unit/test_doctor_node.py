@@ -9,12 +9,14 @@ import yaml
 
 import ultrabench
 from ultrabench import checkout
+from ultrabench.agent import checkup
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.doctor.checkup import CheckupFolder, CheckupJob, checkup_folder
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import NODE
 from ultrabench.launchers.slurm.limits import Limits
 from ultrabench.launchers.slurm.site import Site
+from ultrabench.store.claim import owner
 from ultrabench.sweep.config.load import load_config
 
 load = cache(load_config)
@@ -121,6 +123,15 @@ def test_the_folder_of_a_checkup_goes_with_all_that_was_made_for_it(tmp_path):
     with checkup_folder(config) as (folder, _):
         folder.keep = True
     assert (folder.path / "request.json").is_file()
+
+
+def test_a_checkup_in_a_job_claims_for_that_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(checkup, "_probe", dict)
+    (tmp_path / "claims").mkdir()
+    report = checkup.look(tmp_path)
+    assert (report["job_id"], report["won_own_claim"], report["token"]) == ("7", True, None)
+    assert owner(tmp_path / "claims", "node")["job"]["job_id"] == "7"
 
 
 LIMITS = Limits(
