@@ -8,28 +8,26 @@ from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor import node_checks, site_checks
-from ultrabench.launchers.doctor.check import WARN, Check, CheckStatus, Say, failed, passed, skipped
+from ultrabench.launchers.doctor.check import Check, CheckStatus, Say, failed, passed, skipped
 from ultrabench.launchers.doctor.checkup import CheckupJob, checkup_folder
-from ultrabench.launchers.doctor.node_checks import Report
 from ultrabench.launchers.open_sweep import require_local
-from ultrabench.launchers.slurm.limits import Limits, read_limits
+from ultrabench.launchers.slurm.limits import read_limits
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0
-ACCESS: dict[str, Callable[[Site], Check]] = {
-    "programs": site_checks.check_programs,
-    "slurmctld": site_checks.check_controller,
-}
+Table = dict[str, Callable[..., Check]]
+"""Checks by the names under which the user sees them."""
+ACCESS: Table = {"programs": site_checks.check_programs, "slurmctld": site_checks.check_controller}
 """Checks whether Slurm can be asked; the others need them."""
-OF_NODES: dict[str, Callable[[SweepConfig, Site, Limits], Check]] = {
+OF_NODES: Table = {
     "nodes": site_checks.check_nodes,
     "GPUs": site_checks.check_gpus,
     "node size": site_checks.check_size,
 }
 """Checks on what sinfo says."""
-SITE: dict[str, Callable[[SweepConfig, Site, Limits], Check]] = {
+SITE: Table = {
     "partition": site_checks.check_partition,
     **OF_NODES,
     "limits": site_checks.check_limits,
@@ -37,7 +35,7 @@ SITE: dict[str, Callable[[SweepConfig, Site, Limits], Check]] = {
     "accounting": site_checks.check_accounting,
 }
 """Checks on what Slurm says, in order."""
-NODE: dict[str, Callable[[Report, SweepConfig], Check]] = {
+NODE: Table = {
     "folder on the node": node_checks.check_folder,
     "Python on the node": node_checks.check_python,
     "torch on the node": node_checks.check_torch,
@@ -46,7 +44,7 @@ NODE: dict[str, Callable[[Report, SweepConfig], Check]] = {
     "clock of the node": node_checks.check_clock,
 }
 """Checks on what the job found on its node."""
-HERE: dict[str, Callable[[Report, SweepConfig], Check]] = {
+HERE: Table = {
     "torch": node_checks.check_torch,
     "GPUs": node_checks.check_devices,
     "room": node_checks.check_room,
@@ -85,7 +83,7 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
             why = f"{' and '.join(bad)} failed" if bad else "of --wait 0"
             return [*checks, skipped("job", f"none submitted, because {why}; nodes were not looked at")]
         job, report = CheckupJob(folder, say).run(wait_s)
-        return [*checks, job.named("job"), *(_judged(NODE, report, config) if report else [])]
+        return [*checks, job.named("job"), *(_run(NODE, report, config) if report else [])]
 
 
 def failures(checks: Sequence[Check]) -> list[str]:
@@ -114,17 +112,13 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
         told, _, remedy = str(error).partition("; ")
         return [failed(told, remedy or "set launcher.partition=").named("partition")]
     say(f"looking at partition {limits.name}")
-    unknown = Check(
-        status=WARN, told="sinfo does not tell what nodes there are", remedy="look at `sinfo` by hand"
-    )
-    missing = dict.fromkeys(OF_NODES if limits.up_nodes is None else (), unknown)
-    return [(missing.get(name) or check(config, site, limits)).named(name) for name, check in SITE.items()]
+    untold = OF_NODES if limits.up_nodes is None else {}
+    return _run(SITE | dict.fromkeys(untold, site_checks.nodes_unknown), config, site, limits)
 
 
-def _judged(
-    table: dict[str, Callable[[Report, SweepConfig], Check]], report: Report, config: SweepConfig
-) -> list[Check]:
-    return [check(report, config).named(name) for name, check in table.items()]
+def _run(table: Table, *given: object) -> list[Check]:
+    """The checks of a table, each given the same values."""
+    return [check(*given).named(name) for name, check in table.items()]
 
 
 def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
@@ -144,7 +138,7 @@ def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
             start = failed(f"the agent does not start: {last}", "install ultrabench again")
             return [*checks, start.named("this machine")]
     assert report is not None
-    return [*checks, *_judged(HERE, report, config)]
+    return [*checks, *_run(HERE, report, config)]
 
 
 def _check_nodes_here(config: SweepConfig) -> Check:

@@ -94,6 +94,11 @@ def _facts(partition: Partition) -> str:
     return f"{partition.state or 'state unknown'}, {counted(partition.total_nodes, 'node')}{most}, {limit}"
 
 
+def nodes_unknown(config: SweepConfig, site: Site, limits: Limits) -> Check:
+    """The check of anything that only sinfo tells, where it tells nothing."""
+    return first_problem("sinfo does not tell what nodes there are", (True, WARN, "look at `sinfo` by hand"))
+
+
 def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Whether enough nodes run jobs, and why the others do not."""
     largest, up, total = max(config.axes.nodes), limits.up_nodes or 0, limits.total_nodes

@@ -1,7 +1,5 @@
 """What Slurm says of its cluster to this user: configuration, partitions, accounts; each is asked for once."""
 
-import os
-import pwd
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +10,7 @@ from ultrabench.errors import ClusterError, ConfigError, counted, unknown_name
 from ultrabench.launchers.slurm import command
 from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.job import duration_s
+from ultrabench.processes import own_name
 
 TIMEOUT_S = 20.0
 _SINFO_FORMAT = "%R|%D|%c|%m|%T|%G"
@@ -29,16 +28,7 @@ REACH_SLURMCTLD = (
 )
 
 Ask = Callable[..., str]
-"""Runs a program with its arguments and returns what it prints, or raises CommandError."""
-
-
-def ask_slurm(*words: str) -> str:
-    """What a program prints.
-
-    Raises:
-        CommandError: it fails, or takes longer than TIMEOUT_S.
-    """
-    return command.ask(words, TIMEOUT_S)
+"""Runs a program with its arguments and returns what it prints; raises CommandError where it fails or takes too long."""
 
 
 def absent_programs() -> str | None:
@@ -105,12 +95,9 @@ class Accounts:
 class Site:
     """One cluster; what is not needed is not asked for."""
 
-    def __init__(self, ask: Ask = ask_slurm) -> None:
-        self.ask = ask
-        try:
-            self.user = pwd.getpwuid(os.getuid()).pw_name
-        except KeyError:
-            self.user = str(os.getuid())
+    def __init__(self, ask: Ask | None = None) -> None:
+        self.ask: Ask = ask or (lambda *words: command.ask(words, TIMEOUT_S))
+        self.user = own_name()
 
     @cached_property
     def config(self) -> dict[str, str]:

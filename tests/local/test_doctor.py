@@ -28,14 +28,6 @@ def test_hardware_that_is_not_here(bench):
     assert "hardware=" in checks["GPUs"]["remedy"]
 
 
-def test_the_table(bench):
-    lines = bench.run("doctor", "launcher=local").splitlines()
-    assert lines[0].startswith("doctor: launcher=local hardware=cpu")
-    assert lines[1].split() == ["check", "status", "found"]
-    assert len(lines) == 7
-    assert not [pid for pid in own_processes() if str(bench.folder) in " ".join(command_line(pid))]
-
-
 SMALL = ("--deep", "sweep.nodes=[2]", "sweep.pp=[1,2]", "sweep.tp=[1]", "sweep.cp=[1]", "sweep.mbs=[2]",
          "sweep.zero_stage=[0,3]", "sweep.pp_schedule=[auto]", "hardware.mem_bytes=300000000",
          "measure.deadline_floor_s=2")  # fmt: skip

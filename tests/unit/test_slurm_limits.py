@@ -62,8 +62,7 @@ class Programs:
             "partition": PARTITIONS,
             "sinfo": NODES,
             "assoc": ASSOCIATIONS,
-            **changed,
-        }
+        } | changed
         self.asked = []
 
     def __call__(self, *words):
@@ -97,10 +96,6 @@ def test_the_default_partition_and_its_nodes():
         "2 nodes of 64 CPUs, 515000 MB, gpu:a100:4(S:0-1),gpu:v100:2(S:0)",
     )
     assert limits.max_time_minutes is None
-
-
-def test_the_site():
-    limits = read_limits(ask=Programs())
     assert (limits.cluster, limits.accounting, limits.max_array_size) == ("alps", True, 101)
 
 
@@ -151,21 +146,19 @@ def test_other_partitions():
     assert (secret.state, secret.max_time_minutes, secret.up_nodes) == ("DOWN", 3600, None)
 
 
-def test_an_unknown_partition_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"launcher.partition 'hoper'; did you mean hopper\?"):
-        read_limits("hoper", ask=Programs())
-
-
-def test_no_partition_where_none_is_the_default():
-    with pytest.raises(ConfigError, match=r"set launcher.partition= \(hopper, debug, secret\)"):
-        read_limits(ask=Programs(partition=PARTITIONS.replace("Default=YES", "Default=NO")))
-
-
-@pytest.mark.parametrize("gone", ["config", "partition"])
-def test_a_controller_that_does_not_answer(gone):
-    with pytest.raises(ClusterError, match="connect failure") as caught:
-        read_limits(ask=Programs(**{gone: None}))
-    assert "login node" in str(caught.value)
+@pytest.mark.parametrize(
+    ("partition", "said", "error", "told"),
+    [
+        ("hoper", {}, ConfigError, r"launcher.partition 'hoper'; did you mean hopper\?"),
+        (None, {"partition": PARTITIONS.replace("Default=YES", "Default=NO")}, ConfigError,
+         r"set launcher.partition= \(hopper, debug, secret\)"),
+        (None, {"config": None}, ClusterError, "connect failure.*login node"),
+        (None, {"partition": None}, ClusterError, "connect failure.*login node"),
+    ],
+)  # fmt: skip
+def test_a_partition_that_cannot_be_read(partition, said, error, told):
+    with pytest.raises(error, match=told):
+        read_limits(partition, ask=Programs(**said))
 
 
 def test_the_real_programs_are_asked_by_default(tmp_path, monkeypatch):
