@@ -83,3 +83,15 @@ def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it()
     failed = attempt_line(*line(status=Status.OOM, reason="no memory"))
     assert failed.style == style_of("hang") == "red"
     assert "MFU" not in failed.plain
+
+
+def test_a_line_wraps_between_words_on_a_terminal_and_is_whole_in_a_pipe():
+    words = f"the run {RUN_ID} of a sweep goes on with ultrabench sweep resume quick-cpu"
+    console = PlainConsole(file=io.StringIO(), width=30, force_terminal=True, color_system=None)
+    console.print_line(words)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) > 1
+    assert " ".join(line.strip() for line in lines) == words
+    pipe = PlainConsole(file=io.StringIO(), width=30)
+    pipe.print_line(words)
+    assert pipe.file.getvalue() == f"{words}\n"
