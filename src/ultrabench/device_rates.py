@@ -29,7 +29,7 @@ MEASURED = ("bytes", "seconds", "busbw_bytes_per_s", "busbw_p5_bytes_per_s", "bu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How much is measured."""
+    """How many calls of which operations, and of which sizes, are measured."""
 
     operations: tuple[str, ...]
     sizes_bytes: tuple[int, ...]
@@ -39,7 +39,7 @@ class Form:
     warmup: int
     iterations: int
     device_s: float
-    """How long each device multiplies matrices."""
+    """Seconds for which each device multiplies matrices."""
 
 
 SHORT = {
@@ -60,7 +60,7 @@ def long_form(device: str, warmup: int, iterations: int) -> Form:
 
 
 def share(operation: str, ranks: int) -> float:
-    """The f(n) above."""
+    """The share f(n) of the module's docstring."""
     return _CROSSINGS[operation] * (ranks - 1) / ranks if operation in _CROSSINGS else 1.0
 
 

@@ -24,28 +24,28 @@ class Hardware:
 
     name: str
     gpu: str
-    """What people call the accelerator."""
+    """Usual name of the accelerator."""
     device: str = "cuda"
     """The torch device type."""
     peak_flops_per_s: dict[str, float]
     """Precision -> dense rate, without sparsity; empty where it has to be measured, on CPUs."""
     mem_bytes: int
-    """Memory of one accelerator."""
+    """Bytes of memory of one accelerator."""
     hbm_bytes_per_s: float
-    """Between an accelerator and its memory."""
+    """Bytes per second between an accelerator and its memory."""
     link_bytes_per_s: float
-    """To the other accelerators of the node, one direction."""
+    """Bytes per second to the other accelerators of the node, in one direction."""
     reported_as: tuple[str, ...]
     """How the driver names the accelerator; a run on anything else is invalid."""
     source: str
     """Where the rates come from."""
     gpus_per_node: int
     node_link_bytes_per_s: float
-    """Between nodes, per accelerator, one direction."""
+    """Bytes per second between nodes, per accelerator, in one direction."""
     precision: str = "bf16"
-    """What kernels compute in unless they say otherwise."""
+    """Precision of kernels that name none."""
     simulated: bool = False
-    """Several nodes of this type are processes of one host."""
+    """Whether several nodes of this type are processes of one host."""
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:

@@ -54,7 +54,7 @@ class KernelConfig:
     """For programs that only log: a regular expression with one of the groups of STEP_TIMES and,
     optionally, `loss`, matched against each line of one rank."""
     step_rank: int = 0
-    """That rank; -1 is the last."""
+    """The rank whose log is read; -1 is the last one."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -22,7 +22,7 @@ CALM_WALKS = 2
 CALM_LOOKS = 5
 """How many looks in a row at the children of this process have to find nothing."""
 CALM_S = 0.002
-"""Pause between them."""
+"""Seconds between two such looks or walks."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """The environment that gives a process and its libraries so many threads."""
+    """The variables that limit a process and its libraries to this number of threads."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return dict.fromkeys(names, str(threads))
 
@@ -71,7 +71,7 @@ def alive(pid: int, started: int) -> bool:
 
 
 def own_name() -> str:
-    """Of the user, by number where nobody has written down the name."""
+    """Name of the user of this process, or `user NUMBER` where the system has no name for it."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -79,7 +79,7 @@ def own_name() -> str:
 
 
 def own_processes() -> Iterator[int]:
-    """Pids of this user, this process left out."""
+    """Pids of all processes of this user except this process."""
     user = os.getuid()
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -235,7 +235,7 @@ def _identity(between: str) -> str:
 
 
 def clean_up_after_the_dead() -> None:
-    """Kills what agents that are no more have left running, and removes their folders."""
+    """Kills the processes that dead agents have left behind, and removes their folders."""
     kill_until_gone(lambda: tagged(orphaned), patience_s=5.0)
     for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*-*-*-*"):
         if _is_dead(folder.name.removeprefix(SCRATCH_PREFIX).split("-")[:3]):

@@ -27,7 +27,7 @@ PROFILE = "profile"
 """The phase in which ranks look inside themselves, and the folder beside the report for what they see."""
 
 PARTS = ("data", "forward_backward", "optimizer")
-"""Of a step, in order."""
+"""Parts of a step, in order."""
 _RECORD = struct.Struct("@qqq")
 
 LINE_BYTES = 2**19
@@ -45,7 +45,7 @@ class Progress:
     """How far a rank has come."""
 
     microbatches: int = 0
-    """Finished on the device."""
+    """Micro-batches that have finished on the device."""
     step: int = 0
     """The step it is in; 0 before the first."""
     part: str = PARTS[0]
@@ -83,7 +83,7 @@ class Report:
         self._file.flush()
 
     def phase(self, name: str) -> None:
-        """Says what the rank does from now on."""
+        """Reports the phase that the rank begins."""
         self.write("phase", name=name)
 
     def microbatch(self) -> None:

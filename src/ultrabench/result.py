@@ -51,7 +51,7 @@ class RunResult:
     fingerprint: str | None = None
     """Equal for the same failure wherever it happens: a hash of it without numbers, paths and ranks."""
     confirmed: bool | None = None
-    """Of an oom: the memory was free when the run began and the allocator's own record tells of the request."""
+    """Whether an oom is sure: memory was free when the run began, and the allocator recorded the failed request."""
     suspects: tuple[str, ...] = ()
     """Hosts that a failure points at."""
     measured_by: str | None = None
@@ -60,26 +60,26 @@ class RunResult:
     """Why measuring ended: interval, max_steps, program, slower_than_best or time_limit."""
     ci_reached: bool | None = None
     step_times_s: tuple[float, ...] = ()
-    """Measured steps in order, warm-up dropped."""
+    """Seconds of each measured step in order, without warm-up."""
     rank_step_times_s: dict[str, float] = field(default_factory=dict)
     """Rank -> its median measured step, of the fastest and the slowest rank; empty if only one tells."""
     loss_final: float | None = None
     """Loss at the step that all layouts of a cell have in common."""
     loss_step: int | None = None
-    """That step."""
+    """The step at which `loss_final` was taken."""
     hardware_flops_per_step: float | None = None
     """Operations executed, all ranks together; None where nobody counted."""
     peak_mem_allocated_bytes: int | None = None
-    """Largest of all ranks."""
+    """Largest peak of allocated bytes of all ranks."""
     peak_mem_reserved_bytes: int | None = None
-    """Largest of all ranks; on CPUs the resident set."""
+    """Largest peak of reserved bytes of all ranks; on CPUs of the resident set."""
     peak_mem_reserved_rank0_bytes: int | None = None
     init_time_s: float | None = None
-    """From the start of the ranks to the end of the first step."""
+    """Seconds from the start of the ranks to the end of the first step."""
     started_at: float | None = None
-    """Seconds since 1970, UTC."""
+    """Start of the attempt in seconds since 1970, UTC."""
     duration_s: float | None = None
-    """From the start of the ranks until all of them were gone."""
+    """Seconds from the start of the ranks until all of them were gone."""
     sm_clock_hz: float | None = None
     """Median over the GPUs and the seconds in which steps were made; None where no driver tells."""
     throttled: str | None = None

@@ -13,7 +13,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id, to_dict
 
 LARGEST = 2**30
-"""Tokens of a sequence or sequences of a batch; more is a slip of the finger, and no count of it would fit."""
+"""Largest seq_len and gbs that are accepted; a larger number is a typing error, and byte counts would overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Workload:
     gbs: int
     """Sequences of a global batch."""
     seed: int = 0
-    """Of parameters and tokens."""
+    """Seed of the parameters and the tokens."""
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.gbs < 1:
@@ -115,24 +115,24 @@ class Task:
     device: str
     """The torch device type: cuda or cpu."""
     rank_mem_bytes: int
-    """Memory of one rank: on CPUs enforced as a limit of the process."""
+    """Memory of one rank in bytes; on CPUs a limit of its process."""
     predicted_step_time_s: float
     predicted_duration_s: float
-    """Of the whole attempt; one that does not fit what is left of its allocation is not begun."""
+    """Predicted seconds of the whole attempt; an attempt longer than what is left of its allocation is not begun."""
     limit_s: float
     """Wall-clock limit of the attempt."""
     best_step_time_s: float | None = None
-    """Of the cell when this was submitted."""
+    """Best step time of the cell when the attempt was submitted; None when nothing was known."""
     gpu_names: tuple[str, ...] = ()
-    """What the accelerators may call themselves; a result on another is invalid. Empty: anything."""
+    """Names that the driver may give the accelerators; a result on another one is invalid. Empty: any name."""
     probe: bool = False
-    """Only measure the devices and links of the allocation; train nothing."""
+    """Whether devices and links of the allocation are measured instead of training."""
     profile: bool = False
-    """After the measured steps, look inside some more."""
+    """Whether some more steps are profiled after the measured ones."""
 
     @property
     def forked(self) -> bool:
-        """Its ranks are forked from the warm server; those of a user's program are exec'd."""
+        """Whether its ranks are forked from the warm server; a user's program is exec'd."""
         return self.probe or self.spec.kernel.kind != "command"
 
     @property

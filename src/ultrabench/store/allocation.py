@@ -27,7 +27,7 @@ class Allocation:
     nodes: int
     gpus_per_node: int
     simulated: bool
-    """All nodes are processes of one host."""
+    """Whether all nodes are processes of one host."""
     threads: int | None
     """OMP_NUM_THREADS of a rank; None: the cores of the node shared by its ranks."""
     heartbeat_s: float
@@ -37,7 +37,7 @@ class Allocation:
     git_commit: str | None = None
     """Commit of ultrabench when the allocation was submitted."""
     preflight: bool = False
-    """Measure devices and links before the first task."""
+    """Whether devices and links are measured before the first task."""
     control: str | None = None
     """run_id of the control layout, if that is the first task."""
     window: str | None = None
@@ -48,7 +48,7 @@ class Allocation:
 
     @property
     def kernel_kind(self) -> str:
-        """embedded, command or probe; one for all tasks."""
+        """Kind of the kernel of all tasks: embedded, command or probe."""
         return self.tasks[0].spec.kernel.kind
 
     @property
@@ -58,7 +58,7 @@ class Allocation:
 
     @property
     def probe(self) -> Task:
-        """The preflight, as a task like the others; it stands under index -1."""
+        """The preflight as a task like the others; its index is -1."""
         return replace(
             self.tasks[0],
             run_id=f"preflight-{self.name}",
@@ -69,12 +69,12 @@ class Allocation:
         )
 
     def task(self, index: int) -> Task:
-        """The task that agents know by this number."""
+        """The task with this index; the preflight has index -1."""
         return self.probe if index < 0 else self.tasks[index]
 
     @property
     def folder(self) -> Path:
-        """Its folder in the sweep's."""
+        """The folder of this allocation inside that of the sweep."""
         return Path(self.sweep_dir) / "allocations" / self.name
 
     def write(self) -> None:

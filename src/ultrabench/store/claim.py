@@ -1,4 +1,4 @@
-"""The claim of an attempt: made at most once, by whoever links its owner file first."""
+"""The claim of an attempt or an allocation: whoever links its owner file first has it, and nobody else ever will."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ from ultrabench.errors import may_pass
 from ultrabench.record import content_id
 
 _PROCESS = uuid.uuid4().hex
-"""Names the unique files of this process, so that a claim can be tried again."""
+"""Part of the names of the unique files of this process, by which a claim can be tried again."""
 
 
 def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:

@@ -23,7 +23,7 @@ class SweepFolder:
 
     @property
     def word(self) -> str:
-        """Its name as a word of a shell, for commands that are shown to be copied."""
+        """The name quoted for a shell, for commands that are shown to be copied."""
         return shlex.quote(self.name)
 
     @property
@@ -38,17 +38,17 @@ class SweepFolder:
 
     @property
     def journal(self) -> Path:
-        """One file a writer."""
+        """Folder of the journal files, one for each writer."""
         return self.path / "journal"
 
     @property
     def claims(self) -> Path:
-        """One file an attempt, naming its owner."""
+        """Folder of the claims: one file for each attempt, which names its owner."""
         return self.path / "claims"
 
     @property
     def allocations(self) -> Path:
-        """One folder an allocation, written before it is submitted."""
+        """Folder that holds one folder for each allocation, written before it is submitted."""
         return self.path / "allocations"
 
     @property
@@ -67,7 +67,7 @@ class SweepFolder:
         return self.path / "pause"
 
     def log_folder(self, run_id: str, repeat: int, attempt: int) -> Path:
-        """Logs and evidence of one attempt."""
+        """Folder of the logs and the evidence of one attempt."""
         return self.path / "logs" / run_id / f"{repeat}.{attempt}"
 
     def create(self) -> None:
@@ -164,6 +164,6 @@ def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepF
 
 
 def _age(folder: Path) -> float:
-    """When something last happened in a sweep: its newest journal file, else its head."""
+    """Time stamp of the newest journal file of a sweep, or of its sweep.json where it has no journal."""
     times = [p.lstat().st_mtime for p in folder.glob("journal/*.jsonl")]
     return max(times, default=(folder / "sweep.json").stat().st_mtime)

@@ -1,4 +1,4 @@
-"""Who is alive: launchers and agents touch their journal files, and others look at the times."""
+"""Heartbeats: launchers and agents touch their journal files, and others look at the time stamps."""
 
 import os
 import socket
@@ -8,13 +8,13 @@ from pathlib import Path
 from ultrabench.store.folder import SweepFolder
 
 SIGN_OF_LIFE_S = 30.0
-"""How often a launcher touches its journal."""
+"""Seconds between two touches of a journal by its launcher."""
 MISSED = 3
-"""Signs in a row that may be late before a launcher on another host counts as gone."""
+"""Number of missed touches after which a launcher on another host counts as gone."""
 
 
 def show_presence(journal: Path) -> None:
-    """Says that the writer of this journal file is still there."""
+    """Touches a journal file to show that its writer is alive."""
     os.utime(journal)
 
 
@@ -37,7 +37,7 @@ def living_launchers(folder: SweepFolder, own: Path | None = None) -> list[str]:
 
 
 def touched(path: Path) -> float:
-    """When a file was last touched; long ago if it is gone."""
+    """Time stamp of a file in seconds since 1970; 0 if it is gone."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -39,12 +39,12 @@ class JobLimits:
     max_limit_s: float = math.inf
     """Longest wall-clock limit of one allocation."""
     max_gpu_hours: float | None = None
-    """Budget of the sweep; None: no end."""
+    """Budget of the sweep in GPU hours; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """How an allocation ended, by the word of whoever ran it."""
+    """How an allocation ended, as the batch system or the local launcher tells."""
 
     status: Status
     """Status of the attempts that it had claimed and did not finish."""
@@ -56,29 +56,29 @@ class JobEnd:
 
     @property
     def cause(self) -> str | None:
-        """What failed, where the status leaves no doubt."""
+        """Cause of the failure where the status leaves no doubt, else None."""
         causes = {Status.OOM: "host_oom", Status.PREEMPTED: "preempted", Status.NODE_FAIL: "node_failure"}
         return causes.get(self.status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsSeen:
-    """What became of allocations."""
+    """What a launcher has seen of its allocations."""
 
     alive: frozenset[str] = frozenset()
     """Allocations that are queued or running, or not known to be over."""
     queued: frozenset[str] = frozenset()
-    """Those alive that surely hold no nodes."""
+    """Living allocations that surely hold no nodes."""
     running: frozenset[str] = frozenset()
-    """Those alive whose processes run, so that their agents should show signs of life."""
+    """Living allocations whose processes run, so that their agents should touch their journals."""
     leaving: frozenset[str] = frozenset()
     """Allocations that have ended by the word of their agents, but still hold their nodes."""
     ended_jobs: dict[str, JobEnd] = field(default_factory=dict)
-    """How the others ended."""
+    """Allocation -> how it ended."""
     held_s: dict[str, float] = field(default_factory=dict)
-    """Seconds for which those that run have held their nodes, setup included."""
+    """Running allocation -> seconds for which it has held its nodes, setup included."""
     timed: dict[str, float] = field(default_factory=dict)
-    """Seconds that ended allocations held their nodes, where the journal does not say so yet."""
+    """Ended allocation -> seconds for which it held its nodes, where the journal does not say so yet."""
     jobs: dict[str, Job] = field(default_factory=dict)
     """Allocation -> the job in which it was found."""
     notes: tuple[str, ...] = ()

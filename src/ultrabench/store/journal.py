@@ -17,7 +17,7 @@ from ultrabench.store.events import DAMAGED, AllocationEnded, Event, Line, decod
 CHUNK_BYTES = 1 << 20
 """Bytes of a journal file that are read at once."""
 MAX_LINE_BYTES = 64 << 20
-"""Longer lines are skipped: an event has some KiB."""
+"""Lines longer than this many bytes are skipped; an event has a few KiB."""
 
 _NO_JOURNAL = frozenset({
     errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM,
@@ -62,7 +62,7 @@ class JournalWriter:
         self._seq += 1
 
     def _close(self) -> None:
-        """A handle that went stale never heals; the next write gets another."""
+        """Closes the file; a stale handle never recovers, so the next write opens the file anew."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
@@ -77,7 +77,7 @@ class JournalReader:
     warn: Callable[[str], None] = lambda message: None
     _offsets: dict[Path, int] = field(default_factory=dict)
     _closed: set[Path] = field(default_factory=set)
-    """Files of agents that have written their last word."""
+    """Files of agents whose last event, the end of the allocation, was read."""
     _overlong: set[Path] = field(default_factory=set)
     """Files that were read up to the middle of a line longer than MAX_LINE_BYTES."""
     _warned: set[Path] = field(default_factory=set)

@@ -46,7 +46,7 @@ class AttemptState:
     """Node-local folder of the leading agent, where logs grow."""
     phase: str | None = None
     result: RunResult | None = None
-    """None while it is running (or vanished without a word yet)."""
+    """None while the attempt runs, or has vanished and nobody has said so yet."""
     time: float | None = None
     """When it was claimed, by the claimer's clock; for display only."""
 
@@ -115,7 +115,7 @@ class AllocationState:
 
 @dataclass(slots=True, kw_only=True)
 class SweepState:
-    """Everything a journal says."""
+    """Everything that the journals of a sweep say."""
 
     attempts: dict[AttemptKey, AttemptState] = field(default_factory=dict)
     allocations: dict[str, AllocationState] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class SweepState:
     """The latest launch."""
     paused: bool = False
     cancelled: bool = False
-    """Cancelled and not launched again since."""
+    """The sweep was cancelled and has not been launched again since."""
     retried: frozenset[AttemptKey] = frozenset()
     """Failed attempts that the user asked to have tried again."""
 
