@@ -1,8 +1,8 @@
-"""Is a layout right? One layout on forked ranks against one process, in fp64.
+"""Checks whether a layout trains rightly: forked ranks against one process, in fp64.
 
 `python -P -m ultrabench.kernel.check` reads a CheckSpec a line from stdin and answers each with a
-CheckResult line on stdout. It has imported torch and never computes: one product in the parent,
-and forked children hang.
+CheckResult line on stdout. It imports torch and never computes, because children that are forked after a
+product in the parent hang.
 """
 
 import json

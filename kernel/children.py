@@ -13,9 +13,9 @@ _POLL_S = 0.005
 
 
 def run_forked(bodies: Mapping[str, Callable[[], None]], folder: Path, timeout_s: float) -> str | None:
-    """Runs each body in a child of its own; what went wrong first, or None.
+    """Runs each body in a child process of its own; returns the first error, or None.
 
-    A child that raises leaves its last words in `folder`.
+    A child that raises leaves its error message in `folder`.
     """
     running = {_fork(body, folder / f"{name}.failed"): name for name, body in bodies.items()}
     end, error = time.monotonic() + timeout_s, None

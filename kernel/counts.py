@@ -1,4 +1,4 @@
-"""Counted operators: what a rank really sends and computes inside a `with` block.
+"""Counts the collectives and the FLOPs that a rank executes inside a `with` block.
 
 Every observer here is a dispatch mode: it sees the operators on plain tensors that are left when
 autograd and DTensor have done their part, forward and backward.
@@ -48,7 +48,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """`func(*args, **kwargs)` gave `out`."""
+        """Takes note of an operator that was called with these arguments and returned `out`."""
         raise NotImplementedError
 
 

@@ -82,7 +82,7 @@ class _Passing:
         )
 
     def wait(self) -> Tensor:
-        """What arrived."""
+        """Returns the tensor that arrived."""
         for work in self._works:
             work.wait()
         return self._arriving

@@ -27,14 +27,14 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         self._now = self.peak = 0
         self._numbers = count()
         self._number: dict[int, int] = {}
-        """Of the storages that live, by their id, which another one may have later."""
+        """Id of a storage that lives -> its number; a later storage may have the same id."""
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
         self._kinds: dict[int, str] = {}
         self._at_peak: dict[int, int] = {}
         self._rising = False
         self._dropped: list[tuple[int, int]] = []
-        """Freed, maybe by another thread, and not yet taken off."""
+        """Storages that were freed, maybe by another thread, and are not yet subtracted."""
         self._patches = ExitStack()
 
     def __enter__(self) -> "LiveBytes":
@@ -62,7 +62,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         self._resize(number, storage.nbytes())
 
     def _settle(self) -> None:
-        """Takes off what was freed: not where it happens, which may be in the midst of anything."""
+        """Subtracts what was freed; not at the moment it is freed, which may be inside of any operation."""
         while self._dropped:
             key, number = self._dropped.pop(0)
             self._resize(number, 0)
@@ -70,7 +70,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
 
     @property
     def now(self) -> int:
-        """Bytes that live."""
+        """Bytes of the storages that live now."""
         self._settle()
         return self._now
 

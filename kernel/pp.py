@@ -34,24 +34,24 @@ class Stage(PeerlessWarmup, PipelineStage):
     progress: Callable[[], None]
     """Called after every finished forward and every finished backward."""
     targets: Sequence[Tensor]
-    """By micro-batch."""
+    """Targets of each micro-batch."""
     _microbatch: int
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """As torch's, then counts."""
+        """Runs torch's forward of a micro-batch, then tells of it."""
         self._microbatch = fwd_chunk_id
         out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.progress()
         return out
 
     def forward_maybe_with_nosync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """As torch's; torch's own way to pass keywords would keep them as inputs of backward."""
+        """Hands the targets over here, since torch's own way would keep them as inputs of backward."""
         if self.is_last:
             kwargs["targets_BS"] = self.targets[self._microbatch]
         return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_one_chunk(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """As torch's, then counts."""
+        """Runs torch's backward of a micro-batch, then tells of it."""
         out = super().backward_one_chunk(*args, **kwargs)
         self.progress()
         return out
@@ -71,12 +71,22 @@ class Pipeline:
         progress: Callable[[], None],
     ) -> None:
         self._mbs = layout.mbs
-        held = zip(layout.stages_of(pp_mesh.get_local_rank()), models, strict=True)
-        self._stages = [
-            _stage(model, index, layout, seq_len, pp_mesh, device, dtype) for index, model in held
-        ]
-        for stage in self._stages:
+        # Shapes of what goes in and out of a stage, without which torch runs the model to find them. A stage sends
+        # B * S/(cp*tp) * H elements to the next one for each micro-batch, and receives as many gradients from it.
+        b, s = layout.mbs, seq_len // layout.cp
+        hidden = (b, s // layout.tp, models[0].shape.hidden_size)
+        x = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
+        tokens = torch.empty((b, s), dtype=torch.int64, device="meta")
+        loss_dtype = torch.promote_types(dtype, torch.float32)
+        loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
+        self._stages = list[Stage]()
+        for index, model in zip(layout.stages_of(pp_mesh.get_local_rank()), models, strict=True):
+            taken = tokens if index == 0 else x
+            given = loss if index == layout.num_stages - 1 else x
+            count, group = layout.num_stages, pp_mesh.get_group()
+            stage = Stage(model, index, count, device, input_args=taken, output_args=given, group=group)
             stage.progress = progress
+            self._stages.append(stage)
         several = layout.pp_schedule in LISTS
         self._schedule = SCHEDULES[layout.pp_schedule](
             self._stages if several else self._stages[0],
@@ -95,36 +105,6 @@ class Pipeline:
         more = {"target": targets, "losses": losses} if last else {}
         self._schedule.step(*((inputs,) if first else ()), **more, return_outputs=False)
         return losses
-
-
-def _stage(
-    model: Decoder,
-    index: int,
-    layout: Layout,
-    seq_len: int,
-    pp_mesh: DeviceMesh,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Stage:
-    """Stage `index`, with the shapes of what goes in and out: else torch runs the model to find them.
-
-    It sends B * S/(cp*tp) * H elements of the compute dtype to the next stage for each micro-batch,
-    and receives as many gradients from it.
-    """
-    b, s = layout.mbs, seq_len // layout.cp
-    hidden = (b, s // layout.tp, model.shape.hidden_size)
-    x = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
-    tokens = torch.empty((b, s), dtype=torch.int64, device="meta")
-    loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
-    return Stage(
-        model,
-        index,
-        layout.num_stages,
-        device,
-        input_args=tokens if index == 0 else x,
-        output_args=loss if index == layout.num_stages - 1 else x,
-        group=pp_mesh.get_group(),
-    )
 
 
 def tied_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:

@@ -18,16 +18,16 @@ from ultrabench.device_rates import Form, share
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**25}
-"""Larger than any cache."""
+"""Bytes of a copy, more than any cache holds."""
 COPY_SHARE = 1 / 3
-"""Of the time that a device multiplies matrices."""
+"""Time of the copies as a share of the time in which a device multiplies matrices."""
 ELEMENT_BYTES = 4
 
 Group = dist.ProcessGroup | None
-"""None: all ranks."""
+"""The ranks that take part; None for all of them."""
 Rows = list[dict[str, float]]
-"""By size: bytes, the S of the bus bandwidth; seconds (median); busbw_bytes_per_s (median) and its 5th
-and 95th percentile, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
+"""One row a size: bytes (the S of the bus bandwidth), median seconds, and the median, 5th and 95th percentile of the
+bus bandwidth: busbw_bytes_per_s, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
 
 
 class Buffers(NamedTuple):
@@ -35,7 +35,7 @@ class Buffers(NamedTuple):
 
     whole: Tensor
     other: Tensor
-    """As large."""
+    """A second tensor of the same size."""
     part: Tensor
     """This rank's share of it."""
 
@@ -114,7 +114,7 @@ def probe(
 
 
 def _seconds(device: torch.device, call: Callable[[], object], calls: int) -> float:
-    """Time of one of `calls` calls on this rank."""
+    """Mean seconds of a call on this rank."""
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""Do the ranks that must hold the same numbers still hold the same, bit for bit?"""
+"""Checks that ranks which must hold the same numbers still hold the same, bit for bit."""
 
 from collections.abc import Sequence
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 TOP = 12
-"""So many kernels are named."""
+"""Number of kernels that a summary names, the longest first."""
 
 
 class Span(NamedTuple):
