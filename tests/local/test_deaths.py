@@ -1,13 +1,15 @@
-"""Launchers and agents are killed at random moments; a witness file tells what really ran."""
+"""Launchers and agents are killed, ended and interrupted; a witness file tells what really ran."""
 
 import os
 import random
+import shlex
 import signal
 import time
 from collections import Counter
 
 import pytest
 
+from tests import patience
 from tests.local.conftest import Bench
 from ultrabench.processes import command_line, own_processes
 
@@ -31,8 +33,8 @@ def judge(bench: Bench, runs: int) -> None:
     assert max(Counter(executions).values()) == 1, "an attempt ran twice"
     assert set(executions) <= set(attempts), "a run that is not recorded"
     unseen = {attempts[a] for a in set(attempts) - set(executions)}
-    # An agent killed between its claim and the first line of the program leaves a lost attempt.
-    assert unseen <= {"lost"}, unseen
+    # An agent that is killed or ended between its claim and the first line of the program leaves such an attempt.
+    assert unseen <= {"lost", "cancelled"}, unseen
     oks = Counter((r["run_id"], r["repeat"]) for r in rows if r["status"] == "ok")
     assert len(oks) == runs
     assert set(oks.values()) == {1}
@@ -46,15 +48,28 @@ def launch_words(bench: Bench) -> list[str]:
     ]  # fmt: skip
 
 
+def underway(bench: Bench, words: list[str]) -> patience.Process:
+    """A launcher that follows what already runs, or has begun a run."""
+    runs = bench.leftovers() != []
+    ran, adopted = len(bench.executions()), adoptions(bench)
+    launcher = bench.start(*words)
+    bench.wait_for(lambda: adoptions(bench) > adopted if runs else len(bench.executions()) > ran)
+    return launcher
+
+
+def adoptions(bench: Bench) -> int:
+    return bench.journal().count('"event":"adopted"')
+
+
 @pytest.mark.parametrize("seed", [1])
 def test_killed_launchers_and_agents_lose_nothing_and_repeat_nothing(bench, monkeypatch, seed):
     monkeypatch.setenv("STEP_S", "0.03")
     chance = random.Random(seed)
     words = launch_words(bench)
-    for number in range(7):
+    for number in range(5):
         launcher = bench.start(*words)
-        time.sleep(chance.uniform(1.0, 5.0) * bench.slowness)
-        if number % 2 and agents(bench):
+        time.sleep(chance.uniform(1.0, 4.0) * bench.slowness)
+        if number % 2 == 0 and agents(bench):
             os.kill(chance.choice(agents(bench)), signal.SIGKILL)
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.communicate()
@@ -62,56 +77,80 @@ def test_killed_launchers_and_agents_lose_nothing_and_repeat_nothing(bench, monk
     judge(bench, runs=18)
 
 
-def test_a_launcher_killed_at_once_after_submission_adopts_its_agents(bench, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.08")
+def test_every_way_to_end_a_launcher_loses_nothing_and_repeats_nothing(bench, monkeypatch):
+    monkeypatch.setenv("STEP_S", "0.15")
     words = launch_words(bench)
-    launcher = bench.start(*words)
+    killed = bench.start(*words)
     bench.wait_for(lambda: list(bench.folder.glob("results/t/allocations/*/submitit")))
-    os.kill(launcher.pid, signal.SIGKILL)
-    launcher.communicate()
-    bench.run(*words)
-    judge(bench, runs=18)
-    assert bench.journal().count('"event":"allocation_planned"') == 2, "the first one was not adopted"
-    assert bench.journal().count('"event":"adopted"') == 1
+    killed.kill()
+    killed.communicate()
 
+    again = words
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        launcher = underway(bench, again)
+        again = follow_again(launcher, number)
+        assert bench.leftovers() != []
+    launcher = underway(bench, again)
+    assert adoptions(bench) == 3, "each one follows what runs"
+    assert bench.journal().count('"event":"allocation_planned"') == 1
 
-def test_ctrl_c_stops_everything_and_the_same_command_goes_on(bench, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.1")
-    words = launch_words(bench)
-    launcher = bench.start(*words)
-    bench.wait_for(lambda: len(bench.executions()) >= 2)
     os.kill(launcher.pid, signal.SIGINT)
     output, _ = launcher.communicate(timeout=90)
     assert launcher.returncode == 130
-    assert "go on with: ultrabench sweep launch" in output
+    assert "go on with: ultrabench sweep" in output
     assert bench.leftovers() == []
-    done = sum(r["status"] == "ok" for r in bench.rows())
-    assert 1 <= done < 18
-    monkeypatch.setenv("STEP_S", "0.002")
-    bench.run(*words)
-    judge(bench, runs=18)
+    assert 1 <= sum(r["status"] == "ok" for r in bench.rows()) < 18
 
+    impatient = underway(bench, words)
+    os.kill(impatient.pid, signal.SIGINT)
+    assert any("stopping what runs" in line for line in impatient.stdout)
+    os.kill(impatient.pid, signal.SIGINT)
+    os.kill(impatient.pid, signal.SIGINT)
+    output, _ = impatient.communicate(timeout=60)
+    assert impatient.returncode == 130
+    assert "Traceback" not in output
+    assert "go on with: ultrabench sweep launch" in output
 
-def test_cancel_ends_a_sweep_from_outside_and_launch_goes_on(bench, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.1")
-    words = launch_words(bench)
-    launcher = bench.start(*words)
-    bench.wait_for(lambda: len(bench.executions()) >= 2)
+    cancelled = underway(bench, words)
     bench.run("sweep", "cancel", "t")
-    output, _ = launcher.communicate(timeout=90)
-    assert launcher.returncode == 1
+    output, _ = cancelled.communicate(timeout=90)
+    assert cancelled.returncode == 1
     assert "cancelled" in output
     assert bench.leftovers() == []
+
     monkeypatch.setenv("STEP_S", "0.002")
-    bench.run(*words)
-    judge(bench, runs=18)
-
-
-def test_two_launchers_at_once_run_nothing_twice(bench, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.02")
-    words = launch_words(bench)
-    launchers = [bench.start(*words) for _ in range(2)]
-    for launcher in launchers:
+    for launcher in [bench.start(*words) for _ in range(2)]:
         output, _ = launcher.communicate(timeout=120)
         assert launcher.returncode == 0, output
     judge(bench, runs=18)
+
+
+def follow_again(launcher: patience.Process, number: signal.Signals) -> list[str]:
+    """Ends a launcher by a signal; gives the words that it says to follow the sweep again."""
+    os.kill(launcher.pid, number)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + number
+    assert "Traceback" not in output
+    last = output.splitlines()[-1]
+    assert last.startswith(
+        f"ended by {number.name}: no longer followed; what runs here goes on. Follow again: "
+    )
+    told = last.partition("Follow again: ")[2].partition("; end it: ultrabench sweep cancel t")[0]
+    first, *words = shlex.split(told)
+    assert first == "ultrabench"
+    return words
+
+
+def test_a_results_folder_that_is_renamed_ends_launcher_and_agents_in_order(bench, monkeypatch):
+    monkeypatch.setenv("STEP_S", "0.3")
+    launcher = underway(bench, launch_words(bench))
+    (bench.folder / "results/t").rename(bench.folder / "results/u")
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 3, output
+    assert "Traceback" not in output
+    last = output.splitlines()[-1]
+    assert last.startswith(f"ultrabench: the results folder {bench.folder}/results/t is gone: ")
+    bench.wait_for(lambda: bench.leftovers() == [], 120)
+    logs = [p.read_text() for p in bench.folder.glob("results/u/allocations/*/submitit/*.err")]
+    assert logs
+    assert not any("Traceback" in log for log in logs)

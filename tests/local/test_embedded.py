@@ -5,20 +5,21 @@ import signal
 
 import pytest
 
+from tests.local.conftest import PEAK
 from ultrabench.processes import command_line, own_processes, tag_of
 
 pytestmark = pytest.mark.local
 
 QUICK = [
     "model=tiny", "sweep.gbs=8", "sweep.seq_len=32", "measure.warmup_steps=1", "measure.loss_step=3",
-    "measure.max_steps=8", "measure.deadline_floor_s=20",
+    "measure.max_steps=8", "measure.confirm=1", "measure.deadline_floor_s=20",
 ]  # fmt: skip
 
 
 def test_layouts_on_one_and_two_nodes_train_alike_and_every_column_is_filled(bench):
     bench.run(
         "sweep", "launch", *QUICK, "name=t", "sweep.nodes=[1,2]", "sweep.zero_stage=[0,3]",
-        "sweep.mbs=2", "sweep.gas=[1,2,4]", "measure.race=null",
+        "sweep.mbs=2", "sweep.gas=null", "measure.race=null",
     )  # fmt: skip
     rows = bench.rows()
     assert {r["status"] for r in rows} == {"ok"}
@@ -48,7 +49,7 @@ def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
     bench.run(
         "sweep", "launch", *QUICK, "name=t", "model=mini", "hardware.mem_bytes=400000000",
         "sweep.nodes=1", "sweep.tp=1", "sweep.pp=1", "sweep.zero_stage=1", "sweep.seq_len=1024",
-        "sweep.gbs=8", "sweep.mbs=[1,4]", "sweep.gas=[1,4]",
+        "sweep.gbs=8", "sweep.mbs=[1,4]", "sweep.gas=[1,4]", "launcher.preflight=false", PEAK,
     )  # fmt: skip
     rows = bench.rows()
     status = {r["mbs"]: (r["status"], r["reason"]) for r in rows}
@@ -56,23 +57,6 @@ def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
     assert status[4][0] == "oom", status
     assert "allocate memory" in status[4][1]
     assert {(r["cause"], r["confirmed"]) for r in rows if r["mbs"] == 4} == {("cpu_oom", True)}
-
-
-def test_a_rank_killed_from_outside_is_a_crash_that_says_so(bench):
-    words = [
-        *QUICK, "name=t", "sweep.nodes=2", "sweep.tp=2", "sweep.pp=1", "sweep.mbs=1", "sweep.gas=4",
-        "sweep.zero_stage=[0,1]", "measure.max_steps=400", "measure.target_ci95_rel=1e-9",
-        "measure.min_steps=400",
-    ]  # fmt: skip
-    launcher = bench.start("sweep", "launch", *words)
-    bench.wait_for(bench.measuring)
-    os.kill(_ranks(bench)[-1], signal.SIGKILL)
-    bench.wait_for(lambda: '"status":"crash"' in bench.journal())
-    bench.run("sweep", "cancel", "t")
-    launcher.communicate(timeout=30)
-    crashed = [r for r in bench.rows() if r["status"] == "crash"]
-    assert len(crashed) == 1
-    assert "killed by SIGKILL, which ultrabench did not send" in crashed[0]["reason"]
 
 
 def _ranks(bench):
@@ -90,25 +74,34 @@ def _ranks(bench):
     return sorted(pid for pid, parent in parents.items() if parent in parents)
 
 
-def test_an_agent_killed_from_outside_takes_its_ranks_along_and_the_run_is_made_again(bench):
+def _agents(bench):
+    return [
+        pid
+        for pid in own_processes()
+        if "ultrabench.agent" in command_line(pid) and any(str(bench.folder) in w for w in command_line(pid))
+    ]
+
+
+def test_killed_ranks_and_agents_are_told_and_their_runs_made_again(bench):
     words = [
         *QUICK, "name=t", "sweep.nodes=2", "sweep.tp=1", "sweep.pp=1", "sweep.mbs=1", "sweep.gas=2",
-        "sweep.zero_stage=[0,1]", "measure.max_steps=60", "measure.min_steps=60",
+        "sweep.zero_stage=[0,1]", "measure.max_steps=100", "measure.min_steps=100", "launcher.preflight=false", PEAK,
+        "retry.backoff_s=0",
     ]  # fmt: skip
     launcher = bench.start("sweep", "launch", *words)
     bench.wait_for(bench.measuring)
-    agents = [
-        pid
-        for pid in own_processes()
-        if {"ultrabench.agent", *command_line(pid)} == set(command_line(pid))
-        and any(str(bench.folder) in word for word in command_line(pid))
-    ]
+    os.kill(_ranks(bench)[-1], signal.SIGKILL)
+    bench.wait_for(lambda: '"status":"crash"' in bench.journal())
+    before = bench.journal().count('"name":"measure"')
+    bench.wait_for(lambda: bench.journal().count('"name":"measure"') > before)
+    agents = _agents(bench)
     assert len(agents) == 2
     os.kill(max(agents), signal.SIGKILL)
     output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, output
     rows = bench.rows()
     assert sorted(r["status"] for r in rows if r["is_final"]) == ["ok", "ok"]
-    failed = [r for r in rows if not r["is_final"]]
-    assert len(failed) == 1
-    assert failed[0]["status"] in ("node_fail", "lost")
+    crash, lost = sorted((r for r in rows if not r["is_final"]), key=lambda r: r["status"])
+    assert crash["status"] == "crash"
+    assert "killed by SIGKILL, which ultrabench did not send" in crash["reason"]
+    assert lost["status"] in ("node_fail", "lost")

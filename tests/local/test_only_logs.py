@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.local.conftest import PEAK
+
 pytestmark = pytest.mark.local
 
 PROGRAM = """
@@ -18,7 +20,7 @@ def test_steps_are_read_from_the_last_ranks_log(bench):
     bench.run(
         "sweep", "launch", "kernel=megatron", "kernel.command=[python,program.py]", "model=tiny", "name=t",
         "sweep.nodes=2", "sweep.tp=1", "sweep.pp=1", "sweep.zero_stage=1", "sweep.mbs=1", "sweep.gas=2",
-        "sweep.gbs=8", "measure.warmup_steps=2", "measure.max_steps=6", "launcher.preflight=false",
+        "sweep.gbs=8", "measure.warmup_steps=2", "measure.max_steps=6", "launcher.preflight=false", PEAK,
     )  # fmt: skip
     (row,) = bench.rows()
     assert row["status"] == "ok"

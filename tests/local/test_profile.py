@@ -5,12 +5,14 @@ import json
 
 import pytest
 
+from tests.local.conftest import PEAK
+
 pytestmark = pytest.mark.local
 
 PIPELINE = [
     "model=tiny", "name=t", "sweep.nodes=1", "sweep.tp=1", "sweep.pp=2", "sweep.mbs=1", "sweep.gas=4",
     "sweep.gbs=4", "sweep.seq_len=32", "sweep.zero_stage=0", "measure.warmup_steps=1", "measure.min_steps=6",
-    "measure.max_steps=6", "measure.loss_step=3", "launcher.preflight=false", "profile=true",
+    "measure.max_steps=6", "measure.loss_step=3", "launcher.preflight=false", "profile=true", PEAK,
 ]  # fmt: skip
 
 

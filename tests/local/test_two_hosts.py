@@ -13,7 +13,7 @@ pytestmark = pytest.mark.local
 def test_a_launcher_on_another_host_waits_for_what_it_cannot_see(bench: Bench, monkeypatch):
     if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
         pytest.skip("no UTS namespace can be made here: another host needs root")
-    monkeypatch.setenv("STEP_S", "1.5")
+    monkeypatch.setenv("STEP_S", "0.8")
     words = ["sweep", "launch", *bench.overrides("fine", "sweep.nodes=[1]", "sweep.gbs=2", "sweep.mbs=[1]", "sweep.zero_stage=[0]", "sweep.gas=[1]")]  # fmt: skip
     here = bench.start(*words)
     bench.wait_for(bench.executions)
