@@ -3,7 +3,7 @@
 import pytest
 
 from tests.chaos.campaign import Campaign
-from tests.chaos.fault import EXPLAINS, INTERFERENCE, draw
+from tests.chaos.fault import EXPLAINS, draw
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
@@ -13,13 +13,16 @@ def test_the_same_seed_draws_the_same_faults():
     assert {fault.kind for fault in draw("7", len(EXPLAINS))} == set(EXPLAINS)
 
 
+KINDS = ("other_user", "other_cluster", "clock_offset", "port_scan", "reforking_children", "fifo_journal", "torn_line",
+         "deleted_logs", "read_only", "node_silent", "kill_follower", "hostile_numbers")  # fmt: skip
+"""Faults that no other test of this folder makes; test_troubles.py and test_not_visible.py have the others."""
+
+
 def test_a_sweep_survives_whatever_clusters_do(sweeps, slurm):
     campaign = Campaign(sweeps, slurm, print)
-    faults = draw("5", 25)
-    assert len({fault.kind for fault in faults} & INTERFERENCE.keys()) >= 5
     try:
-        campaign.run(faults)
+        campaign.run(draw("5", len(KINDS), KINDS))
     finally:
         campaign.close()
     assert campaign.problems == []
-    assert sum("missed" not in record for record in campaign.records) >= 20
+    assert sum("missed" not in record for record in campaign.records) >= 10

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.slurm
 SMALL = ("--nodes=2", "--gpus=0", "--no-accounting", "--slurmd-timeout=5")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def other(slurm: Cluster) -> Iterator[Cluster]:
-    """A second cluster beside the session's: no GPUs, no accounting."""
+    """A second cluster beside the session's: no GPUs, no accounting; the last test that uses it takes it down."""
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="ultrabench-slurm-")))
     try:
         cluster.tool("up", *SMALL)
@@ -133,6 +133,7 @@ def test_a_controller_that_starts_again_knows_its_jobs(other: Cluster) -> None:
     other.tool("restart-slurmctld")
     assert daemon(other, "slurmctld") != pid
     assert other.jobs() == [job]
+    other.run("scancel", job)
 
 
 def test_down_leaves_nothing(slurm: Cluster, other: Cluster) -> None:

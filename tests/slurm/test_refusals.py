@@ -74,22 +74,6 @@ def test_nobody_to_ask_and_no_budget(sweeps):
     assert sweeps.job_ids() == []
 
 
-def test_the_budget_ends_a_sweep_and_a_larger_one_goes_on(sweeps):
-    words = sweeps.launch("fine", *FEW, "launcher.pack=1")
-    plan = json.loads(sweeps.run("sweep", "plan", *words[2:-2], "--json"))
-    budget = (
-        f"{0.12 * plan['predicted_gpu_hours']:.3g}"  # enough for a job of one node, and not for one of two
-    )
-    # Nodes are held longer than predicted, so the second job is over it, however fast this machine is.
-    stopped = sweeps.done(*words[:-1], budget, "launcher.setup=['sleep 20']")
-    assert stopped.returncode == 1, stopped.stderr
-    assert f"over the {budget} that may be used" in stopped.stderr
-    rows = sweeps.rows()
-    assert 0 < len(rows) < 10
-    sweeps.run(*words)
-    sweeps.judge(runs=10)
-
-
 @pytest.mark.parametrize(
     ("override", "told"),
     [

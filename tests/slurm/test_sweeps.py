@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 
-import pyarrow.parquet as pq
 import pytest
 
 from tests.slurm.sweeps import FEW, MANY, SlurmBench, in_files
@@ -14,14 +13,15 @@ pytestmark = pytest.mark.slurm
 
 
 def test_forty_runs_on_1_2_and_4_nodes_with_collect_and_heatmap_meanwhile(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.02")
-    launcher = sweeps.start(
-        *sweeps.launch("fine", *MANY, "launcher.preflight=true", "launcher.allocation_minutes=0.4")
-    )
-    sweeps.wait_for(lambda: len(sweeps.executions()) >= 5)
+    monkeypatch.setenv("STEP_S", "0.1")
+    launcher = sweeps.start(*sweeps.launch("fine", *MANY, "launcher.allocation_minutes=0.4"))
+    sweeps.wait_for(lambda: sweeps.executions())
+    assert planned(sweeps) == 3, "the rest of each size waits for its canary"
+    sweeps.wait_for(lambda: '"event":"result"' in sweeps.journal())
     sweeps.run("collect", "t")
     sweeps.run("heatmap", "t", "-o", "meanwhile.png")
     assert launcher.poll() is None, "it was over before anybody looked"
+    sweeps.wait_for(lambda: planned(sweeps) > 3)
     output, _ = launcher.communicate(timeout=250)
     assert launcher.returncode == 0, output
     rows = sweeps.judge(runs=40)
@@ -30,31 +30,18 @@ def test_forty_runs_on_1_2_and_4_nodes_with_collect_and_heatmap_meanwhile(sweeps
         assert row["job_id"].partition("_")[0].isdigit()
         assert len(set(row["hostnames"])) == row["nodes"]
         assert all(name.startswith("gpu0") for name in row["hostnames"])
-        assert row["gemm_flops_per_s"] > 1e8
-        assert row["allreduce_busbw_bytes_per_s"] > 1e5
-        assert row["allreduce_intra_node_busbw_bytes_per_s"] > 1e5
         assert row["control_ratio"] == pytest.approx(1.0)
     allocations = {r["allocation"] for r in rows}
     assert len(allocations) > 3, "every size has its canary and what follows"
     for allocation in allocations:
-        planned = json.loads(
-            (sweeps.folder / f"results/t/allocations/{allocation}/allocation.json").read_text()
-        )
-        assert planned["tasks"][0]["run_id"] == planned["control"]
-    states = sweeps.run("sweep", "status", "t", "--json")
-    assert json.loads(states)["by_status"] == {"ok": 40}
+        file = sweeps.folder / f"results/t/allocations/{allocation}/allocation.json"
+        head = json.loads(file.read_text())
+        assert head["tasks"][0]["run_id"] == head["control"]
+    assert sweeps.status()["by_status"] == {"ok": 40}
 
 
-def test_the_rest_of_a_size_waits_for_its_canary(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.3")
-    launcher = sweeps.start(*sweeps.launch("fine", *MANY, "launcher.preflight=false"))
-    sweeps.wait_for(lambda: sweeps.executions())
-    assert sweeps.journal().count('"event":"allocation_planned"') == 3, "one of each size"
-    sweeps.wait_for(lambda: sweeps.journal().count('"event":"allocation_planned"') > 3)
-    assert '"event":"result"' in sweeps.journal()
-    sweeps.run("sweep", "cancel", "t")
-    output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 1, output
+def planned(sweeps: SlurmBench) -> int:
+    return sweeps.journal().count('"event":"allocation_planned"')
 
 
 def test_the_embedded_kernel_trains_across_nodes_as_it_does_on_one(sweeps):
@@ -62,81 +49,65 @@ def test_the_embedded_kernel_trains_across_nodes_as_it_does_on_one(sweeps):
             "sweep.nodes=[1,2]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.min_steps=6",
             "measure.max_steps=6", "launcher.max_nodes=4"]  # fmt: skip
     sweeps.run("sweep", "launch", *more, "--max-gpu-hours", "10")
-    table = [r for r in pq.read_table(_collected(sweeps)).to_pylist() if r["attempt"] is not None]
+    table = sweeps.rows()
     losses = [r["loss_final"] for r in table]
     assert {r["nodes"] for r in table} == {1, 2}
     assert {(r["tp"], r["pp"]) for r in table} >= {(1, 1), (2, 1), (1, 2)}
     assert max(losses) - min(losses) < 1e-6 * losses[0]
     for row in table:
         assert row["status"] == "ok", row["reason"]
+        assert row["gemm_flops_per_s"] > 1e8
+        assert row["allreduce_busbw_bytes_per_s"] > 1e5
+        assert row["allreduce_intra_node_busbw_bytes_per_s"] > 1e5
 
 
-def _collected(sweeps: SlurmBench) -> str:
-    sweeps.run("collect", "t")
-    return str(sweeps.folder / "results/t/runs.parquet")
-
-
-def test_detach_leaves_and_resume_goes_on(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.05")
-    sweeps.run(*sweeps.launch("fine", *FEW), "--detach")
-    assert len(sweeps.executions()) < 10, "it followed the sweep to its end"
+def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_gives_nodes_back(
+    sweeps, monkeypatch
+):
+    monkeypatch.setenv("STEP_S", "0.3")
+    words = sweeps.launch("fine", *MANY)
+    sweeps.run(*words, "--detach")
+    assert len(sweeps.executions()) < 40, "it followed the sweep to its end"
     assert sweeps.journal().count('"event":"submitted"') >= 2
-    output = sweeps.run("sweep", "resume", "t")
-    assert "best so far" in output
-    sweeps.judge(runs=10)
 
-
-def test_a_killed_launcher_is_followed_by_another_and_two_at_once_know_of_each_other(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.2")
-    words = sweeps.launch("fine", *FEW)
-    first = sweeps.start(*words)
-    sweeps.wait_for(lambda: sweeps.executions())
-    os.kill(first.pid, signal.SIGKILL)
-    first.communicate()
-    launchers = [sweeps.start(*words)]
-    sweeps.wait_for(lambda: sweeps.journal().count('"event":"config"') == 2)
-    launchers.append(sweeps.start(*words))
-    outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
-    assert f"process {launchers[0].pid} on " in outputs[1]
-    assert '"event":"adopted"' in sweeps.journal()
-    sweeps.judge(runs=10)
-
-
-def test_ctrl_c_leaves_the_jobs_and_says_so(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.2")
-    words = sweeps.launch("fine", *FEW)
-    launcher = sweeps.start(*words)
-    sweeps.wait_for(lambda: sweeps.executions())
-    os.kill(launcher.pid, signal.SIGINT)
-    output, _ = launcher.communicate(timeout=90)
-    assert launcher.returncode == 130
+    interrupted = sweeps.start("sweep", "resume", "t")
+    sweeps.wait_for(lambda: sweeps.executions() and followers(sweeps) == 1)
+    os.kill(interrupted.pid, signal.SIGINT)
+    output, _ = interrupted.communicate(timeout=90)
+    assert interrupted.returncode == 130
     assert "its jobs go on" in output
     assert sweeps.job_ids()
-    sweeps.run("sweep", "cancel", "t")
-    sweeps.wait_for(lambda: not sweeps.job_ids())
-    monkeypatch.setenv("STEP_S", "0.002")
-    sweeps.run(*words)
-    sweeps.judge(runs=10, allowed=frozenset({"cancelled"}))
 
+    killed = sweeps.start(*words)
+    sweeps.wait_for(lambda: followers(sweeps) == 2)
+    killed.kill()
+    killed.communicate()
 
-def test_pause_gives_the_nodes_back_and_resume_goes_on(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.15")
-    launcher = sweeps.start(*sweeps.launch("fine", *FEW))
-    sweeps.wait_for(lambda: len(sweeps.executions()) >= 2)
+    launchers = [sweeps.start(*words)]
+    sweeps.wait_for(lambda: followers(sweeps) == 3)
+    launchers.append(sweeps.start(*words))
+    sweeps.wait_for(lambda: followers(sweeps) == 4)
     sweeps.run("sweep", "pause", "t")
-    output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 1
-    assert "stopped: paused; go on with: ultrabench sweep resume t" in output
+    outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [1, 1], outputs
+    assert f"process {launchers[0].pid} on " in outputs[1]
+    assert all("stopped: paused; go on with: ultrabench sweep resume t" in output for output in outputs)
     done = len(sweeps.executions())
-    assert done < 10
+    assert done < 40
     assert not sweeps.job_ids()
-    sweeps.run(*sweeps.launch("fine", *FEW), code=1)
+    sweeps.run(*words, code=1)
     assert len(sweeps.executions()) == done, "a launch does not lift a pause"
+
     monkeypatch.setenv("STEP_S", "0.002")
-    sweeps.run("sweep", "resume", "t")
-    rows = sweeps.judge(runs=10)
+    assert "best so far" in sweeps.run("sweep", "resume", "t")
+    rows = sweeps.judge(runs=40)
     assert all(r["attempt"] == 0 for r in rows), "the runs under way were finished"
+
+
+def followers(sweeps: SlurmBench) -> int:
+    """Number of launchers that follow or have followed the jobs of others."""
+    events = [json.loads(line) for line in sweeps.journal().splitlines() if '"event":"adopted"' in line]
+    return len({event["writer"] for event in events})
 
 
 def test_no_secret_of_the_environment_reaches_a_file_and_odd_values_reach_no_shell(sweeps, monkeypatch):
