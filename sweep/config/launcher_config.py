@@ -11,7 +11,7 @@ TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 """Names and sizes in Slurm's own words."""
 _OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
                    "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
-"""Options of sbatch that a launch rests on."""
+"""Options of sbatch that ultrabench sets itself; a user may not change them."""
 
 
 def moved_to_sbatch(key: str) -> ConfigError | None:
@@ -33,7 +33,7 @@ class LauncherConfig:
 
     name: str
     pack: int | None
-    """Runs of one allocation at most; None: as many as fit allocation_minutes; 1: no control run."""
+    """Most runs of one allocation; None: as many as fit allocation_minutes; 1: no control run."""
     allocation_minutes: float
     """Predicted duration that one allocation is filled up to."""
     heartbeat_s: float
@@ -46,20 +46,20 @@ class LauncherConfig:
     window: str | None
     """Local time of day in which nodes may be used, such as 19:00-07:00; None: always."""
     max_jobs: int = 1
-    """Allocations queued or running at most."""
+    """Most allocations that are queued or running at a time."""
     max_nodes: int | None = None
-    """Nodes of all of them together; None: a quarter of the partition."""
+    """Most nodes that all allocations hold together; None: a quarter of the partition."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     exclude: str | None = None
     gres: str | None = None
-    """Instead of --gpus-per-node, which is asked for otherwise on hardware with GPUs."""
+    """Used instead of --gpus-per-node, which hardware with GPUs asks for otherwise."""
     mem: str | None = None
     cpus: int | None = None
     """--cpus-per-task; one task, the agent, runs on each node."""
     time_minutes: int | None = None
-    """Of an allocation; None: from the predictions."""
+    """Time limit of an allocation; None: it follows from the predictions."""
     exclusive: bool = False
     nice: int | None = None
     requeue: bool = False
@@ -75,9 +75,9 @@ class LauncherConfig:
     srun: tuple[str, ...] = ()
     """Further arguments of srun."""
     poll_s: float = 0.5
-    """Slurm is asked about jobs at most this often."""
+    """Least seconds between two questions to Slurm about jobs."""
     grace_s: float = 0.0
-    """A job that Slurm does not know is given up after this time."""
+    """Seconds after which a job that Slurm does not know is given up."""
 
     def __post_init__(self) -> None:
         if self.name not in LAUNCHERS:
@@ -101,7 +101,7 @@ class LauncherConfig:
                 raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets that itself: {instead}")
 
     def _require_one_line(self) -> None:
-        """A line break would end a line of the job script and start another."""
+        """Raises when a value holds a line break, which would start another line of the job script."""
         for f in fields(self):
             value = getattr(self, f.name)
             texts = (

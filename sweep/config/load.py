@@ -22,11 +22,11 @@ from ultrabench.sweep.config.sweep_config import Axes, SweepConfig
 
 KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
                   "results_dir", "repeats", "profile", "names", "models"})  # fmt: skip
-"""Of a composed tree."""
+"""Keys of a composed configuration."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}")
-"""Of a sweep: it names a folder and Slurm jobs, and stands in commands to be copied."""
+"""Names that a sweep may have: they name folders and Slurm jobs, and stand in commands to be copied."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
-"""Of a cluster: what configs/launcher/slurm.yaml takes from it."""
+"""Keys of the file of a cluster, which configs/launcher/slurm.yaml takes from it."""
 
 
 def _axes(sweep: dict[str, Any]) -> Axes:

@@ -27,11 +27,11 @@ class Prediction:
 
     step_time_s: float
     peak_mem_bytes: float
-    """Largest stage's."""
+    """Memory of one rank of the largest stage."""
     memory_share: float
     """peak_mem_bytes, as a share of what a rank has."""
     duration_s: float
-    """Of a whole run; one that does not fit ends at its start."""
+    """Seconds of a whole run; a run that does not fit into memory ends at its start."""
 
 
 def predict(

@@ -12,8 +12,9 @@ from ultrabench.sweep.running.outliers import control_times, may_win
 SAFE_SHARE = 0.7
 """Largest predicted share of the memory of an accelerator; a control run must not fail for lack of memory."""
 WITHIN = 1.05
-"""Of the best step time of the cell."""
+"""A contender's step time is at most this many times the best of its cell."""
 MOST = 4
+"""Most contenders of one cell."""
 
 
 def controls(plan: Plan) -> dict[Cell, Candidate]:

@@ -1,4 +1,4 @@
-"""Runs that are left out because another one had not enough memory; derived anew at every look."""
+"""Runs that are left out because another run had not enough memory; nothing of it is stored."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,10 +10,10 @@ from ultrabench.sweep.running.retry import settled_oom
 
 
 def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
-    """run_id of what cannot fit -> run_id of what did not.
+    """run_id of each run that cannot fit -> run_id of the run that had not enough memory.
 
-    A run that was ok itself, or that the user asks for, is not left out; and one ok run that should
-    not have fitted shows that its dominator is no rule.
+    A run that was ok, or that the user asks for, is not left out. Where a run was ok that should not have
+    fitted, the run that had not enough memory says nothing about others.
     """
     if not any(_ended(attempt, Status.OOM) for attempt in state.attempts.values()):
         return {}
@@ -36,7 +36,7 @@ def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
 def _speaking(
     group: Sequence[Candidate], tried: Mapping[str, list[AttemptState]], fitted: set[str]
 ) -> Iterable[tuple[set[str], str]]:
-    """What each run of a group that surely had not enough memory says of the others."""
+    """For each run of a group that surely had not enough memory: the runs that need more, and its run_id."""
     for run in group:
         attempts = tried.get(run.run_id, [])
         if run.run_id not in fitted and settled_oom(attempts, run.prediction.memory_share):

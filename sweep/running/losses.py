@@ -1,7 +1,7 @@
 """Losses of the same model and batch, which every layout must share: who differs has trained wrongly.
 
-Everything is with_loss_outliers against what the same sweep measured elsewhere, so a verdict may change while
-results come in. Nothing is changed or lost: the journal keeps what was measured.
+A loss is compared with what the same sweep has measured elsewhere, so an attempt may become an outlier, or be one no
+more, while results come in. Only the state changes: the journal keeps what was measured.
 """
 
 import math
@@ -25,17 +25,17 @@ class LossGroup:
     """Attempts with the same loss."""
 
     attempts: tuple[AttemptState, ...]
-    """By loss."""
+    """The attempts, the smallest loss first."""
     tolerance: float
-    """Relative, between neighbours."""
+    """Largest relative difference between neighbouring losses."""
 
     @property
     def run_ids(self) -> frozenset[str]:
-        """Its layouts: the repeats of one are one witness."""
+        """The runs of these attempts; all repeats of a run count as one."""
         return frozenset(attempt.key.run_id for attempt in self.attempts)
 
     def __str__(self) -> str:
-        """`6.93 +- 0.0001`."""
+        """The median loss and its spread, such as `6.93 +- 0.0001`."""
         losses = [_loss(attempt) for attempt in self.attempts]
         spread = (losses[-1] - losses[0]) / 2
         return self.text(median(losses)) + (f" +- {spread:.1g}" if spread else "")
@@ -109,7 +109,7 @@ def _groups(attempts: list[AttemptState], tolerance: float) -> list[LossGroup]:
 
 
 def _tolerance(attempt: AttemptState) -> float:
-    """That of the arithmetic; a program of the user may round what it reports."""
+    """The tolerance of the precision; that of bf16 for programs of the user, which may round their losses."""
     kernel = (attempt.spec or {})["kernel"]
     return TOLERANCE[kernel["precision"] if kernel["kind"] == "embedded" else "bf16"]
 
@@ -138,7 +138,7 @@ def _outvotes(most: LossGroup, others: list[LossGroup]) -> bool:
 
 
 def _reason(attempt: AttemptState, most: LossGroup) -> str:
-    """`loss 7.12 at step 5; the other 11 layouts of this model and batch have 6.93 +- 0.0001`."""
+    """Why an attempt is invalid: its loss and step, and the loss that most layouts have."""
     step = attempt.result.loss_step if attempt.result else None
     at = "" if step is None else f" at step {step}"
     others = len(most.run_ids - {attempt.key.run_id})

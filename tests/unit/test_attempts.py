@@ -1,5 +1,4 @@
 import time
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -26,8 +25,6 @@ RUNS = make_plan(CONFIG).runs
 ONE, TWO, THREE = RUNS[:3]
 NOBODY = frozenset()
 ENDS = (Status.OK, *FAILURES)
-MOST_TRIES = 2 + 2 + 1 + 1 + FREE_TRIES + 1
-"""Every retry is paid from the allowance of one status; one attempt more is the last."""
 
 
 def state_of(*attempts, retried=()):
@@ -86,47 +83,6 @@ def test_what_is_to_do_is_new_and_named_once(state, repeats, data):
     running = {key for name in alive for key in state.allocations[name].tasks}
     assert not running & set(found)
     assert decision.waiting == len(running)
-
-
-@given(state=states(), repeats=st.integers(1, 3))
-def test_a_repeat_that_is_ok_is_never_run_again(state, repeats):
-    done = {
-        (k.run_id, k.repeat) for k, a in state.attempts.items() if a.result and a.result.status == Status.OK
-    }
-    decision = left([ONE, TWO, THREE], state, NOBODY, repeats=repeats)
-    assert not done & {(t.key.run_id, t.key.repeat) for t in decision.todo}
-
-
-@given(
-    state=states(),
-    repeats=st.integers(1, 3),
-    luck=st.lists(st.sampled_from((*ENDS, None)), min_size=1, max_size=40),
-    at_once=st.integers(1, 4),
-)
-def test_every_sweep_ends(state, repeats, luck, at_once):
-    """The attempts of each decision end in any way at all; None dies unseen and is buried as lost."""
-    state.retried = frozenset()
-    cancels, tries = 3, Counter()
-    settled = {k for k, a in state.attempts.items() if a.result and a.result.status == Status.OK}
-    for step in range(1000):
-        decision = left([ONE, TWO, THREE], state, NOBODY, repeats=repeats)
-        if decision.over:
-            break
-        for n, todo in enumerate(decision.todo[:at_once]):
-            assert state.attempts.get(todo.key, AttemptState(key=todo.key)).result is None
-            assert (todo.key.run_id, todo.key.repeat) not in {(k[0], k[1]) for k in settled}
-            status = luck[(step * at_once + n) % len(luck)] or Status.LOST
-            if status == Status.CANCELLED:
-                # The user tires of cancelling, and allocations do not end for ever.
-                cancels -= 1
-                status = Status.CANCELLED if cancels >= 0 else Status.CRASH
-            state.attempts[todo.key] = AttemptState(key=todo.key, result=RunResult(status=status))
-            tries[todo.key.run_id, todo.key.repeat] += 1
-            if status == Status.OK:
-                settled.add(todo.key)
-    else:
-        pytest.fail(f"still {decision.todo} after 1000 decisions")
-    assert max(tries.values(), default=0) <= MOST_TRIES + 3
 
 
 @pytest.mark.parametrize(
@@ -203,10 +159,6 @@ def test_repeats_are_counted_one_by_one():
     state = state_of((ONE, 0, 0, Status.OK), (ONE, 1, 0, Status.HANG))
     run_id = ONE.spec.run_id
     assert keys(left([ONE], state, NOBODY, repeats=3)) == [(run_id, 1, 1), (run_id, 2, 0)]
-
-
-def test_a_failed_repeat_does_not_start_another():
-    assert left([ONE], history(Status.CRASH), NOBODY).over
 
 
 def elsewhere(result):
@@ -298,13 +250,6 @@ def test_a_resting_run_keeps_no_other_waiting():
     decision = left([ONE, TWO], failed_at(0.0, Status.HANG), NOBODY, policy=RESTING, ended_s=ended_s)
     assert keys(decision) == [(TWO.spec.run_id, 0, 0)]
     assert decision.waiting == 1
-
-
-@pytest.mark.parametrize("status", [Status.LOST, Status.PREEMPTED, Status.TIMEOUT, Status.OOM])
-def test_where_waiting_would_not_help_it_goes_on_at_once(status):
-    ended_s = {AttemptKey(ONE.spec.run_id, 0, 0): 0.0}
-    decision = left([ONE], failed_at(9e9, status), NOBODY, policy=RESTING, ended_s=ended_s)
-    assert keys(decision) == [(ONE.spec.run_id, 0, 1)]
 
 
 @pytest.mark.parametrize("clock_off_s", [-3600.0, 3600.0])

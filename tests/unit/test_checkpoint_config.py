@@ -11,12 +11,8 @@ from ultrabench.sweep.config.load import config_from_tree, load_config, load_mod
 LLAMA = {  # as the hub has it for an 8B model of 2024
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008],
     "hidden_act": "silu",
     "hidden_size": 4096,
-    "initializer_range": 0.02,
     "intermediate_size": 14336,
     "max_position_embeddings": 131072,
     "mlp_bias": False,
@@ -24,14 +20,11 @@ LLAMA = {  # as the hub has it for an 8B model of 2024
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
     "num_key_value_heads": 8,
-    "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
     "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
     "transformers_version": "4.43.0",
-    "use_cache": True,
     "vocab_size": 128256,
 }
 

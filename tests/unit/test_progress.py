@@ -135,19 +135,6 @@ def test_nodes_that_were_held_for_nothing_are_wasted(status):
     assert gpu_hours(state, GPUS) == (0.0, {"between_runs": pytest.approx(2 * GPUS)})
 
 
-def test_every_start_of_a_job_holds_nodes():
-    state = held(SweepState(), "a", 1, HOUR, 0.5 * HOUR)
-    told(state, ONE, Status.OK, seconds=HOUR)
-    assert gpu_hours(state, GPUS) == (GPUS, {"between_runs": pytest.approx(0.5 * GPUS)})
-
-
-def test_the_word_of_the_batch_system_counts_with_the_setup_before_the_agents():
-    state = held(SweepState(), "a", 1, HOUR)
-    state.allocations["a"].ends = ends(HOUR, held_s=1.25 * HOUR)
-    told(state, ONE, Status.OK, seconds=HOUR)
-    assert gpu_hours(state, GPUS) == (GPUS, {"between_runs": pytest.approx(0.25 * GPUS)})
-
-
 @pytest.mark.parametrize(("agents", "hours"), [((), 0.0), ((LeadingAgent(host="gpu01"),), 2.0)])
 def test_an_end_that_nobody_timed_counts_to_the_limit_if_agents_had_started(agents, hours):
     state = SweepState()
@@ -158,10 +145,19 @@ def test_an_end_that_nobody_timed_counts_to_the_limit_if_agents_had_started(agen
     assert gpu_hours(state, GPUS) == (0.0, between)
 
 
-@pytest.mark.parametrize("seconds", [(), (0.0,), (10.0,)])
-def test_an_allocation_is_never_shorter_than_its_runs(seconds):
-    state = told(held(SweepState(), "a", 1, *seconds), ONE, Status.OK, seconds=HOUR)
-    assert gpu_hours(state, GPUS) == (GPUS, {})
+@pytest.mark.parametrize(
+    ("starts", "held_s", "between"),
+    [
+        ((), None, 0.0), ((0.0,), None, 0.0), ((10.0,), None, 0.0),  # never shorter than its runs
+        ((HOUR, 0.5 * HOUR), None, 0.5),  # every start of a job holds nodes
+        ((HOUR,), 1.25 * HOUR, 0.25),  # the batch system counts the setup before the agents, too
+    ],
+)  # fmt: skip
+def test_what_an_allocation_held_beside_its_run_of_an_hour(starts, held_s, between):
+    state = told(SweepState(), ONE, Status.OK, seconds=HOUR)
+    state.allocations["a"] = AllocationState(name="a", nodes=1, ends=ends(*starts, held_s=held_s))
+    wasted = {"between_runs": pytest.approx(between * GPUS)} if between else {}
+    assert gpu_hours(state, GPUS) == (GPUS, wasted)
 
 
 @given(
