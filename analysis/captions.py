@@ -15,7 +15,7 @@ _ALWAYS_TOLD = ("ok", "pending", "rejected", "skipped")
 
 
 def percent(fraction: float) -> str:
-    """`43.2 %`, with two digits that matter."""
+    """A fraction as a percentage such as `43.2 %`; one below 1 % has two significant digits."""
     value = 100 * fraction
     return f"{value:.1f} %" if value >= 1 else f"{value:.2g} %"
 
@@ -35,7 +35,7 @@ def layout_words(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def memory(held_bytes: float | None) -> str | None:
-    """Memory in MiB or GiB, None where unknown."""
+    """Bytes of memory in MiB or GiB; None when they are unknown."""
     if held_bytes is None:
         return None
     gib = held_bytes / GIB
@@ -45,7 +45,7 @@ def memory(held_bytes: float | None) -> str | None:
 
 
 def doubts(table: pa.Table) -> list[str]:
-    """A line on the suspect rows and one on the invalid ones, with an example; none where there are none."""
+    """One line on the suspect rows, if there are any, and one on the invalid rows, each with an example."""
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
@@ -58,7 +58,7 @@ def doubts(table: pa.Table) -> list[str]:
 
 
 def notes(table: pa.Table) -> str:
-    """One sentence on the runs behind a figure: how many ended how, made by which versions."""
+    """What stands under a figure: how many runs ended with which status, and the versions that made them."""
     rows = table.select(["run_id", "status", "is_final"]).to_pylist()
     ends = {(row["run_id"], row["status"] or "pending") for row in rows if row["is_final"]}
     by_status = Counter(status for _, status in ends)
@@ -68,7 +68,7 @@ def notes(table: pa.Table) -> str:
 
 
 def made_with(table: pa.Table) -> str:
-    """One sentence on the versions behind a figure."""
+    """One sentence that names the versions that made the runs of a figure."""
     versions = [f"ultrabench {ultrabench.__version__}"]
     for column, name in (("torch_version", "torch"), ("nccl_version", "NCCL"), ("kernel_digest", "kernel")):
         found = sorted(str(v) for v in table[column].unique().to_pylist() if v is not None)

@@ -26,28 +26,28 @@ class Cell:
     nodes: int
     run_id: str | None
     status: str | None
-    """ok; else the commonest end, or null while runs are pending."""
+    """ok when a run won the cell; else the most common status, or None while runs are pending."""
     reason: str | None
     layout: Mapping[str, Any] = field(default_factory=dict)
     """Axis -> value of the best run; empty where there is none."""
     mfu: float | None = None
-    """A fraction."""
+    """MFU of the best run, a fraction."""
     source_mfu: float | None = None
-    """As its publisher computed it."""
+    """MFU as its publisher computed it, a fraction."""
     tokens_per_s_per_gpu: float | None = None
     peak_mem_reserved_bytes: int | None = None
     num_runs: int
-    """Runs of the cell that were tried to their end."""
+    """Number of runs of the cell that have ended."""
     as_good_as_best: tuple[str, ...] = ()
-    """Other runs that the 95 % intervals do not tell from the best."""
+    """run_id of the other runs whose 95 % intervals overlap with that of the best."""
     ranked_by: str | None = None
-    """The column that found the best: control_ratio where the cell has one control, else as asked."""
+    """The column that found the best: control_ratio where the cell has one control, else the column that was asked for."""
     panel: Panel
     """The picture this cell belongs to."""
     num_params: int | None
     peak_source: str | None = None
     compare_ratio: float | None = None
-    """tokens_per_s_per_gpu of this best over that of the other table's best."""
+    """tokens_per_s_per_gpu of this cell's best run, divided by that of the same cell in the other table."""
 
     def to_json(self) -> dict[str, Any]:
         """The cell as JSON values, the fields of its panel and its layout among the others."""

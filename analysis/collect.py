@@ -1,4 +1,4 @@
-"""Sweeps to one table, and that table as a parquet file."""
+"""Makes one table of results from the journals of sweeps; writes and reads it as parquet."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +61,7 @@ def read_parquet(path: Path) -> pa.Table:
 
 
 def _version(table: pa.Table) -> int | None:
-    """The newest schema version the table claims, None when it claims none."""
+    """The newest schema version that the table names; None when it names none."""
     claims: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
     if "schema_version" in table.column_names:
         claims += table["schema_version"].unique().to_pylist()
@@ -73,7 +73,7 @@ def _version(table: pa.Table) -> int | None:
 
 
 def _conform(table: pa.Table, path: Path) -> pa.Table:
-    """The table with every column of the schema in its type."""
+    """The table with every column of the schema, each cast to its type."""
     arrays = []
     for column in COLUMNS:
         given = table[column.name] if column.name in table.column_names else pa.nulls(len(table))

@@ -1,4 +1,4 @@
-"""The best layout of each cell, with those that are as good, or why there is none."""
+"""Ranks the runs of each cell: the best one, those that are as good, or why there is no best one."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -20,7 +20,7 @@ DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
 _PANEL = ("hardware", "kernel", "precision", "seq_len", "gbs")
 _KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
-"""A cell: two models of one name and different shape are two cells, and so are two batches."""
+"""Rows of one cell agree in these columns; models of one name and different shapes are different cells."""
 _RUN = ["cell", "run_id"]
 _WINNER = ("mfu", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source")
 _OTHERS = (
@@ -37,7 +37,7 @@ _AS_SURE_AS_STEP_TIME = frozenset({
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "hfu", "source_mfu",
     "model_flops_per_s_per_gpu", "control_ratio",
 })  # fmt: skip
-"""Columns proportional to the step time or its inverse: its relative interval is theirs."""
+"""Columns that are proportional to the step time or its inverse, so that they have its relative interval."""
 _TIERS = {"ok": 0, None: 2, "skipped": 3}
 """Order of the runs that may not win, by status; those that failed or ran out of memory have 1."""
 

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 Warn = Callable[[str], None]
 
 FLOPS_FORMULA = "matmul-v1"
-"""How the FLOPs of a token are counted, see docs/results-schema.md."""
+"""Name of the way the FLOPs of a token are counted; docs/results-schema.md gives the formula."""
 
 _PLANNED = ("run_id", "model", "nodes", "gpus_per_node", "gpus", "gbs", "seq_len", *AXES)
 _PREDICTED = {
@@ -39,9 +39,9 @@ _PREDICTED = {
     "predicted_peak_mem_bytes": "peak_mem_bytes",
     "p_oom": "p_oom",
 }
-"""Column -> its name in what a claim carries."""
+"""Column -> name of the same number in the prediction of a claim."""
 _OF_TRAINING = frozenset({"gbs", "seq_len", "recompute", "compile", *MODEL, *AXES, *_PREDICTED})
-"""What a run that only measures devices and links does not have; without a model it is in no ranking."""
+"""Columns that are null for runs that only measure devices and links; without a model they are not ranked."""
 _MEASURED = (
     "env_id", "gpu_name", "reason", "cause", "fingerprint", "confirmed", "stopped", "measured_by", "ci_reached",
     "loss_final", "sm_clock_hz",
@@ -105,7 +105,7 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
 
 
 def _marked(row: Row, control: dict[str, float], doubt: str | None) -> Row:
-    """The row with its speed over the control's, and its reasons for suspicion, if it has any."""
+    """Adds the speed relative to the control layout, and the reasons why the number is suspect, if any."""
     time_s, base_s = row.get("step_time_s"), control.get(row.get("allocation") or "")
     row["control_ratio"] = base_s / time_s if time_s and base_s else None
     row["suspect"] = "; ".join(filter(None, (doubt, impossible(row.get("mfu"))))) or None
@@ -134,7 +134,7 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
 
 
 def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
-    """The outcome of a candidate without an attempt: a rule's, a decision's, or none yet."""
+    """Status of a candidate without an attempt: rejected by a rule, skipped by a decision, or null while it waits."""
     if dominated_by is not None:
         reason = skipped_reason(dominated_by)
         candidate = candidate | {"decision": "skipped", "reason": reason, "dominated_by": dominated_by}
@@ -157,7 +157,7 @@ def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, 
 
 
 def _attempted(base: Row, attempt: AttemptState, state: SweepState, final: bool) -> Row:
-    """The row of one attempt, speeds left out; without a result yet its status stays null."""
+    """The row of one attempt without its speeds; the status is null while there is no result."""
     _, repeat, number = attempt.key
     row = base | {"repeat": repeat, "attempt": number, "is_final": final}
     row["allocation"] = attempt.allocation
@@ -173,7 +173,7 @@ def _attempted(base: Row, attempt: AttemptState, state: SweepState, final: bool)
 
 
 def _circumstances(allocation: AllocationState) -> Row:
-    """What the allocation's nodes could do and which sources they had."""
+    """Rates of the allocation's nodes in its preflight, their commit of ultrabench, and the control layout."""
     found = allocation.preflight
     nodes = found.get("nodes")
     first = nodes[0] if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict) else {}

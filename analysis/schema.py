@@ -29,10 +29,10 @@ from ultrabench.device_rates import OPERATIONS
 from ultrabench.layout import AXES, MEANINGS, TEXT_AXES
 
 RESULTS_SCHEMA_VERSION = 1
-"""Of result tables; new columns keep it, a changed meaning raises it, a newer one is refused."""
+"""Version of result tables: new columns keep it, a changed meaning raises it, newer files are refused."""
 
 VERSION_KEY = b"ultrabench.schema_version"
-"""Where a parquet file's metadata says its schema version."""
+"""Key of the schema version in the metadata of a parquet file."""
 
 TEXT, INT, FLOAT, BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 FLOATS, TEXTS, TIME = pa.list_(pa.float64()), pa.list_(pa.string()), pa.timestamp("us", tz="UTC")
@@ -94,7 +94,7 @@ GROUPS: dict[str, tuple[Column, ...]] = {
         Column("reason", TEXT, "One line of evidence for anything but ok."),
         Column("cause", TEXT, "What failed, more exactly than the status: cuda_oom, segfault, ..."),
         Column("fingerprint", TEXT, "Equal for the same failure wherever it happens."),
-        Column("confirmed", BOOL, "Of an oom: the allocator's own record proves it."),
+        Column("confirmed", BOOL, "Whether the allocator's own record proves an oom."),
         Column("suspect_hosts", TEXTS, "Hosts that a failure points at."),
         Column("suspect", TEXT, "Why the number is in doubt, all reasons; such a row wins no cell. Else null."),
         Column("stopped", TEXT, "Why measuring ended: interval, max_steps, program, slower_than_best, time_limit."),
@@ -120,7 +120,7 @@ GROUPS: dict[str, tuple[Column, ...]] = {
         Column("loss_final", FLOAT, "Loss at the step that all layouts of a cell have in common."),
         Column("peak_mem_allocated_bytes", INT, "Largest of all ranks."),
         Column("peak_mem_reserved_bytes", INT, "Largest of all ranks; on CPUs the resident set."),
-        Column("peak_mem_reserved_rank0_bytes", INT, "Of rank 0 alone, as others publish it."),
+        Column("peak_mem_reserved_rank0_bytes", INT, "Value of rank 0 alone, as other benchmarks publish it."),
         Column("init_time_s", FLOAT, "From the start of the ranks to the end of the first step."),
         Column("predicted_step_time_s", FLOAT, "Prediction made before the run."),
         Column("predicted_peak_mem_bytes", INT, "Prediction made before the run."),
@@ -173,7 +173,7 @@ def markdown() -> str:
 
 
 def _type_name(kind: pa.DataType) -> str:
-    """A column's type in everyday words."""
+    """The type of a column in everyday words."""
     names = {INT: "integer", FLOAT: "number", BOOL: "true or false", TEXT: "text"}
     if pa.types.is_list(kind):
         return f"list of {names.get(kind.value_type, 'records')}"

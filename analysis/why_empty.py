@@ -1,4 +1,4 @@
-"""Why a cell has no result: the most telling reason first."""
+"""Says why a cell has no best run."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from ultrabench.result import SLOWER
 
 _UNTRIED = ("rejected", "skipped")
 _SELF_EXPLAINING = ("oom",)
-"""Statuses whose first reason adds nothing to their name."""
+"""Statuses that are shown without a reason, because their name says enough."""
 
 
 def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
@@ -47,7 +47,7 @@ def _part(status: str, rows: Sequence[Row], alone: bool) -> str:
 
 
 def _unranked(count: str, rows: Sequence[Row]) -> str:
-    """Why ok runs did not win."""
+    """Says why none of the ok runs could win."""
     suspect = next((row["suspect"] for row in rows if row["suspect"]), None)
     if suspect is not None:
         return f"{count} ok but suspect: {suspect}"
@@ -57,7 +57,7 @@ def _unranked(count: str, rows: Sequence[Row]) -> str:
 
 
 def _no_valid_layout(rejected: Sequence[Row]) -> str:
-    """The commonest rule, with an example of what it says."""
+    """Names the rule that rejects most layouts, with an example of its reason."""
     rules = Counter(row["rule"] for row in rejected)
     rule, number = min(rules.items(), key=lambda item: (-item[1], str(item[0])))
     example = next((row["reason"] for row in rejected if row["rule"] == rule), None)
@@ -65,5 +65,5 @@ def _no_valid_layout(rejected: Sequence[Row]) -> str:
 
 
 def _runs(rows: Sequence[Row]) -> int:
-    """Distinct runs among the rows."""
+    """The number of different runs among the rows."""
     return len({row["run_id"] for row in rows})

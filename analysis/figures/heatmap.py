@@ -28,7 +28,7 @@ _NAME_WIDTH = 22
 _TITLE: dict[str, Any] = {"fontsize": 14, "fontweight": "bold"}
 _SMALL: dict[str, Any] = {"fontsize": 7.5, "color": GREY}
 _COLOURS = "viridis"
-"""Even in lightness, so that it survives colour blindness and a grey printer."""
+"""Matplotlib's colour map of even lightness, which stays readable in grey print and for colour-blind readers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ class Square(NamedTuple):
 
 
 def paint(axes: Axes, at: Square, cell: Cell, colour: Colour | None, compared_with: str | None) -> None:
-    """Writes `cell` on its square of `axes`, whose unit is a square; None as `colour` has it filled, too."""
+    """Writes `cell` on its square of `axes`, whose unit is a square; a `colour` of None, which means no MFU, has the square filled here."""
     if colour is None:
         fill = _NO_RESULT if cell.run_id is None else _NO_MFU
         square = axes.add_patch(Rectangle((at.column, at.row), 1, 1, facecolor=fill, linewidth=0))
