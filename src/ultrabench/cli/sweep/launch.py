@@ -167,10 +167,7 @@ def follow(
         return _interrupted(sweep, launcher, stop, words)
     _handle(signal.SIG_DFL, instead_of=_terminate)  # what is left takes a moment
     if detach and reconciler.submitted:
-        say(
-            f"submitted {counted(reconciler.submitted, 'job')} and left; what comes after them is submitted by whoever "
-            f"follows: ultrabench sweep resume {words}, by the same user on any login node of this cluster"
-        )
+        _say_left(reconciler.submitted, words)
         return 0
     now = progress(config.name, sweep.plan.runs, state, config.hardware.device)
     (console or out()).print(panel(now, busy=False))
@@ -179,15 +176,28 @@ def follow(
     if reconciler.stopped:
         if state.cancelled and not launcher.outlives_us:
             interrupt(sweep, launcher)  # what was submitted while the cancel was being written
-        say(f"stopped: {reconciler.stopped}")
-        if reconciler.over_budget:
-            left = BUDGET_FACTOR * reckon(sweep.plan, state).gpu_hours
-            needed = committed_gpu_hours(sweep.plan, state, ()) + left
-            say(f"go on with: ultrabench sweep resume {words} --max-gpu-hours {needed:.3g}")
+        _say_stopped(sweep, reconciler, state, words)
         return 1
     if Status.OK in now.by_status:
         say(f"next: ultrabench {'plot comm' if config.kernel.kind == 'probe' else 'heatmap'} {words}")
     return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
+
+
+def _say_left(jobs: int, words: str) -> None:
+    """Says what a detached launch leaves, and how it is followed again."""
+    say(
+        f"submitted {counted(jobs, 'job')} and left; what comes after them is submitted by whoever follows: "
+        f"ultrabench sweep resume {words}, by the same user on any login node of this cluster"
+    )
+
+
+def _say_stopped(sweep: OpenSweep, reconciler: Reconciler, state: SweepState, words: str) -> None:
+    """Says why a sweep stopped; over its budget, also the command that goes on with enough GPU hours."""
+    say(f"stopped: {reconciler.stopped}")
+    if reconciler.over_budget:
+        left = BUDGET_FACTOR * reckon(sweep.plan, state).gpu_hours
+        needed = committed_gpu_hours(sweep.plan, state, ()) + left
+        say(f"go on with: ultrabench sweep resume {words} --max-gpu-hours {needed:.3g}")
 
 
 def _first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
