@@ -9,13 +9,8 @@ from typing import Any
 
 from ultrabench.errors import ClusterError, ConfigError, UltrabenchError, counted
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.doctor.acceptance_checks import (
-    Outcome,
-    check_losses,
-    check_memory,
-    check_speed,
-    published,
-)
+from ultrabench.launchers.doctor import acceptance_checks
+from ultrabench.launchers.doctor.acceptance_checks import Outcome
 from ultrabench.launchers.doctor.acceptance_file import acceptance_folder, write_acceptance
 from ultrabench.launchers.doctor.check import Check, Say, failed, when_new
 from ultrabench.launchers.launcher import Launcher
@@ -73,7 +68,7 @@ class _Acceptance:
     def __init__(self, config: SweepConfig, say: Say) -> None:
         self._config, self._say = config, say
         self._folder = acceptance_folder(config) / time.strftime("%Y%m%d-%H%M%S")
-        self._published = published(config)  # before anything has been spent
+        self._published = acceptance_checks.published(config)  # before anything has been spent
         self._left_gpu_hours = GPU_HOURS
         self._environment: dict[str, Any] | None = None
         self._layouts: Outcome | None = None
@@ -88,7 +83,7 @@ class _Acceptance:
         alone = _replicas(1) | {"mbs": [mbs], "gas": [batch // mbs]}
         one = self._run(self._variant("one", alone, hardware={"gpus_per_node": 1}), _all)
         self._layouts = self._run(self._variant("layouts", {}), _differing)
-        return check_losses(one, self._layouts)
+        return acceptance_checks.check_losses(one, self._layouts)
 
     def out_of_memory(self) -> Check:
         """A run on one node whose micro-batches cannot fit is recognised as out of memory, and confirmed."""
@@ -97,14 +92,14 @@ class _Acceptance:
             batch = {"mbs": [mbs], "gas": [1], "gbs": mbs * self._config.hardware.gpus_per_node}
             config = self._variant("memory", _replicas(1) | batch)
             share, mbs = make_plan(config).candidates[0].prediction.memory_share, 2 * mbs
-        return check_memory(self._run(config, _all))
+        return acceptance_checks.check_memory(self._run(config, _all))
 
     def speed(self) -> Check:
         """The speed is that of others on this hardware, where that is known."""
         if (known := self._published) is None:
-            return check_speed(None, self._layouts)
+            return acceptance_checks.check_speed(None, self._layouts)
         config = self._variant("published", known.axes, models=[known.model])
-        return check_speed(known, self._run(config, known.choose))
+        return acceptance_checks.check_speed(known, self._run(config, known.choose))
 
     def _variant(self, name: str, sweep: dict[str, Any], **groups: Any) -> SweepConfig:
         """The configuration as the sweep `name`, with other values in some of its groups, or another list."""

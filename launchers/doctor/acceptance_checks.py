@@ -1,4 +1,4 @@
-"""What the sweeps of an acceptance run prove: the same loss, memory that lacks, the speed of others."""
+"""Checks on the sweeps of an acceptance run: the same loss, a recognised lack of memory, a published speed."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class Outcome:
         return failed(self.why(run), f"see {self.see(run)}")
 
     def why(self, run: Candidate) -> str:
-        """In words how the run ended."""
+        """A line on how the run ended."""
         result = self.result(run)
         label = f"{run.layout.label()} on {counted(run.nodes, 'node')}"
         if result is None:
@@ -107,7 +107,7 @@ class Published:
 
 
 def published(config: SweepConfig) -> Published | None:
-    """What is known of the hardware of `config` at its precision, on no more than its nodes; None: nothing.
+    """What others have published for the hardware, precision and node counts of `config`; None where nothing is.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -152,7 +152,7 @@ def check_speed(known: Published | None, outcome: Outcome | None) -> Check:
 
 
 def _fits(row: Mapping[str, int], config: SweepConfig) -> bool:
-    """Whether it used as many GPUs of as many nodes as may be tried."""
+    """Whether a published run used a number of nodes, and of GPUs a node, that may be tried here."""
     ranks = row["dp"] * row["tp"] * row["pp"] * row["cp"]
     return row["nodes"] in config.axes.nodes and ranks == row["nodes"] * config.hardware.gpus_per_node
 

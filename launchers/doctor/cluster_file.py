@@ -41,7 +41,7 @@ def write_cluster_file(
 
 
 def _text(name: str, site: Site, limits: Limits, choice: LauncherConfig) -> str:
-    """What jobs in the partition need, and in comments what was found."""
+    """The text of the file: what jobs in the partition need, and in comments what else was found."""
     account = choice.account or site.needed_account(limits.name)
     typed = re.search(r"(?:^|,)(gpu:[^:,(\d][^:,(]*:\d+)", limits.gres or "")
     values: dict[str, Any] = {

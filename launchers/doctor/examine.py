@@ -122,7 +122,7 @@ def _run(table: Table, *given: object) -> list[Check]:
 
 
 def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
-    """What this machine is for launcher=local."""
+    """The checks of this machine, for launcher=local."""
     checks = [_check_nodes_here(config).named("nodes")]
     with checkup_folder(config) as (folder, found):
         checks.append(found.named("results folder"))

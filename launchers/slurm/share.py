@@ -18,7 +18,9 @@ SHARE = 4
 
 
 def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = True) -> SlurmLauncher:
-    """A launcher that keeps to what the site allows; without `limited` the site is not asked, and it must not submit.
+    """A launcher that keeps to what the site allows.
+
+    Without `limited` the site is not asked for its limits; such a launcher may end jobs, and submit the one of doctor.
 
     Raises:
         ConfigError: the sweep asks for what the site does not give.

@@ -27,8 +27,8 @@ def doctor(
 ) -> None:
     """Tell whether this cluster is usable, each failure with its remedy.
 
-    A job of one node is submitted as a sweep's jobs are. Without launcher= it is Slurm that is looked
-    at where it answers, else this machine. With --deep small sweeps follow: the same loss in every layout, a lack of
+    A job of one node is submitted as a sweep's jobs are. Without launcher=, Slurm is checked where it
+    answers, else this machine. With --deep small sweeps follow: the same loss in every layout, a lack of
     memory on purpose, a published speed. Exit code: 1 when a check fails, 3 when Slurm cannot be asked.
     """
     from ultrabench.cli.run_doctor import run_doctor
