@@ -48,8 +48,6 @@ _MEASURED = (
     "peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes",
     "init_time_s", "duration_s", "torch_version", "cuda_version", "nccl_version", "driver_version",
 )  # fmt: skip
-_NOT_ATTEMPTED = {"rejected": Status.REJECTED, "skipped": Status.SKIPPED}
-"""Decision -> status of a candidate without an attempt; any other decision is pending."""
 
 
 def sweep_rows(folder: SweepFolder, warn: Warn) -> list[Row]:
@@ -138,9 +136,10 @@ def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
     if dominated_by is not None:
         reason = skipped_reason(dominated_by)
         candidate = candidate | {"decision": "skipped", "reason": reason, "dominated_by": dominated_by}
-    status = _NOT_ATTEMPTED.get(candidate.get("decision") or "")
-    told = ("rule", "reason", "dominated_by") if status else ()
-    return {"status": status and status.value, "is_final": True} | {k: candidate.get(k) for k in told}
+    if candidate.get("decision") not in (Status.REJECTED, Status.SKIPPED):
+        return {"status": None, "is_final": True}
+    told = {k: candidate.get(k) for k in ("rule", "reason", "dominated_by")}
+    return {"status": candidate["decision"], "is_final": True} | told
 
 
 def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, ModelShape | None]:

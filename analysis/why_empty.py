@@ -7,8 +7,6 @@ from ultrabench.analysis.rows import Row
 from ultrabench.result import SLOWER
 
 _UNTRIED = ("rejected", "skipped")
-_SELF_EXPLAINING = ("oom",)
-"""Statuses that are shown without a reason, because their name says enough."""
 
 
 def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
@@ -41,7 +39,7 @@ def _part(status: str, rows: Sequence[Row], alone: bool) -> str:
     if status == "ok":
         return _unranked(count, rows)
     reason = next((row["reason"] for row in rows if row["reason"]), None)
-    if reason is None or status in _SELF_EXPLAINING:
+    if reason is None or status == "oom":  # the name says enough
         return f"{count} {status}"
     return f"{count} {status}: {reason}"
 
