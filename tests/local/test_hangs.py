@@ -65,10 +65,10 @@ def test_ranks_that_stay_away_from_their_collective_are_named(bench):
     # Nobody records what gloo sends; where one rank receives, ranks 1 and 2 are one all-reduce ahead of both.
     for mbs, waiting in ((1, 3), (2, 2)):
         row, told = found[mbs]
-        verdict = "rank 3 on local-1 never entered all_reduce #6 of group world"
-        assert row["reason"].startswith(f"{verdict}; {waiting} ranks wait for it")
+        cause = "rank 3 on local-1 never entered all_reduce #6 of group world"
+        assert row["reason"].startswith(f"{cause}; {waiting} ranks wait for it")
         assert told["suspects"] == ["local-1"]
-        assert "Rank 3 is in lose_time (local/collective.py:" in told["evidence"]["verdict"]
+        assert "Rank 3 is in lose_time (local/collective.py:" in told["evidence"]["hang_cause"]
 
 
 def test_a_layout_fifty_times_slower_than_its_neighbours_is_healthy(bench, monkeypatch):
