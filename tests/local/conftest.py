@@ -17,7 +17,7 @@ from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, tag_
 PROGRAM = Path(__file__).parent / "program.py"
 DEADLINES = ("measure.deadline_floor_s", "measure.run_limit_s", "launcher.heartbeat_s", "launcher.grace_s")
 """Options of a sweep that a slow machine may pass where nothing is wrong: tests give them for an idle one."""
-PEAK = "++hardware.peak_flops_per_s.fp32=1e11"
+PEAK = "++hardware.peak_flops_per_s={fp32:1e11,bf16:1e11}"
 """A given rate spares each launch the measuring of this machine, and with kernel=command the import of torch."""
 
 
