@@ -21,7 +21,7 @@ from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.plan_table import read_rows, runs_of, shapes_of
-from ultrabench.sweep.running.dominated import left_out, skipped_reason
+from ultrabench.sweep.running.attempts import left_out, skipped_reason
 from ultrabench.sweep.running.losses import with_loss_outliers
 from ultrabench.sweep.running.outliers import control_times, impossible, suspect_attempts
 

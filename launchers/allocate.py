@@ -11,8 +11,7 @@ from ultrabench.sweep.candidate import Cell
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
-from ultrabench.sweep.running.pack import run_limit_s
-from ultrabench.sweep.running.price import PlannedJob
+from ultrabench.sweep.running.price import PlannedJob, run_limit_s
 
 
 def shapes(jobs: Sequence[PlannedJob], max_array: int) -> list[list[PlannedJob]]:

@@ -3,18 +3,21 @@
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, counted
-from ultrabench.kernel_env import keep
-from ultrabench.launchers.sweep_identity import provenance, require_same, sweep_json_of
+from ultrabench.kernel_env import hide, keep
+from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
 from ultrabench.store.claim import give_up, owner_of
@@ -22,10 +25,58 @@ from ultrabench.store.events import LaunchConfig
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.state import Fold, SweepState
-from ultrabench.store.sweep_json import find_sweep_json, write_sweep_json
+from ultrabench.store.sweep_json import SweepJson, find_sweep_json, write_sweep_json
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
+
+
+def sweep_json_of(config: SweepConfig, environment: dict[str, Any]) -> SweepJson:
+    """The content of sweep.json for a new sweep.
+
+    Args:
+        environment: what the kernel's environment probe said of this machine, with the measured
+            rate of a core where the hardware has no rate of its own.
+    """
+    return SweepJson(
+        sweep=config.name, cluster=config.cluster, hardware=config.hardware, kernel=config.kernel,
+        kernel_digest=config.kernel.digest(), models=config.models, workload=config.workload,
+        core_flops_per_s=environment.get("core_flops_per_s"), cores=environment.get("cores"),
+        environment=environment, provenance=provenance(config), config=config.resolved,
+    )  # fmt: skip
+
+
+def require_same(known: SweepJson, config: SweepConfig, where: Path) -> None:
+    """Returns when `config` describes the sweep that is in the folder `where`.
+
+    Axes and models may change (the plan grows or shrinks); hardware, kernel and workload may not.
+
+    Raises:
+        ConfigError: they differ; the message shows how.
+    """
+    for group in ("hardware", "kernel", "workload"):
+        was, now = to_dict(getattr(known, group)), to_dict(getattr(config, group))
+        changed = [f"{group}.{k}: {was[k]!r} -> {now[k]!r}" for k in sorted(now) if was[k] != now[k]]
+        if changed:
+            raise ConfigError(
+                f"{where} is a sweep with another {group} ({', '.join(changed)}); start a new one with name=NAME"
+            )
+
+
+def provenance(config: SweepConfig) -> dict[str, Any]:
+    """Who launched what from where."""
+    commit = checkout.commit()
+    return {
+        "git_commit": commit,
+        "git_dirty": bool(checkout.difference()) if commit else None,
+        "version": ultrabench.__version__,
+        "python": platform.python_version(),
+        "argv": hide(sys.argv[1:], config.secrets),
+        "user": os.environ.get("USER") or str(os.getuid()),
+        "host": platform.node(),
+        "created_at": time.time(),
+    }
+
 
 PROBE_TIMEOUT_S = 120.0
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER, file_size
+from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER, file_size
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.processes import descendants, tag_of
 from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line, read_part

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ultrabench.agent.diagnose.memory_account import own_gpu_memory, own_limit
-from ultrabench.agent.diagnose.root_cause import Finding, findings, fingerprint, last_line, own_words
+from ultrabench.agent.diagnose.root_cause import (
+    Finding,
+    findings,
+    fingerprint,
+    last_line,
+    own_gpu_memory,
+    own_limit,
+    own_words,
+)
 from ultrabench.agent.diagnose.signatures import last_words
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.measure import Measure

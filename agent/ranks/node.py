@@ -14,11 +14,16 @@ from ultrabench import checkout, processes
 from ultrabench.agent.diagnose.hang_evidence import dump_variables, hang_evidence
 from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.node_identity import NodeIdentity
-from ultrabench.agent.ranks.binding import cpu_text, rank_cpus
-from ultrabench.agent.ranks.cleanup import SharedMemoryCleanup
-from ultrabench.agent.ranks.forks import KERNEL_MODULE, ForkServer
+from ultrabench.agent.ranks.cleanup import (
+    EVIDENCE_FOLDER,
+    SharedMemoryCleanup,
+    copy_logs,
+    copy_profile,
+    join_tails,
+    read_tail,
+)
+from ultrabench.agent.ranks.forks import KERNEL_MODULE, ForkServer, cpu_text, rank_cpus
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
-from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER, copy_logs, copy_profile, join_tails, read_tail
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.errors import ClusterError
 from ultrabench.kernel_env import revealed

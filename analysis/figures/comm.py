@@ -9,7 +9,7 @@ import pyarrow as pa
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.captions import made_with
+from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError

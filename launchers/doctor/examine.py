@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.doctor import node_checks, site_checks
+from ultrabench.launchers.doctor import checkup, site_checks
 from ultrabench.launchers.doctor.check import Check, CheckStatus, Say, failed, passed, skipped
 from ultrabench.launchers.doctor.checkup import CheckupJob, checkup_folder
 from ultrabench.launchers.open_sweep import require_local
@@ -36,18 +36,18 @@ SITE: Table = {
 }
 """Checks on what Slurm says, in order."""
 NODE: Table = {
-    "folder on the node": node_checks.check_folder,
-    "Python on the node": node_checks.check_python,
-    "torch on the node": node_checks.check_torch,
-    "GPUs on the node": node_checks.check_devices,
-    "room on the node": node_checks.check_room,
-    "clock of the node": node_checks.check_clock,
+    "folder on the node": checkup.check_folder,
+    "Python on the node": checkup.check_python,
+    "torch on the node": checkup.check_torch,
+    "GPUs on the node": checkup.check_devices,
+    "room on the node": checkup.check_room,
+    "clock of the node": checkup.check_clock,
 }
 """Checks on what the job found on its node."""
 HERE: Table = {
-    "torch": node_checks.check_torch,
-    "GPUs": node_checks.check_devices,
-    "room": node_checks.check_room,
+    "torch": checkup.check_torch,
+    "GPUs": checkup.check_devices,
+    "room": checkup.check_room,
 }
 """Checks on this machine for launcher=local."""
 NEEDED_BY_A_JOB = ("partition", "nodes", "results folder")

@@ -1,9 +1,10 @@
-"""The attempts that a sweep still needs: a pure function of its plan, its state and what is alive."""
+"""The attempts that a sweep still needs, and what is left out: a pure function of its plan, its state and what is alive."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ultrabench.layout import dominates
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
@@ -11,10 +12,54 @@ from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.retry_policy import RetryPolicy
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.control import contenders
-from ultrabench.sweep.running.dominated import left_out
 from ultrabench.sweep.running.losses import disputed_attempts, with_loss_outliers
 from ultrabench.sweep.running.outliers import suspect_attempts
-from ultrabench.sweep.running.retry import broken, decide_retry
+from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
+
+
+def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
+    """run_id of each run that cannot fit -> run_id of the run that had not enough memory.
+
+    A run that was ok, or that the user asks for, is not left out. Where a run was ok that should not have
+    fitted, the run that had not enough memory says nothing about others.
+    """
+    if not any(_ended(attempt, Status.OOM) for attempt in state.attempts.values()):
+        return {}
+    tried: dict[str, list[AttemptState]] = {}
+    for key, attempt in sorted(state.attempts.items()):
+        tried.setdefault(key.run_id, []).append(attempt)
+    kin: dict[tuple[object, ...], list[Candidate]] = {}
+    for run in runs:
+        at = run.layout
+        kin.setdefault((run.cell, at.tp, at.pp, at.cp), []).append(run)
+    fitted = {i for i, attempts in tried.items() if any(_ended(a, Status.OK) for a in attempts)}
+    asked = {key.run_id for key in state.retried}
+    found: dict[str, str] = {}
+    for group in kin.values():
+        for victims, run_id in _speaking(group, tried, fitted):
+            found |= dict.fromkeys(victims - asked - found.keys(), run_id)
+    return found
+
+
+def _speaking(
+    group: Sequence[Candidate], tried: Mapping[str, list[AttemptState]], fitted: set[str]
+) -> Iterable[tuple[set[str], str]]:
+    """For each run of a group that surely had not enough memory: the runs that need more, and its run_id."""
+    for run in group:
+        attempts = tried.get(run.run_id, [])
+        if run.run_id not in fitted and settled_oom(attempts, run.prediction.memory_share):
+            victims = {o.run_id for o in group if dominates(run.layout, o.layout)}
+            if not victims & fitted:
+                yield victims, run.run_id
+
+
+def _ended(attempt: AttemptState, status: Status) -> bool:
+    return attempt.result is not None and attempt.result.status == status
+
+
+def skipped_reason(by: str) -> str:
+    """What a row says of a run that is left out."""
+    return f"dominated by {by}, which had not enough memory with a smaller micro-batch or a higher ZeRO stage"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.disks import on_a_small_disk
 from tests.unit.allocations import CONFIG
-from ultrabench.launchers.agent_watchdog import AgentWatchdog, SilenceTimer
+from ultrabench.launchers.settle import AgentWatchdog, SilenceTimer
 from ultrabench.store.events import LeadingAgent
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import AllocationState

@@ -6,8 +6,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ultrabench.analysis.cells import Cell, Panel
-from ultrabench.analysis.figures.heatmap import figure
-from ultrabench.analysis.figures.heatmap_cell import wrap_reason
+from ultrabench.analysis.figures.heatmap import figure, wrap_reason
 from ultrabench.analysis.figures.picture import render
 from ultrabench.errors import ConfigError
 

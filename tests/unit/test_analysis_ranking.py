@@ -3,8 +3,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from ultrabench.analysis.captions import doubts, layout_words, notes
-from ultrabench.analysis.cells import compare
+from ultrabench.analysis.cells import compare, doubts, layout_words, notes
 from ultrabench.analysis.ranking import leaderboard, rank
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import ConfigError

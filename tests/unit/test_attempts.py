@@ -17,7 +17,7 @@ from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
-from ultrabench.sweep.running.pack import RUN_LIMIT_FACTOR, pack, run_limit_s
+from ultrabench.sweep.running.price import RUN_LIMIT_FACTOR, pack, run_limit_s
 
 FREE_TRIES = 5
 CONFIG = load_config([])

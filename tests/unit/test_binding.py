@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from tests.patience import wait_until
-from ultrabench.agent.ranks.binding import cpu_list, cpu_text, rank_cpus
-from ultrabench.agent.ranks.forks import ForkServer
+from ultrabench.agent.ranks.forks import ForkServer, cpu_list, cpu_text, rank_cpus
 
 MINE = tuple(sorted(os.sched_getaffinity(0)))
 FIRST, LAST = MINE[:1], MINE[-1:]

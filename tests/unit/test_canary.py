@@ -13,7 +13,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.running.attempts import PlannedAttempt
-from ultrabench.sweep.running.pack import MARGIN, ROUND_S, START_S, allocation_limit_s, pack, run_limit_s
+from ultrabench.sweep.running.price import MARGIN, ROUND_S, START_S, allocation_limit_s, pack, run_limit_s
 
 ONE = [r for r in PLAN.runs if r.nodes == 1]
 TWO = [r for r in PLAN.runs if r.nodes == 2]

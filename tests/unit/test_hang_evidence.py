@@ -14,7 +14,7 @@ import pytest
 from tests.patience import wait_until
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause
 from ultrabench.agent.diagnose.hang_evidence import hang_evidence, main_stack
-from ultrabench.agent.ranks.logs import EVIDENCE_FOLDER as FOLDER
+from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER as FOLDER
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.processes import TAG_VARIABLE, descendants
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrabench.launchers.slurm.submit import inherited
+from ultrabench.launchers.slurm.launcher import inherited
 
 NAMES = st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True)
 

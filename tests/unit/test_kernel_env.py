@@ -4,7 +4,7 @@ import pytest
 
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_env import REDACTED, hide, keep, redacted, revealed
-from ultrabench.launchers.sweep_identity import require_same, sweep_json_of
+from ultrabench.launchers.open_sweep import require_same, sweep_json_of
 from ultrabench.sweep.config.load import config_from_tree, load_config
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.configs import measure
 from tests.unit.one_node import allocation, task
+from ultrabench.agent.__main__ import follow
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.connection import Connection
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.follow import follow
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress

@@ -22,7 +22,7 @@ def collect(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Collect the journals of sweeps into one parquet file."""
-    from ultrabench.analysis.captions import doubts
+    from ultrabench.analysis.cells import doubts
     from ultrabench.analysis.collect import collect as rows_of
     from ultrabench.analysis.collect import parquet
     from ultrabench.cli.tables import say, warn
@@ -61,8 +61,8 @@ def heatmap(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Draw the best layout of each model and node count, as .png, .svg or .pdf."""
-    from ultrabench.analysis.captions import notes
     from ultrabench.analysis.cells import compare as compare_cells
+    from ultrabench.analysis.cells import notes
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say
     from ultrabench.errors import counted

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from ultrabench.cli import main as cli
-from ultrabench.launchers.sweep_identity import sweep_json_of
+from ultrabench.launchers.open_sweep import sweep_json_of
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.events import Claimed, Failed, LaunchConfig, Result

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from ultrabench.analysis.captions import memory, percent
+from ultrabench.analysis.cells import memory, percent
 from ultrabench.cli.tables import duration, err, hours, style_of, table
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted

@@ -14,8 +14,7 @@ from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
-from ultrabench.sweep.running.pack import MARGIN, START_S
-from ultrabench.sweep.running.price import Price, planned_jobs, reckon
+from ultrabench.sweep.running.price import MARGIN, START_S, Price, planned_jobs, reckon
 
 MEASURED, PREDICTED = "measured", "predicted"
 """Why a layout is recommended."""

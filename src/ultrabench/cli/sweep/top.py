@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.analysis.captions import doubts, layout_words, memory, percent
+from ultrabench.analysis.cells import doubts, layout_words, memory, percent
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.results import open_results
