@@ -31,11 +31,14 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Most tests wait for processes and deadlines: those on Slurm run beside the others.
+# Most tests wait for processes and deadlines: those on Slurm, those of local sweeps and the others run at once.
 test: check
-	@log=$$(mktemp); $(BIN)/pytest -m slurm >$$log 2>&1 & slurm=$$!; \
-	$(BIN)/pytest -m "not slurm"; others=$$?; wait $$slurm; code=$$?; \
-	cat $$log; rm -f $$log; exit $$((others | code))
+	@logs=$$(mktemp -d); \
+	$(BIN)/pytest tests/slurm >$$logs/slurm 2>&1 & slurm=$$!; \
+	$(BIN)/pytest tests/unit tests/parity >$$logs/others 2>&1 & others=$$!; \
+	$(BIN)/pytest tests/local; code=$$?; \
+	wait $$others || code=1; wait $$slurm || code=1; \
+	cat $$logs/others $$logs/slurm; rm -r $$logs; exit $$code
 
 slurm-test: env
 	$(BIN)/pytest -m slurm
