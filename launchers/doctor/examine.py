@@ -44,11 +44,7 @@ NODE: Table = {
     "clock of the node": checkup.check_clock,
 }
 """Checks on what the job found on its node."""
-HERE: Table = {
-    "torch": checkup.check_torch,
-    "GPUs": checkup.check_devices,
-    "room": checkup.check_room,
-}
+HERE: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
 """Checks on this machine for launcher=local."""
 NEEDED_BY_A_JOB = ("partition", "nodes", "results folder")
 

@@ -22,9 +22,19 @@ STEP_S = 0.08
 IGNORES_TERM = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
 
 allocation = os.environ["ULTRABENCH_TAG"].split(":")[0]
-agent = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")  # ranks see nothing of Slurm's
-agent = dict(item.decode().split("=", 1) for item in agent if b"=" in item)
-host = f"{agent.get('SLURM_CLUSTER_NAME', '?')}:{agent.get('SLURMD_NODENAME', '?')}"
+
+
+def of_the_agent(variable: str, pid: int) -> str:
+    """A variable of Slurm's, which ranks do not see: the nearest ancestor of `pid` that has it is their agent."""
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        held = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        if found := [item.partition("=")[2] for item in held if item.startswith(f"{variable}=")]:
+            return found[0]
+    return "?"
+
+
+host = ":".join(of_the_agent(name, os.getpid()) for name in ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME"))
 process = f"{os.getpid()}:{Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
 HOSTILE = (
     '{"event": "step", "step": %(step)d, "seconds": 0.0, "loss": 1.0}',

@@ -8,6 +8,7 @@ from tests.parity.conftest import Server
 from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec
 from ultrabench.kernel_config import RECOMPUTE
 from ultrabench.layout import PP_SCHEDULES, Layout, default_schedule, default_virtual_stages
+from ultrabench.model_shape import ModelShape
 
 pytestmark = pytest.mark.parity
 
@@ -66,12 +67,12 @@ CASES = [
 ]  # fmt: skip
 
 
-def spec_of(case: str) -> CheckSpec:
-    """The check that a line of CASES describes."""
+def spec_of(case: str, shallow: ModelShape = SHALLOW) -> CheckSpec:
+    """The check that a line of CASES describes; without a pipeline of the model `shallow`."""
     words = case.split()
     numbers = {k: int(v) for k, _, v in (w.partition("=") for w in words if "=" in w)}
     pp, gas = numbers.get("pp", 1), numbers.get("gas", 1)
-    shape = TINY if pp > 1 else SHALLOW
+    shape = TINY if pp > 1 else shallow
     for word in CHANGES.keys() & set(words):
         shape = dataclasses.replace(shape, **CHANGES[word])  # type: ignore[arg-type]
     schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
