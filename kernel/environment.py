@@ -15,11 +15,11 @@ import torch
 PEAK_SIZE = 2048
 """Edge of the square matrices whose product measures a core."""
 PEAK_S = 3.0
-NOT_DECLARED = ("CUDA_VISIBLE_DEVICES", "CUDA_MODULE_LOADING")  # set by launchers and by torch itself
+LEFT_OUT_OF_ENV_ID = ("CUDA_VISIBLE_DEVICES", "CUDA_MODULE_LOADING")  # set by launchers and by torch itself
 
 
 def facts() -> dict[str, Any]:
-    """What env_id is made of: device, versions, and the variables that steer CUDA and NCCL."""
+    """The facts of this process: its devices, versions, and the variables that steer CUDA and NCCL."""
     cuda = torch.cuda.is_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None  # type: ignore[no-untyped-call]
     steering = {n: v for n, v in sorted(os.environ.items()) if n.startswith(("NCCL_", "CUDA_"))}
@@ -31,7 +31,7 @@ def facts() -> dict[str, Any]:
         "nccl_version": nccl,
         "driver_version": driver_version(),
         "omp_num_threads": torch.get_num_threads(),
-        "variables": {n: v for n, v in steering.items() if n not in NOT_DECLARED},
+        "variables": {n: v for n, v in steering.items() if n not in LEFT_OUT_OF_ENV_ID},
     }
 
 

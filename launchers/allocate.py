@@ -7,7 +7,7 @@ from ultrabench.run import Task
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import Origin
-from ultrabench.sweep.candidate import Cell
+from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
@@ -69,7 +69,7 @@ def allocations(
     ]
 
 
-def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[Cell, float]) -> Task:
+def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[CellKey, float]) -> Task:
     config, run = plan.config, attempt.candidate
     return Task(
         **attempt.key._asdict(),

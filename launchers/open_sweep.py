@@ -16,7 +16,6 @@ from typing import Any
 import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, counted
-from ultrabench.kernel_env import hide, keep
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
@@ -24,6 +23,7 @@ from ultrabench.store.claim import give_up, owner_of
 from ultrabench.store.events import LaunchConfig
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalReader, JournalWriter
+from ultrabench.store.kernel_secrets import hide, keep
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import SweepJson, find_sweep_json, write_sweep_json
 from ultrabench.sweep.config.sweep_config import SweepConfig

@@ -9,7 +9,7 @@ from ultrabench.result import RunResult
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.predict import Prediction
 
-Cell = tuple[str, int]
+CellKey = tuple[str, int]
 """Model and nodes; hardware and kernel are the same in a whole sweep."""
 
 
@@ -42,7 +42,7 @@ class Candidate:
         return self.spec.nodes
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> CellKey:
         """The cell that the candidate is ranked in."""
         return self.shape.name, self.nodes
 

@@ -275,5 +275,5 @@ def _places(ranks: Ranks) -> tuple[str, ...]:
     places = []
     for r in (r for r in ranks[:2] if _where(r)):
         wchan = r.found["wchan"] if r.found["state"] == "D" else ""
-        places.append(f"Rank {r.number} is in {_where(r)}" + (f", in the kernel's {wchan}" if wchan else ""))
+        places.append(f"Rank {r.number} is in {_where(r)}" + (f", in {wchan} of Linux" if wchan else ""))
     return tuple(places)

@@ -153,7 +153,7 @@ def _finding(rank: RankProgress) -> Finding | None:
     if rank.error is not None:
         cause, line = _of_error(rank)
     elif rank.oom_killed:
-        cause, line = BY_NAME["host_oom"], "killed by the kernel, which was out of memory"
+        cause, line = BY_NAME["host_oom"], "killed by Linux, because the host was out of memory"
     elif rank.killed_by_us and rank.code == -signal.SIGKILL:
         # A rank may fail and then hang, since libraries wait for peers. Only a final traceback in its log counts.
         known = by_text(last_words(rank.tail)) if ends_in_traceback(rank.tail) else None

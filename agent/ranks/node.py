@@ -26,12 +26,12 @@ from ultrabench.agent.ranks.forks import KERNEL_MODULE, ForkServer, cpu_text, ra
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.errors import ClusterError
-from ultrabench.kernel_env import revealed
 from ultrabench.rank_report import NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Task, fill_in
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
+from ultrabench.store.kernel_secrets import revealed
 
 Cleaned = dict[str, Any]
 """State of a node after a run: {left} why it cannot be used any more or null, {sm_clocks_hz}, {slowdowns}."""

@@ -72,8 +72,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in AXES:
-            if not keeps_rule(name, value := getattr(self, name)):
-                raise ConfigError(f"{name}={value!r}; must be {rule_of(name)}")
+            if not is_allowed(name, value := getattr(self, name)):
+                raise ConfigError(f"{name}={value!r}; must be {allowed_text(name)}")
         if (self.pp_schedule == "none") != (self.pp == 1):
             raise ConfigError(f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; none goes with pp=1 only")
         several = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
@@ -148,13 +148,13 @@ def labels(values: Mapping[str, Any], names: Sequence[str] = AXES) -> list[str]:
     ]
 
 
-def rule_of(name: str) -> str:
+def allowed_text(name: str) -> str:
     """What each value of an axis must be, such as `>= 1` or `0, 1, 2 or 3`."""
     *most, last = map(str, _TOLD[name]["allowed"] or (">= 1",))
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def keeps_rule(name: str, value: Any) -> bool:
+def is_allowed(name: str, value: Any) -> bool:
     """Whether an axis may have this value."""
     allowed = _TOLD[name]["allowed"]
     return bool(value >= 1 if allowed is None else value in allowed)

@@ -65,7 +65,7 @@ class RunSpec:
             )
 
     def identity(self) -> dict[str, Any]:
-        """The JSON value that run_id hashes: defaults written out, names of things left out."""
+        """The JSON value that run_id hashes: defaults are written out, the name of the model is left out."""
         options = ("name", "version", "precision", "compile", "attention", "recompute")
         out: dict[str, Any] = {
             "shape": {k: v for k, v in asdict(self.shape).items() if k != "name"},

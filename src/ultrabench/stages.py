@@ -36,23 +36,23 @@ class Stage:
 
 
 @lru_cache(maxsize=4096)
-def split_stages(shape: ModelShape, pp: int) -> tuple[Stage, ...]:
-    """All stages, `pp` of them, of [embedding, decoder x L, norm, head, cast, loss].
+def split_stages(shape: ModelShape, num_stages: int) -> tuple[Stage, ...]:
+    """All stages, `num_stages` of them, of [embedding, decoder x L, norm, head, cast, loss].
 
     Cost of a decoder is its matmul parameters, of the head V*h, of the rest 0. A block goes to the
-    current stage; when the cumulative cost then exceeds total*(stage+1)/pp the next stage begins.
-    This is the rule of nanotron, whose measurements are compared with (so its empty stages, too).
+    current stage; when the cumulative cost then exceeds total*(stage+1)/num_stages the next stage begins.
+    This is the rule of nanotron, empty stages included, so that its published runs can be compared with ours.
     """
     layers = shape.num_hidden_layers
     kinds = ["embedding", *["layer"] * layers, "norm", "head", "cast", "loss"]
     cost = {"layer": shape.layer_matmul_params, "head": shape.embedding_params}
     total = layers * cost["layer"] + cost["head"]
-    blocks: list[list[str]] = [[] for _ in range(pp)]
+    blocks: list[list[str]] = [[] for _ in range(num_stages)]
     stage = done = 0
     for kind in kinds:
         blocks[stage].append(kind)
         done += cost.get(kind, 0)
-        if done * pp > total * (stage + 1):
+        if done * num_stages > total * (stage + 1):
             stage += 1
     stages, first = [], 0
     for index, held in enumerate(blocks):

@@ -36,7 +36,7 @@ def zero2_pipeline(layout: Layout, shape: ModelShape, seq_len: int) -> str | Non
 
 
 def schedule(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
-    """1F1B needs at least pp micro-batches, interleaved whole rounds of pp of them."""
+    """1F1B needs at least pp micro-batches; interleaved cuts gas into gas // pp rounds of equal size, as torch does."""
     if layout.pp_schedule == "1f1b" and layout.gas < layout.pp:
         return f"1f1b needs gas >= pp; gas={layout.gas}, pp={layout.pp}"
     if layout.pp_schedule == "interleaved" and layout.gas % max(1, rounds := layout.gas // layout.pp):

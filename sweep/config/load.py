@@ -8,12 +8,12 @@ from typing import Any
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.kernel_env import redacted
 from ultrabench.layout import AXES, TEXT_AXES, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
+from ultrabench.store.kernel_secrets import redacted
 from ultrabench.sweep.config.checkpoint_config import is_path, read_checkpoint_config
 from ultrabench.sweep.config.compose import compose_tree, files, known_names, read_yaml, search_path
 from ultrabench.sweep.config.launcher_config import TEXTS, LauncherConfig, moved_to_sbatch

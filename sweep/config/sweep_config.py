@@ -7,7 +7,7 @@ from typing import Any
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import PP_SCHEDULES, keeps_rule, rule_of
+from ultrabench.layout import PP_SCHEDULES, allowed_text, is_allowed
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import Workload
@@ -40,9 +40,9 @@ class Axes:
                 raise ConfigError(unknown_name("schedule in sweep.pp_schedule", name, SCHEDULES))
         for name, values in (("nodes", self.nodes), *self.layout.items()):
             axis = "dp" if name == "nodes" else name
-            if name != "pp_schedule" and not (values and all(keeps_rule(axis, v) for v in values)):
+            if name != "pp_schedule" and not (values and all(is_allowed(axis, v) for v in values)):
                 raise ConfigError(
-                    f"sweep.{name}={list(values)}; each must be {rule_of(axis)}, and at least one is needed"
+                    f"sweep.{name}={list(values)}; each must be {allowed_text(axis)}, and at least one is needed"
                 )
 
 

@@ -5,7 +5,7 @@ from statistics import median
 
 from ultrabench.result import RunResult
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.candidate import Candidate, Cell
+from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.outliers import control_times, may_win
 
@@ -17,9 +17,9 @@ MOST = 4
 """Most contenders of one cell."""
 
 
-def controls(plan: Plan) -> dict[Cell, Candidate]:
+def controls(plan: Plan) -> dict[CellKey, Candidate]:
     """One run for each cell: the fastest by prediction of those that surely fit, else the smallest."""
-    chosen: dict[Cell, Candidate] = {}
+    chosen: dict[CellKey, Candidate] = {}
     for run in plan.runs:
         held = chosen.get(run.cell)
         if held is None or _rank(run) < _rank(held):
@@ -47,7 +47,7 @@ def contenders(
     cell have one: allocations differ more than that.
     """
     controls = control_times(state)
-    cells: dict[Cell, list[tuple[str, float, float | None]]] = {}
+    cells: dict[CellKey, list[tuple[str, float, float | None]]] = {}
     for run in runs:
         timed = [(a, t) for a in tried.get(run.run_id, ()) if (t := step_time_s(a.result)) is not None]
         if timed:
@@ -72,10 +72,10 @@ def step_time_s(result: RunResult | None) -> float | None:
     return median(result.step_times_s)
 
 
-def best_step_times_s(state: SweepState, runs: Iterable[Candidate]) -> dict[Cell, float]:
+def best_step_times_s(state: SweepState, runs: Iterable[Candidate]) -> dict[CellKey, float]:
     """The fastest median step time of each cell so far."""
     cells = {run.run_id: run.cell for run in runs}
-    found: dict[Cell, float] = {}
+    found: dict[CellKey, float] = {}
     for key, attempt in state.attempts.items():
         time_s, cell = step_time_s(attempt.result), cells.get(key.run_id)
         if time_s is not None and cell is not None:

@@ -7,7 +7,7 @@ from statistics import median
 
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.candidate import Candidate, Cell
+from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import PlannedAttempt, next_attempts
@@ -46,7 +46,7 @@ def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig) -> 
 
 
 def pack(
-    todo: Sequence[PlannedAttempt], config: SweepConfig, control_s: Mapping[Cell, float] | None = None
+    todo: Sequence[PlannedAttempt], config: SweepConfig, control_s: Mapping[CellKey, float] | None = None
 ) -> list[tuple[PlannedAttempt, ...]]:
     """The attempts in groups, one allocation each, in order.
 
@@ -98,7 +98,7 @@ class PlannedJob:
     limit_s: float
     gpu_hours: float
     """Predicted price of the allocation."""
-    best_step_times_s: Mapping[Cell, float] = field(default_factory=dict)
+    best_step_times_s: Mapping[CellKey, float] = field(default_factory=dict)
     """Best step time of each cell so far; a run that is much slower need not be measured to the end."""
 
     @property
@@ -175,7 +175,7 @@ class Price:
 
     jobs: tuple[PlannedJob, ...]
     """All allocations to come, those of the confirmations included."""
-    runs: Mapping[Cell, tuple[int, float]]
+    runs: Mapping[CellKey, tuple[int, float]]
     """Number and GPU hours of the attempts that are still to be made, by cell."""
     extra: Mapping[str, tuple[int, float]]
     """Number and GPU hours of control runs, of repeats of the best, and of the starts of allocations, if any."""
@@ -194,7 +194,7 @@ def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = mat
     made = planned_jobs(plan, [*todo, *confirmations], state, max_limit_s=max_limit_s)
     asked = {t.key for t in [*todo, *confirmations]}
     tasks = [t for draft in made for t in draft.attempts]
-    runs: dict[Cell, list[Candidate]] = {}
+    runs: dict[CellKey, list[Candidate]] = {}
     for item in todo:
         runs.setdefault(item.candidate.cell, []).append(item.candidate)
     starts = sum(draft.gpu_hours for draft in made) - _priced([t.candidate for t in tasks])[1]
@@ -218,7 +218,7 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
     """The repeats that the best of each unmeasured cell will need; the fastest by prediction stand for them."""
     repeats = plan.config.repeats
     cells = {t.candidate.cell for t in todo if t.key.repeat < repeats}
-    fastest: dict[Cell, list[Candidate]] = {cell: [] for cell in cells}
+    fastest: dict[CellKey, list[Candidate]] = {cell: [] for cell in cells}
     for run in sorted((r for r in plan.runs if r.fits), key=lambda r: r.prediction.step_time_s):
         if len(best := fastest.get(run.cell, [])) < MOST and run.cell in cells:
             best.append(run)

@@ -9,14 +9,14 @@ from typing import Any
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
-from ultrabench.sweep.candidate import Candidate, Cell
+from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.running.attempts import left_out
 from ultrabench.sweep.running.losses import with_loss_outliers
 from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class SweepProgress:
     """A sweep at one moment."""
 
     sweep: str
@@ -63,7 +63,9 @@ class Progress:
         }
 
 
-def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device: str = "cuda") -> Progress:
+def progress(
+    sweep: str, planned: Sequence[Candidate], state: SweepState, device: str = "cuda"
+) -> SweepProgress:
     """The progress of `planned` according to `state`.
 
     Args:
@@ -87,7 +89,7 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
         by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
     failed = [(runs[i], a) for i, a in final.items() if a.result and a.result.status != Status.OK]
     failed.sort(key=lambda pair: pair[1].time or 0.0)
-    return Progress(
+    return SweepProgress(
         sweep=sweep,
         runs=len(runs),
         by_status=dict(sorted(Counter(status.values()).items())),
@@ -187,7 +189,7 @@ def measured_rates(
 def _best(
     planned: Sequence[Candidate], rates: Mapping[str, float | None]
 ) -> tuple[tuple[Candidate, float], ...]:
-    best: dict[Cell, tuple[Candidate, float]] = {}
+    best: dict[CellKey, tuple[Candidate, float]] = {}
     for run in planned:
         rate, cell = rates.get(run.run_id) or 0.0, run.cell
         if rate > best.get(cell, (run, 0.0))[1]:

@@ -1,5 +1,6 @@
 """`ultrabench collect`, `ultrabench heatmap` and `ultrabench plot`."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 RESULTS = Path("results")
-FIGURES = ("comm",)
+FIGURES = {"comm": "bandwidth over node counts"}
+"""Kind of figure, whose module in analysis/figures/ has that name, and what it shows."""
 ResultsDir = Annotated[Path, typer.Option("--results-dir", help="Where sweeps are.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write.")]
 
@@ -90,7 +92,9 @@ def heatmap(
 
 
 def plot(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="comm: bandwidth over node counts.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="; ".join(": ".join(f) for f in FIGURES.items()))
+    ],
     source: Annotated[
         str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="The newest sweep.")
     ] = None,
@@ -102,14 +106,14 @@ def plot(
 
     if kind not in FIGURES:
         raise ConfigError(unknown_name("figure", kind, FIGURES))
-    from ultrabench.analysis.figures.comm import figure, notes, points
     from ultrabench.analysis.figures.picture import render
     from ultrabench.cli.tables import say
 
     name, default, table = open_results(source, results_dir)
     path = output or default.with_name(f"{kind}.png")
-    drawn = points(table)
-    _write(path, render(lambda: figure(drawn, title=name, notes=notes(table)), path))
+    module = import_module(f"ultrabench.analysis.figures.{kind}")
+    drawn = module.points(table)
+    _write(path, render(lambda: module.figure(drawn, title=name, notes=module.notes(table)), path))
     say(f"drew {counted(len(drawn), 'point')} to {path}")
 
 

@@ -9,13 +9,13 @@ import typer
 from ultrabench.cli.tables import FittedTable, duration, err, hours, say, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.store.jobs_seen import JobLimits
-from ultrabench.sweep.candidate import Cell
+from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price
 
 
 def price_table(
-    plan: Plan, price: Price, names: Sequence[str], counts: Mapping[Cell, Sequence[int]]
+    plan: Plan, price: Price, names: Sequence[str], counts: Mapping[CellKey, Sequence[int]]
 ) -> FittedTable:
     """GPU hours by cell beside its `counts` of `names`, then what is run beside the layouts, then the sum."""
     numbers = ("nodes", "GPUs", *names, "GPU hours")

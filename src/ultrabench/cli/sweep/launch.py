@@ -18,7 +18,6 @@ from ultrabench.cli.sweep.consent import ask_for_budget
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
 from ultrabench.errors import ConfigError, counted
-from ultrabench.kernel_env import hide
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance_file import not_accepted
 from ultrabench.launchers.launcher import Launcher
@@ -32,6 +31,7 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
+from ultrabench.store.kernel_secrets import hide
 from ultrabench.store.state import SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import find_sweep_json, read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree, load_config

@@ -18,7 +18,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.running.losses import with_loss_outliers
-from ultrabench.sweep.running.progress import Progress, doubtful, progress
+from ultrabench.sweep.running.progress import SweepProgress, doubtful, progress
 
 
 class Display:
@@ -101,7 +101,7 @@ def _told(run: Candidate, attempt: AttemptState, result: RunResult) -> str:
     return f"{head}: {result.status.value}, {result.reason}"
 
 
-def panel(now: Progress, busy: bool = True, bar: bool = False) -> RenderableType:
+def panel(now: SweepProgress, busy: bool = True, bar: bool = False) -> RenderableType:
     """Counts (in a live view with a bar), what runs, the best so far, failures, and doubtful numbers."""
     left = sum(now.by_status.get(name, 0) for name in ("pending", "running"))
     line = (ProgressBar(total=now.runs, completed=now.runs - left, width=40), Text("")) if bar else ()
@@ -109,7 +109,7 @@ def panel(now: Progress, busy: bool = True, bar: bool = False) -> RenderableType
     return Group(counts_line(now, busy), *line, *told)
 
 
-def counts_line(now: Progress, busy: bool = True) -> Text:
+def counts_line(now: SweepProgress, busy: bool = True) -> Text:
     """`quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours, 4% of them in failed runs`."""
     settled = {k: v for k, v in now.by_status.items() if k not in ("pending", "running")}
     shown = ", ".join(f"{v} {k}" for k, v in settled.items())
@@ -126,7 +126,7 @@ def counts_line(now: Progress, busy: bool = True) -> Text:
     return Text(f"{text}{f' ({shown})' if shown else ''}{eta}, {hours(total)} GPU hours{lost}")
 
 
-def _running(now: Progress, busy: bool) -> list[RenderableType]:
+def _running(now: SweepProgress, busy: bool) -> list[RenderableType]:
     lines = [f"  running  {r.shape.name} {r.nodes}n {r.layout.label()}: {phase}" for r, phase in now.running]
     if now.waiting:
         lines.append(f"  waiting  {counted(now.waiting, 'allocation')} to start")
@@ -135,7 +135,7 @@ def _running(now: Progress, busy: bool) -> list[RenderableType]:
     return [Text(line) for line in lines]
 
 
-def _best(now: Progress) -> list[RenderableType]:
+def _best(now: SweepProgress) -> list[RenderableType]:
     if not now.best:
         return []
     numbers = ("nodes", "tokens/s/GPU", "MFU")
@@ -147,12 +147,12 @@ def _best(now: Progress) -> list[RenderableType]:
     return [made]
 
 
-def _failures(now: Progress) -> list[RenderableType]:
+def _failures(now: SweepProgress) -> list[RenderableType]:
     if not now.failures:
         return []
     return [Text("last failures and OOMs"), *(Text("  ").append(attempt_line(r, a)) for r, a in now.failures)]
 
 
-def _doubts(now: Progress) -> list[RenderableType]:
+def _doubts(now: SweepProgress) -> list[RenderableType]:
     told = f"{len(now.suspects)} suspect and winning no cell, such as "
     return [Text(f"{told}{key}: {why}", "yellow") for key, why in [*now.suspects.items()][:1]]

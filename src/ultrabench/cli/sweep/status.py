@@ -18,7 +18,7 @@ from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.running.progress import Progress, progress
+from ultrabench.sweep.running.progress import SweepProgress, progress
 
 WATCH_S = 1.0
 
@@ -53,7 +53,7 @@ class _Look:
         self._runs: list[Candidate] = []
         self._written_ns: int | None = None
 
-    def __call__(self) -> tuple[Progress, str | None]:
+    def __call__(self) -> tuple[SweepProgress, str | None]:
         """How far the sweep is, and why it stands still if it does."""
         folder, state = self._folder, self._known.add(self._reader.poll())
         written_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else None
@@ -64,11 +64,11 @@ class _Look:
         return now, _standing(folder, now, state) if _unsettled(now) else None
 
 
-def _unsettled(now: Progress) -> bool:
+def _unsettled(now: SweepProgress) -> bool:
     return bool(now.by_status.get("pending") or now.by_status.get("running"))
 
 
-def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | None:
+def _standing(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str | None:
     if state.paused:
         return f"paused; go on with: ultrabench sweep resume {folder.word}"
     if state.cancelled:
@@ -82,12 +82,12 @@ def _standing(folder: SweepFolder, now: Progress, state: SweepState) -> str | No
     return f"{told}: ultrabench sweep resume {folder.word}"
 
 
-def _page(now: Progress, standing: str | None, bar: bool = False) -> Group:
+def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
     told = [Text(standing, style="yellow")] if standing else []
     return Group(*told, panel(now, busy=standing is None, bar=bar), *map(Text, _by_nodes(now)))
 
 
-def _by_nodes(now: Progress) -> Iterator[str]:
+def _by_nodes(now: SweepProgress) -> Iterator[str]:
     """A line for each number of nodes; a column for each status would not fit a narrow terminal."""
     for nodes, counts in now.by_nodes.items():
         yield f"{counted(nodes, 'node')}: {', '.join(f'{n} {name}' for name, n in counts.items())}"

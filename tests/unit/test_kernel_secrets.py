@@ -3,8 +3,8 @@ import json
 import pytest
 
 from ultrabench.errors import ConfigError
-from ultrabench.kernel_env import REDACTED, hide, keep, redacted, revealed
 from ultrabench.launchers.open_sweep import require_same, sweep_json_of
+from ultrabench.store.kernel_secrets import REDACTED, hide, keep, redacted, revealed
 from ultrabench.sweep.config.load import config_from_tree, load_config
 
 

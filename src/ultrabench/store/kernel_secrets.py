@@ -11,7 +11,7 @@ from ultrabench.store.folder import write_whole
 
 REDACTED = "<redacted>"
 """Stands for the value of a secret in everything that is written or shown, and in what is hashed."""
-SHORT = 3
+TOO_SHORT_TO_SEARCH = 3
 """Characters of a value that may well stand in a word by chance."""
 _SECRET = re.compile("(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?![A-Z])", re.IGNORECASE)
 """What the name of a variable with a secret has in it, as a whole word: TOKENIZERS_PARALLELISM is none."""
@@ -36,7 +36,7 @@ def _hidden(word: str, given: Mapping[str, str]) -> str:
         word = re.sub(
             rf"(\b{re.escape(name)}['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,}}]*)", rf"\1'{REDACTED}'", word
         )
-        if len(value) > SHORT and value in word:
+        if len(value) > TOO_SHORT_TO_SEARCH and value in word:
             word = f"{word.partition('=')[0]}='{REDACTED}'"
     return word
 
