@@ -13,14 +13,20 @@ from tests.chaos.fault import FAILURES, INTERFERENCE
 
 HEAD = """# Chaos
 
-A seeded campaign on a real Slurm of simulated nodes: sweeps run while faults are injected at random moments, and
-a witness file in which every execution notes its start, its steps and its end judges them from outside. After each
-campaign every planned run has ended exactly once in `ok` or in a status that a fault explains which was injected into
-it or its allocation; no repeat is ok twice and no attempt ran twice; nothing that shares a run, an allocation or a
-node ran at the same time; every execution is recorded and every ok run came to its end; the number of jobs has a
-bound that follows from the plan and the faults; no process is left, and the nodes are idle.
+A campaign runs sweeps on a real Slurm with simulated nodes, and injects faults at random moments that a seed
+decides. Every execution of the program writes its start, its steps and its end into a witness file, by which
+the campaign is judged from outside. After each campaign all of this must hold:
 
-`make chaos FAULTS={faults} SEED={seed}` ({number} campaigns of up to 25 faults; the same seed draws the same faults).
+- Every planned run has ended exactly once, in `ok` or in a status that is explained by a fault injected into
+  the run or its allocation.
+- No repeat is ok twice, and no attempt ran twice.
+- No two executions of one run, of one allocation or on one node ran at the same time.
+- Every execution is recorded, and every ok run came to its end.
+- The number of jobs is within a bound that follows from the plan and the faults.
+- No process is left, and the nodes are idle.
+
+`make chaos FAULTS={faults} SEED={seed}` runs {number} campaigns of up to 25 faults; the same seed draws the same faults.
+`make chaos FAULTS=20 KINDS=port_scan,other_user` injects only some kinds.
 
 | | |
 |---|---|
@@ -31,8 +37,8 @@ bound that follows from the plan and the faults; no process is left, and the nod
 | duration | {minutes:.0f} minutes |
 | problems | {problems} |
 
-`injected` counts the faults that hit something, `missed` those that found nothing to hit. `ends` are the ends of
-attempts that the faults explain; all other attempts ended ok.
+In the tables `injected` counts the faults that hit something, and `missed` those that found nothing to hit.
+`ends` are the ends of attempts that the faults explain; all other attempts ended ok.
 """
 TABLE = """
 ## {title}
@@ -43,21 +49,25 @@ TABLE = """
 |---|---|---|---|
 """
 SECTIONS = {
-    "Failures": (FAILURES, "Something dies, stands still or is full. These kinds are in all reports so far."),
+    "Failures": (
+        FAILURES,
+        "Something dies, stands still or is full. All reports so far contain these kinds.",
+    ),
     "Interference": (
         INTERFERENCE,
-        "Somebody else looks on or launches, Slurm or a clock or a file lies, a program does what none should. "
-        "These kinds are newer.",
+        "Somebody else looks on or launches; Slurm, a clock or a file is wrong; or a program does what no program\n"
+        "should. These kinds are newer.",
     ),
 }
 NOT_TRIED = """
 ## Not tried
 
-- **Real NFS.** The results lie on a tmpfs of one host: no attribute cache, no stale handle, no second server.
-- **Quotas.** A full file system stands for them; one that refuses a user or a number of files was not made.
-- **GPUs.** The nodes have none: no Xid, no device memory that stays held, no NCCL.
-- **Several hosts.** All nodes share one kernel, one clock and one loopback interface; the wrong clock is that of a
-  launcher only.
+- **Real NFS.** The results are on a tmpfs of one host, so there is no attribute cache, no stale handle and no
+  second server.
+- **Quotas.** A full file system stands for them; no quota on a user or on the number of files was tried.
+- **GPUs.** The nodes have none, so there is no Xid, no device memory that stays held, and no NCCL.
+- **Several hosts.** All nodes share one Linux kernel, one clock and one loopback interface; only the clock of
+  a launcher was set wrong.
 """
 
 
