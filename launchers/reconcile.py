@@ -205,7 +205,7 @@ class Reconciler:
             self.say(note)
 
     def _wait_for_disk(self, error: OSError | SweepFolderError) -> None:
-        """Pauses while the results folder is unusable; raises after DISK_PATIENCE_S or if a pause is no use."""
+        """Pauses while the results folder is unusable; raises if that cannot pass or lasts too long."""
         self.sweep.folder.require_present()
         cause = error.__cause__ if isinstance(error, SweepFolderError) else error
         if not may_pass(error) and not (cause and may_pass(cause)):

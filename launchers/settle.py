@@ -42,7 +42,7 @@ class AgentWatchdog:
         """Reads the time stamps of the allocations' journals or, before they have any, of their claims.
 
         Args:
-            running: allocations whose processes run; others may be suspended, so their silence proves nothing.
+            running: allocations whose processes run; others may be suspended, so silence proves nothing.
         """
         now = time.monotonic()
         paths = {held.name: self._paths(held) for held in unended}
