@@ -97,7 +97,7 @@ class Pipeline:
         )
 
     def run(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-        """Runs forward and backward of all micro-batches; returns their losses on ranks with the last stage."""
+        """Runs forward and backward of all micro-batches; returns their losses if it has the last stage."""
         losses = list[Tensor]()
         first, last = (any(getattr(s, f"is_{end}") for s in self._stages) for end in ("first", "last"))
         for stage in self._stages:

@@ -73,7 +73,7 @@ def _gradients_and_peak(trainer: TrainStep, step: int) -> tuple[int, int | None]
 
 
 def _by_kind(trainer: TrainStep, gradient: int, peak: int | None, trace: dict[str, Any]) -> dict[str, int]:
-    """The bytes of each kind at the peak: parameters, gradients, optimizer states, and the rest as activation.
+    """The bytes of each kind at the peak: parameters, gradients, optimizer states; the rest is activation.
 
     On a CPU only the bytes that the traced steps allocated are known, which include the gradients.
     """
