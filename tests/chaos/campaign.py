@@ -27,7 +27,7 @@ SIZE = "64m"
 LIFE_S = 15.0
 """Longest time, in seconds, that the next fault waits for the sweep to make progress after a fault."""
 AGAIN_S = 20.0
-"""Seconds after which a fault that hit nothing is repeated, or sooner if the sweep moves or a new one runs."""
+"""Seconds after which a fault that hit nothing is repeated; sooner if the sweep moves or a new one runs."""
 END_S = 300.0
 """Seconds within which a sweep has to end after the last fault."""
 ANSWER_S = 60.0
@@ -248,7 +248,7 @@ class Campaign:
             self.complain(problem)
 
     def _jobs(self) -> int:
-        """The number of jobs that were submitted for the sweep: the larger one of its journal and of Slurm."""
+        """The number of jobs submitted for the sweep: the larger of the numbers in its journal and in Slurm."""
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self._opened))
         told = slurm_says("sacct", "-a", "-X", "-n", "-P", "-S", since, "-o", "JobName")
         known = [name for name in told.splitlines() if name.startswith(f"ub-{self.sweep}-")]

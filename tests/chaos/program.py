@@ -3,8 +3,8 @@
 python program.py FOLDER SWEEP RUN_ID REPEAT ATTEMPT
 
 FOLDER/witness.txt gets a line for the start, every step and the end of every execution (see witness.py).
-FOLDER/orders may hold a file KIND.NUMBER.SHARE: the first rank at SHARE of its world that sees the file takes it
-and does what KIND says.
+FOLDER/orders may hold a file KIND.NUMBER.SHARE: the first rank at SHARE of its world that sees the file takes
+it and does what KIND says.
 """
 
 import json

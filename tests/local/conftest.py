@@ -27,7 +27,7 @@ class Bench:
 
     folder: Path
     slowness: float = field(default_factory=patience.slowness)
-    """How many times slower than an idle one this machine is; it is constant, so that sweeps stay the same."""
+    """How many times slower than an idle one this machine is; it is fixed, so that sweeps stay the same."""
     started: list[patience.Process] = field(default_factory=list)
 
     @property

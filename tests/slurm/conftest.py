@@ -24,7 +24,7 @@ class Cluster:
     folder: Path
 
     def tool(self, verb: str, *words: str, code: int = 0) -> str:
-        """The output of slurm_cluster.py for this cluster; skips the test if it cannot work on this machine."""
+        """The output of slurm_cluster.py for this cluster; skips the test if that cannot work here."""
         command = [sys.executable, str(TOOL), verb, f"--dir={self.folder}", *words]
         done = patience.run(command)
         if verb == "up" and done.returncode == 2 != code:
@@ -73,7 +73,7 @@ def slurm() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def cleanliness(slurm: Cluster) -> Iterator[None]:
-    """Fails a test after which nodes are not idle or jobs are left; the next test gets a clean cluster anyway."""
+    """Fails a test after which nodes are not idle or jobs are left; the next test gets a clean cluster."""
     yield
     try:
         slurm.wait_for(slurm.clean)
