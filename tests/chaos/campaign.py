@@ -248,7 +248,7 @@ class Campaign:
             self.complain(problem)
 
     def _jobs(self) -> int:
-        """The number of jobs submitted for the sweep: the larger of the numbers in its journal and in Slurm."""
+        """The number of jobs submitted for the sweep: the larger of the counts of its journal and Slurm."""
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self._opened))
         told = slurm_says("sacct", "-a", "-X", "-n", "-P", "-S", since, "-o", "JobName")
         known = [name for name in told.splitlines() if name.startswith(f"ub-{self.sweep}-")]
