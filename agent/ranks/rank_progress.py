@@ -35,7 +35,7 @@ class RankProgress:
     moved: float | None = None
     """When the rank last made progress, by the leader's monotonic clock."""
     gaps_s: dict[str, float] = field(default_factory=dict)
-    """Longest time without progress after the first step, in seconds: `optimizer`, and `steady` for the rest."""
+    """Longest time without progress after the first step, in seconds: `optimizer`, `steady` for the rest."""
     first_gaps_s: dict[str, float] = field(default_factory=dict)
     """The same for the first step, which also compiles, allocates and connects."""
     steps: list[dict[str, Any]] = field(default_factory=list)
