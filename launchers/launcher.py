@@ -11,7 +11,7 @@ from ultrabench.store.state import AllocationState
 
 
 def origin(cluster: str = "") -> Origin:
-    """This user, cluster and host; inside a container, the PID namespace is part of the name of the host."""
+    """This user, cluster and host; without a cluster, the host of a container includes its PID namespace."""
     host = socket.gethostname().split(".")[0]
     if not cluster and (namespace := pid_namespace()) != _FIRST_NAMESPACE:
         host += f":{namespace}"

@@ -5,7 +5,7 @@ Each node has its own slurmd on this host, with its own loopback port. There are
 for accounting, mariadbd and slurmdbd. Only the hardware of the nodes is simulated. The system's own Slurm,
 munge and MariaDB are not used: configuration, key, sockets, data and logs of every daemon are in one folder,
 so that clusters run side by side, and `down` only kills their processes and removes the folder. It needs
-root, since several slurmd on one host must be allowed to start jobs of any user.
+root, since all slurmd of one host must agree on which user may start jobs as which other user.
 """
 
 import argparse
