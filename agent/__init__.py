@@ -1,1 +1,1 @@
-"""The agent: it runs inside an allocation, where it starts, watches, kills and cleans up ranks and names failures."""
+"""The agent runs inside an allocation; it starts, watches, kills and cleans up ranks, and names failures."""

@@ -1,4 +1,4 @@
-"""One agent: `python -P -m ultrabench.agent ALLOCATION_FOLDER`, once on every node; one leads, the others follow."""
+"""One agent: `python -P -m ultrabench.agent ALLOCATION_FOLDER`, on every node; one leads, others follow."""
 
 import os
 import sys
@@ -81,7 +81,7 @@ LAST_RETRY_S = 10.0
 
 
 def main() -> int:
-    """Runs the agent of this node; returns the exit code. An error of the agent is one line in the job's log."""
+    """Runs the agent of this node; returns the exit code. An error is printed as a line in the job's log."""
     try:
         return take_part()
     except UltrabenchError as error:

@@ -110,7 +110,7 @@ class AgentGroup:
                 peer.receive()
 
     def examine(self, progress: AttemptProgress) -> None:
-        """Orders all nodes to examine the ranks that still run, and waits for the evidence at most EVIDENCE_S."""
+        """Orders all nodes to examine the ranks that still run; waits at most EVIDENCE_S for the evidence."""
         self.order("examine")
         end = time.monotonic() + EVIDENCE_S
         while any(progress.ranks[rank].found is NOTHING_FOUND for rank in progress.running):

@@ -26,7 +26,7 @@ from ultrabench.store.claim import claim
 from ultrabench.store.folder import write_whole
 
 CANNOT_WRITE = 73
-"""Exit code of sysexits.h for a file that cannot be created; it tells what the job's log may be unable to tell."""
+"""Exit code of sysexits.h for a file that cannot be created; it is useful when no job log can be written."""
 PROBE_TIMEOUT_S = 180.0
 """Seconds to wait for torch, whose first import from a shared file system may take minutes."""
 

@@ -63,7 +63,7 @@ class Connection:
             self.closed = True
 
     def receive(self) -> list[Message]:
-        """The complete messages that have arrived; it does not wait. An unreadable message is returned as {}."""
+        """The complete messages that have arrived, without waiting; an unreadable message becomes {}."""
         try:
             data = self._socket.recv(1 << 20)
         except BlockingIOError:
@@ -127,7 +127,7 @@ class Listener:
 
 
 class Rendezvous:
-    """The TCP server of the leader, to which the other agents connect; a file of the allocation has its address."""
+    """The TCP server of the leader, to which other agents connect; its address is in a file."""
 
     def __init__(self, file: Path, host: str, secret: str) -> None:
         self._secret = secret.encode()

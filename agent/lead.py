@@ -81,7 +81,7 @@ class Leader:
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
     def _unfit(self) -> str | None:
-        """Why nothing may run on these nodes: foreign processes on their GPUs, or other sources of the program."""
+        """Why nothing may run on these nodes: foreign processes on GPUs, or other sources of the program."""
         foreign = {str(f["host"]): f["foreign"] for f in self._group.facts if f["foreign"]}
         if foreign:
             suspects = tuple(sorted(foreign))

@@ -40,7 +40,7 @@ class NodeIdentity:
         return f"leader-{self.job_id}.{self.restart}.json" if self.job_id else "leader.json"
 
     def folder(self, argument: str) -> Path:
-        """The folder of the allocation; `argument` is its path, in a job array without the index of the element."""
+        """The folder of the allocation; `argument` is its path, without the index in a job array."""
         return Path(argument if self.array_task is None else f"{argument}.{self.array_task}")
 
     def address(self, one_host: bool) -> str:
@@ -59,7 +59,7 @@ class NodeIdentity:
 
 
 def identify_node(environ: Mapping[str, str], simulated: bool = False) -> NodeIdentity:
-    """The node that environment variables describe: of a Slurm job, of a local process of submitit, or of neither."""
+    """The node that environment variables describe: of a Slurm job, a process of submitit, or neither."""
     hostname = socket.gethostname().split(".")[0]
     # submitit sets this for its local processes, which may have been started inside a Slurm job.
     local = environ.get("SUBMITIT_LOCAL_GLOBALID")

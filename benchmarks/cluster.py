@@ -1,4 +1,4 @@
-"""A Slurm of simulated nodes for the time of a benchmark, and what it was asked meanwhile."""
+"""Provides a Slurm of simulated nodes during a benchmark, and counts the RPCs it gets."""
 
 import os
 import re
@@ -12,14 +12,14 @@ from pathlib import Path
 
 TOOL = Path(__file__).parents[1] / "tools/slurm_cluster.py"
 OURS = {"REQUEST_STATS_INFO"}
-"""RPCs of sdiag itself."""
+"""RPCs that sdiag itself sends."""
 DAEMONS = re.compile(r"MESSAGE_|REQUEST_(PING|COMPLETE_|STEP_COMPLETE|UPDATE_NODE)|ACCOUNTING_")
-"""RPCs that slurmd and slurmdbd send: they come with every job and step, whoever submitted it."""
+"""RPCs that slurmd and slurmdbd send; every job and step causes them, whoever submitted it."""
 
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """Slurm's commands find a cluster: that of SLURM_CONF, else one that is gone afterwards."""
+    """Makes Slurm's commands find a cluster: that of SLURM_CONF, or a new one that is removed afterwards."""
     if "SLURM_CONF" in os.environ:
         yield
         return
@@ -34,17 +34,17 @@ def cluster() -> Iterator[None]:
 
 
 def output(*words: str, env: dict[str, str] | None = None) -> str:
-    """What a program prints."""
+    """The output of a program."""
     return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
 
 
 def rpcs() -> Counter[str]:
-    """Messages that slurmctld has taken since it started, by type; those of sdiag are left out."""
+    """The number of RPCs that slurmctld has received since it started, by type, without those of sdiag."""
     _, _, tables = output("sdiag").partition("by message type")
     found = re.findall(r"^\s*(\w+)\s*\( *\d+\) *count:(\d+)", tables.partition("by user")[0], re.MULTILINE)
     return Counter({name: int(count) for name, count in found if name not in OURS})
 
 
 def asked(counts: Counter[str]) -> int:
-    """RPCs that somebody's commands sent, not the daemons."""
+    """The number of RPCs that commands sent, without those of daemons."""
     return sum(count for name, count in counts.items() if not DAEMONS.match(name))

@@ -1,8 +1,8 @@
-"""The share of allocated node time that lies inside measured steps: packed, a job a run, and cold.
+"""Measures the share of allocated node time that is inside measured steps: packed, a job per run, and cold.
 
-A real sweep of the embedded kernel on the two ranks of one node, three times: as `sweep launch` packs it,
-with `launcher.pack=1`, and as a job for each run that starts a cold `torchrun`. One job runs at a time,
-so that all three have the same cores.
+A real sweep of the embedded kernel runs three times on the two ranks of one node: as `sweep launch` packs it,
+with `launcher.pack=1`, and with a job for each run that starts a cold `torchrun`. One job runs at a time, so
+that all three have the same cores.
 """
 
 import json
@@ -32,7 +32,7 @@ OVERRIDES = [
     "model=minute", "sweep.nodes=[1]", "sweep.tp=[1]", "sweep.pp=[1,2]", "sweep.zero_stage=[0,1,2,3]",
     "sweep.mbs=[1,2,3,4,6,8,12,24]", "sweep.gas=[1,2,3,4,6]", "sweep.gbs=24", "sweep.seq_len=16", "measure=quick",
 ]  # fmt: skip
-"""25 layouts of some 40 ms a step, 6 to 10 of them measured; preflight and control as in any launch."""
+"""25 layouts with steps of about 40 ms, of which 6 to 10 are measured; preflight and control are as usual."""
 MODEL = """
 hidden_size: 64
 num_hidden_layers: 2
@@ -54,29 +54,29 @@ class Way:
     runs: int
     jobs: int
     node_s: float
-    """Held by its jobs, by Slurm's word."""
+    """Node seconds that its jobs held, as Slurm reports them."""
     steps_s: float
-    """In measured steps."""
+    """Seconds inside measured steps."""
 
     @property
     def goodput(self) -> float:
-        """The share."""
+        """The share of node time that is inside measured steps."""
         return self.steps_s / self.node_s
 
     @property
     def overhead_s(self) -> float:
-        """Node seconds of a run that are not measured steps."""
+        """Node seconds per run outside of measured steps."""
         return (self.node_s - self.steps_s) / self.runs
 
 
 def held(job_names: Sequence[str]) -> list[float]:
-    """Node seconds of each of the jobs of these names, when all of them are over."""
+    """Waits until all jobs with these names are over; returns the node seconds of each."""
     names = f"--name={','.join(job_names)}"
     while any(
         state in ACTIVE for state in output("squeue", "-h", "-r", "-t", "all", names, "-o", "%T").split()
     ):
         time.sleep(0.5)
-    time.sleep(3)  # the accounting learns of it a little later
+    time.sleep(3)  # the accounting gets the end a little later
     try:
         said = output("sacct", "-X", "-n", "-P", names, "--format=State,ElapsedRaw,NNodes")
         rows = [line.split("|") for line in said.splitlines()]
@@ -89,13 +89,13 @@ def held(job_names: Sequence[str]) -> list[float]:
 
 
 def seconds(clock: str) -> int:
-    """Of squeue's [[days-]hours:]minutes:seconds."""
+    """The seconds of a time that squeue prints as [[days-]hours:]minutes:seconds."""
     parts = [int(part) for part in re.split("[-:]", clock)]
     return sum(part * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False))
 
 
 def launch(folder: Path, name: str, *more: str) -> tuple[Way, list[dict[str, Any]]]:
-    """A sweep, and the events of its journal."""
+    """Runs a sweep; returns its times and the events of its journal."""
     command = [sys.executable, "-m", "ultrabench.cli.main", "sweep", "launch", *OVERRIDES, *more]
     subprocess.run(
         [*command, f"name={name}", "--max-gpu-hours", "1000"],
@@ -114,13 +114,13 @@ def launch(folder: Path, name: str, *more: str) -> tuple[Way, list[dict[str, Any
 
 
 def tasks(folder: Path, name: str) -> list[dict[str, Any]]:
-    """What the ranks of a sweep were given."""
+    """The tasks that the ranks of a sweep were given."""
     found = folder.glob(f"results/{name}/allocations/*/allocation.json")
     return [task for path in found for task in json.loads(path.read_text())["tasks"]]
 
 
 def cold(folder: Path, specs: Sequence[dict[str, Any]]) -> Way:
-    """A job for each run, one after another."""
+    """Runs one job for each run, one after another; returns the times."""
     wrapper = folder / "wrapper.py"
     wrapper.write_text(WRAPPER)
     job = f"cold-{os.getpid()}"
@@ -144,7 +144,7 @@ def cold(folder: Path, specs: Sequence[dict[str, Any]]) -> Way:
 
 
 def account(events: list[dict[str, Any]], node_s: float) -> str:
-    """Where the time of the one packed job goes, by the journal."""
+    """A text that says how the packed job spent its time, by the journal."""
     at = {e["event"]: e["time"] for e in events if e["event"].startswith(("allocation_", "preflight"))}
     ends = {e["run_id"]: e["time"] for e in events if e["event"] == "result"}
     claims = {e["run_id"]: e["time"] for e in events if e["event"] == "claimed" and e["run_id"] in ends}

@@ -1,4 +1,4 @@
-"""From the moment a rank is frozen to the first measured step of the next run.
+"""Measures the time from the moment a rank is frozen to the first measured step of the next run.
 
 A sweep of two layouts runs on this machine; a rank of the first is stopped with SIGSTOP while it
 measures. The ratio is to the deadline of a steady step, here its floor (argument: seconds).
@@ -25,19 +25,19 @@ OVERRIDES = [
 
 
 def events(folder: Path) -> Iterator[dict[str, Any]]:
-    """What the agents have written so far, whole lines only."""
+    """The events that the agents have written so far, from complete lines only."""
     for journal in sorted(folder.glob("results/hang/journal/agent-*.jsonl")):
         lines = journal.read_text().rpartition("\n")[0].splitlines()
         yield from (json.loads(line) for line in lines)
 
 
 def measured(folder: Path) -> list[dict[str, Any]]:
-    """When runs began to measure, by their ranks' clock."""
+    """The events by which runs began to measure, with the time by the clock of their ranks."""
     return [e for e in events(folder) if e["event"] == "phase" and e["name"] == "measure"]
 
 
 def freeze(folder: Path) -> float:
-    """Stops one forked rank of the sweep, and of no other one on this machine; when."""
+    """Stops one forked rank of this sweep and of no other sweep; returns the time."""
     ours = {path.name for path in folder.glob("results/hang/allocations/*")}
     servers = [
         pid

@@ -1,7 +1,7 @@
-"""A thousand healthy runs of the embedded kernel: how many are called a hang or a time-out (none should be).
+"""Counts how many of 1,000 healthy runs of the embedded kernel end as a hang or a time-out (none should).
 
-25 tiny layouts on two ranks, measured again and again; deadlines as in `measure=quick`. The same folder
-goes on where it was.
+It measures 25 tiny layouts on two ranks again and again, with the deadlines of `measure=quick`. A second call
+with the same folder continues the first one.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""Step time of the embedded kernel as a ratio to plain torch doing the same, and forked to exec'd ranks.
+"""Compares step times: the embedded kernel with the same in plain torch, and forked with exec'd ranks.
 
-The forms are one process; DDP, held against ZeRO-0; FSDP2, held against ZeRO-3. On CPUs, the default, steps of both
-are taken in turn in the same processes. On GPUs each runs by itself, ours, plain, plain, ours:
+The forms are one process, DDP (compared with ZeRO-0) and FSDP2 (compared with ZeRO-3). On CPUs, the default,
+both take steps in turn in the same processes. On GPUs each runs by itself, in the order ours, plain, plain,
+ours:
 
     python benchmarks/kernel.py --device cuda --models 1B,3B --mbs 1,2,4,8 --compile both
 """
@@ -22,13 +23,13 @@ from typing import Any
 from ultrabench.agent.agent_group import free_port
 
 FORMS = {"single": 0, "ddp": 0, "fsdp2": 3}
-"""Form of plain torch -> our ZeRO stage."""
+"""Form of plain torch -> the ZeRO stage it is compared with."""
 PEAK_FLOPS_PER_S = 989e12
-"""Dense bf16 of H100 and H200 SXM, from their data sheets."""
+"""Peak rate of H100 and H200 SXM in dense bf16, from their data sheets."""
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs in a rank: by name of `job["who"]` the seconds of its steps, taken in turn; peak bytes on GPUs."""
+    """Runs in a rank; returns the step times of each program in `job["who"]`, and peak bytes on GPUs."""
     import torch
     import torch.distributed as dist
 
@@ -55,7 +56,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def ours(job: dict[str, Any], device: Any) -> Callable[[], float]:
-    """A step of the embedded kernel."""
+    """A function that runs a step of the embedded kernel."""
     from ultrabench.kernel.mesh import build_mesh
     from ultrabench.kernel.step import TrainStep
     from ultrabench.kernel_config import KernelConfig
@@ -76,7 +77,7 @@ def ours(job: dict[str, Any], device: Any) -> Callable[[], float]:
 
 
 def plain(job: dict[str, Any], device: Any) -> Callable[[], float]:
-    """A step of plain torch."""
+    """A function that runs a step of plain torch."""
     import torch
     from plain_model import PlainStep
 
@@ -90,7 +91,7 @@ def plain(job: dict[str, Any], device: Any) -> Callable[[], float]:
 
 
 def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """What rank 0 measured."""
+    """Runs the ranks of a job; returns what rank 0 measured."""
     shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
               "OMP_NUM_THREADS": "1"}  # fmt: skip
     started = [
@@ -109,11 +110,11 @@ def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """A row: both times, their ratio, and on GPUs mfu and peak memory of both."""
+    """A row of the result: both times, their ratio, and on GPUs the mfu and peak memory of both."""
     from ultrabench.sweep.config.load import load_model
 
     found: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
-    # On CPUs both live in the same processes; on GPUs each has the memory for itself.
+    # On CPUs both run in the same processes; on GPUs each has the memory for itself.
     for turn in (
         [["ours"], ["plain"], ["plain"], ["ours"]] if job["device"] == "cuda" else [["ours", "plain"]]
     ):
@@ -123,7 +124,7 @@ def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
     row = {k: job[k] for k in ("model", "form", "mbs", "seq_len", "precision", "compile")} | {"ranks": ranks}
     for who, runs in found.items():
         if not all(runs):
-            row[f"{who}_s"] = None  # out of memory, most likely; its log is on stderr
+            row[f"{who}_s"] = None  # it most likely ran out of memory; its log is on stderr
             continue
         row[f"{who}_s"] = min(run[who] for run in runs)
         if job["device"] == "cuda":
@@ -136,7 +137,7 @@ def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
-    """Median step seconds of the same run of 2 CPU ranks, forked from a warm process and exec'd."""
+    """Median step seconds of the same run on 2 CPU ranks, forked from a warm process and exec'd."""
     from ultrabench.kernel_config import KernelConfig
     from ultrabench.layout import Layout
     from ultrabench.record import to_dict

@@ -1,4 +1,4 @@
-"""The same decoder as anybody would write it with torch alone: what the kernel's speed is held against."""
+"""The same decoder written with torch alone in the usual way, with whose speed the kernel is compared."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from ultrabench.model_shape import ModelShape
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU with torch's own norms."""
+    """One layer: attention and SwiGLU, with the norms of torch."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """Tokens and targets in, mean loss out."""
+    """The whole model, which computes the mean loss from tokens and targets."""
 
     def __init__(self, shape: ModelShape, seq_len: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Plain(nn.Module):
 
 
 class PlainStep:
-    """One optimizer step in torch's usual way: `form` is single, ddp or fsdp2."""
+    """Runs optimizer steps in the usual way of torch; `form` is single, ddp or fsdp2."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class PlainStep:
         )
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """The loss of the step."""
+        """Runs one step; returns its loss."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             loss = self.model(tokens, targets)
         loss.backward()

@@ -1,4 +1,4 @@
-"""How long the whole process `ultrabench sweep plan sweep=playbook --json` takes."""
+"""Measures how long the whole process `ultrabench sweep plan sweep=playbook --json` takes."""
 
 from timing import medians, ultrabench
 

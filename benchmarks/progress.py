@@ -1,7 +1,7 @@
-"""What it costs a rank to keep its progress in shared memory, and its agent to read it.
+"""Measures what it costs a rank to keep its progress in shared memory, and its agent to read it.
 
-The cost of a step is that of its three parts and of its micro-batches; the share is of a step of
-10 ms with 8 micro-batches. On a GPU, when there is one, the event of a micro-batch is counted too.
+The cost of a step is that of its three parts and of its micro-batches; the share is that of a step of 10 ms
+with 8 micro-batches. If there is a GPU, the event of a micro-batch is counted too.
 """
 
 import tempfile
@@ -18,11 +18,11 @@ from ultrabench.rank_report import PARTS, Report, read_progress
 STEP_S = 0.010
 MICROBATCHES = 8
 POLLS_PER_S = 20
-"""How often an agent looks at each of its ranks."""
+"""Number of times per second that an agent looks at each of its ranks."""
 
 
 def seconds(call: Callable[[], object], times: int) -> float:
-    """Median of five rounds of `times` calls, per call."""
+    """Median seconds per call, over five rounds of `times` calls."""
     rounds = []
     for _ in range(5):
         begin = time.perf_counter()

@@ -1,7 +1,7 @@
-"""From the end of the last step of a run to the end of the first step of the next, on 4 ranks.
+"""Measures the time from the last step of a run to the end of the first step of the next, on 4 ranks.
 
-The same layouts (dp2 tp2 of a tiny model) are run by a sweep, whose fork server is warm, and by a
-cold `torchrun` each, one after another; both times come from the ranks' own reports.
+The same layouts (dp2 tp2 of a tiny model) are run by a sweep, whose fork server is warm, and each by a cold
+`torchrun`, one after another. Both times come from the reports of the ranks.
 """
 
 import json
@@ -31,7 +31,7 @@ def gaps(ends: list[float], firsts: list[float]) -> list[float]:
 
 
 def forked(folder: Path) -> tuple[list[float], list[Path]]:
-    """Gaps of a sweep, and the specs of its runs."""
+    """Runs a sweep; returns its gaps and the specs of its runs."""
     command = [sys.executable, "-m", "ultrabench.cli.main", "sweep", "launch", *OVERRIDES]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     sweep = folder / "results/restart"
@@ -49,7 +49,7 @@ def forked(folder: Path) -> tuple[list[float], list[Path]]:
 
 
 def cold(folder: Path, specs: list[Path]) -> list[float]:
-    """Gaps of one torchrun after another."""
+    """Runs one torchrun after another; returns the gaps."""
     wrapper = folder / "wrapper.py"
     wrapper.write_text(WRAPPER)
     ends, firsts = [], []

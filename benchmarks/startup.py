@@ -1,4 +1,4 @@
-"""How long `ultrabench --help` takes, beside what no command line of its kind can avoid."""
+"""Measures how long `ultrabench --help` takes, and the part of it that any such command line needs."""
 
 from timing import medians, python, ultrabench
 

@@ -1,6 +1,6 @@
-"""What a sweep of tiny runs costs a Slurm cluster, its file system and the launcher's host.
+"""Measures what a sweep of tiny runs costs a Slurm cluster, its file system and the launcher's host.
 
-The same program is then submitted one by one with `sbatch --wrap`, for a sample of runs.
+For comparison a sample of the runs is then submitted one by one with `sbatch --wrap`.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from cluster import asked, cluster, output, rpcs
 
 PROGRAM = Path(__file__).parent / "tiny_run.sh"
 A_JOB = 80
-"""Runs of one model, and so of one job: predicted at 1 to 11 s each they fit into the default 20 minutes."""
+"""Runs of one model, and so of one job; each is predicted to take 1 to 11 s, so they fit into 20 minutes."""
 GBS = 720720
-"""A number with many divisors, each a value of gas: one rank has no other axes."""
+"""A number with many divisors; each is a value of gas, since one rank has no other axes."""
 SETTLE_S = 5.0
-"""After the last run, for the messages of daemons that end jobs."""
+"""Seconds to wait after the last run for the RPCs of daemons that end jobs."""
 CLIENTS = ("sbatch", "squeue", "sacct", "scontrol", "sacctmgr", "sinfo", "scancel")
 MODEL = """\
 hidden_size: 8
@@ -39,21 +39,21 @@ tie_word_embeddings: false
 
 @dataclass
 class Cost:
-    """What a number of runs took."""
+    """The cost of a number of runs."""
 
     runs: int
     wall_s: float
     submit_s: float
-    """In calls of sbatch, from the submitter's side."""
+    """Seconds spent in calls of sbatch, as the submitter sees them."""
     calls: Counter[str]
-    """Slurm's commands that were run, by name."""
+    """Name of a Slurm command -> how often it was run."""
     rpcs: Counter[str]
     files: int
-    """That they left on the shared file system."""
+    """Number of files that the runs left on the shared file system."""
 
 
 def overrides(folder: Path, runs: int) -> list[str]:
-    """A sweep of about `runs` runs on one rank each: models, which are written here, of 80 layouts each."""
+    """Options of a sweep of about `runs` runs on one rank: it writes the models, each of A_JOB layouts."""
     models = [f"m{number}" for number in range(max(1, round(runs / A_JOB)))]
     (folder / "ultrabench/model").mkdir(parents=True)
     for number, name in enumerate(models):
@@ -69,7 +69,7 @@ def overrides(folder: Path, runs: int) -> list[str]:
 
 
 def counting(folder: Path) -> Path:
-    """A folder of programs named like Slurm's, which note that they were called."""
+    """A folder of programs with the names of Slurm's, which record that they were called."""
     shims = folder / "bin"
     shims.mkdir()
     for name in CLIENTS:
@@ -80,7 +80,7 @@ def counting(folder: Path) -> Path:
 
 
 def cpu_s(pid: int) -> tuple[float, float]:
-    """CPU seconds of an ended child, and of the children it has waited for."""
+    """The CPU seconds of an ended child, and of the children it has waited for."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     ticks = [int(t) for t in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]]
     a_second = os.sysconf("SC_CLK_TCK")
@@ -88,7 +88,7 @@ def cpu_s(pid: int) -> tuple[float, float]:
 
 
 def sweep(folder: Path, runs: int) -> tuple[Cost, dict[str, float]]:
-    """The cost of a sweep, and what is known of a launcher only."""
+    """Runs a sweep; returns its cost and further numbers that only a launcher has."""
     command = [sys.executable, "-m", "ultrabench.cli.main", "sweep", "launch", *overrides(folder, runs)]
     environ = os.environ | {"PATH": f"{counting(folder)}:{os.environ['PATH']}"}
     before, began = rpcs(), time.monotonic()
@@ -124,7 +124,7 @@ def sweep(folder: Path, runs: int) -> tuple[Cost, dict[str, float]]:
 
 
 def submitting_s(events: list[dict[str, Any]]) -> float:
-    """Seconds from `submitting` to `submitted`, each array once."""
+    """Seconds from `submitting` to `submitted`, counted once for each array."""
     spans: dict[str, list[float]] = {}
     token = {e["allocation"]: e["token"] for e in events if e["event"] == "submitting"}
     for event in events:
@@ -134,7 +134,7 @@ def submitting_s(events: list[dict[str, Any]]) -> float:
 
 
 def one_by_one(folder: Path, runs: int) -> Cost:
-    """The cost of a job for each run, of which nobody asks how it is: its output is its result."""
+    """The cost of one job for each run; no job is watched, since its output is its result."""
     wrapped = f"ULTRABENCH_REPORT=/dev/stdout /bin/sh {PROGRAM}"
     options = ["--exclusive", "--nodes=1", "--time=5", f"--output={folder}/%j.out", "--job-name=one"]
     before, began, submit_s = rpcs(), time.monotonic(), 0.0
@@ -151,7 +151,7 @@ def one_by_one(folder: Path, runs: int) -> Cost:
 
 
 def table(swept: Cost, single: Cost) -> None:
-    """Prints what a run cost both ways, and the ratio."""
+    """Prints the cost per run of both ways, and the ratio."""
     print(f"\n{'per run':34}{'sweep':>10}{'one by one':>12}{'ratio':>9}")
     rows = {
         "calls of sbatch": lambda c: c.calls["sbatch"],

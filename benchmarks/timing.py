@@ -1,4 +1,4 @@
-"""Wall-clock time of whole processes, taken in turns so that disturbances hit all alike."""
+"""Measures the wall-clock time of whole processes, in turns so that disturbances affect all equally."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from statistics import median
 
 
 def medians(commands: dict[str, list[str]], times: int) -> dict[str, float]:
-    """Name -> median seconds of `times` runs of its command; the first round is thrown away."""
+    """Name -> median seconds of `times` runs of its command; the first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for round_ in range(times + 1):
         for name, command in commands.items():

@@ -1,1 +1,1 @@
-"""The embedded training kernel: one plain decoder, and the forms of parallelism around it."""
+"""The embedded training kernel: a plain decoder, and the forms of parallelism that change it."""

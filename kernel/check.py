@@ -1,8 +1,8 @@
-"""Checks whether a layout trains rightly: forked ranks against one process, in fp64.
+"""Checks that a layout trains correctly: it compares forked ranks with a single process, in fp64.
 
-`python -P -m ultrabench.kernel.check` reads a CheckSpec a line from stdin and answers each with a
-CheckResult line on stdout. It imports torch and never computes, because children that are forked after a
-product in the parent hang.
+`python -P -m ultrabench.kernel.check` reads one CheckSpec per line from stdin and answers each with a line
+on stdout, a CheckResult. It imports torch but never computes, because children that are forked after a
+matrix product in the parent hang.
 """
 
 import json
@@ -26,7 +26,7 @@ TIMEOUT_S = 120.0
 
 
 def run_check(spec: CheckSpec, timeout_s: float = TIMEOUT_S) -> CheckResult:
-    """The result of one check, by forked ranks; the caller has imported torch but never used it."""
+    """Runs one check with forked ranks; the caller may have imported torch, but must not have used it."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ultrabench-check-") as name:
         folder = Path(name)
@@ -47,7 +47,7 @@ def run_check(spec: CheckSpec, timeout_s: float = TIMEOUT_S) -> CheckResult:
 
 
 def serve(lines: Iterable[str], out: TextIO) -> None:
-    """Answers each CheckSpec line with a CheckResult line, until the lines end."""
+    """Answers each CheckSpec line with a CheckResult line, until `lines` ends."""
     for line in lines:
         try:
             result = run_check(from_dict(CheckSpec, json.loads(line)))
@@ -57,5 +57,5 @@ def serve(lines: Iterable[str], out: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid())  # whoever asks may be killed
+    die_with_parent(os.getppid())  # the process that asks may be killed
     serve(sys.stdin, sys.stdout)

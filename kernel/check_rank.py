@@ -1,4 +1,4 @@
-"""The processes of a check: one rank, the single process it is held against, the comparison."""
+"""The processes of a check: the ranks, the single reference process, and the comparison of both."""
 
 import json
 import math
@@ -18,11 +18,12 @@ from ultrabench.stages import split_stages
 
 _CPU = torch.device("cpu")
 Found = dict[str, Any]
-"""losses of the steps; grads after the first backward and params at the end, by name; missing."""
+"""The results of a process: `losses` of all steps, `grads` by name after the first backward, `params` by name
+at the end, and `missing`, the names of parameters without a gradient."""
 
 
 def run_reference(spec: CheckSpec, folder: Path) -> None:
-    """Trains the plain model on the whole global batch with torch's own clip and AdamW."""
+    """Trains the plain model on the whole global batch, with clipping and AdamW of torch."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     model = Decoder(spec.shape, split_stages(spec.shape, 1)[0], spec.seq_len)
@@ -48,7 +49,7 @@ def run_reference(spec: CheckSpec, folder: Path) -> None:
 
 
 def run_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
-    """Trains `spec.layout` as rank `rank`, and saves the parts of gradients and parameters held."""
+    """Trains `spec.layout` as rank `rank`, and saves the gradients and parameters that the rank holds."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), spec.layout.world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.layout.world_size)
@@ -70,15 +71,15 @@ def run_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
 
 
 def _diff(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference; 0 of empty tensors, inf where one is not a number."""
+    """The largest absolute difference; 0 for empty tensors, inf if a value is not a number."""
     return float((a - b).abs().nan_to_num(nan=math.inf).max()) if a.numel() else 0.0
 
 
 def compare(spec: CheckSpec, folder: Path) -> None:
-    """Writes the differences of every rank's parts from the reference to differences.json.
+    """Writes the differences between each rank's parts and the reference to differences.json.
 
-    Each rank is compared with the same parts of the full tensors, so replicas that differ show;
-    an element on no rank counts as infinitely far.
+    Each rank is compared with its parts of the full tensors, so that replicas which differ are found. An
+    element that no rank holds has an infinite difference.
     """
     torch.set_num_threads(1)
     reference: Found = torch.load(folder / "reference.pt")

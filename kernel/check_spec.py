@@ -1,4 +1,4 @@
-"""What a parity check asks and answers, and how to ask; no torch in here, so anybody may."""
+"""The request and the result of a parity check; this module needs no torch, so that the CLI can import it."""
 
 import json
 import os
@@ -14,10 +14,10 @@ from ultrabench.record import from_dict, to_dict
 from ultrabench.run import RunSpec, Workload
 
 TOLERANCE = 1e-10
-"""Rounding in fp64 gives 1e-13; the smallest real fault seen is 1e-5."""
+"""Largest difference that passes; rounding in fp64 gives 1e-13, the smallest real fault so far gave 1e-5."""
 
 SINGLE_THREADED = thread_variables(1)
-"""Environment of the server: numpy's BLAS starts threads when imported, and then forks may hang."""
+"""Environment of the server: without it the BLAS of numpy starts threads on import, and forks may hang."""
 
 SERVER_COMMAND = (sys.executable, "-P", "-m", "ultrabench.kernel.check")
 
@@ -25,12 +25,12 @@ TINY = ModelShape(
     name="tiny", hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
     intermediate_size=128, vocab_size=256, tie_word_embeddings=False,
 )  # fmt: skip
-"""Small enough for a second, and every axis up to 4 cuts it: grouped heads, uneven thirds."""
+"""A model that trains in a second; every axis can divide it up to 4, with grouped heads and uneven thirds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSpec:
-    """A layout to check, and on what."""
+    """A layout to check, and the model and data to check it with."""
 
     layout: Layout
     shape: ModelShape = TINY
@@ -38,12 +38,12 @@ class CheckSpec:
     seed: int = 0
     steps: int = 3
     clip: float = 0.5
-    """Largest gradient norm; small enough that clipping always happens, so the norm is checked."""
+    """Largest gradient norm; so small that gradients are always clipped, so that the norm is checked too."""
     recompute: str = "none"
     compile: bool = False
-    """Each layer through torch's tracing, without generated code."""
+    """Whether torch traces each layer as for compilation, without generating code."""
     dump: str | None = None
-    """Folder for the gathered gradients and parameters of both sides (check.pt, reference.pt)."""
+    """Folder for the full gradients and parameters: check.pt of the ranks, reference.pt of the reference."""
 
     @property
     def run(self) -> RunSpec:
@@ -62,27 +62,27 @@ class CheckSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """How far a layout is from one process; a difference is None where it is not finite."""
+    """The differences between a layout and a single process; a difference that is not finite is None."""
 
     passed: bool
-    """Whether it ran, no gradient is missing and every difference is at most TOLERANCE."""
+    """Whether the layout ran, no gradient is missing and every difference is at most TOLERANCE."""
     loss_diff: float | None = None
-    """Largest over steps and ranks."""
+    """Largest difference of the loss over all steps and ranks."""
     grad_diff: float | None = None
-    """Largest of any element after the first backward, before clipping."""
+    """Largest difference of a gradient's element after the first backward, before clipping."""
     param_diff: float | None = None
-    """Largest of any element after the last optimizer step."""
+    """Largest difference of a parameter's element after the last optimizer step."""
     worst_parameter: str | None = None
-    """Where the largest gradient difference is."""
+    """The parameter with the largest gradient difference."""
     missing_gradients: tuple[str, ...] = ()
-    """`rank 3: layers.0.ffn.up.weight` for each parameter that backward did not reach."""
+    """The parameters that got no gradient, each as `rank 3: layers.0.ffn.up.weight`."""
     error: str | None = None
-    """What went wrong instead, the last line of a rank's traceback."""
+    """The last line of the traceback of a rank that failed; None if no rank failed."""
     seconds: float = 0.0
 
 
 def ask(spec: CheckSpec) -> CheckResult:
-    """The result of one check, from a server started for it."""
+    """Starts a server for one check; returns the result."""
     server = subprocess.run(
         SERVER_COMMAND,
         input=json.dumps(to_dict(spec)) + "\n",
@@ -90,7 +90,7 @@ def ask(spec: CheckSpec) -> CheckResult:
         text=True,
         env={**os.environ, **SINGLE_THREADED},
         check=False,
-        process_group=0,  # Ctrl-C is for us; the end of the server ends its children
+        process_group=0,  # only this process gets Ctrl-C; children end with the server
     )
     if server.returncode:
         return CheckResult(passed=False, error=f"the check server exited with {server.returncode}")

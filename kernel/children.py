@@ -1,4 +1,4 @@
-"""Forked processes that end together: the first failure, or the time-out, ends all of them."""
+"""Runs forked processes that end together: the first failure or the time-out ends all of them."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ _POLL_S = 0.005
 
 
 def run_forked(bodies: Mapping[str, Callable[[], None]], folder: Path, timeout_s: float) -> str | None:
-    """Runs each body in a child process of its own; returns the first error, or None.
+    """Runs each body in its own child process; returns the first error, or None.
 
     A child that raises leaves its error message in `folder`.
     """
@@ -36,9 +36,9 @@ def run_forked(bodies: Mapping[str, Callable[[], None]], folder: Path, timeout_s
 
 
 def _fork(body: Callable[[], None], last_words: Path) -> int:
-    """Process id of a child that runs `body` and exits."""
+    """Forks a child that runs `body` and exits; returns its pid."""
     threads = len(os.listdir("/proc/self/task"))
-    # A lock that another thread holds at the fork stays locked in the child for ever.
+    # A lock that another thread holds during the fork would stay locked in the child forever.
     assert threads == 1, f"{threads} threads before a fork; OPENBLAS_NUM_THREADS=1?"
     parent, pid = os.getpid(), os.fork()
     if pid:
@@ -46,7 +46,7 @@ def _fork(body: Callable[[], None], last_words: Path) -> int:
     code = 1
     try:
         die_with_parent(parent)
-        os.dup2(2, 1)  # stdout is the answers' alone
+        os.dup2(2, 1)  # only answers may go to stdout
         body()
         code = 0
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Every touch of torch that is private or differs between the versions we support."""
+"""All uses of torch that are private or differ between the supported versions."""
 
 import json
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from torch._C import _distributed_c10d
 
 
 def group_name(argument: Any) -> str | None:
-    """Name of the process group an operator's argument is, None for any other argument.
+    """The name of the process group that an operator's argument stands for; None for other arguments.
 
-    Functional collectives carry the name as text; c10d operators carry the boxed group.
+    Functional collectives get the name as text, c10d operators get the group as a boxed object.
     """
     if isinstance(argument, str):
         return argument
@@ -35,11 +35,11 @@ EXPENSIVE = frozenset(
      _aten._scaled_dot_product_flash_attention_for_cpu.default,
      torch.ops._c10d_functional.reduce_scatter_tensor.default}
 )  # fmt: skip
-"""Operators whose results are worth their memory: matrix products, attention, and sums over ranks."""
+"""Operators whose results are worth their memory: matrix products, attention and sums over ranks."""
 
 
 def flash_forward(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of a part, B x N x S x D, and the log of its sums, B x N x S."""
+    """Attention over one part of the keys, B x N x S x D, and the log of its softmax sums, B x N x S."""
     if q_BNSD.is_cuda:
         found = _aten._scaled_dot_product_flash_attention(q_BNSD, k_BKSD, v_BKSD, 0.0, causal)
     else:
@@ -57,13 +57,13 @@ def flash_backward(
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for one part; `out` and `log_sum` are of all parts of the query."""
+    """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
     if not q_BNSD.is_cuda:
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q_BNSD, k_BKSD, v_BKSD, out, log_sum, 0.0, causal
         )
         return found[0], found[1], found[2]
-    # Without dropout nothing is drawn, so any state of the generator will do.
+    # Without dropout no random numbers are drawn, so any state of the generator is correct.
     unused = torch.zeros(2, dtype=torch.uint64, device=q_BNSD.device)
     found = _aten._scaled_dot_product_flash_attention_backward(
         grad.contiguous(), q_BNSD, k_BKSD, v_BKSD, out.contiguous(), log_sum.contiguous(), None, None,
@@ -73,7 +73,7 @@ def flash_backward(
 
 
 class PeerlessWarmup:
-    """Before PipelineStage: no first messages between neighbours where gloo carries them.
+    """A base class before PipelineStage that skips the first messages between neighbours under gloo.
 
     A rank of the V-shaped schedules is its own neighbour, and gloo cannot send to itself.
     """
@@ -85,15 +85,15 @@ class PeerlessWarmup:
 
 
 GROUP_NAMES = {"default_pg": "world", "undefined": "ranks"}
-"""torch's name of a group -> ours; the groups of a mesh are called after their axis."""
+"""Name of a group in torch -> our name; the groups of a mesh have the names of their axes."""
 
 
 def last_collectives() -> list[dict[str, Any]]:
-    """Of each process group of this rank: how many collectives it entered and has finished.
+    """The collectives of each process group of this rank: how many it has entered, started and finished.
 
-    From torch's flight recorder, which is on by default; where it does not know a group, only its
-    sequence number is told. Items are {group, ranks, entered, started, finished, ops}; `ops` names
-    the first unfinished or the last collectives by their number; what is not known is None.
+    They come from torch's flight recorder, which is on by default; if it does not know a group, only the
+    sequence number of the group is known. Items are {group, ranks, entered, started, finished, ops}; `ops`
+    maps numbers to names of the first unfinished collectives, or of the last one. Unknown values are None.
     """
     by_group: dict[str, list[dict[str, Any]]] = {}
     for entry in _flight_record():
@@ -111,10 +111,10 @@ def last_collectives() -> list[dict[str, Any]]:
 
 
 def _count(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Highest numbers of the entries of one group."""
+    """The highest collective numbers among the entries of one group."""
     done = [e["collective_seq_id"] for e in entries if e["retired"] or e["state"] == "completed"]
     begun = [e["collective_seq_id"] for e in entries if e["state"] == "started"]
-    # A retired NCCL collective has begun; gloo says "scheduled" to the end.
+    # A retired NCCL collective has begun; a collective of gloo stays "scheduled" until it ends.
     starts = max([*begun, *done], default=None) if any(e["state"] != "scheduled" for e in entries) else None
     told = [e for e in entries if e["collective_seq_id"] not in done][:4] or entries[-1:]
     return {
@@ -126,7 +126,7 @@ def _count(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _flight_record() -> list[dict[str, Any]]:
-    """Entries of the flight recorders, one for NCCL and one for all others, in order."""
+    """The entries of both flight recorders (one is for NCCL, one for all others), in order."""
     entries = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
@@ -137,7 +137,7 @@ def _flight_record() -> list[dict[str, Any]]:
 
 @contextmanager
 def memory_history(device: torch.device, path: Path) -> Iterator[None]:
-    """Writes each allocation on a GPU inside the `with` block, with its stack, to `path`; nothing on CPUs."""
+    """Writes the GPU allocations inside the `with` block, with their stacks, to `path`; nothing on CPUs."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""Private touches of torch that let one process stand for one rank of a large world, without data."""
+"""Private uses of torch by which a single process acts as one rank of a large world, without data."""
 
 import functools
 import sys
@@ -25,7 +25,7 @@ from ultrabench.kernel import mesh
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group in which this process is `rank`, alone, and nothing is ever sent."""
+    """Sets up a default process group in which this process is `rank`; it is alone and sends nothing."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -35,7 +35,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors inside the `with` block have shapes and no data."""
+    """Makes tensors inside the `with` block have shapes but no data."""
     with ExitStack() as stack:
         if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
             stack.enter_context(_replaced(schedules._PipelineSchedule, "_warmup_p2p", _no_vote))
@@ -47,7 +47,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def _holding(isend: Callable[..., dist.Work | None]) -> Callable[..., dist.Work | None]:
-    """A send that holds its tensor as long as somebody may wait for it, as a real one does."""
+    """A send that keeps its tensor alive while somebody may wait for it, as a real send does."""
 
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
         work = isend(tensor, *args, **kwargs)
@@ -60,7 +60,7 @@ def _holding(isend: Callable[..., dist.Work | None]) -> Callable[..., dist.Work 
 
 @contextmanager
 def unseen_bookkeeping() -> Iterator[None]:
-    """No dispatch mode sees how torch makes meshes of ranks, nor how DTensor finds out whole shapes."""
+    """Hides from dispatch modes how torch makes meshes of ranks, and how DTensor computes full shapes."""
     with ExitStack() as stack:
         stack.enter_context(_outside(mesh, "init_device_mesh"))
         for name in ("__getitem__", "_concatenate"):
@@ -80,14 +80,14 @@ def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
 
 
 def _no_vote(schedule: Any, stages: list[Any], *_: Any) -> None:
-    """What the stages of torch 2.13 agree on by messages: all shapes were given in advance."""
+    """Replaces the messages by which stages of torch 2.13 agree on shapes, which are given in advance."""
     modes = sys.modules[PipelineStage.__module__]
     for stage in stages:
         stage._inference_mode = modes.InferenceMode.STATIC
 
 
 def _outside(owner: Any, name: str) -> AbstractContextManager[None]:
-    """`owner.name` runs outside of all dispatch modes."""
+    """Makes `owner.name` run outside of all dispatch modes."""
     inner: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(inner)
@@ -99,7 +99,7 @@ def _outside(owner: Any, name: str) -> AbstractContextManager[None]:
 
 
 def watched_resizes(seen: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[None]:
-    """`seen` is told of every storage that is resized: how fully_shard frees and takes memory."""
+    """Calls `seen` with every storage that is resized, which is how fully_shard frees and takes memory."""
     inner = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -111,19 +111,19 @@ def watched_resizes(seen: Callable[[torch.UntypedStorage], None]) -> AbstractCon
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The tensor on this rank that holds the memory of `tensor`, a DTensor or a collective's result."""
+    """The tensor on this rank with the memory of `tensor`, a DTensor or the result of a collective."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 class ShardedTensors:
-    """What fully_shard holds for `models`, gathered and reduced; each made `on_gradient` is told of."""
+    """The buffers that fully_shard holds for `models`; `on_gradient` is called for each new gradient."""
 
     def __init__(self, models: Sequence[nn.Module], on_gradient: Callable[[Tensor], None]) -> None:
         modules = [m for model in models for m in model.modules() if isinstance(m, FSDPModule)]
         for module in modules:
-            module.unshard()  # makes the parameters that gradients are accumulated in
+            module.unshard()  # makes the parameters that accumulate gradients
             module.reshard()
         groups = [module._get_fsdp_state()._fsdp_param_group for module in modules]
         self._params = [param for group in groups if group for param in group.fsdp_params]
@@ -133,12 +133,12 @@ class ShardedTensors:
             )
 
     def gathered(self) -> Iterator[Tensor]:
-        """Buffers of gathered parameters."""
+        """The buffers of gathered parameters."""
         for param in self._params:
             yield from param.all_gather_outputs
 
     def gradients(self) -> Iterator[Tensor]:
-        """Gradients that wait for more micro-batches, for their reduction or for the optimizer."""
+        """The gradients that wait for more micro-batches, for their reduction or for the optimizer."""
         for p in self._params:
             found = (p.sharded_param.grad, p.unsharded_accumulated_grad, p._unsharded_param.grad)
             yield from (grad for grad in found if grad is not None)

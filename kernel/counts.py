@@ -1,7 +1,7 @@
 """Counts the collectives and the FLOPs that a rank executes inside a `with` block.
 
-Every observer here is a dispatch mode: it sees the operators on plain tensors that are left when
-autograd and DTensor have done their part, forward and backward.
+Every observer is a dispatch mode: it sees the operators on plain tensors that remain after autograd and
+DTensor, in forward and backward.
 """
 
 from collections import Counter
@@ -24,13 +24,13 @@ _OPS = {
     "all_reduce": "all_reduce", "allreduce_": "all_reduce", "broadcast_": "broadcast",
     "send": "send", "recv_": "recv",
 }  # fmt: skip
-"""Operator -> what we call it; an all-gather's first tensor may be its output or its input."""
+"""Operator -> our name for it; the first tensor of an all-gather may be its output or its input."""
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator on plain tensors, then shows it to `see` and to the observers `beside`.
+    """Runs every operator on plain tensors, then passes it to `see` and to the observers `beside`.
 
-    One mode that shows to three costs a third of three modes.
+    One mode that passes operators to three observers costs a third of three modes.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.beside: tuple[Observer, ...] = ()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """Lets DTensor turn its operators into those on plain tensors, which come here again."""
+        """Lets DTensor turn its operators into operators on plain tensors, which then arrive here."""
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -48,16 +48,16 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Takes note of an operator that was called with these arguments and returned `out`."""
+        """Records an operator that was called with these arguments and returned `out`."""
         raise NotImplementedError
 
 
 class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     """Counts every collective issued inside the `with` block.
 
-    `calls` and `payload_bytes` map (axis, operation) to numbers; the payload is the larger tensor:
-    what an all-gather ends with, what a reduce-scatter begins with. An axis that spans the world
-    shares its group, so collectives over the world count there.
+    `calls` and `payload_bytes` map (axis, operation) to numbers. The payload is the larger tensor: the output
+    of an all-gather, the input of a reduce-scatter. If an axis spans the whole world, they share one group,
+    so collectives over the world count for that axis.
     """
 
     def __init__(self, mesh: DeviceMesh, named: Mapping[str, dist.ProcessGroup] = {}) -> None:
@@ -86,16 +86,16 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
 
 
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-"""Matrix product -> which argument is the left factor."""
+"""Matrix product -> index of the argument that is the left factor."""
 _ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 
 
 class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
     """Counts the FLOPs of matrix products and attention inside the `with` block, in `flops`.
 
-    A causal attention counts like a full one: forward two products of q.shape[2] x k.shape[2] x D
-    for each head, backward five, as the scores are computed anew (arXiv 2205.14135, algorithm 4).
-    Nothing is seen of a function that torch.compile has made into one.
+    Causal attention counts like full attention: two products of q.shape[2] x k.shape[2] x D for each head in
+    forward, and five in backward, which recomputes the scores (arXiv 2205.14135, algorithm 4). Operators
+    inside of a function that torch.compile has fused are not seen.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
         self.flops = 0
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Counts `func` if it is a product."""
+        """Counts `func` if it is a matrix product or attention."""
         if func.namespace != "aten":
             return
         name = func._schema.name.partition("::")[2].removesuffix("_")

@@ -1,19 +1,19 @@
-"""Context parallelism: a ring of ranks, each with two chunks of every sequence.
+"""Context parallelism: a ring of ranks, each of which holds two chunks of every sequence.
 
-Of 2*cp chunks rank r holds the r-th and the r-th from the end, so that under the causal mask all
-ranks have the same work (zig-zag; arXiv 2310.01889 for the ring). Keys and values go round it, and
-a rank attends to those of rank j with
+A sequence has 2*cp chunks. Rank r holds the r-th chunk and the r-th from the end, so that all ranks have the
+same work under the causal mask (zig-zag; arXiv 2310.01889 for the ring). Keys and values travel round the
+ring, and rank r attends to those of rank j as follows:
 
-    j == r  all its queries, causally: its two chunks are in order
-    j <  r  all its queries, to the earlier chunk of j only
-    j >  r  its later queries only, to both chunks of j
+    j == r  all queries, with the causal mask, since the two chunks are in order
+    j <  r  all queries, but only to the earlier chunk of j
+    j >  r  only the later queries, to both chunks of j
 
-Softmax over parts: with l the log of the sum of a part's exponentials (of shape B x N x S) and o its
-output, out = sum_j o_j exp(l_j - l) and l = log sum_j exp(l_j). The backward of a part is that of flash
-attention with the whole out and l (arXiv 2307.08691, section 3.1.2).
+Softmax over parts: let l_j be the log of the sum of exponentials of part j (shape B x N x S), and o_j its
+output. Then l = log sum_j exp(l_j) and out = sum_j o_j exp(l_j - l). The backward of a part is that of flash
+attention with `out` and `l` of all parts (arXiv 2307.08691, section 3.1.2).
 
-A rank sends, for each layer and micro-batch, 2*B*K*S/cp*D elements cp-1 times forward, and backward
-as much again and the gradients of as many cp times.
+For each layer and micro-batch a rank sends 2*B*K*S/cp*D elements cp-1 times in forward. In backward it sends
+the same again, and also the gradients of these elements cp times.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def take(tokens_BS: Tensor, own: Sequence[range]) -> Tensor:
 
 
 def apply_cp(model: Decoder, own: tuple[range, ...], group: dist.ProcessGroup | None) -> None:
-    """Has every layer of `model` attend around the ring `group`; nothing to do without one."""
+    """Makes every layer of `model` attend around the ring `group`; does nothing if `group` is None."""
     if group is None:
         return
     model.spans = own
@@ -54,20 +54,20 @@ def apply_cp(model: Decoder, own: tuple[range, ...], group: dist.ProcessGroup | 
 
 
 class Ring:
-    """The attention core of one rank of a ring."""
+    """The attention function of one rank of a ring."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
-        """What this rank's queries take from all earlier positions, B x N x S/cp x D."""
+        """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D."""
         out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, self._group)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Passing:
-    """A tensor on its way to the next rank while the one of the rank before arrives."""
+    """A tensor that is being sent to the next rank while the tensor of the previous rank arrives."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         ring = dist.get_process_group_ranks(group)
@@ -82,14 +82,14 @@ class _Passing:
         )
 
     def wait(self) -> Tensor:
-        """Returns the tensor that arrived."""
+        """Waits for the tensor of the previous rank and returns it."""
         for work in self._works:
             work.wait()
         return self._arriving
 
 
 def _meet(rank: int, other: int, seq: int) -> tuple[slice, slice, bool]:
-    """Which queries of `rank` meet which keys of `other`, and whether causally."""
+    """The queries of `rank`, the keys of `other` that they attend to, and whether the causal mask applies."""
     whole, half = slice(None), seq // 2
     if other == rank:
         return whole, whole, True
@@ -128,7 +128,7 @@ class _RingAttention(torch.autograd.Function):
         pair = torch.stack((k, v))
         wide = torch.promote_types(q.dtype, torch.float32)
         grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
-        # The gradients of a pair follow it, and after the last turn they are home.
+        # The gradients of keys and values travel with them, and the last turn brings them to their rank.
         grad_pair = torch.zeros(pair.shape, dtype=wide, device=q.device)
         homing: _Passing | None = None
         for turn in range(cp):

@@ -1,7 +1,7 @@
-"""What a step would cost: the real kernel, built and stepped without data and without other ranks.
+"""Finds what a step would cost: runs the real kernel without data and without other ranks.
 
-`python -P -m ultrabench.kernel.dryrun` reads a RunSpec from stdin and writes a RankCost a line, one
-for the first rank of each pipeline stage. It has imported torch and never computes: its children do.
+`python -P -m ultrabench.kernel.dryrun` reads a RunSpec from stdin and writes one RankCost per line, for the
+first rank of each pipeline stage. The process imports torch, but only its forked children compute.
 """
 
 import gc
@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 
 def make_states(trainer: TrainStep) -> None:
-    """The optimizer's states, which are there from the second step on."""
+    """Makes the optimizer's states, which exist from the second step of a real run on."""
     for shard in trainer.shards.values():
         shard.grad = torch.zeros_like(shard)
     trainer.optimizer.step()
@@ -41,16 +41,16 @@ def make_states(trainer: TrainStep) -> None:
 
 
 def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_states) -> dict[str, Any]:
-    """The RankCost, as JSON values, of this rank of the default process group.
+    """The RankCost of this rank of the default process group, as JSON values.
 
-    Of real ranks it is what a dry run is held against; they `prepare` by a step.
+    Tests call it on real ranks to check dry runs; real ranks `prepare` with a training step.
     """
     with LiveBytes() as live:
         mesh = build_mesh(spec.layout, "cpu")
         trainer = TrainStep(spec, _CPU, mesh, progress=lambda: live.name("gradient", sharded.gradients()))
         sharded = ShardedTensors(trainer.models, lambda grad: live.name("gradient", [grad]))
         for options in trainer.optimizer.param_groups:
-            options["fused"] = True  # without temporaries, as on GPUs
+            options["fused"] = True  # makes no temporaries, as on GPUs
         prepare(trainer)
         batch = trainer.batch(1)
         counts = CollectiveCounts(mesh, trainer.other_groups)
@@ -78,12 +78,12 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
 def dry_run(spec: RunSpec, rank: int, out: Path) -> None:
     """Writes the RankCost of `rank` to `out`.
 
-    With one stage on a rank every micro-batch after the first ones adds the same, so of many only
-    some are run.
+    If a rank has one stage, every micro-batch after the first ones adds the same cost, so only some of many
+    micro-batches are run and the cost of the others is extrapolated.
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(MASTER_DTYPE[spec.kernel.precision])
-    gc.disable()  # as in measured steps
+    gc.disable()  # measured steps also run without the garbage collector
     gas, pp = spec.layout.gas, spec.layout.pp
     if gas <= 5 * pp or spec.layout.virtual_stages > 1:
         cost = _fake_step(spec, rank)
@@ -104,7 +104,7 @@ def _with_gas(spec: RunSpec, gas: int) -> RunSpec:
 
 
 def _extend(before: Any, after: Any, ratio: tuple[int, int]) -> Any:
-    """`after` and its distance from `before` once more, times the quotient `ratio`."""
+    """`after` plus the difference of `after` and `before` times the quotient `ratio`, for every number."""
     if isinstance(after, dict):
         return {key: _extend(before[key], value, ratio) for key, value in after.items()}
     if isinstance(after, tuple):
@@ -113,7 +113,7 @@ def _extend(before: Any, after: Any, ratio: tuple[int, int]) -> Any:
 
 
 def main() -> None:
-    """Answers for all pipeline stages, as many at a time as there are cores."""
+    """Prints the cost of all pipeline stages; it runs as many of them at a time as there are cores."""
     spec = from_dict(RunSpec, json.load(sys.stdin))
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="ultrabench-dryrun-") as name:

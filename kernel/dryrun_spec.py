@@ -1,4 +1,4 @@
-"""What a dry run answers, and how to ask; no torch in here, so anybody may."""
+"""The result of a dry run, and the call for one; it needs no torch, so that the CLI can import it."""
 
 import json
 import os
@@ -17,28 +17,28 @@ COMMAND = (sys.executable, "-P", "-m", "ultrabench.kernel.dryrun")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCost:
-    """What one optimizer step costs the first rank of a pipeline stage, its optimizer states made."""
+    """The cost of one optimizer step for the first rank of a pipeline stage, once optimizer states exist."""
 
     pp_rank: int
     rank: int
     static_bytes: int
-    """What stays from step to step."""
+    """Bytes that stay allocated from step to step."""
     peak_bytes: int
-    """The most that lives at a time; parameter, gradient, optimizer and activation are its parts."""
+    """Largest number of live bytes; its parts are parameter, gradient, optimizer and activation bytes."""
     parameter_bytes: int
-    """Shards, and what is gathered of other ranks' at the peak."""
+    """Bytes of this rank's shards, and of shards gathered from other ranks, at the peak."""
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Kept for backward, temporary, or on its way to other ranks."""
+    """Bytes that are kept for backward, are temporary, or are being sent to other ranks, at the peak."""
     hardware_flops: int
-    """Of matrix products and attention, as executed."""
+    """FLOPs of the matrix products and attention that were executed."""
     collectives: dict[str, tuple[int, ...]]
-    """`tp all_gather` -> calls, payload bytes."""
+    """Axis and operation, such as `tp all_gather` -> number of calls, payload in bytes."""
 
 
 def ask(spec: RunSpec) -> Iterator[RankCost]:
-    """The cost of each pipeline stage of `spec`, as soon as it is known.
+    """Yields the cost of each pipeline stage of `spec` as soon as it is known.
 
     Raises:
         ConfigError: the kernel cannot build or train this layout.
@@ -49,7 +49,7 @@ def ask(spec: RunSpec) -> Iterator[RankCost]:
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **thread_variables(1)},
-        process_group=0,  # Ctrl-C is for us; the end of the server ends its children
+        process_group=0,  # only this process gets Ctrl-C; children end with the server
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None

@@ -1,4 +1,4 @@
-"""Where a run happens: `python -P -m ultrabench.kernel.environment [--peak]` prints it as JSON."""
+"""Facts about this machine: `python -P -m ultrabench.kernel.environment [--peak]` prints them as JSON."""
 
 import contextlib
 import json
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 PEAK_SIZE = 2048
-"""Edge of the square matrices whose product measures a core."""
+"""Number of rows and columns of the matrices whose product measures the rate of a core."""
 PEAK_S = 3.0
-LEFT_OUT_OF_ENV_ID = ("CUDA_VISIBLE_DEVICES", "CUDA_MODULE_LOADING")  # set by launchers and by torch itself
+LEFT_OUT_OF_ENV_ID = ("CUDA_VISIBLE_DEVICES", "CUDA_MODULE_LOADING")  # launchers and torch set them
 
 
 def facts() -> dict[str, Any]:
-    """The facts of this process: its devices, versions, and the variables that steer CUDA and NCCL."""
+    """The facts of this process: its devices, versions, and the variables that configure CUDA and NCCL."""
     cuda = torch.cuda.is_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None  # type: ignore[no-untyped-call]
     steering = {n: v for n, v in sorted(os.environ.items()) if n.startswith(("NCCL_", "CUDA_"))}
@@ -36,7 +36,7 @@ def facts() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's own name, `cpu` where the system does not tell."""
+    """The model name of the processor; `cpu` if the system does not show it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -45,7 +45,7 @@ def cpu_name() -> str:
 
 
 def driver_version() -> str | None:
-    """The loaded NVIDIA driver, None without one."""
+    """The version of the loaded NVIDIA driver; None if there is none."""
     with contextlib.suppress(OSError):
         # NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ...
         words = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0].split()
@@ -54,10 +54,10 @@ def driver_version() -> str | None:
 
 
 def _core_rate(seconds: float) -> float:
-    """Best rate of fp32 products on one thread, in FLOPs per second.
+    """The best rate of fp32 matrix products on one thread, in FLOPs per second.
 
-    The best, not the median: other work on the machine only ever slows a product down, and a peak
-    that is too low gives an mfu above 1.
+    It is the best and not the median, since other work on the machine can only slow a product down, and a
+    peak that is too low gives an mfu above 1.
     """
     torch.set_num_threads(1)
     a, b = torch.rand(2, PEAK_SIZE, PEAK_SIZE)
@@ -71,9 +71,9 @@ def _core_rate(seconds: float) -> float:
 
 
 def core_flops_per_s(seconds: float = PEAK_S) -> float:
-    """Rate of one core while all of them compute, in FLOPs per second.
+    """The rate of one core while all cores compute, in FLOPs per second.
 
-    One process per core, because a core alone clocks higher than it does in a run.
+    It uses one process per core, because a core that computes alone runs at a higher clock than in a run.
     """
     cores = len(os.sched_getaffinity(0))
     with multiprocessing.get_context("fork").Pool(cores) as pool:
@@ -81,7 +81,7 @@ def core_flops_per_s(seconds: float = PEAK_S) -> float:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the facts, and with --peak the measured rate of a core."""
+    """Prints the facts, with --peak also the measured rate of a core; returns the exit code."""
     out = {**facts(), "cores": len(os.sched_getaffinity(0))}
     if "--peak" in argv:
         out["core_flops_per_s"] = core_flops_per_s()

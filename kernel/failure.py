@@ -1,4 +1,4 @@
-"""What kind of failure an exception is, in the words of a report."""
+"""Names the kind of failure that an exception is, in the words of a report."""
 
 import torch
 import torch.distributed as dist
@@ -9,17 +9,17 @@ _COMM_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Connect
 
 
 class NonFiniteLossError(RuntimeError):
-    """Training has diverged, or computes nonsense."""
+    """The loss is infinite or not a number: training diverged, or computes wrong values."""
 
 
 class ReplicasDifferError(RuntimeError):
-    """Ranks that must hold the same parameters do not."""
+    """Ranks that must hold the same parameters hold different ones."""
 
 
 def kind_of(error: BaseException) -> str:
-    """oom, comm, non_finite, replicas or exception, by the first cause that tells.
+    """The kind of a failure: oom, comm, non_finite, replicas or exception.
 
-    The causes count because the pipeline wraps what a stage raises.
+    The causes of the exception are searched too, since the pipeline wraps what a stage raises.
     """
     link: BaseException | None = error
     while link is not None:
@@ -37,7 +37,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """`Type: text`, the first line of the innermost cause."""
+    """The first line of the innermost cause, as `Type: text`."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip().partition("\n")[0]

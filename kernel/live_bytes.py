@@ -1,7 +1,7 @@
-"""The memory that tensors hold, counted storage by storage as operators make and drop them.
+"""Counts the memory that tensors hold, storage by storage, as operators make and free them.
 
-No allocator takes part: nothing is rounded or cached, and workspaces inside an operator are not seen.
-So real tensors and those without data give the same numbers.
+The counts do not come from an allocator: nothing is rounded or cached, and workspaces inside an operator are
+not seen. So real tensors and tensors without data give the same numbers.
 """
 
 import weakref
@@ -20,21 +20,21 @@ from ultrabench.kernel.counts import Observer
 
 
 class LiveBytes(Observer):  # type: ignore[no-untyped-call]
-    """Bytes of the storages that operators inside the `with` block returned and that still live."""
+    """Counts the bytes of live storages that operators inside the `with` block returned."""
 
     def __init__(self) -> None:
         super().__init__()
         self._now = self.peak = 0
         self._numbers = count()
         self._number: dict[int, int] = {}
-        """Id of a storage that lives -> its number; a later storage may have the same id."""
+        """Id of a live storage -> its number, which is unique; a later storage may get the same id."""
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
         self._kinds: dict[int, str] = {}
         self._at_peak: dict[int, int] = {}
         self._rising = False
         self._dropped: list[tuple[int, int]] = []
-        """Storages that were freed, maybe by another thread, and are not yet subtracted."""
+        """Storages that were freed, perhaps by another thread, and are not yet subtracted."""
         self._patches = ExitStack()
 
     def __enter__(self) -> "LiveBytes":
@@ -47,11 +47,11 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         self._patches.close()
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Takes note of what `func` made."""
+        """Counts the storages that `func` made."""
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
                 storage = held(tensor).untyped_storage()
-                self._settle()  # its id may be that of one that was freed
+                self._settle()  # its id may have belonged to a freed storage
                 if id(storage) not in self._number:
                     self._hold(storage)
 
@@ -62,7 +62,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         self._resize(number, storage.nbytes())
 
     def _settle(self) -> None:
-        """Subtracts what was freed; not at the moment it is freed, which may be inside of any operation."""
+        """Subtracts freed storages; it runs later than they are freed, which may happen in any operation."""
         while self._dropped:
             key, number = self._dropped.pop(0)
             self._resize(number, 0)
@@ -70,7 +70,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
 
     @property
     def now(self) -> int:
-        """Bytes of the storages that live now."""
+        """The bytes of the storages that are live now."""
         self._settle()
         return self._now
 
@@ -89,11 +89,11 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
             self.peak, self._rising = self._now, True
 
     def reset_peak(self) -> None:
-        """Starts the peak anew from what lives now."""
+        """Sets the peak to the storages that are live now."""
         self.peak, self._rising = self.now, True
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Says what the storages of `tensors` are, from their beginning; the rest is activation."""
+        """Sets the kind of the storages of `tensors` for all their lifetime; the default is activation."""
         self._settle()
         for tensor in tensors:
             number = self._number.get(id(held(tensor).untyped_storage()))
@@ -101,7 +101,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
                 self._kinds[number] = kind
 
     def peak_by_kind(self) -> Counter[str]:
-        """The parts of the peak in bytes, which sum up to it."""
+        """The bytes of each kind at the peak; their sum is the peak."""
         parts = Counter[str]()
         for number, nbytes in (self._sizes if self._rising else self._at_peak).items():
             parts[self._kinds.get(number, "activation")] += nbytes

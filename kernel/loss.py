@@ -1,12 +1,12 @@
-"""Head and cross-entropy as one, over chunks of tokens, so that no step holds all logits.
+"""Head and cross-entropy in one function, over chunks of tokens, so that not all logits exist at once.
 
-With T tokens, the loss is the mean over t of log(sum_v exp(l_tv)) - l_t,target and its gradient by
-the logits (softmax(l) - onehot) / T. Forward computes a chunk's logits, turns them in place into
-that gradient, multiplies it into both gradients of the head, and drops it. That costs the three
-products of the plain head, and at most LOGITS numbers at a time where the plain one keeps T*V.
+With T tokens, the loss is the mean over t of log(sum_v exp(l_tv)) - l_t,target, and its gradient with respect
+to the logits is (softmax(l) - onehot) / T. Forward computes the logits of a chunk, turns them in place into
+that gradient, multiplies it into both gradients of the head, and frees it. This costs the same three matrix
+products as the plain head, but holds at most LOGITS logits at a time where the plain head keeps T*V.
 
-Under tensor parallelism a rank holds V/tp rows of the head: two all-reduces a chunk, of T maxima and
-of 2*T sums, over tp.
+Under tensor parallelism a rank holds V/tp rows of the head, and each chunk needs two all-reduces over tp: of
+T maxima and of 2*T sums.
 """
 
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 LOGITS = 2**28
-"""Most logits of a chunk: 2048 tokens of a vocabulary of 131072, 1.5 GiB in bf16 and fp32 together."""
+"""Largest number of logits in a chunk: 2048 tokens with a vocabulary of 131072, 1.5 GiB in bf16 and fp32."""
 
 
 def head_loss(x_BSH: Tensor, weight_VH: Tensor, targets_BS: Tensor) -> Tensor:
-    """Mean loss of a micro-batch's tokens, in at least fp32.
+    """The mean loss over the tokens of a micro-batch, in at least fp32.
 
-    Gathers B*S*H elements over tp where x is spread over it, and reduce-scatters as many gradients.
+    If x is split over tp, it all-gathers B*S*H elements over tp and reduce-scatters as many gradients.
     """
     group, first = None, 0
     if isinstance(weight_VH, DTensor):
@@ -57,13 +57,13 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[no-untyped-def]
-        # Not in place: a split backward pass comes here twice.
+        # This is not done in place, since a split backward pass calls it twice.
         grad_x, grad_weight = (t * (grad / ctx.tokens).to(t.dtype) for t in ctx.saved_tensors)
         return grad_x, grad_weight, None, None, None
 
 
 def _to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The summed loss of a chunk, by whose gradient `logits` are overwritten."""
+    """The sum of the losses of a chunk; overwrites `logits` with the gradient of that sum."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     here = (targets >= 0) & (targets < logits.shape[1])
     index = targets.where(here, 0)[:, None]
@@ -71,7 +71,7 @@ def _to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | Non
     if group is None:
         loss = -log_p.gather(1, index).sum()
     else:
-        # The log of the sum of this rank's exponentials, then of all ranks'.
+        # First the log of the sum of this rank's exponentials, then that of all ranks.
         own = logits[:, 0].to(wide) - log_p[:, 0]
         highest = own.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)

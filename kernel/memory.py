@@ -1,4 +1,4 @@
-"""A rank's memory: the limit of a CPU rank, and the peaks of any rank."""
+"""Limits the memory of CPU ranks, and measures the memory of all ranks."""
 
 import contextlib
 import resource
@@ -8,16 +8,16 @@ import torch
 
 
 def _status_bytes(field: str) -> int:
-    """A size from /proc/self/status, which gives KiB."""
+    """A size from /proc/self/status, which is in KiB there, in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition(f"\n{field}:")[2].split()[0]) * 1024
 
 
 def limit_cpu_memory(rank_mem_bytes: int) -> None:
-    """Lets this process allocate `rank_mem_bytes` more than it has now, and no more.
+    """Limits this process to `rank_mem_bytes` more than it has allocated now.
 
-    RLIMIT_DATA counts private writable memory; RLIMIT_AS would count reserved address space, of
-    which torch takes far more than it uses.
+    RLIMIT_DATA counts private writable memory; RLIMIT_AS would count reserved address space, of which torch
+    reserves far more than it uses.
     """
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     soft = _status_bytes("VmData") + rank_mem_bytes
@@ -27,26 +27,26 @@ def limit_cpu_memory(rank_mem_bytes: int) -> None:
 
 
 def account() -> dict[str, int]:
-    """Bytes of this rank's memory now, by which a later lack of it is explained.
+    """The memory of this rank now, in bytes, which later explains why it ran out of memory.
 
-    free_bytes, total_bytes and torch_bytes (what torch holds) of a GPU that is in use; data_bytes of the
-    process, and limit_bytes where they are limited.
+    For a GPU in use it has free_bytes, total_bytes and torch_bytes (held by torch); for the process it has
+    data_bytes, and limit_bytes if there is a limit.
     """
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     found = {"data_bytes": _status_bytes("VmData")}
     if limit != resource.RLIM_INFINITY:
         found["limit_bytes"] = limit
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        with contextlib.suppress(RuntimeError):  # a GPU that failed may answer nothing more
+        with contextlib.suppress(RuntimeError):  # a GPU that failed may not answer
             found["free_bytes"], found["total_bytes"] = torch.cuda.mem_get_info()
             found["torch_bytes"] = torch.cuda.memory_reserved()
     return found
 
 
 def reset_peak(device: torch.device) -> None:
-    """Starts the peaks anew, on CPUs where the system permits it.
+    """Resets the peaks of memory; on CPUs only if the system permits it.
 
-    A forked rank inherits the resident set of the server it came from.
+    It is needed because a forked rank inherits the peak resident set of the server that forked it.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -57,9 +57,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> tuple[int | None, int]:
-    """Largest allocated and largest reserved bytes of this rank since `reset_peak`.
+    """The largest allocated and the largest reserved bytes of this rank since `reset_peak`.
 
-    On CPUs the resident set stands for what is reserved; nobody knows what was allocated.
+    On CPUs the resident set counts as reserved bytes, and the allocated bytes are unknown.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

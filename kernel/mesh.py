@@ -1,4 +1,4 @@
-"""The mesh of ranks, and which part of a full parameter a rank holds."""
+"""Builds the mesh of ranks, and tells which part of a full parameter a rank holds."""
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -8,17 +8,17 @@ from torch.distributed.tensor import DTensor, Shard
 from ultrabench.layout import Layout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""Outermost first; the order of `Layout.coordinates`, with dp and cp together in one axis."""
+"""The axes of the mesh, outermost first, in the order of `Layout.coordinates`; dp and cp share one axis."""
 
 Part = tuple[tuple[int, int, int], ...]
 """Successive cuts (dim, start, length) that lead from a full tensor to one rank's part."""
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh of `layout`: dp is dp_replicate for ZeRO-0, dp_shard for ZeRO-1, 2 and 3.
+    """The mesh of `layout`; the axis of dp is dp_replicate for ZeRO-0, dp_shard for ZeRO-1, 2 and 3.
 
-    The ranks of a context-parallel group hold the same parameters and different tokens, as those of
-    dp do, so that both lie on one axis.
+    The ranks of a context-parallel group hold the same parameters and different tokens, as the ranks of dp
+    do, so both share one axis.
     """
     copies = layout.dp * layout.cp
     replicate, shard = (copies, 1) if layout.zero_stage == 0 else (1, copies)
@@ -26,7 +26,7 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 
 def cp_group(layout: Layout, device_type: str) -> ProcessGroup | None:
-    """The ranks that hold the other tokens of this rank's sequences; None when it holds all."""
+    """The group of ranks that share the tokens of this rank's sequences; None if this rank holds them all."""
     if layout.cp == 1:
         return None
     names = ("outer", "cp", "inner")
@@ -35,10 +35,10 @@ def cp_group(layout: Layout, device_type: str) -> ProcessGroup | None:
 
 
 def part_of(param: Tensor) -> Part:
-    """The cuts that make the full tensor into this rank's part of `param`.
+    """The cuts that turn the full tensor into this rank's part of `param`.
 
-    Tensor parallelism cuts first, then fully_shard cuts what is left into chunks of equal size
-    but for the last ones, which may be shorter or empty.
+    Tensor parallelism cuts first. Then fully_shard cuts the rest into chunks of equal size, except for the
+    last ones, which may be shorter or empty.
     """
     if not isinstance(param, DTensor):
         return ()
@@ -59,7 +59,7 @@ def part_of(param: Tensor) -> Part:
 
 
 def take(full: Tensor, part: Part) -> Tensor:
-    """The view of `full` that `part` describes."""
+    """The part of `full` that `part` describes, as a view."""
     for dim, start, length in part:
         full = full.narrow(dim, start, length)
     return full
@@ -71,7 +71,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def num_shards(param: Tensor) -> int:
-    """Into how many different parts the ranks of a stage cut `param`."""
+    """The number of different parts into which the ranks of a stage cut `param`."""
     count = 1
     if isinstance(param, DTensor):
         for index, placement in enumerate(param.placements):

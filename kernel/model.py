@@ -1,7 +1,7 @@
-"""The plain decoder: the specification that every form of parallelism must reproduce.
+"""The plain decoder, which is the specification that every form of parallelism must reproduce.
 
-Shapes: B micro-batch, S sequence, H hidden, N heads, K key-value heads, D head width, F
-feed-forward width, V vocabulary; a tensor's suffix spells its shape (`x_BSH`).
+Shapes: B micro-batch, S sequence, H hidden, N heads, K key-value heads, D head width, F feed-forward width,
+V vocabulary; the suffix of a tensor's name is its shape (`x_BSH`).
 """
 
 import hashlib
@@ -17,15 +17,15 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
 
 INIT_STD = 0.02
-"""Standard deviation of every initial matrix."""
+"""Standard deviation of the initial values of every matrix."""
 TIED_NAME = "embedding.weight"
-"""The name whose seed a tied lm_head takes, wherever its copy lives."""
+"""The parameter whose seed also gives the values of a tied lm_head, on whichever rank its copy is."""
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = x * rstd(x) * w, keeping x, w and one number a token for backward.
+    """Computes y = x * rstd(x) * w, and keeps x, w and one number per token for backward.
 
-    Torch's own decomposition on CPUs keeps two full-precision copies of x instead.
+    The decomposition of torch on CPUs keeps two full-precision copies of x instead.
     """
 
     @staticmethod
@@ -47,7 +47,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class RmsNorm(nn.Module):
-    """Root-mean-square normalisation of the last dim, in at least fp32 (arXiv 1910.07467)."""
+    """Root-mean-square normalisation of the last dim, computed in at least fp32 (arXiv 1910.07467)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -55,23 +55,23 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """The normalised x, same shape and dtype; of tokens spread over ranks, each its own."""
+        """The normalised x, with its shape and dtype; a rank does only its own tokens if they are split."""
         if isinstance(x_BSH, DTensor) and isinstance(self.weight, DTensor):
-            # The tokens of a rank give a summand of the weight's gradient.
+            # Each rank computes a summand of the weight's gradient, from its own tokens.
             weight = self.weight.to_local(grad_placements=[Partial()])
             own = self._norm(x_BSH.to_local(), weight)
             return DTensor.from_local(own, x_BSH.device_mesh, x_BSH.placements, run_check=False)
         return self._norm(x_BSH, self.weight)
 
     def _norm(self, x_BSH: Tensor, weight: Tensor) -> Tensor:
-        if x_BSH.is_cuda:  # one kernel there, which keeps as little
+        if x_BSH.is_cuda:  # on GPUs torch has one kernel, which keeps as little
             return functional.rms_norm(x_BSH, x_BSH.shape[-1:], weight, self.eps)
         out: Tensor = _RmsNorm.apply(x_BSH, weight, self.eps)  # type: ignore[no-untyped-call]
         return out
 
 
 def rope_tables(spans: Sequence[range], shape: ModelShape, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's rotation, S x 1 x D/2 each (arXiv 2104.09864)."""
+    """The cosine and sine of the rotation of every position, S x 1 x D/2 each (arXiv 2104.09864)."""
     wide = torch.promote_types(like.dtype, torch.float32)
     half = torch.arange(0, shape.head_dim, 2, device=like.device, dtype=wide)
     position = torch.cat([torch.arange(s.start, s.stop, device=like.device, dtype=wide) for s in spans])
@@ -80,13 +80,13 @@ def rope_tables(spans: Sequence[range], shape: ModelShape, like: Tensor) -> tupl
 
 
 def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x with the pairs (i, i + D/2) of every head turned by their position's angle."""
+    """x with each pair (i, i + D/2) of every head rotated by the angle of its position."""
     a, b = x_BSND.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
-    """What each query takes from its own and earlier positions, B x N x S x D."""
+    """The attention of each query to its own and earlier positions, B x N x S x D."""
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
     return functional.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
 
@@ -95,7 +95,7 @@ class Attention(nn.Module):
     """Causal self-attention with grouped keys and values."""
 
     core: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Of all tokens of a sequence, or of those that this rank holds."""
+    """The attention function, over all tokens of a sequence or around a ring of ranks."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(h, h, bias=False)
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attended x_BSH; the number of heads is read from the projections, so shards fit."""
+        """The x_BSH after attention; the number of heads comes from the projections, which may be shards."""
         q, k, v = (project(x_BSH).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         q_BNSD, k_BKSD = (rotate(t, cos, sin).transpose(1, 2) for t in (q, k))
         mixed = self.core(q_BNSD, k_BKSD, v.transpose(1, 2))
@@ -126,13 +126,13 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """The block's x_BSH, before the residual is added."""
+        """The x_BSH that the block adds to the residual."""
         out: Tensor = self.down(functional.silu(self.gate(x_BSH)) * self.up(x_BSH))
         return out
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention, then feed-forward, each normalised first and added."""
+    """One decoder layer: attention, then feed-forward, each on normalised input and added to the residual."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -142,24 +142,24 @@ class Layer(nn.Module):
         self.ffn = FeedForward(shape)
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The next x_BSH."""
+        """The x_BSH after this layer."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), cos, sin)
         out: Tensor = x_BSH + self.ffn(self.ffn_norm(x_BSH))
         return out
 
 
 class Decoder(nn.Module):
-    """The blocks of one pipeline stage; the only stage of a pipeline of one is the whole model.
+    """The blocks of one pipeline stage; if there is only one stage, it is the whole model.
 
-    Names of parameters are those of the whole model on every stage, so that a name's seed gives
-    the same values wherever it lives.
+    On every stage parameters have the names of the whole model, so that the seed of a name gives the same
+    values in every layout.
     """
 
     def __init__(self, shape: ModelShape, stage: Stage, seq_len: int) -> None:
         super().__init__()
         self.shape = shape
         self.spans: tuple[range, ...] = (range(seq_len),)
-        """Positions of the tokens that this rank holds."""
+        """The positions of the tokens that this rank holds."""
         numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         h = shape.hidden_size
         self.embedding = nn.Embedding(shape.vocab_size, h) if stage.has_embedding else None
@@ -169,15 +169,15 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes embedding and head one parameter where both live here and the shape says so."""
+        """Makes embedding and head one parameter, if both are in this stage and the shape ties them."""
         if self.shape.tie_word_embeddings and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """What this stage makes of tokens (B x S) or of the previous stage's x_BSH.
+        """The output of this stage for tokens (B x S) or for the x_BSH of the previous stage.
 
-        On the last stage the mean loss when it is given targets, else logits B x S x V; x_BSH
-        elsewhere.
+        The last stage returns the mean loss if it gets targets, otherwise the logits B x S x V; other stages
+        return x_BSH.
         """
         x = x if self.embedding is None else self.embedding(x)
         cos, sin = rope_tables(self.spans, self.shape, x)
@@ -192,7 +192,7 @@ class Decoder(nn.Module):
         return logits_or_loss
 
     def initial_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:
-        """The full fp32 value that parameter `name` starts from; depends on seed and name only."""
+        """The full initial value of parameter `name` in fp32; it depends only on the seed and the name."""
         if name.endswith("norm.weight"):
             return torch.ones(size, device=device, dtype=torch.float32)
         if self.shape.tie_word_embeddings and name == "head.weight":
@@ -204,6 +204,6 @@ class Decoder(nn.Module):
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Mean loss of a micro-batch's tokens, in at least fp32: what `head_loss` must equal."""
+    """The mean loss over the tokens of a micro-batch, in at least fp32; `head_loss` must give the same."""
     wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
     return functional.cross_entropy(wide.flatten(0, 1), targets_BS.flatten())

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages on each rank of the pp axis, shapes fixed in advance."""
+"""Pipeline parallelism: each rank of the pp axis has stages of the model, with shapes given in advance."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,40 +25,40 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble,
 }  # fmt: skip
 LISTS = frozenset({"interleaved", "zbv"})
-"""Schedules that take a list of stages."""
+"""Schedules of torch that take a list of stages."""
 
 
 class Stage(PeerlessWarmup, PipelineStage):
-    """A stage that hands targets to the last part of the model, and tells of finished work."""
+    """A stage that passes targets to the last part of the model, and reports finished micro-batches."""
 
     progress: Callable[[], None]
-    """Called after every finished forward and every finished backward."""
+    """It is called after every forward and every backward of a micro-batch."""
     targets: Sequence[Tensor]
-    """Targets of each micro-batch."""
+    """The targets of each micro-batch."""
     _microbatch: int
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """Runs torch's forward of a micro-batch, then tells of it."""
+        """Runs torch's forward of a micro-batch, then calls `progress`."""
         self._microbatch = fwd_chunk_id
         out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.progress()
         return out
 
     def forward_maybe_with_nosync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """Hands the targets over here, since torch's own way would keep them as inputs of backward."""
+        """Passes the targets to the model; if torch passed them, it would keep them as inputs of backward."""
         if self.is_last:
             kwargs["targets_BS"] = self.targets[self._microbatch]
         return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_one_chunk(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """Runs torch's backward of a micro-batch, then tells of it."""
+        """Runs torch's backward of a micro-batch, then calls `progress`."""
         out = super().backward_one_chunk(*args, **kwargs)
         self.progress()
         return out
 
 
 class Pipeline:
-    """This rank's stages and the order of their micro-batches."""
+    """The stages of this rank, and the schedule of their micro-batches."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Pipeline:
         progress: Callable[[], None],
     ) -> None:
         self._mbs = layout.mbs
-        # Shapes of what goes in and out of a stage, without which torch runs the model to find them. A stage sends
-        # B * S/(cp*tp) * H elements to the next one for each micro-batch, and receives as many gradients from it.
+        # Without the shapes of a stage's input and output torch would run the model to find them. For each
+        # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
         b, s = layout.mbs, seq_len // layout.cp
         hidden = (b, s // layout.tp, models[0].shape.hidden_size)
         x = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
@@ -91,13 +91,13 @@ class Pipeline:
         self._schedule = SCHEDULES[layout.pp_schedule](
             self._stages if several else self._stages[0],
             n_microbatches=layout.gas,
-            # The last stage ends in the loss of a micro-batch; its share of the step's is a mean.
+            # The last stage returns the loss of a micro-batch; the loss of the step is their mean.
             loss_fn=lambda loss, _: loss / layout.gas,
             scale_grads=False,
         )
 
     def run(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-        """Forward and backward of all micro-batches; their losses, only where the last stage is."""
+        """Runs forward and backward of all micro-batches; returns their losses if it has the last stage."""
         losses = list[Tensor]()
         first, last = (any(getattr(s, f"is_{end}") for s in self._stages) for end in ("first", "last"))
         for stage in self._stages:
@@ -110,7 +110,7 @@ class Pipeline:
 def tied_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
     """The group of the two ranks that hold this rank's part of a tied embedding.
 
-    None where both copies or neither live on a rank. A collective call of the two members only.
+    It is None if this rank holds both copies or none. Only the two members call this collectively.
     """
     at = layout.coordinates(rank)
     ends = [pp for pp in range(layout.pp) if {0, layout.num_stages - 1} & set(layout.stages_of(pp))]
@@ -125,7 +125,7 @@ def tied_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
 def sum_tied_gradients(models: Sequence[Decoder], group: dist.ProcessGroup | None) -> None:
     """Gives both copies of a tied embedding the sum of their gradients.
 
-    One all-reduce of V*H/(tp*shards) elements between the ranks of the first and the last stage.
+    It needs one all-reduce of V*H/(tp*shards) elements between the ranks of the first and the last stage.
     """
     tables = [t.weight.grad for m in models for t in (m.embedding, m.head) if t is not None]
     grads = [local(grad) for grad in tables if grad is not None]

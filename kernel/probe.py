@@ -1,6 +1,6 @@
-"""What devices and the links between them do: the preflight of every allocation, or a run of its own.
+"""Measures devices and the links between them, in the preflight of an allocation or in a run of kernel=probe.
 
-What the numbers mean, and how much is measured, is in `ultrabench.device_rates`.
+`ultrabench.device_rates` says what the numbers mean, and how much is measured.
 """
 
 import time
@@ -18,20 +18,20 @@ from ultrabench.device_rates import Form, share
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**25}
-"""Bytes of a copy, more than any cache holds."""
+"""Bytes of a copy; they are more than any cache holds."""
 COPY_SHARE = 1 / 3
-"""Time of the copies as a share of the time in which a device multiplies matrices."""
+"""Seconds spent on copies, as a share of the seconds spent on matrix products."""
 ELEMENT_BYTES = 4
 
 Group = dist.ProcessGroup | None
-"""The ranks that take part; None for all of them."""
+"""The ranks that take part; None stands for all ranks."""
 Rows = list[dict[str, float]]
-"""One row a size: bytes (the S of the bus bandwidth), median seconds, and the median, 5th and 95th percentile of the
-bus bandwidth: busbw_bytes_per_s, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
+"""One row for each size: bytes (the S of the bus bandwidth), median seconds, and the median, 5th and 95th
+percentile of the bus bandwidth: busbw_bytes_per_s, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
 
 
 class Buffers(NamedTuple):
-    """What an operation sends and receives."""
+    """The tensors that an operation sends and receives."""
 
     whole: Tensor
     other: Tensor
@@ -77,21 +77,21 @@ CALLS = {
 def probe(
     device: torch.device, gpus_per_node: int, form: Form, progress: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """What all devices and the links between them do, as a JSON value; the same on every rank.
+    """Measures all devices and the links between them; returns the same JSON value on every rank.
 
-    Collective: every rank of the default process group calls it. Ranks are numbered node by node.
+    Every rank of the default process group has to call it. Ranks are numbered node by node.
 
     Args:
         progress: called after each measurement, on every rank.
 
     Returns:
-        gemm_flops_per_s: rate of square matrix products by rank, all ranks at once (bf16 on GPUs,
-        fp32 on CPUs); memory_copy_bytes_per_s: bytes read and written by a copy in the device's
-        memory, by rank; collectives: operation -> {all, intra_node}, lists of {bytes, seconds,
-        busbw_bytes_per_s, busbw_p5_bytes_per_s, busbw_p95_bytes_per_s} in order of size. `all` is
-        over all ranks, empty when there is one; `intra_node` over those of each node, all nodes at
-        once, the slowest node's (null when a node has one rank). With one node both are the same
-        measurement.
+        gemm_flops_per_s: rate of square matrix products by rank, all ranks at once (bf16 on GPUs, fp32 on
+        CPUs); memory_copy_bytes_per_s: bytes per second read and written by a copy in the device's memory,
+        by rank; collectives: operation -> {all, intra_node}, lists of {bytes, seconds, busbw_bytes_per_s,
+        busbw_p5_bytes_per_s, busbw_p95_bytes_per_s} in order of size. `all` is over all ranks, and empty if
+        there is only one rank. `intra_node` is over the ranks of each node, with all nodes at once, and has
+        the values of the slowest node; it is null if a node has only one rank. With one node both are the
+        same measurement.
     """
     ranks = dist.get_world_size()
     assert ranks % gpus_per_node == 0, f"{ranks} ranks on nodes of {gpus_per_node}"
@@ -101,7 +101,7 @@ def probe(
     progress()
     inside = whole = _measure(device, None, form, progress)
     if 1 < gpus_per_node < ranks:
-        # Every rank makes the groups of all nodes, in the same order.
+        # Every rank has to make the groups of all nodes, in the same order.
         nodes = [range(first, first + gpus_per_node) for first in range(0, ranks, gpus_per_node)]
         own = [dist.new_group(list(node)) for node in nodes][dist.get_rank() // gpus_per_node]
         inside = _measure(device, own, form, progress)
@@ -114,7 +114,7 @@ def probe(
 
 
 def _seconds(device: torch.device, call: Callable[[], object], calls: int) -> float:
-    """Mean seconds of a call on this rank."""
+    """The mean seconds of a call on this rank."""
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -129,9 +129,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _gemm_rates(device: torch.device, seconds: float) -> list[float]:
-    """2 * edge^3 / median time of a product, by rank: a device that is throttled shows."""
+    """2 * edge^3 / median time of a matrix product, by rank, so that a throttled device is noticed."""
     edge = GEMM_EDGE[device.type]
-    # Random: a product of zeros takes less power, and so runs at a higher clock.
+    # The values are random, since a product of zeros takes less power and so runs at a higher clock.
     a, b = torch.randn(2, edge, edge, device=device).to(GEMM_DTYPE[device.type])
     return _rates(device, partial(torch.mm, a, b), 2 * edge**3, seconds)
 
@@ -157,7 +157,7 @@ def _rates(device: torch.device, call: Callable[[], object], work: float, second
 
 
 def _measure(device: torch.device, group: Group, form: Form, progress: Callable[[], None]) -> dict[str, Rows]:
-    """Every operation in every size over `group`; no rows for a group of one rank."""
+    """Measures every operation in every size over `group`; returns no rows for a group of one rank."""
     found: dict[str, Rows] = {name: [] for name in form.operations}
     ranks = dist.get_world_size(group)
     for size in form.sizes_bytes if ranks > 1 else ():
@@ -167,7 +167,7 @@ def _measure(device: torch.device, group: Group, form: Form, progress: Callable[
         for name in form.operations:
             call = partial(CALLS[name], buffers, group)
             times = [_seconds(device, call, form.calls) for _ in range(form.warmup + form.iterations)]
-            # Of the slowest rank of all nodes; this also makes them begin the next one together.
+            # The slowest rank of all nodes counts. This also lets all ranks begin the next size together.
             slowest = torch.tensor(times[form.warmup :], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             sent = whole.numel() * ELEMENT_BYTES

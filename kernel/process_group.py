@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other."""
+"""Makes the process group in which the ranks of a run find each other."""
 
 import datetime
 import os
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ultrabench.rank_report import Report
 
 PATIENCE = datetime.timedelta(hours=12)
-"""Longer than any run: the agent's deadlines decide when a silence is a hang."""
+"""Time-out of the process group; it is longer than any run, since the deadlines of the agent detect hangs."""
 STORE_POLL_S = 0.005
 
 
@@ -34,7 +34,7 @@ def join(report: Report, device: torch.device) -> None:
 
 
 def _store(port: int, size: int, *, is_master: bool) -> dist.TCPStore:  # type: ignore[name-defined]
-    """The run's key-value store; its master takes a free port, which its agent passes on."""
+    """The key-value store of the run; its master takes a free port, which the agent tells the other ranks."""
     return dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"], port, size, is_master, PATIENCE, wait_for_workers=False
     )

@@ -1,4 +1,4 @@
-"""Looking inside a run: a trace of some more steps, a memory snapshot, and what they show."""
+"""Profiles a run: takes a trace of a few more steps and a memory snapshot, and summarises them."""
 
 import gzip
 import json
@@ -17,20 +17,21 @@ from ultrabench.kernel.timeline import most_allocated, summarize
 from ultrabench.layout import Layout
 
 STEPS = 2
-"""In the trace; one more before them, in which the profiler itself warms up, and one after them."""
+"""Number of steps in the trace; one step before them warms up the profiler, and one more follows."""
 TRACE, SNAPSHOT, SUMMARY = "trace.json.gz", "memory.pickle", "summary.json"
 
 
 def profiled_ranks(layout: Layout) -> frozenset[int]:
-    """The first rank of the first and of the last pipeline stage."""
+    """The ranks that are profiled: the first rank of the first and of the last pipeline stage."""
     return frozenset(layout.first_rank(pp) for pp in (0, layout.pp - 1))
 
 
 def look_inside(trainer: TrainStep, number: int, folder: Path) -> None:
-    """Trains four more steps from `number` on; profiled ranks write what they see to `folder`/rank<rank>.
+    """Trains four more steps from `number` on; profiled ranks write files to `folder`/rank<rank>.
 
-    Collective. trace.json.gz is for chrome://tracing or Perfetto, memory.pickle (GPUs only) for
-    pytorch.org/memory_viz, summary.json holds what `summarize` says, and memory_bytes at the peak by kind.
+    All ranks have to call it. trace.json.gz is for chrome://tracing or Perfetto, memory.pickle (only on GPUs)
+    is for pytorch.org/memory_viz, and summary.json has the result of `summarize` and memory_bytes, the bytes
+    of each kind at the peak.
 
     Raises:
         OSError: the files cannot be written.
@@ -48,13 +49,13 @@ def look_inside(trainer: TrainStep, number: int, folder: Path) -> None:
         memory = _by_kind(trainer, gradient, peak, trace)
         told = {"rank": rank, "device": trainer.device.type, **summarize(trace), "memory_bytes": memory}
         (to / SUMMARY).write_text(json.dumps(told, indent=1))
-    for step in steps:  # of the other ranks
+    for step in steps:  # the steps of ranks that are not profiled
         _train(trainer, step)
-    dist.barrier()  # no rank leaves while its peers still write
+    dist.barrier()  # no rank continues while others still write
 
 
 def _train(trainer: TrainStep, step: int) -> int:
-    """One step; bytes of the gradients before the update."""
+    """Trains one step; returns the bytes of the gradients before the update."""
     loss = trainer.accumulate(*trainer.batch(step))
     gradient = sum(local(p.grad).nbytes for p in trainer.params.values() if p.grad is not None)
     trainer.update(loss)
@@ -64,7 +65,7 @@ def _train(trainer: TrainStep, step: int) -> int:
 
 
 def _gradients_and_peak(trainer: TrainStep, step: int) -> tuple[int, int | None]:
-    """Bytes of the gradients of one step, and the most that was allocated meanwhile on a GPU."""
+    """Trains one step; returns the bytes of its gradients and, on a GPU, the peak of allocated bytes."""
     if trainer.device.type != "cuda":
         return _train(trainer, step), None
     torch.cuda.reset_peak_memory_stats()
@@ -72,9 +73,9 @@ def _gradients_and_peak(trainer: TrainStep, step: int) -> tuple[int, int | None]
 
 
 def _by_kind(trainer: TrainStep, gradient: int, peak: int | None, trace: dict[str, Any]) -> dict[str, int]:
-    """Bytes at the peak: what stays from step to step, gradients, and the rest, which is activation.
+    """The bytes of each kind at the peak: parameters, gradients, optimizer states; the rest is activation.
 
-    A CPU's allocator knows only what was allocated in the traced steps, gradients among it.
+    On a CPU only the bytes that the traced steps allocated are known, which include the gradients.
     """
     states = [t for s in trainer.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     parameter, optimizer = (sum(t.nbytes for t in ts) for ts in (trainer.shards.values(), states))
@@ -85,14 +86,14 @@ def _by_kind(trainer: TrainStep, gradient: int, peak: int | None, trace: dict[st
 
 
 def _trace(step: Callable[[], object], device: torch.device, path: Path) -> None:
-    """Runs 1 + STEPS steps, of which the last ones are traced."""
+    """Runs 1 + STEPS steps, of which the last STEPS are traced."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(
         activities=activities,
         schedule=schedule(wait=0, warmup=1, active=STEPS, repeat=1),
         on_trace_ready=lambda made: made.export_chrome_trace(str(path)),
-        profile_memory=not on_gpu,  # a GPU's allocator has a snapshot of its own
+        profile_memory=not on_gpu,  # on GPUs the memory snapshot shows it
     ) as profiler:
         for _ in range(1 + STEPS):
             step()

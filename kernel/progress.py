@@ -1,4 +1,4 @@
-"""Counting micro-batches when the device has finished them, not when they were launched."""
+"""Counts micro-batches when the device has finished them, and not when they are launched."""
 
 import threading
 from collections import deque
@@ -10,10 +10,10 @@ POLL_S = 0.02
 
 
 class DeviceProgress:
-    """Called after each launch of a micro-batch; calls `count` when the device is done with it.
+    """Is called after each launch of a micro-batch, and calls `count` when the device has finished it.
 
-    A CPU is done at once. On a GPU an event is recorded, and a thread looks whether it has
-    passed: waiting for it in the training thread would stop the launching.
+    A CPU has finished at once. On a GPU an event is recorded, and another thread watches for it, since the
+    training thread could launch nothing while it waits.
     """
 
     def __init__(self, device: torch.device, count: Callable[[], None]) -> None:
@@ -24,7 +24,7 @@ class DeviceProgress:
             threading.Thread(target=self._poll, args=(self._pending,), daemon=True).start()
 
     def __call__(self) -> None:
-        """Counts one micro-batch once it is finished."""
+        """Counts one micro-batch as soon as the device has finished it."""
         if self._pending is None:
             self._count()
             return

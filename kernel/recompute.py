@@ -1,8 +1,8 @@
-"""What backward computes anew instead of keeping it, layer by layer.
+"""Makes backward compute parts of each layer again, so that forward need not keep their results.
 
-full: a layer keeps its input only, and runs forward once more (arXiv 1604.06174).
-selective: the outputs of matrix products, attention and collectives are kept, and the cheap rest
-(norms, rotations, activation functions, casts) is computed anew.
+full: a layer keeps only its input, and backward runs its forward again (arXiv 1604.06174).
+selective: a layer keeps the outputs of matrix products, attention and collectives, and backward computes the
+cheap rest (norms, rotations, activation functions, casts) again.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def apply_recompute(model: Decoder, recompute: str) -> None:
-    """Has the layers of `model` recompute, in place; inside of what gathers their parameters."""
+    """Makes the layers of `model` recompute, in place; `apply_dp`, which gathers parameters, comes later."""
     if recompute == "none":
         return
-    # No dropout here, so the state of random generators need not be kept.
+    # There is no dropout, so the state of random generators need not be kept.
     again: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if recompute == "selective":
         again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep))

@@ -1,4 +1,4 @@
-"""Checks that ranks which must hold the same numbers still hold the same, bit for bit."""
+"""Checks that ranks which must hold the same parameters still do, bit for bit."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,14 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def require_equal_replicas(trainer: TrainStep) -> None:
-    """Compares a checksum of every parameter between the ranks that hold a copy of the same part.
+    """Compares a checksum of every parameter between the ranks that hold copies of the same part.
 
-    Copies lie along dp_replicate, norms along tp, and a tied embedding on the first and the last
-    stage. Collective; an all-reduce of 16 bytes a parameter along each of these, and one over all.
+    Ranks along dp_replicate hold copies of all parameters, ranks along tp hold copies of norms, and the first
+    and the last stage hold copies of a tied embedding. All ranks have to call it. It needs an all-reduce of
+    16 bytes per parameter along each of these, and one over all ranks.
 
     Raises:
-        ReplicasDifferError: on every rank when any copy differs; names what differs on this one.
+        ReplicasDifferError: on every rank if any copy differs; it names the differences on this rank.
     """
     found = set[str]()
     for axis in ("dp_replicate", "tp"):
@@ -44,12 +45,12 @@ def _replicated(param: Tensor, axis: str) -> bool:
 
 
 def _differing(trainer: TrainStep, names: Sequence[str], group: dist.ProcessGroup) -> set[str]:
-    """Those of `names` whose checksum is not the same in the whole group."""
+    """The names among `names` whose checksums differ within the group."""
     if not names or group.size() == 1:
         return set()
     shards = [local(trainer.params[name].detach()) for name in names]
     sums = torch.stack([s.view(_BITS[s.element_size()]).sum(dtype=torch.int64) for s in shards])
-    # The largest of a and the largest of -a are those of the same number only if all are equal.
+    # The maximum of the sums equals minus the maximum of the negated sums only if all sums are equal.
     both = torch.stack((sums, -sums))
     dist.all_reduce(both, dist.ReduceOp.MAX, group)
     return {name for name, same in zip(names, (both[0] == -both[1]).tolist(), strict=True) if not same}

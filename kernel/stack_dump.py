@@ -1,4 +1,4 @@
-"""Writes the stacks and the last collectives of a rank when a signal asks for them."""
+"""Writes the stacks and the last collectives of a rank when signals ask for them."""
 
 import faulthandler
 import json
@@ -19,17 +19,16 @@ _kept_open: list[IO[str]] = []
 def dump_on_signals(report: Report) -> None:
     """Answers SIGUSR1 with the Python stacks and SIGUSR2 with the last collectives, beside the report.
 
-    Two signals, because the second answer needs the interpreter, which a thread stuck in C may
-    hold. Call it in the main thread. It costs a thread that sleeps. Programs that are not ours may
-    call it too.
+    There are two signals because the second answer needs the interpreter lock, which a thread that hangs in C
+    may hold. Call it in the main thread; it starts one thread, which sleeps. Other programs may use it too.
     """
     stacks = open(f"{report.path}{STACKS_SUFFIX}", "w")  # noqa: SIM115 - faulthandler writes to it
     _kept_open.append(stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     asked, wake = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(wake, False)
-    # A handler in Python would wait for the main thread, which may be blocked in a collective; the
-    # byte in the pipe comes from C, in whichever thread the signal arrives.
+    # A handler in Python would wait for the main thread, which may be blocked in a collective. C code writes
+    # a byte to the pipe instead, in whichever thread the signal arrives.
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGUSR2, lambda *_: None)
     signal.siginterrupt(signal.SIGUSR2, False)
@@ -49,7 +48,7 @@ def _answer(asked: int, target: Path) -> None:
 
 
 def _device_memory() -> dict[str, int]:
-    """Bytes of the caching allocator; it is asked, not the driver, which may hang."""
+    """Bytes of the caching allocator; the driver is not asked, since it may hang."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     return {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}

@@ -1,4 +1,4 @@
-"""One optimizer step of any layout: build, accumulate gradients, clip, update."""
+"""One optimizer step of any layout: builds the model, accumulates gradients, clips and updates."""
 
 from collections.abc import Callable
 
@@ -23,13 +23,13 @@ LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
-"""Largest norm of the whole gradient; the recipe of Llama (arXiv 2302.13971, section 2.3)."""
+"""Largest norm of the whole gradient, as in the recipe of Llama (arXiv 2302.13971, section 2.3)."""
 
 
 def initialise(model: Decoder, seed: int, device: torch.device) -> None:
-    """Gives every parameter its part of the full value that its name and `seed` stand for.
+    """Gives every parameter its part of the full initial value, which depends on its name and `seed`.
 
-    One full matrix at a time exists on the device.
+    Only one full matrix at a time exists on the device.
     """
     model.to_empty(device=device)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def initialise(model: Decoder, seed: int, device: torch.device) -> None:
 
 
 class TrainStep:
-    """A rank's share of the model and its optimizer; every method is collective."""
+    """A rank's share of the model and its optimizer; all ranks have to call every method together."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class TrainStep:
             self.pipeline = Pipeline(self.models, layout, seq_len, mesh["pp"], device, dtype, progress)
 
     def _build(self, stage: Stage) -> Decoder:
-        """A stage of the model with everything around it that the layout asks for."""
+        """A stage of the model, with every form of parallelism of the layout applied to it."""
         spec, choice = self.spec, self.spec.kernel
         with torch.device("meta"):
             model = Decoder(spec.shape, stage, spec.workload.seq_len)
         if MASTER_DTYPE[choice.precision] != torch.get_default_dtype():
-            model.to(MASTER_DTYPE[choice.precision])  # which a dry run's tensors do not permit
+            model.to(MASTER_DTYPE[choice.precision])  # tensors of a dry run do not permit this
         cp.apply_cp(model, self.spans, self.cp_group)
         apply_tp(model, self.mesh["tp"])
         apply_recompute(model, choice.recompute)
@@ -83,22 +83,22 @@ class TrainStep:
         apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision)
         initialise(model, spec.workload.seed, self.device)
         assert isinstance(model, FSDPModule)
-        # The first gather lays out the shards for good; the optimizer must hold those.
+        # The first gather gives the shards their final memory, which the optimizer must refer to.
         model.unshard()
         model.reshard()
         return model
 
     @property
     def other_groups(self) -> dict[str, dist.ProcessGroup]:
-        """The groups that this rank is in beside those of the mesh, by name."""
+        """The groups of this rank, by name, that are not groups of the mesh."""
         named = {"tied": self.tied_group, "cp": self.cp_group}
         return {name: group for name, group in named.items() if group is not None}
 
     def _set_up_optimizer(self) -> None:
-        """AdamW over this rank's own values: it works element by element, so shards suffice.
+        """Makes AdamW over the shards of this rank, which is enough since it works element by element.
 
-        Each parameter weighs 1 / (ranks that hold the same part) in the norm, and nothing on the
-        last stage's copy of a tied embedding, so that the norm counts each number once.
+        In the norm each parameter has the weight 1 / (number of ranks that hold the same part), and the copy
+        of a tied embedding on the last stage has the weight 0, so that the norm counts each number once.
         """
         self.params = {name: p for model in self.models for name, p in model.named_parameters()}
         stage_ranks = dist.get_world_size() // self.layout.pp
@@ -114,18 +114,18 @@ class TrainStep:
         )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank in `step`: gas*mbs x S/cp tokens each, on the device."""
+        """The inputs and targets of this rank in `step`: gas*mbs x S/cp tokens each, on the device."""
         indices = sample_indices(self.layout, self.at.dp)
         inputs, targets = load(indices, step, self.spec.workload, self.spec.shape.vocab_size, self.device)
         return cp.take(inputs, self.spans), cp.take(targets, self.spans)
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Leaves the gradients of the mean loss of the global batch in the parameters.
+        """Computes the gradients of the mean loss of the global batch, and leaves them in the parameters.
 
-        fully_shard averages over dp and cp; what is left is the mean over the micro-batches.
+        fully_shard averages over dp and cp; this method averages over the micro-batches.
 
         Returns:
-            The mean loss of this rank's tokens where the last stage is, 0 elsewhere.
+            The mean loss of this rank's tokens if it has the last stage, otherwise 0.
         """
         losses = []
         if self.layout.pp > 1:
@@ -147,9 +147,9 @@ class TrainStep:
         return sum((local(loss.detach()) for loss in losses), none)
 
     def update(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Clips by the norm of the whole gradient, updates, and clears the gradients.
+        """Clips by the norm of the whole gradient, updates the parameters, and clears the gradients.
 
-        One all-reduce of two fp64 numbers over the world.
+        It needs one all-reduce of two fp64 numbers over all ranks.
 
         Returns:
             The mean loss of the global batch and the norm before clipping, the same on all ranks.

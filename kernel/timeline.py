@@ -1,7 +1,7 @@
-"""What a trace in Chrome's format shows: which kernels took the time, and which communication was waited for.
+"""Summarises a trace in Chrome's format: the kernels that took the time, and the exposed communication.
 
-Times of a GPU are those of its kernels. A CPU has none: there an operator's own time stands for a kernel,
-without that of the operators it calls, and gloo's threads tell when they communicate.
+On a GPU the times are those of its kernels. A CPU has no kernels: there the time of an operator counts,
+without the time of the operators that it calls, and the threads of gloo show the communication.
 """
 
 from collections import Counter, defaultdict
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 TOP = 12
-"""Number of kernels that a summary names, the longest first."""
+"""Number of kernels that a summary names; it begins with the longest."""
 
 
 class Span(NamedTuple):
-    """A stretch of time of one kernel or operator, in microseconds."""
+    """The time span of one kernel or operator, in microseconds."""
 
     start: float
     end: float
@@ -21,12 +21,12 @@ class Span(NamedTuple):
 
 
 def summarize(trace: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a mean step of a rank.
+    """How a rank spends the time of a mean step, in seconds.
 
     Returns:
-        steps and step_time_s; compute_s and communication_s, in which some kernel of that kind ran;
-        exposed_communication_s, in which no kernel computed meanwhile; idle_s, in which none ran; top, a
-        list of {name, calls, seconds} a step, the longest first.
+        steps and step_time_s; compute_s and communication_s, in which a kernel of that kind ran;
+        exposed_communication_s, in which kernels communicated and none computed; idle_s, in which no kernel
+        ran; top, a list of {name, calls, seconds} per step, the longest first.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
@@ -53,7 +53,7 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def most_allocated(trace: dict[str, Any]) -> int:
-    """Bytes of a CPU that were allocated in the trace and not yet freed, at their most."""
+    """The largest number of bytes on a CPU that the trace had allocated and not yet freed."""
     told = (e["args"] for e in trace["traceEvents"] if e["name"] == "[memory]")
     return max((int(args["Total Allocated"]) for args in told if args["Device Type"] == 0), default=0)
 
@@ -67,7 +67,7 @@ def _span(event: dict[str, Any]) -> Span:
 
 
 def _own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """Time of torch's operators in which none that they called ran, and all of gloo's."""
+    """The spans of torch's operators without those of the operators they call, and all spans of gloo."""
     found: list[Span] = []
     threads: dict[Any, list[Span]] = {}
     for event in events:
@@ -78,7 +78,7 @@ def _own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
 
 
 def _walk(spans: list[Span], found: list[Span]) -> None:
-    """Cuts the nested spans of one thread into pieces that do not overlap; gloo's stay whole."""
+    """Cuts the nested spans of one thread into pieces that do not overlap; spans of gloo stay whole."""
     open_spans: list[Span] = []
     now = 0.0
 
@@ -105,7 +105,7 @@ def _walk(spans: list[Span], found: list[Span]) -> None:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The time that any of the spans covers, as spans that do not overlap, in order."""
+    """The time that the spans cover together, as ordered spans that do not overlap."""
     found: list[Span] = []
     for span in sorted(spans):
         if found and span.start <= found[-1].end:
@@ -116,5 +116,5 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Microseconds of spans that do not overlap."""
+    """The total length of spans that do not overlap, in microseconds."""
     return sum(s.end - s.start for s in spans)

@@ -1,7 +1,8 @@
-"""One rank's life: `python -P -m ultrabench.kernel.worker`, or `main()` in a forked process.
+"""Runs one rank: `python -P -m ultrabench.kernel.worker`, or `main()` in a forked process.
 
-The environment holds the torchrun variables, ULTRABENCH_SPEC (a Task as JSON), ULTRABENCH_REPORT
-and, where an agent passes on the store's port, ULTRABENCH_STORE. Everything else is in the report.
+The environment holds the variables of torchrun, ULTRABENCH_SPEC (the file of a Task as JSON),
+ULTRABENCH_REPORT and, if an agent passes on the port of the store, ULTRABENCH_STORE. All results are written
+to the report.
 """
 
 import faulthandler
@@ -35,7 +36,7 @@ DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(PARTS))
 
 
 def _device(name: str) -> torch.device:
-    """This rank's own device, made the current one."""
+    """The device of this rank, which becomes the current device."""
     if name != "cuda":
         return torch.device(name)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -44,7 +45,7 @@ def _device(name: str) -> torch.device:
 
 
 class Timing:
-    """Runs steps one by one, reports each, and decides when enough have been measured."""
+    """Runs steps one by one, reports each, and decides when enough steps have been measured."""
 
     def __init__(self, task: Task, trainer: TrainStep, report: Report) -> None:
         self.task, self.trainer, self.report = task, trainer, report
@@ -60,7 +61,7 @@ class Timing:
             torch.cuda.synchronize()
 
     def step(self) -> None:
-        """One step; its data are made beforehand, its numbers read afterwards."""
+        """Runs and times one step; making its data before and reading its loss after are not timed."""
         number = self.done_steps + 1
         self.report.enter(DATA, number)
         batch = self.trainer.batch(number)
@@ -86,7 +87,7 @@ class Timing:
             self.loss_final = loss
 
     def ci_reached(self) -> bool:
-        """Whether the median step time is known as precisely as wanted: rank 0's word for all."""
+        """Whether the median step time is known precisely enough; rank 0 decides for all ranks."""
         width = ci95_rel(self.step_times_s)
         reached = width is not None and width <= self.measure.target_ci95_rel
         flag = torch.tensor([float(reached)], device=self.device)
@@ -94,7 +95,7 @@ class Timing:
         return bool(flag.item())
 
     def _count_flops(self) -> None:
-        """A step in which every product is counted, on all ranks."""
+        """Runs one step, and counts the FLOPs of all ranks in it."""
         with ExecutedFlops() as executed:
             self.step()
         total = torch.tensor([executed.flops], dtype=torch.float64, device=self.device)
@@ -106,7 +107,7 @@ class Timing:
         self.report.write("memory", allocated_bytes=allocated, reserved_bytes=reserved)
 
     def run(self) -> None:
-        """First step, warm-up, measuring; reports how it ended."""
+        """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
         self.report.phase("first_step")
         self.step()
         self.report.phase("warmup")
@@ -115,11 +116,11 @@ class Timing:
                 self._count_flops()
             else:
                 self.step()
-        # A collection in the middle of a measured step would be one rank's, and all would wait.
+        # If one rank collected garbage during a measured step, all other ranks would wait for it.
         gc.collect()
         gc.freeze()
         gc.disable()
-        self._report_peaks()  # a run that is stopped while it is measured has them, too
+        self._report_peaks()  # so that a run that is stopped early has them too
         self.report.phase("measure")
         reached = False
         while not reached and len(self.step_times_s) < self.measure.max_steps:
@@ -142,7 +143,7 @@ class Timing:
 
 
 def train(task: Task, report: Report) -> None:
-    """Runs the task on this rank from joining the others to leaving them."""
+    """Runs the task on this rank, from joining the process group to leaving it."""
     report.phase("process_group")
     device = _device(task.device)
     report.write("memory", **memory.account())
@@ -172,7 +173,7 @@ def _probe(task: Task, device: torch.device, report: Report) -> None:
 def _train(task: Task, device: torch.device, report: Report) -> None:
     report.phase("build")
     mesh = build_mesh(task.spec.layout, device.type)
-    # After the groups, whose threads' stacks would count as the model's.
+    # The limit is set after the groups are made, since the stacks of their threads must not count.
     if device.type == "cpu":
         memory.limit_cpu_memory(task.rank_mem_bytes)
         report.write("memory", **memory.account())
@@ -184,7 +185,7 @@ def _train(task: Task, device: torch.device, report: Report) -> None:
 
 
 def main() -> int:
-    """The rank's exit code: 0 when its run is done, 1 when it failed and the report says why."""
+    """Runs the rank; returns its exit code: 0 if its run is done, 1 if it failed and the report says why."""
     report = Report.from_environment()
     faulthandler.enable()  # a crash of native code leaves its stacks in the log
     stack_dump.dump_on_signals(report)
@@ -206,5 +207,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A failed collective leaves threads behind that would keep the interpreter from ending.
+    # A failed collective leaves threads behind that would prevent the interpreter from ending.
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Runs on the login node: submits allocations, sees what becomes of them, and submits what is still to be done."""
+"""Runs on the login node: submits allocations, follows them, and submits the work that is still left."""

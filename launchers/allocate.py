@@ -1,4 +1,4 @@
-"""Makes the allocations that agents read, and groups those that one submission can hold."""
+"""Makes the allocations that agents read, and groups the jobs that can be submitted together."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from ultrabench.sweep.running.price import PlannedJob, run_limit_s
 
 
 def shapes(jobs: Sequence[PlannedJob], max_array: int) -> list[list[PlannedJob]]:
-    """The jobs in groups for one submission each; those of a group are alike in nodes and time limit."""
+    """The jobs in groups of at most `max_array`; all jobs of a group have the same nodes and time limit."""
     alike: dict[tuple[int, float], list[PlannedJob]] = {}
     for job in jobs:
         alike.setdefault((job.nodes, job.limit_s), []).append(job)
@@ -37,13 +37,13 @@ def allocations(
     git_commit: str | None = None,
     cores: int | None = None,
 ) -> list[Allocation]:
-    """The allocations of one submission, as their agents will read them; nothing is written yet.
+    """The allocations of one submission, as their agents will read them; this writes no file.
 
     Args:
         token: hexadecimal digits that no other submission has.
-        by: who submits them, and from where.
-        kernel_digest: digest of the training program, which has to be the same on the nodes.
-        cores: number of cores of this host; None when they were not counted.
+        by: the user who submits the allocations, and the place.
+        kernel_digest: digest of the training program; the program on the nodes must have the same one.
+        cores: number of cores of this host; None if they were not counted.
     """
     config = plan.config
     return [
@@ -87,9 +87,9 @@ def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[CellKey, float]) ->
 
 
 def _rank_threads(config: SweepConfig, nodes: int, cores: int | None) -> int | None:
-    """OMP_NUM_THREADS of a rank: the cores of the host, divided among the ranks on it.
+    """The value of OMP_NUM_THREADS for a rank: the cores of the host, divided among the ranks on it.
 
-    None where the nodes are other hosts than this one: their agents count for themselves.
+    It is None if the nodes are other hosts, since the agents there count the cores themselves.
     """
     if cores is None or (config.launcher.name != "local" and not config.hardware.simulated):
         return None

@@ -1,4 +1,4 @@
-"""The interface of launchers: they submit allocations, see what became of them, and end them."""
+"""The interface of launchers, which submit, observe and end allocations."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from ultrabench.store.state import AllocationState
 
 
 def origin(cluster: str = "") -> Origin:
-    """This user on this host. Local processes also belong to a PID namespace, which the host then names."""
+    """This user, cluster and host; without a cluster, the host of a container includes its PID namespace."""
     host = socket.gethostname().split(".")[0]
     if not cluster and (namespace := pid_namespace()) != _FIRST_NAMESPACE:
         host += f":{namespace}"
@@ -26,39 +26,39 @@ class Launcher(Protocol):
     """Runs allocations as local processes or as Slurm jobs."""
 
     limits: JobLimits
-    """How much a launch may have in flight."""
+    """How many jobs and nodes a launch may hold or queue for at the same time."""
     outlives_us: bool
-    """Whether allocations go on after Ctrl-C."""
+    """Whether allocations continue after the user ends the launcher with Ctrl-C."""
     by: Origin
-    """Who submits, and where: it can see and end the allocations of that user in that place."""
+    """The user and the place of this launcher, which sees and ends only allocations of that user there."""
     rest_s: float
     """Seconds between two looks at the journal."""
 
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
     ) -> dict[str, Job]:
-        """Submits allocations of the same node count and time limit; returns the job of each allocation.
+        """Submits allocations with the same node count and time limit; returns the job of each allocation.
 
         Args:
             avoid: nodes that must not be used.
-            say: called with a message about each failure that is tried again.
+            say: called with a message about each failed submission that is repeated.
 
         Raises:
-            ClusterError: the submission failed; `observe` finds out whether some were submitted all the same.
+            ClusterError: the submission failed; `observe` finds the jobs that were submitted nevertheless.
         """
 
     def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
-        """The present state of `allocations`; for ended ones, only whether their job was started again."""
+        """The present state of `allocations`; for ended ones, only whether Slurm started their job again."""
 
     def cancel(
         self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
     ) -> dict[str, float]:
-        """Ends allocations, with `queued_only` those that hold no nodes.
+        """Ends allocations; with `queued_only` it ends only those that hold no nodes.
 
         Returns:
-            Allocation -> seconds for which it held its nodes, for those that have surely ended; `observe` reports
-            the others later.
+            Allocation -> seconds for which it held its nodes, for the allocations that have certainly ended;
+            `observe` reports the others later.
         """
 
     def end_frozen(self, name: str, job: Job) -> None:
-        """Ends one allocation, which runs as `job` and whose agent no longer reacts."""
+        """Ends an allocation that runs as `job` and whose agent no longer responds."""

@@ -1,7 +1,7 @@
 """Runs allocations on this machine, with one agent process for each simulated node.
 
-`python -P -m ultrabench.launchers.local FOLDER` starts the agents of one allocation in a session of their own, so
-that they outlive the launcher.
+`python -P -m ultrabench.launchers.local FOLDER` starts the agents of one allocation in a new session, so that
+they continue when the launcher ends.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ from ultrabench.store.state import AllocationState
 SUBMIT_TIMEOUT_S = 60.0
 STOP_PATIENCE_S = 10.0
 GRACE_S = 3.0
-"""Seconds without any process after which an allocation counts as over."""
+"""Seconds without a process after which an allocation counts as ended."""
 WARNING_S = 30
 """Seconds before the time limit at which submitit warns the agents."""
 OURS = {"ultrabench.agent", "ultrabench.launchers.local", "submitit.local._local"}
-"""Modules of processes that belong to an allocation: its agents, what starts them, and submitit's controller."""
+"""Modules of an allocation's processes: its agents, the process that starts them, submitit's controller."""
 
 
 class LocalLauncher:
     """Starts, finds and kills allocations that are processes of this host."""
 
-    limits = JobLimits(max_jobs=1)  # two at once would disturb each other's measurements
+    limits = JobLimits(max_jobs=1)  # two jobs at once would disturb each other's measurements
     outlives_us = False
     rest_s = 0.3
 
@@ -56,10 +56,10 @@ class LocalLauncher:
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
     ) -> dict[str, Job]:
-        """Starts the agents of each; returns how to find them.
+        """Starts the agents of each allocation; returns the host, pid and start time of each.
 
         Raises:
-            ClusterError: they could not be started.
+            ClusterError: the agents of an allocation could not be started.
         """
         return {a.name: self._submit(a) for a in allocations}
 
@@ -84,10 +84,10 @@ class LocalLauncher:
         return {"host": socket.gethostname(), "pid": pid, "start_time": start_time(pid)}
 
     def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
-        """Allocations are alive while they have a process on this host, and a moment longer.
+        """The allocations that are alive: they have a process on this host, or had one until GRACE_S ago.
 
-        Processes are found by their command lines, not by remembered pids: this works after a launcher died, and
-        when the system uses a pid again.
+        Processes are found by their command lines and not by remembered pids, so that this works after a
+        launcher died and when the system reuses a pid.
         """
         unended = [name for name, held in allocations.items() if held.ended is None]
         present = _present(self._folder.allocations)
@@ -112,13 +112,13 @@ class LocalLauncher:
         )
 
     def _held_s(self, held: AllocationState) -> float:
-        """Seconds from the moment an allocation was written to its latest sign of life."""
+        """Seconds from the time an allocation was written to its latest sign of life."""
         paths = [self._folder.journal / a.journal for a in held.agents if a.journal]
         began = touched(self._folder.allocations / held.name / "allocation.json")
         return max(0.0, *(touched(path) - began for path in paths)) if paths and began else 0.0
 
     def _end_stragglers(self, ended: set[str]) -> None:
-        """Kills agents that still run some seconds after their allocation ended, such as frozen ones."""
+        """Kills agents, such as frozen ones, that still run some seconds after their allocation ended."""
         end = time.monotonic() + GRACE_S
         while ended and time.monotonic() < end:
             time.sleep(0.05)
@@ -127,7 +127,7 @@ class LocalLauncher:
             self.end_frozen(name, {})
 
     def end_frozen(self, name: str, job: Job) -> None:
-        """Kills the agents at once; the kernel and `clean_up_after_the_dead` end their ranks."""
+        """Kills the agents at once; Linux and `clean_up_after_the_dead` end their ranks."""
         folder = self._folder.allocations / name
         kill_until_gone(lambda: _processes_of(folder))
         clean_up_after_the_dead()
@@ -135,7 +135,10 @@ class LocalLauncher:
     def cancel(
         self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
     ) -> dict[str, float]:
-        """Ends allocations: asks their agents to end, then kills what is left. Local allocations are never queued."""
+        """Ends allocations: asks their agents to end, then kills those that do not.
+
+        Local allocations are never queued, so that `queued_only` ends none.
+        """
         if queued_only:
             return {}
         for name in allocations:
@@ -154,7 +157,7 @@ class LocalLauncher:
 
 
 def _processes(allocations: Path) -> Iterator[tuple[int, str]]:
-    """Pid and allocation of each of our processes with the folder of an allocation, or a file in it, as an argument."""
+    """Pid and allocation of our processes that have an allocation's folder, or a file in it, as argument."""
     start = f"{allocations}/"
     for pid in own_processes():
         words = command_line(pid)
@@ -173,8 +176,8 @@ def _processes_of(folder: Path) -> list[int]:
 
 
 def start_agents(folder: Path) -> int:
-    """Starts the agents of the allocation in `folder`, one for each simulated node; returns the pid of submitit's controller."""
-    from submitit.local.local import start_controller  # only the process that starts agents needs it
+    """Starts one agent for each simulated node of an allocation; returns the pid of submitit's controller."""
+    from submitit.local.local import start_controller  # only the process that starts agents needs submitit
 
     allocation = read_allocation(folder)
     gpus = allocation.gpus_per_node if allocation.tasks[0].device == "cuda" else 0
@@ -190,7 +193,7 @@ def start_agents(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    # The controller inherits stdout; kept open there, the launcher would wait for its end.
+    # The controller inherits stdout. If it kept stdout open, the launcher would wait until it ends.
     answer = os.dup(1)
     os.dup2(2, 1)
     os.write(answer, f"{start_agents(Path(sys.argv[1]))}\n".encode())

@@ -1,4 +1,4 @@
-"""Opens a sweep for a launch: makes its folder, looks at this machine, and writes the plan."""
+"""Opens a sweep for a launch: makes its folder, gathers facts about this machine, and writes the plan."""
 
 import hashlib
 import json
@@ -35,8 +35,8 @@ def sweep_json_of(config: SweepConfig, environment: dict[str, Any]) -> SweepJson
     """The content of sweep.json for a new sweep.
 
     Args:
-        environment: what the kernel's environment probe said of this machine, with the measured
-            rate of a core where the hardware has no rate of its own.
+        environment: facts about this machine from the kernel's environment probe, and the measured rate
+            of a core if the hardware names no rate.
     """
     return SweepJson(
         sweep=config.name, cluster=config.cluster, hardware=config.hardware, kernel=config.kernel,
@@ -47,12 +47,12 @@ def sweep_json_of(config: SweepConfig, environment: dict[str, Any]) -> SweepJson
 
 
 def require_same(known: SweepJson, config: SweepConfig, where: Path) -> None:
-    """Returns when `config` describes the sweep that is in the folder `where`.
+    """Raises if `config` does not describe the sweep in the folder `where`.
 
-    Axes and models may change (the plan grows or shrinks); hardware, kernel and workload may not.
+    Axes and models may change, which makes the plan larger or smaller; hardware, kernel and workload may not.
 
     Raises:
-        ConfigError: they differ; the message shows how.
+        ConfigError: they differ; the message shows the differences.
     """
     for group in ("hardware", "kernel", "workload"):
         was, now = to_dict(getattr(known, group)), to_dict(getattr(config, group))
@@ -64,7 +64,7 @@ def require_same(known: SweepJson, config: SweepConfig, where: Path) -> None:
 
 
 def provenance(config: SweepConfig) -> dict[str, Any]:
-    """Who launched what from where."""
+    """The user, host, version and sources of a launch, for the record."""
     commit = checkout.commit()
     return {
         "git_commit": commit,
@@ -91,28 +91,28 @@ class OpenSweep:
     reader: JournalReader
     environment: dict[str, Any]
     accepts: Callable[[RunResult], bool]
-    """Whether an ok result counts for this launch."""
+    """Says whether a result with the status ok counts for this launch."""
     kernel_digest: str
     """Digest of the training program when the sweep was launched."""
     git_commit: str | None
     known: Fold = field(default_factory=Fold)
-    """What `reader` has read so far."""
+    """The events that `reader` has read so far."""
 
     @property
     def config(self) -> SweepConfig:
-        """Its configuration."""
+        """The configuration of the sweep."""
         return self.plan.config
 
     def state(self) -> SweepState:
-        """The state now; always the same object, which grows with the journal."""
+        """The state of the sweep now; every call returns the same object, which grows with the journal."""
         return self.known.add(self.reader.poll())
 
     def owner_of(self, name: str) -> str | None:
-        """The allocation that claimed this attempt or allocation; None when nobody did."""
+        """The allocation that claimed this attempt or allocation; None if nobody has claimed it."""
         return owner_of(self.folder.claims, name)
 
     def give_up(self, name: str) -> bool:
-        """Claims an allocation so that it will never run; False when its agents own it."""
+        """Claims an allocation so that it never runs; returns False if its agents already own it."""
         return give_up(self.folder.claims, name)
 
 
@@ -126,18 +126,18 @@ def open_sweep(
     max_gpu_hours: float | None = None,
     environment: dict[str, Any] | None = None,
 ) -> OpenSweep:
-    """Creates or continues the sweep of a plan; the plan is made anew when the rate of a core had to be measured.
+    """Creates or continues the sweep of a plan, which it makes again if it measured the rate of a core.
 
     Args:
         reuse: what to do with ok results of another environment: `any` counts them, `same` measures
-            again, None asks.
+            again, None raises if there are any.
         max_gpu_hours: the budget of this launch, which is only recorded.
-        retry: failed attempts to try again, whatever the policy had settled.
-        environment: facts about this machine, when another sweep of this process has gathered them already.
+        retry: failed attempts to repeat even if the retry policy would not repeat them.
+        environment: facts about this machine, if another sweep of this process has already gathered them.
 
     Raises:
-        ConfigError, SweepFolderError: it cannot be launched like this; nothing was written.
-        ClusterError: this machine could not be looked at.
+        ConfigError, SweepFolderError: the sweep cannot be launched with these values; nothing was written.
+        ClusterError: the facts about this machine could not be gathered.
     """
     config = plan.config
     require_local(config)
@@ -177,9 +177,10 @@ def open_sweep(
 
 
 def _machine_facts(config: SweepConfig, needs_peak: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """The facts of this machine; only its cores where torch, which takes seconds to import, is not needed.
+    """The facts about this machine; only its number of cores if torch (slow to import) is not needed.
 
-    Torch measures the peak rate, finds the GPUs of this machine, and is named in the results of our own kernel here.
+    Torch is needed to measure the peak rate, to find GPUs, and when runs of our own kernel on this machine
+    record its version.
     """
     local, on_gpus = config.launcher.name == "local", config.hardware.device == "cuda"
     if not needs_peak and not (local and (on_gpus or config.kernel.kind != "command")):
@@ -200,7 +201,7 @@ def _keep_difference(folder: SweepFolder) -> None:
 
 
 def require_local(config: SweepConfig) -> None:
-    """Raises when the local launcher cannot run on this hardware.
+    """Raises if the local launcher cannot run a sweep on this hardware.
 
     Raises:
         ConfigError: the sweep needs more than one real node.
@@ -214,10 +215,10 @@ def require_local(config: SweepConfig) -> None:
 
 
 def require_program(config: SweepConfig) -> None:
-    """Raises ConfigError when kernel=command names a program that is not here.
+    """Raises ConfigError if kernel=command names a program that does not exist on this machine.
 
-    A path has to exist here, too, when nodes of a cluster run it: the folder of the launch is shared. A bare name is
-    looked for on this machine only when it runs here; launcher.setup may make it known on nodes.
+    A path must also exist here if nodes of a cluster run the program, since they share the folder of the
+    launch. A bare name is searched only if the program runs here, since launcher.setup may provide it there.
     """
     program = config.kernel.command[0] if config.kernel.kind == "command" else "python"
     script = [w for w in config.kernel.command[1:2] if Path(w).suffix in (".py", ".sh")]
@@ -244,10 +245,10 @@ def _require_gpus(config: SweepConfig, gpus: int) -> None:
 
 
 def probe_machine(peak: bool) -> dict[str, Any]:
-    """What the kernel's environment probe reports, run in a process of its own (it needs torch).
+    """The report of the kernel's environment probe, which runs in its own process because it needs torch.
 
     Raises:
-        ClusterError: it failed.
+        ClusterError: the probe failed.
     """
     command = [sys.executable, "-P", "-m", "ultrabench.kernel.environment", *(["--peak"] if peak else [])]
     try:
@@ -264,11 +265,11 @@ def probe_machine(peak: bool) -> dict[str, Any]:
 def _reuse(
     config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None
 ) -> Callable[[RunResult], bool]:
-    """A function that says whether an ok result counts, by the environment in which it was measured."""
+    """A function that says whether an ok result counts, judged by the environment it was measured in."""
     facts = environment if config.kernel.kind != "command" else {}
     digest = config.kernel.digest()
     here = env_id(facts, config.kernel, digest)
-    # This host does not know the libraries of a cluster's nodes, so there only the sources are compared.
+    # This host does not know the libraries on the nodes of a cluster, so there only the sources are compared.
     on_nodes = config.launcher.name != "local"
 
     def same(result: RunResult) -> bool:

@@ -1,4 +1,4 @@
-"""Takes an open sweep to its end: looks, asks `decide` what to do, does it, and looks again."""
+"""Runs an open sweep to its end: observes, asks `decide` what to do, does it, and observes again."""
 
 import time
 import uuid
@@ -23,9 +23,9 @@ DISK_PATIENCE_S = 300.0
 """Seconds to keep retrying a full, read-only or unresponsive results folder."""
 DISK_PAUSE_S = 2.0
 CANCEL_S = 10.0
-"""Seconds between two tries to cancel jobs that are to end."""
+"""Seconds between two attempts to cancel jobs."""
 DECISION_S = 5.0
-"""Seconds after which a decision is taken anew though nothing has changed: some things change by the clock alone."""
+"""Seconds until `decide` is asked again if nothing has changed, since some decisions depend on the time."""
 
 Show = Callable[[SweepState, frozenset[str]], None]
 
@@ -41,39 +41,39 @@ class Reconciler:
         max_gpu_hours: float | None = None,
         say: Callable[[str], None] = lambda note: None,
     ) -> None:
-        """`show` is called at every look with the state and the living allocations, `say` with what is new."""
+        """`show` gets the state and the living allocations in every round, `say` messages for the user."""
         self.sweep, self.launcher = sweep, launcher
         self.show, self.say = show, say
         self.limits = replace(launcher.limits, max_gpu_hours=max_gpu_hours)
         self.stopped: str | None = None
-        """Why it ended before everything was done."""
+        """Why the launch ended before all runs were done; None if it did not."""
         self.over_budget = False
-        """Whether it ended because the next job was too expensive for what is left of the budget."""
+        """Whether the launch ended because the next job costs more than what is left of the budget."""
         self.submitted = 0
         """Number of allocations submitted by this launch."""
         self._settler = Settler(sweep, launcher, self._say_once)
         self._said: set[str] = set()
         self._cancelled_at = -CANCEL_S
         self._touched = 0.0
-        """When this launch last showed the others that it lives."""
+        """When this launch last showed other launches that it is alive."""
         self._failing_since: float | None = None
-        """Since when the results folder cannot be used."""
+        """Since when the results folder has been unusable; None while it can be used."""
         attempts = self.sweep.state().attempts.items()
         self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
         """Attempts that ended before this launch."""
         self._ended_at: dict[AttemptKey, float] = {}
-        """When this launcher saw attempts end, by its monotonic clock: clocks of nodes may differ by hours."""
+        """When this launcher saw attempts end, by its monotonic clock, since clocks of nodes may be wrong."""
         self._excused = frozenset[str]()
-        """Allocations that were there when the sweep was paused or cancelled."""
+        """Allocations that already existed when the sweep was paused or cancelled."""
         self._decided: tuple[float, object, Actions] | None = None
-        """When the latest decision was taken, what for, and what it was."""
+        """The time of the latest decision, the observations it rests on, and the decided actions."""
 
     def take_over(self, names: Sequence[str]) -> None:
-        """Has allocations of others that have not started run nothing, so that they can be replaced."""
+        """Claims allocations of other launches that have not started, so that they can be replaced."""
         self._settler.take_over(names)
 
     def run(self) -> SweepState:
-        """Goes on until nothing is left to do, or somebody stops the sweep; gives the last state.
+        """Continues until nothing is left to do, or somebody stops the sweep; returns the last state.
 
         Raises:
             ClusterError: allocations end again and again without running anything.
@@ -90,7 +90,7 @@ class Reconciler:
             time.sleep(self.launcher.rest_s)
 
     def once(self) -> tuple[SweepState, bool]:
-        """Looks, decides and acts once; gives the state and whether there is anything to wait for.
+        """Observes, decides and acts once; returns the state and whether there is anything to wait for.
 
         Raises:
             ClusterError: allocations end again and again without running what was asked for.
@@ -107,7 +107,7 @@ class Reconciler:
         return state, busy or (bool(seen.leaving) and not state.cancelled)
 
     def _decide(self, state: SweepState, seen: JobsSeen) -> Actions:
-        """What to do now; decided anew when the journal or what lives has changed, else every 5 s."""
+        """What to do now; it is decided again after a change, and otherwise every DECISION_S."""
         now = time.monotonic()
         if state.paused or state.cancelled:
             self._excused |= state.allocations.keys()
@@ -130,7 +130,7 @@ class Reconciler:
         return actions
 
     def _act(self, actions: Actions, state: SweepState, seen: JobsSeen) -> bool:
-        """Does what was decided; returns whether there is anything to wait for."""
+        """Carries out the decided actions; returns whether there is anything to wait for."""
         self.stopped, self.over_budget = actions.stopped, actions.over_budget
         if actions.dead_end:
             raise ClusterError(self._told_of(actions.dead_end))
@@ -141,7 +141,7 @@ class Reconciler:
         return bool(seen.alive) or (actions.wait and self.stopped is None)
 
     def _cancel(self, state: SweepState, seen: JobsSeen) -> bool:
-        """Ends what this launcher can see, again every CANCEL_S; returns whether something is left."""
+        """Cancels the allocations that this launcher can see, every CANCEL_S; returns whether any live."""
         mine = visible(self.launcher, {name: state.allocations[name] for name in seen.alive})
         if mine and time.monotonic() - self._cancelled_at >= CANCEL_S:
             self._cancelled_at = time.monotonic()
@@ -152,7 +152,7 @@ class Reconciler:
         return bool(mine)
 
     def _submit(self, actions: Actions, state: SweepState) -> None:
-        """Submits jobs, unless the program has changed or somebody has claimed what they are to run."""
+        """Submits jobs, unless the training program changed or some of their attempts are already claimed."""
         launched, now = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
         if launched != now:
             self.stopped = (
@@ -161,7 +161,7 @@ class Reconciler:
             )
             return
         if self._settler.claimed_already((a.key for job in actions.submit for a in job.attempts), state):
-            return  # what has been claimed is settled first
+            return  # the next rounds first settle the claimed attempts
         for node, why in actions.avoid.items():
             self._say_once(f"{node} is not used again: {why}")
         for array in shapes(actions.submit, self.limits.max_array):
@@ -184,14 +184,14 @@ class Reconciler:
             journal.write(Submitted(allocation=name, job=job))
 
     def _other_commits(self, state: SweepState) -> list[str]:
-        """A note for each node that runs another commit than this launcher."""
+        """A message for each node that runs another commit than this launcher."""
         own = self.sweep.git_commit
         nodes = [n for a in state.allocations.values() for n in a.preflight.get("nodes") or ()]
         others = {(n["host"], c) for n in nodes if own and (c := n.get("git_commit")) and c != own}
         return [f"{host} runs commit {c[:12]}, this launcher {own[:12]}" for host, c in sorted(others) if own]
 
     def _told_of(self, dead_end: DeadEnd) -> str:
-        """Why the launch gives up, with the last line of a job's log."""
+        """The message that says why the launch gives up, with the last line of a job's log."""
         log, said = _last_said(self.sweep.folder.allocations / dead_end.allocation)
         return (
             f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({dead_end.reason}"
@@ -199,13 +199,13 @@ class Reconciler:
         )
 
     def _say_once(self, note: str) -> None:
-        """Says what was not said before."""
+        """Shows a message to the user unless it was shown before."""
         if note not in self._said:
             self._said.add(note)
             self.say(note)
 
     def _wait_for_disk(self, error: OSError | SweepFolderError) -> None:
-        """Waits some minutes for somebody to mend the disk; after that, what to do is decided anew."""
+        """Pauses while the results folder is unusable; raises if that cannot pass or lasts too long."""
         self.sweep.folder.require_present()
         cause = error.__cause__ if isinstance(error, SweepFolderError) else error
         if not may_pass(error) and not (cause and may_pass(cause)):
@@ -221,8 +221,10 @@ class Reconciler:
 
 
 def _last_said(folder: Path) -> tuple[Path, str]:
-    """The first log of an allocation's agents that says anything, and its last line; on this machine
-    submitit keeps one log for each node."""
+    """The first log of an allocation's agents that is not empty, and its last line.
+
+    On this machine submitit keeps one log for each node.
+    """
     logs = [log for pattern in ("job.log", "submitit/*.err") for log in sorted(folder.glob(pattern))]
     for log in logs:
         lines = [line.strip() for line in log.read_text(errors="replace").split("\n") if line.strip()]

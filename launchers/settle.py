@@ -1,4 +1,4 @@
-"""Looks at the allocations of a sweep and writes down how they ended: what they claimed and did not finish is lost."""
+"""Follows the allocations of a sweep and records how they ended; attempts they did not finish are lost."""
 
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
@@ -20,29 +20,29 @@ from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.config.launcher_config import LauncherConfig
 
 LATE = 1.5
-"""Number of grace periods after which a touch of a journal is surely visible on other hosts (NFS caches)."""
+"""Number of grace periods after which other hosts see that a journal was touched, despite NFS caches."""
 
 
 class AgentWatchdog:
-    """Tells which agents touch their journals, and which have stopped."""
+    """Tells which agents still touch their journals, and which have stopped."""
 
     def __init__(self, folder: SweepFolder, choice: LauncherConfig, outlives_us: bool) -> None:
         """`outlives_us` means that the agents are on other hosts."""
         self._folder = folder
         self.patience_s = max(MISSED * choice.heartbeat_s, LATE * choice.grace_s if outlives_us else 0.0)
-        """Seconds without a touch after which an agent counts as dead or frozen."""
+        """Seconds after which an agent that has not touched its journal counts as dead or frozen."""
         self._silence = SilenceTimer(self.patience_s / MISSED)
         self._silent_s: dict[str, float] = {}
         self._told_s: dict[str, float] = {}
-        """Allocation -> seconds for which it had been silent when it was last called frozen."""
+        """Allocation -> how many seconds it had been silent when it was last reported as frozen."""
         self.frozen: dict[str, str] = {}
-        """Allocation that was found frozen -> what was found."""
+        """Allocation that was found frozen -> the message about it."""
 
     def observe(self, unended: Iterable[AllocationState], running: Container[str]) -> None:
-        """Reads the time stamps of allocations: those of their journals or, before there are any, of their claims.
+        """Reads the time stamps of the allocations' journals or, before they have any, of their claims.
 
         Args:
-            running: those whose processes run; the silence of others, such as suspended ones, proves nothing.
+            running: allocations whose processes run; others may be suspended, so silence proves nothing.
         """
         now = time.monotonic()
         paths = {held.name: self._paths(held) for held in unended}
@@ -55,15 +55,15 @@ class AgentWatchdog:
         return [self._folder.journal / a.journal for a in held.agents if a.journal]
 
     def silent(self, name: str, more_s: float = 0.0) -> bool:
-        """Whether an allocation shows no sign of life, or keeps no journal that could show one.
+        """Whether an allocation shows no sign of life, or has no journal that could show one.
 
         Args:
-            more_s: seconds beyond the usual patience.
+            more_s: seconds to wait in addition to `patience_s`.
         """
         return self._silent_s.get(name, float("inf")) > self.patience_s + more_s
 
     def frozen_now(self, held: AllocationState) -> str | None:
-        """Why this running allocation has to be ended; None while it lives. It is said again after each `patience_s`."""
+        """Why this running allocation must be ended, once in each `patience_s`; None otherwise."""
         silent_s = self._silent_s.get(held.name, 0.0) if held.agents else 0.0
         if silent_s < self._told_s.get(held.name, 0.0):
             del self._told_s[held.name]
@@ -75,20 +75,20 @@ class AgentWatchdog:
 
 
 class SilenceTimer:
-    """Counts for how long the writers of journal files have not touched them, as far as somebody looked.
+    """Counts for how long the writers of journal files have not touched them, by the looks of this launcher.
 
-    A time stamp that changes is a sign of life, whatever clock made it. A pause of the launcher itself (a stuck
-    file server, a sleeping laptop) says nothing about the agents, so it counts for a short time only.
+    A time stamp that changes is a sign of life, whatever clock made it. A pause of the launcher itself (a
+    stuck file server, a sleeping laptop) says nothing about the agents, so only a short part of it counts.
     """
 
     def __init__(self, most_gap_s: float) -> None:
-        """`most_gap_s` is the largest number of seconds between two looks that is counted in full."""
+        """`most_gap_s` is the largest number of seconds that counts between two looks."""
         self._most_gap_s = most_gap_s
         self._seen: dict[str, tuple[float, float, float]] = {}
-        """Name -> latest time stamp, when it was looked at, and seconds without a change."""
+        """Name -> its latest time stamp, the time of the latest look, and the seconds without a change."""
 
     def observe(self, name: str, journals: list[Path], now: float) -> float:
-        """Seconds that none of these files was touched; `now` is of a monotonic clock."""
+        """Seconds for which none of these files was touched; `now` is a time of a monotonic clock."""
         stamp = max((touched(path) for path in journals), default=0.0)
         held, looked, still_s = self._seen.get(name, (stamp, now, 0.0))
         still_s = still_s + min(now - looked, self._most_gap_s) if stamp == held else 0.0
@@ -97,27 +97,27 @@ class SilenceTimer:
 
 
 class Settler:
-    """Follows the allocations of one launch of a sweep, and writes to its journal what became of them."""
+    """Follows the allocations of a sweep for one launch, and records in the journal how they ended."""
 
     def __init__(
         self, sweep: OpenSweep, launcher: Launcher, say: Callable[[str], None] = lambda note: None
     ) -> None:
-        """`say` is told what a person should know, each time it is found."""
+        """`say` is called with each message for the user."""
         self._sweep, self._launcher, self._say = sweep, launcher, say
         self._specs = {c.run_id: to_dict(c.spec) for c in sweep.plan.runs}
         self.watchdog = AgentWatchdog(sweep.folder, sweep.config.launcher, launcher.outlives_us)
         self.claimed: set[str] = set()
-        """Allocations that agents own, whether or not they have written anything."""
+        """Allocations that agents own, even if they have not written anything yet."""
         self.settled: set[tuple[str, Start]] = set()
-        """Allocations, and the start of each, whose end was written down."""
+        """Allocations whose end was recorded, each with its start, since a requeue starts it again."""
         self._adopted: set[str] = set()
-        """Allocations of other launches that this one follows."""
+        """Allocations that this launch has seen alive; it recorded those of other launches as adopted."""
         self._held_s: dict[str, float] = {}
-        """Allocation -> seconds for which it had held its nodes when it was last seen."""
+        """Allocation -> seconds for which it had held its nodes when the launcher last saw it."""
 
     def look(self) -> tuple[JobsSeen, SweepState]:
-        """The allocations that live, and the state after the ends of all others were written down."""
-        # The launcher is asked first and the journal read second: what ended in between has written its end.
+        """The living allocations, and the state after the ends of all others were recorded."""
+        # The journal is read after the launcher is asked: what ended in between has recorded its end there.
         state = self._sweep.state()
         asked = visible(self._launcher, state.allocations)
         started = {n for n, held in state.allocations.items() if held.agents} | self.claimed
@@ -140,23 +140,23 @@ class Settler:
         return replace(seen, alive=alive), self._sweep.state()
 
     def _end_frozen(self, seen: JobsSeen, state: SweepState) -> None:
-        """Ends allocations whose leading agent shows no sign of life; otherwise they would last until their time limit."""
+        """Ends allocations whose leading agent is frozen, since they would last until their time limit."""
         for name in sorted(seen.alive & seen.running):
             if reason := self.watchdog.frozen_now(state.allocations[name]):
                 self._say(f"{reason}: ending {name}")
                 try:
                     self._launcher.end_frozen(name, seen.jobs[name])
-                except ClusterError as error:  # it is found frozen again
+                except ClusterError as error:  # a later look finds it frozen again
                     self._say(f"cannot end {name}: {error}; trying again")
 
     def _settle_the_rest(
         self, seen: JobsSeen, state: SweepState, asked: Container[str], started: Container[str]
     ) -> frozenset[str]:
-        """Writes down the ends of allocations that do not live; returns those of which nobody knows whether they live.
+        """Records the ends of allocations that are not alive; returns those that may or may not be alive.
 
         Args:
-            asked: allocations about which the launcher was asked.
-            started: allocations whose agents had started before that.
+            asked: allocations that the launcher was asked about.
+            started: allocations whose agents had started before the launcher was asked.
         """
         unclear = set()
         for name, held in sorted(state.allocations.items()):
@@ -169,14 +169,14 @@ class Settler:
                 self.settle(held, None, state)
             elif end and (self._is_dead(held, end) if name in started else self.give_up(name)):
                 self.settle(held, end, state)
-            elif end or name not in asked:  # another's job, or one submitted since the launcher was asked
+            elif end or name not in asked:  # another user's job, or one submitted later
                 unclear.add(name)
         return frozenset(unclear)
 
     def _is_dead(self, held: AllocationState, end: JobEnd) -> bool:
-        """Whether an allocation whose agents had started is over; one that cannot be seen may still run.
+        """Whether an allocation whose agents had started is over; one that is not visible may still run.
 
-        The batch system has to say so, and the agents must have stopped touching their journal.
+        The launcher must be certain that it ended, or the agents must have stopped touching their journal.
         """
         if end.certain or self.watchdog.silent(held.name):
             return True
@@ -185,11 +185,11 @@ class Settler:
         return False
 
     def _abandoned(self, held: AllocationState) -> JobEnd | None:
-        """The end of an allocation that this launcher cannot see, once nothing of it can be alive any more."""
+        """The end of an allocation that this launcher cannot see; None while it may still be alive."""
         if held.ended is not None or sees(self._launcher.by, held.by):
             return None
         whose = f"{held.by.get('user')} on {held.by.get('cluster') or held.by.get('host')}"
-        # Processes, unlike jobs, do not wait in a queue; should they start all the same, they find our claim.
+        # Processes, unlike jobs, do not wait in a queue. If they start nevertheless, they find our claim.
         told = any(a.journal for a in held.agents) or not (held.agents or held.by.get("cluster"))
         if told and self.watchdog.silent(held.name, held.limit_s):
             reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
@@ -201,7 +201,7 @@ class Settler:
         return None
 
     def take_over(self, names: Iterable[str]) -> None:
-        """Claims allocations of others that have not started: they will run nothing, and can be replaced."""
+        """Claims allocations of other launches that have not started, so that they can be replaced."""
         state = self._sweep.state()
         for name in names:
             if not state.allocations[name].agents and self.give_up(name):
@@ -209,9 +209,9 @@ class Settler:
                 self.settle(state.allocations[name], end, state)
 
     def give_up(self, name: str) -> bool:
-        """Claims an allocation that has not started, so that it never runs; False when its agents own it already.
+        """Claims an allocation that has not started, so that it never runs; False if its agents own it.
 
-        Another launcher may still be about to submit it, however long that takes: its agent finds this claim.
+        If another launcher submits the allocation later, its agent finds this claim and runs nothing.
         """
         given_up = self._sweep.give_up(name)
         if not given_up:
@@ -219,13 +219,13 @@ class Settler:
         return given_up
 
     def settle(self, held: AllocationState, told: JobEnd | None, state: SweepState) -> None:
-        """Writes down that an allocation is over, and that what it claimed and did not finish is lost.
+        """Records that an allocation is over, and that the attempts it claimed and did not finish are lost.
 
         Args:
-            told: how the launcher saw it end; None when its agents wrote their end themselves.
+            told: how the launcher saw it end; None if its agents recorded their end themselves.
 
         Raises:
-            OSError: a claim cannot be read now; nothing was written.
+            OSError: a claim cannot be read now; nothing was recorded.
         """
         name = held.name
         owned = [key for key in held.tasks if self._owned(key, name, state)]
@@ -233,14 +233,14 @@ class Settler:
         self._lose(owned, state, name, end)
         if told is not None:
             self._tell_end(held, told.reason, told.elapsed_s)
-        self.settled.add((name, held.start))  # only now: a disk may have refused what was to be written
+        self.settled.add((name, held.start))  # last, since the writes above may have failed
 
     def tell_held(self, held: AllocationState, seconds: float) -> None:
-        """Writes down for how many seconds an ended allocation held its nodes, as the batch system reports it."""
+        """Records for how many seconds an ended allocation held its nodes, as Slurm reports it."""
         self._tell_end(held, f"held for {seconds:.0f} s", seconds, source="slurm")
 
     def plan(self, allocation: Allocation) -> None:
-        """Writes down what an allocation holds, before it is submitted or when only its files are known."""
+        """Records the content of an allocation, before it is submitted or if only its files are known."""
         tasks = tuple(AttemptKey(t.run_id, t.repeat, t.attempt) for t in allocation.tasks)
         planned = AllocationPlanned(
             allocation=allocation.name, nodes=allocation.nodes, by=allocation.by, limit_s=allocation.limit_s,
@@ -249,10 +249,10 @@ class Settler:
         self._sweep.journal.write(planned)
 
     def claimed_already(self, keys: Iterable[AttemptKey], state: SweepState) -> bool:
-        """Whether some of these attempts were claimed, although no living allocation of them is known.
+        """Whether some of these attempts are claimed although no living allocation holds them.
 
-        Only the allocation that claimed an attempt may run it. If the journal does not know that allocation, it is
-        read from its files and followed from then on; if that fails, the attempt is lost.
+        Only the allocation that claimed an attempt may run it. If the journal does not know that allocation,
+        it is read from its files and followed from then on; if that fails, the attempt is lost.
         """
         found = False
         for key in keys:
@@ -261,7 +261,7 @@ class Settler:
                 continue
             found, held = True, state.allocations.get(name)
             if held is not None and held.ended is None:
-                continue  # its end is settled first
+                continue  # the allocation has to be settled first
             if held is None:
                 try:
                     allocation = read_allocation(self._sweep.folder.allocations / name)
@@ -277,7 +277,7 @@ class Settler:
         return found
 
     def _owned(self, key: AttemptKey, name: str, state: SweepState) -> bool:
-        """Whether an allocation claimed an attempt: the journal tells, and where it does not, the claim file."""
+        """Whether an allocation claimed an attempt, by the journal or, if that does not say, by the claim."""
         attempt = state.attempts.get(key)
         if attempt is not None and attempt.allocation is not None:
             return attempt.allocation == name
@@ -306,23 +306,23 @@ class Settler:
 
 
 def open_allocations(state: SweepState) -> dict[str, AllocationState]:
-    """Allocations that may have been submitted and have not said that they ended."""
+    """The allocations that may have been submitted and whose end is not recorded."""
     return {n: held for n, held in sorted(state.allocations.items()) if held.ended is None}
 
 
 def visible(launcher: Launcher, allocations: Mapping[str, AllocationState]) -> dict[str, AllocationState]:
-    """Those of the allocations that a launcher can see and end."""
+    """The allocations among `allocations` that a launcher can see and end."""
     return {n: held for n, held in allocations.items() if sees(launcher.by, held.by)}
 
 
 def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
-    """Ends what this launcher can see, and writes its end down; the sweep can be continued."""
+    """Ends the allocations that this launcher can see and records it; the sweep can be continued."""
     settler = Settler(sweep, launcher)
     held_s = launcher.cancel(visible(launcher, open_allocations(sweep.state())))
     state = sweep.state()
     for name, held in visible(launcher, open_allocations(state)).items():
         if not held.agents:
-            settler.give_up(name)  # one that is still starting finds the claim
+            settler.give_up(name)  # an allocation that is still starting finds this claim
         reason = f"the agents of {name} were ended"
         end = JobEnd(status=Status.LOST, reason=reason, elapsed_s=held_s.get(name), certain=True)
         settler.settle(held, end, state)

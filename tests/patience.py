@@ -1,4 +1,4 @@
-"""How long tests wait: seconds of an idle machine, of which a loaded or slow one gets more."""
+"""Decides how long tests wait: they give seconds for an idle machine, and a loaded or slow one gets more."""
 
 import os
 import subprocess
@@ -8,16 +8,16 @@ from typing import Any
 
 SPINS = 1_000_000
 SPIN_S = 0.03
-"""Wall-clock seconds of so many turns of an empty loop on an idle core of 2023."""
+"""Wall-clock seconds that the empty loop of `slowness` takes on an idle core of 2023."""
 MOST = 20.0
-"""A machine this many times slower than that one is waited for no longer."""
+"""Largest slowness that counts; tests wait no longer for machines that are even slower."""
 
 
 def slowness() -> float:
-    """How many times as long work takes now as on an idle machine, at least 1.
+    """How many times longer work takes now than on an idle machine, at least 1.
 
-    It is the larger one of the processes that want a core over the cores there are, as a mean of the last
-    minute, and of what a short loop took over what it takes on an idle core.
+    It is the larger of two ratios: the mean number of processes that wanted a core in the last minute to the
+    number of cores, and the time of a short loop to its time on an idle core.
     """
     begun = time.perf_counter()
     for _ in range(SPINS):
@@ -28,26 +28,26 @@ def slowness() -> float:
 
 
 class Deadline:
-    """A point in time that moves away while the machine proves slow; it is measured only once it is due."""
+    """A deadline that is extended if the machine is slow; slowness is measured only when it is due."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._slowness, self._begun = seconds, 1.0, time.monotonic()
 
     def over(self) -> bool:
-        """Whether an idle machine would have had so many seconds."""
+        """Whether the deadline has passed, for the slowness of this machine."""
         if self.left_s() <= 0:
             self._slowness = max(self._slowness, slowness())
         return self.left_s() <= 0
 
     def left_s(self) -> float:
-        """Seconds until it has to be asked again."""
+        """Seconds until the deadline has to be checked again."""
         return self._begun + self._seconds * self._slowness - time.monotonic()
 
 
 def wait_until(
     what: Callable[[], object], seconds: float, told: Callable[[], str] = lambda: "in vain"
 ) -> None:
-    """Returns once `what` holds; fails with what `told` says."""
+    """Waits until `what` holds; fails after the deadline with the message of `told`."""
     deadline = Deadline(seconds)
     while not what():
         assert not deadline.over(), f"waited {seconds:g} s of an idle machine: {told()}"
@@ -55,10 +55,10 @@ def wait_until(
 
 
 class Process(subprocess.Popen[str]):
-    """A process whose output is waited for in seconds of an idle machine."""
+    """A process whose time-outs are in seconds of an idle machine."""
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> Any:
-        """Everything that it writes, as of any other process."""
+        """Both outputs of the process, as of `subprocess.Popen`."""
         deadline = Deadline(float("inf") if timeout is None else timeout)
         while True:
             try:
@@ -69,7 +69,7 @@ class Process(subprocess.Popen[str]):
 
 
 def run(words: list[str], seconds: float = 240, **more: Any) -> subprocess.CompletedProcess[str]:
-    """What a command says until it ends, both outputs apart; one that does not end in time is killed."""
+    """Runs a command and returns both outputs; it is killed if it does not end in time."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Process(words, **{**pipes, **more}) as process:
         try:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""A real Slurm of simulated nodes on this machine: up, env, down.
+"""Manages a real Slurm of simulated nodes on this machine: up, env, down.
 
-One slurmd a node, all on this host, each with a loopback port of its own; munged, slurmctld and, for
-accounting, mariadbd and slurmdbd. Only the hardware of the nodes is make-believe. Nothing of the
-system's own Slurm, munge or MariaDB is used: configuration, key, sockets, data and logs of every daemon
-are in one folder, so that clusters run side by side and `down` is: kill what is ours, remove the folder.
-Only root can do it: several slurmd of one host must agree on who may start jobs as whom.
+Each node has its own slurmd on this host, with its own loopback port. There are also munged, slurmctld and,
+for accounting, mariadbd and slurmdbd. Only the hardware of the nodes is simulated. The system's own Slurm,
+munge and MariaDB are not used: configuration, key, sockets, data and logs of every daemon are in one folder,
+so that clusters run side by side, and `down` only kills their processes and removes the folder. It needs
+root, since all slurmd of one host must agree on which user may start jobs as which other user.
 """
 
 import argparse
@@ -29,15 +29,15 @@ from slurm_daemons import Cluster, ClusterError, Settings, free_port, load, make
 
 PACKAGES = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm"}
 ACCOUNTING = {"mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-server", "slurmdbd": "slurmdbd"}
-"""The Debian package of each program."""
+"""Program -> its Debian package."""
 USABLE = ("idle", "mixed", "allocated", "completing")
 
 
 def wait(cluster: Cluster, what: str, test: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Return when the test holds; says on stderr what is waited for.
+    """Wait until the test holds; write on stderr what is waited for.
 
     Raises:
-        ClusterError: it did not hold in time.
+        ClusterError: the test did not hold in time.
     """
     print(f"waiting for {what}", file=sys.stderr)
     end = time.monotonic() + seconds
@@ -48,7 +48,7 @@ def wait(cluster: Cluster, what: str, test: Callable[[], bool], seconds: float =
 
 
 def kill(cluster: Cluster, node: str | None = None) -> None:
-    """End every process of a cluster, or of one of its nodes, as a failing power supply would."""
+    """Kill every process of a cluster, or of one of its nodes, as a failing power supply would."""
 
     def gone() -> bool:
         found = cluster.processes(node)
@@ -61,10 +61,10 @@ def kill(cluster: Cluster, node: str | None = None) -> None:
 
 
 def works(cluster: Cluster, name: str, started: subprocess.Popen[bytes] | None) -> bool:
-    """Whether a daemon answers.
+    """Return whether a daemon answers.
 
     Raises:
-        ClusterError: we have started it, and it has ended.
+        ClusterError: this call has started the daemon, and it has ended.
     """
     if started and started.poll() is not None:
         said = (cluster.folder / f"log/{name}.out").read_text().strip().splitlines()
@@ -78,11 +78,11 @@ def works(cluster: Cluster, name: str, started: subprocess.Popen[bytes] | None) 
             return listening(cluster.port + 1) and register(cluster)
         case "slurmctld":
             return listening(cluster.port) and "UP" in (cluster.ask("scontrol", "ping") or "")
-    return True  # a slurmd: `settled` asks slurmctld
+    return True  # for a slurmd `settled` asks slurmctld
 
 
 def start(cluster: Cluster, node: str | None = None) -> list[str]:
-    """Start the daemons that do not run (of nodes, only that of `node` if given); return their names."""
+    """Start the daemons that do not run, with `node` only the slurmd of that node; return their names."""
     running, started = cluster.running(), []
     for name, words in cluster.commands().items():
         if node and name in cluster.nodes and name != node:
@@ -97,7 +97,7 @@ def start(cluster: Cluster, node: str | None = None) -> list[str]:
 
 
 def launch(cluster: Cluster, name: str, words: list[str]) -> subprocess.Popen[bytes]:
-    """Start a daemon, which outlives us; what it says goes to a log of its name."""
+    """Start a daemon, which continues after this program; its output goes to a log with its name."""
     if name == "mariadbd" and not (cluster.folder / "database").exists():
         make_database(cluster)
     with (cluster.folder / f"log/{name}.out").open("a") as log:
@@ -108,13 +108,13 @@ def launch(cluster: Cluster, name: str, words: list[str]) -> subprocess.Popen[by
 
 
 def listening(port: int) -> bool:
-    """Whether somebody answers at a port of this host."""
+    """Return whether a program listens on a port of this host."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def register(cluster: Cluster) -> bool:
-    """Whether slurmdbd knows the cluster, an account and its user; tells it where not."""
+    """Return whether slurmdbd knows the cluster, an account and its user; add them if it does not."""
     if "research" in (cluster.ask("sacctmgr", "-n", "-P", "list", "assoc", "user=root") or ""):
         return True
     for words in [
@@ -126,7 +126,7 @@ def register(cluster: Cluster) -> bool:
 
 
 def settled(cluster: Cluster, nodes: list[str]) -> bool:
-    """Whether these nodes can run jobs; resumes those that were set down or drained."""
+    """Return whether these nodes can run jobs; resume those that were set down or drained."""
     states = cluster.states()
     bad = [name for name in nodes if states.get(name) not in USABLE]
     for name in bad:
@@ -137,7 +137,7 @@ def settled(cluster: Cluster, nodes: list[str]) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other calls for this folder waiting."""
+    """Make other calls for this folder wait."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
@@ -151,20 +151,20 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear(cluster: Cluster) -> None:
-    """Cancel the jobs of a cluster, so that their srun ends as well, kill it and empty its folder."""
+    """Cancel the jobs of a cluster, so that each srun ends too; then kill it and empty its folder."""
     jobs = cluster.ask("squeue", "-h", "-o", "%A", seconds=5) if listening(cluster.port) else None
     if jobs:
         cluster.ask("scancel", *jobs.split(), seconds=5)
         with suppress(ClusterError):
             wait(cluster, "jobs to end", lambda: not cluster.ask("squeue", "-h"), seconds=5)
     kill(cluster)
-    # cluster.json last: without it the folder is not ours any more.
+    # cluster.json is removed last, since without it the folder does not count as a cluster.
     for path in sorted(cluster.folder.iterdir(), key=lambda path: path.name == "cluster.json"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def up(folder: Path, settings: Settings) -> str:
-    """Bring up the cluster, or what is missing of it, until it runs a job; return what was done."""
+    """Start the missing parts of the cluster and wait until it runs a job; return a report."""
     needed = PACKAGES | (ACCOUNTING if settings.accounting else {})
     missing = {package for program, package in needed.items() if not shutil.which(program)}
     if missing:
@@ -191,14 +191,14 @@ def up(folder: Path, settings: Settings) -> str:
 
 
 def down(cluster: Cluster) -> str:
-    """Kill a cluster and remove its folder."""
+    """Kill a cluster and remove its folder; return a report."""
     clear(cluster)
     cluster.folder.rmdir()
     return f"gone from {cluster.folder}"
 
 
 def restart_slurmctld(cluster: Cluster) -> str:
-    """Kill the controller, if it runs, and start it again."""
+    """Kill the controller, if it runs, and start it again; return a report."""
     pid = cluster.running().get("slurmctld")
     if pid:
         os.kill(pid, signal.SIGKILL)
@@ -208,7 +208,7 @@ def restart_slurmctld(cluster: Cluster) -> str:
 
 
 def node_down(cluster: Cluster, node: str, silent: bool) -> str:
-    """Kill all processes of a node and, unless silent, tell Slurm, which else finds out by itself."""
+    """Kill all processes of a node; tell Slurm unless `silent`, else Slurm has to notice; return a report."""
     kill(cluster, node)
     if not silent:
         cluster.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=node-down")
@@ -216,14 +216,14 @@ def node_down(cluster: Cluster, node: str, silent: bool) -> str:
 
 
 def node_up(cluster: Cluster, node: str) -> str:
-    """Start the slurmd of a node and have Slurm use it again."""
+    """Start the slurmd of a node and make Slurm use the node again; return a report."""
     start(cluster, node)
     wait(cluster, node, lambda: settled(cluster, [node]))
     return f"{node} is back"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line's."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
     helps = {
@@ -251,7 +251,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(given: argparse.Namespace) -> str:
-    """Do what a command line says; return what to print."""
+    """Carry out a command line; return the text to print."""
     folder = given.dir.resolve()
     if os.geteuid() != 0:
         raise ClusterError("only root can run several slurmd on one host: use sudo or a container")
@@ -269,7 +269,7 @@ def run(given: argparse.Namespace) -> str:
     cluster = load(folder)
     if cluster is None and given.verb == "down":
         if folder.exists():
-            folder.rmdir()  # it is empty, else `load` had refused it
+            folder.rmdir()  # it is empty, otherwise `load` would have failed
         return f"nothing is in {folder}"
     if cluster is None:
         raise ClusterError(f"no cluster is in {folder}: slurm_cluster.py up makes one")

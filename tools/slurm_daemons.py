@@ -1,4 +1,4 @@
-"""What a cluster of simulated nodes is made of: its settings, ports, files, daemons and processes."""
+"""The parts of a cluster of simulated nodes: its settings, ports, files, daemons and processes."""
 
 import json
 import os
@@ -66,7 +66,7 @@ StorageLoc=slurm
 
 
 class ClusterError(Exception):
-    """What the user has to know, in a line, and the exit code: 2 is their mistake, 1 a cluster that fails."""
+    """A message of one line and the exit code: 2 for a mistake of the user, 1 for a cluster that fails."""
 
     def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
@@ -75,22 +75,22 @@ class ClusterError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a cluster is made of; two clusters of equal settings are the same."""
+    """The settings of a cluster; clusters with equal settings are alike."""
 
     nodes: int
     gpus: int
-    """GPUs a node."""
+    """Number of GPUs per node."""
     accounting: bool
     max_array_size: int
     min_job_age: int
-    """Seconds for which squeue and scontrol still know a finished job."""
+    """Seconds for which squeue and scontrol still show a finished job."""
     slurmd_timeout: int
-    """Seconds until a node that does not answer is down."""
+    """Seconds after which a node that does not answer is set down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A cluster in a folder. From `port` on: slurmctld, slurmdbd, mariadbd, and one port a node."""
+    """A cluster in a folder; ports from `port` on are for slurmctld, slurmdbd, mariadbd and each node."""
 
     folder: Path
     settings: Settings
@@ -98,21 +98,21 @@ class Cluster:
 
     @property
     def conf(self) -> Path:
-        """slurm.conf, which Slurm's commands find through SLURM_CONF."""
+        """The file slurm.conf, which Slurm's commands find through SLURM_CONF."""
         return self.folder / "slurm.conf"
 
     @property
     def name(self) -> str:
-        """ClusterName: another one for each folder."""
+        """The ClusterName, which is different for each folder."""
         return f"ultrabench{zlib.crc32(bytes(self.folder)):08x}"
 
     @property
     def nodes(self) -> list[str]:
-        """Names of the nodes."""
+        """The names of the nodes."""
         return [f"gpu{i:02d}" for i in range(1, self.settings.nodes + 1)]
 
     def commands(self) -> dict[str, list[str]]:
-        """Command line of each daemon, in the order of their start; a slurmd is named after its node."""
+        """The command line of each daemon, in the order they start; a slurmd has the name of its node."""
         at, conf = self.folder, str(self.conf)
         found = {
             "munged": [
@@ -131,14 +131,14 @@ class Cluster:
         return found | {node: ["slurmd", "-D", "-N", node, "-f", conf] for node in self.nodes}
 
     def environment(self) -> dict[str, str]:
-        """Of daemons and Slurm's commands: without what an allocation or a user's defaults may have left."""
+        """The environment of daemons and Slurm's commands, without variables of allocations and defaults."""
         kept = {
             k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SQUEUE", "SACCT"))
         }
         return kept | {"SLURM_CONF": str(self.conf), "LC_ALL": "C.UTF-8"}
 
     def ask(self, *words: str, given: str | None = None, seconds: float = 20.0) -> str | None:
-        """Output of a command, or None where it failed."""
+        """The output of a command; None if it failed."""
         try:
             done = subprocess.run(
                 words, env=self.environment(), input=given, capture_output=True, text=True, timeout=seconds
@@ -148,48 +148,48 @@ class Cluster:
         return done.stdout if done.returncode == 0 else None
 
     def processes(self, node: str | None = None) -> dict[int, list[str]]:
-        """Command lines of our daemons and of the tasks of our jobs, by pid; of one node if given."""
+        """Pid -> command line of this cluster's daemons and tasks, with `node` only those of that node."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if self.owns(process, node):
                     found[int(process.name)] = (process / "cmdline").read_text().rstrip("\0").split("\0")
-            except OSError:  # it has ended meanwhile, or is a zombie
+            except OSError:  # the process has ended, or is a zombie
                 continue
         return found
 
     def owns(self, process: Path, node: str | None) -> bool:
-        """Whether the process of this /proc folder is one of ours."""
-        # slurmstepd writes its title over its environment, but keeps the log of its slurmd open.
+        """Whether the process of this /proc folder belongs to this cluster."""
+        # slurmstepd overwrites its environment with its title, but keeps the log of its slurmd open.
         if Path(os.readlink(process / "exe")).name.split("-")[0] in DAEMONS:  # Debian: slurmd-wlm
             opened = f"{self.folder}/log/{node}.log" if node else f"{self.folder}/"
             return any(os.readlink(fd).startswith(opened) for fd in (process / "fd").iterdir())
-        # The shell of a user has SLURM_CONF, too, but is on no node.
+        # The shell of a user has SLURM_CONF too, but is on no node.
         words = (process / "environ").read_bytes().split(b"\0")
         place = f"SLURMD_NODENAME={node or ''}".encode()
         on_node = place in words if node else any(word.startswith(place) for word in words)
         return on_node and f"SLURM_CONF={self.conf}".encode() in words
 
     def running(self) -> dict[str, int]:
-        """Pids of the daemons that run, by the name `commands` gives them."""
+        """Name of a daemon, as in `commands` -> its pid, for the daemons that run."""
         wanted = {tuple(words): name for name, words in self.commands().items()}
         ours = {tuple(words): pid for pid, words in self.processes().items()}
         return {wanted[words]: pid for words, pid in ours.items() if words in wanted}
 
     def states(self) -> dict[str, str]:
-        """State of each node as Slurm says it: idle, mixed, down*, ..."""
+        """The state of each node in Slurm's words: idle, mixed, down*, ..."""
         words = (self.ask("sinfo", "-h", "-N", "-p", "hopper", "-o", "%N %T") or "").split()
         return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def write_files(cluster: Cluster) -> None:
-    """Make the folder of a cluster; cluster.json last, so that no half-made folder looks like one."""
+    """Make the folder of a cluster; cluster.json comes last, so that no incomplete folder counts as one."""
     folder, settings, names = cluster.folder, cluster.settings, f"gpu[01-{cluster.settings.nodes:02d}]"
     for name in ["log", "state", "dev", *(f"spool/{node}" for node in cluster.nodes)]:
         (folder / name).mkdir(parents=True, exist_ok=True)
     devices = f"NodeName={names} Name=gpu Type=h100 File={folder}/dev/nvidia[0-{settings.gpus - 1}]\n"
     for i in range(settings.gpus):
-        (folder / f"dev/nvidia{i}").symlink_to("/dev/null")  # slurmd wants a character device
+        (folder / f"dev/nvidia{i}").symlink_to("/dev/null")  # slurmd requires a character device
     accounting = [
         "AccountingStorageType=accounting_storage/slurmdbd", "AccountingStorageHost=127.0.0.1",
         f"AccountingStoragePort={cluster.port + 1}", f"AccountingStoragePass={folder}/munge.socket", "AccountingStorageTRES=gres/gpu" if settings.gpus else "",
@@ -219,7 +219,7 @@ def write_files(cluster: Cluster) -> None:
 
 
 def load(folder: Path) -> Cluster | None:
-    """Return the cluster of a folder; None where there is no such folder or it is empty.
+    """Return the cluster of a folder; None if the folder does not exist or is empty.
 
     Raises:
         ClusterError: the folder holds something else.
@@ -234,7 +234,7 @@ def load(folder: Path) -> Cluster | None:
 
 
 def make_database(cluster: Cluster) -> None:
-    """Make the data folder of mariadbd, with slurmdbd's user in it."""
+    """Make the data folder of mariadbd, with the user of slurmdbd in it."""
     new = cluster.folder / "database.new"
     shutil.rmtree(new, ignore_errors=True)
     options = ("--no-defaults", "--user=root", "--skip-name-resolve", "--skip-test-db")
@@ -245,7 +245,7 @@ def make_database(cluster: Cluster) -> None:
 
 
 def free_port(folder: Path, count: int) -> int:
-    """First of `count` ports in a row on which nobody listens; below those the kernel hands out."""
+    """Return the first of `count` free ports in a row, below those that Linux gives to connections."""
     first = zlib.crc32(bytes(folder)) % 200
     for block in range(200):
         port = 10000 + (first + block) % 200 * 100

@@ -155,7 +155,7 @@ def _finding(rank: RankProgress) -> Finding | None:
     elif rank.oom_killed:
         cause, line = BY_NAME["host_oom"], "killed by Linux, because the host was out of memory"
     elif rank.killed_by_us and rank.code == -signal.SIGKILL:
-        # A rank may fail and then hang, since libraries wait for peers. Only a final traceback in its log counts.
+        # A rank may fail and then hang, since libraries wait for peers; only a final traceback counts then.
         known = by_text(last_words(rank.tail)) if ends_in_traceback(rank.tail) else None
         if known is None:
             return None

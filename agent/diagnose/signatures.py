@@ -20,7 +20,7 @@ class Cause:
     what: str
     """The cause in a few words, with which the reason of a result begins."""
     text: str = ""
-    """Regular expression of a line of a log or an error message that shows the cause; empty: only other evidence shows it."""
+    """Regular expression of a line that shows the cause; empty if only other evidence shows it."""
     blames_host: bool = False
     """The node may be at fault."""
 
@@ -95,7 +95,7 @@ CAUSES = (
 BY_NAME = {cause.name: cause for cause in CAUSES}
 
 MESSAGE_LINES = 8
-"""Number of lines of the longest message of an exception, that of NCCL; more lines show that the program went on."""
+"""Lines of the longest exception message, which is that of NCCL; more lines mean that the program went on."""
 
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b(?::|$)", re.MULTILINE)
 _STACK_LINE = re.compile(r"^(?:\s|frame #\d+|Traceback \(most recent|Exception raised from )")

@@ -67,7 +67,7 @@ def _files_of(process: Path) -> Iterator[str]:
 
 
 EVIDENCE_FOLDER = "hang_evidence"
-"""Folder for the raw stacks and dumps of a run that hangs, inside its node-local folder and among its logs."""
+"""Folder for raw stacks and dumps of a run that hangs, inside its node-local folder and among its logs."""
 PART_BYTES = 2**20
 """Bytes that are copied at once."""
 TAIL_BYTES = 64 * 1024
@@ -103,7 +103,7 @@ def read_tail(path: Path, size: int) -> str:
 
 
 def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
-    """Copies a file; if it has more than `max_bytes`, both its ends and a line that says how much is left out.
+    """Copies a file; of one with more than `max_bytes`, both ends and a line that says how much is left out.
 
     The first lines of a log tell how a program was set up, the last lines how it ended.
 

@@ -1,4 +1,4 @@
-"""The agent's side of the fork server: it requests ranks, binds them to cores and receives their exit codes."""
+"""The agent's side of the fork server: requests ranks, binds them to cores and receives their exit codes."""
 
 import contextlib
 import json

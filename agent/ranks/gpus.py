@@ -157,7 +157,7 @@ class GpuGauge:
             self.slowdowns |= {text for bit, text in SLOWDOWNS.items() if mask & bit}
 
     def occupied(self, meanwhile: Callable[[], Any]) -> str | None:
-        """Which GPU has less free memory than before the first run; waits up to FREE_S for the driver to free it."""
+        """Which GPU still has less free memory than before the first run, after a wait of at most FREE_S."""
         end = time.monotonic() + FREE_S
         while (held := self._held()) and time.monotonic() < end:
             meanwhile()

@@ -39,9 +39,9 @@ Cleaned = dict[str, Any]
 LOGS_RETRY_S = 10.0
 """Seconds to retry writing logs to a failing disk; after that the next run begins without them."""
 EXTRA_PARTS = 2
-"""Parts of a long report that are read at once after the first, so that one message holds the news of all ranks."""
+"""Parts of a long report that are read at once after the first; one message holds the news of all ranks."""
 LAUNCHER_VARIABLES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
-"""Beginnings of variables that are hidden from ranks: programs that find them take a rank for a task of Slurm."""
+"""Beginnings of variables that are hidden from ranks, which would otherwise be taken for tasks of Slurm."""
 
 
 class Node:
@@ -120,7 +120,7 @@ class Node:
         return order and order(**{name: value for name, value in message.items() if name != "do"})
 
     def start(self, index: int, address: str, port: int) -> None:
-        """Starts this node's ranks of a task of the allocation; port 0: rank 0 will report the port that it got."""
+        """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got."""
         task = self._task = self.allocation.task(index)
         run = self._run = self.scratch / task.key
         (run / EVIDENCE_FOLDER).mkdir(parents=True)
@@ -270,7 +270,7 @@ class Node:
 
 
 def _logged(spec: RunSpec, log: NewLines) -> list[RankEvent]:
-    """The steps that a program prints to its log; they count as steps of rank 0, whichever rank prints them."""
+    """The steps that a program prints to its log; they count as steps of rank 0, whoever prints them."""
     pattern = re.compile(spec.kernel.step_line or "")
     tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
     steps = (parse_log_line(text, pattern, tokens_per_gpu) for text in log.read())

@@ -35,7 +35,7 @@ class RankProgress:
     moved: float | None = None
     """When the rank last made progress, by the leader's monotonic clock."""
     gaps_s: dict[str, float] = field(default_factory=dict)
-    """Longest time without progress after the first step, in seconds: `optimizer`, and `steady` for the rest."""
+    """Longest time without progress after the first step, in seconds: `optimizer`, `steady` for the rest."""
     first_gaps_s: dict[str, float] = field(default_factory=dict)
     """The same for the first step, which also compiles, allocates and connects."""
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -47,7 +47,7 @@ class RankProgress:
     """Exit code, negative for a signal; None while it runs."""
     killed_by_us: bool = False
     oom_killed: bool = False
-    """The rank died of SIGKILL, and the out-of-memory killer of Linux was active on its node during the run."""
+    """The rank died of SIGKILL, and Linux killed processes on its node for lack of memory during the run."""
     tail: str = ""
     """The end of the rank's log."""
     failed_at: float | None = None
@@ -112,12 +112,12 @@ class AttemptProgress:
         """When any rank last made progress, by the leader's monotonic clock."""
         self.first_step: float | None = None
         self.spoke = False
-        """Some rank has reported something. A program that reports nothing has no deadline but its time limit."""
+        """Some rank has reported something; until then the only deadline is the time limit."""
         self.fault: str | None = None
         """Which rank reported something invalid, and what; the run is then invalid."""
 
     def add(self, events: list[RankEvent], now: float | None = None) -> None:
-        """Records the events of a node's ranks; `now` is a time of the monotonic clock, by default the present."""
+        """Records the events of a node's ranks; `now` is a monotonic time, by default the present."""
         now = time.monotonic() if now is None else now
         for event in events:
             try:
@@ -150,7 +150,7 @@ class AttemptProgress:
         self._take_line(rank, event["line"], now)
 
     def allow_pause(self, pause_s: float) -> None:
-        """Excludes `pause_s` seconds, in which the agent itself was stopped, from every time without progress."""
+        """Excludes `pause_s` seconds, in which the agent was stopped, from every time without progress."""
         now = time.monotonic()
         self.moved = min(now, self.moved + pause_s)
         for rank in self.ranks:

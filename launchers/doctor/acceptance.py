@@ -1,4 +1,4 @@
-"""The acceptance run of a cluster: it tries on one and two nodes what a large sweep relies on."""
+"""The acceptance run of a cluster: it tests on one and two nodes what a large sweep relies on."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,20 +31,20 @@ from ultrabench.sweep.running.price import committed_gpu_hours
 Word = tuple[str, object]
 """An axis or a property of a layout, and its value."""
 GPU_HOURS = 3.0
-"""Largest number of GPU hours that an acceptance run may take."""
+"""Largest number of GPU hours that an acceptance run may use."""
 LAYOUTS = 12
 TOO_MUCH = 3.0
-"""A run whose predicted memory is this many times that of a rank cannot fit, however rough the prediction."""
+"""A run that is predicted to need this many times the memory of a rank certainly does not fit."""
 
 Choose = Callable[[Plan], Sequence[Candidate]]
 
 
 def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
-    """The checks of the acceptance run, in order; writes doctor.json.
+    """Performs the acceptance run and writes doctor.json; returns its checks in order.
 
     Raises:
-        ConfigError: the configuration cannot be tried like this.
-        ClusterError: the cluster cannot be used; doctor.json says so, too.
+        ConfigError: an acceptance run of this configuration is impossible.
+        ClusterError: the cluster cannot be used; doctor.json records this too.
     """
     if config.kernel.kind != "embedded":
         raise ConfigError(f"kernel={config.kernel.name} with --deep, which trains; use kernel=embedded")
@@ -63,22 +63,22 @@ def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
 
 
 class _Acceptance:
-    """One acceptance run, with a method for each check; its sweeps share a budget."""
+    """One acceptance run, with a method for each check; its sweeps share one budget."""
 
     def __init__(self, config: SweepConfig, say: Say) -> None:
         self._config, self._say = config, say
         self._folder = acceptance_folder(config) / time.strftime("%Y%m%d-%H%M%S")
-        self._published = acceptance_checks.published(config)  # before anything has been spent
+        self._published = acceptance_checks.published(config)  # an error in this file must cost no GPU time
         self._left_gpu_hours = GPU_HOURS
         self._environment: dict[str, Any] | None = None
         self._layouts: Outcome | None = None
 
     def write(self, checks: Sequence[Check]) -> Path:
-        """Writes doctor.json; its path."""
+        """Writes doctor.json; returns its path."""
         return write_acceptance(self._config, checks, self._folder, GPU_HOURS - self._left_gpu_hours)
 
     def same_loss(self) -> Check:
-        """Every layout has the loss of one GPU."""
+        """Checks that every layout has the same loss as one GPU."""
         mbs, batch = max(self._config.axes.layout["mbs"]), self._config.workload.gbs
         alone = _replicas(1) | {"mbs": [mbs], "gas": [batch // mbs]}
         one = self._run(self._variant("one", alone, hardware={"gpus_per_node": 1}), _all)
@@ -86,7 +86,7 @@ class _Acceptance:
         return acceptance_checks.check_losses(one, self._layouts)
 
     def out_of_memory(self) -> Check:
-        """A run on one node whose micro-batches cannot fit is recognised as out of memory, and confirmed."""
+        """Checks that a run whose micro-batches do not fit is recognised as out of memory, and confirmed."""
         mbs, share = 1, 0.0
         while share <= TOO_MUCH:
             batch = {"mbs": [mbs], "gas": [1], "gbs": mbs * self._config.hardware.gpus_per_node}
@@ -95,24 +95,24 @@ class _Acceptance:
         return acceptance_checks.check_memory(self._run(config, _all))
 
     def speed(self) -> Check:
-        """The speed is that of others on this hardware, where that is known."""
+        """Checks that the speed is close to the published speed on this hardware, if there is one."""
         if (known := self._published) is None:
             return acceptance_checks.check_speed(None, self._layouts)
         config = self._variant("published", known.axes, models=[known.model])
         return acceptance_checks.check_speed(known, self._run(config, known.choose))
 
     def _variant(self, name: str, sweep: dict[str, Any], **groups: Any) -> SweepConfig:
-        """The configuration as the sweep `name`, with other values in some of its groups, or another list."""
+        """The configuration as the sweep `name`; `sweep` and `groups` replace only the values they name."""
         tree = self._config.resolved
         groups |= {"sweep": sweep}
         changed = {k: {**tree[k], **v} if isinstance(v, dict) else v for k, v in groups.items()}
         return config_from_tree({**tree, **changed, "name": name, "results_dir": str(self._folder)})
 
     def _run(self, config: SweepConfig, choose: Choose) -> Outcome:
-        """Runs the chosen runs of a sweep to their end; if it is ended early, nothing of it goes on.
+        """Runs the chosen runs of a sweep to their end; if it is interrupted, all its jobs are ended.
 
         Raises:
-            ClusterError: the cluster, or this machine, cannot be used.
+            ClusterError: the cluster or this machine cannot be used.
         """
         folder = SweepFolder(Path(config.results_dir) / config.name)
         launcher = choose_launcher(config, folder)
@@ -137,13 +137,13 @@ class _Acceptance:
         except BaseException:
             self._end(sweep, launcher)
             raise
-        # A sweep that uses fewer GPUs of a node holds the whole node.
+        # A sweep that uses only some GPUs of a node holds the whole node.
         held = self._config.hardware.gpus_per_node / config.hardware.gpus_per_node
         self._left_gpu_hours -= held * committed_gpu_hours(sweep.plan, state, ())
         return Outcome(folder=folder, runs=sweep.plan.runs, state=state, stopped=reconciler.stopped)
 
     def _end(self, sweep: OpenSweep, launcher: Launcher) -> None:
-        """Ends all jobs of a sweep; a job that is just being submitted will run nothing."""
+        """Ends all jobs of a sweep; a job that is being submitted at this moment will run nothing."""
         state = sweep.state()
         try:
             for name in open_allocations(state):
@@ -155,7 +155,7 @@ class _Acceptance:
 
 
 def _replicas(nodes: int) -> dict[str, Any]:
-    """The axes of plain data parallelism."""
+    """The sweep axes of plain data parallelism on this number of nodes."""
     return {"nodes": [nodes], "tp": [1], "pp": [1], "cp": [1], "zero_stage": [0]}
 
 
@@ -164,7 +164,7 @@ def _all(plan: Plan) -> Sequence[Candidate]:
 
 
 def _differing(plan: Plan) -> Sequence[Candidate]:
-    """At most LAYOUTS runs that surely fit, the same number for each number of nodes."""
+    """At most LAYOUTS runs that certainly fit into memory, equally many for each number of nodes."""
     fitting = [run for run in plan.runs if run.prediction.memory_share <= SAFE_SHARE]
     sizes = sorted({run.nodes for run in fitting})
     each = ([run for run in fitting if run.nodes == nodes] for nodes in sizes)
@@ -172,10 +172,11 @@ def _differing(plan: Plan) -> Sequence[Candidate]:
 
 
 def pairwise_sample(runs: Sequence[Candidate], count: int) -> tuple[Candidate, ...]:
-    """At most `count` of `runs`, each the one that brings most values and pairs of values which none had before.
+    """At most `count` of `runs`, chosen so that they cover many values and pairs of values of the axes.
 
-    Of equals the first counts. A mistake in a parallel form shows where it is used, or where it
-    meets one other form, so pairs are what a small selection should hold.
+    Each choice is the run that adds the most new values and pairs; among equal runs it is the first. A fault
+    of a form of parallelism shows where it is used alone or together with one other form, so a small
+    selection should cover the pairs.
     """
     left, chosen, seen = list(runs), list[Candidate](), set[tuple[Word, Word]]()
     while left and len(chosen) < count:

@@ -1,4 +1,4 @@
-"""Checks on the sweeps of an acceptance run: the same loss, a recognised lack of memory, a published speed."""
+"""Checks the sweeps of an acceptance run: equal losses, a recognised lack of memory, and the speed."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -20,31 +20,34 @@ from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.losses import TOLERANCE
 
 LEAST = 0.7
-"""Least share of the published speed: another training program may be slower, and a network at half its rate is found."""
+"""Smallest accepted share of the published speed.
+
+It leaves room for a slower training program, and still finds a network that runs at half its rate.
+"""
 WORDS = ("dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a sweep of an acceptance run."""
+    """How a sweep of an acceptance run ended."""
 
     folder: SweepFolder
     runs: Sequence[Candidate]
     state: SweepState
     stopped: str | None
-    """Why it ended before everything was done."""
+    """Why the sweep ended before all its runs were done; None if it did not."""
 
     def result(self, run: Candidate) -> RunResult | None:
-        """How the run ended after all its attempts; None when it never did."""
+        """The result of a run after all its attempts; None if it has none."""
         final = final_attempts(self.state).get((run.run_id, 0))
         return final.result if final else None
 
     def failed(self, run: Candidate) -> Check:
-        """The check that fails because of how this run ended."""
+        """A failed check that says how this run ended."""
         return failed(self.why(run), f"see {self.see(run)}")
 
     def why(self, run: Candidate) -> str:
-        """A line on how the run ended."""
+        """A line that says how the run ended."""
         result = self.result(run)
         label = f"{run.layout.label()} on {counted(run.nodes, 'node')}"
         if result is None:
@@ -58,7 +61,7 @@ class Outcome:
 
 
 def check_losses(one: Outcome, layouts: Outcome) -> Check:
-    """Whether every layout has the loss that one GPU has."""
+    """Checks that every layout has the same loss as one GPU."""
     alone = one.result(one.runs[0])
     if alone is None or alone.loss_final is None:
         return failed(f"one GPU alone: {one.why(one.runs[0])}", f"see {one.see(one.runs[0])}")
@@ -80,7 +83,7 @@ def check_losses(one: Outcome, layouts: Outcome) -> Check:
 
 
 def check_memory(outcome: Outcome) -> Check:
-    """Whether a lack of memory is recognised as such, and confirmed."""
+    """Checks that a lack of memory is recognised as such, and confirmed."""
     run = outcome.runs[0]
     result, needs = outcome.result(run), f"predicted {run.prediction.peak_mem_bytes / 2**30:.0f} GiB"
     if result and result.status == Status.OOM and result.confirmed:
@@ -92,25 +95,25 @@ def check_memory(outcome: Outcome) -> Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The content of configs/published/HARDWARE.yaml, as far as it can be held against this configuration."""
+    """The part of configs/published/HARDWARE.yaml that can be compared with this configuration."""
 
     model: dict[str, Any]
     source: str
     axes: dict[str, Any]
-    """Axes of a sweep that holds all published runs."""
+    """Axes of a sweep that contains all published runs."""
     runs: Mapping[tuple[int, ...], float]
-    """Nodes and WORDS -> tokens a second a GPU."""
+    """The number of nodes and the values of WORDS -> tokens per second and GPU."""
 
     def choose(self, plan: Plan) -> Sequence[Candidate]:
-        """The runs of `plan` that were published."""
+        """The runs of `plan` whose speed is published."""
         return [run for run in plan.runs if _key(run) in self.runs]
 
 
 def published(config: SweepConfig) -> Published | None:
-    """What others have published for the hardware, precision and node counts of `config`; None where nothing is.
+    """The published speeds for the hardware, precision and node counts of `config`; None if there are none.
 
     Raises:
-        ConfigError: the file cannot be used.
+        ConfigError: the file of published speeds is invalid.
     """
     names = (folder / "published" / f"{config.hardware.name}.yaml" for folder in search_path())
     path = next((path for path in names if path.is_file()), None)
@@ -131,7 +134,7 @@ def published(config: SweepConfig) -> Published | None:
 
 
 def check_speed(known: Published | None, outcome: Outcome | None) -> Check:
-    """Our speed beside the published one; where nothing is published, the fastest of ours."""
+    """Compares our speed with the published one; shows our fastest run if nothing is published."""
     measured = [(run, outcome.result(run)) for run in outcome.runs] if outcome else []
     ours = {run.run_id: _tokens_per_s_per_gpu(run, r) for run, r in measured if r and r.status == Status.OK}
     shown = {run.run_id: f"{run.shape.name} {run.layout.label()} on {counted(run.nodes, 'node')}: "
@@ -152,7 +155,7 @@ def check_speed(known: Published | None, outcome: Outcome | None) -> Check:
 
 
 def _fits(row: Mapping[str, int], config: SweepConfig) -> bool:
-    """Whether a published run used a number of nodes, and of GPUs a node, that may be tried here."""
+    """Whether the nodes and the GPUs per node of a published run are possible in this configuration."""
     ranks = row["dp"] * row["tp"] * row["pp"] * row["cp"]
     return row["nodes"] in config.axes.nodes and ranks == row["nodes"] * config.hardware.gpus_per_node
 

@@ -1,4 +1,4 @@
-"""The file of the latest acceptance run of a cluster, doctor.json, and the warning of a launch without it."""
+"""Writes doctor.json after an acceptance run, and warns of large sweeps on clusters without one."""
 
 import contextlib
 import json
@@ -14,20 +14,20 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 
 SCHEMA_VERSION = 1
 MANY_NODES = 8
-"""A launch on more nodes than this warns when its cluster has passed no acceptance run."""
+"""A launch on more nodes than this gives a warning if its cluster has not passed an acceptance run."""
 
 
 def acceptance_folder(config: SweepConfig) -> Path:
-    """The folder RESULTS_DIR/doctor-CLUSTER-HARDWARE; it holds doctor.json and the sweeps of each acceptance run."""
+    """The folder RESULTS_DIR/doctor-CLUSTER-HARDWARE of doctor.json and of the sweeps of acceptance runs."""
     return Path(config.results_dir).absolute() / f"doctor-{config.cluster}-{config.hardware.name}"
 
 
 def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path, gpu_hours: float) -> Path:
-    """Writes doctor.json, in place of an older one; its path.
+    """Writes doctor.json, which replaces an older one; returns its path.
 
     Args:
-        sweeps: where the sweeps of this run lie.
-        gpu_hours: what they took.
+        sweeps: the folder with the sweeps of this acceptance run.
+        gpu_hours: the GPU hours that these sweeps used.
     """
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -50,7 +50,7 @@ def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path,
 
 
 def not_accepted(config: SweepConfig) -> str | None:
-    """The warning before a large sweep on a cluster that has passed no acceptance run; None where none is needed."""
+    """The warning for a large sweep on a cluster that has passed no acceptance run; None in other cases."""
     most, folder = max(config.axes.nodes), acceptance_folder(config)
     if config.launcher.name == "local" or config.hardware.simulated or most <= MANY_NODES:
         return None

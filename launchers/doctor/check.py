@@ -1,4 +1,4 @@
-"""What a check found; each is a row of `ultrabench doctor`."""
+"""The result of a check; `ultrabench doctor` prints one row for each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ Say = Callable[[str], None]
 
 
 def when_new(say: Say) -> Say:
-    """`say`, but silent when it is given the same line again."""
+    """A function that passes a line to `say` unless it is the same as the line before."""
     said: list[str] = []
 
     def tell(line: str) -> None:
@@ -24,9 +24,9 @@ class CheckStatus(StrEnum):
     """How a check ended."""
 
     PASS = "pass"
-    WARN = "warn"  # sweeps run, but not as well or not all of them
+    WARN = "warn"  # some sweeps do not run, or do not run as well as they could
     FAIL = "fail"
-    SKIP = "skip"  # not looked at, because something before it failed
+    SKIP = "skip"  # left out, because an earlier check failed
 
 
 FAIL, WARN = CheckStatus.FAIL, CheckStatus.WARN
@@ -34,42 +34,42 @@ FAIL, WARN = CheckStatus.FAIL, CheckStatus.WARN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One question, its answer, and what to do about it."""
+    """The result of one check, and what the user can do about a problem."""
 
     name: str = ""
-    """The tables of examine.py and acceptance.py name the checks."""
+    """The name in the output, which the tables of examine.py and acceptance.py give."""
     status: CheckStatus
     told: str
-    """What was found, with its numbers."""
+    """What the check found, with the numbers."""
     remedy: str | None = None
-    """What to do; every check that warns or fails has one."""
+    """What the user can do; every check that warns or fails has a remedy."""
 
     def named(self, name: str) -> "Check":
-        """The same check under a name."""
+        """A copy of the check with a name."""
         return replace(self, name=name)
 
 
 def passed(told: str) -> Check:
-    """A check that found nothing wrong."""
+    """A check that found no problem."""
     return Check(status=CheckStatus.PASS, told=told)
 
 
 def failed(told: str, remedy: str) -> Check:
-    """A check that found what makes sweeps impossible."""
+    """A check that found a problem which makes sweeps impossible."""
     return Check(status=FAIL, told=told, remedy=remedy)
 
 
 def skipped(name: str, told: str) -> Check:
-    """A check that was left out, because another failed."""
+    """A check that was left out because another check failed."""
     return Check(name=name, status=CheckStatus.SKIP, told=told)
 
 
 Problem = tuple[object, CheckStatus, str] | tuple[object, CheckStatus, str, str]
-"""Whether a problem is there, how serious it is, its remedy, and what it adds to what was found."""
+"""Whether the problem exists, how serious it is, its remedy, and optional text to add to the findings."""
 
 
 def first_problem(told: str, *problems: Problem) -> Check:
-    """The check of the first problem that is there; a passed one where none is."""
+    """A check that reports the first problem that exists; a passed check if none does."""
     for there, status, remedy, *more in problems:
         if there:
             return Check(status=status, told="; ".join([told, *more]), remedy=remedy)

@@ -1,4 +1,4 @@
-"""What doctor runs on a node: the folder it shares with us, the job that looks at the node, and what is checked of its report."""
+"""Examines a node for `ultrabench doctor`: a shared folder, a job on the node, and checks of its report."""
 
 import contextlib
 import json
@@ -40,16 +40,16 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 
 GIB = 2**30
 LITTLE_BYTES = GIB
-"""Free space below which a folder gets a warning."""
+"""Free space, in bytes, below which a folder gets a warning."""
 CLOCK_WARN_S = 1.0
 CLOCK_FAIL_S = 30.0
 
 Report = dict[str, Any]
-"""What the checkup found on its node, and what `CheckupFolder` and `CheckupJob` of this host added."""
+"""The facts that the checkup found on its node, and those that this host added."""
 
 
 def check_folder(report: Report, config: SweepConfig) -> Check:
-    """Whether the node and this host share the results folder, and the claims in it."""
+    """Checks that the node and this host share the results folder, and that claims in it work."""
     host = report["host"]
     shared = f"put results_dir= on a file system that {host} shares"
     links = f"{shared} and that has hard links, such as NFS, Lustre or GPFS"
@@ -64,7 +64,7 @@ def check_folder(report: Report, config: SweepConfig) -> Check:
 
 
 def check_python(report: Report, config: SweepConfig) -> Check:
-    """Whether the node has the ultrabench and the training program of this host."""
+    """Checks that the node has the same ultrabench and the same training program as this host."""
     digest, commit, version = config.kernel.digest(), checkout.commit(), ultrabench.__version__
     same = "install the same version for the nodes, or set launcher.python= to a Python that has it"
     theirs = report["ultrabench_version"], report["kernel_digest"], report["git_commit"]
@@ -83,7 +83,7 @@ def _short(commit: str | None) -> str:
 
 
 def check_torch(report: Report, config: SweepConfig) -> Check:
-    """Whether the training kernel's libraries start."""
+    """Checks that torch and the libraries of the training kernel can be loaded on the node."""
     torch = report["torch"]
     if torch is None:
         told = f"the kernel does not start: {report['torch_error']}"
@@ -99,7 +99,7 @@ def check_torch(report: Report, config: SweepConfig) -> Check:
 
 
 def check_devices(report: Report, config: SweepConfig) -> Check:
-    """Whether the GPUs are those of `hardware=`, and nobody else is on them."""
+    """Checks that the GPUs are those of `hardware=`, and that no other processes use them."""
     hardware, torch, driver = config.hardware, report["torch"] or {}, report["gpus"]
     seen, own, name = int(torch.get("gpus") or 0), hardware.gpus_per_node, torch.get("gpu_name")
     told = f"torch sees {seen}, the driver {driver}"
@@ -123,7 +123,7 @@ def check_devices(report: Report, config: SweepConfig) -> Check:
 
 
 def check_room(report: Report, config: SweepConfig) -> Check:
-    """Whether there are cores for the ranks, and room for their logs in the temporary folder."""
+    """Checks that the node has cores for the ranks, and space for their logs in the temporary folder."""
     free, cores, ranks = report["temp_free_bytes"], report["cores"], config.hardware.gpus_per_node
     few = config.hardware.device == "cuda" and cores < ranks
     return first_problem(
@@ -136,10 +136,10 @@ def check_room(report: Report, config: SweepConfig) -> Check:
 
 
 def check_clock(report: Report, config: SweepConfig) -> Check:
-    """Whether the node's clock agrees with this host's.
+    """Checks that the clock of the node agrees with the clock of this host.
 
-    The report names the time at its begin and end. By our clock the job began after `earliest_s` and its
-    report was there before `latest_s`. No file's time stamp is looked at.
+    The report contains the times of its begin and end by the clock of the node. By the clock of this host the
+    job began after `earliest_s`, and its report existed before `latest_s`. No time stamps of files are used.
     """
     host, window, zone = report["host"], config.launcher.window, time.strftime("%z")
     behind_s = report["earliest_s"] - report["began_s"]
@@ -158,12 +158,12 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
 
 
 LIMIT_S = 600.0
-"""Time limit of the job in seconds; the first import of torch on a node may take minutes."""
+"""Time limit of the job, in seconds; the first import of torch on a node may take minutes."""
 PAUSE_S = 0.3
 POLL_S = 3.0
-"""Seconds between two questions to squeue."""
+"""Seconds between two calls of squeue."""
 END_S = 10.0
-"""Seconds to wait for the end of a job whose report is here."""
+"""Seconds to wait for the end of a job after its report has arrived."""
 
 _REFUSALS = {
     "timed out|no answer|contact": "try again: slurmctld is slow or away",
@@ -176,7 +176,7 @@ _REFUSALS = {
     "node configuration|gres|processors": "set hardware.gpus_per_node=, launcher.gres= or launcher.cpus=",
     "": "mend the launcher.* that it names, +launcher.sbatch.* among them",
 }
-"""What sbatch names when it refuses -> what to do; the first that fits."""
+"""Pattern in the error of sbatch -> the remedy; the first pattern that matches counts."""
 
 _SAID = {
     r"No module named .?ultrabench":
@@ -185,33 +185,33 @@ _SAID = {
         "a program is not on the nodes: set launcher.python=, launcher.setup= or launcher.srun=",
     "": "launcher.setup=, launcher.srun= and launcher.python= say what runs there",
 }  # fmt: skip
-"""What the log of a job says that left no report -> what to do; the first that fits."""
+"""Pattern in the log of a job without a report -> the remedy; the first pattern that matches counts."""
 
 
 class CheckupFolder:
-    """RESULTS_DIR/.doctor-XXXXXXXX; no sweep has such a name, since those begin with no dot."""
+    """The folder RESULTS_DIR/.doctor-XXXXXXXX; no sweep has such a name, which begins with a dot."""
 
     def __init__(self, config: SweepConfig) -> None:
         self.config, self.token = config, uuid.uuid4().hex
         self.results_dir = Path(config.results_dir).absolute()
         self.path = self.results_dir / f".doctor-{self.token[:8]}"
         self.keep = False
-        """Whether the folder stays, because it shows what went wrong."""
+        """Whether the folder is kept because it shows what went wrong."""
 
     def report(self) -> Report | None:
-        """What the checkup found on its node; None until its report is here."""
-        # A listing is fresh where NFS remembers for a while that a file is not there.
+        """The facts that the checkup found on its node; None until its report has arrived."""
+        # NFS may remember for a while that a file does not exist, but a listing of the folder is fresh.
         if "report.json" not in os.listdir(self.path):
             return None
         found: Report = json.loads((self.path / "report.json").read_text())
         return found | {"results_dir": self.results_dir, "same_folder": found.get("token") == self.token}
 
     def node_claim_seen(self) -> bool:
-        """Whether the claim that the job made on its node can be seen here."""
+        """Whether this host sees the claim that the job made on its node."""
         return owner(self.path / "claims", "node") is not None
 
     def try_it(self) -> Check:
-        """Makes the folder; whether it can be written, and whether a claim there is made only once."""
+        """Makes the folder; checks that it can be written, and that a claim in it succeeds only once."""
         claims = self.path / "claims"
         request = {"token": self.token, "kernel": to_dict(self.config.kernel), "work_dir": os.getcwd()}
         try:
@@ -233,7 +233,7 @@ class CheckupFolder:
 
 @contextlib.contextmanager
 def checkup_folder(config: SweepConfig) -> Iterator[tuple[CheckupFolder, Check]]:
-    """The folder and the check of it; the folder and the parents made for it are removed at the end."""
+    """The folder and its check; at the end the folder, and parents that were made for it, are removed."""
     folder = CheckupFolder(config)
     new = [f for f in (folder.results_dir, *folder.results_dir.parents) if not f.exists()]
     try:
@@ -247,7 +247,7 @@ def checkup_folder(config: SweepConfig) -> Iterator[tuple[CheckupFolder, Check]]
 
 
 class CheckupJob:
-    """A job of one node, from its submission to its end."""
+    """The job that examines one node, from its submission to its end."""
 
     def __init__(self, folder: CheckupFolder, say: Say) -> None:
         config, choice = folder.config, folder.config.launcher
@@ -266,12 +266,12 @@ class CheckupJob:
         self._say, self._say_new = say, when_new(say)
         self._held = AllocationState(name=self.allocation.name)
         self._job = SlurmJob(job_id="", name="", state="PENDING")
-        """The job as squeue listed it last."""
+        """The job as squeue last listed it."""
         self._earliest_s = time.time()
-        """The latest time at which the job had surely not begun, by the clock of this host."""
+        """The latest time at which the job had certainly not begun, by the clock of this host."""
 
     def run(self, wait_s: float) -> tuple[Check, Report | None]:
-        """Submits the job and waits; it is cancelled when it takes longer, or on Ctrl-C."""
+        """Submits the job and waits for its report; it is cancelled after `wait_s` seconds or on Ctrl-C."""
         self.allocation.folder.mkdir(parents=True)
         self._earliest_s = time.time()
         try:
@@ -290,7 +290,7 @@ class CheckupJob:
                 self._cancel()
 
     def _cancel(self) -> None:
-        """Cancels the job by its name, since the answer of sbatch may have been lost."""
+        """Cancels the job by its name, since its number is unknown if the answer of sbatch was lost."""
         try:
             self.launcher.cancel({self._held.name: self._held})
         except ClusterError as error:
@@ -305,7 +305,7 @@ class CheckupJob:
             if report is None and (report := self._folder.report()) is not None:
                 report |= {"earliest_s": self._earliest_s, "latest_s": time.time()}
                 found_s = now
-            # The folder is removed afterwards, so nothing of the job may be left.
+            # The folder is removed afterwards, so no process of the job may be left.
             if report is not None and (over or name not in seen.alive or now > found_s + END_S):
                 told = f"job {self._job.array_id} ran on {report['host']}; its report was here after {found_s:.0f} s"
                 return passed(told), report | {"own_claim_seen": self._folder.node_claim_seen()}
@@ -316,7 +316,7 @@ class CheckupJob:
             time.sleep(PAUSE_S)
 
     def _look(self) -> None:
-        """Takes from the answer of squeue how the job is, and says so when that is new."""
+        """Takes the state of the job from the answer of squeue, and tells the user about changes."""
         answer = self.launcher.query.jobs("")
         job = None if answer is None or answer.stale else answer.find(self._job.job_id)
         if answer is None or job is None:
@@ -327,7 +327,7 @@ class CheckupJob:
         self._say_new(": ".join(filter(None, (self._state(), pending_remedy(job.reason)))))
 
     def _state(self) -> str:
-        """How the job is, such as `job 12 waits (Resources)`."""
+        """The state of the job in words, such as `job 12 waits (Resources)`."""
         job, reason = self._job, self._job.reason
         where = f" on {job.nodes}" if job.nodes else ""
         return f"job {job.array_id} {job.meaning.note}{where}{f' ({reason})' if reason not in ('', 'None') else ''}"
@@ -343,7 +343,7 @@ class CheckupJob:
         )
 
     def _ended(self, reason: str) -> Check:
-        """The check of a job that is over and left no report; its folder stays as evidence."""
+        """The failed check for a job that ended without a report; its folder is kept as evidence."""
         self._folder.keep = True
         where, code = f" on {self._job.nodes}" if self._job.nodes else "", self._exit_code()
         told = f"{reason}{where}; exit code {code}, no report"
@@ -353,7 +353,7 @@ class CheckupJob:
         except OSError:
             return failed(f"{told}; it wrote no {self._log}", f"{self._folder.results_dir} {unshared}")
         lines = [line.strip()[:200] for line in text.splitlines() if line.strip()]
-        # srun tells afterwards that it has ended what was left.
+        # The last lines of srun only say that it has ended the remaining processes.
         tail = [line for line in lines if not line.startswith("srun:")][-2:] or lines[-2:]
         told += f"; its log ends: {' | '.join(tail)}" if tail else "; its log is empty"
         if code == "73:0":
@@ -369,5 +369,5 @@ class CheckupJob:
 
 
 def _first(remedies: dict[str, str], text: str) -> str:
-    """The remedy of the first pattern that is found."""
+    """The remedy of the first pattern that occurs in `text`."""
     return next(r for pattern, r in remedies.items() if re.search(pattern, text, re.IGNORECASE))

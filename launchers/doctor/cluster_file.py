@@ -1,4 +1,4 @@
-"""A cluster configuration from what Slurm says: the file that `ultrabench doctor --write` writes."""
+"""Makes a cluster configuration from the answers of Slurm, for `ultrabench doctor --write`."""
 
 import re
 import time
@@ -15,16 +15,17 @@ from ultrabench.store.folder import write_whole
 from ultrabench.sweep.config.launcher_config import LauncherConfig
 
 TAKEN = ("local",)
-"""Names of the package's own clusters."""
+"""Names of clusters that the package itself configures."""
 
 
 def write_cluster_file(
     folder: Path, name: str, site: Site, limits: Limits, choice: LauncherConfig, force: bool
 ) -> Path:
-    """Writes FOLDER/NAME.yaml for the partition of `limits`; its path.
+    """Writes FOLDER/NAME.yaml for the partition of `limits`; returns its path.
 
     Raises:
-        ConfigError: `name` cannot be a cluster's, the file exists and `force` is not set, or it cannot be written.
+        ConfigError: `name` is not possible for a cluster, the file exists and `force` is not set, or the file
+            cannot be written.
     """
     path = folder / f"{name}.yaml"
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII) or name in TAKEN:
@@ -41,7 +42,7 @@ def write_cluster_file(
 
 
 def _text(name: str, site: Site, limits: Limits, choice: LauncherConfig) -> str:
-    """The text of the file: what jobs in the partition need, and in comments what else was found."""
+    """The text of the file: the options that jobs in the partition need, and further facts as comments."""
     account = choice.account or site.needed_account(limits.name)
     typed = re.search(r"(?:^|,)(gpu:[^:,(\d][^:,(]*:\d+)", limits.gres or "")
     values: dict[str, Any] = {
@@ -63,7 +64,7 @@ def _text(name: str, site: Site, limits: Limits, choice: LauncherConfig) -> str:
 
 
 def _hints(site: Site, limits: Limits, values: Mapping[str, Any]) -> list[str]:
-    """Commented lines that name what else could be set."""
+    """Lines in comments that name options the user could also set."""
     account, default, usable = values["account"], site.accounts.default, site.accounts.usable(limits.name)
     names = list(dict.fromkeys(a.account for a in usable))
     own = next((a for a in usable if a.account == (account or default)), None)

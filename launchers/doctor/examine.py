@@ -1,4 +1,4 @@
-"""Whether this cluster, or this machine, is usable: every check, each failure with its remedy."""
+"""Checks whether this cluster or this machine can run sweeps; every failed check names a remedy."""
 
 import shutil
 import subprocess
@@ -18,15 +18,15 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0
 Table = dict[str, Callable[..., Check]]
-"""Checks by the names under which the user sees them."""
+"""Name of a check in the output -> the function of the check."""
 ACCESS: Table = {"programs": site_checks.check_programs, "slurmctld": site_checks.check_controller}
-"""Checks whether Slurm can be asked; the others need them."""
+"""Checks whether Slurm answers; all other checks of Slurm need them."""
 OF_NODES: Table = {
     "nodes": site_checks.check_nodes,
     "GPUs": site_checks.check_gpus,
     "node size": site_checks.check_size,
 }
-"""Checks on what sinfo says."""
+"""Checks that need the answers of sinfo."""
 SITE: Table = {
     "partition": site_checks.check_partition,
     **OF_NODES,
@@ -34,7 +34,7 @@ SITE: Table = {
     "account": site_checks.check_account,
     "accounting": site_checks.check_accounting,
 }
-"""Checks on what Slurm says, in order."""
+"""Checks of the answers of Slurm, in order."""
 NODE: Table = {
     "folder on the node": checkup.check_folder,
     "Python on the node": checkup.check_python,
@@ -43,9 +43,9 @@ NODE: Table = {
     "room on the node": checkup.check_room,
     "clock of the node": checkup.check_clock,
 }
-"""Checks on what the job found on its node."""
+"""Checks of the report that the job wrote on its node."""
 HERE: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
-"""Checks on this machine for launcher=local."""
+"""Checks of this machine for launcher=local."""
 NEEDED_BY_A_JOB = ("partition", "nodes", "results folder")
 
 
@@ -53,10 +53,10 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
     """All checks of the launcher that `config` names, in the order in which they depend on each other.
 
     Args:
-        wait_s: seconds that the job on a node may take; with 0 none is submitted.
+        wait_s: seconds that the job on a node may take; with 0 no job is submitted.
 
     Raises:
-        ConfigError: a folder that no job script can name.
+        ConfigError: a job script cannot name the folder.
     """
     if config.launcher.name == "local":
         return _examine_here(config, say)
@@ -83,12 +83,12 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
 
 
 def failures(checks: Sequence[Check]) -> list[str]:
-    """Names of the checks that failed."""
+    """The names of the checks that failed."""
     return [check.name for check in checks if check.status is CheckStatus.FAIL]
 
 
 def why_not_slurm(site: Site) -> str | None:
-    """Why there is no Slurm to be checked here; None when there is one."""
+    """Why no Slurm can be checked on this host; None if one can."""
     if shutil.which("sbatch") is None:
         return "there is no sbatch on PATH"
     check = site_checks.check_controller(site)
@@ -96,10 +96,10 @@ def why_not_slurm(site: Site) -> str | None:
 
 
 def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
-    """What Slurm says; only the partition's check when there is no such partition.
+    """The checks of the answers of Slurm; only the check of the partition if there is no such partition.
 
     Raises:
-        ClusterError: slurmctld stopped answering.
+        ClusterError: slurmctld no longer answers.
     """
     choice = config.launcher
     try:
@@ -113,7 +113,7 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
 
 
 def _run(table: Table, *given: object) -> list[Check]:
-    """The checks of a table, each given the same values."""
+    """The results of the checks of a table, which are all called with the same arguments."""
     return [check(*given).named(name) for name, check in table.items()]
 
 

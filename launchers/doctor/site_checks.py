@@ -1,4 +1,4 @@
-"""Checks on what Slurm's own programs say: programs, controller, partition, nodes, limits, accounting."""
+"""Checks the answers of Slurm's programs about controller, partition, nodes, limits and accounting."""
 
 import os
 import re
@@ -27,12 +27,12 @@ WANTED = {
     "sacctmgr": "limits of accounts and QOS stay unknown",
 }
 MOST = 8
-"""Largest number of names in a list."""
+"""Largest number of names that a list shows."""
 _MB = {"K": 2**-10, "M": 1, "": 1, "G": 2**10, "T": 2**20}
 
 
 def check_programs(site: Site) -> Check:
-    """Whether Slurm's programs are there and start."""
+    """Checks that the programs of Slurm are installed and start."""
     if needed := absent_programs():
         return failed(needed, GET_PROGRAMS)
     absent = [p for p in WANTED if shutil.which(p) is None]
@@ -54,7 +54,7 @@ def check_programs(site: Site) -> Check:
 
 
 def check_controller(site: Site) -> Check:
-    """Whether slurmctld answers."""
+    """Checks that slurmctld answers."""
     begin = time.monotonic()
     try:
         text = site.ask("scontrol", "ping")
@@ -68,12 +68,12 @@ def check_controller(site: Site) -> Check:
 
 
 def controller_failed(told: str) -> Check:
-    """The check of a controller that cannot be reached."""
+    """The failed check for a controller that does not answer."""
     return failed(told, REACH_SLURMCTLD)
 
 
 def check_partition(config: SweepConfig, site: Site, limits: Limits) -> Check:
-    """Whether the partition takes and starts jobs."""
+    """Checks that the partition accepts and starts jobs."""
     others = [p for p in site.partitions if p.name != limits.name]
     default = " (the default)" if limits.is_default else ""
     rest = "; ".join(f"{p.name}: {_facts(p)}" for p in others[:MOST])
@@ -95,12 +95,12 @@ def _facts(partition: Partition) -> str:
 
 
 def nodes_unknown(config: SweepConfig, site: Site, limits: Limits) -> Check:
-    """The check of anything that only sinfo tells, where it tells nothing."""
+    """The warning that replaces each check of the nodes if sinfo does not answer."""
     return first_problem("sinfo does not tell what nodes there are", (True, WARN, "look at `sinfo` by hand"))
 
 
 def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
-    """Whether enough nodes run jobs, and why the others do not."""
+    """Checks that enough nodes run jobs; it says why the others do not."""
     largest, up, total = max(config.axes.nodes), limits.up_nodes or 0, limits.total_nodes
     reasons = _reasons(site, limits.name)
     wait = f"runs of {counted(largest, 'node')} wait until they are back: leave them out with sweep.nodes="
@@ -113,7 +113,7 @@ def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
 
 
 def _reasons(site: Site, name: str) -> str:
-    """Nodes that run no jobs, with the reason that somebody gave, such as `gpu03 drained (bad fan)`."""
+    """The nodes that run no jobs, with the recorded reason, such as `gpu03 drained (bad fan)`."""
     try:
         text = site.ask("sinfo", "--list-reasons", "--noheader", f"--partition={name}", "--format=%N|%T|%E")
     except CommandError:
@@ -123,7 +123,7 @@ def _reasons(site: Site, name: str) -> str:
 
 
 def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
-    """Whether the GPUs that Slurm knows are those of the hardware."""
+    """Checks that the GPUs that Slurm lists are those of `hardware=`."""
     hardware, gres, have = config.hardware, config.launcher.gres or "", limits.gpus_per_node or 0
     own, seen = hardware.gpus_per_node, f"nodes of {limits.name} have {limits.gres or 'no GPUs'}"
     if hardware.device != "cuda":
@@ -147,12 +147,12 @@ def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
 
 
 def _models(*names: str) -> set[str]:
-    """Words such as h100, mi300x or a100 in names of GPUs."""
+    """The model words, such as h100, mi300x or a100, in names of GPUs."""
     return set(re.findall(r"[a-z]{1,3}\d{2,4}[a-z]?", " ".join(names).lower()))
 
 
 def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
-    """Whether a node has the memory and the CPUs that jobs ask for."""
+    """Checks that a node has the memory and the CPUs that jobs ask for."""
     choice, mem, cpus = config.launcher, limits.mem_mb_per_node or 0, limits.cpus_per_node or 0
     asked = re.fullmatch(r"(\d+)([KMGT]?)B?", (choice.mem or "0").upper())
     return first_problem(
@@ -165,7 +165,7 @@ def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
 
 
 def check_limits(config: SweepConfig, site: Site, limits: Limits) -> Check:
-    """Whether the sweep stays within what the site allows."""
+    """Checks that the sweep stays within the limits of the site."""
     choice, most, queued = config.launcher, limits.job_minutes, limits.max_submit
     lengthy = "time_minutes" if choice.time_minutes else "allocation_minutes"
     remedies = []
@@ -190,7 +190,7 @@ def _any(number: int | None) -> str:
 
 
 def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
-    """Whether jobs of the account and QOS are taken in the partition."""
+    """Checks that the partition accepts jobs of the account and QOS."""
     accounts, account, qos = site.accounts, config.launcher.account, config.launcher.qos
     enforced, names = site.enforced, [a.account for a in accounts.usable(limits.name)]
     rule = f"Slurm enforces {', '.join(sorted(enforced))}" if enforced else "not enforced here"
@@ -214,14 +214,14 @@ def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
 
 
 def _list(names: Sequence[str], none: str = "") -> str:
-    """The names, each once and at most MOST; `none` where there is no name."""
+    """The names without repetition, at most MOST of them; the text `none` if there is no name."""
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
     return ", ".join(names[:MOST]) + more or none
 
 
 def check_accounting(config: SweepConfig, site: Site, limits: Limits) -> Check:
-    """Whether sacct answers, and jobs are recorded."""
+    """Checks that sacct answers, and that the cluster records jobs."""
     works = f"ultrabench works without: {WANTED['sacct']}"
     try:
         site.ask("sacct", f"--user={os.getuid()}", "--starttime=now-1hours", "--allocations", "--noheader")

@@ -1,1 +1,1 @@
-"""Asks Slurm, writes its job scripts, and submits, finds and ends its jobs."""
+"""Queries Slurm, writes job scripts for it, and submits, finds and ends its jobs."""

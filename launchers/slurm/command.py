@@ -11,27 +11,27 @@ _DEFAULTS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SC
 
 
 class CommandError(Exception):
-    """A Slurm program failed, did not answer, or printed nonsense; callers outside of launchers/ never see it."""
+    """A Slurm program failed, timed out or printed an invalid answer; it never leaves `launchers`."""
 
     def __init__(self, message: str, complaints: str = "") -> None:
         super().__init__(message)
         self.complaints = complaints
-        """All that the program wrote to stderr."""
+        """Everything that the program wrote to stderr."""
 
 
 def ask(words: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> str:
-    """What a Slurm program prints.
+    """The output of a Slurm program.
 
     Args:
-        environ: all its environment variables; by default ours without those that change what Slurm's
-            programs print or where they look.
+        environ: all environment variables of the program; by default ours without those that change the
+            output of Slurm's programs or the cluster they ask.
 
     Raises:
-        CommandError: it cannot be started, fails, or takes longer than `timeout_s` (it is killed then).
+        CommandError: the program cannot be started, fails, or was killed after `timeout_s`.
     """
     if environ is None:
         environ = {k: v for k, v in os.environ.items() if k in _KEPT or not _DEFAULTS.match(k)}
-        environ |= {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0: ranges of arrays are never cut short
+        environ |= {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0: squeue prints long ranges in full
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(

@@ -23,42 +23,42 @@ class SlurmJob:
     name: str
     state: str
     reason: str = ""
-    """Why it waits or failed, in squeue's words; sacct does not tell."""
+    """Why the job waits or failed, in the words of squeue; sacct does not say."""
     nodes: str = ""
-    """Such as gpu[01-04]; empty before the start."""
+    """The nodes of the job, such as gpu[01-04]; empty before it starts."""
     elapsed_s: float = 0.0
 
     @property
     def array_id(self) -> str:
-        """The number that sbatch answered."""
+        """The job number that sbatch printed; all elements of an array share it."""
         return self.job_id.partition("_")[0]
 
     @property
     def array_index(self) -> int | None:
-        """SLURM_ARRAY_TASK_ID; None for a job that is no array."""
+        """The value of SLURM_ARRAY_TASK_ID; None for a job that is not part of an array."""
         index = self.job_id.partition("_")[2]
         return int(index) if index else None
 
     @property
     def meaning(self) -> Meaning:
-        """What its state means to us."""
+        """What the state of the job means to us."""
         return meaning(self.state)
 
     @property
     def waits(self) -> bool:
-        """Whether it is queued, held or not, so that it holds no nodes."""
+        """Whether the job is queued, perhaps on hold, and so has no nodes."""
         return self.meaning.phase in (Phase.QUEUED, Phase.HELD)
 
     @property
     def over(self) -> bool:
-        """Whether it ended for good."""
+        """Whether the job has ended for good."""
         return self.meaning.phase is Phase.OVER
 
 
 def duration_s(text: str) -> float | None:
-    """Seconds of a time as Slurm writes it; None for UNLIMITED, NONE and the like.
+    """The seconds of a duration as Slurm writes it; None for UNLIMITED, NONE and similar words.
 
-    MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
+    Slurm writes MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text.strip())
     if not found:
@@ -72,7 +72,7 @@ def duration_s(text: str) -> float | None:
 
 
 def _rows(text: str) -> Iterator[list[str]]:
-    """Rows that begin with a job id and end with a name, which may hold bars and even line breaks."""
+    """The rows, each from a job id to a job name; the name may contain `|` and even line breaks."""
     within = False
     for line in text.split("\n"):
         fields = line.split("|", _COLUMNS - 1)
@@ -84,7 +84,7 @@ def _rows(text: str) -> Iterator[list[str]]:
 
 
 def _elements(job: SlurmJob) -> Iterator[SlurmJob]:
-    """The jobs of one row: elements of an array that have not started share a row, `123_[4-7,9%2]`."""
+    """The jobs of one row; array elements that have not started share a row, such as `123_[4-7,9%2]`."""
     array_id, bracket, spec = job.job_id.partition("_[")
     if not bracket:
         yield job
@@ -108,8 +108,8 @@ def sacct_jobs(text: str) -> dict[str, SlurmJob]:
     Raises:
         ValueError: the text has another form.
     """
-    # The row of a range may still hold elements that have a row of their own since, and a requeued job may
-    # have a row of each start: the last submission counts.
+    # The row of a range may still list elements that now have their own row, and a requeued job may have a
+    # row for each start, so the last submission counts.
     rows = sorted(_rows(text), key=lambda row: ("[" not in row[0], row[5]))
     jobs = (replace(_job_of(row), reason="") for row in rows)
     return {one.job_id: one for job in jobs for one in _elements(job)}
@@ -124,9 +124,9 @@ def _job_of(row: Sequence[str]) -> SlurmJob:
 
 
 def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
-    """The job of this id. Elements that were cancelled before they started share the row of their array.
+    """The job with this id; array elements that were cancelled before they started share the array's row.
 
-    An element that was cancelled alone has no row at all (tried with Slurm 22.05).
+    A single element that was cancelled before its start has no row at all (tried with Slurm 22.05).
     """
     job, whole = jobs.get(job_id), jobs.get(job_id.partition("_")[0])
     if job is None and whole and whole.meaning.status is Status.CANCELLED:
@@ -135,7 +135,7 @@ def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
 
 
 def collapse(job_ids: Iterable[str]) -> list[str]:
-    """The ids as the fewest arguments for scancel: elements of one array become `123_[4,6]`."""
+    """The ids as few arguments for scancel: the elements of one array become `123_[4,6]`."""
     elements: dict[str, list[int]] = {}
     for array_id, _, index in (job_id.partition("_") for job_id in job_ids):
         elements.setdefault(array_id, []).extend([int(index)] if index else [])

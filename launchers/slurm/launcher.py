@@ -1,4 +1,4 @@
-"""Runs allocations as jobs of a Slurm cluster; those that are alike share a job array."""
+"""Runs allocations as Slurm jobs; those with the same nodes and time limit share a job array."""
 
 import contextlib
 import os
@@ -30,29 +30,29 @@ ALLOWED = (
     "_ModuleTable*", "BASH_ENV", "BASH_FUNC_module*", "BASH_FUNC_ml*", "BASH_FUNC__module_raw*",
     "NCCL_*", "FI_*", "UCX_*", "GLOO_*", "OFI_*",
 )  # fmt: skip
-"""Names, with * for any ending: what programs need to be found, `module` (in bash a function that comes
-through the environment), and what steers collectives.
+"""Names of variables that jobs inherit; * stands for any ending.
 
-Everything else stays: an access token in the environment of a login shell has no business in a job.
-SLURM_* and SBATCH_* of an enclosing job would be taken for options of ours.
+Programs need them to be found, `module` needs them (in bash it is a function in the environment), or they
+configure collectives. All others are left out: access tokens of a login shell do not belong in a job, and
+sbatch would take SLURM_* and SBATCH_* of an enclosing job for options.
 """
 
 
 def inherited(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """The variables of `environ` that a job may have."""
+    """The variables of `environ` that a job inherits; `more` adds names to ALLOWED."""
     patterns = (*ALLOWED, *more)
     return {k: v for k, v in environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns)}
 
 
 def submit(script: JobScript, environment: Iterable[str]) -> str:
-    """The number of the array that sbatch made of `script`.
+    """Submits `script`; returns the job number of the array.
 
     Args:
-        environment: names of variables that the job inherits beyond the allow-list.
+        environment: names of variables that the job inherits in addition to ALLOWED.
 
     Raises:
-        CommandError: sbatch refused it, failed, or gave no number in time, for the reason given; the job may have
-            been submitted all the same.
+        CommandError: sbatch refused the job, failed, or gave no number in time; the job may have been
+            submitted nevertheless.
     """
     script.path.parent.mkdir(exist_ok=True)
     write_whole(script.path, script.text)
@@ -72,19 +72,19 @@ def submit(script: JobScript, environment: Iterable[str]) -> str:
 FIND_TIMEOUT_S = 60.0
 SUBMIT_TRIES = 6
 SUBMIT_PAUSE_S = 1.0
-"""Seconds to wait after a failed submission; doubled each time."""
+"""Seconds to wait after the first failed submission; each further wait is twice as long."""
 END_GRACE_S = 10.0
-"""Seconds after the end of a job for which its agents may still be heard, because file systems lag."""
+"""Seconds after the end of a job for which files of its agents may still change, since file systems lag."""
 STALE_ACCOUNTING_S = 300.0
-"""Seconds for which a job counts as active that sacct calls active and squeue no longer lists."""
+"""Seconds for which a job still counts as active if sacct says so but squeue no longer lists it."""
 _FOR_GOOD = re.compile(
     r"invalid|not permitted|not available|violates|unrecognized|unable to open|not found|more processors|"
     r"access/permission denied|cannot be satisfied",
     re.IGNORECASE,
 )
-"""Errors of sbatch that another try will not change."""
+"""Errors of sbatch that would occur again at another try."""
 _FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
-"""Refusals that match the pattern above, but pass with time or when our own jobs end."""
+"""Errors that match the pattern above but pass with time or when our own jobs end."""
 
 
 class SlurmLauncher:
@@ -93,7 +93,7 @@ class SlurmLauncher:
     outlives_us = True
     rest_s = 1.0
     program: tuple[str, ...] = ()
-    """The Python module that runs on each node and its arguments; our agent by default."""
+    """The Python module that runs on each node, and its arguments; our agent if empty."""
 
     def __init__(
         self, folder: SweepFolder, choice: LauncherConfig, hardware: Hardware, query: SlurmQuery,
@@ -105,27 +105,27 @@ class SlurmLauncher:
         self._choice, self._hardware = choice, hardware
         self._prefix = job_prefix(folder.path)
         self._unseen: dict[str, float] = {}
-        """Allocation -> when squeue first did not list it, or listed it as over."""
+        """Allocation -> when squeue first did not list it or listed it as over."""
         self._goodbyes: dict[str, float] = {}
-        """Allocation -> when it was first seen running after its agents had told its end."""
+        """Allocation -> when its job was first seen running after its agents had recorded its end."""
         self._asked_for: dict[str, float] = {}
-        """Allocation -> when it was first looked for; an earlier answer of squeue says nothing of it."""
+        """Allocation -> when it was first looked for; an earlier answer of squeue says nothing about it."""
         self._second: set[str] = set()
-        """Jobs of second submissions that were cancelled."""
+        """Jobs that were submitted twice by accident, and were cancelled for that."""
         self._accounted: dict[str, float] = {}
-        """Allocations that are over -> when sacct was first asked for their time."""
+        """Allocation that is over -> when sacct was first asked for how long it held its nodes."""
 
     def script(self, allocations: Sequence[Allocation], avoid: Sequence[str] = ()) -> JobScript:
-        """The job script of allocations that are alike in nodes and time limit."""
+        """The job script of allocations that have the same nodes and time limit."""
         return array_script(allocations, self._choice, self._hardware, avoid, program=self.program)
 
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
     ) -> dict[str, Job]:
-        """Submits one array; a submission whose answer was lost is found by its name.
+        """Submits one array; if the answer of sbatch was lost, squeue is asked for the name of the job.
 
         Raises:
-            ClusterError: sbatch refuses it, or failed again and again.
+            ClusterError: sbatch refused the job, or failed SUBMIT_TRIES times.
         """
         script = self.script(allocations, avoid)
         name = f"{self._prefix}{array_name(allocations[0])}"
@@ -139,7 +139,7 @@ class SlurmLauncher:
             if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
                 break
             say(f"sbatch failed ({told}); looking whether it took the job, and trying again")
-            # Without an answer of squeue nobody knows whether the job was taken: it is not submitted twice.
+            # Only squeue can tell whether Slurm took the job, which must not be submitted twice.
             while (found := self._find(name)) is None:
                 say("squeue does not answer; nothing is submitted before it does")
             if found:
@@ -151,7 +151,7 @@ class SlurmLauncher:
         )
 
     def _find(self, name: str) -> dict[str, Job] | None:
-        """Jobs of this name, whose number never reached us, by allocation; None while squeue does not answer.
+        """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.
 
         Raises:
             ClusterError: squeue has not answered for a long time.
@@ -169,7 +169,7 @@ class SlurmLauncher:
         return f"{job.name.removeprefix(self._prefix)}.{job.array_index}"
 
     def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
-        """What squeue, and for jobs it has forgotten sacct, say of the sweep's jobs.
+        """The jobs of the sweep by squeue or, for jobs that squeue has forgotten, by sacct.
 
         Raises:
             ClusterError: Slurm has not answered for a long time.
@@ -187,7 +187,7 @@ class SlurmLauncher:
         seen = {n: self._of_the_owner(allocations[n], jobs, answer.stale) for n, jobs in seen.items()}
         active = {n: found for n, jobs in seen.items() if (found := _active(jobs))}
         queued = {n for n, job in active.items() if job.waits}
-        # Jobs that Slurm has suspended are left out: their agents may stand still.
+        # Suspended jobs are left out, since their agents are stopped and give no sign of life.
         moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.stale}
         since = time.monotonic() - answer.age_s
         missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
@@ -208,23 +208,23 @@ class SlurmLauncher:
         )
 
     def _of_the_owner(self, held: AllocationState, jobs: list[SlurmJob], stale: bool) -> list[SlurmJob]:
-        """The jobs of an allocation without those of a second submission, which will run nothing.
+        """The jobs of an allocation without those of an accidental second submission, which run nothing.
 
-        Before an agent has claimed the allocation nobody knows which job that will be.
+        Until an agent has claimed the allocation, all its jobs are returned, since any of them may claim it.
         """
         owner = held.start.job_id
         second = [job for job in jobs if owner and job.job_id != owner]
         waiting = {job.job_id for job in second if job.waits} - self._second
         if waiting and not stale:
             self._second |= waiting
-            with contextlib.suppress(ClusterError):  # it costs its nodes a few seconds then
+            with contextlib.suppress(ClusterError):  # if it starts, it ends by itself
                 self.query.cancel(waiting)
         return [job for job in jobs if job not in second]
 
     def _timed(
         self, allocations: Mapping[str, AllocationState], seen: Mapping[str, list[SlurmJob]], active: Set[str]
     ) -> dict[str, float]:
-        """How long jobs that are over had their nodes, by squeue or, once it has forgotten them, sacct."""
+        """Allocation that is over -> seconds for which its job held nodes, by squeue or else by sacct."""
         over = {n: h for n, h in allocations.items() if n not in active and h.agents and not h.timed}
         found = {n: seen[n][-1] for n in over if seen.get(n)}
         now, missing = time.monotonic(), over.keys() - found.keys()
@@ -235,21 +235,21 @@ class SlurmLauncher:
         return {n: job.elapsed_s for n, job in found.items() if job.over}
 
     def _leaving(self, ended: set[str], moving: Mapping[str, SlurmJob], since: float) -> frozenset[str]:
-        """Jobs whose agents have told their end; a job that still runs after a while is ended."""
-        if self._choice.requeue:  # then it may have been started again
+        """The allocations in `ended`; ends their jobs if they still run after `grace_s`."""
+        if self._choice.requeue:  # a requeued job may have started again
             return frozenset()
         self._goodbyes = {n: self._goodbyes.get(n, time.monotonic()) for n in ended}
         for name, told in [*self._goodbyes.items()]:
             if since - told > self._choice.grace_s:
                 del self._goodbyes[name]
-                with contextlib.suppress(ClusterError):  # it is still there at the next look
+                with contextlib.suppress(ClusterError):  # the next look finds it again
                     self.end_frozen(name, _job(moving[name].job_id, moving[name].name))
         return frozenset(ended)
 
     def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> JobEnd | None:
-        """How an allocation ended that squeue does not list as active; None while that is not sure.
+        """How an allocation ended that squeue does not list as active; None while that is uncertain.
 
-        The time for which a job was missing is counted between answers of squeue.
+        The time for which its job was missing is counted between answers of squeue.
         """
         waited = time.monotonic() - answer.age_s - self._unseen[held.name]
         grace = min(END_GRACE_S, self._choice.grace_s) if listed else self._choice.grace_s
@@ -278,13 +278,13 @@ class SlurmLauncher:
     def cancel(
         self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
     ) -> dict[str, float]:
-        """Ends all jobs of the arrays that hold `allocations`; their agents say how the runs ended."""
+        """Ends all jobs of the arrays that hold `allocations`; their agents record how the runs ended."""
         for array in sorted({name.rpartition(".")[0] for name in allocations}):
             self.query.cancel(name=f"{self._prefix}{array}", pending_only=queued_only)
         return {}
 
     def end_frozen(self, name: str, job: Job) -> None:
-        """Ends this element of its array; Slurm kills it after KillWait if it does not end by itself."""
+        """Ends this array element; Slurm kills it after KillWait if it does not end by itself."""
         self.query.cancel([job["job_id"]])
 
 
@@ -296,12 +296,12 @@ def _job(job_id: str, name: str) -> Job:
 
 
 def _active(jobs: Sequence[SlurmJob]) -> SlurmJob | None:
-    """A job that is not over; a submission that was made twice has two of each."""
+    """The first job that is not over; an allocation that was submitted twice has two jobs."""
     return next((job for job in jobs if not job.over), None)
 
 
 def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:
-    """Notes on what a person has to mend, and on what cannot be known now."""
+    """Messages about problems that the user has to solve, and about a Slurm that does not answer."""
     notes = [f"squeue does not answer ({answer.error}); jobs go on, asking again"] if answer.stale else []
     for job in active.values():
         remedy = pending_remedy(job.reason) if job.meaning.phase is Phase.QUEUED else None

@@ -1,4 +1,4 @@
-"""What a site lets this user do in a partition: the limits of the partition, the QOS and the account."""
+"""The limits of this user in a partition: those of the partition, of the QOS and of the account."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,39 +10,39 @@ from ultrabench.launchers.slurm.site import Partition, Site, count, known, minut
 _QOS = ("Name", "Flags", "MaxJobsPU", "MaxSubmitPU", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES")
 
 Rules = Sequence[Mapping[str, str]]
-"""Rows of sacctmgr; the first that sets a limit counts."""
+"""Rows of sacctmgr; the first row that sets a limit counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits(Partition):
-    """A partition, and what this user may do there; None means that there is no limit, or that nobody said."""
+    """A partition and the limits of this user there; None means that there is no limit or it is unknown."""
 
     cluster: str | None = None
     accounting: bool = False
-    """Whether jobs are recorded for sacct."""
+    """Whether the cluster records jobs for sacct."""
     max_array_size: int = 1
-    """Elements of an array; its indices are smaller than this."""
+    """Largest number of elements of an array; array indices are smaller than this."""
     max_submit: int | None = None
-    """Jobs of this user queued or running; each element of an array counts."""
+    """Largest number of queued and running jobs of this user; each element of an array counts."""
     max_jobs: int | None = None
-    """Jobs of this user running."""
+    """Largest number of running jobs of this user."""
     max_nodes_per_user: int | None = None
     max_wall_minutes: int | None = None
-    """Time limit of one job by QOS or account."""
+    """Longest time limit of one job by QOS or account, in minutes."""
 
     @property
     def job_minutes(self) -> int | None:
-        """The longest time limit of one job, by partition, QOS and account."""
+        """The longest time limit of one job, in minutes, by partition, QOS and account."""
         return _least(self.max_time_minutes, self.max_wall_minutes)
 
 
 def read_limits(site: Site, partition: str | None, account: str | None, qos: str | None) -> Limits:
-    """What this user may do in a partition; None stands for the site's default.
+    """The limits of this user in a partition; None as an argument stands for the site's default.
 
-    `max_nodes` of the answer is the least that partition, QOS and account give one job.
+    `max_nodes` of the result is the smallest of the limits of partition, QOS and account on one job.
 
     Raises:
-        ConfigError: there is no such partition, or no default one.
+        ConfigError: there is no such partition, or no default partition.
         ClusterError: Slurm does not answer.
     """
     config, found = site.config, site.partition(partition)
@@ -62,10 +62,10 @@ def read_limits(site: Site, partition: str | None, account: str | None, qos: str
 
 
 def _rules(site: Site, partition: Partition, account: str | None, qos: str | None) -> Rules:
-    """The limits enforced here: of the QOS of partition and job, then of the association.
+    """The limits that this cluster enforces: those of the QOS of partition and job, then of the association.
 
-    That is the order in which they count (slurm.schedmd.com/resource_limits.html); the association shows
-    what it inherits from parent accounts.
+    Slurm applies them in this order (slurm.schedmd.com/resource_limits.html). The association includes what
+    it inherits from parent accounts.
     """
     if not site.enforced & {"limits", "safe"}:
         return []
@@ -74,7 +74,7 @@ def _rules(site: Site, partition: Partition, account: str | None, qos: str | Non
     own = qos or next((a.default_qos or ",".join(a.qos) for a in mine), "")
     wanted = [name for name in (partition.partition_qos, own) if name and "," not in name]
     try:
-        # Asked for a name that is not there, sacctmgr prints nothing, or complains.
+        # For a QOS that does not exist, sacctmgr prints nothing or an error.
         rows = site.table("qos", "where", f"name={','.join(wanted)}", columns=_QOS) if wanted else []
     except CommandError:
         rows = []
@@ -85,13 +85,13 @@ def _rules(site: Site, partition: Partition, account: str | None, qos: str | Non
 
 
 def _first(rules: Rules, keys: Sequence[str], read: Callable[[str], int | None]) -> int | None:
-    """The value of the first rule that sets one of the keys."""
+    """The value of the first rule that sets one of the keys; None if none does."""
     values = (read(rule[key]) for rule in rules for key in keys if key in rule)
     return next((value for value in values if value is not None), None)
 
 
 def _nodes(rules: Rules, key: str, partition: Partition) -> int | None:
-    """Whole nodes within limits such as `cpu=64,gres/gpu=16,node=4`; at least one."""
+    """The number of whole nodes, at least 1, that limits such as `cpu=64,gres/gpu=16,node=4` allow."""
     gpus, own = _first(rules, (key,), lambda text: _tres(text, "gres/gpu")), partition.gpus_per_node
     by_gpus = max(1, gpus // own) if gpus is not None and own else None
     return _least(_first(rules, (key,), lambda text: _tres(text, "node")), by_gpus)
@@ -102,5 +102,5 @@ def _tres(text: str, name: str) -> int | None:
 
 
 def _least(*limits: int | None) -> int | None:
-    """The strictest limit; None when there is none."""
+    """The smallest limit; None if there is none."""
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,4 +1,4 @@
-"""Asks Slurm about our jobs: rarely, each time with a time-out, and with a budget for failures."""
+"""Asks Slurm about our jobs: seldom, with a time-out, and for a limited time if Slurm does not answer."""
 
 import os
 import re
@@ -12,29 +12,29 @@ from ultrabench.launchers.slurm.command import CommandError, ask
 from ultrabench.launchers.slurm.job import SACCT_FORMAT, SQUEUE_FORMAT, SlurmJob, sacct_jobs, squeue_jobs
 
 FRESH_S = 2.0
-"""Least seconds between two calls of squeue, even urgent ones."""
+"""Smallest number of seconds between two calls of squeue, even urgent ones."""
 MOST_BACK_OFF_S = 300.0
 IDS_A_COMMAND = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What squeue said."""
+    """An answer of squeue."""
 
     jobs: dict[str, SlurmJob]
-    """Jobs by job_id; those that have ended stay listed for MinJobAge and are missing here after that."""
+    """Jobs by job_id; a job that has ended is listed until MinJobAge seconds after its end."""
     age_s: float
-    """Seconds since the question was put; a job submitted after that cannot be in the answer."""
+    """Seconds since squeue was called; a job that was submitted later cannot be in the answer."""
     error: str | None = None
-    """Why the newest question failed; the answer is then that of an earlier one."""
+    """Why the latest call failed, so that this is the answer of an earlier call; None if it did not fail."""
 
     def find(self, job_id: str) -> SlurmJob | None:
-        """The job of this id, or the array it was cancelled with before it started."""
+        """The job with this id, or the array that was cancelled as a whole before this element started."""
         return slurm_job.find(self.jobs, job_id)
 
     @property
     def stale(self) -> bool:
-        """Whether Slurm has stopped answering since."""
+        """Whether Slurm did not answer the latest call."""
         return self.error is not None
 
 
@@ -50,7 +50,7 @@ class SlurmQuery:
         budget_s: float = 1800.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`user` is a name or number, by default ours; `budget_s` is how long Slurm may fail to answer."""
+        """`user` is a name or number, by default ours; Slurm may fail to answer for `budget_s` seconds."""
         self.user = user or str(os.getuid())
         self._poll_s, self._timeout_s, self._budget_s, self._clock = poll_s, timeout_s, budget_s, clock
         self._jobs: dict[str, SlurmJob] | None = None
@@ -62,14 +62,14 @@ class SlurmQuery:
         self._accounts: dict[str, SlurmJob] = {}
 
     def ask(self, *words: str) -> str:
-        """What a Slurm program prints; see `ask`, the function."""
+        """The output of a Slurm program, as the function `ask` returns it."""
         return ask(words, self._timeout_s)
 
     def jobs(self, prefix: str, *, fresh: bool = False) -> Answer | None:
-        """Our jobs whose name begins with `prefix`; None while Slurm has not answered once.
+        """Our jobs whose names begin with `prefix`; None until Slurm has answered for the first time.
 
-        squeue runs again after `poll_s` (with `fresh`: FRESH_S); while it fails, the wait doubles each time. In
-        between, and when it fails, the previous answer is returned.
+        squeue is called again after `poll_s` seconds, with `fresh` after FRESH_S; while it fails, this time
+        doubles after each call. Between calls, and if a call fails, the previous answer is returned.
 
         Raises:
             ClusterError: squeue has failed for longer than the budget.
@@ -88,8 +88,8 @@ class SlurmQuery:
     def _poll(self, now: float) -> None:
         self._asked_at = now
         try:
-            # With one user, slurmctld looks up that user's jobs only. Names and ids would not spare it
-            # anything, and an id it has forgotten is an error.
+            # Given a user, slurmctld looks up only the jobs of that user. Names or ids would not reduce its
+            # work, and squeue fails for an id that slurmctld has forgotten.
             text = self.ask(
                 "squeue", f"--user={self.user}", "--states=all", "--all", "--array", "--noheader",
                 f"--format={SQUEUE_FORMAT}",
@@ -108,13 +108,13 @@ class SlurmQuery:
             self._failures, self._error, self._answered_at = 0, None, now
 
     def accounting(self, job_ids: Iterable[str]) -> dict[str, SlurmJob]:
-        """What sacct knows of jobs, arrays or elements that squeue lists no more, at most `poll_s` old.
+        """Jobs, arrays or elements that squeue no longer lists, by sacct, in answers at most `poll_s` old.
 
-        Empty while sacct does not answer; a site without accounting is asked again every 5 minutes. It
-        learns of changes some seconds after squeue.
+        The result is empty while sacct does not answer; after a failure it is asked again every 5 minutes.
+        sacct shows changes some seconds later than squeue.
         """
         now, wanted = self._clock(), set(job_ids)
-        # Whole arrays are asked for, since sacct knows nothing of an element that has not started.
+        # The query is for whole arrays, since sacct does not know an element that has not started.
         arrays = sorted({job_id.partition("_")[0] for job_id in wanted})
         due = [i for i in arrays if now - self._looked_up.get(i, -float("inf")) >= self._poll_s]
         for some in _chunks(due):
@@ -145,10 +145,10 @@ class SlurmQuery:
     def cancel(
         self, job_ids: Iterable[str] = (), *, name: str | None = None, pending_only: bool = False
     ) -> None:
-        """Ends jobs, arrays or elements of arrays, by number or by name; those already over do not matter.
+        """Ends jobs, arrays or elements of arrays, by number or by name; it ignores those already over.
 
         Raises:
-            ClusterError: Slurm did not take it.
+            ClusterError: scancel failed, or with `pending_only` squeue did.
         """
         ids = set(job_ids)
         if pending_only:
@@ -168,9 +168,10 @@ class SlurmQuery:
             raise ClusterError(f"{failed}; the jobs may run on: `squeue --me` shows them") from failed
 
     def _waiting(self, job_ids: set[str], name: str | None) -> set[str]:
-        """The jobs that hold no nodes at this moment, of those with these ids or this name.
+        """The jobs with these ids or this name that hold no nodes at this moment.
 
-        `scancel --state=PENDING 123_4` cancels all waiting elements of the array (tried with Slurm 22.05).
+        `scancel --state=PENDING 123_4` cannot be used, since it cancels all waiting elements of the array
+        (tried with Slurm 22.05).
         """
         self._poll(self._clock())
         if self._error is not None or self._jobs is None:

@@ -1,4 +1,4 @@
-"""Writes the job script of an array of allocations with submitit; the script runs our agents."""
+"""Writes the job script of an array of allocations, with the help of submitit; the script runs our agents."""
 
 import math
 import re
@@ -23,28 +23,28 @@ SRUN_WAIT_S = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScript:
-    """A job script of an array."""
+    """The job script of an array."""
 
     path: Path
-    """Where it is kept when it is submitted."""
+    """The file to which the script is written before it is submitted."""
     text: str
 
 
 def array_name(allocation: Allocation) -> str:
-    """What the allocations of one array share in their names, `n2-1a2b3c4d` of `n2-1a2b3c4d.0`."""
+    """The common part of the names of an array's allocations, such as `n2-1a2b3c4d` of `n2-1a2b3c4d.0`."""
     return allocation.name.rpartition(".")[0]
 
 
 def job_prefix(sweep_dir: Path) -> str:
-    """How the names of all jobs of a sweep begin, so that squeue shows which sweep they belong to."""
+    """The beginning of the names of all jobs of a sweep, by which squeue shows the sweep they belong to."""
     return f"ub-{sweep_dir.name}-"
 
 
 def require_plain(folder: Path) -> None:
-    """Raises for a folder that a job script cannot name.
+    """Raises if a job script cannot name `folder`.
 
     Raises:
-        ConfigError: it has a backslash, which turns patterns of file names off, or a line break.
+        ConfigError: the path has a line break, or a backslash, which disables patterns in Slurm's file names.
     """
     if re.search(r"[\\\r\n]", str(folder)):
         raise ConfigError(f"{str(folder)!r} has a backslash or a line break; Slurm needs a folder without")
@@ -58,17 +58,17 @@ def array_script(
     *,
     program: Sequence[str] = (),
 ) -> JobScript:
-    """The job script of allocations that are alike in nodes and time limit.
+    """The job script of allocations that have the same nodes and time limit.
 
     Args:
         avoid: nodes that must not be used.
-        program: the Python module that runs on each node and its arguments; our agent by default.
+        program: the Python module that runs on each node, and its arguments; our agent if empty.
     """
     first = array[0]
     shared = first.folder.parent / array_name(first)
-    # A literal percent sign is doubled in patterns of file names.
+    # In Slurm's patterns for file names %% stands for a percent sign.
     log = f"{str(shared).replace('%', '%%')}.%a/job.log"
-    # Without --cpu-bind=none a single task of a node is bound to a single core on many clusters.
+    # Without --cpu-bind=none many clusters bind the single task of a node to a single core.
     steps = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log}",
              "--cpu-bind=none", *([f"--cpus-per-task={choice.cpus}"] if choice.cpus else [])]  # fmt: skip
     python = choice.python or (sys.executable,)
@@ -95,7 +95,7 @@ def array_script(
 
 
 def _checked(setup: Sequence[str]) -> list[str]:
-    """The lines of launcher.setup, each followed by a line that ends the job if it failed."""
+    """The lines of launcher.setup, each followed by a line that ends the job if the command failed."""
     lines = []
     for number, line in enumerate(setup, start=1):
         told = shlex.quote(f"line {number} of launcher.setup failed: {line}")
@@ -106,7 +106,7 @@ def _checked(setup: Sequence[str]) -> list[str]:
 def _options(
     first: Allocation, choice: LauncherConfig, hardware: Hardware, avoid: Sequence[str]
 ) -> dict[str, Any]:
-    """The options of sbatch; what the user names in launcher.sbatch comes last and wins."""
+    """The options of sbatch; those that the user sets in launcher.sbatch replace ours."""
     gpus = hardware.gpus_per_node if hardware.device == "cuda" and choice.gres is None else None
     options: dict[str, Any] = {
         "nodes": first.nodes,
@@ -121,7 +121,7 @@ def _options(
         **{k: getattr(choice, k) for k in _SAME_NAME},
         **{k: True if v == "" else v for k, v in choice.sbatch.items()},
     }
-    # sbatch takes a backslash for an escape even within single quotes.
+    # sbatch treats a backslash as an escape character even inside single quotes.
     texts = {k: v.replace("\\", "\\\\") for k, v in options.items() if isinstance(v, str)}
     return {k: v for k, v in (options | texts).items() if v is not None}
 

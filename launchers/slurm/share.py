@@ -1,4 +1,4 @@
-"""What a sweep may take of a cluster: the limits of the site, compared with what the sweep asks for."""
+"""Compares what a sweep asks for with the limits of the site, and decides how much of a cluster it takes."""
 
 import math
 from pathlib import Path
@@ -14,17 +14,18 @@ from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 SHARE = 4
-"""By default a sweep takes a quarter of its partition."""
+"""By default a sweep takes at most 1/SHARE of the nodes of its partition."""
 
 
 def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = True) -> SlurmLauncher:
-    """A launcher that keeps to what the site allows.
+    """A launcher that stays within the limits of the site.
 
-    Without `limited` the site is not asked for its limits; such a launcher may end jobs, and submit the one of doctor.
+    If `limited` is False, the site is not asked for its limits; such a launcher is used only to end jobs, and
+    to submit the job of `ultrabench doctor`.
 
     Raises:
-        ConfigError: the sweep asks for what the site does not give.
-        ClusterError: Slurm cannot be asked.
+        ConfigError: the sweep asks for more than the site allows.
+        ClusterError: Slurm does not answer.
     """
     choice = config.launcher
     query = SlurmQuery(poll_s=choice.poll_s)
@@ -46,10 +47,10 @@ def slurm_launcher(config: SweepConfig, folder: SweepFolder, *, limited: bool = 
 
 
 def node_share(config: SweepConfig, limits: Limits) -> int:
-    """Number of nodes that the sweep may hold or queue for at a time.
+    """The number of nodes that the sweep may hold or queue for at the same time.
 
     Raises:
-        ConfigError: its largest runs need more.
+        ConfigError: the largest runs of the sweep need more nodes.
     """
     choice, largest = config.launcher, max(config.axes.nodes)
     per_user = limits.max_nodes_per_user
@@ -71,6 +72,6 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
 
 
 def _require_at_most(most: int | None, name: str, asked: int | None, rule: str) -> None:
-    """Raises ConfigError where launcher.NAME asks for more than the site gives."""
+    """Raises ConfigError if launcher.`name` asks for more than the site allows."""
     if most is not None and asked is not None and asked > most:
         raise ConfigError(f"launcher.{name}={asked}; {rule} {most}: set at most that, or null")

@@ -1,4 +1,4 @@
-"""What Slurm says of its cluster to this user: configuration, partitions, accounts; each is asked for once."""
+"""The configuration, partitions and accounts that Slurm shows this user; each is queried once."""
 
 import re
 import shutil
@@ -18,7 +18,10 @@ _ASSOCIATION = (
     "Account", "Partition", "MaxJobs", "MaxSubmit", "MaxWall", "MaxTRES", "GrpTRES", "QOS", "DefaultQOS",
 )  # fmt: skip
 _USABLE = re.compile(r"(idle|allocated|mixed|completing|planned|reserved|blocked|power\w*)[~#!%+@^-]*")
-"""States of sinfo in which a node runs jobs, now or later. Not among them: down, drained, maintenance ($), silent (*)."""
+"""States of sinfo in which a node runs jobs, now or later.
+
+The states down, drained, in maintenance ($) and not responding (*) are not among them.
+"""
 
 NEEDED = ("sbatch", "squeue", "scontrol", "scancel")
 """Programs without which no sweep can run on Slurm."""
@@ -28,18 +31,18 @@ REACH_SLURMCTLD = (
 )
 
 Ask = Callable[..., str]
-"""Runs a program with its arguments and returns what it prints; raises CommandError where it fails or takes too long."""
+"""Runs a program with arguments and returns its output; raises CommandError if it fails or takes too long."""
 
 
 def absent_programs() -> str | None:
-    """Says which of the needed programs are not on PATH; None when all are."""
+    """A message that names the programs of NEEDED that are not on PATH; None if all are."""
     absent = [program for program in NEEDED if shutil.which(program) is None]
     return f"not on PATH: {', '.join(absent)}" if absent else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A partition; None means that there is no limit, or that Slurm did not say."""
+    """A partition; None means that there is no limit, or that Slurm did not show it."""
 
     name: str
     is_default: bool = False
@@ -47,29 +50,29 @@ class Partition:
     """UP, DOWN (starts no jobs), DRAIN (takes no jobs) or INACTIVE."""
     total_nodes: int = 0
     up_nodes: int | None = None
-    """Number of nodes that are not down, drained, in maintenance or silent."""
+    """Number of nodes that are not down, drained, in maintenance or unresponsive."""
     max_nodes: int | None = None
     """Largest number of nodes of one job."""
     max_time_minutes: int | None = None
     partition_qos: str | None = None
-    """QOS of the partition; its limits come before those of a job's own QOS."""
+    """QOS of the partition; its limits take precedence over those of the QOS of a job."""
     cpus_per_node: int | None = None
     """CPUs of the most common kind of node; the next three fields describe the same kind."""
     mem_mb_per_node: int | None = None
     gpus_per_node: int | None = None
     gres: str | None = None
-    """Such as gpu:h100:8(S:0-1)."""
+    """Generic resources of a node, such as gpu:h100:8(S:0-1)."""
     kinds: tuple[str, ...] = ()
-    """All kinds of nodes, the most common first, such as `8 nodes of 16 CPUs, 2000 MB, gpu:h100:8`."""
+    """Each kind of node in words, the most common first: `8 nodes of 16 CPUs, 2000 MB, gpu:h100:8`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Association:
-    """One account of this user, with the limits that sacctmgr shows for it."""
+    """An account that this user may use, with the limits that sacctmgr shows for it."""
 
     account: str
     partition: str
-    """Empty where the account holds for all partitions."""
+    """The only partition for which it is valid; empty if it is valid for all partitions."""
     qos: tuple[str, ...]
     default_qos: str
     limits: Mapping[str, str]
@@ -78,22 +81,22 @@ class Association:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounts:
-    """The accounts that Slurm knows of this user."""
+    """The accounts that Slurm knows for this user."""
 
     default: str | None = None
-    """The account of jobs that name none."""
+    """The account of jobs that do not name one."""
     mine: tuple[Association, ...] = ()
     error: str | None = None
-    """Why sacctmgr did not tell."""
+    """Why sacctmgr failed; None if it did not."""
 
     def usable(self, partition: str, account: str | None = None) -> list[Association]:
-        """The associations that hold for a partition, of one account or, with None, of all."""
+        """The associations that are valid for a partition, of one account or, with None, of all accounts."""
         found = [a for a in self.mine if a.partition in ("", partition)]
         return [a for a in found if account is None or a.account.lower() == account.lower()]
 
 
 class Site:
-    """One cluster; what is not needed is not asked for."""
+    """A Slurm cluster; its facts are queried when they are first needed."""
 
     def __init__(self, ask: Ask | None = None) -> None:
         self.ask: Ask = ask or (lambda *words: command.ask(words, TIMEOUT_S))
@@ -111,21 +114,21 @@ class Site:
 
     @property
     def enforced(self) -> frozenset[str]:
-        """What jobs are held against: associations, limits, qos, ...; empty where Slurm takes any account."""
+        """What Slurm enforces: associations, limits, qos, ...; empty if Slurm accepts any account."""
         words = set(re.split(r"[, ]+", self.config.get("AccountingStorageEnforce", "").lower()))
-        # Each of those implies that jobs need an association (slurm.conf(5)).
+        # Each of these words implies that jobs need an association (slurm.conf(5)).
         return frozenset(words & {"all", "associations", "limits", "qos", "safe", "wckeys"})
 
     @cached_property
     def partitions(self) -> list[Partition]:
-        """Every partition, hidden ones too, in the order of slurm.conf.
+        """All partitions, including hidden ones, in the order of slurm.conf.
 
         Raises:
             ClusterError: slurmctld does not answer.
         """
         text = self._ask_controller("scontrol", "--all", "--oneliner", "show", "partition")
         try:
-            # Without --exact, nodes that differ share a line, such as `16+` CPUs.
+            # Without --exact, different nodes share a line, with numbers such as `16+`.
             nodes = self.ask("sinfo", "--all", "--noheader", "--exact", f"--format={_SINFO_FORMAT}")
         except CommandError:
             nodes = ""
@@ -134,10 +137,10 @@ class Site:
         return [_partition(facts, rows) for facts in found if facts.get("PartitionName")]
 
     def partition(self, name: str | None) -> Partition:
-        """The partition of this name; None stands for the default one.
+        """The partition with this name; None stands for the default partition.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no such partition.
             ClusterError: slurmctld does not answer.
         """
         for partition in self.partitions:
@@ -167,15 +170,15 @@ class Site:
         return Accounts(default=users[0]["DefaultAccount"] if users else None, mine=tuple(mine))
 
     def needed_account(self, partition: str) -> str | None:
-        """The account that jobs in a partition have to name; None where they need not name one."""
+        """The account that jobs in a partition must name; None if they need not name one."""
         names = [a.account for a in self.accounts.usable(partition)]
         return names[0] if self.enforced and names and self.accounts.default not in names else None
 
     def table(self, *what: str, columns: Sequence[str]) -> list[dict[str, str]]:
-        """Rows of `sacctmgr show`.
+        """The rows that `sacctmgr show` prints.
 
         Raises:
-            CommandError: it fails.
+            CommandError: sacctmgr fails.
         """
         text = self.ask("sacctmgr", "--noheader", "--parsable2", "show", *what, f"format={','.join(columns)}")
         rows = (line.split("|") for line in text.splitlines() if line.strip())
@@ -191,7 +194,7 @@ class Site:
 
 
 def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Partition:
-    """One partition: `facts` of scontrol, and the nodes in the `rows` of sinfo in _SINFO_FORMAT."""
+    """One partition, from the `facts` of scontrol and the `rows` of sinfo in _SINFO_FORMAT."""
     name, nodes = facts["PartitionName"], dict[tuple[str, ...], int]()
     mine = [(count(number) or 0, state, (*kind, gres)) for p, number, *kind, state, gres in rows if p == name]
     for number, _, kind in mine:
@@ -220,17 +223,17 @@ def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Parti
 
 
 def known(text: str | None) -> str | None:
-    """A text of Slurm's; None for its words for nothing."""
+    """The text that Slurm printed; None if it means that there is no value."""
     return None if text in (None, "", "(null)", "N/A", "NONE", "none", "UNLIMITED") else text
 
 
 def count(text: str | None) -> int | None:
-    """The number that a text begins with (`300 sec`, `2000+`); None for UNLIMITED and the like."""
+    """The number at the beginning of a text (`300 sec`, `2000+`); None for UNLIMITED and similar words."""
     found = re.match(r"\d+", text or "")
     return int(found[0]) if found else None
 
 
 def minutes(text: str | None) -> int | None:
-    """Whole minutes of a time limit; None for UNLIMITED and the like."""
+    """Whole minutes of a time limit; None for UNLIMITED and similar words."""
     seconds = duration_s(text or "")
     return None if seconds is None else int(seconds // 60)

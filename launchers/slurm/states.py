@@ -1,4 +1,4 @@
-"""Translates Slurm's words for the state of a job, and for why it waits, into ours.
+"""Translates Slurm's states of jobs, and its reasons why jobs wait, into ours.
 
 Sources: squeue(1), sacct(1), slurm.schedmd.com/job_state_codes.html and job_reason_codes.html.
 """
@@ -11,21 +11,21 @@ from ultrabench.result import Status
 
 
 class Phase(StrEnum):
-    """Where a job stands."""
+    """The phase of a job in its life."""
 
     QUEUED = "queued"  # holds no node
-    RUNNING = "running"  # holds nodes, or may: its processes have to be reckoned with
-    HELD = "held"  # queued, but starts only when somebody releases it
+    RUNNING = "running"  # holds nodes or may hold them, so processes of it may run
+    HELD = "held"  # queued, but will not start until somebody releases it
     OVER = "over"  # ended for good; holds nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What a state of Slurm's means to us."""
+    """What a state of Slurm means to us."""
 
     phase: Phase
     status: Status | None = None
-    """Status of an attempt that the job left unfinished; None unless the job is over."""
+    """Status of an attempt that the job did not finish; None unless the job is over."""
     note: str
 
 
@@ -33,8 +33,8 @@ def _at(phase: Phase, note: str, status: Status | None = None) -> Meaning:
     return Meaning(phase=phase, status=status, note=note)
 
 
-# A flag (CONFIGURING, COMPLETING, ...) hides the base state of a job, so each flag is read as "may hold nodes",
-# except those that Slurm sets on waiting jobs only.
+# A flag (CONFIGURING, COMPLETING, ...) hides the base state of a job, so each flag is read as "may hold
+# nodes", except the flags that Slurm sets only on waiting jobs.
 _MEANINGS = {
     "PENDING": _at(Phase.QUEUED, "waits"),
     "REQUEUE_FED": _at(Phase.QUEUED, "goes back to the queue of its federation"),
@@ -69,16 +69,16 @@ _MEANINGS = {
 
 
 def meaning(word: str) -> Meaning:
-    """What a state means, in the long form that squeue and sacct print: `RUNNING`, `CANCELLED by 1000`.
+    """The meaning of a state in the long form of squeue and sacct, such as `RUNNING` or `CANCELLED by 1000`.
 
-    A state that is not known here is read as running, since what is believed to run is not started a second time.
+    An unknown state counts as running, so that a job that may still run is not submitted a second time.
     """
     known = _MEANINGS.get((word.upper().split() or [""])[0].rstrip("+"))
     return known or _at(Phase.RUNNING, f"is in the state {word.strip() or '(none)'}, which is not known here")
 
 
-# The first whose pattern the reason begins with. Limits shared with other jobs, our own among them (Grp,
-# PerUser, PerAccount, numbers of jobs), are left out: they clear when those end.
+# The first pattern that matches the beginning of the reason counts. Limits that are shared with other jobs,
+# also our own (Grp, PerUser, PerAccount, numbers of jobs), are left out, since they pass when those jobs end.
 _REMEDIES = (
     (r"jobhelduser", "held by its owner: `scontrol release` it"),
     (r"jobheldadmin", "held by the administrators: ask them, or cancel it"),
@@ -108,9 +108,9 @@ _REMEDIES = (
 
 
 def pending_remedy(reason: str) -> str | None:
-    """One line on what to do about a job that waits for this reason; None when waiting is all it takes.
+    """A line that says what to do about a job that waits for this reason; None if it only has to wait.
 
-    `reason` is squeue's: a code, or a sentence, with or without parentheses.
+    `reason` is what squeue prints: a code or a sentence, with or without parentheses.
     """
     plain = reason.strip().strip("()").replace("_", " ").lower()
     return next((remedy for pattern, remedy in _REMEDIES if re.match(pattern, plain)), None)

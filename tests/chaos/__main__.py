@@ -1,6 +1,6 @@
-"""Long campaigns: `python -m tests.chaos --faults 200 --seed 7`; the same command goes on where it was.
+"""Long campaigns: `python -m tests.chaos --faults 200 --seed 7`; the same command continues a stopped one.
 
-`--kinds port_scan,other_user` draws from these kinds only; `failures` and `interference` mean all of these.
+`--kinds port_scan,other_user` draws only these kinds; `failures` and `interference` name groups of kinds.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tests.slurm.conftest import SETTINGS, Cluster
 from tests.slurm.sweeps import SlurmBench
 
 PART = 25
-"""Faults of one campaign; every fourth one is of the embedded kernel."""
+"""Number of faults in one campaign; every fourth campaign runs the embedded kernel."""
 EMBEDDED_KINDS = tuple(
     kind for kind in EXPLAINS if kind not in OF_A_PROGRAM and kind not in ("node_silent", "stop_leader")
 )
@@ -32,7 +32,7 @@ def say(note: str) -> None:
 
 
 def kinds_of(words: str | None) -> tuple[str, ...]:
-    """The kinds that a list of names means; all of them without one."""
+    """The kinds of faults that a list of names stands for; all kinds if there is no list."""
     groups = {"failures": tuple(FAILURES), "interference": tuple(INTERFERENCE)}
     given = [kind for word in (words or "").split(",") if word for kind in groups.get(word, (word,))]
     unknown = sorted(set(given) - set(EXPLAINS))
@@ -44,7 +44,10 @@ def kinds_of(words: str | None) -> tuple[str, ...]:
 def part(
     folder: Path, cluster: Cluster, seed: str, count: int, kinds: tuple[str, ...], embedded: bool
 ) -> dict:
-    """One campaign in a folder of its own, of which a copy stays where it found problems; gives what the report needs."""
+    """Runs one campaign in its own folder; returns the facts for the report.
+
+    If the campaign finds problems, a copy of the folder is kept.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     began = time.time()
@@ -52,7 +55,7 @@ def part(
     try:
         campaign.run(draw(seed, count, kinds), embedded)
     finally:
-        if campaign.problems:  # the file system with the results goes
+        if campaign.problems:  # the file system with the results is removed
             subprocess.run(["cp", "-a", str(folder), str(folder.with_name(f"problems.{seed}"))], check=False)
         campaign.close()
     return {
@@ -62,7 +65,7 @@ def part(
 
 
 def main() -> int:
-    """0 when no campaign found a problem."""
+    """Runs the campaigns; returns 0 if none of them found a problem."""
     given = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     given.add_argument("--faults", type=int, default=200)
     given.add_argument("--seed", type=int, default=7)
@@ -70,7 +73,7 @@ def main() -> int:
     given.add_argument("--kinds", help="names with commas between them; default: all")
     words = given.parse_args()
     kinds = kinds_of(words.kinds)
-    # An end from outside cleans up like any other; started in the background, Ctrl-C would be ignored.
+    # Signals clean up like any other end. A shell makes programs in the background ignore Ctrl-C.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))
     some = f"-{zlib.crc32(words.kinds.encode()):08x}" if words.kinds else ""

@@ -1,4 +1,4 @@
-"""Faults of people who look at a sweep that is not theirs, or from where its jobs are not."""
+"""Faults of people who look at the sweep of another user, or who work on another cluster than its jobs."""
 
 import contextlib
 import os
@@ -20,46 +20,46 @@ if TYPE_CHECKING:
     from tests.chaos.campaign import Campaign
 
 LOOKS_S = 12.0
-"""Seconds that somebody looks: longer than a launcher waits before it buries the dead."""
+"""Seconds for which somebody looks; a launcher records dead allocations as lost in less time."""
 STRANGER = 65534
-"""Number of the user that everybody has and nobody is."""
+"""Id of the user `nobody`, which exists on every system."""
 SETTINGS = ("--nodes", "4", "--gpus", "0", "--no-accounting")
-"""Of the second cluster."""
+"""Options of the second cluster."""
 
 
 class OtherCluster:
-    """A second cluster on this machine, which is brought up when it is first needed."""
+    """A second cluster on this machine, which is started when it is first needed."""
 
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
 
     def environment(self) -> dict[str, str]:
-        """Of somebody who works on its login node."""
+        """The environment variables of a user on the login node of this cluster."""
         if self._cluster is None:
             self._cluster = Cluster(Path(tempfile.mkdtemp(prefix="ultrabench-other-")))
             self._cluster.tool("up", *SETTINGS)
         return {"SLURM_CONF": str(self._cluster.folder / "slurm.conf")}
 
     def clean(self) -> bool:
-        """Whether no job of its own is left."""
+        """Whether this cluster has no jobs."""
         return self._cluster is None or self._cluster.clean()
 
     def jobs(self) -> list[str]:
-        """Jobs that are not over."""
+        """The jobs of this cluster that are not over."""
         return [] if self._cluster is None else self._cluster.jobs()
 
     def close(self) -> None:
-        """Takes it down."""
+        """Stops the cluster."""
         if self._cluster is not None:
             self._cluster.tool("down")
             self._cluster = None
 
 
 def other_user(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Another user, who may read and write everything, looks at a sweep that nobody follows.
+    """Another user, who may read and write everything, looks at a sweep that no launcher follows.
 
     Raises:
-        MissedError: nothing runs, or nobody can be somebody else here.
+        MissedError: nothing runs, or programs cannot run as another user on this machine.
     """
     if os.getuid() != 0 or not shutil.which("setpriv"):
         raise MissedError("only root can become another user, by setpriv")
@@ -77,7 +77,7 @@ def other_user(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 
 
 def _blame(campaign: "Campaign") -> None:
-    """Tells what the other user did: who looks writes nothing and submits nothing."""
+    """Reports a problem for everything that the other user wrote or submitted, which must be nothing."""
     written = [path for path in campaign.folder.rglob("*") if path.lstat().st_uid == STRANGER]
     if written:
         names = sorted(str(path.relative_to(campaign.folder)) for path in written)
@@ -89,11 +89,11 @@ def _blame(campaign: "Campaign") -> None:
 
 
 def other_cluster(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Somebody on the login node of a second cluster watches a sweep of this one, or launches it, too."""
+    """Somebody on the login node of a second cluster watches a sweep of the first one, or launches it too."""
     environment = campaign.other.environment()
     one_of(lambda: jobs(campaign.sweep), fault)
     launches = fault.share % 2
-    if fault.share % 4 < 2:  # whoever looks finds nobody who follows it
+    if fault.share % 4 < 2:  # in these cases no launcher follows the sweep meanwhile
         campaign.kill_launchers()
     words = campaign.launch_words() if launches else ["sweep", "status", campaign.sweep, "--watch"]
     with _onlookers(campaign, fault) as start:
@@ -105,7 +105,7 @@ def other_cluster(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _onlookers(campaign: "Campaign", fault: Fault) -> Iterator[Any]:
-    """Gives what starts a command; all of them end after a while, with everything they have started."""
+    """Yields a function that starts commands; at the end all of them and their children are ended."""
     log = campaign.bench.folder / f"onlooker.{fault.number}.log"
     started: list[subprocess.Popen[bytes]] = []
 

@@ -1,4 +1,4 @@
-"""A campaign: sweeps on a real Slurm, faults one after another, and a verdict from outside."""
+"""A campaign runs sweeps on a real Slurm, injects faults one after another, and judges the results."""
 
 import contextlib
 import json
@@ -23,42 +23,42 @@ from tests.slurm.conftest import Cluster
 from tests.slurm.sweeps import MANY, SlurmBench, slurm_says
 
 SIZE = "64m"
-"""Of the file system that holds the results, which has to be filled now and then."""
+"""Size of the file system for the results, which is small so that faults can fill it."""
 LIFE_S = 15.0
-"""After a fault the next one waits until something moves, at most so long."""
+"""Longest time, in seconds, that the next fault waits for the sweep to make progress after a fault."""
 AGAIN_S = 20.0
-"""A fault that missed is tried once more when something moves or a new sweep runs, at the latest after this time."""
+"""Seconds after which a fault that hit nothing is repeated; sooner if the sweep moves or a new one runs."""
 END_S = 300.0
-"""After the last fault a sweep has to come to its end within this time."""
+"""Seconds within which a sweep has to end after the last fault."""
 ANSWER_S = 60.0
-"""`sweep status` and `collect` have to answer within this time."""
+"""Seconds within which `sweep status` and `collect` have to answer."""
 MOST_LAUNCHES = 30
-"""Of one sweep, those that were killed included."""
+"""Largest number of launches of one sweep, including those that were killed."""
 COMMON = (
     "model=tiny", "launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "launcher.grace_s=4",
     "launcher.max_nodes=8", "launcher.heartbeat_s=2", "launcher.requeue=true", "launcher.preflight=false",
     "measure.deadline_floor_s=2", "measure.run_limit_s=60", "measure.min_steps=6", "measure.confirm=1",
-    # Three heartbeats of one second were missed on a machine with a load of ten for each core.
-    # A rank may be made to sleep in its first step: silence there has to be noticed within the limit, too.
+    # On a machine with a load of ten for each core, agents missed three heartbeats of one second.
+    # A fault may let a rank sleep in its first step, which has to be noticed within the limit too.
     "measure.start_deadline_s=20",
-    # Nodes die by our hand and come back; were they all left out, the largest runs could not go on.
+    # Faults kill nodes that come back later; if all of them were excluded, the largest runs could not run.
     "retry.backoff_s=1", "retry.backoff_max_s=4", "retry.max_excluded=2",
 )  # fmt: skip
 LONG = "launcher.allocation_minutes=0.8"
-"""Of every second sweep: jobs that outlive any grace of a launcher; in the others they come and go quickly."""
+"""Option of every second sweep: its jobs last longer than all grace periods; other sweeps have short jobs."""
 EMBEDDED = ("sweep.gbs=4", "sweep.nodes=[1,2]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.max_steps=60",
             "measure.target_ci95_rel=0.0001", "launcher.allocation_minutes=1", "measure.run_limit_s=300",
             "measure.start_deadline_s=120")  # fmt: skip
 
 
 class Campaign:
-    """Sweeps in the folder of a bench, the results on a small file system of their own."""
+    """A series of sweeps in the folder of a bench, with their results on a small file system of its own."""
 
     def __init__(
         self, bench: SlurmBench, cluster: Cluster, say: Callable[[str], None] = lambda note: None
     ) -> None:
         self.bench, self.cluster, self.say = bench, cluster, say
-        bench.slowness = 1.0  # how long faults last is made for the deadlines above
+        bench.slowness = 1.0  # faults last as long as the deadlines above need
         self.results = bench.folder / "results"
         self.records: list[dict[str, Any]] = []
         self.problems: list[str] = []
@@ -73,11 +73,11 @@ class Campaign:
 
     @property
     def folder(self) -> Path:
-        """Of the sweep that runs now."""
+        """The folder of the current sweep."""
         return self.results / self.sweep
 
     def run(self, faults: list[Fault], embedded: bool = False) -> None:
-        """Injects all of them, one sweep after another, and judges each."""
+        """Injects all faults into one sweep after another, and judges each sweep."""
         self.embedded = embedded
         self._open()
         for fault in faults:
@@ -85,7 +85,7 @@ class Campaign:
         self._finish()
 
     def close(self) -> None:
-        """Leaves nothing: launchers end, the file system goes."""
+        """Ends the launchers and removes the file system."""
         self.kill_launchers()
         if left := self.cluster.jobs():
             self.cluster.run("scancel", *left, code=None)
@@ -94,11 +94,11 @@ class Campaign:
             subprocess.run(["umount", "--lazy", str(self.results)], capture_output=True)
 
     def launch(self, program: Sequence[str] = (), path: Path | None = None) -> None:
-        """Starts a launcher of the sweep, as a person would who sees none.
+        """Starts a launcher of the sweep, as a person does who sees that none runs.
 
         Args:
-            program: what Python runs in place of ultrabench.
-            path: a folder to look for programs in before all others.
+            program: arguments of Python that replace those which run ultrabench.
+            path: a folder that comes first in PATH.
         """
         self._launches += 1
         words = self.launch_words()
@@ -113,22 +113,22 @@ class Campaign:
         self._launchers.append(started)
 
     def launch_words(self) -> list[str]:
-        """What launches the sweep that runs now."""
+        """The words of the command line that launches the current sweep."""
         return ["sweep", "launch", *self._words(), "--max-gpu-hours", "100"]
 
     def kill_launchers(self) -> None:
-        """Ends all launchers at once."""
+        """Kills all launchers."""
         for launcher in self.living():
             launcher.kill()
             launcher.wait()
 
     def complain(self, problem: str) -> None:
-        """Notes what must not be."""
+        """Records and shows a problem."""
         self.problems.append(f"{self.sweep}: {problem}")
         self.say(f"     PROBLEM {problem}")
 
     def living(self) -> list["subprocess.Popen[bytes]"]:
-        """Launchers that run."""
+        """The launchers that run."""
         return [launcher for launcher in self._launchers if launcher.poll() is None]
 
     def _words(self) -> list[str]:
@@ -161,7 +161,7 @@ class Campaign:
             try:
                 record |= strike(self, fault)
             except MissedError:
-                # A sweep that came to its end just then had nothing left to hit, the next one has.
+                # A sweep that was just ending had nothing left to hit, but the next sweep has.
                 self._watch(AGAIN_S, lambda: self.sweep != record["sweep"] or self._signs() > before)
                 record |= {"sweep": self.sweep, "at": round(time.time(), 1)}
                 before = self._signs()
@@ -175,7 +175,7 @@ class Campaign:
             self._wait(lambda: self._signs() > before, LIFE_S)
 
     def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Keeps a launcher running, and a sweep, for some seconds or until something has happened."""
+        """Keeps a sweep and its launcher running for some seconds, or until `until` returns True."""
         end = time.monotonic() + seconds
         while True:
             if not self.living() and self._over():
@@ -186,7 +186,7 @@ class Campaign:
             time.sleep(0.1)
 
     def _over(self) -> bool:
-        """Whether the sweep has come to its end; starts another launcher when it has not."""
+        """Whether the sweep has ended; starts another launcher if it has not and none runs."""
         code = self._launchers[-1].returncode
         told = self._answer("sweep", "status", self.sweep, "--json") if code in (0, 1) else ""
         left = json.loads(told)["by_status"] if told else {"pending": 1}
@@ -200,7 +200,7 @@ class Campaign:
         return False
 
     def _answer(self, *words: str) -> str:
-        """What a command prints; empty where it fails or hangs, which is a problem."""
+        """The output of a command; empty if it fails or hangs, which is recorded as a problem."""
         try:
             return self.bench.run(*words, code=None, timeout=ANSWER_S)
         except subprocess.TimeoutExpired:
@@ -248,14 +248,14 @@ class Campaign:
             self.complain(problem)
 
     def _jobs(self) -> int:
-        """Jobs that were submitted for the sweep that is over, by its journal or by Slurm, whichever has more."""
+        """The number of jobs submitted for the sweep: the larger of the counts of its journal and Slurm."""
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self._opened))
         told = slurm_says("sacct", "-a", "-X", "-n", "-P", "-S", since, "-o", "JobName")
         known = [name for name in told.splitlines() if name.startswith(f"ub-{self.sweep}-")]
         return max(len(known), submitted_jobs(self.folder / "journal"))
 
     def _signs(self) -> int:
-        """Grows with whatever agents do."""
+        """A number that grows with everything the agents do."""
         return sum(
             p.stat().st_size for p in self.results.glob(f"{self.sweep}/journal/agent-*.jsonl") if p.exists()
         )

@@ -1,6 +1,6 @@
-"""ultrabench on a host whose clock is wrong: python clock.py OFFSET_S WORDS...
+"""Runs ultrabench with a wrong clock: python clock.py OFFSET_S WORDS...
 
-The clock that never jumps stays as it is, and so do time stamps of files, which a file server gives.
+The monotonic clock does not change, nor do the time stamps of files, which come from a file server.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Faults of the results folder: full, read-only, and files that somebody deletes, empties or leaves there."""
+"""Faults of the results folder: it is full or read-only, or somebody deletes, empties or adds files."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.chaos.campaign import Campaign
 
 UNREADABLE_S = 10.0
-"""Seconds for which a claim says nothing: longer than a launcher waits before it buries the dead."""
+"""Seconds for which a claim is unreadable; a launcher records dead allocations as lost in less time."""
 DEPTH = 100_000
 
 
@@ -35,10 +35,10 @@ def disk_full(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 
 
 def read_only(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Whatever opens a file meanwhile is refused; what is open already stays so, as the kernel has it."""
+    """Makes the file system read-only for some seconds; files that are already open can still be written."""
     place, aside = str(campaign.results), str(campaign.bench.folder / "aside")
     Path(aside).mkdir(exist_ok=True)
-    # Aside first: where somebody writes, the kernel refuses to make a mount read-only.
+    # A second mount is made read-only, since Linux refuses that for a mount with files open for writing.
     for words in (["--bind", place, aside], ["-o", "remount,bind,ro", aside], ["--bind", aside, place]):
         subprocess.run(["mount", *words], check=True, capture_output=True)
     time.sleep(AWAY_S)
@@ -48,7 +48,7 @@ def read_only(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 
 
 def torn_line(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Leaves half a line in the file of a process that is no more, as its death in mid-write would."""
+    """Adds half a line to the journal of a process that has ended, as if it had died while writing."""
     path = one_of(lambda: writers_at_rest(campaign.folder / "journal"), fault)
     last = path.read_bytes().splitlines()[-1]
     with path.open("ab", buffering=0) as file:
@@ -57,7 +57,7 @@ def torn_line(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 
 
 def deleted_logs(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Deletes all logs of runs and jobs."""
+    """Deletes the logs of all runs and jobs."""
     shutil.rmtree(campaign.folder / "logs", ignore_errors=True)
     found: list[Path] = [*campaign.folder.glob("allocations/*/job.log")]
     for log in found:
@@ -66,7 +66,7 @@ def deleted_logs(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 
 
 def unreadable_claim(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Kills a leading agent while nobody can read what it had claimed; later the claim is there again."""
+    """Kills a leading agent while its claim cannot be read; later the claim is restored."""
     leader, claim = one_of(lambda: _claims_at_work(campaign), fault)
     held = claim.read_bytes()
     claim.write_bytes(b"" if fault.share % 2 else b'\x00\xff{"allocation": [')
@@ -79,7 +79,7 @@ def unreadable_claim(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 
 
 def _claims_at_work(campaign: "Campaign") -> list[tuple[Target, Path]]:
-    """Leading agents with the claim of the attempt that runs now."""
+    """The leading agents, each with its claim of the attempt that runs now."""
     leaders = {leader.allocation: leader for leader in processes(campaign.bench.folder, "leader")}
     found = {}
     for path in campaign.folder.glob("claims/*.*.*"):
@@ -92,7 +92,7 @@ def _claims_at_work(campaign: "Campaign") -> list[tuple[Target, Path]]:
 
 
 def fifo_journal(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Leaves something in the journal's folder that is no journal, until the end of the sweep.
+    """Puts a file that is no journal into the journal's folder, where it stays until the end of the sweep.
 
     Raises:
         MissedError: there is no such folder yet.

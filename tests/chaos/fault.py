@@ -1,10 +1,10 @@
-"""What is done to a sweep, drawn from a seed, and which ends of attempts it explains."""
+"""The kinds of faults, the ends of attempts that each explains, and how faults are drawn from a seed."""
 
 import random
 from dataclasses import dataclass
 
 WITH_THE_JOB = frozenset({"lost", "node_fail", "cancelled", "preempted"})
-"""How an attempt may end whose allocation is taken away."""
+"""Ends of an attempt whose allocation is taken away."""
 
 FAILURES: dict[str, frozenset[str]] = {
     "kill_launcher": frozenset(),
@@ -28,7 +28,7 @@ FAILURES: dict[str, frozenset[str]] = {
     "torn_line": frozenset(),
     "deleted_logs": frozenset(),
 }
-"""Something dies, stands still or is full."""
+"""Kinds of faults by which something dies, stops or is full, with the ends that they explain."""
 INTERFERENCE: dict[str, frozenset[str]] = {
     "other_user": frozenset(),
     "other_cluster": frozenset(),
@@ -41,27 +41,27 @@ INTERFERENCE: dict[str, frozenset[str]] = {
     "reforking_children": frozenset(),
     "fifo_journal": frozenset(),
 }
-"""Somebody else looks on, something lies, or a program does what none should."""
+"""Kinds of faults by which others look on, something gives false answers, or a program misbehaves."""
 EXPLAINS = FAILURES | INTERFERENCE
-"""Kind of fault -> ends of the attempt it hits, at most one an allocation, that tell the truth about it."""
+"""Kind of fault -> the true ends of the attempt it hits; it explains at most one end per allocation."""
 OF_A_PROGRAM = frozenset({"sleep_rank", "exit_rank", "orphan", "hostile_numbers", "reforking_children"})
-"""Kinds that need the program of these tests, which obeys orders."""
+"""Kinds that need the program of these tests, which carries out orders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault; what it hits is settled by `share` among what there is when its time has come."""
+    """One fault; `share` chooses its target among those that exist at the time of the fault."""
 
     number: int
     kind: str
     wait_s: float
-    """After the sweep has recovered from the fault before."""
+    """Seconds to wait after the sweep has recovered from the previous fault."""
     share: int
-    """0 to 99."""
+    """A number from 0 to 99."""
 
 
 def draw(seed: str, count: int, kinds: tuple[str, ...] = tuple(EXPLAINS)) -> list[Fault]:
-    """`count` faults in random order, each kind about as often as the others; the same for the same seed."""
+    """`count` faults in random order, all kinds about equally often; the same seed gives the same faults."""
     chance = random.Random(seed)
     deck: list[str] = []
     while len(deck) < count:

@@ -1,4 +1,4 @@
-"""Faults of programs that do what none should: at the port where agents meet, and on the nodes."""
+"""Faults of programs that misbehave, at the port where agents meet and on the nodes."""
 
 import contextlib
 import json
@@ -20,16 +20,16 @@ SAYINGS = {
     "nothing": b"",
     "half a hello": b'{"secret": "',
 }
-"""What a scanner of ports says to each that is open."""
+"""Texts that a port scanner sends to each open port."""
 HELD_S = 15.0
-"""Seconds for which a caller who has not finished stays: longer than a launcher waits for an agent that is frozen."""
+"""Seconds for which an unfinished caller stays connected; a launcher ends frozen agents in less time."""
 CLEAN_S = 5.0
-"""Seconds after the end of a run until none of its processes may be left."""
+"""Seconds after the end of a run within which all its processes have to end."""
 RUN_S = 60.0
 
 
 def port_scan(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Calls the leading agent of an allocation, if it can be before its peers do."""
+    """Connects to the leading agent of an allocation, if possible before its peers do."""
     known = {path for path, _ in _rendezvous_files(campaign.folder)}
     when = "while its agents met"
     try:
@@ -54,13 +54,13 @@ def port_scan(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 
 
 def _of_many(rendezvous: Path) -> bool:
-    """Whether there are peers to wait for."""
+    """Whether the allocation has several nodes, so that the leading agent waits for peers."""
     held: dict[str, Any] = json.loads((rendezvous.parent / "allocation.json").read_text())
     return int(held["nodes"]) > 1
 
 
 def _rendezvous_files(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Where leading agents have written how to reach them, with what they wrote."""
+    """The files in which leading agents have written their address, with their contents."""
     found = []
     for path in sorted(folder.glob("allocations/*/leader*.json")):
         with contextlib.suppress(OSError, ValueError):
@@ -69,7 +69,7 @@ def _rendezvous_files(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def reforking_children(campaign: "Campaign", fault: Fault, hit: dict[str, Any]) -> dict[str, Any]:
-    """Sees to it that children which fork all the time are gone soon after their run has ended."""
+    """Checks that children which fork all the time are gone soon after their run has ended."""
     mark = f"{campaign.bench.folder}/reforking.{fault.number}"
     key = hit["target"].rpartition(" ")[2]
     end = time.monotonic() + RUN_S
@@ -84,7 +84,7 @@ def reforking_children(campaign: "Campaign", fault: Fault, hit: dict[str, Any]) 
 
 
 def _left(mark: str) -> list[int]:
-    """Living processes with this word; looked for several times, since each lives for milliseconds only."""
+    """The living processes with this word; it looks several times, since each lives only milliseconds."""
     found: set[int] = set()
     for _ in range(5):
         found |= {pid for pid in own_processes() if mark in command_line(pid) and start_time(pid) is not None}
@@ -92,7 +92,7 @@ def _left(mark: str) -> list[int]:
 
 
 def _has_ended(journal: Path, key: str) -> bool:
-    """Whether somebody has said how an attempt ended."""
+    """Whether the journal records how an attempt ended."""
     run_id, repeat, attempt = key.split(".")
     name = {"run_id": run_id, "repeat": int(repeat), "attempt": int(attempt)}
     for path in journal.glob("agent-*-*-*.jsonl"):

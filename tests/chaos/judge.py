@@ -1,4 +1,4 @@
-"""The verdict on a sweep from outside: its rows, the witness file, its jobs, and the faults that were injected."""
+"""Judges a sweep by its rows, the witness file, the number of its jobs, and the injected faults."""
 
 import itertools
 import json
@@ -11,11 +11,11 @@ from tests.chaos.fault import EXPLAINS
 from tests.chaos.witness import Execution
 
 UNFINISHED = frozenset({"lost", "node_fail", "cancelled", "preempted"})
-"""Ends after which a run has to be tried again."""
+"""Ends after which a run has to be repeated."""
 CUT_SHORT = frozenset({"slower_than_best", "time_limit"})
-"""Why an ok run may have been ended before its program came to its end."""
+"""Reasons for which an ok run may have been ended before its program was done."""
 JOBS_A_LAUNCH = 2
-"""Jobs that a launch may submit without any use: what another launcher had just submitted, too."""
+"""Number of useless jobs that a launch may submit, because another launcher had just submitted the same."""
 
 Rows = Sequence[dict[str, Any]]
 
@@ -27,13 +27,13 @@ def judge(
     jobs: int,
     launches: int,
 ) -> list[str]:
-    """What is wrong with a sweep that is over; adds to each record the ends it explains.
+    """The problems of a sweep that is over; it also adds to each record the ends it explains.
 
     Args:
         table: rows of the sweep as `collect` writes them.
-        executions: what the program saw of itself; None where nobody wrote it down.
-        jobs: how many were submitted.
-        launches: how many launchers followed the sweep.
+        executions: the executions that the program recorded; None if the program records none.
+        jobs: the number of submitted jobs.
+        launches: the number of launchers that followed the sweep.
     """
     rows = [row for row in table if row["attempt"] is not None]
     return [
@@ -46,10 +46,11 @@ def judge(
 
 
 def most_jobs(table: Rows, records: list[dict[str, Any]], launches: int) -> int:
-    """The largest number of jobs that a sweep may take: it grows with the plan and with what was done to it.
+    """The largest number of jobs that a sweep may use, which depends on its plan and on the faults.
 
-    One for each planned run, though an allocation usually has several; one for each allocation that a fault hit,
-    whose run is tried again in another job; and a few for each launch. A fault may say itself what it `costs`.
+    It is one for each planned run, although an allocation usually has several; one for each allocation that a
+    fault hit, whose run is repeated in another job; and a few for each launch. A fault may set its own number
+    of jobs with `costs`.
     """
     planned = {row["run_id"] for row in table if row["status"] not in ("rejected", "skipped")}
     taken = sum(record.get("costs", len(record.get("allocations", ()))) for record in records)
@@ -57,7 +58,7 @@ def most_jobs(table: Rows, records: list[dict[str, Any]], launches: int) -> int:
 
 
 def submitted_jobs(journal: Path) -> int:
-    """How many allocations of a sweep were jobs for sure, by its journal."""
+    """The number of allocations that were certainly submitted as jobs, by the journal."""
     found = set()
     for path in sorted(journal.glob("*-*-*-*.jsonl")):
         for line in path.read_bytes().splitlines() if path.is_file() else ():
@@ -79,7 +80,7 @@ def _key(row: dict[str, Any]) -> str:
 
 
 def _never_lost(table: Rows) -> list[str]:
-    """Every planned run has an end that stands."""
+    """Problems with the rule that every planned run has a final end."""
     latest: dict[str, dict[str, Any]] = {}
     for row in table:
         if row["status"] not in ("rejected", "skipped") and (row["repeat"] or 0) == 0:
@@ -94,7 +95,7 @@ def _never_lost(table: Rows) -> list[str]:
 
 
 def _never_twice(rows: Rows) -> list[str]:
-    """No repeat is ok twice, and none was tried again after it was."""
+    """Problems with the rule that no repeat is ok twice, or is repeated after it was ok."""
     by_repeat = defaultdict(list)
     for row in rows:
         by_repeat[row["run_id"], row["repeat"]].append(row)
@@ -110,7 +111,7 @@ def _never_twice(rows: Rows) -> list[str]:
 
 
 def _witnessed(rows: Rows, executions: Iterable[Execution]) -> list[str]:
-    """What ran is what is recorded, once each, and an ok end is one that the program came to."""
+    """Problems with the rule that each execution is recorded once, and ok only if the program was done."""
     counts = Counter(execution.key for execution in executions)
     complete = {execution.key for execution in executions if execution.ended}
     ends = {_key(row): row for row in rows}
@@ -132,7 +133,7 @@ def _witnessed(rows: Rows, executions: Iterable[Execution]) -> list[str]:
 
 
 def _one_at_a_time(executions: Sequence[Execution]) -> list[str]:
-    """Whatever shares an attempt, a run, an allocation or a node ran one after another."""
+    """Problems with the rule that executions of one attempt, run, allocation or node never overlap."""
     found = []
     for one, two in itertools.combinations(executions, 2):
         if not one.beside(two):
@@ -150,7 +151,7 @@ def _one_at_a_time(executions: Sequence[Execution]) -> list[str]:
 
 
 def _explained(rows: Rows, records: list[dict[str, Any]]) -> list[str]:
-    """Whatever did not end ok was hit by a fault that explains it; one fault explains one end an allocation."""
+    """Problems with the rule that a fault explains each end but ok; a fault explains one per allocation."""
     open_ = [(record, name) for record in records for name in record.get("allocations", ())]
     for record in records:
         record["ends"] = []

@@ -1,4 +1,4 @@
-"""Faults of the host that a launcher runs on: its clock, its sbatch, its squeue and sacct."""
+"""Faults of the host of a launcher: a wrong clock, and false answers of sbatch, squeue and sacct."""
 
 import contextlib
 import os
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 CLOCK = Path(__file__).parent / "clock.py"
 OFFSET_S = 1800
 LIES_S = 14.0
-"""Seconds for which squeue lists no job: longer than any grace of a launcher."""
+"""Seconds for which squeue lists no jobs; they are longer than every grace period of a launcher."""
 SUBMITS_S = 40.0
-"""Seconds until a launcher that has just started will have submitted something, if there is anything to submit."""
+"""Seconds within which a launcher that has just started submits its first job, if it has any."""
 HANGS_S = 3.0
-"""Seconds until a sbatch that hangs is killed."""
+"""Seconds after which an sbatch that hangs is killed."""
 UNKNOWN_S = 70.0
-"""Seconds for which squeue fails after that: longer than a launcher looks for a job whose number it never got."""
+"""Seconds for which squeue then fails; a launcher searches a job without a number for less time."""
 DOUBLE_SBATCH = 'if [ -e $FLAG ]; then $REAL "$@" > /dev/null; echo $$ >> $HITS; fi\nexec $REAL "$@"'
 HANGING_SBATCH = (
     'if [ -e $FLAG ]; then $REAL "$@" > /dev/null; echo $$ >> $HITS; exec sleep 90; fi\nexec $REAL "$@"'
@@ -41,13 +41,13 @@ LYING_SACCT = (
 
 
 class Wrappers:
-    """Programs in front of Slurm's own on the PATH of one launcher; they lie while the flag is up."""
+    """Programs that replace Slurm's on the PATH of one launcher, and lie while a flag file exists."""
 
     def __init__(self, campaign: "Campaign", fault: Fault, scripts: dict[str, str]) -> None:
         self.folder = campaign.bench.folder / f"bin.{fault.number}"
         self.folder.mkdir(exist_ok=True)
         self.flag, self.hits = self.folder / "flag", self.folder / "hits"
-        self.hits.unlink(missing_ok=True)  # of an earlier try
+        self.hits.unlink(missing_ok=True)  # an earlier try may have left it
         for program, script in scripts.items():
             path = self.folder / program
             path.write_text(
@@ -57,22 +57,22 @@ class Wrappers:
         self.flag.touch()
 
     def pids(self) -> list[int]:
-        """Of the calls that were answered with a lie, the first one first."""
+        """The pids of the calls that got a false answer, in order."""
         return [int(word) for word in self.hits.read_text().split()] if self.hits.exists() else []
 
     def stop(self) -> None:
-        """From now on the wrappers do what the programs do."""
+        """Makes the wrappers do what Slurm's programs do from now on."""
         self.flag.unlink(missing_ok=True)
 
     def wait_for_answer(self) -> None:
-        """Until squeue, which failed, has been asked again: the longer it fails, the more seldom it is asked."""
+        """Waits until squeue is called again; the longer it has failed, the less often it is called."""
         answered, end = self.flag.with_name("flag.over"), time.monotonic() + UNKNOWN_S
         while not answered.exists() and time.monotonic() < end:
             time.sleep(0.1)
 
 
 def clock_offset(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Goes on with a launcher on a host whose clock is half an hour behind, or ahead."""
+    """Continues the sweep with a launcher on a host whose clock is half an hour behind or ahead."""
     offset_s = OFFSET_S if fault.share % 2 else -OFFSET_S
     campaign.kill_launchers()
     campaign.launch(program=[str(CLOCK), str(offset_s)])
@@ -80,7 +80,7 @@ def clock_offset(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 
 
 def double_submission(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """Every submission of some seconds is done twice, or is done and never answered.
+    """For some seconds every submission is made twice, or is made and never answered.
 
     Raises:
         MissedError: nothing was submitted in time.
@@ -89,7 +89,7 @@ def double_submission(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
     scripts = {"sbatch": HANGING_SBATCH, "squeue": FAILING_SQUEUE} if hangs else {"sbatch": DOUBLE_SBATCH}
     wrappers = Wrappers(campaign, fault, scripts)
     squeue_fails = wrappers.folder / "squeue"
-    if hangs:  # squeue works until the first submission: nobody submits who has not seen his jobs
+    if hangs:  # a launcher first has to see its jobs, so squeue works until sbatch is called
         squeue_fails.rename(wrappers.folder / "squeue.later")
     campaign.kill_launchers()
     campaign.launch(path=wrappers.folder)
@@ -110,7 +110,7 @@ def double_submission(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 
 
 def _let_hang(wrappers: Wrappers) -> None:
-    """Each call of sbatch hangs for a while, and squeue fails all the time."""
+    """Makes each call of sbatch hang for a while, and every call of squeue fail."""
     end, killed = time.monotonic() + UNKNOWN_S, 0
     while time.monotonic() < end:
         time.sleep(HANGS_S)
@@ -121,7 +121,7 @@ def _let_hang(wrappers: Wrappers) -> None:
 
 
 def empty_squeue(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
-    """A launcher is told for some seconds that no job exists; half of the times sacct calls them completed."""
+    """For some seconds squeue lists no jobs; in half of the cases sacct also says they are completed."""
     scripts = {"squeue": EMPTY_SQUEUE} | ({"sacct": LYING_SACCT} if fault.share % 2 else {})
     one_of(lambda: jobs(campaign.sweep), fault)
     wrappers = Wrappers(campaign, fault, scripts)
@@ -136,5 +136,5 @@ def empty_squeue(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
     told = "squeue lists nothing" + ", sacct calls all jobs completed" * (fault.share % 2)
     if not wrappers.pids():
         raise MissedError("squeue was not asked")
-    # A job that waits gives no sign of life: where both say that it is over, it may be submitted again.
+    # A waiting job gives no sign of life, so it may be submitted again if both programs say that it is over.
     return {"target": told, "costs": waiting if fault.share % 2 else 0}

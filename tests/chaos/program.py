@@ -1,10 +1,10 @@
-"""A stand-in for training that meets the other ranks in every step and obeys orders.
+"""A program that acts as training: it meets the other ranks in every step and carries out orders.
 
 python program.py FOLDER SWEEP RUN_ID REPEAT ATTEMPT
 
 FOLDER/witness.txt gets a line for the start, every step and the end of every execution (see witness.py).
-FOLDER/orders may hold a file KIND.NUMBER.SHARE: the rank at SHARE of the world that sees it first takes it and
-does what KIND says.
+FOLDER/orders may hold a file KIND.NUMBER.SHARE: the first rank at SHARE of its world that sees the file takes
+it and does what KIND says.
 """
 
 import json
@@ -25,7 +25,7 @@ allocation = os.environ["ULTRABENCH_TAG"].split(":")[0]
 
 
 def of_the_agent(variable: str, pid: int) -> str:
-    """A variable of Slurm's, which ranks do not see: the nearest ancestor of `pid` that has it is their agent."""
+    """A variable of Slurm, which is hidden from ranks, from the nearest ancestor of `pid` that has it."""
     while pid > 1:
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         held = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
@@ -49,7 +49,7 @@ HOSTILE = (
     "\n".join('{"event": "step", "step": %(step)d, "seconds": 0.001, "loss": 1.0}' for _ in range(60_000)),
     '{"event": "step", "step": 1' + 400 * "0" + ', "seconds": -1.0, "loss": "a", "tokens": []}',
 )
-"""What a rank may tell that is no measurement."""
+"""Values that a rank may report although they are no measurements."""
 REFORKING = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -81,7 +81,7 @@ def say(event, **values):
 
 
 def meet():
-    """Sockets to the others: rank 0 has all of them, each of the others has rank 0's."""
+    """The sockets to other ranks: rank 0 has one to each rank, each other rank has one to rank 0."""
     if rank == 0:
         server = socket.create_server(place, backlog=world)
         return [server.accept()[0] for _ in range(world - 1)]
@@ -95,7 +95,7 @@ def meet():
 
 
 def reduce(peers):
-    """Returns when every rank has called it."""
+    """Waits until every rank has called it."""
     if rank != 0:
         peers[0].sendall(b"x")
     for peer in peers:
@@ -111,7 +111,7 @@ def hear(peer):
 
 
 def obey():
-    """Takes an order that is meant for this rank; a file that is renamed is taken by one only."""
+    """Takes an order for this rank and carries it out; a rename makes sure that only one rank takes it."""
     for order in Path(folder, "orders").glob("*.*.*"):
         kind, number, share = order.name.split(".")
         if rank != int(share) * world // 100:
@@ -134,7 +134,7 @@ def obey():
             report.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
             report.buffer.flush()
         elif kind == "reforking_children":
-            # The last word is how they are found: the environment may be cleared, a command line stays.
+            # The children are found by the last word, since their environment may be cleared.
             subprocess.Popen([sys.executable, "-c", REFORKING, f"{folder}/reforking.{number}"])
 
 

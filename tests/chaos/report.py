@@ -1,4 +1,4 @@
-"""The report of long campaigns as a page of the documentation."""
+"""Writes the report of long campaigns as a page of the documentation."""
 
 import os
 import platform
@@ -72,7 +72,7 @@ NOT_TRIED = """
 
 
 def write_report(path: Path, seed: int, campaigns: list[dict[str, Any]]) -> None:
-    """Writes docs/chaos.md's counterpart."""
+    """Writes the report of `campaigns`, in the form of docs/chaos.md, to `path`."""
     faults = [fault for campaign in campaigns for fault in campaign["faults"]]
     problems = [problem for campaign in campaigns for problem in campaign["problems"]]
     lines = [

@@ -1,4 +1,4 @@
-"""How each kind of fault is done: those of processes, jobs, nodes and launchers here, the others in modules beside."""
+"""Injects faults: those of processes, jobs, nodes and launchers are here, the others in modules beside it."""
 
 import contextlib
 import json
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from tests.chaos.campaign import Campaign
 
 SILENT_S = 13.0
-"""More than SlurmdTimeout, after which Slurm notices."""
+"""Seconds for which a node is silent; they are more than SlurmdTimeout, after which Slurm notices it."""
 Hit = dict[str, Any]
-"""What a fault hit: `target` in words, `allocations` whose attempt it may have ended, and what it `costs` where
-that is another number of jobs."""
+"""What a fault hit: `target` in words, `allocations` whose attempt it may have ended, and `costs`, the number
+of jobs it may cost, if that is not one for each of them."""
 
 
 def strike(campaign: "Campaign", fault: Fault) -> Hit:
-    """Does it, and tells what was hit.
+    """Injects a fault; returns what it hit.
 
     Raises:
         MissedError: nothing could be hit.
@@ -67,7 +67,7 @@ def _signal(campaign: "Campaign", fault: Fault) -> Hit:
 
 
 def _at_work(campaign: "Campaign", role: str) -> list[Target]:
-    """Processes of a role; ranks only once rank 0 has written down its start, or the judge would miss it."""
+    """Processes of a role; ranks count only after rank 0 has recorded its start, which the judge needs."""
     found = processes(campaign.bench.folder, role)
     if role != "rank" or campaign.embedded:
         return found
@@ -76,7 +76,7 @@ def _at_work(campaign: "Campaign", role: str) -> list[Target]:
 
 
 def order(campaign: "Campaign", fault: Fault) -> Hit:
-    """Leaves an order that the rank at `share` of a world takes in its next step."""
+    """Writes an order, which the rank at `share` of a world takes in its next step."""
     folder, number = campaign.bench.folder, str(fault.number)
     order = folder / f"orders/{fault.kind}.{number}.{fault.share}"
     order.touch()
@@ -90,7 +90,7 @@ def order(campaign: "Campaign", fault: Fault) -> Hit:
     except MissedError:
         try:
             order.unlink()
-        except FileNotFoundError:  # taken at the last moment
+        except FileNotFoundError:  # a rank took it at the last moment
             one_of(answer, fault)
         else:
             raise
@@ -140,7 +140,7 @@ def _two_launchers(campaign: "Campaign", fault: Fault) -> Hit:
 
 
 def _slurmctld(campaign: "Campaign", fault: Fault) -> Hit:
-    # In order: a killed controller forgets its last seconds, jobs among them.
+    # It is shut down properly, since a killed controller forgets the jobs of its last seconds.
     campaign.cluster.run("scontrol", "shutdown", "slurmctld")
     time.sleep(AWAY_S)
     campaign.cluster.tool("up", *SETTINGS)

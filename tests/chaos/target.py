@@ -1,4 +1,4 @@
-"""What a fault can hit: agents and ranks on the simulated nodes, and the jobs they belong to."""
+"""Finds the targets of faults: agents and ranks on the simulated nodes, and the jobs they belong to."""
 
 import os
 import time
@@ -14,23 +14,23 @@ from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, star
 FORK_SERVER = "ultrabench.agent.ranks.fork_server"
 PROGRAM = Path(__file__).parent / "program.py"
 PATIENCE_S = 15.0
-"""Seconds that a fault waits for something that it can hit."""
+"""Seconds for which a fault waits until it finds a target."""
 AWAY_S = 5.0
-"""Seconds for which disks are full or read-only and controllers away."""
+"""Seconds for which disks are full or read-only, and controllers are down."""
 T = TypeVar("T")
 
 
 class MissedError(Exception):
-    """There was nothing to hit."""
+    """A fault found no target."""
 
 
 def one_of(
     find: Callable[[], Sequence[T]], fault: Fault, pause_s: float = 0.1, patience_s: float = PATIENCE_S
 ) -> T:
-    """What lies at the fault's `share` of what is found.
+    """The target that the fault's `share` chooses among those that are found.
 
     Raises:
-        MissedError: nothing was found in time.
+        MissedError: no target was found in time.
     """
     end = time.monotonic() + patience_s
     while time.monotonic() < end:
@@ -43,11 +43,11 @@ def one_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A process of an allocation."""
+    """A process of an allocation that a fault can hit."""
 
     pid: int
     role: str
-    """leader, follower or rank."""
+    """The role of the process: leader, follower or rank."""
     allocation: str
     host: str
 
@@ -84,7 +84,7 @@ def processes(folder: Path, role: str) -> list[Target]:
 
 
 def _is_rank(pid: int, words: list[str]) -> bool:
-    """Of the program of these tests, or forked from the warm server."""
+    """Whether a process runs the program of these tests, or was forked from the fork server."""
     return str(PROGRAM) in words or (FORK_SERVER in words and FORK_SERVER in command_line(_parent(pid)))
 
 
@@ -96,7 +96,7 @@ def _parent(pid: int) -> int:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """What a process was started with."""
+    """The environment variables with which a process was started."""
     try:
         items = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -105,7 +105,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def jobs(sweep: str, *options: str, states: str = "R,CF") -> list[Job]:
-    """Jobs of a sweep in these states, by default those that run."""
+    """The jobs of a sweep in these states, by default those that run."""
     text = slurm_says("squeue", "-h", "-r", "-t", states, "-o", "%i|%j|%K|%N", *options)
     prefix, found = f"ub-{sweep}-", []
     for line in sorted(text.splitlines()):
@@ -117,12 +117,12 @@ def jobs(sweep: str, *options: str, states: str = "R,CF") -> list[Job]:
 
 
 def nodes_at_work(sweep: str) -> list[str]:
-    """Nodes that run jobs of a sweep."""
+    """The nodes that run jobs of a sweep."""
     names = ",".join(job.nodes for job in jobs(sweep) if job.nodes)
     return slurm_says("scontrol", "show", "hostnames", names).split() if names else []
 
 
 def writers_at_rest(journal: Path) -> list[Path]:
-    """Journal files whose process has ended."""
+    """The journal files whose process has ended."""
     pids = {path: path.stem.rsplit("-", 2)[1] for path in sorted(journal.glob("*-*-*-*.jsonl"))}
     return [path for path, pid in pids.items() if path.stat().st_size and not os.path.exists(f"/proc/{pid}")]

@@ -1,4 +1,4 @@
-"""What the program of these tests wrote down of its own executions, whatever ultrabench says of them."""
+"""Reads what the program of these tests recorded about its own executions, independently of ultrabench."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ class Execution:
     """One start of rank 0 of an attempt."""
 
     key: str
-    """RUN_ID.REPEAT.ATTEMPT."""
+    """The attempt, as RUN_ID.REPEAT.ATTEMPT."""
     allocation: str
     host: str
-    """Node of rank 0."""
+    """The node of rank 0."""
     process: str
-    """Pid and start time of rank 0."""
+    """The pid and start time of rank 0."""
     started_s: float
     last_s: float
-    """When it last gave a sign of life, by the monotonic clock that all simulated nodes share."""
+    """Time of its last sign of life, by the monotonic clock that all simulated nodes share."""
     ended: bool = False
-    """Whether it came to its end; one that is killed does not."""
+    """Whether the program came to its own end, which a killed program does not."""
 
     def beside(self, other: "Execution") -> bool:
-        """Whether both were at work at the same time."""
+        """Whether both executions overlap in time."""
         return self.started_s <= other.last_s and other.started_s <= self.last_s
 
 
 def executions_of(sweep: str, lines: Iterable[str]) -> list[Execution]:
-    """The executions of a sweep by their start.
+    """The executions of a sweep, in order of their start.
 
     A line is SWEEP RUN_ID REPEAT ATTEMPT WORD ALLOCATION HOST PROCESS SECONDS, where WORD is start, step or end.
     """

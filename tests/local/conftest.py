@@ -1,4 +1,4 @@
-"""Real sweeps on this machine, driven through the command line."""
+"""Runs real sweeps on this machine, through the command line."""
 
 import json
 import os
@@ -16,18 +16,18 @@ from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, tag_
 
 PROGRAM = Path(__file__).parent / "program.py"
 DEADLINES = ("measure.deadline_floor_s", "measure.run_limit_s", "launcher.heartbeat_s", "launcher.grace_s")
-"""Options of a sweep that a slow machine may pass where nothing is wrong: tests give them for an idle one."""
+"""Deadlines that a slow machine may exceed although nothing is wrong; tests give them for an idle machine."""
 PEAK = "++hardware.peak_flops_per_s={fp32:1e11,bf16:1e11}"
-"""A given rate spares each launch the measuring of this machine, and with kernel=command the import of torch."""
+"""With a given rate no launch measures this machine, nor imports torch if kernel=command."""
 
 
 @dataclass
 class Bench:
-    """A folder with sweeps, and the ultrabench that runs them."""
+    """A folder with sweeps, and the ultrabench commands that run them."""
 
     folder: Path
     slowness: float = field(default_factory=patience.slowness)
-    """It stays the same, so that the same command again is the same sweep."""
+    """How many times slower than an idle one this machine is; it is fixed, so that sweeps stay the same."""
     started: list[patience.Process] = field(default_factory=list)
 
     @property
@@ -42,12 +42,12 @@ class Bench:
         return f"{name}={float(value) * self.slowness:.1f}" if name in DEADLINES else word
 
     def environment(self) -> dict[str, str]:
-        """Ours; a step of the program lasts longer where what a test does meanwhile takes longer."""
+        """Our environment variables; on a slow machine steps of the program last longer, as tests do."""
         step_s = os.environ.get("STEP_S")
         return {**os.environ, **({"STEP_S": f"{float(step_s) * self.slowness:.4f}"} if step_s else {})}
 
     def done(self, *words: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
-        """Both outputs and the exit code of a command."""
+        """Runs a command until it ends; returns both outputs and the exit code."""
         return patience.run(self.command(*words), seconds, cwd=self.folder, env=self.environment())
 
     def run(self, *words: str, code: int | None = 0, timeout: float = 240) -> str:
@@ -57,7 +57,7 @@ class Bench:
         return done.stdout
 
     def start(self, *words: str) -> patience.Process:
-        # A test run in the background ignores Ctrl-C and hang-ups, and what it starts would inherit that.
+        # A test run in the background ignores SIGINT and SIGHUP, and its children would inherit that.
         command = ["env", "--default-signal=INT,HUP", *self.command(*words)]
         self.started.append(
             patience.Process(
@@ -68,14 +68,14 @@ class Bench:
         return self.started[-1]
 
     def close(self) -> None:
-        """Ends launchers that a failed test has left."""
+        """Ends the launchers that a failed test has left."""
         for process in self.started:
             if process.returncode is None:
                 process.kill()
                 process.communicate()
 
     def overrides(self, behaviour: str, *more: str) -> list[str]:
-        """A sweep of the misbehaving program."""
+        """The options of a sweep of the misbehaving program."""
         program = ["python", str(PROGRAM), str(self.witness), behaviour]
         words = ",".join(f"'{w}'" for w in [*program, "{run_id}", "{repeat}", "{attempt}"])
         return [
@@ -92,11 +92,11 @@ class Bench:
         return [row for row in table.to_pylist() if row["attempt"] is not None]
 
     def journal(self) -> str:
-        """All journal lines."""
+        """The text of all journal files."""
         return "".join(p.read_text() for p in sorted(self.folder.glob("results/t/journal/*.jsonl")))
 
     def measuring(self) -> bool:
-        """Whether some run has come to its measured steps."""
+        """Whether some run has reached its measured steps."""
         return '"name":"measure"' in self.journal()
 
     def status(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Bench:
         return self.witness.read_text().splitlines() if self.witness.exists() else []
 
     def leftovers(self) -> list[str]:
-        """Processes of sweeps in this folder that still run."""
+        """The processes of sweeps in this folder that still run."""
         found = []
         for pid in own_processes():
             words = command_line(pid)
@@ -133,6 +133,6 @@ def bench(tmp_path: Path) -> Any:
     try:
         made.wait_for(lambda: made.leftovers() == [], 10)
     except AssertionError:
-        for line in made.leftovers():  # they would disturb the next test
+        for line in made.leftovers():  # these processes would disturb the next test
             os.kill(int(line.split()[0]), signal.SIGKILL)
         raise

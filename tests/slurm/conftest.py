@@ -1,4 +1,4 @@
-"""One real Slurm of simulated nodes for the session, and the proof that every test leaves it clean."""
+"""Provides a real Slurm of simulated nodes for the session, and checks that every test leaves it clean."""
 
 import os
 import sys
@@ -19,12 +19,12 @@ SETTINGS = ("--nodes", "8", "--gpus", "8", "--max-array-size", "101")
 
 @dataclass
 class Cluster:
-    """A cluster in a folder, its Slurm commands and its daemons."""
+    """A cluster in a folder, with its Slurm commands and daemons."""
 
     folder: Path
 
     def tool(self, verb: str, *words: str, code: int = 0) -> str:
-        """Output of slurm_cluster.py for this cluster; skips the test where it cannot work here."""
+        """The output of slurm_cluster.py for this cluster; skips the test if that cannot work here."""
         command = [sys.executable, str(TOOL), verb, f"--dir={self.folder}", *words]
         done = patience.run(command)
         if verb == "up" and done.returncode == 2 != code:
@@ -33,8 +33,8 @@ class Cluster:
         return done.stdout + done.stderr * (code != 0)
 
     def run(self, *words: str, code: int | None = 0, timeout: float = 60) -> str:
-        """Output of a Slurm command."""
-        # SLURM_CONF on the command line: another cluster's is in our environment.
+        """The output of a Slurm command."""
+        # SLURM_CONF in our environment may be that of another cluster.
         command = ["env", f"SLURM_CONF={self.folder}/slurm.conf", *words]
         done = patience.run(command, timeout, cwd=self.folder)
         if code is not None:
@@ -42,16 +42,16 @@ class Cluster:
         return done.stdout
 
     def nodes(self) -> dict[str, str]:
-        """State of each node: idle, mixed, completing, down, ..."""
+        """The state of each node: idle, mixed, completing, down, ..."""
         lines = self.run("sinfo", "-h", "-N", "-p", "hopper", "-o", "%N %T").splitlines()
         return dict(line.split() for line in lines)  # type: ignore[misc]
 
     def jobs(self) -> list[str]:
-        """Ids of the jobs that are not over, each task of an array by itself."""
+        """The ids of the jobs that are not over; each element of an array has its own."""
         return self.run("squeue", "-h", "--array", "-o", "%i").split()
 
     def clean(self) -> bool:
-        """Whether every node waits for work and no job is left."""
+        """Whether every node is idle and no job is left."""
         return set(self.nodes().values()) == {"idle"} and not self.jobs()
 
     def wait_for(self, what: Callable[[], object], seconds: float = 30.0) -> None:
@@ -60,7 +60,7 @@ class Cluster:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
-    """8 nodes of 8 GPUs with accounting, which Slurm's commands find."""
+    """A cluster of 8 nodes of 8 GPUs with accounting; Slurm's commands find it through SLURM_CONF."""
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="ultrabench-slurm-")))
     with pytest.MonkeyPatch.context() as patch:
         try:
@@ -73,7 +73,7 @@ def slurm() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def cleanliness(slurm: Cluster) -> Iterator[None]:
-    """After each test: all nodes idle, none drained, no job left; the next test gets a clean one anyway."""
+    """Fails a test after which nodes are not idle or jobs are left; the next test gets a clean cluster."""
     yield
     try:
         slurm.wait_for(slurm.clean)
@@ -87,7 +87,7 @@ def cleanliness(slurm: Cluster) -> Iterator[None]:
 
 @pytest.fixture
 def sweeps(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmBench]:
-    """A folder for sweeps on the session's cluster; no process of theirs may be left."""
+    """A folder for sweeps on the session's cluster; fails if a process of theirs is left."""
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setenv("STEP_S", "0.002")
     monkeypatch.delenv(TAG_VARIABLE, raising=False)
@@ -101,7 +101,7 @@ def sweeps(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def bare(
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmBench]:
-    """The same on a second cluster, which has no accounting."""
+    """A folder for sweeps on a second cluster, which has no accounting."""
     cluster = Cluster(tmp_path_factory.mktemp("bare"))
     try:
         cluster.tool("up", "--nodes", "4", "--gpus", "0", "--no-accounting")

@@ -1,4 +1,4 @@
-"""Real sweeps on the Slurm of simulated nodes, driven through the command line."""
+"""Runs real sweeps on the Slurm of simulated nodes, through the command line."""
 
 import os
 import stat
@@ -12,15 +12,15 @@ from tests.local.conftest import Bench
 
 MANY = ("sweep.nodes=[1,2,4]", "sweep.gbs=32", "sweep.zero_stage=[0,1,2,3]", "sweep.mbs=[1,2,4,8]",
         "sweep.gas=[1,2,4,8]", "launcher.allocation_minutes=0.2")  # fmt: skip
-"""40 runs on 1, 2 and 4 nodes."""
+"""Options of a sweep of 40 runs on 1, 2 and 4 nodes."""
 FEW = ("sweep.nodes=[1,2]", "sweep.gbs=8", "sweep.zero_stage=[0,1]", "sweep.mbs=[1,2,4]",
        "sweep.gas=[1,2,4]", "launcher.allocation_minutes=0.1")  # fmt: skip
-"""10 runs on 1 and 2 nodes."""
+"""Options of a sweep of 10 runs on 1 and 2 nodes."""
 
 
 @dataclass
 class SlurmBench(Bench):
-    """A folder with sweeps on a Slurm; `path` comes before PATH of what is started."""
+    """A folder with sweeps on a Slurm; the folder `path` comes first in the PATH of commands."""
 
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
@@ -31,11 +31,11 @@ class SlurmBench(Bench):
         )  # fmt: skip
 
     def launch(self, behaviour: str, *more: str) -> list[str]:
-        """The words of a launch that asks nothing."""
+        """The command line of a launch that asks no questions."""
         return ["sweep", "launch", *self.overrides(behaviour, *more), "--max-gpu-hours", "100"]
 
     def fake(self, program: str, script: str) -> None:
-        """Puts a program in front of Slurm's own, which it finds as $REAL."""
+        """Replaces a program of Slurm by a script, which finds the real program as $REAL."""
         folder = self.folder / "bin"
         folder.mkdir(exist_ok=True)
         path = folder / program
@@ -45,11 +45,11 @@ class SlurmBench(Bench):
         os.environ["PATH"] = f"{folder}:{self.environ['PATH']}"
 
     def job_ids(self) -> list[str]:
-        """Jobs of the sweep that Slurm still knows as queued or running."""
+        """The jobs of the sweep that are queued or running."""
         return slurm_says("squeue", "-h", "-r", "-o", "%i", "-t", "PD,R,CF").split()
 
     def judge(self, runs: int, allowed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
-        """Every run ended ok exactly once per repeat, nothing ran twice; gives all rows."""
+        """Asserts that every run ended ok once per repeat and nothing ran twice; returns all rows."""
         rows = self.rows()
         attempts = {f"{r['run_id']} {r['repeat']} {r['attempt']}": r["status"] for r in rows}
         executions = self.executions()
@@ -63,10 +63,10 @@ class SlurmBench(Bench):
 
 
 def in_files(folder: Path, text: str) -> list[str]:
-    """Files under `folder` that hold `text`."""
+    """The files under `folder` that contain `text`."""
     return [str(p) for p in folder.rglob("*") if p.is_file() and text.encode() in p.read_bytes()]
 
 
 def slurm_says(*words: str) -> str:
-    """Output of a Slurm command; empty while Slurm does not answer."""
+    """The output of a Slurm command; empty while Slurm does not answer."""
     return patience.run([*words], 30).stdout
