@@ -15,7 +15,7 @@ _OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "nt
 
 
 def moved_to_sbatch(key: str) -> ConfigError | None:
-    """The error for a `key` that is only an option of sbatch and no setting of ultrabench; None for others."""
+    """The error for a `key` that is an option of sbatch and no setting of ultrabench; None for others."""
     if key.removeprefix("launcher.") not in ("reservation", "constraint"):
         return None
     return ConfigError(
@@ -33,8 +33,8 @@ class LauncherConfig:
 
     name: str
     pack: int | None
-    """Largest number of runs of one allocation. None means as many as fit into allocation_minutes. With 1 there
-    is no control run."""
+    """Largest number of runs of one allocation. None means as many as fit into allocation_minutes; 1 means
+    that there is no control run."""
     allocation_minutes: float
     """Minutes of predicted runs with which one allocation is filled."""
     heartbeat_s: float
@@ -42,8 +42,8 @@ class LauncherConfig:
     preflight: bool
     """Whether devices and links are measured at the start of every allocation."""
     control: bool
-    """Whether every allocation begins with its cell's control layout. Then, until a run on some number of nodes
-    has passed, only one allocation of that number of nodes is submitted."""
+    """Whether every allocation begins with its cell's control layout. If so, only one allocation of each
+    number of nodes is in flight until a run on that number of nodes has passed."""
     window: str | None
     """Local time of day in which nodes may be used, such as 19:00-07:00; None means always."""
     max_jobs: int = 1
@@ -66,7 +66,7 @@ class LauncherConfig:
     requeue: bool = False
     """Whether Slurm may requeue jobs. Lost runs are tried again even without it."""
     python: tuple[str, ...] = ()
-    """The command of Python on the nodes, one item for each word, such as `apptainer`, `exec`, IMAGE, `python`."""
+    """The words of the command that starts Python on the nodes, such as `apptainer exec IMAGE python`."""
     setup: tuple[str, ...] = ()
     """Shell lines that run before the agents start, such as `module load cuda`."""
     environment: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class LauncherConfig:
                 raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets that itself: {instead}")
 
     def _require_one_line(self) -> None:
-        """Raises ConfigError when a value holds a line break, which would start a new line of the job script."""
+        """Raises ConfigError when a value holds a line break, which would add a line to the job script."""
         for f in fields(self):
             value = getattr(self, f.name)
             texts = (

@@ -7,7 +7,7 @@ from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.result import CAUSES, RunResult, Status
 
 OUTSIDE = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST, Status.CANCELLED})
-"""Statuses of failures that are not the run's fault. They are counted together, and only those of this launch."""
+"""Statuses of failures that are not the run's fault. Those of one launch are counted together."""
 MOST_ATTEMPTS = 100
 """Largest number of attempts that the configuration may allow."""
 FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}

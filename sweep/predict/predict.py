@@ -20,7 +20,7 @@ LINK_EFFICIENCY = 0.7
 LAYER_FLOOR_S = 0.002
 """Seconds that Python needs to launch one layer's forward and backward; tensor parallelism doubles them."""
 RANK_START_S = {"cuda": 20.0, "cpu": 0.6}
-"""Device type -> seconds from the start of a run to its first step; on CPUs they count once for each rank."""
+"""Device type -> seconds from the start of a run to its first step; on CPUs, for each rank of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
