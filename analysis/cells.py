@@ -121,7 +121,7 @@ def memory(held_bytes: float | None) -> str | None:
 
 
 def doubts(table: pa.Table) -> list[str]:
-    """One line about the suspect rows and one about the invalid rows, if there are any, each with an example."""
+    """One line about suspect rows and one about invalid rows, if there are any, each with an example."""
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]

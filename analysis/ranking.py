@@ -82,7 +82,7 @@ DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
 _PANEL = ("hardware", "kernel", "precision", "seq_len", "gbs")
 _KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
-"""Columns that are equal in all rows of a cell; models of the same name but different shapes are not one cell."""
+"""Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _RUN = ["cell", "run_id"]
 _WINNER = ("mfu", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source")
 _OTHERS = (

@@ -205,7 +205,7 @@ def _measured(result: RunResult, gpus: int | None) -> Row:
 
 
 def _speed(sweep: SweepJson, row: Row, result: RunResult | None, shape: ModelShape | None) -> Row:
-    """The columns from `step_time_s` to `hfu` of an ok result with measured steps; empty for any other result.
+    """The columns from `step_time_s` to `hfu` of an ok result with measured steps; empty for other results.
 
     mfu = FLOPs of a token * tokens_per_s_per_gpu / peak. A column is absent where its inputs are unknown.
     """

@@ -35,7 +35,7 @@ def points(table: pa.Table) -> pd.DataFrame:
     """
     runs = table.select(["status", "nodes", "cluster", "hardware", "bandwidths"]).to_pylist()
     found = [
-        {**run, **told, "size": 2 ** round(log2(told["bytes"]))}  # sizes are rounded down when ranks share them
+        {**run, **told, "size": 2 ** round(log2(told["bytes"]))}  # undoes the rounding down of sizes
         for run in runs
         for told in run["bandwidths"] or ()
         if run["status"] == "ok" and None not in (told[name] for name in _RATES.values())

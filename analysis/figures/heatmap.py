@@ -246,7 +246,7 @@ def _draw_squares(
 
 
 def _draw_labels(axes: Axes, grid: Grid, room: float) -> None:
-    """Writes the names of the models beside a panel and its title above it, which may be `room` inches wide."""
+    """Writes the names of the models beside a panel, and above it a title of at most `room` inches."""
     for row, (name, size) in enumerate(grid.models):
         names = textwrap.wrap(name, _NAME_WIDTH, max_lines=2)
         x, y = -0.1 / grid.square[0], row + 0.5

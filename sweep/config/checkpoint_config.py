@@ -63,7 +63,7 @@ def read_checkpoint_config(given: str) -> ModelShape:
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """The shape of the model that a config.json describes; keys that change neither size nor FLOPs are ignored.
+    """The shape of the model in a config.json; keys that change neither its size nor its FLOPs are ignored.
 
     Raises:
         ConfigError: a key makes the model one that ultrabench does not train; the message names the key.

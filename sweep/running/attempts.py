@@ -44,7 +44,7 @@ def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
 def _speaking(
     group: Sequence[Candidate], tried: Mapping[str, list[AttemptState]], fitted: set[str]
 ) -> Iterable[tuple[set[str], str]]:
-    """For each run of a group that surely does not fit: the runs that need at least as much, and its run_id."""
+    """For each run of a group that surely does not fit: the runs that need no less, and its run_id."""
     for run in group:
         attempts = tried.get(run.run_id, [])
         if run.run_id not in fitted and settled_oom(attempts, run.prediction.memory_share):

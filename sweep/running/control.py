@@ -18,7 +18,7 @@ MOST = 4
 
 
 def controls(plan: Plan) -> dict[Cell, Candidate]:
-    """Cell -> its control run: the fastest by prediction of the runs that surely fit, else the smallest run."""
+    """Cell -> its control run: the fastest by prediction of those that surely fit, else the smallest."""
     chosen: dict[Cell, Candidate] = {}
     for run in plan.runs:
         held = chosen.get(run.cell)

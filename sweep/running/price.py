@@ -87,7 +87,7 @@ def pack(
 BUDGET_FACTOR = 1.5
 """Default budget of a sweep, as a factor on its predicted price."""
 ALLOCATION_START_S = {"cuda": 60.0, "cpu": 20.0}
-"""Device type -> expected seconds from the start of an allocation to its first run, until they are measured."""
+"""Device type -> expected seconds from the start of an allocation to its first run; used until measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class Price:
     runs: Mapping[Cell, tuple[int, float]]
     """Cell -> number and GPU hours of the attempts that are left."""
     extra: Mapping[str, tuple[int, float]]
-    """Number and GPU hours of control runs, of repeats of the best and of starts of jobs, where there are any."""
+    """Number and GPU hours of control runs, repeats of the best and starts of jobs, where there are any."""
 
     @property
     def gpu_hours(self) -> float:
