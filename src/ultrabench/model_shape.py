@@ -80,7 +80,7 @@ class ModelShape:
 
     @property
     def num_matmul_params(self) -> int:
-        """Number of parameters in matrix products: those of the layers and the lm_head, without the embedding."""
+        """Number of parameters in matrix products: those of the layers and the lm_head, not the embedding."""
         return self.num_hidden_layers * self.layer_matmul_params + self.embedding_params
 
     def flops_per_token(self, seq_len: int, formula: str = "matmul-v1") -> int:

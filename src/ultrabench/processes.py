@@ -14,11 +14,11 @@ from pathlib import Path
 from ultrabench.errors import ClusterError
 
 TAG_VARIABLE = "ULTRABENCH_TAG"
-"""Variable in every process that an agent starts: allocation:node:agent pid:agent start time:PID namespace."""
+"""Variable set in all processes of an agent: allocation:node:agent pid:agent start time:PID namespace."""
 
 SCRATCH_PREFIX = "ultrabench-"
 CALM_WALKS = 2
-"""Number of walks through /proc in a row that must find nothing; one walk easily misses a process that forks."""
+"""Number of walks through /proc in a row that must find nothing; one walk easily misses a forking process."""
 CALM_LOOKS = 5
 """Number of looks in a row at the children of this process that must find nothing."""
 CALM_S = 0.002
@@ -36,7 +36,7 @@ def thread_variables(threads: int) -> dict[str, str]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends; it exits at once if the parent is gone already."""
+    """Makes the kernel kill this process when its parent ends; exits at once if the parent is gone."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -202,7 +202,7 @@ def _children() -> list[int]:
 
 
 def _kill(pid: int) -> None:
-    """SIGKILLs a process, or its whole group if it leads one, so that a process it just forks is killed, too."""
+    """SIGKILLs a process, or its whole group if it leads one, so that a fork under way is killed, too."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgid(pid) == pid != os.getpgrp():
             os.killpg(pid, signal.SIGKILL)
@@ -222,7 +222,7 @@ def pid_namespace() -> int:
 
 
 def make_scratch() -> Path:
-    """Makes a node-local folder whose name holds the identity of this process, so that others may clean up."""
+    """Makes a node-local folder that bears the identity of this process, so that others can clean it up."""
     return Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{_identity('-')}-"))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from ultrabench.record import canonical_json
 
 PROGRESS_SUFFIX = ".progress"
-"""Suffix of the file beside the report that holds the progress: three native 64-bit integers, memory-mapped."""
+"""Suffix of the memory-mapped file beside the report with the progress: three native 64-bit integers."""
 STACKS_SUFFIX = ".stacks"
 """Suffix of the file beside the report that holds the Python stacks of a rank that was asked for them."""
 COLLECTIVES_SUFFIX = ".collectives"
@@ -98,7 +98,7 @@ class Report:
 
 
 def read_part(path: str | os.PathLike[str], start: int, most: int) -> bytes:
-    """At most `most` bytes of a file from byte `start` on; empty when it is no regular file or cannot be read.
+    """At most `most` bytes of a file from byte `start` on; empty when it is not regular or not readable.
 
     A rank may have replaced its file by anything. A pipe without a writer does not block the reader, and an
     endless device does not fill its memory.
@@ -125,7 +125,7 @@ def read_progress(report: Path) -> Progress:
 
 
 class NewLines:
-    """Reads new lines of a text file that another process writes; lines longer than LINE_BYTES are left out."""
+    """Reads new lines of a text file that another process writes; skips lines longer than LINE_BYTES."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -166,7 +166,7 @@ def _count(value: Any) -> int | None:
 
 
 def _text(most: int) -> Callable[[Any], str]:
-    """A function that makes a text of anything; of a text longer than `most` characters it keeps both ends."""
+    """A function that turns any value into a text; it cuts the middle of one longer than `most` characters."""
 
     def text(value: Any) -> str:
         whole = str(value)
@@ -181,7 +181,7 @@ def _variables(value: Any) -> dict[str, str] | None:
 
 
 def _loss(value: Any) -> float | None:
-    """The loss as a float, which may be infinite or NaN, since that is a finding; None when it is no number."""
+    """The loss as a float; None when it is no number. Infinity and NaN are kept, since they are a finding."""
     if type(value) not in (int, float):
         return None
     return float(value) if isinstance(value, float) or is_number(value) else math.inf
