@@ -16,7 +16,7 @@ Origin = dict[str, str]
 
 
 def same_place(own: Origin, by: Mapping[str, str]) -> bool:
-    """Whether allocations of `by` run on the same cluster or host as those of `own`; true for an empty `by`."""
+    """Whether allocations of `by` run on the same cluster or host as those of `own`, or `by` is empty."""
     name = "cluster" if own["cluster"] else "host"
     return not by or (by.get(name) == own[name] and by.get("cluster") == own["cluster"])
 

@@ -60,7 +60,7 @@ class AllocationState:
     tasks: tuple[AttemptKey, ...] = ()
     limit_s: float = 0.0
     submission: tuple[str, int] = ("", 0)
-    """Name of the launcher's journal and number of the line that reports the submission, which orders them."""
+    """Name of the launcher's journal and number of its line about the submission; they order submissions."""
     by: dict[str, Any] = field(default_factory=dict)
     """Who submitted it: {user, cluster, host}; empty where the journal does not say so."""
     job: dict[str, Any] | None = None
@@ -216,7 +216,7 @@ class Fold:
                 setattr(target, name, value)
 
     def _apply_controls(self) -> None:
-        """Applies launches, pauses and cancels in their order; a later launch lifts a cancel, but not a pause."""
+        """Applies launches, pauses and cancels in order; a later launch lifts a cancel, but not a pause."""
         state = self.state
         state.paused = state.cancelled = False
         for (generation, _), event in sorted(self._controls.items(), key=lambda control: control[0]):
@@ -253,7 +253,7 @@ def _add_end(ends: dict[Start, AllocationEnded], end: AllocationEnded) -> None:
 
 
 def _most_trusted(end: AllocationEnded) -> tuple[int, str]:
-    """Sort key, smallest first: the end that the agent reports, then a launcher's, then the batch system's."""
+    """Sort key, smallest first: an end that the agent reports, then a launcher's, then the batch system's."""
     return {"agent": 0, "launcher": 1}.get(end.source, 2), repr(replace(end, held_s=None))
 
 
