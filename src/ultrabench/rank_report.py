@@ -166,7 +166,7 @@ def _count(value: Any) -> int | None:
 
 
 def _text(most: int) -> Callable[[Any], str]:
-    """A function that turns any value into a text, and cuts the middle of one longer than `most` characters."""
+    """A function that turns any value into a text, and cuts the middle out beyond `most` characters."""
 
     def text(value: Any) -> str:
         whole = str(value)

@@ -1,4 +1,4 @@
-"""The commands `ultrabench collect`, `ultrabench heatmap` and `ultrabench plot`."""
+"""The commands `ultrabench collect`, `heatmap` and `plot`, which make tables and figures of results."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -32,7 +32,7 @@ _UNSEEN = re.compile(
 
 
 def plain(text: str) -> str:
-    """The text without escape sequences and control characters, so that logged text cannot control a terminal."""
+    """The text without escape sequences and control characters, so that logs cannot control a terminal."""
     return _UNSEEN.sub("", text)
 
 

@@ -40,7 +40,7 @@ def whole(key: str, value: str) -> int:
 
 
 def layout_of(numbers: Mapping[str, int], schedule: str | None) -> Layout:
-    """The layout of these degrees; without a schedule or a number of virtual stages, it has the usual ones."""
+    """The layout of these degrees; without a schedule or number of virtual stages, it has the usual ones."""
     schedule = schedule or default_schedule(numbers.get("pp", 1), numbers.get("gas", 1))
     stages = {"virtual_stages": default_virtual_stages(schedule)}
     return Layout(**(stages | dict(numbers)), pp_schedule=schedule)

@@ -90,7 +90,7 @@ def _require_finite(max_gpu_hours: float | None) -> None:
 
 
 def _words(folder: SweepFolder) -> str:
-    """The words that name a sweep in commands for the user: its name, and its folder unless that is ./results."""
+    """The words that name a sweep in commands for the user: its name, and where it is if not in ./results."""
     parent = folder.path.parent
     where = "" if parent == Path.cwd() / "results" else f" --results-dir {shlex.quote(str(parent))}"
     return folder.word + where
@@ -236,7 +236,7 @@ def other_launches(state: SweepState, planned: Set[str], before: Set[str]) -> It
 
 
 def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
-    """Names of allocations of others in a queue that cannot be seen from here, if the user agrees to replace them.
+    """Names of queued jobs of others that cannot be seen from here, if the user agrees to replace them.
 
     Jobs of others are never replaced without asking. Those that already run are waited for.
     """

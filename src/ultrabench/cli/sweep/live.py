@@ -56,7 +56,7 @@ class Display:
         self._console.print_line(note)
 
     def _print_ended(self, state: SweepState) -> None:
-        """Prints a line for each attempt that has ended since the last call; the first call prints nothing."""
+        """Prints a line for each attempt that has ended since the last call; the first call prints none."""
         ended = {k for k, a in state.attempts.items() if a.result is not None}
         if self._told is None:
             self._told = ended
@@ -102,7 +102,7 @@ def _told(run: Candidate, attempt: AttemptState, result: RunResult) -> str:
 
 
 def panel(now: Progress, busy: bool = True, bar: bool = False) -> RenderableType:
-    """The view of a sweep: counts, a bar if asked for, running runs, the best so far, failures, and doubts."""
+    """The view of a sweep: counts, a bar if asked for, what runs, the best so far, failures and doubts."""
     left = sum(now.by_status.get(name, 0) for name in ("pending", "running"))
     line = (ProgressBar(total=now.runs, completed=now.runs - left, width=40), Text("")) if bar else ()
     told = (*_running(now, busy), *_best(now), *_failures(now), *_doubts(now))

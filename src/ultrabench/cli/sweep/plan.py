@@ -133,7 +133,7 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
 
 
 def _measured(plan: Plan) -> dict[str, float | None]:
-    """run_id -> tokens/s/GPU that the sweep of this name has already measured; None for a run that may not win."""
+    """run_id -> tokens/s/GPU that the sweep of this name has measured; None for a run that may not win."""
     from ultrabench.store.folder import SweepFolder
     from ultrabench.store.journal import read_journal
     from ultrabench.store.state import fold

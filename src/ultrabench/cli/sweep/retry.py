@@ -45,7 +45,7 @@ def run_retry(
 
 
 def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str, object]:
-    """The table row of an attempt to make: its run, how the run ended before, and the retry policy's answer."""
+    """The table row of an attempt to make: its run, how that ended before, and what the retry policy says."""
     result, key = attempt.result, attempt.key
     assert result is not None
     run = next((r for r in plan.runs if r.run_id == key.run_id), None)
@@ -62,7 +62,7 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
 
 
 def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
-    """The failed final attempts that were asked for; a confirmed OOM is included only if named by `only` or `run`."""
+    """The failed final attempts that were asked for; confirmed OOMs only if `only` or `run` names them."""
     answers = {Status.OK, Status.SKIPPED, Status.REJECTED}
     names = [s.value for s in Status if s not in answers]
     wanted = [w.strip() for w in only.split(",")] if only else names

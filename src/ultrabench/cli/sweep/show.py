@@ -65,7 +65,7 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
 
 
 def _print_numbers(folder: SweepFolder, run_id: str) -> None:
-    """Prints the numbers of a run in `sweep top`, one on each line; prints nothing for a run without a model."""
+    """Prints the numbers of a run in `sweep top`, one on each line; nothing for a run that trains nothing."""
     for row in (row for row in _runs(folder) if row["run_id"] == run_id):
         cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
         shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"] or ""}

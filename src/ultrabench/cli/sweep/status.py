@@ -45,7 +45,7 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
 
 
 class _Look:
-    """Reads the progress of a sweep; each call reads what is new in the journal, and a plan that has changed."""
+    """Reads the progress of a sweep; each call reads new lines of the journal, and the plan if it changed."""
 
     def __init__(self, folder: SweepFolder) -> None:
         self._folder, self._sweep = folder, read_sweep_json(folder)
