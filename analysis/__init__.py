@@ -1,1 +1,1 @@
-"""From journals to answers: tables, rankings and figures."""
+"""Turns the journals of sweeps into tables, rankings and figures."""

@@ -1,4 +1,4 @@
-"""A cell of the ranking, one model on some nodes of one hardware, and the texts that name its layouts."""
+"""The cells of a ranking, each one model on one number of nodes, and the texts that describe them."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from ultrabench.layout import AXES, labels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """What cells must share to stand in one picture."""
+    """The properties that all cells of one panel of a figure share."""
 
     hardware: str | None
     kernel: str | None
@@ -26,37 +26,37 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """The best run of a cell, or why there is none; the fields are those of `heatmap --json`."""
+    """The best run of a cell, or the reason why there is none; the fields are those of `heatmap --json`."""
 
     model: str
     nodes: int
     run_id: str | None
     status: str | None
-    """ok when a run won the cell; else the most common status, or None while runs are pending."""
+    """ok when a run won the cell, else the most common status; None while runs are pending."""
     reason: str | None
     layout: Mapping[str, Any] = field(default_factory=dict)
-    """Axis -> value of the best run; empty where there is none."""
+    """Axis -> value of the best run; empty where there is no best run."""
     mfu: float | None = None
     """MFU of the best run, a fraction."""
     source_mfu: float | None = None
-    """MFU as its publisher computed it, a fraction."""
+    """MFU of a published measurement as its publisher computed it, a fraction."""
     tokens_per_s_per_gpu: float | None = None
     peak_mem_reserved_bytes: int | None = None
     num_runs: int
     """Number of runs of the cell that have ended."""
     as_good_as_best: tuple[str, ...] = ()
-    """run_id of the other runs whose 95 % intervals overlap with that of the best."""
+    """run_ids of the other runs whose 95 % intervals overlap with that of the best run."""
     ranked_by: str | None = None
-    """The column that found the best: control_ratio where the cell has one control, else the column that was asked for."""
+    """The column that was compared: control_ratio where the cell has one control, else the one asked for."""
     panel: Panel
-    """The picture this cell belongs to."""
+    """The panel to which this cell belongs."""
     num_params: int | None
     peak_source: str | None = None
     compare_ratio: float | None = None
-    """tokens_per_s_per_gpu of this cell's best run, divided by that of the same cell in the other table."""
+    """tokens_per_s_per_gpu of the best run, divided by that of the same cell in another table."""
 
     def to_json(self) -> dict[str, Any]:
-        """The cell as JSON values, the fields of its panel and its layout among the others."""
+        """The cell as one flat JSON object, which includes the fields of its panel and its layout."""
         told: dict[str, Any] = asdict(self) | {"as_good_as_best": list(self.as_good_as_best)}
         layout = told.pop("layout")
         told |= told.pop("panel") | {name: layout.get(name) for name in AXES}
@@ -64,9 +64,9 @@ class Cell:
 
 
 def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:
-    """`cells` with compare_ratio filled in from the same model, nodes and batch in `others`.
+    """`cells` with compare_ratio relative to the cell of the same model, nodes and batch in `others`.
 
-    A cell of the same hardware and kernel is preferred; else the fastest one stands for the rest.
+    A cell of the same hardware and kernel is preferred; else the fastest of the other cells is used.
     """
     fastest: dict[tuple[object, ...], float] = {}
     for other in others:
@@ -83,7 +83,7 @@ def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:
 
 
 def _workload(cell: Cell) -> tuple[object, ...]:
-    """What two cells of different tables must share to be compared."""
+    """The model, nodes and batch of a cell, which must be equal in two cells that are compared."""
     return (cell.num_params or cell.model, cell.nodes, cell.panel.seq_len, cell.panel.gbs)
 
 
@@ -97,7 +97,7 @@ def percent(fraction: float) -> str:
 
 
 def count(number: float, unit: str = "") -> str:
-    """A number in three digits with its prefix, such as `1.34 G`."""
+    """A number with three digits and a metric prefix, such as `1.34 G`."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {prefix}{unit}"
@@ -105,13 +105,13 @@ def count(number: float, unit: str = "") -> str:
 
 
 def layout_words(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The layout of a row of results, in two parts: how the ranks are spread, how the batch is cut."""
+    """The layout of a result row as two texts: how the ranks are spread, and how the batch is cut."""
     batch = AXES.index("mbs")
     return " ".join(labels(row, AXES[:batch])), " ".join(labels(row, AXES[batch:]))
 
 
 def memory(held_bytes: float | None) -> str | None:
-    """Bytes of memory in MiB or GiB; None when they are unknown."""
+    """Memory as a text in MiB or GiB; None when it is unknown."""
     if held_bytes is None:
         return None
     gib = held_bytes / GIB
@@ -121,7 +121,7 @@ def memory(held_bytes: float | None) -> str | None:
 
 
 def doubts(table: pa.Table) -> list[str]:
-    """One line on the suspect rows, if there are any, and one on the invalid rows, each with an example."""
+    """One line about suspect rows and one about invalid rows, if there are any, each with an example."""
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
@@ -134,7 +134,7 @@ def doubts(table: pa.Table) -> list[str]:
 
 
 def notes(table: pa.Table) -> str:
-    """What stands under a figure: how many runs ended with which status, and the versions that made them."""
+    """The note under a figure: how many runs have each status, and the versions that made them."""
     rows = table.select(["run_id", "status", "is_final"]).to_pylist()
     ends = {(row["run_id"], row["status"] or "pending") for row in rows if row["is_final"]}
     by_status = Counter(status for _, status in ends)
@@ -144,7 +144,7 @@ def notes(table: pa.Table) -> str:
 
 
 def made_with(table: pa.Table) -> str:
-    """One sentence that names the versions that made the runs of a figure."""
+    """One sentence with the versions of the software that made the runs of a figure."""
     versions = [f"ultrabench {ultrabench.__version__}"]
     for column, name in (("torch_version", "torch"), ("nccl_version", "NCCL"), ("kernel_digest", "kernel")):
         found = sorted(str(v) for v in table[column].unique().to_pylist() if v is not None)

@@ -1,4 +1,4 @@
-"""Makes one table of results from the journals of sweeps; writes and reads it as parquet."""
+"""Makes one table of results from the journals of sweeps, and writes and reads it as parquet."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,20 +13,20 @@ from ultrabench.store.folder import SweepFolder
 
 
 def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
-    """The rows of all sweeps in the order given, finished or still running.
+    """The result rows of all sweeps in the order given; the sweeps may still be running.
 
     Args:
-        warn: told of what cannot be read, one line each; nothing else is lost by it.
+        warn: called with one line for each thing that cannot be read; everything else is still collected.
 
     Raises:
-        SweepFolderError: one of them is no sweep folder, or of a newer schema.
+        SweepFolderError: a folder is no sweep folder, or was written with a newer schema.
     """
     rows: list[Row] = [row for folder in folders for row in sweep_rows(folder, warn)]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
 def parquet(table: pa.Table) -> bytes:
-    """The content of the parquet file with this result table, the same for the same table."""
+    """The bytes of a parquet file with this result table; equal tables give equal bytes."""
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, compression="zstd")
     content: bytes = buffer.getvalue().to_pybytes()
@@ -34,13 +34,13 @@ def parquet(table: pa.Table) -> bytes:
 
 
 def read_parquet(path: Path) -> pa.Table:
-    """A result table: all our columns first (null where the file lacks one), then its own.
+    """The result table of a parquet file: first all columns of the schema, then other columns of the file.
 
-    A table that went through another program and lost its metadata is known by its column
-    schema_version.
+    A column that the file lacks is null. If another program has removed the metadata of the file, the schema
+    version is taken from the column schema_version.
 
     Raises:
-        SweepFolderError: unreadable, not a table of results, or of a newer schema.
+        SweepFolderError: the file cannot be read, is no table of results, or has a newer schema.
     """
     try:
         table = pq.read_table(path)
@@ -61,7 +61,7 @@ def read_parquet(path: Path) -> pa.Table:
 
 
 def _version(table: pa.Table) -> int | None:
-    """The newest schema version that the table names; None when it names none."""
+    """The newest schema version in the metadata or rows of the table; None when there is none."""
     claims: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
     if "schema_version" in table.column_names:
         claims += table["schema_version"].unique().to_pylist()
@@ -73,7 +73,7 @@ def _version(table: pa.Table) -> int | None:
 
 
 def _conform(table: pa.Table, path: Path) -> pa.Table:
-    """The table with every column of the schema, each cast to its type."""
+    """The table with every column of the schema, each cast to the type of the schema."""
     arrays = []
     for column in COLUMNS:
         given = table[column.name] if column.name in table.column_names else pa.nulls(len(table))

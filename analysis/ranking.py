@@ -1,4 +1,4 @@
-"""Ranks the runs of each cell: the best one, those that are as good, or why there is no best one."""
+"""Ranks the runs of each cell: finds the best run and those that are as good, or why there is none."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ _UNTRIED = ("rejected", "skipped")
 def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
     """Status and reason of a cell without a winner, from its final rows.
 
-    What was tried comes first (`12 oom; 3 crash: <reason>`), then what waits (`pending 4`), then
-    what a decision skipped; rules that reject layouts count only when nothing else is left. The
-    status is null while anything waits.
+    The reason names first the runs that were tried (`12 oom; 3 crash: <reason>`), then those that wait
+    (`pending 4`), then those that were skipped. Rejected layouts are named only when there is nothing
+    else. The status is None while a run waits.
     """
     by_status: dict[str | None, list[Row]] = defaultdict(list)
     for row in rows:
@@ -44,19 +44,19 @@ def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
 
 
 def _part(status: str, rows: Sequence[Row], alone: bool) -> str:
-    """One status in words: `all 12 oom`, `3 crash: <first reason>`, `2 ok but suspect: ...`."""
+    """The text for one status, such as `all 12 oom`, `3 crash: <first reason>` or `2 ok but suspect: ...`."""
     number = _runs(rows)
     count = f"all {number}" if alone and number > 1 else str(number)
     if status == "ok":
         return _unranked(count, rows)
     reason = next((row["reason"] for row in rows if row["reason"]), None)
-    if reason is None or status == "oom":  # the name says enough
+    if reason is None or status == "oom":  # the name of the status says enough
         return f"{count} {status}"
     return f"{count} {status}: {reason}"
 
 
 def _unranked(count: str, rows: Sequence[Row]) -> str:
-    """Says why none of the ok runs could win."""
+    """The text that tells why none of the ok runs could win."""
     suspect = next((row["suspect"] for row in rows if row["suspect"]), None)
     if suspect is not None:
         return f"{count} ok but suspect: {suspect}"
@@ -66,7 +66,7 @@ def _unranked(count: str, rows: Sequence[Row]) -> str:
 
 
 def _no_valid_layout(rejected: Sequence[Row]) -> str:
-    """Names the rule that rejects most layouts, with an example of its reason."""
+    """The text that names the rule that rejects most layouts, with an example of its reason."""
     rules = Counter(row["rule"] for row in rejected)
     rule, number = min(rules.items(), key=lambda item: (-item[1], str(item[0])))
     example = next((row["reason"] for row in rejected if row["rule"] == rule), None)
@@ -74,7 +74,7 @@ def _no_valid_layout(rejected: Sequence[Row]) -> str:
 
 
 def _runs(rows: Sequence[Row]) -> int:
-    """The number of different runs among the rows."""
+    """Number of different runs among the rows."""
     return len({row["run_id"] for row in rows})
 
 
@@ -82,7 +82,7 @@ DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
 _PANEL = ("hardware", "kernel", "precision", "seq_len", "gbs")
 _KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
-"""Rows of one cell agree in these columns; models of one name and different shapes are different cells."""
+"""Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _RUN = ["cell", "run_id"]
 _WINNER = ("mfu", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source")
 _OTHERS = (
@@ -99,17 +99,17 @@ _AS_SURE_AS_STEP_TIME = frozenset({
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "hfu", "source_mfu",
     "model_flops_per_s_per_gpu", "control_ratio",
 })  # fmt: skip
-"""Columns that are proportional to the step time or its inverse, so that they have its relative interval."""
+"""Columns that are proportional to the step time or its inverse, so they have the same relative interval."""
 _TIERS = {"ok": 0, None: 2, "skipped": 3}
-"""Order of the runs that may not win, by status; those that failed or ran out of memory have 1."""
+"""Status -> place of the runs that may not win; runs that failed or ran out of memory have 1."""
 
 
 def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False) -> list[Cell]:
-    """The cells of a result table, by hardware, kernel, workload, parameters, model and nodes.
+    """The cells of a result table, sorted by hardware, kernel, workload, parameters, model and nodes.
 
-    Only final ok rows compete: no suspects unless asked for, and nothing that was stopped early
-    as slower than the best. By default speeds are compared through the control layout where all of
-    them can be. A run that was repeated counts with the median of its repeats.
+    Only final ok rows compete. Suspect rows are left out unless `include_suspects` is set, and so are runs
+    that were stopped early as slower than the best. By default, speeds relative to the control layout are
+    compared in cells where all runs have them. A repeated run counts with the median of its repeats.
 
     Raises:
         ConfigError: `rank_by` is no numeric column.
@@ -123,11 +123,11 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
 
 
 def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list[Row]]:
-    """The runs of each cell, each as the row that stands for it, with its rank among all of them.
+    """The runs of each cell in order, each as one result row with its `rank` in the whole table.
 
-    In a cell those that may win stand first, as `rank` orders them, then the other ok runs, those that
+    In a cell the runs that may win come first, as `rank` orders them, then the other ok runs, those that
     failed or ran out of memory, those that run or wait, and those that were skipped. `best` and
-    `as_good_as_best` mark winners.
+    `as_good_as_best` mark the winners.
 
     Raises:
         ConfigError: `rank_by` is no numeric column, or no ok run has a value in it.
@@ -159,7 +159,7 @@ def _sign(rank_by: str) -> int:
 
 
 def _final(table: pa.Table, rank_by: str) -> tuple[list[Row], pd.DataFrame]:
-    """The final rows of runs that train a model, and the same rows as a frame with the number of their cell."""
+    """The final rows of runs that train a model, and the same rows as a frame with the number of the cell."""
     numeric = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if rank_by not in numeric:
         raise ConfigError(unknown_name("column to rank by", rank_by, numeric))
@@ -176,10 +176,10 @@ def _final(table: pa.Table, rank_by: str) -> tuple[list[Row], pd.DataFrame]:
 def _winners(
     rows: Sequence[Row], frame: pd.DataFrame, rank_by: str, include_suspects: bool = False
 ) -> pd.DataFrame:
-    """A row for each run that may win, the repeat nearest to the median; in a cell the best run is first.
+    """One row for each run that may win: its repeat nearest to the median. The best run of a cell is first.
 
-    New columns: `ranked_by`, the column that is compared in the cell; `goodness`, larger is better; `best`,
-    and `as_good_as_best` where the intervals of all repeats overlap with those of the best.
+    The new columns are `ranked_by`, the column that is compared in the cell, `goodness`, where larger is
+    better, `best`, and `as_good_as_best`, which marks runs whose intervals overlap with those of the best.
     """
     allowed = [may_win(r["status"], r["stopped"], None if include_suspects else r["suspect"]) for r in rows]
     fit = frame[pd.Series(allowed, index=frame.index, dtype=bool) & frame[rank_by].notna()]
@@ -210,14 +210,14 @@ def _winners(
 
 
 def _controlled(fit: pd.DataFrame) -> pd.Series:
-    """Whether all rows of the cell were measured beside the same control layout."""
+    """For each row, whether all rows of its cell were measured beside the same control layout."""
     cells = fit.groupby("cell")
     one = cells["control"].transform(lambda control: control.nunique(dropna=False)) == 1
     return one & (cells["control_ratio"].transform("count") == cells["cell"].transform("size"))
 
 
 def _cell(held: Sequence[Row], rows: Sequence[Row], winners: pd.DataFrame | None) -> Cell:
-    """The cell of the rows `held`; `winners` is None when none of them may win."""
+    """The cell of the rows `held`; `winners` is None when no row may win."""
     ended = {r["run_id"] for r in held if r["status"] not in (None, "rejected", "skipped")}
     shared = {k: held[0][k] for k in ("model", "nodes", "num_params")} | {"num_runs": len(ended)}
     shared["panel"] = Panel(**{k: held[0][k] for k in _PANEL})

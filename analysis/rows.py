@@ -1,4 +1,4 @@
-"""The rows of one sweep: every attempt, and every candidate that was never attempted."""
+"""Makes the result rows of one sweep: one for every attempt and for every candidate without an attempt."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 Warn = Callable[[str], None]
 
 FLOPS_FORMULA = "matmul-v1"
-"""Name of the way the FLOPs of a token are counted; docs/results-schema.md gives the formula."""
+"""Name of the formula that counts the FLOPs of a token; docs/results-schema.md explains it."""
 
 _PLANNED = ("run_id", "model", "nodes", "gpus_per_node", "gpus", "gbs", "seq_len", *AXES)
 _PREDICTED = {
@@ -39,9 +39,9 @@ _PREDICTED = {
     "predicted_peak_mem_bytes": "peak_mem_bytes",
     "p_oom": "p_oom",
 }
-"""Column -> name of the same number in the prediction of a claim."""
+"""Column -> name of the same value in the prediction that a claim holds."""
 _OF_TRAINING = frozenset({"gbs", "seq_len", "recompute", "compile", *MODEL, *AXES, *_PREDICTED})
-"""Columns that are null for runs that only measure devices and links; without a model they are not ranked."""
+"""Columns that are null for runs that only measure devices and links; such runs are not ranked."""
 _MEASURED = (
     "env_id", "gpu_name", "reason", "cause", "fingerprint", "confirmed", "stopped", "measured_by", "ci_reached",
     "loss_final", "sm_clock_hz",
@@ -51,10 +51,10 @@ _MEASURED = (
 
 
 def sweep_rows(folder: SweepFolder, warn: Warn) -> list[Row]:
-    """The rows of a sweep, finished or not: in the plan's order, then runs no longer in the plan.
+    """The rows of a sweep, finished or not: runs of the plan in its order, then runs no longer in the plan.
 
     Raises:
-        SweepFolderError: it is no sweep folder, or of a newer schema.
+        SweepFolderError: the folder is no sweep folder, or was written with a newer schema.
     """
     sweep = read_sweep_json(folder)
     plan = _read_plan(folder, warn)
@@ -84,7 +84,7 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
         row = _attempted(base, attempt, state, attempt.key in final)
-        # An outlying loss makes a run invalid and leaves its numbers, as its agent told them.
+        # A run that is invalid only because of its loss keeps the speeds that its agent measured.
         row |= _speed(sweep, row, told.attempts[attempt.key].result, shape)
         return _marked(row, control, suspects.get(attempt.key))
 
@@ -103,7 +103,7 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
 
 
 def _marked(row: Row, control: dict[str, float], doubt: str | None) -> Row:
-    """Adds the speed relative to the control layout, and the reasons why the number is suspect, if any."""
+    """Adds to a row its speed relative to the control layout, and the reasons why it is suspect, if any."""
     time_s, base_s = row.get("step_time_s"), control.get(row.get("allocation") or "")
     row["control_ratio"] = base_s / time_s if time_s and base_s else None
     row["suspect"] = "; ".join(filter(None, (doubt, impossible(row.get("mfu"))))) or None
@@ -111,7 +111,11 @@ def _marked(row: Row, control: dict[str, float], doubt: str | None) -> Row:
 
 
 def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape | None) -> Row:
-    """What all attempts of a run share; `place` holds its id, model, nodes, batch and layout, as far as known."""
+    """The columns that all attempts of a run share.
+
+    Args:
+        place: run_id, model, nodes, batch and layout of the run, as far as they are known.
+    """
     peak = sweep.peak(place["nodes"], kernel.precision) if place else None
     return {
         "schema_version": RESULTS_SCHEMA_VERSION,
@@ -132,7 +136,7 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
 
 
 def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
-    """Status of a candidate without an attempt: rejected by a rule, skipped by a decision, or null while it waits."""
+    """The status columns of a candidate without an attempt: rejected, skipped, or null while it waits."""
     if dominated_by is not None:
         reason = skipped_reason(dominated_by)
         candidate = candidate | {"decision": "skipped", "reason": reason, "dominated_by": dominated_by}
@@ -143,7 +147,7 @@ def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
 
 
 def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, ModelShape | None]:
-    """What the journal says of a run that the plan does not hold, and its model."""
+    """The shared columns of a run that is not in the plan, from its claim in the journal, and its model."""
     try:
         spec = from_dict(RunSpec, attempt.spec or {})
     except ConfigError as error:
@@ -156,7 +160,7 @@ def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, 
 
 
 def _attempted(base: Row, attempt: AttemptState, state: SweepState, final: bool) -> Row:
-    """The row of one attempt without its speeds; the status is null while there is no result."""
+    """The row of one attempt without its speeds; it has no status while there is no result."""
     _, repeat, number = attempt.key
     row = base | {"repeat": repeat, "attempt": number, "is_final": final}
     row["allocation"] = attempt.allocation
@@ -172,7 +176,7 @@ def _attempted(base: Row, attempt: AttemptState, state: SweepState, final: bool)
 
 
 def _circumstances(allocation: AllocationState) -> Row:
-    """Rates of the allocation's nodes in its preflight, their commit of ultrabench, and the control layout."""
+    """Columns of the allocation: rates in its preflight, its commit of ultrabench, and its control layout."""
     found = allocation.preflight
     nodes = found.get("nodes")
     first = nodes[0] if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict) else {}
@@ -201,9 +205,9 @@ def _measured(result: RunResult, gpus: int | None) -> Row:
 
 
 def _speed(sweep: SweepJson, row: Row, result: RunResult | None, shape: ModelShape | None) -> Row:
-    """Columns from `step_time_s` to `hfu` of an ok result with measured steps; nothing of any other.
+    """The columns from `step_time_s` to `hfu` of an ok result with measured steps; empty for other results.
 
-    mfu = FLOPs of a token * tokens a second a GPU / peak. A column is absent where its inputs are unknown.
+    mfu = FLOPs of a token * tokens_per_s_per_gpu / peak. A column is absent where its inputs are unknown.
     """
     gpus = row.get("gpus")
     if result is None or result.status != Status.OK or gpus is None or not result.step_times_s:

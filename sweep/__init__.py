@@ -1,1 +1,1 @@
-"""Pure decisions of a sweep: configuration, grid, rules, prediction, plan."""
+"""The pure functions that decide what a sweep does: configuration, grid, rules, prediction, plan."""

@@ -1,4 +1,4 @@
-"""Every candidate of a sweep: the product of its axes that fills the GPUs and the batch."""
+"""Enumerates the layouts of a sweep: all combinations of its axes that use all GPUs and the whole batch."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -10,14 +10,14 @@ from ultrabench.run import Workload
 from ultrabench.sweep.config.sweep_config import Axes
 
 MOST_COMBINATIONS = 1_000_000
-"""Beyond it a plan takes minutes and gigabytes, and nobody runs so many."""
+"""Largest number of combinations of a sweep. With more, planning takes minutes and gigabytes."""
 
 
 def require_countable(axes: Axes, models: int) -> None:
-    """Returns when the product of the axes can be enumerated; gas follows from the others.
+    """Raises when the axes have too many combinations; gas is not counted, as it follows from the others.
 
     Raises:
-        ConfigError: it has more than MOST_COMBINATIONS combinations.
+        ConfigError: the axes have more than MOST_COMBINATIONS combinations.
     """
     sizes = {name: len(set(values)) for name, values in axes.layout.items() if name != "gas"}
     sizes |= {"models": models, "nodes": len(set(axes.nodes))}
@@ -31,9 +31,9 @@ def require_countable(axes: Axes, models: int) -> None:
 
 
 def layouts(axes: Axes, gpus: int, workload: Workload) -> Iterator[Layout]:
-    """The layouts of `gpus` ranks with dp*tp*pp*cp = gpus and dp*mbs*gas = gbs, each once.
+    """All different layouts with dp*tp*pp*cp = gpus and dp*mbs*gas = gbs.
 
-    dp follows from the other degrees, gas from gbs, dp and mbs. Nothing else is asked here; rules come after.
+    dp follows from the other degrees, and gas from gbs, dp and mbs. Structural rules are applied later.
     """
     free = [name for name in axes.layout if name not in ("gas", "pp_schedule", "virtual_stages")]
     for values in product(*(sorted(set(axes.layout[name])) for name in free)):
@@ -47,7 +47,7 @@ def layouts(axes: Axes, gpus: int, workload: Workload) -> Iterator[Layout]:
 
 
 def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
-    """Schedule and virtual stages of each order of micro-batches that is wanted."""
+    """The pairs of schedule and virtual stages that the axes ask for."""
     for name in axes.layout["pp_schedule"] if pp > 1 else ("auto",):
         if name == "interleaved":
             yield from ((name, stages) for stages in axes.layout["virtual_stages"])
@@ -57,7 +57,7 @@ def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
 
 
 def not_listed(axes: Axes, layout: Layout) -> str | None:
-    """The reason why a layout that fills GPUs and batch is left out by sweep.gas; None when it is not."""
+    """The reason why sweep.gas leaves this layout out; None when it does not."""
     listed = axes.layout.get("gas")
     if listed is None or layout.gas in listed:
         return None
@@ -65,7 +65,7 @@ def not_listed(axes: Axes, layout: Layout) -> str | None:
 
 
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> ConfigError:
-    """The error for axes that give no candidate at all."""
+    """The error for axes that give no candidate."""
     gpus, at = [n * gpus_per_node for n in axes.nodes], axes.layout
     products = sorted({a * b * c for a, b, c in product(at["tp"], at["pp"], at["cp"])})
     degrees = sorted({g // p for g in gpus for p in products if g % p == 0})

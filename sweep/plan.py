@@ -1,4 +1,4 @@
-"""The plan of a sweep: every candidate, whether it runs, why not, and in which order."""
+"""The plan of a sweep: every candidate, whether it runs, the reason if not, and the order of the runs."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,9 +20,10 @@ from ultrabench.sweep.rules import first_broken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All candidates of a sweep, the runs first.
+    """All candidates of a sweep, those that run first.
 
-    Of the runs the cheapest is first; those whose predicted memory is too large come last, the smallest first.
+    The runs are sorted by price, the cheapest first. Runs whose predicted memory is too large come after
+    the others, sorted by memory, the smallest first.
     """
 
     config: SweepConfig
@@ -64,10 +65,11 @@ class Plan:
 
 
 def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cores: int = 2) -> Plan:
-    """Enumerates, rejects with reasons, predicts and orders.
+    """The plan of a sweep: all candidates with reasons and predictions, in the order in which they run.
 
     Args:
-        core_flops_per_s: measured rate of a CPU core; only hardware without a table rate needs it.
+        core_flops_per_s: measured rate of a CPU core; needed only for hardware without a rate in its file.
+        cores: number of CPU cores of the host.
 
     Raises:
         ConfigError: the axes give no candidate.
@@ -87,14 +89,14 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
     if not found:
         raise why_none(config.axes, config.hardware.gpus_per_node, config.workload)
     if config.kernel.command:
-        fill_in(found[0].spec, 0, 0, config.measure)  # names a wrong word now, not on the nodes
-    # sorted() is stable: equal prices keep the order of the grid, so the same input plans the same.
+        fill_in(found[0].spec, 0, 0, config.measure)  # reports an unknown word now, not later on the nodes
+    # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
     runs = sorted((c for c in found if c.runs), key=_order)
     return Plan(config=config, candidates=(*runs, *(c for c in found if not c.runs)))
 
 
 def _order(run: Candidate) -> tuple[bool, float]:
-    """The price in GPU hours; behind all those, the memory of what does not fit."""
+    """Sort key: GPU hours of a run that fits; a run that does not fit comes later, sorted by memory."""
     return (False, run.gpu_hours) if run.fits else (True, run.prediction.memory_share)
 
 
@@ -102,7 +104,7 @@ def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) 
     """All candidates of one model on one number of nodes."""
     probes = config.kernel.kind == "probe"
     gpus = nodes * config.hardware.gpus_per_node
-    # A probe trains nothing: one sequence a rank, on any number of nodes.
+    # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
     workload = replace(config.workload, gbs=gpus) if probes else config.workload
     steps = config.measure.priced_steps
     for layout in layouts(config.axes, gpus, workload):
@@ -140,7 +142,7 @@ def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) 
 
 
 def _rejected(config: SweepConfig, layout: Layout, shape: ModelShape) -> tuple[str | None, str | None]:
-    """The rule that rejects a layout and its reason; two Nones where nothing does."""
+    """The rule that rejects a layout, and its reason; both are None when no rule rejects it."""
     if broken := first_broken(layout, shape):
         return broken
     if reason := not_listed(config.axes, layout):
@@ -150,10 +152,10 @@ def _rejected(config: SweepConfig, layout: Layout, shape: ModelShape) -> tuple[s
 
 
 def require_runs(plan: Plan) -> None:
-    """Raises when nothing of the plan can run.
+    """Raises when no candidate of the plan can run.
 
     Raises:
-        ConfigError: every candidate is rejected; says by which rule first.
+        ConfigError: every candidate is rejected; the message tells the most common reason.
     """
     if plan.runs:
         return

@@ -1,4 +1,4 @@
-"""plan.parquet: one row a candidate, with decision, reason and prediction."""
+"""Writes and reads plan.parquet: one row for each candidate, with decision, reason and prediction."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,10 +22,11 @@ from ultrabench.sweep.predict.predict import Prediction
 Row = dict[str, Any]
 """Column name -> value."""
 RUNS = ("decision", "=", "run")
+"""Filter of parquet rows that keeps only the candidates that run."""
 
 
 def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
-    """The candidates of a plan as a table, in their order."""
+    """The candidates as a table, in the order given."""
     rows: list[Row] = []
     for order, c in enumerate(candidates):
         rows.append(
@@ -60,10 +61,10 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
 
 
 def write_plan(candidates: Iterable[Candidate], path: Path) -> None:
-    """Writes the plan beside `path` and renames it.
+    """Writes the plan to a temporary file beside `path` and renames it to `path`.
 
     Raises:
-        SweepFolderError: it cannot be written.
+        SweepFolderError: the file cannot be written.
     """
     buffer = pa.BufferOutputStream()
     pq.write_table(plan_table(candidates), buffer)
@@ -74,7 +75,7 @@ def write_plan(candidates: Iterable[Candidate], path: Path) -> None:
 
 
 def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
-    """The rows of a plan.parquet, in the plan's order; with `runs_only` none of the rejected candidates.
+    """The rows of a plan.parquet in the plan's order; with `runs_only`, rejected candidates are left out.
 
     Raises:
         SweepFolderError: the file is missing or cannot be read.
@@ -95,14 +96,14 @@ def run_of(
     seed: int,
     peak_flops_per_s: float | None,
 ) -> Candidate:
-    """The run that a row of plan.parquet describes, with what all runs of its sweep share.
+    """The run that a row of plan.parquet describes; a row leaves out what all runs of its sweep share.
 
     Args:
         shapes: model name -> shape.
-        peak_flops_per_s: peak rate of one rank on that many nodes; None where it is unknown.
+        peak_flops_per_s: peak rate of one rank on the row's number of nodes; None where it is unknown.
 
     Raises:
-        SweepFolderError: nobody knows the shape of its model.
+        SweepFolderError: `shapes` lacks the model of the row.
     """
     if row["model"] not in shapes:
         raise SweepFolderError(
@@ -130,7 +131,7 @@ def run_of(
 
 
 def shapes_of(sweep: SweepJson, state: SweepState) -> dict[str, ModelShape]:
-    """Model name -> shape: the models of sweep.json, and those of the latest launch, which made the plan."""
+    """Model name -> shape, for the models of sweep.json and of the latest launch, which wrote the plan."""
     try:
         launched = [from_dict(ModelShape, model) for model in state.config.get("models") or []]
     except ConfigError:
@@ -139,10 +140,10 @@ def shapes_of(sweep: SweepJson, state: SweepState) -> dict[str, ModelShape]:
 
 
 def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterator[Candidate]:
-    """The runs among the rows of plan.parquet; `state` holds the latest launch, which made the plan.
+    """The runs among the rows of plan.parquet; `state` holds the latest launch, which wrote the plan.
 
     Raises:
-        SweepFolderError: nobody knows the shape of a model.
+        SweepFolderError: neither sweep.json nor the latest launch has the shape of a model.
     """
     shapes, runs = shapes_of(sweep, state), [row for row in rows if row["decision"] == "run"]
     peaks = {nodes: sweep.peak(nodes, sweep.kernel.precision) for nodes in {row["nodes"] for row in runs}}

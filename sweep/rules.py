@@ -1,6 +1,6 @@
-"""The structural rules of the grid: small functions that say why a layout cannot exist.
+"""The structural rules of the grid: each is a function that tells why a layout cannot exist.
 
-Order matters: a candidate is counted under the first rule that rejects it.
+The order matters, because a candidate is counted under the first rule that rejects it.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
 
 Rule = Callable[[Layout, ModelShape], str | None]
+"""A function that returns the reason why a layout cannot exist, or None when it can."""
 
 
 def tp_divides_heads(layout: Layout, shape: ModelShape) -> str | None:
@@ -27,14 +28,14 @@ def tp_divides_kv_heads(layout: Layout, shape: ModelShape) -> str | None:
 
 
 def zero_needs_dp(layout: Layout, shape: ModelShape) -> str | None:
-    """ZeRO shards over data-parallel and context-parallel ranks; with one of them it is ZeRO-0."""
+    """ZeRO shards over dp*cp ranks; with only one such rank every stage would be the same as ZeRO-0."""
     if layout.zero_stage > 0 and layout.dp * layout.cp == 1:
         return f"zero_stage={layout.zero_stage} needs dp*cp > 1; dp=1, cp=1"
     return None
 
 
 def enough_micro_batches(layout: Layout, shape: ModelShape) -> str | None:
-    """A pipeline with fewer micro-batches than pp-1 never fills."""
+    """A pipeline needs at least pp-1 micro-batches; with fewer it is never filled."""
     if layout.gas < layout.pp - 1:
         return f"gas={layout.gas} is less than pp-1={layout.pp - 1}"
     return None
@@ -60,11 +61,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("enough_micro_batches", enough_micro_batches),
     ("no_empty_stage", no_empty_stage),
 )
-"""Name and rule, in the order in which they are tried."""
+"""The name and the function of each rule, in the order in which they are tried."""
 
 
 def first_broken(layout: Layout, shape: ModelShape) -> tuple[str, str] | None:
-    """Name and reason of the first rule that rejects `layout`, or None when it is valid."""
+    """The name and the reason of the first rule that rejects `layout`; None when the layout is valid."""
     for name, rule in RULES:
         reason = rule(layout, shape)
         if reason is not None:

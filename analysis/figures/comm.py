@@ -1,4 +1,4 @@
-"""The picture of the links: bus bandwidth over node counts, a panel for each operation, a line for each size."""
+"""Draws bus bandwidth over the number of nodes, with a panel for each operation and a line for each size."""
 
 import textwrap
 from math import log2
@@ -18,23 +18,24 @@ _TITLES = {"allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": 
            "alltoall": "AllToAll", "sendrecv": "SendRecv (ring)"}  # fmt: skip
 _LINE: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 4, "markeredgewidth": 0}
 _BAND: dict[str, Any] = {"estimator": "median", "errorbar": ("pi", 100), "err_kws": {"linewidth": 0}}
-"""A line through the medians, a band from the lowest to the highest rate of each point."""
+"""Options of seaborn for a line through the medians and a band from the lowest to the highest rate."""
 _RATES = {"p5": "busbw_p5_bytes_per_s", "median": "busbw_bytes_per_s", "p95": "busbw_p95_bytes_per_s"}
-"""Name of a rate in a point -> its name in the column `bandwidths`."""
+"""Name of a rate in `points` -> its name in the column `bandwidths`."""
 
 
 def points(table: pa.Table) -> pd.DataFrame:
-    """The points of the figure: operation, size in bytes, nodes (1: inside a node), p5, median and p95 in bytes/s.
+    """The points of the figure: operation, size in bytes, nodes, and p5, median and p95 in bytes/s.
 
-    What was measured several times has the median of the medians, the lowest 5th and the highest
-    95th percentile. Without a run on one node, those on several say what a node is like inside.
+    A point that was measured several times has the median of the medians, the lowest 5th and the highest
+    95th percentile. Points of one node come from runs on one node, or, if there are none, from the
+    measurements inside the nodes of larger runs.
 
     Raises:
-        ConfigError: the table holds no such measurements, or those of several clusters.
+        ConfigError: the table holds no bandwidths, or those of several clusters.
     """
     runs = table.select(["status", "nodes", "cluster", "hardware", "bandwidths"]).to_pylist()
     found = [
-        {**run, **told, "size": 2 ** round(log2(told["bytes"]))}  # an odd number of ranks cuts a size smaller
+        {**run, **told, "size": 2 ** round(log2(told["bytes"]))}  # undoes the rounding down of sizes
         for run in runs
         for told in run["bandwidths"] or ()
         if run["status"] == "ok" and None not in (told[name] for name in _RATES.values())
@@ -60,7 +61,7 @@ def points(table: pa.Table) -> pd.DataFrame:
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
-    """The figure of `points`, all panels on one scale."""
+    """The figure of the points in `drawn`; all panels have the same scale."""
     picture = Figure(figsize=(11, 6.6), facecolor="white")
     panels = picture.subplots(2, 3, sharey=True).flat
     nodes = sorted(drawn["nodes"].unique())
@@ -102,7 +103,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
 
 
 def _size(size: int) -> str:
-    """Bytes as 16 KiB, 4 MiB or 1 GiB."""
+    """A size as a text such as 16 KiB, 4 MiB or 1 GiB."""
     for bits, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >> bits:
             return f"{size >> bits} {unit}"
@@ -110,7 +111,7 @@ def _size(size: int) -> str:
 
 
 def notes(table: pa.Table) -> str:
-    """What the lines and bands are, and where they were measured."""
+    """The note under the figure: what its lines and bands mean, and where they were measured."""
     gpus, per_node = (
         "/".join(str(v) for v in table[name].unique().to_pylist() if v is not None)
         for name in ("gpu_name", "gpus_per_node")

@@ -1,4 +1,4 @@
-"""The picture of a ranking: models by nodes, MFU as colour, the best layout in each cell."""
+"""Draws a ranking as a heatmap: models by nodes, MFU as colour, and the best layout in each cell."""
 
 import textwrap
 from collections import defaultdict
@@ -25,15 +25,15 @@ Colour = tuple[float, float, float, float]
 _DARK, _LIGHT = "#1b1b1b", "#ffffff"
 _NO_RESULT, _HATCH, _NO_RESULT_TEXT, _NO_MFU = "#f3f3f3", "#e2e2e2", "#3f3f3f", "#dfe6ee"
 _HATCH_GAP = 0.11
-"""Inches between two diagonals along an edge."""
+"""Inches between two diagonal lines of a hatch, along the edge of a square."""
 _PITCH, _REASON_PITCH = 0.185, 0.135
-"""Inches from line to line, of a result and of a reason."""
+"""Inches between two lines of text, in a square with a result and in one with a reason."""
 _LONGEST_LINE = 22
-"""Characters of the small font that fit into the narrowest square."""
+"""Number of characters of the small font that fit into the narrowest square."""
 
 
 class Square(NamedTuple):
-    """Where a cell is drawn: column and row in the axes, and its size in inches."""
+    """The place of a cell in the axes, by column and row, and its size in inches."""
 
     column: int
     row: int
@@ -42,7 +42,12 @@ class Square(NamedTuple):
 
 
 def paint(axes: Axes, at: Square, cell: Cell, colour: Colour | None, compared_with: str | None) -> None:
-    """Writes `cell` on its square of `axes`, whose unit is a square; a `colour` of None, which means no MFU, has the square filled here."""
+    """Writes the texts of `cell` on its square of `axes`; a square is one unit wide and high.
+
+    Args:
+        colour: the colour of the square; None means that the cell has no MFU, so the square is filled here.
+        compared_with: name of what compare_ratio is relative to.
+    """
     if colour is None:
         fill = _NO_RESULT if cell.run_id is None else _NO_MFU
         square = axes.add_patch(Rectangle((at.column, at.row), 1, 1, facecolor=fill, linewidth=0))
@@ -55,14 +60,14 @@ def paint(axes: Axes, at: Square, cell: Cell, colour: Colour | None, compared_wi
     else:
         texts = _lines(at, cell, compared_with)
         ink = _LIGHT if colour is not None and relative_luminance(colour) <= 0.2 else _DARK
-    # A text for each line: a viewer that lacks the font still centres each of them.
+    # Each line is a text of its own, so that a viewer without the font still centres every line.
     for y, text, size, weight in texts:
         middle = axes.text(at.column + 0.5, at.row + y, text, color=ink, fontsize=size, fontweight=weight)
         middle.set(ha="center", va="center")
 
 
 def _lines(at: Square, cell: Cell, compared_with: str | None) -> list[tuple[float, str, float, str]]:
-    """Height in the square, text, font size and weight of each line of a result."""
+    """The lines of a square with a result: the height in the square, text, font size and weight of each."""
     small = [
         (text, "normal")
         for text in (*layout_words(cell.layout), memory(cell.peak_mem_reserved_bytes))
@@ -81,7 +86,7 @@ def _lines(at: Square, cell: Cell, compared_with: str | None) -> list[tuple[floa
 
 
 def _speed(cell: Cell) -> str:
-    """The headline of a cell: its MFU, else its rate where no peak is known."""
+    """The headline of a cell: its MFU, or its tokens/s/GPU where no peak rate is known."""
     if cell.mfu is not None:
         return percent(cell.mfu)
     if cell.tokens_per_s_per_gpu is not None:
@@ -90,7 +95,7 @@ def _speed(cell: Cell) -> str:
 
 
 def _hatch(axes: Axes, at: Square, square: Patch) -> None:
-    """Diagonals across the square, as plain lines: not every viewer knows patterns of SVG."""
+    """Hatches the square with plain diagonal lines, since some viewers cannot draw the patterns of SVG."""
     starts = [(n * _HATCH_GAP) / at.width for n in range(1, int((at.width + at.height) / _HATCH_GAP) + 1)]
     lean = at.height / at.width
     lines = [[(at.column + x, at.row), (at.column + x - lean, at.row + 1)] for x in starts]
@@ -99,26 +104,26 @@ def _hatch(axes: Axes, at: Square, square: Patch) -> None:
 
 
 def wrap_reason(reason: str, width: float) -> list[str]:
-    """A reason in at most six lines of `width` inches, shortened with `...`."""
+    """A reason cut into at most six lines of `width` inches; a longer one ends with `...`."""
     printable = "".join(c if c.isprintable() else " " for c in reason)
     return textwrap.wrap(printable, width=int(15.5 * width), max_lines=6, placeholder=" ...")
 
 
 _TOP, _TITLE_LINE, _NOTE_LINE = 0.2, 0.26, 0.17
-"""Inches of the margin above the title, a line of the title, a line of the notes."""
+"""Heights in inches of the margin above the title, of a line of the title and of a line of the notes."""
 _RIGHT, _HEADER, _AXIS = 1.15, 0.42, 0.62
-"""Inches around the squares of a panel: colour bar, title of the panel, node labels."""
+"""Inches around the squares of a panel: for the colour bar, the title of the panel and the node labels."""
 _NAME_WIDTH = 22
-"""Characters of a model's name on one line."""
+"""Largest number of characters of a model's name on one line."""
 _TITLE: dict[str, Any] = {"fontsize": 14, "fontweight": "bold"}
 _SMALL: dict[str, Any] = {"fontsize": 7.5, "color": GREY}
 _COLOURS = "viridis"
-"""Matplotlib's colour map of even lightness, which stays readable in grey print and for colour-blind readers."""
+"""A colour map of matplotlib that stays readable in grey print and for colour-blind readers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """A panel with its rows (models) and columns (node counts)."""
+    """A panel of the figure, with its rows (models) and its columns (numbers of nodes)."""
 
     panel: Panel
     cells: Sequence[Cell]
@@ -134,17 +139,17 @@ class Grid:
         return self.square[0] * len(self.nodes), self.square[1] * len(self.models)
 
     def square_of(self, cell: Cell) -> Square:
-        """Where `cell` is drawn."""
+        """The square on which `cell` is drawn."""
         return Square(self.nodes.index(cell.nodes), self.models.index(_model(cell)), *self.square)
 
 
 def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with: str | None = None) -> Figure:
-    """The heatmap: one panel for each hardware, kernel and workload.
+    """The heatmap, with one panel for each hardware, kernel and workload.
 
     Args:
-        title: the sweep's name.
-        notes: stands under the picture.
-        compared_with: what compare_ratio is relative to.
+        title: name of the sweep.
+        notes: text under the panels.
+        compared_with: name of what compare_ratio is relative to.
 
     Raises:
         ConfigError: there are no cells.
@@ -175,7 +180,7 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
 
 
 def _grids(cells: Sequence[Cell]) -> list[Grid]:
-    """The panels of a picture: cells of different hardware, kernel or workload never share one."""
+    """The panels of the figure; all cells of a panel have the same hardware, kernel and workload."""
     panels: dict[Panel, list[Cell]] = defaultdict(list)
     for cell in cells:
         panels[cell.panel].append(cell)
@@ -199,9 +204,11 @@ def _grids(cells: Sequence[Cell]) -> list[Grid]:
 def _draw_squares(
     picture: Figure, grid: Grid, left: float, top: float, end: float, compared_with: str | None
 ) -> Axes:
-    """The squares of a panel and its colour bar, `left` and `top` inches from the lower left corner.
+    """Draws the squares of a panel and its colour bar, and returns their axes.
 
     Args:
+        left: inches from the left edge of the figure to the squares.
+        top: inches from the lower edge of the figure to the upper edge of the squares.
         end: MFU in percent at the end of the colour scale.
     """
     (wide, high), (width, height) = grid.size, picture.get_size_inches()
@@ -239,7 +246,7 @@ def _draw_squares(
 
 
 def _draw_labels(axes: Axes, grid: Grid, room: float) -> None:
-    """Names of the models on the left, what the panel shows above it, in `room` inches."""
+    """Writes the names of the models beside a panel, and above it a title of at most `room` inches."""
     for row, (name, size) in enumerate(grid.models):
         names = textwrap.wrap(name, _NAME_WIDTH, max_lines=2)
         x, y = -0.1 / grid.square[0], row + 0.5
@@ -253,12 +260,12 @@ def _draw_labels(axes: Axes, grid: Grid, room: float) -> None:
 
 
 def _model(cell: Cell) -> tuple[str, str]:
-    """Name and size of a model."""
+    """The name of the cell's model, and its number of parameters as a text."""
     return cell.model, "" if cell.num_params is None else f"{count(cell.num_params)} params"
 
 
 def _panel_title(panel: Panel) -> str:
-    """Hardware, kernel and workload of a panel."""
+    """The title of a panel: hardware, kernel and workload."""
     kernel = f"kernel {panel.kernel or '?'}" + (f" ({panel.precision})" if panel.precision else "")
     parts = [panel.hardware or "unknown hardware", kernel]
     if panel.seq_len is not None:
@@ -270,14 +277,14 @@ def _panel_title(panel: Panel) -> str:
 
 
 def _scale_end(cells: Sequence[Cell]) -> float:
-    """Upper end of the colour scale in percent: the first round number that holds every cell."""
+    """Upper end of the colour scale in percent: the smallest round number that no cell exceeds."""
     most = max((100 * cell.mfu for cell in cells if cell.mfu is not None), default=0.0)
     steps = [0.1, 0.2, 0.5, 1, 2, 5, *range(10, 201, 10)]
     return next((float(step) for step in steps if step >= most), most)
 
 
 def _note_lines(cells: Sequence[Cell], notes: str, compared_with: str | None, room: float) -> list[str]:
-    """Everything under the picture, wrapped to `room` inches; names are not cut at their hyphens."""
+    """The lines under the figure, wrapped to `room` inches; names are not cut at their hyphens."""
     sentences = [notes]
     if any(cell.compare_ratio is not None for cell in cells):
         sentences.append(

@@ -1,4 +1,4 @@
-"""A figure as the bytes of a file: PNG, SVG or PDF, the same bytes for the same input."""
+"""Renders a figure as PNG, SVG or PDF; the same figure always gives the same bytes."""
 
 import io
 import warnings
@@ -13,7 +13,7 @@ from ultrabench.errors import ConfigError, unknown_name
 
 SUFFIXES = (".png", ".svg", ".pdf")
 GREY = "#5c5c5c"
-"""Colour of notes and of the names of axes."""
+"""Colour of the notes and of the labels of axes."""
 
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -27,10 +27,10 @@ _METADATA: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pd
 
 
 def render(make: Callable[[], Figure], path: Path) -> bytes:
-    """The content of the file `path` with the figure that `make` draws, in our style.
+    """The bytes of the file `path` with the figure that `make` draws; the suffix of `path` gives the format.
 
     Raises:
-        ConfigError: `path` ends in an unknown suffix; nothing is drawn then.
+        ConfigError: `path` ends in an unknown suffix; then `make` is not called.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:

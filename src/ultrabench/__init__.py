@@ -1,3 +1,3 @@
-"""ultrabench: which parallel layout trains a model fastest on a cluster, measured."""
+"""ultrabench measures which parallel layout trains a model fastest on a cluster."""
 
 __version__ = "0.2.0.dev0"

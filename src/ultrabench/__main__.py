@@ -1,4 +1,4 @@
-"""`python -m ultrabench`: the same as the command `ultrabench`."""
+"""Makes `python -m ultrabench` the same as the command `ultrabench`."""
 
 from ultrabench.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Which state of ultrabench's sources runs: the commit, and what was changed since."""
+"""Tells which version of ultrabench's sources runs: the commit of its clone, and the changes since."""
 
 import os
 import subprocess
@@ -8,23 +8,23 @@ import ultrabench
 
 GIT_TIMEOUT_S = 10.0
 _ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX"}
-"""Variables of a git hook, which would lead to the repository that the hook belongs to."""
+"""Variables that git sets in a hook; they would make git look at the repository of the hook."""
 
 
 def commit() -> str | None:
-    """The commit of the clone that is imported; None for an installed package, whatever lies around it."""
+    """The commit of the clone that is imported; None for an installed package, even inside another clone."""
     found = _git("rev-parse", "HEAD") if _in_clone() else None
     return None if found is None else found.decode().strip()
 
 
 def difference() -> bytes:
-    """What the tracked files of the clone have that its commit has not, as a patch."""
+    """The changes to tracked files of the clone since its commit, as a patch; empty when there are none."""
     words = ("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
     return (_git(*words) if _in_clone() else None) or b""
 
 
 def _in_clone() -> bool:
-    """Whether git keeps our own sources; a package may be installed inside somebody else's clone."""
+    """Whether git tracks our own sources; a package may also be installed inside somebody else's clone."""
     return _git("ls-files", "--error-unmatch", "__init__.py") is not None
 
 

@@ -1,7 +1,8 @@
-"""What devices and links are asked, shortly before every allocation and at length in a sweep of its own.
+"""Describes how devices and links are measured: briefly at the start of every allocation, and at length in a
+sweep of its own.
 
-The bus bandwidth is that of nccl-tests, S / t * f(n), with S the bytes of a rank's largest buffer, n the
-ranks and f the share of S that has to cross the link of each rank, in one direction:
+The bus bandwidth is that of nccl-tests, S / t * f(n), with S the bytes of a rank's largest buffer, t the
+time, n the number of ranks, and f the share of S that has to cross the link of each rank in one direction:
 
     allreduce       f = 2 (n-1) / n    a reduce-scatter, then an all-gather of the sums
     allgather       f = (n-1) / n      each rank receives the parts of the n-1 others, S/n bytes each
@@ -9,7 +10,7 @@ ranks and f the share of S that has to cross the link of each rank, in one direc
     alltoall        f = (n-1) / n      each rank sends S/n bytes to each of the n-1 others
     sendrecv        f = 1              each rank sends S bytes to the next one of a ring
 
-So it can be held against the rate of a link, whatever n is.
+So the bus bandwidth can be compared with the rate of a link for every n.
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and src/sendrecv.cu there.
 """
 
@@ -21,21 +22,22 @@ _CROSSINGS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
 OPERATIONS = (*_CROSSINGS, "sendrecv")
 DEVICE_RATES = ("gemm_flops_per_s", "memory_copy_bytes_per_s")
 SCOPES = {"all": "", "intra_node": "_intra_node"}
-"""Which ranks talk: all, or those of each node -> what the columns are called."""
+"""Ranks that take part in an operation, all or those of each node -> infix of the names of columns."""
 
 MEASURED = ("bytes", "seconds", "busbw_bytes_per_s", "busbw_p5_bytes_per_s", "busbw_p95_bytes_per_s")
-"""Of one operation in one size: S, the median time, and the bus bandwidth with its 5th and 95th percentile."""
+"""Values of one operation in one size: S, the median time, and the median, 5th and 95th percentile of the bus
+bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How many calls of which operations, and of which sizes, are measured."""
+    """The operations and sizes that are measured, and how often each of them."""
 
     operations: tuple[str, ...]
     sizes_bytes: tuple[int, ...]
-    """S, powers of two; what ranks share is rounded down to a whole number of elements each."""
+    """Values of S, powers of two. A buffer that ranks share is rounded down to whole elements for each."""
     calls: int
-    """Timed as one: GPUs get them back to back, so that their launch is not timed."""
+    """Calls that are timed together; GPUs run them back to back, so that their launch is not timed."""
     warmup: int
     iterations: int
     device_s: float
@@ -48,32 +50,33 @@ SHORT = {
     "cpu": Form(operations=OPERATIONS[:3], sizes_bytes=(2**16, 2**20), calls=1, warmup=2, iterations=9,
                 device_s=0.3),
 }  # fmt: skip
-"""Device type -> a second or so: what training needs everywhere (an all-to-all connects every pair of ranks)."""
+"""Device type -> the brief measurement, which takes about a second. It has only the operations that all
+training needs, because an all-to-all connects every pair of ranks."""
 LONG_SIZES_BYTES = {"cuda": (2**16, 2**20, 2**23, 2**26, 2**28, 2**30), "cpu": (2**14, 2**18, 2**22)}
 
 
 def long_form(device: str, warmup: int, iterations: int) -> Form:
-    """Everything, as often as the measuring policy of a sweep says."""
+    """The long measurement: all operations in all sizes, as often as the measuring policy of a sweep says."""
     calls, sizes = SHORT[device].calls, LONG_SIZES_BYTES[device]
     return Form(operations=OPERATIONS, sizes_bytes=sizes, calls=calls, warmup=warmup, iterations=iterations,
                 device_s=1.0)  # fmt: skip
 
 
 def share(operation: str, ranks: int) -> float:
-    """The share f(n) of the module's docstring."""
+    """The share f(n) that the module's docstring explains, for n = `ranks`."""
     return _CROSSINGS[operation] * (ranks - 1) / ranks if operation in _CROSSINGS else 1.0
 
 
 def summary(probe: dict[str, Any]) -> dict[str, float | None]:
-    """Column of the results -> its value; None for what was not measured or cannot be read.
+    """Result column -> its value; None for a value that was not measured or cannot be read.
 
     Args:
         probe: what `ultrabench.kernel.probe.probe` returns, or the `probe` event of a report.
 
     Returns:
-        The rates of the slowest device, and of each operation in its largest size the median bus
-        bandwidth over all ranks (`allreduce_busbw_bytes_per_s`) and inside the slowest node
-        (`allreduce_intra_node_busbw_bytes_per_s`).
+        The rates of the slowest device, and for each operation in its largest size the median bus
+        bandwidth over all ranks (such as `allreduce_busbw_bytes_per_s`) and inside the slowest node
+        (such as `allreduce_intra_node_busbw_bytes_per_s`).
     """
     columns = {name: _slowest(probe.get(name)) for name in DEVICE_RATES}
     for scope, infix in SCOPES.items():
@@ -83,7 +86,7 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
 
 
 def bandwidths(probe: dict[str, Any]) -> list[dict[str, Any]]:
-    """All measurements of links in one list, with `operation` and `scope`; none that cannot be read."""
+    """All measurements of links in one list, with `operation` and `scope`; unreadable ones are left out."""
     found = []
     for name in OPERATIONS:
         for scope in SCOPES:
@@ -97,7 +100,7 @@ def bandwidths(probe: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _slowest(rates: Any) -> float | None:
-    """The lowest rate; None unless that of every device is known."""
+    """The lowest rate; None unless the rates of all devices are known."""
     known = [_number(rate) for rate in rates] if isinstance(rates, list) else []
     lowest = [rate for rate in known if rate is not None]
     return min(lowest) if lowest and len(lowest) == len(known) else None

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 
 class UltrabenchError(Exception):
-    """A failure told to the user in one line: what was given, the rule, what to do."""
+    """A failure that is reported to the user in one line: what was given, the rule, and what to do."""
 
     exit_code = 2
 
@@ -44,22 +44,22 @@ _MAY_PASS = frozenset({
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether a disk that failed like this may be full, read-only or stale for a while only."""
+    """Whether this error of a disk may be temporary: it is full, read-only, stale or does not answer."""
     return isinstance(error, DiskError) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 run`, `2 runs`, `3 processes`."""
+    """The number with the noun in singular or plural, such as `1 run`, `2 runs` or `3 processes`."""
     ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{ending}"
 
 
 MOST_NAMES = 30
-"""How many known names a message lists at most."""
+"""Largest number of known names that a message lists."""
 
 
 def unknown_name(kind: str, given: object, known: Iterable[str]) -> str:
-    """One line saying that `given` is no `kind`: the nearest name, then all of them, or of many the nearest."""
+    """One line that tells that `given` is no `kind`, with the most similar name and a list of known names."""
     names = sorted(known)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""What a node is made of: accelerators, their rates and the links between them."""
+"""Describes the hardware of a node: its accelerators, their rates and the links between them."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from ultrabench.errors import ConfigError, unknown_name
 GIB = 2**30
 
 DEVICES = ("cuda", "cpu")
-"""The torch device types; GPUs of AMD are cuda, too."""
+"""The torch device types; AMD GPUs are also called cuda."""
 
 GUESSED = "guessed"
 """Source of a peak rate that nobody has measured."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
-"""Stands in for a CPU core's fp32 rate in predictions made before it has been measured."""
+"""FP32 rate of a CPU core that predictions use until the rate has been measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A node type: how many of which accelerator, what their maker promises, and the link between nodes.
+    """A node type: its accelerators, the rates that their maker states, and the link between nodes.
 
-    The numbers of each are in configs/hardware/ or in a file of the user's, and nowhere else.
+    The numbers of each node type are only in configs/hardware/ or in a file of the user.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Hardware:
     device: str = "cuda"
     """The torch device type."""
     peak_flops_per_s: dict[str, float]
-    """Precision -> dense rate, without sparsity; empty where it has to be measured, on CPUs."""
+    """Precision -> rate without sparsity; empty on CPUs, where the rate has to be measured."""
     mem_bytes: int
     """Bytes of memory of one accelerator."""
     hbm_bytes_per_s: float
@@ -36,14 +36,14 @@ class Hardware:
     link_bytes_per_s: float
     """Bytes per second to the other accelerators of the node, in one direction."""
     reported_as: tuple[str, ...]
-    """How the driver names the accelerator; a run on anything else is invalid."""
+    """Names that the driver gives the accelerator; a run on any other accelerator is invalid."""
     source: str
-    """Where the rates come from."""
+    """Where the rates come from, such as a URL."""
     gpus_per_node: int
     node_link_bytes_per_s: float
-    """Bytes per second between nodes, per accelerator, in one direction."""
+    """Bytes per second between nodes for each accelerator, in one direction."""
     precision: str = "bf16"
-    """Precision of kernels that name none."""
+    """Precision of kernels whose configuration gives none."""
     simulated: bool = False
     """Whether several nodes of this type are processes of one host."""
 
@@ -65,17 +65,17 @@ class Hardware:
 
     @property
     def rank_mem_bytes(self) -> int:
-        """Memory one rank may use: that of its accelerator."""
+        """Bytes of memory that one rank may use, which are those of its accelerator."""
         return self.mem_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The rate that mfu is a fraction of, for one rank."""
+    """The peak rate of one rank, which mfu is relative to."""
 
     flops_per_s: float
     source: str
-    """Where the number comes from; `measured` when this machine gave it."""
+    """Where the rate comes from; `measured` when it was measured on this machine."""
 
 
 def rank_peak(
@@ -83,11 +83,11 @@ def rank_peak(
 ) -> Peak:
     """Peak rate of one rank.
 
-    The hardware's dense rate where it has one. On CPUs every simulated node shares one host, so a
-    rank gets the measured rate of a core times cores / ranks on the host.
+    It is the hardware's dense rate where there is one. On CPUs all simulated nodes share one host, so the
+    peak of a rank is the measured rate of a core times cores / ranks on the host.
 
     Args:
-        core_flops_per_s: measured fp32 rate of one core with all cores busy, None when unmeasured.
+        core_flops_per_s: fp32 rate of one core, measured with all cores busy; None when it was not measured.
         cores: cores of the host.
     """
     rates = hardware.peak_flops_per_s

@@ -1,4 +1,4 @@
-"""Which training program a run uses, and with which options."""
+"""The training program that a run uses, and its options."""
 
 import hashlib
 import re
@@ -10,51 +10,52 @@ import ultrabench
 from ultrabench.errors import ConfigError
 
 KERNEL_VERSION = 2
-"""Bumped by hand when the embedded kernel's numbers may change; part of run_id."""
+"""Version of the embedded kernel, raised by hand when its numbers may change; it is part of run_id."""
 
 RECOMPUTE = ("none", "selective", "full")
 
 KINDS = ("embedded", "command", "probe")
 
 STEP_TIMES = ("seconds", "milliseconds", "tokens_per_s_per_gpu")
-"""How a line of a log may tell how long a step took."""
+"""Groups of a regular expression that tell, in a line of a log, how long a step took."""
 
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+ultrabench\.([\w.]+)(?:\s+import\s+(\w+))?", re.MULTILINE)
-"""An import of a module of this package: its path, and the first name that is taken from it."""
+"""Matches an import of a module of this package: the module's path, and the first name imported from it."""
 
 CODE_SUFFIXES = frozenset({".py", ".sh", ".yaml", ".yml", ".toml", ".json"})
+"""Suffixes of files whose content is part of the digest of a command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """The embedded kernel, or a command of the user's own."""
+    """The embedded kernel or a command of the user, with its options."""
 
     name: str
-    """Part of a cell: results of two kernels are never ranked against each other."""
+    """Name of the kernel; results of different kernels are in different cells."""
     kind: str = "embedded"
-    """embedded: ours, forked from a warm server; command: the user's program, started by exec;
-    probe: no training, the rates of devices and links instead, forked as well."""
+    """The kind of program. embedded: ours, forked from a warm server. command: the user's program, started by
+    exec. probe: measures devices and links instead of training, and is forked as well."""
     version: int = KERNEL_VERSION
     precision: str = "fp32"
     """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights) or fp64."""
     compile: bool = False
-    """torch.compile of each decoder block."""
+    """Whether each decoder block is compiled by torch.compile."""
     attention: str = "sdpa"
     recompute: str = "none"
-    """What backward computes anew instead of keeping: none, selective (all but matrix products
+    """What backward computes again instead of keeping: none, selective (all but matrix products
     and attention) or full (every decoder layer)."""
     command: tuple[str, ...] = ()
-    """Program and arguments; `{tp}` and the other words of a layout are filled in."""
+    """Program and arguments; `{tp}` and other words in braces are replaced by values of the run."""
     env: dict[str, str] = field(default_factory=dict)
-    """Extra environment of the command; declared here, so part of env_id. Secrets are redacted, so that
-    results stay comparable when one is renewed."""
+    """More environment variables of the command; they are part of env_id. Secrets are redacted, so that a new
+    value of a secret does not change env_id."""
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Word of a layout or a model -> the values the command can do; one left out can be anything."""
+    """Word of a layout or a model -> the values that the command supports; other words may have any value."""
     step_line: str | None = None
-    """For programs that only log: a regular expression with one of the groups of STEP_TIMES and,
-    optionally, `loss`, matched against each line of one rank."""
+    """A regular expression for programs that only log. It is searched in each line of one rank's log, and has
+    one of the groups of STEP_TIMES and optionally the group `loss`."""
     step_rank: int = 0
-    """The rank whose log is read; -1 is the last one."""
+    """The rank whose log is read; -1 means the last rank."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -73,8 +74,9 @@ class KernelConfig:
     def digest(self) -> str:
         """First 16 hex digits of a hash of the code that runs.
 
-        The sources that a rank of ours imports, or the command's words and the content of every program
-        and configuration file among them (by their suffix: a log or a data file may change).
+        For our own kernel these are the sources that a rank imports. For a command they are its words and the
+        content of the programs and configuration files among them. These are known by their suffix, because a
+        log or a data file may change.
         """
         seen = hashlib.sha256()
         if self.kind != "command":
@@ -90,7 +92,7 @@ class KernelConfig:
 
 
 def rank_sources(root: Path) -> list[Path]:
-    """The files of the package at `root` that a rank imports: those of the kernel, and what these import in turn."""
+    """The files of the package at `root` that a rank imports: those of the kernel and what they import."""
     left, found = [*(root / "kernel").rglob("*.py")], set[Path]()
     while left:
         path = left.pop()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ultrabench.errors import ConfigError
 
 PP_SCHEDULES = ("none", "1f1b", "afab", "interleaved", "zbv")
-"""none: no pipeline; the others order the micro-batches of one:
+"""The schedules of a pipeline. none means that there is no pipeline; the others order its micro-batches:
 
 1f1b         one forward, one backward in turn (arXiv 2006.09503), one stage on each rank
 afab         all forwards, then all backwards (arXiv 1811.06965), one stage on each rank
@@ -18,7 +18,7 @@ zbv          weight gradients fill the bubble; two stages on each rank, the firs
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on each axis of the mesh."""
+    """The index of a rank on each axis of the mesh."""
 
     pp: int
     dp: int
@@ -34,13 +34,13 @@ def axis(
     allowed: tuple[int | str, ...] | None = None,
     untold: tuple[int | str, ...] = (),
 ) -> Any:
-    """A field of `Layout`.
+    """A field of `Layout` that describes one axis.
 
     Args:
-        label: what stands before the value in short texts, such as mbs in `mbs4`.
-        meaning: what it is, in a sentence for the documentation of result columns.
+        label: text before the value in short texts, such as mbs in `mbs4`.
+        meaning: one sentence for the documentation of result columns.
         default: the neutral value; a field without one has to be given.
-        allowed: all values that it may have; without them every whole number from 1 on.
+        allowed: all values that the axis may have; None allows every whole number from 1 on.
         untold: values that short texts leave out.
     """
     told = {"label": label, "meaning": meaning, "allowed": allowed, "untold": untold}
@@ -49,9 +49,9 @@ def axis(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One way to spread one global batch over dp*tp*pp*cp ranks.
+    """One way to spread a global batch over dp*tp*pp*cp ranks.
 
-    The only list of a layout's axes: grid, plan, result columns, rankings, figures and texts follow it.
+    This is the only list of a layout's axes; grid, plan, result columns, rankings, figures and texts use it.
     """
 
     dp: int = axis("dp", "Data-parallel degree.")
@@ -90,11 +90,11 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages of all ranks."""
+        """Number of pipeline stages of all ranks together."""
         return self.pp * self.virtual_stages
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Indices of the stages that a rank of the pp axis holds, in their order."""
+        """Indices of the stages that a rank of the pp axis holds, in the order of the model."""
         if self.pp_schedule == "zbv":
             return pp_rank, self.num_stages - 1 - pp_rank
         return tuple(range(pp_rank, self.num_stages, self.pp))
@@ -105,10 +105,10 @@ class Layout:
         return self.dp * self.mbs * self.gas
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Place of `rank` in the mesh (pp, dp, cp, tp); tp is innermost, so it stays in a node.
+        """The place of `rank` in the mesh (pp, dp, cp, tp); tp is innermost, so that it stays in a node.
 
         Raises:
-            ConfigError: rank outside 0..world_size-1.
+            ConfigError: the rank is not in 0..world_size-1.
         """
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank={rank}; must be in 0..{self.world_size - 1}")
@@ -118,15 +118,15 @@ class Layout:
         return Coordinates(pp=pp, dp=dp, cp=cp, tp=tp)
 
     def first_rank(self, pp_rank: int) -> int:
-        """The first of the ranks that hold the stages of `pp_rank`."""
+        """The lowest of the ranks that hold the stages of `pp_rank`."""
         return self.rank(Coordinates(pp=pp_rank, dp=0, cp=0, tp=0))
 
     def rank(self, at: Coordinates) -> int:
-        """The rank that stands at `at`; the inverse of `coordinates`."""
+        """The rank at the place `at`; the inverse of `coordinates`."""
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
 
     def label(self) -> str:
-        """Short text such as `dp4 tp1 pp2 z1 mbs2 gas4`; usual values of some axes are left out."""
+        """A short text such as `dp4 tp1 pp2 z1 mbs2 gas4`; usual values of some axes are left out."""
         return " ".join(labels({name: getattr(self, name) for name in AXES}))
 
 
@@ -134,12 +134,12 @@ AXES = tuple(f.name for f in fields(Layout))
 """Names of the axes of a layout, in the order in which they are shown."""
 MEANINGS = {f.name: str(f.metadata["meaning"]) for f in fields(Layout)}
 TEXT_AXES = frozenset(f.name for f in fields(Layout) if isinstance(f.default, str))
-"""Axes whose values are words; those of the others are whole numbers."""
+"""Axes whose values are words; the values of all other axes are whole numbers."""
 _TOLD = {f.name: f.metadata for f in fields(Layout)}
 
 
 def labels(values: Mapping[str, Any], names: Sequence[str] = AXES) -> list[str]:
-    """The short text of each of these axes, such as `mbs4`; axes without a value or with a usual one have none."""
+    """The short texts of axes, such as `mbs4`; axes without a value or with a usual one are left out."""
     known = ((_TOLD[name], values.get(name)) for name in names)
     return [
         f"{told['label']}{value}"
@@ -149,7 +149,7 @@ def labels(values: Mapping[str, Any], names: Sequence[str] = AXES) -> list[str]:
 
 
 def allowed_text(name: str) -> str:
-    """What each value of an axis must be, such as `>= 1` or `0, 1, 2 or 3`."""
+    """The rule for the values of an axis as a text, such as `>= 1` or `0, 1, 2 or 3`."""
     *most, last = map(str, _TOLD[name]["allowed"] or (">= 1",))
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -161,10 +161,10 @@ def is_allowed(name: str, value: Any) -> bool:
 
 
 def default_schedule(pp: int, gas: int) -> str:
-    """The schedule a layout gets when none is named.
+    """The schedule of a layout when none is given.
 
-    1F1B needs at least pp micro-batches; with fewer the pipeline runs all forwards, then all
-    backwards (AFAB), which is the same order of work.
+    1F1B needs at least pp micro-batches. With fewer, the pipeline runs all forwards and then all
+    backwards (AFAB), which is then the same order of work.
     """
     if pp == 1:
         return "none"
@@ -172,22 +172,22 @@ def default_schedule(pp: int, gas: int) -> str:
 
 
 def default_virtual_stages(pp_schedule: str) -> int:
-    """Stages on each rank that a schedule gets when no number is named."""
+    """The number of stages on each rank when none is given."""
     return 2 if pp_schedule in ("interleaved", "zbv") else 1
 
 
 MAY_DIFFER = ("mbs", "gas", "zero_stage", "pp_schedule")
-"""Axes in which a layout and one that dominates it may differ; the memory of the others is not compared."""
+"""Axes in which two layouts may differ for `dominates`; it does not compare the memory of other axes."""
 
 
 def dominates(oom: Layout, other: Layout) -> bool:
-    """Whether `other` needs at least the memory of `oom`, which had not enough, for the same model and nodes.
+    """Whether `other` needs at least as much memory as `oom`, for the same model and number of nodes.
 
-    True for the same degrees of parallelism and other axes with a larger micro-batch, a lower ZeRO stage, or both.
-    Published measurements agree: of 816 runs of the Ultra-Scale Playbook that were out of memory 547 are
-    dominated by another one, and no success among the 1,236 pairs of the same degrees contradicts.
-    Micro-batches in flight are min(gas, pp) with 1F1B: halving gas while mbs doubles never
-    makes mbs * min(gas, pp) smaller.
+    This holds when all axes but those of MAY_DIFFER are equal, and `other` has no smaller micro-batch and no
+    higher ZeRO stage. With 1F1B, min(gas, pp) micro-batches are in flight, and mbs * min(gas, pp) never gets
+    smaller when mbs doubles and gas halves. Published measurements agree: of the 816 runs of the Ultra-Scale
+    Playbook that ran out of memory, 547 are dominated by another one, and none of the 1,236 pairs of layouts
+    with the same degrees contradicts.
     """
     same = all(getattr(oom, name) == getattr(other, name) for name in AXES if name not in MAY_DIFFER)
     return same and other.mbs >= oom.mbs and other.zero_stage <= oom.zero_stage and oom != other

@@ -1,4 +1,4 @@
-"""How a run is measured: how many steps, how precisely, and for how long."""
+"""The settings of configs/measure/: how many steps are measured, how precisely, and for how long."""
 
 import math
 from dataclasses import dataclass
@@ -10,38 +10,38 @@ MOST_CONFIRM = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """Measuring policy, no part of a run's identity; the usual values stand in configs/measure/."""
+    """How runs are measured. It is no part of a run's identity; the usual values are in configs/measure/."""
 
     warmup_steps: int
-    """Steps dropped before measuring."""
+    """Number of steps before the measured ones."""
     min_steps: int
-    """Measured steps at least; fewer give no interval."""
+    """Smallest number of measured steps; 6 or more are needed for an interval."""
     max_steps: int
-    """Measured steps at most."""
+    """Largest number of measured steps."""
     target_ci95_rel: float
-    """Stop when the half-width of the 95 % interval of the median step time is below this."""
+    """A run stops when the half-width of the 95 % interval of its median step time, relative to that median,
+    is below this."""
     loss_step: int
-    """The step whose loss is compared between layouts; every layout runs at least this many."""
+    """The step whose loss is compared between layouts; every layout runs at least this many steps."""
     race: float | None
-    """Stop a run whose fastest step, of two measured ones at least, takes longer than this many times
-    the step of the best run of its cell; None: measure all of them to the end."""
+    """A run stops early when its fastest step takes more than this many times the step time of the best run
+    of its cell; at least two steps are measured before. None means that every run is measured to the end."""
     confirm: int
-    """Independent measurements of the contenders of a cell, each in another allocation."""
+    """Number of independent measurements of each contender of a cell, each in another allocation."""
     deadline_floor_s: float
-    """No silence shorter than this is called a hang."""
+    """Shortest time in seconds without progress after which a run may count as hanging."""
     start_deadline_s: float
-    """From the start of the ranks to the end of the first step, and while ranks look inside themselves,
-    without any progress."""
+    """Longest time in seconds without progress until the first step ends, and while a run is profiled."""
     run_limit_s: float
-    """Wall-clock limit of one attempt; three times the predicted duration where that is longer,
-    and doubled after each time-out."""
+    """Wall-clock limit of one attempt in seconds. It is three times the predicted duration where that is
+    longer, and doubles after each time-out."""
     log_mib_per_rank: float
-    """MiB that are kept of each rank's log when a run fails, half of them from its beginning; the same
+    """MiB of each rank's log that are kept when a run fails, half of them from its beginning. The same limit
     holds for each file of evidence of a hang."""
 
     @property
     def priced_steps(self) -> int:
-        """Steps that a run is expected to take, for its price."""
+        """Number of steps that the price of a run is computed from."""
         return self.warmup_steps + (self.min_steps + self.max_steps) // 2
 
     def __post_init__(self) -> None:

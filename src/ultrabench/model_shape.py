@@ -1,4 +1,4 @@
-"""The shape of a Llama-style decoder, in the words of a Hugging Face `config.json`."""
+"""The shape of a Llama-style decoder, with the field names of a Hugging Face `config.json`."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,20 @@ from ultrabench.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Every number that decides what a model costs to train."""
+    """All sizes of a model that decide its memory and its FLOPs."""
 
     name: str
-    """What people call it; not part of a run's identity."""
+    """Usual name of the model; it is no part of a run's identity."""
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    """Equal to num_attention_heads: multi-head; smaller: grouped-query attention."""
+    """Number of key/value heads; fewer than num_attention_heads means grouped-query attention."""
     intermediate_size: int
     """Width of the SwiGLU feed-forward block."""
     vocab_size: int
     tie_word_embeddings: bool
-    """Embedding and lm_head are one matrix, counted once."""
+    """Whether embedding and lm_head are one matrix, which is then counted once."""
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
 
@@ -48,9 +48,9 @@ class ModelShape:
 
     @property
     def layer_matmul_params(self) -> int:
-        """Parameters of one decoder layer that take part in a matrix product.
+        """Number of parameters of one decoder layer that take part in matrix products.
 
-        q and out projections h*h each, k and v h*(kv/heads)*h each, gate, up and down h*f each.
+        The q and out projections have h*h each, k and v h*(kv/heads)*h each, and gate, up and down h*f each.
         """
         h = self.hidden_size
         kv_width = self.num_key_value_heads * self.head_dim
@@ -58,41 +58,41 @@ class ModelShape:
 
     @property
     def layer_params(self) -> int:
-        """All parameters of one decoder layer: its matrices and two RMSNorm weights."""
+        """Number of all parameters of one decoder layer: its matrices and two RMSNorm weights."""
         return self.layer_matmul_params + 2 * self.hidden_size
 
     @property
     def embedding_params(self) -> int:
-        """Parameters of the embedding; the lm_head has as many."""
+        """Number of parameters of the embedding; the lm_head has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_params(self) -> int:
-        """All trainable parameters, tied weights counted once."""
+        """Number of all trainable parameters; tied weights are counted once."""
         tables = 1 if self.tie_word_embeddings else 2
         body = self.num_hidden_layers * self.layer_params + self.hidden_size
         return tables * self.embedding_params + body
 
     @property
     def num_active_params(self) -> int:
-        """Parameters used for one token; equal to num_params in a dense model."""
+        """Number of parameters used for one token, which is num_params in a dense model."""
         return self.num_params
 
     @property
     def num_matmul_params(self) -> int:
-        """Parameters in matrix products: the layers and the lm_head once, no input embedding."""
+        """Number of parameters in matrix products: those of the layers and the lm_head, not the embedding."""
         return self.num_hidden_layers * self.layer_matmul_params + self.embedding_params
 
     def flops_per_token(self, seq_len: int, formula: str = "matmul-v1") -> int:
         """Model FLOPs of forward and backward for one token of a sequence of `seq_len`.
 
-        6*N: a multiply and an add forward, twice that backward, for every parameter of N.
-        12*L*h*seq_len: the two attention products (scores and values), not halved for the
-        causal mask, forward once and backward twice (PaLM, arXiv 2204.02311, appendix B).
-        `matmul-v1` takes N = num_matmul_params, `nanotron` N = num_params.
+        The sum has two terms. 6*N is a multiply and an add for each of N parameters forward, and twice that
+        backward. 12*L*h*seq_len are the two products of attention (scores and values), once forward and twice
+        backward, not halved for the causal mask (PaLM, arXiv 2204.02311, appendix B). N is num_matmul_params
+        for `matmul-v1` and num_params for `nanotron`.
 
         Raises:
-            ConfigError: an unknown formula.
+            ConfigError: the formula is unknown.
         """
         attention = 12 * self.num_hidden_layers * self.hidden_size * seq_len
         if formula == "matmul-v1":

@@ -1,4 +1,4 @@
-"""Processes of this host: who is alive, who belongs to whom, and how all of them end."""
+"""Finds and kills processes of this host: which are alive, who started them, and how none is left behind."""
 
 import contextlib
 import ctypes
@@ -14,13 +14,13 @@ from pathlib import Path
 from ultrabench.errors import ClusterError
 
 TAG_VARIABLE = "ULTRABENCH_TAG"
-"""Set in every process an agent starts: allocation:node:agent pid:agent start time:its PID namespace."""
+"""Variable set in all processes of an agent: allocation:node:agent pid:agent start time:PID namespace."""
 
 SCRATCH_PREFIX = "ultrabench-"
 CALM_WALKS = 2
-"""How many walks through /proc in a row have to find nothing: what forks and leaves is easily missed by one."""
+"""Number of walks through /proc in a row that must find nothing; one walk easily misses a forking process."""
 CALM_LOOKS = 5
-"""How many looks in a row at the children of this process have to find nothing."""
+"""Number of looks in a row at the children of this process that must find nothing."""
 CALM_S = 0.002
 """Seconds between two such looks or walks."""
 
@@ -36,28 +36,28 @@ def thread_variables(threads: int) -> dict[str, str]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends (now, if it already has)."""
+    """Makes the kernel kill this process when its parent ends; exits at once if the parent is gone."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def become_subreaper() -> None:
-    """Makes orphans among this process's descendants its own children."""
+    """Makes this process the parent of those of its descendants whose own parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def start_time(pid: int) -> int | None:
-    """Start of `pid` in clock ticks since boot, or None when it is gone (or a zombie).
+    """Start time of `pid` in clock ticks since boot; None when the process is gone or a zombie.
 
-    With the pid it names a process for good: pids come round again, start times do not.
+    Pid and start time together name one process for ever, because pids are used again.
     """
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; empty for one that is gone, or a zombie."""
+    """The fields of /proc/PID/stat from the state on; empty when the process is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -66,7 +66,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def alive(pid: int, started: int) -> bool:
-    """Whether the process that had `pid` and start time `started` still runs."""
+    """Whether the process with `pid` and start time `started` still runs."""
     return start_time(pid) == started
 
 
@@ -91,7 +91,7 @@ def own_processes() -> Iterator[int]:
 
 
 def command_line(pid: int) -> list[str]:
-    """Arguments of `pid`; empty when it is gone."""
+    """Program and arguments of the process `pid`; empty when it is gone."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -100,7 +100,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def tag_of(pid: int) -> str | None:
-    """The tag in the environment `pid` was started with."""
+    """The tag in the environment with which `pid` was started; None when there is none."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -113,7 +113,7 @@ def tag_of(pid: int) -> str | None:
 
 
 def tagged(wanted: Callable[[str], bool]) -> list[int]:
-    """Living processes of this user whose tag `wanted` accepts."""
+    """Pids of living processes of this user whose tag `wanted` accepts."""
     found = []
     for pid in own_processes():
         tag = tag_of(pid)
@@ -123,9 +123,9 @@ def tagged(wanted: Callable[[str], bool]) -> list[int]:
 
 
 def descendants(ancestor: int) -> set[int]:
-    """Living processes that descend from `ancestor`, whatever session, user or environment they have.
+    """Pids of living processes that descend from `ancestor`, whatever their session, user or environment.
 
-    Of a subreaper that is all that was ever started under it: orphans become its own children.
+    For a subreaper these are all processes that were started under it, because orphans become its children.
     """
     pids = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
     parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
@@ -137,7 +137,7 @@ def descendants(ancestor: int) -> set[int]:
 
 
 def described(pids: Iterable[int]) -> str:
-    """What a person needs to know of processes that stay: `1234 (python, state D)`."""
+    """A text for messages about processes that cannot be killed, such as `1234 (python, state D)`."""
     stats = [(pid, (command_line(pid) or ["?"])[0], (_stat(pid) or ["?"])[0]) for pid in sorted(pids)]
     return ", ".join(f"{pid} ({Path(program).name}, state {state})" for pid, program, state in stats)
 
@@ -145,9 +145,12 @@ def described(pids: Iterable[int]) -> str:
 def kill_until_gone(
     find: Callable[[], list[int]], *, patience_s: float = 10.0, meanwhile: Callable[[], None] = lambda: None
 ) -> list[int]:
-    """SIGKILLs what `find` returns until it returns nothing several times; gives back what would not die.
+    """SIGKILLs what `find` returns until it returns nothing several times in a row.
 
-    New children of the dying are found by asking again, so that no tree outgrows the killing.
+    `find` is called again after each round, because a process may start new ones before it dies.
+
+    Returns:
+        The pids that are still alive after `patience_s`.
     """
     end = time.monotonic() + patience_s
     calm = 0
@@ -163,17 +166,17 @@ def kill_until_gone(
 
 
 def kill_children(known: set[int], looks: int = 300) -> set[int]:
-    """SIGKILLs the children of this process in looks that follow each other at once, and reaps them.
+    """SIGKILLs and reaps the children of this process, again and again without a pause until none are left.
 
-    Of a subreaper these are also the orphans of its descendants. A program that forks, leaves its session
-    and ends, again and again, has its newest process among them for some milliseconds: too short for a
-    walk through /proc, long enough for this.
+    The children of a subreaper include the orphans of its descendants. A program may fork, leave its session
+    and end, again and again. Then its newest process is among these children for some milliseconds only,
+    which is too short for a walk through /proc, but long enough for this.
 
     Args:
-        known: children that stay, or whose exit somebody else (a subprocess.Popen) waits for.
+        known: children that stay alive, or whose exit somebody else (a subprocess.Popen) waits for.
 
     Returns:
-        All that were hit.
+        The pids of all children that were killed.
     """
     hit, calm = set[int](), 0
     for _ in range(looks):
@@ -199,7 +202,7 @@ def _children() -> list[int]:
 
 
 def _kill(pid: int) -> None:
-    """SIGKILLs a process, and its whole group where it leads one: a fork that is under way is hit, too."""
+    """SIGKILLs a process, or its whole group if it leads one, so that a fork under way is killed, too."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgid(pid) == pid != os.getpgrp():
             os.killpg(pid, signal.SIGKILL)
@@ -208,10 +211,10 @@ def _kill(pid: int) -> None:
 
 
 def pid_namespace() -> int:
-    """Number of the PID namespace of this process: a pid means nothing outside its own.
+    """Number of the PID namespace of this process; a pid has a meaning only inside its namespace.
 
     Raises:
-        ClusterError: /proc is that of another namespace, so that no process can be found in it.
+        ClusterError: /proc shows another namespace, so that no process can be found in it.
     """
     if os.readlink("/proc/self") != str(os.getpid()):
         raise ClusterError("/proc shows another PID namespace: mount one in this container (--mount-proc)")
@@ -219,23 +222,23 @@ def pid_namespace() -> int:
 
 
 def make_scratch() -> Path:
-    """A node-local folder of this process, whose name tells when nobody needs it any more."""
+    """Makes a node-local folder that bears the identity of this process, so that others can clean it up."""
     return Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{_identity('-')}-"))
 
 
 def own_tag(allocation: str, node: int) -> str:
-    """The tag of what this process starts for a node of an allocation."""
+    """The tag of the processes that this process starts for a node of an allocation."""
     return f"{allocation}:{node}:{_identity(':')}"
 
 
 def _identity(between: str) -> str:
-    """Pid, start time and PID namespace of this process, which name it for good."""
+    """Pid, start time and PID namespace of this process, which together name it for ever."""
     pid = os.getpid()
     return between.join(map(str, (pid, start_time(pid), pid_namespace())))
 
 
 def clean_up_after_the_dead() -> None:
-    """Kills the processes that dead agents have left behind, and removes their folders."""
+    """Kills the processes that dead agents have left behind, and removes the folders of these agents."""
     kill_until_gone(lambda: tagged(orphaned), patience_s=5.0)
     for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*-*-*-*"):
         if _is_dead(folder.name.removeprefix(SCRATCH_PREFIX).split("-")[:3]):
@@ -248,7 +251,7 @@ def orphaned(tag: str) -> bool:
 
 
 def _is_dead(identity: list[str]) -> bool:
-    """Whether a process of this PID namespace is gone; of those of others nothing is known."""
+    """Whether a process of this PID namespace is gone; False for other namespaces, where nothing is known."""
     if len(identity) != 3 or not all(part.isdigit() for part in identity):
         return False
     pid, started, namespace = map(int, identity)

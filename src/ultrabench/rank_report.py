@@ -1,4 +1,4 @@
-"""What a rank tells its agent: JSON lines in a node-local file, and where it is in shared memory."""
+"""Reports of a rank to its agent: JSON lines in a node-local file, and its progress in shared memory."""
 
 import json
 import math
@@ -17,27 +17,27 @@ from typing import Any
 from ultrabench.record import canonical_json
 
 PROGRESS_SUFFIX = ".progress"
-"""The progress lies beside the report, in shared memory: three native 64-bit integers."""
+"""Suffix of the memory-mapped file beside the report with the progress: three native 64-bit integers."""
 STACKS_SUFFIX = ".stacks"
-"""Beside the report: the Python stacks of a rank that was asked for them."""
+"""Suffix of the file beside the report that holds the Python stacks of a rank that was asked for them."""
 COLLECTIVES_SUFFIX = ".collectives"
-"""Beside the report: the last collectives of a rank that was asked for them, as JSON."""
+"""Suffix of the file beside the report that holds the last collectives of a rank, as JSON."""
 
 PROFILE = "profile"
-"""The phase in which ranks look inside themselves, and the folder beside the report for what they see."""
+"""Name of the phase in which a rank is profiled, and of the folder beside the report for the profile."""
 
 PARTS = ("data", "forward_backward", "optimizer")
 """Parts of a step, in order."""
 _RECORD = struct.Struct("@qqq")
 
 LINE_BYTES = 2**19
-"""Longest line of a report or a log that is read, and how much of it is read at once."""
+"""Bytes of a report or a log that are read at once; a longer line is skipped."""
 SKIPPED_PARTS = 128
-"""How many parts of a longer line are passed over in one call."""
+"""Largest number of parts of a longer line that are skipped in one call."""
 STEP_S = (1e-9, 1e7)
-"""Shortest and longest step, in seconds, that is taken for a measurement."""
+"""Shortest and longest step time in seconds that counts as a measurement."""
 MOST = 2.0**60
-"""Largest count, number of bytes or of operations that is believed."""
+"""Largest number that is accepted as a count or as a number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +47,19 @@ class Progress:
     microbatches: int = 0
     """Micro-batches that have finished on the device."""
     step: int = 0
-    """The step it is in; 0 before the first."""
+    """Number of the step that the rank is in; 0 before the first step."""
     part: str = PARTS[0]
-    """What it has begun of that step; a GPU may be some micro-batches behind."""
+    """The part of that step that the rank has begun; its GPU may be some micro-batches behind."""
 
 
 class Report:
-    """Writes one rank's report.
+    """Writes the report of one rank.
 
-    A line is one JSON object with an `event` and, from us, the `time` in seconds since 1970: phase {name}, store {port}, environment {...},
-    step {seconds, tokens, loss}, memory {allocated_bytes, reserved_bytes}, error {kind, message},
-    done {...}, stack_dump {pid}. Programs that are not ours may write the same lines themselves.
-    With stack_dump a process promises to write its Python stacks beside the report on SIGUSR1, and its
-    last collectives on SIGUSR2.
+    Each line is one JSON object with an `event`. This class adds the `time` in seconds since 1970. The events
+    are phase {name}, store {port}, environment {...}, step {seconds, tokens, loss},
+    memory {allocated_bytes, reserved_bytes}, error {kind, message}, done {...} and stack_dump {pid}.
+    A program of the user may write the same lines itself. With stack_dump a process promises to write its
+    Python stacks beside the report on SIGUSR1, and its last collectives on SIGUSR2.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -67,18 +67,18 @@ class Report:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the rank
         record = os.open(f"{self.path}{PROGRESS_SUFFIX}", os.O_RDWR | os.O_CREAT, 0o644)
         os.ftruncate(record, _RECORD.size)
-        # Each number is written whole, so that the thread that counts and the one that steps need no lock.
+        # Each number is written at once, so the thread that counts and the one that steps need no lock.
         self._progress = memoryview(mmap.mmap(record, _RECORD.size)).cast("q")
         os.close(record)
         self._microbatches = 0
 
     @classmethod
     def from_environment(cls) -> "Report":
-        """The report of this rank, at ULTRABENCH_REPORT."""
+        """The report of this rank, at the path in the variable ULTRABENCH_REPORT."""
         return cls(os.environ["ULTRABENCH_REPORT"])
 
     def write(self, event: str, **values: Any) -> None:
-        """Appends one line, at once visible to the agent."""
+        """Appends one line, which the agent can read at once."""
         self._file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
         self._file.flush()
 
@@ -87,21 +87,21 @@ class Report:
         self.write("phase", name=name)
 
     def microbatch(self) -> None:
-        """Counts one more finished micro-batch (no system call)."""
+        """Counts one more finished micro-batch, without a system call."""
         self._microbatches += 1
         self._progress[0] = self._microbatches
 
     def enter(self, part: int, step: int) -> None:
-        """Says which of PARTS of which step the rank begins (no system call)."""
+        """Records which part of which step the rank begins, as an index of PARTS, without a system call."""
         self._progress[1] = step
         self._progress[2] = part
 
 
 def read_part(path: str | os.PathLike[str], start: int, most: int) -> bytes:
-    """At most `most` bytes of a file from byte `start` on; empty where it cannot be read.
+    """At most `most` bytes of a file from byte `start` on; empty when it is not regular or not readable.
 
-    A rank may have put anything in the place of its file: a pipe that nobody writes to does not
-    hold up the reader, nor does an endless device fill its memory.
+    A rank may have replaced its file by anything. A pipe without a writer does not block the reader, and an
+    endless device does not fill its memory.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -116,7 +116,7 @@ def read_part(path: str | os.PathLike[str], start: int, most: int) -> bytes:
 
 
 def read_progress(report: Path) -> Progress:
-    """How far the rank that writes `report` has come; nothing where it keeps no record of numbers >= 0."""
+    """The progress of the rank that writes `report`; no progress when its record is missing or invalid."""
     raw = read_part(f"{report}{PROGRESS_SUFFIX}", 0, _RECORD.size + 1)
     if len(raw) != _RECORD.size or min(_RECORD.unpack(raw)) < 0:
         return Progress()
@@ -125,18 +125,18 @@ def read_progress(report: Path) -> Progress:
 
 
 class NewLines:
-    """Follows a text file that somebody is writing; lines longer than LINE_BYTES are left out."""
+    """Reads new lines of a text file that another process writes; skips lines longer than LINE_BYTES."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.behind = False
-        """The file goes on after what the last call has read."""
+        """Whether there may be more in the file than the last call has read."""
         self._offset = 0
         self._skipping = False
-        """The file is read in the middle of a line that is left out."""
+        """Whether the next byte to read is inside a line that is left out."""
 
     def read(self) -> list[str]:
-        """The next whole lines since the last call, LINE_BYTES of them at most."""
+        """The whole lines after those of the last call, at most LINE_BYTES bytes of them."""
         for _ in range(SKIPPED_PARTS):
             data = read_part(self.path, self._offset, LINE_BYTES)
             self.behind = len(data) == LINE_BYTES
@@ -166,12 +166,12 @@ def _count(value: Any) -> int | None:
 
 
 def _text(most: int) -> Callable[[Any], str]:
-    """Makes a text of anything, of which both ends are kept where it has more than `most` characters."""
+    """A function that turns any value into a text, and cuts the middle out beyond `most` characters."""
 
     def text(value: Any) -> str:
         whole = str(value)
         kept = whole if len(whole) <= most else f"{whole[: most // 2]}...{whole[-most // 2 :]}"
-        return kept.encode(errors="replace").decode()  # without halves of surrogate pairs
+        return kept.encode(errors="replace").decode()  # replaces halves of surrogate pairs
 
     return text
 
@@ -181,7 +181,7 @@ def _variables(value: Any) -> dict[str, str] | None:
 
 
 def _loss(value: Any) -> float | None:
-    """A loss that is not finite stays, since that is news; one that no float can hold is infinite."""
+    """The loss as a float; None when it is no number. Infinity and NaN are kept, since they are a finding."""
     if type(value) not in (int, float):
         return None
     return float(value) if isinstance(value, float) or is_number(value) else math.inf
@@ -203,15 +203,14 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "done": {"stopped": _NAME, "hardware_flops_per_step": _number},
     "stack_dump": {"pid": _count},
 }  # fmt: skip
-"""Event -> its fields that are used, with what makes a value of bounded size of anything, or None."""
+"""Event -> field that is used -> function that turns any value into a valid one of bounded size, or None."""
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
-    """A line of a report; None when it is no JSON object with an `event`.
+    """The content of a line of a report; None when it is no JSON object with an `event`.
 
-    This is the guard against what programs may write: fields that nobody uses, and values that are
-    not what their field says, are left out. Where a step has no number of seconds, or a line is
-    nested too deeply to be read, the line has a `fault` that says so.
+    Programs may write anything, so unused fields and values of the wrong type are left out. The result has a
+    `fault` when the seconds of a step are no number, or when the line is nested too deeply to be read.
     """
     try:
         value = json.loads(line)
@@ -225,9 +224,9 @@ def parse_line(line: str) -> dict[str, Any] | None:
 
 
 def checked(value: dict[str, Any]) -> dict[str, Any]:
-    """What is used of a line of a report, or its `fault`."""
+    """The used fields of a line of a report, and a `fault` when the seconds of a step are wrong."""
     event = value["event"]
-    if event == "probe":  # of our own kernel only, and read with care by `preflight.summary`
+    if event == "probe":  # only our own kernel writes it, and `device_rates.summary` checks its values
         canonical_json(value)
         return value
     line: dict[str, Any] = {"event": _NAME(event)}
@@ -244,9 +243,11 @@ def checked(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_log_line(line: str, pattern: re.Pattern[str], tokens_per_gpu: float) -> dict[str, Any] | None:
-    """The step that a line of a program's log tells by `pattern`, as a report line marked so.
+    """The step in a line of a program's log that matches `pattern`, as a line of a report; else None.
 
-    Groups are those of `kernel_choice.STEP_TIMES` and loss; a step takes `tokens_per_gpu` tokens a GPU.
+    Args:
+        pattern: has one of the groups of `kernel_config.STEP_TIMES`, and may have the group loss.
+        tokens_per_gpu: number of tokens of one step divided by the number of GPUs.
     """
     match = pattern.search(line)
     if match is None:

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON values and back, and the hash of their content."""
+"""Turns frozen dataclasses into JSON values and back, and hashes their content."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ _KINDS: dict[Any, str] = {
 }
 
 
-# Working out types costs more than reading a record.
+# These results are cached, because finding the types of a class takes longer than reading a record.
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 _origin: Callable[[Any], Any] = functools.cache(typing.get_origin)
 _args: Callable[[Any], tuple[Any, ...]] = functools.cache(typing.get_args)
@@ -36,7 +36,7 @@ def _required(cls: Any) -> dict[str, bool]:
 
 
 def to_dict(record: Any) -> dict[str, Any]:
-    """The record's fields as JSON values (nested records become objects, tuples become lists)."""
+    """The record as JSON values; nested records become objects, and tuples become lists."""
     out: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(record)))
     return out
 
@@ -48,10 +48,10 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "", skip_
         cls: a dataclass whose fields are JSON scalars, tuples, dicts or other records.
         values: field name -> JSON value; fields with defaults may be left out.
         where: what the error message calls the record, `cls.__name__` when empty.
-        skip_unknown: pass over fields that do not exist here, because a later version wrote `values`.
+        skip_unknown: ignore unknown fields, because a later version may have written `values`.
 
     Raises:
-        ConfigError: a field that does not exist, is missing, or has the wrong type.
+        ConfigError: a field is unknown, is missing, or has the wrong type.
     """
     name = where or cls.__name__
     hints = _hints(cls)
@@ -68,10 +68,10 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "", skip_
 
 
 def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) -> Any:
-    """`value`, of JSON, turned into the type that `hint` asks for.
+    """The JSON `value` turned into the type that `hint` asks for.
 
     Raises:
-        ConfigError: it cannot be; `where` names it.
+        ConfigError: the value has another type; `where` names it in the message.
     """
     if hint is Any or type(value) is hint:
         return value
@@ -106,7 +106,7 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of `value`: sorted keys, no spaces, no NaN."""
+    """The only JSON text of `value`: its keys are sorted, and it has no spaces and no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

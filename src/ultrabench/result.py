@@ -1,4 +1,4 @@
-"""How an attempt ended, and the facts that were measured."""
+"""The result of an attempt: how it ended, and what was measured."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """The end of an attempt; `rejected` and `skipped` mark candidates that were never attempted."""
+    """How an attempt ended; `rejected` and `skipped` are for candidates that were never attempted."""
 
     OK = "ok"
     OOM = "oom"
@@ -30,50 +30,51 @@ CAUSES = (
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "preempted", "unmeasured",
     "wrong_gpu", "replicas_differ", "bad_report",
 )  # fmt: skip
-"""What `RunResult.cause` may be; docs/failures.md explains each."""
+"""All values of `RunResult.cause`; docs/failures.md explains each of them."""
 
 ANSWERS = frozenset({Status.OK, Status.OOM, Status.SKIPPED, Status.REJECTED})
-"""Ends that leave nothing to mend: a sweep with only these exits 0."""
+"""Statuses that need no repair; a sweep whose runs have only these exits with code 0."""
 
 SLOWER = "slower_than_best"
-"""`RunResult.stopped` of a run that was ended early, because the best run of its cell is faster."""
+"""`RunResult.stopped` of a run that was stopped early, because the best run of its cell is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The facts of one attempt; what follows from them (mfu, rates) is computed when collected."""
+    """The facts of one attempt; what follows from them, such as mfu, is computed by `ultrabench collect`."""
 
     status: Status
     reason: str | None = None
-    """One line of evidence for anything but ok."""
+    """One line of evidence for any status but ok."""
     cause: str | None = None
-    """What failed, more exactly than the status: cuda_oom, host_oom, import_error, segfault, ..."""
+    """What failed, more precisely than the status: cuda_oom, host_oom, import_error, segfault, ..."""
     fingerprint: str | None = None
-    """Equal for the same failure wherever it happens: a hash of it without numbers, paths and ranks."""
+    """Hash of the failure without numbers, paths and ranks, so that it is equal on all nodes."""
     confirmed: bool | None = None
-    """Whether an oom is sure: memory was free when the run began, and the allocator recorded the failed request."""
+    """Whether an oom is sure: memory was free at the start, and the allocator recorded the failed request."""
     suspects: tuple[str, ...] = ()
-    """Hosts that a failure points at."""
+    """Hosts that may have caused the failure."""
     measured_by: str | None = None
-    """report: the program's own report file; log: read from its log by a pattern."""
+    """Where the steps come from: report (the program's report file) or log (its log, read by a pattern)."""
     stopped: str | None = None
     """Why measuring ended: interval, max_steps, program, slower_than_best or time_limit."""
     ci_reached: bool | None = None
     step_times_s: tuple[float, ...] = ()
     """Seconds of each measured step in order, without warm-up."""
     rank_step_times_s: dict[str, float] = field(default_factory=dict)
-    """Rank -> its median measured step, of the fastest and the slowest rank; empty if only one tells."""
+    """Rank -> its median step time, for the fastest and the slowest rank; empty if only one rank reports."""
     loss_final: float | None = None
     """Loss at the step that all layouts of a cell have in common."""
     loss_step: int | None = None
     """The step at which `loss_final` was taken."""
     hardware_flops_per_step: float | None = None
-    """Operations executed, all ranks together; None where nobody counted."""
+    """Floating-point operations of one step, all ranks together; None where they were not counted."""
     peak_mem_allocated_bytes: int | None = None
-    """Largest peak of allocated bytes of all ranks."""
+    """Largest peak of allocated bytes among all ranks."""
     peak_mem_reserved_bytes: int | None = None
-    """Largest peak of reserved bytes of all ranks; on CPUs of the resident set."""
+    """Largest peak of reserved bytes among all ranks; on CPUs, of the resident set."""
     peak_mem_reserved_rank0_bytes: int | None = None
+    """Peak of reserved bytes of rank 0, as other benchmarks publish it."""
     init_time_s: float | None = None
     """Seconds from the start of the ranks to the end of the first step."""
     started_at: float | None = None
@@ -81,9 +82,9 @@ class RunResult:
     duration_s: float | None = None
     """Seconds from the start of the ranks until all of them were gone."""
     sm_clock_hz: float | None = None
-    """Median over the GPUs and the seconds in which steps were made; None where no driver tells."""
+    """Median SM clock over all GPUs and all seconds of the measured steps; None where it is unknown."""
     throttled: str | None = None
-    """What slowed the clocks of a GPU meanwhile, a power cap left out; None: nothing, or nobody tells."""
+    """What slowed a GPU's clock during the measured steps, except a power cap; None: nothing or unknown."""
     hostnames: tuple[str, ...] = ()
     gpu_name: str | None = None
     torch_version: str | None = None
@@ -94,6 +95,6 @@ class RunResult:
     env_id: str | None = None
     kernel_digest: str | None = None
     probe: dict[str, Any] = field(default_factory=dict)
-    """Rates of devices and links, of a run that measured these instead of training."""
+    """Rates of devices and links, for a run that measured these instead of training."""
     evidence: dict[str, Any] = field(default_factory=dict)
-    """Exit codes and signals by rank, last lines, phase: what the classification rests on."""
+    """Facts from which status and cause follow: exit code or signal of each rank, last lines, phase."""

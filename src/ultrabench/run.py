@@ -1,4 +1,4 @@
-"""One run: what is trained how on how many nodes, named by its content."""
+"""A run: one model with one layout on some nodes, named by a hash of its content."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id, to_dict
 
 LARGEST = 2**30
-"""Largest seq_len and gbs that are accepted; a larger number is a typing error, and byte counts would overflow."""
+"""Largest seq_len and gbs that are accepted; larger ones are typing errors and would overflow byte counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,13 @@ class Workload:
 
 
 ADDED_LATER: dict[str, Any] = {}
-"""Identity fields (dotted) that joined after version 1, with defaults: left out of the hash there."""
+"""Dotted name -> default of each field that was added to the identity after version 1. A field with its
+default is left out of the hash, so that old run_ids stay valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """Everything that makes two measurements the same measurement."""
+    """Everything that identifies a run: two measurements with equal values are of the same run."""
 
     shape: ModelShape
     workload: Workload
@@ -88,12 +89,12 @@ class RunSpec:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens one optimizer step trains on, all ranks together."""
+        """Number of tokens of one optimizer step, all ranks together."""
         return self.workload.gbs * self.workload.seq_len
 
 
 class AttemptKey(NamedTuple):
-    """Name of one try of one repeat of a run."""
+    """Identifies one attempt of one repeat of a run."""
 
     run_id: str
     repeat: int
@@ -118,13 +119,14 @@ class Task:
     """Memory of one rank in bytes; on CPUs a limit of its process."""
     predicted_step_time_s: float
     predicted_duration_s: float
-    """Predicted seconds of the whole attempt; an attempt longer than what is left of its allocation is not begun."""
+    """Predicted seconds of the whole attempt; it is not started when its allocation has less time left."""
     limit_s: float
     """Wall-clock limit of the attempt."""
     best_step_time_s: float | None = None
-    """Best step time of the cell when the attempt was submitted; None when nothing was known."""
+    """Best step time of the cell when the attempt was submitted; None when there was none."""
     gpu_names: tuple[str, ...] = ()
-    """Names that the driver may give the accelerators; a result on another one is invalid. Empty: any name."""
+    """Names that the driver may give the accelerators, or empty for any name. A result on an accelerator with
+    another name is invalid."""
     probe: bool = False
     """Whether devices and links of the allocation are measured instead of training."""
     profile: bool = False
@@ -132,7 +134,7 @@ class Task:
 
     @property
     def forked(self) -> bool:
-        """Whether its ranks are forked from the warm server; a user's program is exec'd."""
+        """Whether its ranks are forked from the warm server; a program of the user is started by exec."""
         return self.probe or self.spec.kernel.kind != "command"
 
     @property
@@ -142,12 +144,13 @@ class Task:
 
 
 def fill_in(spec: RunSpec, repeat: int, attempt: int, measure: Measure) -> list[str]:
-    """The user's command with `{word}` replaced by the run's own; a first `python` is ours.
+    """The user's command with each `{word}` replaced by the value of this run.
 
-    `${WORD}` is left for the shell that the command may be.
+    If the first word is `python`, it is replaced by the Python that runs this. `${WORD}` is left as it is,
+    because the command may be a shell that replaces it.
 
     Raises:
-        ConfigError: a word that does not exist.
+        ConfigError: a `{word}` is unknown.
     """
     values = to_dict(spec)
     words = {**values["shape"], **values["workload"], **values["layout"], **{
@@ -169,11 +172,11 @@ def fill_in(spec: RunSpec, repeat: int, attempt: int, measure: Measure) -> list[
 
 
 def env_id(environment: dict[str, Any], kernel: KernelConfig, kernel_digest: str) -> str:
-    """Hash of where a result was made; results are reused only where it matches.
+    """Hash of the environment in which a result was made; results are reused only where it is equal.
 
     Args:
-        environment: what the kernel's environment probe reports: gpu_name, torch_version,
-            cuda_version, nccl_version, driver_version and declared NCCL_*/CUDA_* variables.
+        environment: gpu_name, torch_version, cuda_version, nccl_version, driver_version and the declared
+            NCCL_*/CUDA_* variables, as the kernel reports them.
     """
     facts = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version")
     return content_id(

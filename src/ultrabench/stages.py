@@ -1,4 +1,4 @@
-"""How a decoder is cut into pipeline stages of about equal cost."""
+"""Cuts a decoder into pipeline stages of about equal cost."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,20 +9,20 @@ from ultrabench.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The consecutive blocks one pipeline stage holds."""
+    """The consecutive blocks of one pipeline stage."""
 
     index: int
     first_layer: int
-    """Number of the first decoder layer here; meaningless when num_layers is 0."""
+    """Number of the first decoder layer of this stage; it has no meaning when num_layers is 0."""
     num_layers: int
     has_embedding: bool
     has_norm: bool
     has_head: bool
     num_blocks: int
-    """All blocks, the parameterless cast and loss included."""
+    """Number of all blocks, including cast and loss, which have no parameters."""
 
     def num_params(self, shape: ModelShape) -> int:
-        """Parameters on this stage; a tied embedding counts on the first and the last stage."""
+        """Number of parameters of this stage; a tied embedding counts in the first and in the last stage."""
         tables = int(self.has_embedding) + int(self.has_head)
         if self.has_embedding and self.has_head and shape.tie_word_embeddings:
             tables = 1
@@ -30,18 +30,19 @@ class Stage:
         return tables * shape.embedding_params + body
 
     def matmul_params(self, shape: ModelShape) -> int:
-        """Parameters in matrix products on this stage."""
+        """Number of parameters of this stage that take part in matrix products."""
         head = shape.embedding_params if self.has_head else 0
         return self.num_layers * shape.layer_matmul_params + head
 
 
 @lru_cache(maxsize=4096)
 def split_stages(shape: ModelShape, num_stages: int) -> tuple[Stage, ...]:
-    """All stages, `num_stages` of them, of [embedding, decoder x L, norm, head, cast, loss].
+    """The `num_stages` stages into which the blocks [embedding, decoder x L, norm, head, cast, loss] are cut.
 
-    Cost of a decoder is its matmul parameters, of the head V*h, of the rest 0. A block goes to the
-    current stage; when the cumulative cost then exceeds total*(stage+1)/num_stages the next stage begins.
-    This is the rule of nanotron, empty stages included, so that its published runs can be compared with ours.
+    The cost of a decoder layer is its matmul parameters, that of the head V*h, and that of other blocks 0.
+    A block goes to the current stage. When the cost so far exceeds total*(stage+1)/num_stages, the next stage begins.
+    This is the rule of nanotron, so results can be compared with its measurements; like nanotron's, stages
+    may be empty.
     """
     layers = shape.num_hidden_layers
     kinds = ["embedding", *["layer"] * layers, "norm", "head", "cast", "loss"]

@@ -1,4 +1,4 @@
-"""Statistics of step times: the median and how well it is known."""
+"""Statistics of step times: the median and its confidence interval."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from functools import lru_cache
 from statistics import median
 
 MIN_SAMPLES = 6
-"""The smallest sample whose extremes hold the median with 95 % confidence (1 - 2/2**6)."""
+"""Smallest number of samples whose extremes enclose the median with 95 % confidence (1 - 2/2**6)."""
 
 
 @lru_cache(maxsize=1024)
 def _lower_rank(n: int) -> int:
-    """Largest k such that the k-th smallest and k-th largest of n hold the median at 95 %."""
+    """Largest k for which the k-th smallest and the k-th largest of n samples enclose the median at 95 %."""
     tail, k = 0.0, 0
     whole = math.lgamma(n + 1) - n * math.log(2)
     while True:
@@ -24,8 +24,8 @@ def _lower_rank(n: int) -> int:
 def ci95_rel(step_times_s: Sequence[float]) -> float | None:
     """Half-width of the 95 % interval of the median step time, relative to the median.
 
-    Distribution-free: the interval lies between two order statistics whose ranks follow from the
-    binomial distribution. None below 6 samples, and where the median is 0.
+    The interval needs no assumption about the distribution: it lies between two order statistics, whose ranks
+    follow from the binomial distribution. The result is None below 6 samples and when the median is 0.
     """
     n = len(step_times_s)
     ordered = sorted(step_times_s)
@@ -36,10 +36,10 @@ def ci95_rel(step_times_s: Sequence[float]) -> float | None:
 
 
 def extremes(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Rank -> median step time, of the fastest and the slowest rank; empty unless two ranks have steps.
+    """Rank -> median step time, for the fastest and the slowest rank; empty unless two ranks have steps.
 
     Args:
-        step_times_s: the steps of each rank; one with a step of 0 s counts as silent.
+        step_times_s: the step times of each rank; a rank with a step of 0 s is left out.
     """
     medians = {
         str(rank): median(times) for rank, times in enumerate(step_times_s) if times and min(times) > 0

@@ -1,4 +1,4 @@
-"""Which layouts a kernel can run, each refusal with its reason."""
+"""Tells which layouts a kernel can run, and the reason for each that it cannot run."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,11 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
 
 Refusal = Callable[[Layout, ModelShape, int], str | None]
+"""A function that returns the reason why a kernel cannot run a layout with this seq_len, or None."""
 
 
 def context_split(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
-    """Context parallelism gives each rank two chunks of the sequence, each of the same length."""
+    """Context parallelism gives each rank two chunks of the sequence, all of the same length."""
     if layout.cp > 1 and seq_len % (2 * layout.cp):
         return f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
     return None
@@ -29,7 +30,7 @@ def stage_params(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
 
 
 def zero2_pipeline(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
-    """Torch's pipeline schedules reduce gradients once a step, so ZeRO-2 would be ZeRO-1."""
+    """Torch's pipeline schedules reduce gradients once in each step, so ZeRO-2 would be just ZeRO-1."""
     if layout.zero_stage == 2 and layout.pp > 1:
         return f"zero_stage=2 with pp={layout.pp} would run as zero_stage=1"
     return None
@@ -47,14 +48,14 @@ def schedule(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
 
 
 def split_backward(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
-    """Torch takes the gradients of the sharded parameters there, and loses some without a word."""
+    """With zbv and ZeRO-3, torch silently loses some gradients of the sharded parameters."""
     if layout.pp_schedule == "zbv" and layout.zero_stage == 3:
         return "zbv with zero_stage=3 loses gradients in torch; take zero_stage 0 or 1, or another schedule"
     return None
 
 
 def tensor_split(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
-    """Tensor parallelism cuts heads, feed-forward, vocabulary and (sequence parallel) tokens."""
+    """Tensor parallelism splits heads, feed-forward and vocabulary, and sequence parallelism the tokens."""
     cut = {
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
@@ -93,7 +94,7 @@ def refusal(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: in
         value = getattr(layout, word, getattr(shape, word, None))
         if value is None:
             return f"kernel.supports names {word!r}, which is no word of a layout or a model"
-        alike = word == "zero_stage" and layout.dp == 1  # nothing is shared out, whatever the stage
+        alike = word == "zero_stage" and layout.dp == 1  # with dp=1 no stage shards anything
         if value not in allowed and not alike:
             return f"kernel {kernel.name} supports {word} in {list(allowed)}; {word}={value}"
     return None

@@ -1,4 +1,4 @@
-"""The config.json of a Hugging Face checkpoint, read as the shape of a model."""
+"""Reads the shape of a model from the config.json of a Hugging Face checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "sliding_window": None},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
 }
-"""model_type -> what transformers takes where a key is absent; these types are the decoder that ultrabench trains.
+"""model_type -> the values that transformers uses for absent keys. Only models of these types can be trained.
 
-From transformers' LlamaConfig and MistralConfig, whose tie_word_embeddings is false and rms_norm_eps 1e-6.
+Source: LlamaConfig and MistralConfig of transformers, which also give the values of DEFAULTS.
 """
 DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -26,24 +26,25 @@ PLAIN: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "num_nextn_predict_layers", "n_embd", "no_rope_layers"), 0),
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "parallel_residual"), False),
 }  # fmt: skip
-"""Keys that change the model, with the value of the plain decoder; absent and null are plain, too.
+"""Keys that change the model, each with the value that ultrabench can train; a key may be absent or null.
 
-rope_scaling is not among them: it changes numbers in the table of rotations, neither sizes nor work.
+rope_scaling is not listed: it changes numbers in the table of rotations, but neither sizes nor FLOPs.
 """
 
 
 def is_path(name: str) -> bool:
-    """Whether `name` means a file or folder, and no model of configs/model/."""
+    """Whether `name` is the path of a file or folder, and not the name of a model in configs/model/."""
     return "/" in name or name.endswith(".json")
 
 
 def read_checkpoint_config(given: str) -> ModelShape:
-    """The model of the config.json at the path `given`, or in the folder there.
+    """The shape of the model that is described by the file `given`, or by config.json in the folder `given`.
 
-    Its name is the last part of `_name_or_path`, else the name of its folder, or of the file if that has another name.
+    The model's name is the last part of `_name_or_path`. Without that key it is the name of the folder
+    of config.json, or the name of a file that is not called config.json.
 
     Raises:
-        ConfigError: it cannot be read, or is of a model that ultrabench does not train.
+        ConfigError: the file cannot be read, or describes a model that ultrabench does not train.
     """
     path = Path(given).expanduser().absolute()
     path = path / "config.json" if path.is_dir() else path
@@ -62,10 +63,10 @@ def read_checkpoint_config(given: str) -> ModelShape:
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """The model that a config.json describes; keys that change neither sizes nor work are left out.
+    """The shape of the model in a config.json; keys that change neither its size nor its FLOPs are ignored.
 
     Raises:
-        ConfigError: a key that changes the model to one that ultrabench does not train, named.
+        ConfigError: a key makes the model one that ultrabench does not train; the message names the key.
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:

@@ -1,4 +1,4 @@
-"""Hydra overrides to plain values: the only module that knows Hydra."""
+"""Turns Hydra overrides into plain values; the only module that imports Hydra."""
 
 import os
 import re
@@ -28,7 +28,7 @@ WRITE_CLUSTER = "; on a login node, `ultrabench doctor --write` writes the confi
 def explain(
     error: Exception, overrides: Sequence[str], known_names: Callable[[str], list[str]], groups: Sequence[str]
 ) -> str:
-    """One line for `error`: what was given, what is known, what to do."""
+    """One line that explains `error`: what was given, which values are known, and what to do."""
     text = str(error)
     missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if missing and missing[1] in groups:
@@ -63,10 +63,10 @@ def explain(
 
 
 def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
-    """Raises for overrides that Hydra would take and we could not use.
+    """Raises for overrides that Hydra accepts but ultrabench cannot use.
 
     Raises:
-        ConfigError: a list, values or a path in place of the name of a group, or a setting of Hydra itself.
+        ConfigError: an override gives a group something else than a name, or is a setting of Hydra itself.
     """
     for override in overrides:
         key, _, value = override.partition("=")
@@ -90,7 +90,7 @@ def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
 
 
 def unknown_override(key: str, groups: Sequence[str]) -> str:
-    """One line for an override whose key does not exist, naming the nearest that does."""
+    """One line for an override whose key does not exist; it names the most similar key that does."""
     if key.startswith("model."):
         return (
             f"unknown override {key!r}; the sizes of a model stand in its file: write ultrabench/model/NAME.yaml and give "
@@ -124,9 +124,9 @@ GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retr
 
 
 def search_path() -> list[Path]:
-    """Folders that hold configuration, the strongest first.
+    """Folders that hold configuration files; a file in an earlier folder hides its namesakes in later ones.
 
-    `./ultrabench`, then $ULTRABENCH_CONFIG_DIR (by default ~/.config/ultrabench), then the package.
+    They are `./ultrabench`, then $ULTRABENCH_CONFIG_DIR (by default ~/.config/ultrabench), then the package.
     """
     user = os.environ.get("ULTRABENCH_CONFIG_DIR", "~/.config/ultrabench")
     folders = [Path.cwd() / "ultrabench", Path(user).expanduser().absolute()]
@@ -139,10 +139,10 @@ def _is_config_folder(folder: Path) -> bool:
 
 
 class UserFolders(SearchPathPlugin):
-    """Lets the user's folders win over the package's, which stays the main one."""
+    """Makes Hydra search the user's folders before the folder of the package."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Puts them in front, the strongest first."""
+        """Puts the user's folders in front, in the order of `search_path`."""
         for folder in reversed(_user_folders()):
             search_path.prepend("user", f"file://{folder}")
 
@@ -152,18 +152,18 @@ def _user_folders() -> list[Path]:
 
 
 def files(group: str) -> dict[str, Path]:
-    """Name -> file of everything that can be named in a group such as `hardware`; the strongest folder wins."""
+    """Name -> file of each option of a group such as `hardware`; the first folder of `search_path` wins."""
     found = [path for folder in reversed(search_path()) for path in (folder / group).glob("*.yaml")]
     return dict(sorted({path.stem: path for path in found if path.is_file()}.items()))
 
 
 def known_names(group: str) -> list[str]:
-    """What can be named in a group."""
+    """The names of the options of a group."""
     return list(files(group))
 
 
 def describe(group: str) -> dict[str, str]:
-    """Names of a group with the first comment line of their files."""
+    """Name of each option of a group -> the first comment line of its file."""
     found = {}
     for name, path in files(group).items():
         lines = read_text(path).splitlines()
@@ -176,7 +176,7 @@ def read_text(path: Path) -> str:
     """The text of a configuration file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         return path.read_text()
@@ -185,7 +185,7 @@ def read_text(path: Path) -> str:
 
 
 def _require_global(name: str) -> None:
-    """Raises ConfigError when the file of sweep=`name` sets other groups, or `sweep:`, inside of the group sweep."""
+    """Raises ConfigError when the file of sweep=`name` sets whole groups but lacks `# @package _global_`."""
     path = files("sweep").get(name)
     if path is None or "# @package _global_" in read_text(path):
         return
@@ -197,10 +197,10 @@ def _require_global(name: str) -> None:
 
 
 def read_yaml(path: Path) -> Any:
-    """The resolved content of one file.
+    """The content of one YAML file, with its interpolations resolved.
 
     Raises:
-        ConfigError: it is no YAML.
+        ConfigError: the file cannot be read or is not YAML.
     """
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
@@ -209,10 +209,10 @@ def read_yaml(path: Path) -> Any:
 
 
 def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
-    """The composed tree as plain values, with the chosen option of each group under `names`.
+    """The composed configuration as plain values; `names` holds the chosen option of each group.
 
     Raises:
-        ConfigError: an override that cannot be used.
+        ConfigError: an override cannot be used.
     """
     require_usable(overrides, GROUPS)
     for override in overrides:
@@ -238,7 +238,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _unreadable(overrides: Sequence[str]) -> str:
-    """One line on the first override that Hydra's grammar does not take."""
+    """One line that explains the first override that Hydra cannot parse."""
     parser = OverridesParser.create()
     for override in overrides:
         try:

@@ -1,4 +1,4 @@
-"""How allocations are packed, submitted and watched: the values of configs/launcher/."""
+"""The settings of configs/launcher/: how allocations are packed, submitted and watched."""
 
 import math
 import re
@@ -8,14 +8,14 @@ from ultrabench.errors import ConfigError, unknown_name
 
 LAUNCHERS = ("local", "slurm")
 TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
-"""Names and sizes in Slurm's own words."""
+"""Fields whose values are passed to sbatch as they are."""
 _OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
                    "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
-"""Options of sbatch that ultrabench sets itself; a user may not change them."""
+"""Options of sbatch that ultrabench sets itself and that a user must not change."""
 
 
 def moved_to_sbatch(key: str) -> ConfigError | None:
-    """The error for `key` if it is an option of sbatch that is no setting of its own."""
+    """The error for a `key` that is an option of sbatch and no setting of ultrabench; None for others."""
     if key.removeprefix("launcher.") not in ("reservation", "constraint"):
         return None
     return ConfigError(
@@ -26,58 +26,59 @@ def moved_to_sbatch(key: str) -> ConfigError | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherConfig:
-    """Which launcher, and what it may do; the usual values stand in configs/launcher/.
+    """The chosen launcher and its settings; their usual values are in configs/launcher/.
 
-    Fields with a value here are for Slurm alone, and the value asks for nothing.
+    Fields that have a default here are used by Slurm only, and the default asks Slurm for nothing.
     """
 
     name: str
     pack: int | None
-    """Most runs of one allocation; None: as many as fit allocation_minutes; 1: no control run."""
+    """Largest number of runs of one allocation. None means as many as fit into allocation_minutes; 1 means
+    that there is no control run."""
     allocation_minutes: float
-    """Predicted duration that one allocation is filled up to."""
+    """Minutes of predicted runs with which one allocation is filled."""
     heartbeat_s: float
-    """How often the agents of one allocation show each other that they are alive."""
+    """Seconds between two signs of life that the agents of one allocation send each other."""
     preflight: bool
-    """Measure devices and links at the start of every allocation."""
+    """Whether devices and links are measured at the start of every allocation."""
     control: bool
-    """Begin every allocation with its cell's control layout; until a run of a node count has
-    passed, only one allocation of that node count is submitted."""
+    """Whether every allocation begins with its cell's control layout. If so, only one allocation of each
+    number of nodes is in flight until a run on that number of nodes has passed."""
     window: str | None
-    """Local time of day in which nodes may be used, such as 19:00-07:00; None: always."""
+    """Local time of day in which nodes may be used, such as 19:00-07:00; None means always."""
     max_jobs: int = 1
-    """Most allocations that are queued or running at a time."""
+    """Largest number of allocations that are queued or running at the same time."""
     max_nodes: int | None = None
-    """Most nodes that all allocations hold together; None: a quarter of the partition."""
+    """Largest number of nodes of all allocations together; None means a quarter of the partition."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     exclude: str | None = None
     gres: str | None = None
-    """Used instead of --gpus-per-node, which hardware with GPUs asks for otherwise."""
+    """Value of --gres, which replaces the usual --gpus-per-node on hardware with GPUs."""
     mem: str | None = None
     cpus: int | None = None
-    """--cpus-per-task; one task, the agent, runs on each node."""
+    """Value of --cpus-per-task; each node runs one task, the agent."""
     time_minutes: int | None = None
-    """Time limit of an allocation; None: it follows from the predictions."""
+    """Time limit of an allocation in minutes; None means that it follows from the predictions."""
     exclusive: bool = False
     nice: int | None = None
     requeue: bool = False
-    """Let Slurm start jobs again itself; lost runs are tried again without it."""
+    """Whether Slurm may requeue jobs. Lost runs are tried again even without it."""
     python: tuple[str, ...] = ()
-    """Python on the nodes; words before it, such as `apptainer exec IMAGE`, are kept apart."""
+    """The words of the command that starts Python on the nodes, such as `apptainer exec IMAGE python`."""
     setup: tuple[str, ...] = ()
-    """Shell lines before the agents start, such as `module load cuda`."""
+    """Shell lines that run before the agents start, such as `module load cuda`."""
     environment: tuple[str, ...] = ()
-    """Names of further variables that jobs inherit; a trailing * stands for any ending."""
+    """Names of more variables that jobs inherit; a * at the end of a name stands for any ending."""
     sbatch: dict[str, str] = field(default_factory=dict)
-    """Further options of sbatch, without the dashes."""
+    """More options of sbatch: name without dashes -> value."""
     srun: tuple[str, ...] = ()
-    """Further arguments of srun."""
+    """More arguments of srun."""
     poll_s: float = 0.5
-    """Least seconds between two questions to Slurm about jobs."""
+    """Shortest time in seconds between two queries of Slurm about jobs."""
     grace_s: float = 0.0
-    """Seconds after which a job that Slurm does not know is given up."""
+    """Seconds after which a job that Slurm does not know counts as lost."""
 
     def __post_init__(self) -> None:
         if self.name not in LAUNCHERS:
@@ -101,7 +102,7 @@ class LauncherConfig:
                 raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets that itself: {instead}")
 
     def _require_one_line(self) -> None:
-        """Raises when a value holds a line break, which would start another line of the job script."""
+        """Raises ConfigError when a value holds a line break, which would add a line to the job script."""
         for f in fields(self):
             value = getattr(self, f.name)
             texts = (

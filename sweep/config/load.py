@@ -1,4 +1,4 @@
-"""Makes the frozen values of a sweep from a composed configuration."""
+"""Makes a SweepConfig from a composed configuration."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry
                   "results_dir", "repeats", "profile", "names", "models"})  # fmt: skip
 """Keys of a composed configuration."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}")
-"""Names that a sweep may have: they name folders and Slurm jobs, and stand in commands to be copied."""
+"""Names that a sweep may have. A name is also used for folders, Slurm jobs and commands that users copy."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
-"""Keys of the file of a cluster, which configs/launcher/slurm.yaml takes from it."""
+"""Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses them."""
 
 
 def _axes(sweep: dict[str, Any]) -> Axes:
-    """The axes that a sweep names; one that it does not name has its neutral value."""
+    """The axes of a sweep; an axis that the sweep does not name has its neutral value only."""
     known = ("nodes", *AXES[1:])
     given = {name: _as_list(values) for name, values in sweep.items() if values is not None}
     for name, values in given.items():
@@ -51,7 +51,7 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     """The sweep that Hydra `overrides` describe; `model=NAME` means `sweep.models=[NAME]`.
 
     Raises:
-        ConfigError: anything that cannot be used, in one line.
+        ConfigError: a name, a value or a file cannot be used; the message is one line.
     """
     tree = compose_tree([_model_list(o) for o in overrides])
     sweep = tree.get("sweep")
@@ -72,7 +72,7 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
 
 
 def _place(message: str, names: Mapping[str, str], overrides: Sequence[str]) -> str:
-    """`FILE: ` of the user's own file that a message is about; empty where it is about an override."""
+    """The prefix `FILE: ` for a message about a file of the user; empty for a message about an override."""
     for group in ("hardware", "kernel", "cluster", "launcher", "measure", "retry", "sweep"):
         path = files(group).get(names.get(group, ""))
         given = any(o.lstrip("+~").startswith(f"{group}.") for o in overrides)
@@ -94,7 +94,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     """The sweep that a composed configuration describes; `SweepConfig.resolved` is such a tree.
 
     Raises:
-        ConfigError: a value that cannot be used.
+        ConfigError: a value cannot be used.
     """
     strangers = sorted(set(tree) - KEYS)
     if strangers:
@@ -144,7 +144,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
 
 
 def _require_values(tree: dict[str, Any]) -> None:
-    """Raises ConfigError when a value outside of the groups cannot be used."""
+    """Raises ConfigError when repeats, results_dir or profile cannot be used."""
     if type(tree["repeats"]) is not int or tree["repeats"] < 1:
         raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
     if not isinstance(tree["results_dir"], str) or not tree["results_dir"]:
@@ -156,10 +156,10 @@ def _require_values(tree: dict[str, Any]) -> None:
 def read_hardware(values: Mapping[str, Any]) -> Hardware:
     """The hardware that a configuration or sweep.json describes.
 
-    What gives no source of its rates takes what it lacks from the file that has that GPU with its rates.
+    Values without a `source` name only a GPU; the rates of that GPU then come from the file that has them.
 
     Raises:
-        ConfigError: a value that cannot be used, or a GPU without rates.
+        ConfigError: a value cannot be used, or no file has rates of the GPU.
     """
     if "gpu" in values and "source" not in values:
         gpus: dict[str, dict[str, Any]] = {}
@@ -181,7 +181,7 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
 
 
 def _require_mapping(group: str, value: Any) -> None:
-    """Returns when a group of a composed configuration holds settings, and not only a name."""
+    """Raises ConfigError when the value of a group is not a mapping of settings."""
     if not isinstance(value, dict):
         raise ConfigError(
             f"{group}: {value!r} holds no settings; in a sweep file another {group} is chosen under defaults: "
@@ -190,7 +190,7 @@ def _require_mapping(group: str, value: Any) -> None:
 
 
 def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tree with the secrets of kernel.env redacted, and their values."""
+    """The tree with the secrets of kernel.env redacted, and the values of those secrets."""
     env = tree["kernel"].get("env")
     if not isinstance(env, dict):
         return tree, {}
@@ -199,7 +199,10 @@ def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, st
 
 
 def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
-    """The launcher's values; "" is null, and a null list is empty. Options of sbatch add to the cluster's."""
+    """The settings of the launcher; "" means null, and null means an empty list where a list is needed.
+
+    The options of sbatch of the launcher are added to those of the cluster.
+    """
     given = {k: None if v == "" else v for k, v in values.items()}
     for key in given:
         if given[key] is not None and (error := moved_to_sbatch(f"launcher.{key}")):
@@ -215,16 +218,19 @@ def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig
 
 
 def _flags(options: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Options of sbatch as texts, the last ones win; null and true mean an option without a value, false none."""
+    """Options of sbatch as texts; the last value of an option wins.
+
+    Null and true mean an option without a value, and false means that the option is not given.
+    """
     given = {str(k): "" if v is None or v is True else v for told in options for k, v in told.items()}
     return {k: str(v) for k, v in given.items() if v is not False}
 
 
 def load_model(name: str) -> ModelShape:
-    """The model of that name on the search path, or of the config.json that `name` is the path of.
+    """The shape of the model that `name` means: a name on the search path, or the path of a config.json.
 
     Raises:
-        ConfigError: there is none, or it lacks something.
+        ConfigError: there is no such model, or its file lacks a value.
     """
     if is_path(name):
         return read_checkpoint_config(name)

@@ -1,4 +1,4 @@
-"""How often what is tried again: the values of configs/retry/."""
+"""The settings of configs/retry/: how often each kind of failure is tried again."""
 
 import math
 from dataclasses import dataclass
@@ -7,16 +7,17 @@ from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.result import CAUSES, RunResult, Status
 
 OUTSIDE = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST, Status.CANCELLED})
-"""Ends that are not the run's fault: counted together, and only those of this launch."""
+"""Statuses of failures that are not the run's fault. Those of one launch are counted together."""
 MOST_ATTEMPTS = 100
+"""Largest number of attempts that the configuration may allow."""
 FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}
 ATTEMPTS = (*sorted(FAILURES), "suspect")
-"""Keys of retry.attempts: how a run can end in vain, and ok with a number in doubt."""
+"""Keys of retry.attempts: the statuses of failures, and `suspect` for an ok run whose number is in doubt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """The table of configs/retry/, where each value is explained."""
+    """The settings of configs/retry/, whose files explain each of them."""
 
     attempts: dict[str, int]
     causes: dict[str, int]
@@ -50,13 +51,13 @@ class RetryPolicy:
             raise ConfigError(f"retry.breaker={self.breaker}; must be >= 1")
 
     def kind(self, result: RunResult) -> str:
-        """What a failure is counted as."""
+        """The name under which a failure is counted: its cause, `outside`, or its status."""
         if result.cause in self.causes:
             return str(result.cause)
         return "outside" if result.status in OUTSIDE else result.status.value
 
     def allowed(self, result: RunResult) -> int:
-        """Further attempts that failures of this kind may cost."""
+        """How many more attempts a run may have after failures of this kind."""
         if result.cause in self.causes:
             return self.causes[str(result.cause)]
         return self.attempts.get(result.status.value, 0)

@@ -1,4 +1,4 @@
-"""The configuration of a sweep as frozen values."""
+"""The configuration of a sweep, as frozen dataclasses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,13 +19,14 @@ SCHEDULES = ("auto", *PP_SCHEDULES[1:])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The values that nodes and the axes of a layout take; candidates are their product."""
+    """The values of the number of nodes and of each axis of a layout; candidates are their combinations."""
 
     nodes: tuple[int, ...]
     layout: Mapping[str, tuple[Any, ...]]
-    """Values of each axis but dp, which follows. Without gas it follows, too: gbs / (dp * mbs).
+    """Axis -> its values, for every axis except dp, which follows from the others.
 
-    A pp_schedule of auto is 1f1b, or afab where gas < pp; virtual_stages goes with the schedule interleaved.
+    gas is always gbs / (dp * mbs); when values of gas are given, layouts with another gas are left out.
+    The pp_schedule auto means 1f1b, or afab where gas < pp. virtual_stages is used by interleaved only.
     """
 
     def __post_init__(self) -> None:
@@ -48,7 +49,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepConfig:
-    """A whole sweep, resolved."""
+    """The complete configuration of one sweep."""
 
     name: str
     results_dir: str
@@ -63,8 +64,8 @@ class SweepConfig:
     retry: RetryPolicy
     repeats: int = 1
     profile: bool = False
-    """Each run looks inside itself after its measured steps."""
+    """Whether each run profiles some more steps after the measured ones."""
     resolved: dict[str, Any] = field(default_factory=dict)
-    """The composed configuration as JSON, for the record; secrets are redacted."""
+    """The composed configuration as JSON values, kept for the record; secrets are redacted."""
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
-    """Values of kernel.env that are given and must be written nowhere but in the file for them."""
+    """The given secrets of kernel.env, which must be written only to the file for secrets."""

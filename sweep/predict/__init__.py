@@ -1,1 +1,1 @@
-"""What a layout is expected to need."""
+"""Predicts the memory and the time that a layout needs."""

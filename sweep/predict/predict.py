@@ -1,6 +1,6 @@
 """A first estimate of a layout's memory and step time, in closed form and without calibration.
 
-It orders runs, sizes allocations and scales deadlines; nothing is rejected because of it.
+The estimate orders runs, sizes allocations and scales deadlines; it never rejects a layout.
 """
 
 from dataclasses import dataclass
@@ -12,26 +12,28 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage, held_stages
 
 BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+"""Precision -> bytes of one number."""
 SUSTAINED_GEMM = 0.5
 """Fraction of the peak that the matrix products of a whole step reach."""
 LINK_EFFICIENCY = 0.7
+"""Fraction of a link's bandwidth that collectives reach."""
 LAYER_FLOOR_S = 0.002
-"""Launching one layer's forward and backward from Python; twice as long with tensor parallelism."""
+"""Seconds that Python needs to launch one layer's forward and backward; tensor parallelism doubles them."""
 RANK_START_S = {"cuda": 20.0, "cpu": 0.6}
-"""From the start of a run to its first step: fixed part on GPUs, per rank of the host on CPUs."""
+"""Device type -> seconds from the start of a run to its first step; on CPUs, for each rank of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What one layout is expected to need."""
+    """The predicted memory and time of one run."""
 
     step_time_s: float
     peak_mem_bytes: float
-    """Memory of one rank of the largest stage."""
+    """Memory of the rank that needs most."""
     memory_share: float
-    """peak_mem_bytes, as a share of what a rank has."""
+    """peak_mem_bytes divided by the memory that a rank has."""
     duration_s: float
-    """Seconds of a whole run; a run that does not fit into memory ends at its start."""
+    """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
 
 
 def predict(
@@ -45,7 +47,7 @@ def predict(
     peak: Peak,
     steps: int,
 ) -> Prediction:
-    """What a run of `steps` steps needs; the memory is that of one rank of the largest stage."""
+    """The predicted memory and time of a run of `steps` steps."""
     ranks = [held_stages(shape, layout, rank) for rank in range(layout.pp)]
     memory = max(
         sum(
@@ -89,10 +91,10 @@ def static_bytes(stage: Stage, layout: Layout, shape: ModelShape, precision: str
 
 
 def in_flight(layout: Layout, pp_rank: int) -> float:
-    """Micro-batches of one stage that a rank keeps for backward at most.
+    """Largest number of micro-batches whose activations a rank keeps at once, for each of its stages.
 
-    min(gas, pp - rank) under 1F1B, gas under AFAB; with v stages on a rank its warm-up of
-    2*(pp - rank - 1) + (v-1)*pp + 1 forwards is spread over them (arXiv 2104.04473), and ZBV keeps pp.
+    It is min(gas, pp - rank) under 1F1B, gas under AFAB and min(gas, pp) under ZBV. With v stages on a rank,
+    the 2*(pp - rank - 1) + (v-1)*pp + 1 forwards of its warm-up (arXiv 2104.04473) are divided by v.
     """
     if layout.pp == 1:
         return 1
@@ -110,12 +112,12 @@ def in_flight(layout: Layout, pp_rank: int) -> float:
 def activation_bytes(
     stage: Stage, pp_rank: int, layout: Layout, shape: ModelShape, seq_len: int, precision: str
 ) -> float:
-    """Activations one rank of `stage` keeps for backward, without recomputation, in bytes.
+    """Bytes of activations that one rank of `stage` keeps for backward, without recomputation.
 
-    T = mbs*seq_len/cp tokens. A layer keeps T/tp * (k_h*h + k_f*f) with k_h = 10 + 2*(1 + 2*kv/a)
-    and k_f = 8 at two bytes a number (flash attention, sequence parallelism), the gathered norm
-    outputs 4*T*h with tp > 1. Of the logits a chunk exists at a time (see `kernel/loss.py`), whose
-    size is left out.
+    T = mbs*seq_len/cp tokens. With flash attention, sequence parallelism and two bytes for each number, a
+    layer keeps T/tp * (k_h*h + k_f*f), where k_h = 10 + 2*(1 + 2*kv/a) and k_f = 8. With tp > 1 it also
+    keeps the gathered outputs of its norms, 4*T*h. The logits are left out, because only one chunk of
+    them exists at a time (see `kernel/loss.py`).
     """
     h, f = shape.hidden_size, shape.intermediate_size
     scale = BYTES[precision] / 2
@@ -139,9 +141,9 @@ def step_time_s(
 ) -> float:
     """Seconds of one optimizer step.
 
-    t = gas*max_i(t_i) + sum_i(t_i) - max_i(t_i) + t_dp + t_optimizer: the slowest rank sets the
-    pace, the others are the bubble of filling and draining the pipeline, which v stages on a rank
-    divide by v.
+    t = gas*max_i(t_i) + (sum_i(t_i) - max_i(t_i)) / v + t_dp + t_optimizer, with t_i the time of one
+    micro-batch on pipeline rank i. The slowest rank sets the pace. The second term is the bubble of
+    filling and draining the pipeline, which is v times smaller with v stages on a rank.
     """
     word = BYTES[precision]
     tokens = layout.mbs * seq_len / layout.cp
@@ -170,9 +172,10 @@ def step_time_s(
 
 
 def predict_probe(hardware: Hardware, nodes: int, steps: int) -> Prediction:
-    """What a run of `steps` steps needs; a step is every operation in every size, over all ranks and inside the nodes.
+    """The predicted memory and time of a probe of `steps` steps.
 
-    t = calls * sum(S * f) / link, with the shares f and sizes S of `ultrabench.device_rates`.
+    A step runs every operation in every size, over all ranks and inside the nodes. It takes
+    t = calls * sum(S * f) / link, with the shares f and the sizes S of `ultrabench.device_rates`.
     """
     form, inside = long_form(hardware.device, 0, 1), hardware.gpus_per_node
     ranks, link = inside * nodes, hardware.link_bytes_per_s

@@ -1,4 +1,4 @@
-"""The attempts that a sweep still needs, and what is left out: a pure function of its plan, its state and what is alive."""
+"""Pure functions that find which attempts a sweep still needs and which runs it leaves out."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +18,10 @@ from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
 
 
 def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
-    """run_id of each run that cannot fit -> run_id of the run that had not enough memory.
+    """run_id of each run that cannot fit -> run_id of a run that needs no more and ran out of memory.
 
-    A run that was ok, or that the user asks for, is not left out. Where a run was ok that should not have
-    fitted, the run that had not enough memory says nothing about others.
+    A run that was ok, or that the user asks for, is not left out. A run that ran out of memory is not used
+    as evidence when one that needs more memory was ok.
     """
     if not any(_ended(attempt, Status.OOM) for attempt in state.attempts.values()):
         return {}
@@ -44,7 +44,7 @@ def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
 def _speaking(
     group: Sequence[Candidate], tried: Mapping[str, list[AttemptState]], fitted: set[str]
 ) -> Iterable[tuple[set[str], str]]:
-    """For each run of a group that surely had not enough memory: the runs that need more, and its run_id."""
+    """For each run of a group that surely does not fit: the runs that need no less, and its run_id."""
     for run in group:
         attempts = tried.get(run.run_id, [])
         if run.run_id not in fitted and settled_oom(attempts, run.prediction.memory_share):
@@ -58,42 +58,42 @@ def _ended(attempt: AttemptState, status: Status) -> bool:
 
 
 def skipped_reason(by: str) -> str:
-    """What a row says of a run that is left out."""
+    """The reason that a result row gives for a run that is left out."""
     return f"dominated by {by}, which had not enough memory with a smaller micro-batch or a higher ZeRO stage"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAttempt:
-    """One attempt that has to be made."""
+    """One attempt that the sweep still has to make."""
 
     candidate: Candidate
     key: AttemptKey
     patience: float = 1.0
-    """Factor on the time limit: a run that timed out gets more."""
+    """Factor on the time limit, larger than 1 after a time-out."""
     after: AttemptKey | None = None
-    """The failed attempt before it."""
+    """The failed attempt that this one follows; None for a first attempt."""
     pause_s: float = 0.0
     """Seconds to wait after the end of that failed attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptsLeft:
-    """What is left to do and to wait for."""
+    """The attempts that are left to submit or to wait for."""
 
     todo: tuple[PlannedAttempt, ...]
     """Attempts to submit, in the plan's order."""
     waiting: int
-    """Attempts that are queued or running."""
+    """Number of attempts that are queued, running or held back."""
     untried: frozenset[int] = frozenset()
-    """Numbers of nodes on which no run has passed yet; of each, one allocation may be in flight at a time."""
+    """Numbers of nodes on which no run has passed yet. Of each, only one allocation may be in flight."""
     dominated: Mapping[str, str] = field(default_factory=dict)
-    """Runs that are left out, and the run whose lack of memory tells that they cannot fit."""
+    """run_id of each run that is left out -> run_id of the run that proves that it cannot fit."""
     broken: str | None = None
-    """Why nothing more should be submitted."""
+    """Why nothing more should be submitted; None when nothing is wrong."""
 
     @property
     def over(self) -> bool:
-        """Nothing is left to do or to wait for."""
+        """Whether nothing is left to submit or to wait for."""
         return not self.todo and not self.waiting
 
 
@@ -106,21 +106,22 @@ def next_attempts(
     old: frozenset[AttemptKey] = frozenset(),
     ended_s: Mapping[AttemptKey, float] | None = None,
 ) -> AttemptsLeft:
-    """The attempts to make, and how many are queued or running.
+    """The attempts to submit, and how many are already queued or running.
 
     Args:
         alive: names of the allocations that are queued or running.
-        accepts: whether an ok result counts (it may come from another environment).
+        accepts: tells whether an ok result counts; a result of another environment may not.
         old: attempts that ended before this launch.
-        ended_s: how long ago this launcher saw attempts end, by its own monotonic clock; after a failure a
-            run may have to wait. What ended before this launch has waited enough and is left out.
+        ended_s: seconds since this launcher saw each attempt end, by its own monotonic clock, because a run
+            may have to wait after a failure. Attempts that ended before this launch are left out: they have
+            waited long enough.
     """
     config, state, ended_s = plan.config, with_loss_outliers(state), ended_s or {}
     on_their_way = {key for name in alive for key in _unfinished(state, name)}
     tried: dict[str, list[AttemptState]] = {}
     for key, attempt in sorted(state.attempts.items()):
         tried.setdefault(key.run_id, []).append(attempt)
-    # Where losses differ without a majority, repeats would differ in the same way.
+    # Attempts whose losses differ without a majority are not repeated: repeats would differ in the same way.
     doubted = suspect_attempts(state, device=config.hardware.device).keys() - disputed_attempts(state).keys()
     following = _Following(state, config.retry, old, accepts, doubted)
     dominated = left_out(plan.runs, state)
@@ -134,7 +135,7 @@ def next_attempts(
         todo += _wanted([r for r in settled if r.run_id in best], tried, following, further)
     todo = [t for t in todo if t.key not in on_their_way]
     resting = {t.key for t in todo if t.after and ended_s.get(t.after, math.inf) < t.pause_s}
-    canary = config.launcher.control  # of each number of nodes, one allocation goes first
+    canary = config.launcher.control  # one allocation of each number of nodes is tried first
     untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
     held_back = untried & {state.allocations[name].nodes for name in alive if name in state.allocations}
     ready = tuple(t for t in todo if t.candidate.nodes not in held_back and t.key not in resting)
@@ -153,7 +154,7 @@ def _wanted(
     following: "_Following",
     repeats: range,
 ) -> list[PlannedAttempt]:
-    """The attempts that these repeats of `runs` still need, one repeat of all of them after another."""
+    """The attempts that these repeats of `runs` still need: first one repeat of every run, then the next."""
     return [
         todo
         for nth in repeats
@@ -169,7 +170,7 @@ def _passed(state: SweepState) -> set[int]:
 
 
 def _unfinished(state: SweepState, allocation: str) -> Iterator[AttemptKey]:
-    """The tasks of an allocation that have not ended."""
+    """The keys of the attempts of an allocation that have not ended."""
     held = state.allocations.get(allocation)
     for key in held.tasks if held else ():
         attempt = state.attempts.get(key)
@@ -178,7 +179,7 @@ def _unfinished(state: SweepState, allocation: str) -> Iterator[AttemptKey]:
 
 
 class _Following:
-    """What follows the attempts of one run, by the policy and the state of the whole sweep."""
+    """Finds the next attempt of a run from the retry policy and the state of the whole sweep."""
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class _Following:
     def next_attempt(
         self, run: Candidate, nth: int, repeats: int, tried: Sequence[AttemptState]
     ) -> PlannedAttempt | None:
-        """The attempt that the nth counted repeat of `run` still needs, or None."""
+        """The attempt that the nth counted repeat of `run` still needs; None when it needs no more."""
         by_repeat: dict[int, list[AttemptState]] = {}
         for attempt in tried:
             by_repeat.setdefault(attempt.key.repeat, []).append(attempt)
@@ -203,7 +204,7 @@ class _Following:
             attempts = by_repeat.get(repeat, [])
             oks = [a for a in attempts if a.result and a.result.status == Status.OK]
             if oks and not any(a.key not in self._old or (a.result and self._accepts(a.result)) for a in oks):
-                continue  # measured elsewhere before this launch: kept, but another repeat has to be made here
+                continue  # an old result of another environment is kept, but does not count as a repeat
             if oks and doubts < self._policy.attempts["suspect"] and all(a.key in self._doubted for a in oks):
                 doubts += 1
                 continue
@@ -213,13 +214,13 @@ class _Following:
         return None
 
     def _after(self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]) -> PlannedAttempt | None:
-        """The attempt that follows `attempts`, none of which is ok."""
+        """The attempt that follows `attempts`, none of which is ok; None when no more is allowed."""
         run_id = run.run_id
         if not attempts:
             return PlannedAttempt(candidate=run, key=AttemptKey(run_id, repeat, 0))
         last = attempts[-1]
         if last.result is None:
-            # It still runs, or its end is not known yet, so this same attempt is waited for.
+            # The attempt still runs, or its end is not known yet, so no new one is made.
             return PlannedAttempt(candidate=run, key=last.key)
         verdict = decide_retry(
             attempts,

@@ -1,4 +1,4 @@
-"""The runs of a cell that are measured more than once: its control layout and its contenders."""
+"""Chooses the runs of a cell that are measured more than once: its control layout and its contenders."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -10,15 +10,15 @@ from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.outliers import control_times, may_win
 
 SAFE_SHARE = 0.7
-"""Largest predicted share of the memory of an accelerator; a control run must not fail for lack of memory."""
+"""Largest predicted share of a rank's memory for a control run, which must not run out of memory."""
 WITHIN = 1.05
-"""A contender's step time is at most this many times the best of its cell."""
+"""A contender's step time is at most this many times the best step time of its cell."""
 MOST = 4
-"""Most contenders of one cell."""
+"""Largest number of contenders of one cell."""
 
 
 def controls(plan: Plan) -> dict[CellKey, Candidate]:
-    """One run for each cell: the fastest by prediction of those that surely fit, else the smallest."""
+    """CellKey -> its control run: the fastest by prediction of those that surely fit, else the smallest."""
     chosen: dict[CellKey, Candidate] = {}
     for run in plan.runs:
         held = chosen.get(run.cell)
@@ -28,23 +28,23 @@ def controls(plan: Plan) -> dict[CellKey, Candidate]:
 
 
 def _rank(run: Candidate) -> tuple[float, float, str]:
-    """Smaller is better; the id settles ties, so that every launch chooses the same."""
+    """Sort key of a control run, smaller is better; the run_id settles ties, so that all launches agree."""
     share, time_s = run.prediction.memory_share, run.prediction.step_time_s
     return (0.0, time_s, run.run_id) if share <= SAFE_SHARE else (share, 0.0, run.run_id)
 
 
 def next_repeat(run_id: str, known: Iterable[tuple[str, int, int]], repeats: int) -> int:
-    """The number of a further repeat of a control: behind those the plan asks for and all known ones."""
+    """The number of a new repeat of a control run, larger than those of the plan and all known ones."""
     return max([repeats - 1, *(repeat for other, repeat, _ in known if other == run_id)]) + 1
 
 
 def contenders(
     runs: Iterable[Candidate], tried: dict[str, list[AttemptState]], state: SweepState
 ) -> frozenset[str]:
-    """run_ids of those within 5 % of their cell's best, four a cell at most; one batch has one size.
+    """The run_ids of the runs within 5 % of the best of their cell, at most four for each cell.
 
-    Step times are taken relative to the control layout of the same allocation where all runs of a
-    cell have one: allocations differ more than that.
+    Where every run of a cell was measured beside a control layout, step times are divided by those of the
+    control, because allocations may differ by more than 5 %.
     """
     controls = control_times(state)
     cells: dict[CellKey, list[tuple[str, float, float | None]]] = {}
@@ -66,14 +66,14 @@ def _near_best(times: Sequence[tuple[str, float, float | None]]) -> list[str]:
 
 
 def step_time_s(result: RunResult | None) -> float | None:
-    """Median step time of a result that may win; None for any other."""
+    """Median step time of a result that may win its cell; None for any other result."""
     if result is None or not result.step_times_s or not may_win(result.status, result.stopped, None):
         return None
     return median(result.step_times_s)
 
 
 def best_step_times_s(state: SweepState, runs: Iterable[Candidate]) -> dict[CellKey, float]:
-    """The fastest median step time of each cell so far."""
+    """CellKey -> its shortest median step time so far, in seconds."""
     cells = {run.run_id: run.cell for run in runs}
     found: dict[CellKey, float] = {}
     for key, attempt in state.attempts.items():

@@ -1,4 +1,4 @@
-"""What a running sweep does next: a pure function of its plan, its state and what was seen of its jobs."""
+"""Pure functions that decide what a running sweep does next, from its plan, its state and its jobs."""
 
 import shlex
 from collections.abc import Callable, Mapping
@@ -15,73 +15,73 @@ from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, plan
 from ultrabench.sweep.running.retry import excluded
 
 MOST_BARREN = 3
-"""Allocations in a row that may end without having claimed a run."""
+"""The sweep stops after this many allocations in a row that ended without having claimed a run."""
 MOST_FRUITLESS = 3
-"""The sweep stops after this many times max_jobs allocations in a row that ran nothing but control layouts."""
+"""The sweep stops after MOST_FRUITLESS * max_jobs allocations in a row that ran only control layouts."""
 ON_REQUEST = ("the sweep is paused", "outside the window")
-"""Allocations that ended for these reasons need not have claimed a run. They count as fruitless, since clocks of
-nodes may differ and such ends could go on for ever."""
+"""Reasons for which an allocation may end without having claimed a run. Such an allocation still counts as
+fruitless: where the clocks of nodes differ, allocations could end like this for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What one launch of a sweep knows beside the journal."""
+    """What one launch of a sweep knows in addition to the journal."""
 
     name: str
-    """Name of its journal."""
+    """Name of the journal that this launch writes."""
     by: Origin
     """Who launches, and where."""
     accepts: Callable[[RunResult], bool] = lambda result: True
-    """Whether an ok result counts; it may come from another environment."""
+    """Tells whether an ok result counts; a result of another environment may not."""
     old: frozenset[AttemptKey] = frozenset()
     """Attempts that had ended before this launch."""
     ended_s: Mapping[AttemptKey, float] = field(default_factory=dict)
-    """Seconds since this launch saw attempts end, by its own monotonic clock."""
+    """Seconds since this launch saw each attempt end, by its own monotonic clock."""
     excused: frozenset[str] = frozenset()
-    """Allocations that were there when the sweep was paused or cancelled: they need not have run anything."""
+    """Allocations that existed when the sweep was paused or cancelled; they may end without any run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadEnd:
-    """Why more allocations would lead nowhere."""
+    """Evidence that submitting more allocations is useless."""
 
     number: int
-    """Allocations in a row that brought no result nearer."""
+    """Number of allocations in a row that were of no use."""
     what: str
-    """What none of them ran."""
+    """The kind of run that none of them made, in words for a message."""
     allocation: str
-    """The latest of them."""
+    """Name of the latest of these allocations."""
     reason: str
-    """Why that one ended."""
+    """Why the latest of these allocations ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actions:
-    """What to do now."""
+    """What a launch has to do now."""
 
     submit: tuple[PlannedJob, ...] = ()
     avoid: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that the submitted jobs must not use, and why."""
+    """Nodes that the submitted jobs must not use -> the reason."""
     end_jobs: bool = False
-    """All jobs that are queued or running have to be ended."""
+    """Whether all jobs that are queued or running have to be ended."""
     wait: bool = False
-    """There will be something to do later, even if no job lives."""
+    """Whether there will be something to do later, even if no job is alive."""
     stopped: str | None = None
-    """Why nothing more is submitted though something is left to do."""
+    """Why nothing more is submitted although something is left to do."""
     over_budget: bool = False
-    """The next job is too expensive for what is left of the budget."""
+    """Whether the next job costs more than what is left of the budget."""
     dead_end: DeadEnd | None = None
     notes: tuple[str, ...] = ()
-    """What a person should know."""
+    """Messages for the user."""
 
 
 def decide(
     plan: Plan, state: SweepState, seen: JobsSeen, limits: JobLimits, launch: Launch, now_s: float
 ) -> Actions:
-    """What a launch does next.
+    """What a launch has to do next.
 
     Args:
-        state: the journal, with the ends of all allocations that are not alive.
+        state: state of the sweep, with the ends of all allocations that are not alive.
         now_s: seconds since 1970.
     """
     if state.cancelled:
@@ -106,9 +106,9 @@ def decide(
 def _submit(
     plan: Plan, state: SweepState, seen: JobsSeen, limits: JobLimits, launch: Launch, left: AttemptsLeft
 ) -> Actions:
-    """As many jobs as may be in flight and the budget holds."""
+    """The actions that submit as many jobs as the limits and the budget allow."""
     here = [held for n in seen.alive if same_place(launch.by, (held := state.allocations[n]).by)]
-    # Refilled when half of them are over, so that submissions come in arrays and not one by one.
+    # New jobs are submitted when half of the old ones are over, so that several go into one array.
     if len(here) > limits.max_jobs // 2:
         return Actions(wait=True)
     room, free = limits.max_jobs - len(here), limits.max_nodes - sum(held.nodes for held in here)
@@ -134,10 +134,10 @@ def _submit(
 
 
 def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd | None:
-    """Whether the allocations of this launch go on, in the order of their submission, without any use.
+    """The evidence that the latest allocations of this launch were useless; None when there is none.
 
-    That bounds their number: each that runs something ends an attempt of the plan, attempts are bounded by
-    the retry policy, and of the others only so many may follow each other.
+    This bounds the number of allocations of a launch. An allocation that runs something ends an attempt, and
+    the retry policy bounds the attempts. Only a few of the other allocations may follow each other.
     """
     mine = [held for held in state.allocations.values() if held.submission[0] == launch.name]
     barren = fruitless = 0

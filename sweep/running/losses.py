@@ -1,7 +1,7 @@
-"""Losses of the same model and batch, which every layout must share: who differs has trained wrongly.
+"""Compares losses: layouts of the same model and batch must have the same loss, or one has trained wrongly.
 
-A loss is compared with what the same sweep has measured elsewhere, so an attempt may become an outlier, or be one no
-more, while results come in. Only the state changes: the journal keeps what was measured.
+A loss is compared with the other losses of the sweep, so an attempt may become an outlier, or stop being one,
+when new results come in. This changes only the state; the journal keeps what was measured.
 """
 
 import math
@@ -15,14 +15,14 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 
 FEWEST = 3
-"""With fewer comparable layouts none is an outlier."""
+"""Smallest number of comparable layouts among which one can be an outlier."""
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-6, "fp64": 1e-9}
-"""Relative difference of one loss computed in another order."""
+"""Precision -> largest relative difference of two losses that count as equal; the order of sums causes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossGroup:
-    """Attempts with the same loss."""
+    """A group of attempts with the same loss."""
 
     attempts: tuple[AttemptState, ...]
     """The attempts, the smallest loss first."""
@@ -31,7 +31,7 @@ class LossGroup:
 
     @property
     def run_ids(self) -> frozenset[str]:
-        """The runs of these attempts; all repeats of a run count as one."""
+        """The run_ids of these attempts; repeats of a run count once."""
         return frozenset(attempt.key.run_id for attempt in self.attempts)
 
     def __str__(self) -> str:
@@ -41,12 +41,12 @@ class LossGroup:
         return self.text(median(losses)) + (f" +- {spread:.1g}" if spread else "")
 
     def text(self, loss: float) -> str:
-        """A loss with one digit more than the tolerance leaves equal."""
+        """A loss with one digit more than losses within the tolerance have in common."""
         return f"{loss:.{2 - math.floor(math.log10(self.tolerance))}g}"
 
 
 def with_loss_outliers(state: SweepState) -> SweepState:
-    """`state` with `invalid_attempts` as `invalid` results, for all who go by the status."""
+    """A copy of `state` in which the results of `invalid_attempts` have the status `invalid`."""
     attempts = dict(state.attempts)
     for key, reason in invalid_attempts(state).items():
         held = attempts[key]
@@ -56,9 +56,9 @@ def with_loss_outliers(state: SweepState) -> SweepState:
 
 
 def invalid_attempts(state: SweepState) -> dict[AttemptKey, str]:
-    """Ok attempts with another loss than most layouts of their model and batch, with the reason.
+    """Ok attempts whose loss differs from that of most layouts of their model and batch -> the reason.
 
-    It takes three layouts, of which at least two thirds agree.
+    An attempt is invalid only where there are at least three layouts and two thirds of them agree.
     """
     found = {}
     for most, *others in loss_groups(state):
@@ -69,7 +69,7 @@ def invalid_attempts(state: SweepState) -> dict[AttemptKey, str]:
 
 
 def disputed_attempts(state: SweepState) -> dict[AttemptKey, str]:
-    """Ok attempts whose loss is one of several, none of which outvotes the others, with the reason."""
+    """Ok attempts of layouts that differ in their loss without a majority -> the reason."""
     found: dict[AttemptKey, str] = {}
     for groups in loss_groups(state):
         enough = len(_run_ids(groups)) >= FEWEST
@@ -81,10 +81,10 @@ def disputed_attempts(state: SweepState) -> dict[AttemptKey, str]:
 
 
 def loss_groups(state: SweepState) -> list[list[LossGroup]]:
-    """For each workload the groups of ok attempts that have the same loss, the one of most layouts first.
+    """For each workload, the groups of ok attempts that have the same loss, the group of most layouts first.
 
-    Neighbours within the tolerance belong together, however long the chain: one more attempt may
-    join groups but never part them.
+    Losses are sorted, and neighbours within the tolerance belong to one group, however long the chain is.
+    So a new attempt may join two groups into one, but never split a group.
     """
     comparable: dict[tuple[float, object], list[AttemptState]] = defaultdict(list)
     for _, attempt in sorted(state.attempts.items()):
@@ -92,7 +92,7 @@ def loss_groups(state: SweepState) -> list[list[LossGroup]]:
             try:
                 comparable[_tolerance(attempt), _workload(attempt)].append(attempt)
             except (AttributeError, KeyError, TypeError):
-                continue  # its claim was lost or damaged
+                continue  # the claim of the attempt was lost or damaged
     return [_groups(attempts, tolerance) for (tolerance, _), attempts in comparable.items()]
 
 
@@ -109,13 +109,17 @@ def _groups(attempts: list[AttemptState], tolerance: float) -> list[LossGroup]:
 
 
 def _tolerance(attempt: AttemptState) -> float:
-    """The tolerance of the precision; that of bf16 for programs of the user, which may round their losses."""
+    """The tolerance of the precision; programs of the user have that of bf16, as they may round losses."""
     kernel = (attempt.spec or {})["kernel"]
     return TOLERANCE[kernel["precision"] if kernel["kind"] == "embedded" else "bf16"]
 
 
 def _workload(attempt: AttemptState) -> object:
-    """What makes a loss: model, batch, program, versions and step; a TypeError if it is no value."""
+    """Everything that decides a loss: model, batch, program, versions and step.
+
+    Raises:
+        TypeError: the claim holds something that cannot be hashed.
+    """
     spec, result = attempt.spec or {}, attempt.result
     shape = frozenset(item for item in spec["shape"].items() if item[0] != "name")
     kernel = (spec["kernel"]["name"], spec["kernel"]["precision"])
@@ -138,7 +142,7 @@ def _outvotes(most: LossGroup, others: list[LossGroup]) -> bool:
 
 
 def _reason(attempt: AttemptState, most: LossGroup) -> str:
-    """Why an attempt is invalid: its loss and step, and the loss that most layouts have."""
+    """Why an attempt is invalid: its loss and its step, and the loss of most layouts."""
     step = attempt.result.loss_step if attempt.result else None
     at = "" if step is None else f" at step {step}"
     others = len(most.run_ids - {attempt.key.run_id})

@@ -1,4 +1,4 @@
-"""Numbers in doubt: measured on ranks, nodes, links or clocks that differ from the rest of the sweep."""
+"""Finds doubtful measurements, whose ranks, nodes, links or clocks differ from the rest of the sweep."""
 
 import math
 from collections import defaultdict
@@ -14,20 +14,20 @@ from ultrabench.store.state import SweepState
 from ultrabench.sweep.running.losses import disputed_attempts
 
 FEWEST = 3
-"""With fewer comparable measurements none is an outlier."""
+"""Smallest number of comparable measurements among which one can be an outlier."""
 SIGMAS = 5.0
-"""A difference of so many standard deviations is no chance."""
+"""Number of standard deviations beyond which a difference is not chance."""
 RATES, TIMES, RANKS = 0.15, 0.10, 0.25
-"""Relative differences too small to count: of rates and clocks, of a control's step time, and between
-the step times of ranks."""
+"""Relative differences up to which a measurement is normal: of rates and clocks, of the step time of a
+control run, and between the step times of ranks."""
 SHARED = 10.0
-"""Factor on these where the devices are CPU cores, shared with whatever else runs there."""
+"""Factor on RATES, TIMES and RANKS for CPU cores, which other programs may use at the same time."""
 
 _Doubts = Mapping[str, list[str]]
 
 
 class Norm(NamedTuple):
-    """What is normal among some measurements."""
+    """The range of normal values among some measurements, and their median."""
 
     low: float
     middle: float
@@ -35,10 +35,10 @@ class Norm(NamedTuple):
 
 
 def norm(values: list[float], tolerance: float) -> Norm:
-    """The median, and bounds at 5 standard deviations or `tolerance` (relative), whichever is more.
+    """The median, and bounds at 5 standard deviations or `tolerance` (relative), whichever is wider.
 
-    A normal distribution's standard deviation is 1.4826 times its median absolute deviation. Among
-    fewer than three values everything is normal.
+    The standard deviation of a normal distribution is 1.4826 times its median absolute deviation. With
+    fewer than three values, every value is normal.
     """
     if len(values) < FEWEST:
         return Norm(-math.inf, math.nan, math.inf)
@@ -49,7 +49,7 @@ def norm(values: list[float], tolerance: float) -> Norm:
 
 
 def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]:
-    """Ok attempts whose number is doubtful, with all reasons in one text.
+    """Ok attempts whose measurement is doubtful -> all reasons in one text.
 
     Args:
         device: the torch device type of the hardware, cuda or cpu.
@@ -70,17 +70,17 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
 
 
 def may_win(status: str | None, stopped: str | None, suspect: str | None) -> bool:
-    """Whether a measurement may be named the best of its cell: ok, not given up as slower, not in doubt."""
+    """Whether a measurement may win its cell: it is ok, was not stopped as slower, and is not in doubt."""
     return status == Status.OK and stopped != SLOWER and suspect is None
 
 
 def impossible(mfu: float | None) -> str | None:
-    """Why a number with this mfu (a fraction) is doubtful; None where it is possible or unknown."""
+    """Why a measurement with this mfu (a fraction) is doubtful; None where the mfu is possible or unknown."""
     return f"mfu {mfu:.2f} is above 1: steps or peak are measured wrongly" if (mfu or 0.0) > 1 else None
 
 
 def control_times(state: SweepState) -> dict[str, float]:
-    """Allocation -> median step time of its control layout, where that ended ok."""
+    """Allocation -> median step time of its control run in seconds, where that run ended ok."""
     return {
         a.allocation: median(a.result.step_times_s)
         for _, a in sorted(state.attempts.items())
@@ -93,7 +93,7 @@ def control_times(state: SweepState) -> dict[str, float]:
 
 
 def _own(result: RunResult, slack: float) -> Iterator[str]:
-    """What a result says against itself."""
+    """Reasons for doubt that the result itself gives."""
     if result.throttled is not None:
         yield f"throttled: {result.throttled}"
     ranks = sorted(result.rank_step_times_s.items(), key=lambda item: item[1])
@@ -103,9 +103,10 @@ def _own(result: RunResult, slack: float) -> Iterator[str]:
 
 
 def _clocks(state: SweepState, slack: float) -> dict[AttemptKey, str]:
-    """Attempts whose clock was far below that of the same run elsewhere.
+    """Attempts whose SM clock was far below that of other attempts of the same run -> the reason.
 
-    Another run tells nothing: the harder a layout works a GPU, the more its power limit slows the clock.
+    Only attempts of one run are compared, because a layout that works a GPU harder has a lower clock: the
+    power limit slows it.
     """
     clocks: dict[str, dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in sorted(state.attempts.items()):
@@ -124,7 +125,7 @@ def _clocks(state: SweepState, slack: float) -> dict[AttemptKey, str]:
 
 
 def _preflights(state: SweepState, slack: float) -> _Doubts:
-    """Allocations with devices or links slower than those of most others of as many nodes."""
+    """Allocations with slower devices or links than most others of as many nodes -> the reasons."""
     found: dict[str, list[str]] = defaultdict(list)
     rates: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
     for name, allocation in sorted(state.allocations.items()):
@@ -147,7 +148,7 @@ def _preflights(state: SweepState, slack: float) -> _Doubts:
 
 
 def _odd_device(rates: list[float], slowest: float, slack: float) -> list[str]:
-    """Whether a device is slower than most of its allocation's: all ranks wait for its rank."""
+    """The reason when one device is slower than most of its allocation, since all ranks wait for its rank."""
     normal = norm(rates, RATES * slack)
     if slowest >= normal.low:
         return []
@@ -156,7 +157,7 @@ def _odd_device(rates: list[float], slowest: float, slack: float) -> list[str]:
 
 
 def _controls(state: SweepState, slack: float) -> _Doubts:
-    """Allocations in which the control layout was slower than in most others."""
+    """Allocations in which the control layout was slower than in most others -> the reason."""
     found: dict[str, list[str]] = {}
     times: dict[str | None, dict[str, float]] = defaultdict(dict)
     for name, time_s in control_times(state).items():

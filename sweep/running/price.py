@@ -1,4 +1,4 @@
-"""What is left of a sweep, packed into allocations, and their price; plan, consent and budget all use it."""
+"""Packs what is left of a sweep into allocations and computes their price for plan, consent and budget."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,16 +14,17 @@ from ultrabench.sweep.running.attempts import PlannedAttempt, next_attempts
 from ultrabench.sweep.running.control import MOST, best_step_times_s, controls, next_repeat
 
 START_S = 120.0
-"""Seconds for the start of the agents, their rendezvous and the preflight."""
+"""Seconds in an allocation's time limit for the start of its agents, their rendezvous and the preflight."""
 MARGIN = 1.5
+"""Factor on the predicted duration of all runs in the time limit of an allocation."""
 ROUND_S = 300.0
-"""Limits are rounded up to this, so that jobs of one shape are alike."""
+"""Limits are rounded up to multiples of this many seconds, so that more jobs have the same limit."""
 RUN_LIMIT_FACTOR = 3.0
 """A run may take this many times its predicted duration, if that is more than measure.run_limit_s."""
 
 
 CONTROL_SHARE = 0.1
-"""Largest share of an allocation's time for its control run; where it would take more, the allocation is longer."""
+"""Largest share of an allocation's time for its control run; allocations are made long enough for that."""
 
 
 def run_limit_s(todo: PlannedAttempt, config: SweepConfig) -> float:
@@ -33,10 +34,10 @@ def run_limit_s(todo: PlannedAttempt, config: SweepConfig) -> float:
 
 
 def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig) -> float:
-    """Wall-clock limit of an allocation: its predicted duration with a margin, and one slow run.
+    """Wall-clock limit of an allocation in seconds: its predicted duration with a margin, and one slow run.
 
-    A run that is cut off by the end of its allocation is run again, so the margin need not hold
-    the limits of all runs together.
+    The limit need not be the sum of the limits of all runs, because a run that is cut off by the end of its
+    allocation is tried again.
     """
     if config.launcher.time_minutes is not None:
         return 60.0 * config.launcher.time_minutes
@@ -48,14 +49,15 @@ def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig) -> 
 def pack(
     todo: Sequence[PlannedAttempt], config: SweepConfig, control_s: Mapping[CellKey, float] | None = None
 ) -> list[tuple[PlannedAttempt, ...]]:
-    """The attempts in groups, one allocation each, in order.
+    """The attempts in groups, in order; each group is for one allocation.
 
-    A group holds one number of nodes and at most one repeat of a run, of one model where a control
-    layout is run beside them, and is filled up to launcher.allocation_minutes of predicted duration
-    or launcher.pack runs.
+    All attempts of a group have the same number of nodes and the same repeat, and also the same model where
+    allocations have a control run. A group is full when it holds launcher.allocation_minutes of predicted
+    duration or launcher.pack runs.
 
     Args:
-        control_s: predicted seconds of the control run of each cell; allocations are long enough to bear it.
+        control_s: predicted seconds of the control run of each cell; a group is filled at least until its control run
+            takes at most CONTROL_SHARE of its time.
     """
     control_s = control_s or {}
     groups: list[list[PlannedAttempt]] = []
@@ -83,9 +85,9 @@ def pack(
 
 
 BUDGET_FACTOR = 1.5
-"""A sweep may use this many times its predicted price when nothing else is agreed."""
+"""Default budget of a sweep, as a factor on its predicted price."""
 ALLOCATION_START_S = {"cuda": 60.0, "cpu": 20.0}
-"""Expected seconds from the start of an allocation to its first run, until allocations of the sweep have ended."""
+"""Device type -> expected seconds from the start of an allocation to its first run; used until measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,17 +95,19 @@ class PlannedJob:
     """An allocation that could be submitted."""
 
     attempts: tuple[PlannedAttempt, ...]
-    """Attempts in the order in which they run, the control first."""
+    """Attempts in the order in which they run, the control run first."""
     control: str | None
+    """run_id of the control run, if there is one."""
     limit_s: float
+    """Wall-clock limit of the allocation."""
     gpu_hours: float
-    """Predicted price of the allocation."""
+    """Predicted GPU hours of the allocation."""
     best_step_times_s: Mapping[CellKey, float] = field(default_factory=dict)
-    """Best step time of each cell so far; a run that is much slower need not be measured to the end."""
+    """Best step time of each cell so far; a much slower run is not measured to the end."""
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """Number of nodes of the allocation."""
         return self.attempts[0].candidate.nodes
 
 
@@ -114,8 +118,8 @@ def planned_jobs(
     """The allocations that the attempts need, in order.
 
     Args:
-        untried: numbers of nodes of which only one allocation may be submitted.
-        held_s: seconds that open allocations have held their nodes by the latest look.
+        untried: numbers of nodes for which only one allocation may be submitted.
+        held_s: open allocation -> seconds for which it had held its nodes when last seen.
     """
     config = plan.config
     start_s = _start_s(plan, state, held_s or {})
@@ -153,10 +157,10 @@ def planned_jobs(
 
 
 def _start_s(plan: Plan, state: SweepState, held_s: Mapping[str, float]) -> float:
-    """Seconds that an allocation holds its nodes beyond its runs: the median of those of this sweep so far.
+    """Seconds for which an allocation holds its nodes without running anything: a median over this sweep.
 
-    Until an allocation is over, those that have ended a run stand for it: `held_s` is how long they have
-    held their nodes by the latest look. Until a run has ended, it is what is expected of the device.
+    The median is over allocations that are over. While there are none, it is over open allocations that have
+    ended a run, with `held_s`. While no run has ended, the value is ALLOCATION_START_S.
     """
     ran: dict[str, float] = {}
     for attempt in state.attempts.values():
@@ -171,23 +175,23 @@ def _start_s(plan: Plan, state: SweepState, held_s: Mapping[str, float]) -> floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What is left of a sweep, and the GPU hours that it is expected to take."""
+    """The allocations that are left of a sweep, and their predicted GPU hours."""
 
     jobs: tuple[PlannedJob, ...]
-    """All allocations to come, those of the confirmations included."""
+    """All allocations that are left, with the repeats of the best runs."""
     runs: Mapping[CellKey, tuple[int, float]]
-    """Number and GPU hours of the attempts that are still to be made, by cell."""
+    """CellKey -> number and GPU hours of the attempts that are left."""
     extra: Mapping[str, tuple[int, float]]
-    """Number and GPU hours of control runs, of repeats of the best, and of the starts of allocations, if any."""
+    """Number and GPU hours of control runs, repeats of the best and starts of jobs, where there are any."""
 
     @property
     def gpu_hours(self) -> float:
-        """The sum of all allocations."""
+        """The predicted GPU hours of all allocations together."""
         return sum(draft.gpu_hours for draft in self.jobs)
 
 
 def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = math.inf) -> Price:
-    """The price of what is left of a sweep; of all of it where there is no state yet."""
+    """The price of what is left of a sweep; without `state`, the price of the whole sweep."""
     state = state or SweepState()
     todo = next_attempts(plan, state, frozenset(), old=frozenset(state.attempts)).todo
     confirmations = _confirmations(plan, todo)
@@ -215,7 +219,10 @@ def _priced(runs: Collection[Candidate]) -> tuple[int, float]:
 
 
 def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAttempt]:
-    """The repeats that the best of each unmeasured cell will need; the fastest by prediction stand for them."""
+    """The repeats that the best runs of each unmeasured cell will need.
+
+    The best runs are not known yet, so the runs with the shortest predicted step time stand for them.
+    """
     repeats = plan.config.repeats
     cells = {t.candidate.cell for t in todo if t.key.repeat < repeats}
     fastest: dict[CellKey, list[Candidate]] = {cell: [] for cell in cells}
@@ -233,10 +240,10 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
 def committed_gpu_hours(
     plan: Plan, state: SweepState, open_names: Sequence[str], held_s: Mapping[str, float] | None = None
 ) -> float:
-    """GPU hours for which allocations held their nodes; of open ones what was predicted, if that is more.
+    """GPU hours of all allocations: what they held, or of an open one its predicted price if that is more.
 
     Args:
-        held_s: seconds that allocations have held their nodes by the latest look, setup included.
+        held_s: allocation -> seconds for which it had held its nodes when last seen, setup included.
     """
     per_node = plan.config.hardware.gpus_per_node
     price = {c.run_id: c.gpu_hours for c in plan.runs}

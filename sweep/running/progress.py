@@ -1,4 +1,4 @@
-"""How far a sweep is: counts, price and what leads, for `sweep status` and the live table."""
+"""Computes the progress of a sweep for `sweep status` and the live table: counts, GPU hours, best runs."""
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
@@ -17,30 +17,30 @@ from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepProgress:
-    """A sweep at one moment."""
+    """The progress of a sweep at one moment."""
 
     sweep: str
     runs: int
     by_status: dict[str, int]
-    """Final status of each run; running and pending among them."""
+    """Status -> number of runs that have it; running, pending and skipped are counted, too."""
     by_nodes: dict[int, dict[str, int]]
     running: tuple[tuple[Candidate, str], ...]
-    """Runs that have ranks now, with their phase."""
+    """Runs that are running now, with their phase."""
     waiting: int
-    """Allocations that were submitted and have not started."""
+    """Number of allocations that were submitted and have not started."""
     attempts: int
     useful_gpu_hours: float
     wasted_gpu_hours: float
     wasted_by_status: dict[str, float]
     eta_s: float | None
-    """Predicted rest, scaled by how long finished runs took and shared by the allocations that run;
-    None before the first result."""
+    """Seconds that are left: the predicted duration of the remaining runs, corrected by how long finished
+    runs took, divided by the number of running allocations. None before the first result."""
     best: tuple[tuple[Candidate, float], ...]
-    """Fastest run of each (model, nodes) that may win, with its tokens/s/GPU."""
+    """The best run of each cell so far, with its tokens/s/GPU."""
     suspects: dict[AttemptKey, str]
-    """Attempts whose number is in doubt, with all reasons."""
+    """Attempts whose measurement is in doubt -> all reasons."""
     failures: tuple[tuple[Candidate, AttemptState], ...]
-    """Runs whose latest attempt failed; the last five, newest last."""
+    """The last five runs whose latest attempt failed, the newest last."""
 
     def as_json(self) -> dict[str, Any]:
         """The document of `sweep status --json`."""
@@ -110,7 +110,7 @@ def progress(
 
 
 def _standing(state: SweepState, runs: Container[str]) -> dict[str, AttemptState]:
-    """The attempt that stands for each run: an ok one of any repeat, else the latest."""
+    """run_id -> the attempt that counts for the run: an ok attempt of any repeat, else the latest."""
     found: dict[str, AttemptState] = {}
     for (run_id, _), attempt in sorted(final_attempts(state).items()):
         held = found.get(run_id)
@@ -120,9 +120,10 @@ def _standing(state: SweepState, runs: Container[str]) -> dict[str, AttemptState
 
 
 def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, float]]:
-    """GPU hours of ok attempts, and of the others by status.
+    """GPU hours of ok attempts, and status -> GPU hours of the other attempts.
 
-    `between_runs` is what allocations held beyond: starts, preflights, and runs that were lost with them.
+    The entry `between_runs` is the rest of the time that allocations held their nodes: starts, preflights,
+    and runs that were lost together with their allocation.
     """
     useful = 0.0
     wasted: dict[str, float] = {}
@@ -158,7 +159,7 @@ def _eta(
 
 
 def doubtful(planned: Sequence[Candidate], state: SweepState, device: str) -> dict[AttemptKey, str]:
-    """Ok attempts whose number is doubtful, as `suspect_attempts` says or because their mfu is impossible."""
+    """Ok attempts in doubt, by `suspect_attempts` or because their mfu is impossible -> the reasons."""
     runs, doubts = {r.run_id: r for r in planned}, suspect_attempts(state, device=device)
     for key, attempt in sorted(state.attempts.items()):
         run, result = runs.get(key.run_id), attempt.result
@@ -174,7 +175,7 @@ def _mfu(run: Candidate, result: RunResult) -> float | None:
 def measured_rates(
     planned: Sequence[Candidate], state: SweepState, doubts: Mapping[AttemptKey, str]
 ) -> dict[str, float | None]:
-    """run_id -> median tokens/s/GPU of the ok repeats that may win; None where none of them may."""
+    """run_id -> median tokens/s/GPU of the ok repeats that may win their cell; None where no repeat may."""
     runs = {r.run_id: r for r in planned}
     rates: dict[str, list[float]] = {}
     for (run_id, _), attempt in sorted(final_attempts(state).items()):

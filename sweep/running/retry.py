@@ -1,4 +1,4 @@
-"""What follows from a failure: tried again, left standing, a node avoided, the sweep stopped."""
+"""Decides what follows from a failure: try again, give up, avoid a node, or stop the sweep."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.retry_policy import OUTSIDE, RetryPolicy
 
 AT_ONCE = OUTSIDE - {Status.NODE_FAIL} | {Status.OOM, Status.TIMEOUT}
-"""Ends after which waiting would not help."""
+"""Statuses after which a run is tried again without a pause, because waiting would not help."""
 NO_KIND = frozenset({Status.OK, Status.OOM, Status.CANCELLED, Status.PREEMPTED, Status.TIMEOUT})
-"""Ends that say nothing about the cluster or the program being broken."""
+"""Statuses that do not mean that the cluster or the program is broken."""
 EXCLUDE_AFTER = 2
-"""Runs that suspect a node until it is used no more; one run alone may be wrong."""
+"""Number of different runs that must suspect a node before it is avoided; one run alone may be wrong."""
 SURE_OOM = 0.85
-"""Predicted share of a rank's memory from which a confirmed OOM counts at once; below it, a second one has to
-agree, since the prediction may be wrong by about 15 %."""
+"""Predicted share of a rank's memory from which one confirmed OOM is enough. Below it a second one is needed,
+since the prediction may be wrong by about 15 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryDecision:
-    """Whether a run is tried once more, and why."""
+    """Whether a run is tried again, and why."""
 
     again: bool
     why: str
@@ -38,12 +38,13 @@ def decide_retry(
     old: frozenset[AttemptKey] = frozenset(),
     memory_share: float = 1.0,
 ) -> RetryDecision:
-    """What follows from the failed `attempts` of one repeat of a run, in their order.
+    """Whether one repeat of a run is tried again after its failed `attempts`, given in their order.
 
     Args:
-        asked: the user wants the latest tried again.
-        old: attempts that ended before this launch; ends that were not the run's fault are forgotten.
-        memory_share: predicted memory of the run, as a share of what a rank has.
+        asked: whether the user wants the latest attempt tried again.
+        old: attempts that ended before this launch; of these, failures that were not the run's fault
+            do not count.
+        memory_share: predicted memory of the run, as a share of the memory of a rank.
     """
     results = [a.result for a in attempts if a.result is not None]
     last = results[-1]
@@ -70,16 +71,16 @@ def _sure(result: RunResult, memory_share: float) -> bool:
 
 
 def settled_oom(attempts: Iterable[AttemptState], memory_share: float) -> bool:
-    """Whether out of memory is this run's answer, on which others may be left out.
+    """Whether it is settled that this run does not fit, so that larger runs may be left out.
 
-    One confirmed end will do where it was predicted, else it takes two, one of them confirmed.
+    One confirmed OOM is enough where the prediction agrees; else it takes two, one of them confirmed.
     """
     ooms = [a.result for a in attempts if a.result and a.result.status == Status.OOM]
     return any(_sure(r, memory_share) for r in ooms) or (len(ooms) > 1 and any(r.confirmed for r in ooms))
 
 
 def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
-    """Two sets of nodes without a common one that saw the latest failure, if there are."""
+    """Two sets of nodes that had the same failure and share no node; None when there are no such sets."""
     last = results[-1]
     for other in results[:-1]:
         same = last.fingerprint is not None and other.fingerprint == last.fingerprint
@@ -95,14 +96,14 @@ def _pause_s(result: RunResult, used: int, policy: RetryPolicy) -> float:
 
 
 def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
-    """Nodes that must not be used again, the worst first, and why."""
+    """Nodes that must not be used again -> the reason, the worst node first."""
     blamed: dict[str, set[str]] = {}
     failed = {
         node: "its agent gave it up" for a in state.allocations.values() for e in a.ends.values()
         for node in e.avoid
     }  # fmt: skip
     for key, attempt in state.attempts.items():
-        telling = attempt.result and attempt.result.status != Status.INVALID  # of the program, not of a node
+        telling = attempt.result and attempt.result.status != Status.INVALID  # no node's fault
         for host in attempt.result.suspects if attempt.result and telling else ():
             blamed.setdefault(host, set()).add(key.run_id)
             if attempt.result and attempt.result.status == Status.NODE_FAIL:
@@ -116,10 +117,11 @@ def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
 
 
 def broken(state: SweepState, policy: RetryPolicy, ended_s: Mapping[AttemptKey, float]) -> str | None:
-    """Why the sweep has to stop: its latest runs of this launch all failed in one and the same way.
+    """The reason to stop the sweep when the latest runs of this launch all failed in the same way; else None.
 
     Args:
-        ended_s: how long ago this launch saw attempts end, which orders them: clocks of nodes differ.
+        ended_s: seconds since this launch saw each attempt end. They give the order of the ends, because
+            the clocks of nodes may differ.
     """
     if policy.breaker is None:
         return None

@@ -1,4 +1,4 @@
-"""`ultrabench configs`: what can be named in an override, and what a name holds."""
+"""`ultrabench configs` lists the names that overrides may use, and prints the file of a name."""
 
 import sys
 from typing import Annotated
@@ -13,7 +13,7 @@ def configs(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
-    """List what can be named in an override, or print the file of one name."""
+    """List the names that overrides may use, or print the file of one name."""
     from ultrabench.cli.tables import out, plain, print_json, say, table
     from ultrabench.errors import ConfigError, unknown_name
     from ultrabench.sweep.config.compose import GROUPS, describe, files, read_text

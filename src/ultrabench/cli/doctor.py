@@ -1,4 +1,4 @@
-"""`ultrabench doctor`."""
+"""The options of `ultrabench doctor`."""
 
 from typing import Annotated
 
@@ -25,11 +25,12 @@ def doctor(
     ),
     json_: bool = typer.Option(False, "--json", help="One JSON document on stdout."),
 ) -> None:
-    """Tell whether this cluster is usable, each failure with its remedy.
+    """Check whether this cluster can be used, and name a remedy for each failure.
 
-    A job of one node is submitted as a sweep's jobs are. Without launcher=, Slurm is checked where it
-    answers, else this machine. With --deep small sweeps follow: the same loss in every layout, a lack of
-    memory on purpose, a published speed. Exit code: 1 when a check fails, 3 when Slurm cannot be asked.
+    A job of one node is submitted in the same way as the jobs of a sweep. Without launcher=, Slurm is checked
+    where it answers, else this machine. With --deep small sweeps follow: they check that every layout has
+    the same loss, that a lack of memory is recognised, and that a published speed is reached. The exit code
+    is 1 when a check fails and 3 when Slurm cannot be asked.
     """
     from ultrabench.cli.run_doctor import run_doctor
 

@@ -1,4 +1,4 @@
-"""The `ultrabench` command: every sub-command imports what it needs only when it runs."""
+"""The `ultrabench` command. Each sub-command imports what it needs only when it runs."""
 
 import contextlib
 import io
@@ -43,7 +43,7 @@ def root(version: bool = typer.Option(False, "--version", help="Show the version
 
 
 def main() -> None:
-    """Runs the command line; a user's mistake is one line on stderr and exit code 2."""
+    """Runs the command line; a mistake of the user gives one line on stderr and exit code 2."""
     _guard_streams()
     try:
         _require_folder()
@@ -60,7 +60,7 @@ def main() -> None:
         told = f"cannot use {what}: {error.strerror or error}; free or unlock it, or use another"
         code = _fail(told, DiskError.exit_code if may_pass(error) else 2)
     except Exception as error:
-        # A wrong option. Typer has its own copy of Click, so the class cannot be named here.
+        # This is a wrong option. Typer has its own copy of Click, so its class cannot be named here.
         if not hasattr(error, "format_message"):
             raise
         text = error.format_message()
@@ -68,13 +68,13 @@ def main() -> None:
         code = _fail(text if helped else f"{text} (see --help)", 2, prefix="" if helped else PREFIX)
     try:
         sys.stdout.flush()
-    except OSError:  # reported above; Python must not try to write the rest again when it exits
+    except OSError:  # reported above; Python must not write the rest again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _require_folder() -> None:
-    """Raises ConfigError when the folder that the command was started in is gone."""
+    """Raises ConfigError when the folder in which the command was started is gone."""
     try:
         os.getcwd()
     except OSError as error:
@@ -84,7 +84,7 @@ def _require_folder() -> None:
 
 
 def _fail(message: str, code: int, prefix: str = PREFIX) -> int:
-    """Prints a message on stderr, as one line where it has a prefix; returns the exit code."""
+    """Prints a message on stderr, as one line if there is a prefix; returns the exit code."""
     from ultrabench.cli.tables import say
 
     if prefix:
@@ -95,17 +95,17 @@ def _fail(message: str, code: int, prefix: str = PREFIX) -> int:
 
 
 class _Forgiving(io.FileIO):
-    """A stderr that ignores errors: when it is full or closed, messages are lost and the work goes on."""
+    """A stderr that ignores errors: if it is full or closed, messages are lost, but the work goes on."""
 
     def write(self, data: Any) -> int:
-        """Writes what it can, and returns the length of all of it."""
+        """Writes as much of `data` as it can, and returns the whole length."""
         with contextlib.suppress(OSError):
             super().write(data)
         return len(data)
 
 
 def _guard_streams() -> None:
-    """Opens standard streams that are closed, and keeps unprintable characters and lost readers from raising errors."""
+    """Opens closed standard streams, and makes unprintable characters and a lost stderr raise no errors."""
     if None in (sys.stdin, sys.stdout, sys.stderr):
         while os.open(os.devnull, os.O_RDWR) < 2:  # otherwise the next file that is opened becomes stdout
             pass

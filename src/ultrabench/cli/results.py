@@ -1,4 +1,4 @@
-"""`ultrabench collect`, `ultrabench heatmap` and `ultrabench plot`."""
+"""The commands `ultrabench collect`, `heatmap` and `plot`, which make tables and figures of results."""
 
 from importlib import import_module
 from pathlib import Path
@@ -62,7 +62,7 @@ def heatmap(
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Draw the best layout of each model and node count, as .png, .svg or .pdf."""
+    """Draw the best layout of each model and number of nodes, as .png, .svg or .pdf."""
     from ultrabench.analysis.cells import compare as compare_cells
     from ultrabench.analysis.cells import notes
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
@@ -118,7 +118,7 @@ def plot(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes a file that was asked for, whole or not at all."""
+    """Writes a file that the user asked for, whole or not at all."""
     from ultrabench.errors import SweepFolderError
     from ultrabench.store.folder import write_whole
 
@@ -130,7 +130,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def open_results(source: str | None, results: Path) -> "tuple[str, Path, pa.Table]":
-    """Label, default picture and rows of a sweep or a parquet file."""
+    """The name, the default path of a figure, and the result table of a sweep or a parquet file."""
     from ultrabench.analysis.collect import collect as rows_of
     from ultrabench.analysis.collect import read_parquet
     from ultrabench.cli.tables import warn

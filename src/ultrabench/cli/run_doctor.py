@@ -1,4 +1,4 @@
-"""Runs the checks of `ultrabench doctor` and shows them; writes a cluster configuration."""
+"""Runs the checks of `ultrabench doctor`, prints them, and writes the configuration of a cluster."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ def run_doctor(
     deep: bool,
     as_json: bool,
 ) -> int:
-    """Checks what `overrides` name; the exit code.
+    """Checks the configuration that `overrides` describe; returns the exit code.
 
     Args:
-        write: name of the cluster configuration to write first, which is then what is checked; None: none.
-        partition: the partition to write it for; None stands for launcher.partition, else the default one.
-        deep: try it with an acceptance run, too.
+        write: name of the cluster configuration that is written first and then checked; None writes nothing.
+        partition: the partition of that configuration; None means launcher.partition, else the default one.
+        deep: whether an acceptance run follows.
 
     Raises:
-        ConfigError: an acceptance run of another sweep is asked for, --partition without --write, or what
-            `examine` and `run_acceptance` raise.
+        ConfigError: --deep is given with a sweep, or --partition without --write. `examine` and
+            `run_acceptance` raise it, too.
     """
     if deep and (named := _names("sweep", overrides)):
         raise ConfigError(
@@ -50,7 +50,7 @@ def run_doctor(
             f"--partition {partition} without --write; to check it, set launcher.partition={partition}"
         )
     site = Site()
-    # What is about to be written cannot be named before.
+    # The configuration that --write makes does not exist yet, so it cannot be named in an override.
     given, why_local = _with_launcher(site, [o for o in overrides if o != f"cluster={write}"])
     given += [f"launcher.partition={partition}"] if partition else []
     if deep:
@@ -80,7 +80,7 @@ def run_doctor(
 
 
 def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], str | None]:
-    """The overrides with a launcher, and why it is this machine; Slurm is chosen where it answers and none is named."""
+    """The overrides with a launcher, and why it is not Slurm; Slurm is chosen if it answers."""
     if _names("launcher", overrides):
         return [*overrides], None
     why = why_not_slurm(site)
@@ -90,7 +90,7 @@ def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], str
 
 
 def _names(group: str, overrides: Sequence[str]) -> str | None:
-    """The override that chooses in a group."""
+    """The override that chooses an option of `group`; None when there is none."""
     return next((o for o in overrides if o.lstrip("+~").partition("=")[0] == group), None)
 
 
@@ -98,8 +98,8 @@ def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: s
     """Writes the configuration of the partition that `config` names.
 
     Raises:
-        ConfigError: it exists or cannot be written, or there is no such partition.
-        ClusterError: there is no Slurm to ask.
+        ConfigError: the file exists or cannot be written, or there is no such partition.
+        ClusterError: Slurm is not here.
     """
     choice = config.launcher
     if choice.name == "local" and why_local:

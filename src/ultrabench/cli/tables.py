@@ -1,4 +1,4 @@
-"""Rich tables and consoles: tables to stdout, progress and warnings to stderr."""
+"""Tables and consoles of Rich: tables go to stdout, progress and warnings to stderr."""
 
 import json
 import re
@@ -15,32 +15,32 @@ from rich.table import Table
 from rich.text import Text
 
 WIDE = 1000
-"""Columns when stdout is no terminal, so that nothing is cut in a pipe."""
+"""Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
 GIVES_WAY = (
     "predicted", "on", "loss", "step s", "why", "policy", "GPUs", "host", "microbatches", "part", "at", "peak GiB",
     "step", "seconds", "candidates", "valid", "they fit", "attempt", "memory", "run", "tokens/s/GPU", "run id",
 )  # fmt: skip
 """Columns of any table that are left out on a narrow terminal, the least important one first."""
 WRAPPED, LONGEST_WORD = 12, 24
-"""A column of text may shrink to 12 characters, or to its longest word; only a word longer than 24 is broken."""
+"""A column of text may shrink to 12 characters or its longest word; only words longer than 24 are broken."""
 
 _UNSEEN = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
-"""Escape sequences of terminals, control characters but tab and newline, and marks that turn text around."""
+"""Escape sequences of terminals, control characters except tab and newline, and marks that reverse text."""
 
 
 def plain(text: str) -> str:
-    """Text without anything that a terminal obeys: what a run has logged may be shown, not executed."""
+    """The text without escape sequences and control characters, so that logs cannot control a terminal."""
     return _UNSEEN.sub("", text)
 
 
 class PlainConsole(Console):
-    """Prints only plain text; colours and cursor movements are Rich's own."""
+    """A console that prints only plain text; all colours and cursor movements come from Rich."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of anything that is printed."""
+        """The segments of what is printed, without control characters in their text."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
@@ -50,13 +50,13 @@ class PlainConsole(Console):
 
 
 def out(stderr: bool = False) -> PlainConsole:
-    """The console of tables on stdout."""
+    """The console for tables on stdout, or one for stderr."""
     width = None if (sys.stderr if stderr else sys.stdout).isatty() else WIDE
     return PlainConsole(stderr=stderr, width=width, highlight=False, markup=False)
 
 
 def err() -> PlainConsole:
-    """The console of progress and warnings on stderr."""
+    """The console for progress and warnings on stderr."""
     return out(stderr=True)
 
 
@@ -71,26 +71,26 @@ def warn(message: str) -> None:
 
 
 def print_json(document: Any) -> None:
-    """The one JSON document of a `--json` command."""
+    """Prints the only JSON document of a command with `--json`."""
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
 
 
 class FittedTable(Table):
-    """A table that fits the terminal it is printed on.
+    """A table that fits the width of its terminal.
 
-    Text wraps between its words. Where that is not enough, columns are left out in the order of
-    GIVES_WAY, then from the right, so that no number and no run id is ever cut.
+    Text wraps between words. If that is not enough, columns are left out in the order of GIVES_WAY, then
+    from the right, so that no number and no run id is ever cut.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         fitted = copy(self)
         widths = self._widths(options.max_width).items()
-        # Rich looks the padding of a column up by its index, which changes when others are left out.
+        # Rich finds the padding of a column by its index, which changes when other columns are left out.
         fitted.columns = [replace(self.columns[i], width=w, _index=n) for n, (i, w) in enumerate(widths)]
         yield from Table.__rich_console__(fitted, console, options)
 
     def _widths(self, room: int) -> dict[int, int]:
-        """Column -> its width, of those that fit into `room` with two blanks between them."""
+        """Index of each column that fits -> its width; `room` includes two blanks between columns."""
         whole, least = {}, {}
         for at, column in enumerate(self.columns):
             texts = [str(column.header), *map(str, column.cells)]
@@ -112,7 +112,7 @@ class FittedTable(Table):
 
 
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> FittedTable:
-    """A table in the style of all our tables; numbers stand right and are never broken."""
+    """A table in our style; the columns in `right` are aligned to the right and never broken."""
     made = FittedTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", header_style="dim")
@@ -120,19 +120,19 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> FittedTable
 
 
 def style_of(status: str | None, doubtful: bool = False) -> str:
-    """The colour of an end: green ok, yellow ok but not to be compared, red failed, dim not run."""
+    """The style of a status: green for ok, yellow for ok but doubtful, red for failed, dim for not run."""
     if status == "ok":
         return "yellow" if doubtful else "green"
     return "dim" if status in (None, "pending", "running", "skipped", "rejected") else "red"
 
 
 def hours(value: float) -> str:
-    """GPU hours with a sensible number of digits."""
+    """GPU hours as a text with three digits, or as a whole number from 100 on."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 45s, 3m20s or 2h05m."""
+    """Seconds as a text such as 45s, 3m20s or 2h05m."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,1 +1,1 @@
-"""What a sweep keeps on disk: its folder, its journal, the state that follows, claims and allocations."""
+"""The files of a sweep: its folder, its journal with the state that it gives, claims and allocations."""

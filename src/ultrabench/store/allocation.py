@@ -1,4 +1,4 @@
-"""An allocation: one job that runs many tasks one after another on the same nodes."""
+"""An allocation is one job that runs many tasks one after another on the same nodes."""
 
 import json
 import secrets
@@ -12,24 +12,24 @@ from ultrabench.run import Task
 from ultrabench.store.folder import write_whole
 
 PROBE_LIMIT_S = 300.0
-"""Seconds after which a preflight is given up; the import of torch alone may take a minute on a loaded machine."""
+"""Time limit of a preflight in seconds; importing torch may take a minute on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What the agents of one allocation read; written before the job is submitted."""
+    """The description of an allocation for its agents, which is written before the job is submitted."""
 
     name: str
     sweep_dir: str
     """Absolute path of the sweep's folder."""
     work_dir: str
-    """Where commands of the user run: the folder of `sweep launch`."""
+    """Folder in which commands of the user run: the one where `sweep launch` was started."""
     nodes: int
     gpus_per_node: int
     simulated: bool
     """Whether all nodes are processes of one host."""
     threads: int | None
-    """OMP_NUM_THREADS of a rank; None: the cores of the node shared by its ranks."""
+    """OMP_NUM_THREADS of a rank; None means the cores of the node divided by its ranks."""
     heartbeat_s: float
     limit_s: float
     """Wall-clock limit of the whole allocation."""
@@ -39,7 +39,7 @@ class Allocation:
     preflight: bool = False
     """Whether devices and links are measured before the first task."""
     control: str | None = None
-    """run_id of the control layout, if that is the first task."""
+    """run_id of the control run, if it is the first task."""
     window: str | None = None
     """Local time of day in which runs may start, such as 19:00-07:00."""
     by: dict[str, str] = field(default_factory=dict)
@@ -53,12 +53,12 @@ class Allocation:
 
     @property
     def warning_s(self) -> float:
-        """Seconds before its limit at which the job is told to end, so that its agents can still write results."""
+        """Seconds before its limit at which the job is told to end, so that its agents can write results."""
         return min(90.0, self.limit_s / 4)
 
     @property
     def probe(self) -> Task:
-        """The preflight as a task like the others; its index is -1."""
+        """The preflight as a task; its index is -1."""
         return replace(
             self.tasks[0],
             run_id=f"preflight-{self.name}",
@@ -78,17 +78,17 @@ class Allocation:
         return Path(self.sweep_dir) / "allocations" / self.name
 
     def write(self) -> None:
-        """Writes allocation.json and a secret only this user can read."""
+        """Writes allocation.json, and a secret that only this user can read."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / "secret", secrets.token_hex(16), mode=0o600)
         write_whole(self.folder / "allocation.json", json.dumps(to_dict(self)))
 
 
 def read_allocation(folder: Path) -> Allocation:
-    """The allocation whose folder this is.
+    """The allocation that the allocation.json in `folder` describes.
 
     Raises:
-        SweepFolderError: it cannot be read.
+        SweepFolderError: the file cannot be read.
     """
     try:
         return from_dict(Allocation, json.loads((folder / "allocation.json").read_text()))
@@ -99,7 +99,7 @@ def read_allocation(folder: Path) -> Allocation:
 def inside(window: str | None, now_s: float) -> bool:
     """Whether `now_s` (seconds since 1970) is inside a window such as 19:00-07:00 of local time.
 
-    The first minute belongs to the window, the last does not; equal ends are the whole day.
+    The first minute belongs to the window and the last does not. A window with equal ends is the whole day.
     """
     if window is None:
         return True

@@ -1,4 +1,4 @@
-"""The claim of an attempt or an allocation: whoever links its owner file first has it, and nobody else ever will."""
+"""Claims an attempt or an allocation: the process that links its owner file first owns it for ever."""
 
 import contextlib
 import errno
@@ -12,18 +12,18 @@ from ultrabench.errors import may_pass
 from ultrabench.record import content_id
 
 _PROCESS = uuid.uuid4().hex
-"""Part of the names of the unique files of this process, by which a claim can be tried again."""
+"""Part of the names of this process's unique files; with equal names a claim can be tried again."""
 
 
 def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
-    """Whether this process now owns the attempt `key`; False when somebody already does.
+    """Whether this call makes this process the owner of `key`; False when it was already claimed.
 
-    A unique file is written and link(2)ed to the owner file. On NFS the answer of link may get
-    lost after it was done, so not the answer but the link count of the unique file decides: 2 means
+    A unique file is written and then linked to the owner file by link(2). On NFS the answer of link may be
+    lost after the link was made. So the link count of the unique file decides, and not the answer: 2 means
     that the owner file is ours.
 
     Raises:
-        OSError: the disk did not let it be tried; the same call again finishes what this one began.
+        OSError: the disk failed; the same call may be made again and goes on with the claim.
     """
     unique = claims / f".{key}.{_PROCESS}.{content_id(owner)}"
     refused: OSError | None = None
@@ -39,7 +39,7 @@ def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
         os.link(unique, claims / key)
     except OSError as error:
         refused = error
-    # Should this fail, the unique file stays: by it the next try finds out who won.
+    # If this fails, the unique file stays, so that the next call can find out who won.
     won = unique.stat().st_nlink == 2
     _remove(unique)
     if refused is not None and not won and refused.errno != errno.EEXIST:
@@ -53,10 +53,10 @@ def _remove(path: Path) -> None:
 
 
 def owner(claims: Path, key: str) -> dict[str, Any] | None:
-    """What the owner of the attempt `key` wrote; None when nobody claimed it, empty if that is no claim.
+    """The content of the claim of `key`; None when there is no claim, empty when its file is damaged.
 
     Raises:
-        OSError: the file cannot be read now, but may be later.
+        OSError: the file cannot be read now, but may be readable later.
     """
     try:
         held = json.loads((claims / key).read_bytes())
@@ -72,23 +72,23 @@ def owner(claims: Path, key: str) -> dict[str, Any] | None:
 
 
 def owner_of(claims: Path, key: str) -> str | None:
-    """Name of the allocation that claimed the attempt `key`; None when nobody did.
+    """Name of the allocation that claimed the attempt `key`; None when there is no claim.
 
     Raises:
-        OSError: the file cannot be read now, but may be later.
+        OSError: the file cannot be read now, but may be readable later.
     """
     held = owner(claims, key)
     return None if held is None else str(held.get("allocation", "unreadable"))
 
 
 GIVEN_UP = "given up"
-"""Owner name in the claim of an allocation that a launcher has given up; agents that find it run nothing."""
+"""Owner name in the claim of an allocation that a launcher has given up; its agents then run nothing."""
 
 
 def give_up(claims: Path, allocation: str) -> bool:
-    """Whether no agent of this allocation will ever run anything: a launcher claims it in their place.
+    """Claims an allocation in place of its agents, so that they run nothing; returns whether that worked.
 
     Raises:
-        OSError: the disk does not tell now, but may later.
+        OSError: the disk does not answer now, but may answer later.
     """
     return claim(claims, allocation, {"allocation": GIVEN_UP}) or owner_of(claims, allocation) == GIVEN_UP

@@ -1,4 +1,4 @@
-"""The events of a sweep's journal: what each of them says, and how a line of a journal file holds it."""
+"""The events of a sweep's journal, and how they are written as lines of a journal file."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey
 
 SCHEMA_VERSION = 2
-"""Version of journal lines and of sweep.json; new fields and new events keep it."""
+"""Version of journal lines and of sweep.json; new fields and new events do not change it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -20,9 +20,9 @@ class Start:
     """One start of a job."""
 
     restart: int = 0
-    """How often the job was started before."""
+    """Number of earlier starts of the job."""
     job_id: str = ""
-    """Slurm's name of the job, such as 123_4; empty for local processes."""
+    """Job id of Slurm, such as 123_4; empty for local processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,97 +33,97 @@ class LeadingAgent:
     host: str = ""
     pid: int | None = None
     start_time: float | None = None
-    """When the process started, in clock ticks since its host was booted."""
+    """When the process started, in clock ticks since the boot of its host."""
     job: Start | None = None
-    """None for local processes."""
+    """The start of the job in which it runs; None for local processes."""
     journal: str = ""
-    """Name of the journal file it writes and touches."""
+    """Name of the journal file that it writes and touches."""
 
     @property
     def start(self) -> Start:
-        """The start of the job it runs in."""
+        """The start of the job in which it runs."""
         return self.job or Start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """A launcher created the sweep or continued it."""
+    """Event: a launcher created the sweep or continued it."""
 
     generation: int
-    """One more than the largest number of all launches, pauses and cancels before."""
+    """Number of this event, one more than the largest of all earlier launches, pauses and cancels."""
     config: dict[str, Any]
     """The resolved configuration."""
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Who launched what from where."""
+    """Who launched what, and from where."""
     kernel_digest: str | None = None
     reuse: str | None = None
-    """The --reuse of the launch."""
+    """Value of the option --reuse of the launch."""
     retry: tuple[AttemptKey, ...] = ()
-    """Failed attempts that the user asked to have tried again."""
+    """Failed attempts that the user wants to have tried again."""
     max_gpu_hours: float | None = None
-    """Budget of the launch; None: no limit."""
+    """Budget of the sweep in GPU hours; None means no limit."""
     work_dir: str | None = None
-    """Where commands of the user run."""
+    """Folder in which commands of the user run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """The user paused the sweep, or resumed it."""
+    """Event: the user paused or resumed the sweep."""
 
     generation: int
     on: bool = True
-    """False when the sweep was resumed."""
+    """Whether the sweep was paused; False when it was resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """The user cancelled the sweep."""
+    """Event: the user cancelled the sweep."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationPlanned:
-    """A launcher has written the files of an allocation that it is going to submit."""
+    """Event: a launcher has written the files of an allocation that it will submit."""
 
     allocation: str
     nodes: int
     limit_s: float
     """Wall-clock limit of the allocation."""
     tasks: tuple[AttemptKey, ...]
-    """Attempts that it may run, in this order."""
+    """Attempts that the allocation may run, in this order."""
     control: str | None = None
-    """run_id of its cell's control layout, when it begins with that."""
+    """run_id of its control run, if it begins with one."""
     by: dict[str, str] = field(default_factory=dict)
     """Who submits it: {user, cluster, host}; cluster is empty for local processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitting:
-    """A launcher is about to submit an allocation."""
+    """Event: a launcher is about to submit an allocation."""
 
     allocation: str
     token: str = ""
-    """Part of the job's name, by which the job can be found when the answer of sbatch is lost."""
+    """Part of the job's name that finds the job when the answer of sbatch is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """The batch system has accepted an allocation."""
+    """Event: the batch system has accepted an allocation."""
 
     allocation: str
     job: dict[str, Any] = field(default_factory=dict)
-    """How to find it: {host, pid, start_time} locally, {job_id, name} on Slurm."""
+    """The job of the allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted(Submitted):
-    """A launcher has found a living allocation that another launcher submitted."""
+    """Event: a launcher has found a living allocation that another launcher submitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationStarted:
-    """The leading agent of an allocation runs."""
+    """Event: the leading agent of an allocation runs."""
 
     allocation: str
     agent: LeadingAgent
@@ -131,29 +131,30 @@ class AllocationStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """The devices and links of an allocation were examined."""
+    """Event: the devices and links of an allocation were measured."""
 
     allocation: str
     restart: int = 0
     found: dict[str, Any]
-    """Facts about each node, and what was measured on devices and links."""
+    """Facts about each node, and the measured rates of devices and links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationEnded:
-    """An allocation ended, or the batch system told how long it held its nodes."""
+    """Event: an allocation ended, or the batch system reported how long it held its nodes."""
 
     allocation: str
     restart: int = 0
-    """Which start of its job ended, where `job` is None."""
+    """Number of the start that ended; it is used where `job` is None."""
     job: Start | None = None
+    """The start that ended."""
     reason: str
     source: str = ""
-    """Who says so: agent, launcher or slurm."""
+    """Who reports the end: agent, launcher or slurm."""
     elapsed_s: float | None = None
-    """Seconds that the agents ran."""
+    """Seconds for which the agents ran."""
     held_s: float | None = None
-    """Seconds that the nodes were held, by the word of the batch system."""
+    """Seconds for which the nodes were held, as the batch system reports them."""
     avoid: tuple[str, ...] = ()
     """Hosts on which nothing should run again."""
 
@@ -170,7 +171,7 @@ class AllocationEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AttemptEvent:
-    """An event about one attempt."""
+    """Base class of the events about one attempt."""
 
     run_id: str
     repeat: int
@@ -178,17 +179,17 @@ class _AttemptEvent:
 
     @property
     def key(self) -> AttemptKey:
-        """The attempt it speaks of."""
+        """The key of the attempt."""
         return AttemptKey(self.run_id, self.repeat, self.attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed(_AttemptEvent):
-    """An allocation is the only one that may run an attempt."""
+    """Event: an allocation has claimed an attempt, so that no other allocation may run it."""
 
     allocation: str
     job: Start | None = None
-    """None for local processes."""
+    """The start of the job that claimed it; None for local processes."""
     spec: dict[str, Any] = field(default_factory=dict)
     """The RunSpec as JSON."""
     predicted: dict[str, Any] = field(default_factory=dict)
@@ -196,29 +197,29 @@ class Claimed(_AttemptEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(_AttemptEvent):
-    """The ranks of an attempt are being started."""
+    """Event: the ranks of an attempt are being started."""
 
     allocation: str
     scratch: str | None = None
-    """Node-local folder of the leading agent, where logs grow."""
+    """Node-local folder of the leading agent, in which logs are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReached(_AttemptEvent):
-    """All ranks of an attempt are in a new phase."""
+    """Event: all ranks of an attempt have reached a new phase."""
 
     name: str
     at: float | None = None
-    """When the last rank reached it, by the ranks' clock."""
+    """When the last rank reached the phase, in seconds since 1970, by the clock of the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(_AttemptEvent):
-    """An attempt ended with status ok."""
+    """Event: an attempt ended with status ok."""
 
     allocation: str | None = None
     source: str = "agent"
-    """Who says so: agent, slurm or launcher."""
+    """Who reports the result: agent, slurm or launcher."""
     spec: dict[str, Any] = field(default_factory=dict)
     """The RunSpec as JSON."""
     result: RunResult
@@ -226,7 +227,7 @@ class Result(_AttemptEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Result):
-    """An attempt ended otherwise."""
+    """Event: an attempt ended with another status than ok."""
 
 
 ControlEvent = LaunchConfig | Pause | Cancel
@@ -251,29 +252,29 @@ EVENTS: dict[str, type[Event]] = {
     "result": Result,
     "failed": Failed,
 }
-"""The `event` of a journal line -> what it is."""
+"""Value of `event` in a journal line -> class of the event."""
 NAMES = {kind: name for name, kind in EVENTS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of a journal: an event, and who wrote it."""
+    """A line of a journal: an event, its writer and its time."""
 
     event: Event
     writer: str
     seq: int
-    """Number of the line among those of its writer, from 0."""
+    """Number of the line among those of its writer, counted from 0."""
     time: float
-    """When it was written, by the writer's clock, in seconds since 1970."""
+    """When the line was written, in seconds since 1970, by the clock of its writer."""
     digest: str = ""
     """Hash of the whole line."""
 
 
 def encode(line: Line) -> bytes:
-    """The text of a line, its newline included.
+    """The bytes of a line, with its newline.
 
     Raises:
-        ValueError: it holds what JSON has no word for, such as NaN.
+        ValueError: the event holds a value that JSON cannot express, such as NaN.
     """
     head = {"v": SCHEMA_VERSION, "writer": line.writer, "seq": line.seq, "time": line.time}
     return canonical_json({**head, "event": NAMES[type(line.event)], **to_dict(line.event)}).encode() + b"\n"
@@ -285,15 +286,15 @@ def _refuse(constant: str) -> NoReturn:
 
 _decode = json.JSONDecoder(parse_constant=_refuse).decode
 DAMAGED = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError, ConfigError)  # fmt: skip
-"""What `decode` raises for text that is no event."""
+"""Exceptions that `decode` raises for text that is no event."""
 
 
 def decode(text: bytes, path: object = "the journal") -> Line | None:
-    """The line with this text; None for an event that only later versions know.
+    """The line that `text` holds; None for an event that only later versions know.
 
     Raises:
-        SweepFolderError: it is of a newer schema; `path` is the file that holds it.
-        DAMAGED: it is no event.
+        SweepFolderError: the line has a newer schema; the message names `path`, the file that holds it.
+        DAMAGED: the text is no event.
     """
     values: dict[str, Any] = _decode(text.decode())
     version, writer, seq, name = int(values["v"]), values["writer"], int(values["seq"]), values["event"]

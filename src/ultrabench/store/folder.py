@@ -1,4 +1,4 @@
-"""A sweep's folder: where its files lie, and which folder a SWEEP argument means."""
+"""The folder of a sweep: the paths of its files, and how a SWEEP argument is resolved to a folder."""
 
 import contextlib
 import os
@@ -12,28 +12,28 @@ from ultrabench.errors import ClusterError, SweepFolderError, unknown_name
 
 @dataclass(frozen=True, slots=True)
 class SweepFolder:
-    """Paths of one sweep: sweep.json, plan.parquet, journal/, claims/, allocations/, logs/."""
+    """The paths of one sweep: sweep.json, plan.parquet, journal/, claims/, allocations/, logs/."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """Name of the sweep."""
+        """Name of the sweep, which is that of its folder."""
         return self.path.name
 
     @property
     def word(self) -> str:
-        """The name quoted for a shell, for commands that are shown to be copied."""
+        """The name of the sweep quoted for a shell, for commands that users copy."""
         return shlex.quote(self.name)
 
     @property
     def sweep_json(self) -> Path:
-        """What all runs of the sweep have in common; written once."""
+        """Path of sweep.json, which holds what all runs of the sweep share and is written once."""
         return self.path / "sweep.json"
 
     @property
     def plan(self) -> Path:
-        """plan.parquet: every candidate with its decision."""
+        """Path of plan.parquet, which holds every candidate with its decision."""
         return self.path / "plan.parquet"
 
     @property
@@ -43,7 +43,7 @@ class SweepFolder:
 
     @property
     def claims(self) -> Path:
-        """Folder of the claims: one file for each attempt, which names its owner."""
+        """Folder of the claims, one file for each attempt, which names its owner."""
         return self.path / "claims"
 
     @property
@@ -53,17 +53,17 @@ class SweepFolder:
 
     @property
     def secrets(self) -> Path:
-        """Secrets of the training program's environment; only their owner can read it."""
+        """File with the secrets of the training program's environment, which only its owner can read."""
         return self.allocations / "secrets.json"
 
     @property
     def scripts(self) -> Path:
-        """Job scripts as they were submitted."""
+        """Folder of the job scripts that were submitted."""
         return self.path / "scripts"
 
     @property
     def pause(self) -> Path:
-        """While this file exists, agents begin no further run; `sweep pause` makes it."""
+        """File made by `sweep pause`; while it exists, agents begin no new run."""
         return self.path / "pause"
 
     def log_folder(self, run_id: str, repeat: int, attempt: int) -> Path:
@@ -71,10 +71,10 @@ class SweepFolder:
         return self.path / "logs" / run_id / f"{repeat}.{attempt}"
 
     def create(self) -> None:
-        """Makes the folder and its subfolders, and tries what claims need: a hard link.
+        """Makes the folder and its subfolders, and checks that hard links work, which claims need.
 
         Raises:
-            SweepFolderError: it cannot be written, or has no hard links.
+            SweepFolderError: the folder cannot be written, or its file system has no hard links.
         """
         probe = self.claims / f".probe-{uuid.uuid4().hex}"
         try:
@@ -92,10 +92,10 @@ class SweepFolder:
                 probe.unlink()
 
     def require_present(self) -> None:
-        """Returns unless the folder was deleted or renamed while the sweep runs.
+        """Raises when the folder was deleted or renamed while the sweep runs.
 
         Raises:
-            ClusterError: it is gone.
+            ClusterError: the folder is gone.
         """
         try:
             self.sweep_json.stat()
@@ -105,7 +105,7 @@ class SweepFolder:
                 "this name and launch again: jobs that find no folder end by themselves"
             ) from None
         except OSError:
-            return  # a file server that does not answer has not lost it
+            return  # a file server that does not answer has not lost the folder
 
 
 def _require_links(probe: Path) -> None:
@@ -127,10 +127,10 @@ def _require_links(probe: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Writes `content` beside `path` and renames it, so that no reader sees half a file.
+    """Writes `content` to a temporary file beside `path` and renames it, so that no reader sees half a file.
 
     Raises:
-        OSError: it could not be written; nothing is left beside it.
+        OSError: the file could not be written; the temporary file is removed.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -146,10 +146,10 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
 
 
 def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepFolder:
-    """The sweep a SWEEP argument means: a path, a name under `results_dir`, or the newest.
+    """The sweep that a SWEEP argument means: a path, or a name under `results_dir`; None means the newest.
 
     Raises:
-        SweepFolderError: there is none.
+        SweepFolderError: there is no such sweep.
     """
     if given is not None:
         for path in (Path(given), results_dir / given):
@@ -164,6 +164,6 @@ def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepF
 
 
 def _age(folder: Path) -> float:
-    """Time stamp of the newest journal file of a sweep, or of its sweep.json where it has no journal."""
+    """Time stamp of the newest journal file of a sweep, or of its sweep.json if it has no journal."""
     times = [p.lstat().st_mtime for p in folder.glob("journal/*.jsonl")]
     return max(times, default=(folder / "sweep.json").stat().st_mtime)

@@ -1,4 +1,4 @@
-"""Heartbeats: launchers and agents touch their journal files, and others look at the time stamps."""
+"""Heartbeats: launchers and agents touch their journal files, and others read the time stamps."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 from ultrabench.store.folder import SweepFolder
 
 SIGN_OF_LIFE_S = 30.0
-"""Seconds between two touches of a journal by its launcher."""
+"""Seconds after which a launcher touches its journal again."""
 MISSED = 3
 """Number of missed touches after which a launcher on another host counts as gone."""
 
@@ -22,8 +22,8 @@ def living_launchers(folder: SweepFolder, own: Path | None = None) -> list[str]:
     """Launchers that seem to follow a sweep now, each as `process P on HOST`.
 
     Args:
-        own: the journal file of the one who asks; its time stamp stands for now, since the clock of
-            a file server need not be that of this host.
+        own: the journal file of the caller. Its time stamp is used as the current time, because the clock
+            of a file server may differ from that of this host.
     """
     now = own.stat().st_mtime if own else time.time()
     here = socket.gethostname().split(".")[0]
@@ -37,7 +37,7 @@ def living_launchers(folder: SweepFolder, own: Path | None = None) -> list[str]:
 
 
 def touched(path: Path) -> float:
-    """Time stamp of a file in seconds since 1970; 0 if it is gone."""
+    """Time stamp of a file in seconds since 1970; 0 if the file is gone."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""The journal of a sweep: append-only JSON lines, one file a writer, no locks."""
+"""The journal of a sweep: append-only files of JSON lines, one for each writer, without locks."""
 
 import contextlib
 import errno
@@ -17,12 +17,12 @@ from ultrabench.store.events import DAMAGED, AllocationEnded, Event, Line, decod
 CHUNK_BYTES = 1 << 20
 """Bytes of a journal file that are read at once."""
 MAX_LINE_BYTES = 64 << 20
-"""Lines longer than this many bytes are skipped; an event has a few KiB."""
+"""Longest line in bytes that is read; longer ones are skipped, since an event has only a few KiB."""
 
 _NO_JOURNAL = frozenset({
     errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM,
 })  # fmt: skip
-"""Errors of opening a file that is no regular file or may not be read: waiting does not help."""
+"""Errors of opening a file that is not regular or must not be read; trying again does not help."""
 
 
 class JournalWriter:
@@ -40,9 +40,9 @@ class JournalWriter:
         """Appends one event with a single write and fsync.
 
         Raises:
-            DiskError: the line could not be written whole, but may be later: the next call opens the
-                file anew and starts a new line, so readers drop the torn one.
-            SweepFolderError: it cannot be written at all.
+            DiskError: the line could not be written whole, but may be written later. The next call opens the
+                file again and begins a new line, so that readers skip the incomplete one.
+            SweepFolderError: the file cannot be written at all.
         """
         line = encode(Line(event=event, writer=self.name, seq=self._seq, time=time.time()))
         data = b"\n" + line if self._torn else line
@@ -62,7 +62,7 @@ class JournalWriter:
         self._seq += 1
 
     def _close(self) -> None:
-        """Closes the file; a stale handle never recovers, so the next write opens the file anew."""
+        """Closes the file; a stale handle never recovers, so the next write opens the file again."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
@@ -71,7 +71,7 @@ class JournalWriter:
 
 @dataclass(slots=True)
 class JournalReader:
-    """Follows all journal files of a sweep; each call of `poll` reads only what is new."""
+    """Reads all journal files of a sweep; each call of `poll` reads only what is new."""
 
     folder: Path
     warn: Callable[[str], None] = lambda message: None
@@ -79,19 +79,19 @@ class JournalReader:
     _closed: set[Path] = field(default_factory=set)
     """Files of agents whose last event, the end of the allocation, was read."""
     _overlong: set[Path] = field(default_factory=set)
-    """Files that were read up to the middle of a line longer than MAX_LINE_BYTES."""
+    """Files whose next bytes are inside a line longer than MAX_LINE_BYTES."""
     _warned: set[Path] = field(default_factory=set)
-    """Files that cannot be read, about which a warning was given."""
+    """Files that cannot be read and for which a warning was given."""
 
     def poll(self) -> Iterator[Line]:
-        """The events of whole lines written since the last call, one after another.
+        """The whole lines that were written since the last call.
 
-        A last line without its newline is left for the next call. Lines that are no event, and files
-        that are no readable regular files, are skipped with a warning. Memory is bounded by
-        MAX_LINE_BYTES, whatever the size of the files.
+        A last line without its newline is left for the next call. Lines that are no event, and files that are
+        not regular or not readable, are skipped with a warning. MAX_LINE_BYTES bounds the memory that is
+        needed, however large the files are.
 
         Raises:
-            SweepFolderError: a line of a newer schema, or the folder cannot be read.
+            SweepFolderError: a line has a newer schema, or the folder cannot be read.
         """
         try:
             paths = {self.folder / name for name in os.listdir(self.folder) if name.endswith(".jsonl")}
@@ -105,7 +105,7 @@ class JournalReader:
             try:
                 for last in self._parse(path, self._lines(path)):
                     yield last
-            except FileNotFoundError:  # somebody deleted it; what it said is known
+            except FileNotFoundError:  # somebody deleted the file, but its earlier lines were read
                 continue
             except OSError as error:
                 if error.errno not in _NO_JOURNAL:
@@ -119,8 +119,8 @@ class JournalReader:
                 self._closed.add(path)
 
     def _lines(self, path: Path) -> Iterator[bytes]:
-        """The new whole lines of a file."""
-        # Without O_NONBLOCK a FIFO that nobody writes would be waited for without end.
+        """The whole lines that were added to a file since the last call."""
+        # Without O_NONBLOCK, opening a FIFO without a writer would block for ever.
         more = os.O_NONBLOCK | os.O_NOCTTY
         with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | more)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -153,5 +153,5 @@ class JournalReader:
 
 
 def read_journal(folder: Path, warn: Callable[[str], None] = lambda message: None) -> Iterator[Line]:
-    """All events of a sweep's journal folder, in no particular order of time."""
+    """All lines of a sweep's journal folder; their order is not that of their times."""
     return JournalReader(folder, warn).poll()

@@ -1,4 +1,4 @@
-"""Secrets in the environment of a user's program: kept in one file for its owner, shown nowhere."""
+"""Keeps secrets in the environment of a user's program in one private file, and never shows them."""
 
 import json
 import re
@@ -10,27 +10,27 @@ from ultrabench.errors import ConfigError
 from ultrabench.store.folder import write_whole
 
 REDACTED = "<redacted>"
-"""Stands for the value of a secret in everything that is written or shown, and in what is hashed."""
+"""The text that replaces the value of a secret in everything that is written, shown or hashed."""
 TOO_SHORT_TO_SEARCH = 3
-"""Characters of a value that may well stand in a word by chance."""
+"""Length in characters up to which the value of a secret may be part of another word by chance."""
 _SECRET = re.compile("(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?![A-Z])", re.IGNORECASE)
-"""What the name of a variable with a secret has in it, as a whole word: TOKENIZERS_PARALLELISM is none."""
+"""Whole words in the name of a variable that mark it as a secret; TOKENIZERS_PARALLELISM is no secret."""
 
 
 def redacted(env: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The variables with secrets redacted, and the secrets whose values are given."""
+    """The variables with the values of secrets redacted, and those secrets whose values are given."""
     secret = {name: value for name, value in env.items() if _SECRET.search(str(name))}
     given = {name: str(value) for name, value in secret.items() if value != REDACTED}
     return {**env, **dict.fromkeys(secret, REDACTED)}, given
 
 
 def hide(words: Iterable[str], given: Mapping[str, str]) -> list[str]:
-    """The words of a command line without the secrets given in it; they can still be parsed."""
+    """The words of a command line with the values of secrets redacted; they can still be parsed."""
     return [_hidden(word, given) for word in words]
 
 
 def _hidden(word: str, given: Mapping[str, str]) -> str:
-    """The word with the values of secrets replaced, found by name: a value may be spelled in many ways."""
+    """The word with the values of secrets redacted; they are found by name, as quoting may change a value."""
     for name, value in given.items():
         word = re.sub(rf"(env\.{re.escape(name)}=).*", rf"\1'{REDACTED}'", word, flags=re.DOTALL)
         word = re.sub(
@@ -42,7 +42,7 @@ def _hidden(word: str, given: Mapping[str, str]) -> str:
 
 
 def revealed(env: Mapping[str, str], file: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables with the values of secrets, as they are given or as `file` holds them.
+    """The variables with the values of secrets, which are taken from `given` or from `file`.
 
     Raises:
         ConfigError: a value is neither given nor in the file.
@@ -58,7 +58,7 @@ def revealed(env: Mapping[str, str], file: Path, given: Mapping[str, str] | None
 
 
 def keep(env: Mapping[str, str], file: Path, given: Mapping[str, str]) -> None:
-    """Writes the secrets of `env` to `file`, which only its owner can read; old values stay.
+    """Writes the secrets of `env` to `file`, which only its owner can read; values in the file are kept.
 
     Raises:
         ConfigError: a value is neither given nor in the file.

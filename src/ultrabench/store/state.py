@@ -1,4 +1,4 @@
-"""The state of a sweep: a pure fold over its journal, whatever the order of the events."""
+"""The state of a sweep, computed from its journal; the order in which events are read does not matter."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -32,58 +32,58 @@ from ultrabench.store.events import (
 
 @dataclass(slots=True, kw_only=True)
 class AttemptState:
-    """What is known of one attempt."""
+    """What the journal says about one attempt."""
 
     key: AttemptKey
     allocation: str | None = None
     job: Start | None = None
-    """The job it ran in; None for local processes."""
+    """The start of the job in which it ran; None for local processes."""
     spec: dict[str, Any] | None = None
     """The RunSpec as JSON."""
     predicted: dict[str, Any] = field(default_factory=dict)
     started: bool = False
     scratch: str | None = None
-    """Node-local folder of the leading agent, where logs grow."""
+    """Node-local folder of the leading agent, in which logs are written."""
     phase: str | None = None
     result: RunResult | None = None
-    """None while the attempt runs, or has vanished and nobody has said so yet."""
+    """None while the attempt runs, or is lost and nobody has reported that yet."""
     time: float | None = None
-    """When it was claimed, by the claimer's clock; for display only."""
+    """When it was claimed, in seconds since 1970, by the clock of the claimer; for display only."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AllocationState:
-    """What is known of one allocation."""
+    """What the journal says about one allocation."""
 
     name: str
     nodes: int = 1
     tasks: tuple[AttemptKey, ...] = ()
     limit_s: float = 0.0
     submission: tuple[str, int] = ("", 0)
-    """Name and line number of the launcher's journal that told of its submission; later ones have larger numbers."""
+    """Name of the launcher's journal and number of its line about the submission; they order submissions."""
     by: dict[str, Any] = field(default_factory=dict)
-    """Who submitted it: {user, cluster, host}; empty where that was not written down."""
+    """Who submitted it: {user, cluster, host}; empty where the journal does not say so."""
     job: dict[str, Any] | None = None
-    """How to find it: {host, pid, start_time} locally, {job_id, name} on Slurm."""
+    """The job of the allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
     control: str | None = None
-    """run_id of its cell's control layout, when it began with that."""
+    """run_id of its control run, if it begins with one."""
     agents: tuple[LeadingAgent, ...] = ()
     """Leading agents that started, the latest start last."""
     preflight: dict[str, Any] = field(default_factory=dict)
-    """What its devices and links could do at its latest start."""
+    """Facts and rates of its devices and links at its latest start."""
     ends: dict[Start, AllocationEnded] = field(default_factory=dict)
-    """How each start of a job of it ended."""
+    """Start of a job of the allocation -> how that start ended."""
 
     @property
     def start(self) -> Start:
-        """The latest start of the job that owns this allocation; an empty one before the first."""
+        """The latest start of the job that owns this allocation; an empty Start before the first."""
         return max((agent.start for agent in self.agents), default=Start())
 
     @property
     def end(self) -> AllocationEnded | None:
-        """How it ended; None while it may be alive.
+        """How the allocation ended; None while it may be alive.
 
-        Once agents have started, only the end of their own latest start counts: a second job of this
+        When agents have started, only the end of their latest start counts, because a second job of this
         allocation, or an earlier start, may end at any time.
         """
         if self.agents:
@@ -92,19 +92,19 @@ class AllocationState:
 
     @property
     def ended(self) -> str | None:
-        """Why it ended; None while it may be alive."""
+        """Why the allocation ended; None while it may be alive."""
         return None if self.end is None else self.end.reason
 
     @property
     def timed(self) -> bool:
-        """Whether the batch system has told how long its nodes were held until its end."""
+        """Whether the batch system has reported how long its nodes were held until its end."""
         return self.end is not None and self.end.held_s is not None
 
     @property
     def held_s(self) -> float:
-        """Seconds its nodes were held, by the batch system's word, else by the agents'.
+        """Seconds for which its nodes were held, as the batch system or else the agents report.
 
-        An end that nobody timed counts to the limit if agents had started, else nothing.
+        An end without a reported time counts as the whole time limit if agents had started, else as 0.
         """
         told: dict[int, list[float]] = {}
         for start, end in self.ends.items():
@@ -115,64 +115,64 @@ class AllocationState:
 
 @dataclass(slots=True, kw_only=True)
 class SweepState:
-    """Everything that the journals of a sweep say."""
+    """Everything that the journal of a sweep says."""
 
     attempts: dict[AttemptKey, AttemptState] = field(default_factory=dict)
     allocations: dict[str, AllocationState] = field(default_factory=dict)
     generation: int = 0
-    """Largest number of a config, pause or cancel event; the next one takes one more."""
+    """Largest generation of all launch, pause and cancel events; the next event gets one more."""
     launched: LaunchConfig | None = None
     """The latest launch."""
     paused: bool = False
     cancelled: bool = False
-    """The sweep was cancelled and has not been launched again since."""
+    """Whether the sweep was cancelled and has not been launched again since."""
     retried: frozenset[AttemptKey] = frozenset()
-    """Failed attempts that the user asked to have tried again."""
+    """Failed attempts that the user wants to have tried again."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration of the latest launch; empty when there was none."""
+        """The resolved configuration of the latest launch; empty when there was no launch."""
         return self.launched.config if self.launched else {}
 
     def attempts_of(self, run_id: str) -> list[AttemptState]:
-        """The attempts of one run, by repeat and attempt."""
+        """The attempts of one run, sorted by repeat and attempt."""
         return [a for k, a in sorted(self.attempts.items()) if k.run_id == run_id]
 
 
 _TRUST = {"agent": 2, "slurm": 1}
-"""How far the source of a failure is believed; launchers come last."""
+"""Source of a failure -> its precedence; a higher one wins, and launchers have 0."""
 
 
 def fold(lines: Iterable[Line]) -> SweepState:
-    """The state after `lines`; commutative and idempotent."""
+    """The state that `lines` give; their order and repeated lines make no difference."""
     return Fold().add(lines)
 
 
 class Fold:
-    """A state that grows with its journal.
+    """Computes a state from the lines of a journal as they are added.
 
-    Whatever can be said twice has a fixed precedence: an agent's result, an agent's failure, what Slurm
-    says, what a launcher concludes. Of anything else the largest (writer, seq, digest) counts. Time
-    stamps decide nothing, since clocks differ.
+    Reports of a result have a fixed precedence: an agent's result, an agent's failure, what Slurm reports,
+    what a launcher concludes. For everything else the line with the largest (writer, seq, digest) counts.
+    Time stamps decide nothing, because clocks differ.
     """
 
     def __init__(self) -> None:
         self.state = SweepState()
-        """Changed in place by `add`."""
+        """The state, which `add` changes in place."""
         self.heard = 0
-        """Number of lines added."""
+        """Number of lines that were added."""
         self._controls: dict[tuple[int, str], ControlEvent] = {}
         self._ranks: dict[tuple[AttemptKey | str, str], tuple[Any, ...]] = {}
-        """(attempt or allocation, field) -> rank of the line that set the field."""
+        """(attempt or allocation, field) -> precedence of the line that set the field."""
 
     def add(self, lines: Iterable[Line]) -> SweepState:
-        """The state with `lines`, which may come again and in any order."""
+        """Adds `lines`, in any order and any number of times, and returns the state."""
         for line in lines:
             self.heard += 1
             rank = (line.writer, line.seq, line.digest)
             match line.event:
                 case LaunchConfig() | Pause() | Cancel() as event:
-                    # Of one generation a cancel sorts after a launch, and a pause after a resume.
+                    # In one generation a cancel sorts after a launch, and a pause after a resume.
                     self._controls[event.generation, canonical_json(to_dict(event))] = event
                 case Claimed() | Started() | PhaseReached() | Result() as event:
                     attempt = self.state.attempts.setdefault(event.key, AttemptState(key=event.key))
@@ -209,14 +209,14 @@ class Fold:
     def _set(
         self, owner: AttemptKey | str, target: object, rank: tuple[Any, ...], told: dict[str, Any]
     ) -> None:
-        """Sets fields of an attempt or an allocation unless a higher rank has; empty values say nothing."""
+        """Sets fields that no line of higher precedence has set; empty values are ignored."""
         for name, value in told.items():
             if value not in (None, {}) and self._ranks.get((owner, name), rank) <= rank:
                 self._ranks[owner, name] = rank
                 setattr(target, name, value)
 
     def _apply_controls(self) -> None:
-        """Sets what the user said: the latest of each kind counts; a later launch lifts a cancel, not a pause."""
+        """Applies launches, pauses and cancels in order; a later launch lifts a cancel, but not a pause."""
         state = self.state
         state.paused = state.cancelled = False
         for (generation, _), event in sorted(self._controls.items(), key=lambda control: control[0]):
@@ -232,7 +232,7 @@ class Fold:
 
 
 def _attempt_fields(event: AttemptEvent) -> dict[str, Any]:
-    """What an event says of an attempt, its result left out."""
+    """The fields of an attempt that an event sets, except its result."""
     match event:
         case Claimed():
             names = ("allocation", "job", "spec", "predicted")
@@ -246,19 +246,19 @@ def _attempt_fields(event: AttemptEvent) -> dict[str, Any]:
 
 
 def _add_end(ends: dict[Start, AllocationEnded], end: AllocationEnded) -> None:
-    """Of several ends of one start the most trusted counts, with the longest time that its nodes were held."""
+    """Adds an end; of several ends of one start the most trusted counts, with the longest time of all."""
     told = (ends.get(end.start, end), end)
     held_s = max((e.held_s for e in told if e.held_s is not None), default=None)
     ends[end.start] = replace(min(told, key=_most_trusted), held_s=held_s)
 
 
 def _most_trusted(end: AllocationEnded) -> tuple[int, str]:
-    """The agent's word on its own end comes first, then a launcher's; the batch system tells only the time."""
+    """Sort key, smallest first: an end that the agent reports, then a launcher's, then the batch system's."""
     return {"agent": 0, "launcher": 1}.get(end.source, 2), repr(replace(end, held_s=None))
 
 
 def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:
-    """The attempt that stands for each (run_id, repeat): the ok one, else the latest."""
+    """(run_id, repeat) -> the attempt that counts for it: the ok one, else the latest."""
     final: dict[tuple[str, int], AttemptState] = {}
     for key, attempt in sorted(state.attempts.items()):
         held = final.get((key.run_id, key.repeat))

@@ -1,4 +1,4 @@
-"""sweep.json: what all runs of a sweep have in common, written once when the sweep is launched first."""
+"""Reads and writes sweep.json, which holds what all runs share and is written at the first launch."""
 
 import json
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class SweepJson:
     kernel_digest: str
     """Digest of the training program at the first launch."""
     models: tuple[ModelShape, ...]
-    """Models of the first launch; later ones may have others."""
+    """Models of the first launch; later launches may have others."""
     workload: Workload
     core_flops_per_s: float | None = None
     """Measured rate of one CPU core; None where the hardware table has a rate."""
@@ -37,12 +37,12 @@ class SweepJson:
     environment: dict[str, Any] = field(default_factory=dict)
     """Facts of the machine that launched the sweep."""
     provenance: dict[str, Any]
-    """Who launched what from where, with which version of ultrabench."""
+    """Who launched what, from where, and with which version of ultrabench."""
     config: dict[str, Any]
     """The resolved configuration of the first launch."""
 
     def peak(self, nodes: int, precision: str) -> Peak | None:
-        """The rate of one rank that mfu is a fraction of; None where nobody knows it."""
+        """The peak rate of one rank, which mfu is relative to; None where it is unknown."""
         if not self.hardware.peak_flops_per_s and (self.core_flops_per_s is None or self.cores is None):
             return None
         core, cores = self.core_flops_per_s, self.cores or 1
@@ -50,10 +50,10 @@ class SweepJson:
 
 
 def read_sweep_json(folder: SweepFolder) -> SweepJson:
-    """What sweep.json of a folder says.
+    """The content of sweep.json in a folder.
 
     Raises:
-        SweepFolderError: there is none, it cannot be read, or another schema version wrote it.
+        SweepFolderError: there is no such file, it cannot be read, or it has another schema version.
     """
     found = find_sweep_json(folder)
     if found is None:
@@ -62,10 +62,10 @@ def read_sweep_json(folder: SweepFolder) -> SweepJson:
 
 
 def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
-    """What sweep.json of a folder says; None when there is no such file.
+    """The content of sweep.json in a folder; None when there is no such file.
 
     Raises:
-        SweepFolderError: it cannot be read, or another schema version wrote it.
+        SweepFolderError: the file cannot be read, or has another schema version.
     """
     path = folder.sweep_json
     try:
@@ -100,10 +100,10 @@ def _require_schema(path: Path, values: Any) -> None:
 
 
 def write_sweep_json(folder: SweepFolder, content: SweepJson) -> None:
-    """Writes sweep.json whole.
+    """Writes sweep.json; a reader sees the whole new file or the old one.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     values = {"schema_version": SCHEMA_VERSION, **to_dict(content)}
     write_whole(folder.sweep_json, json.dumps(values, indent=1) + "\n")

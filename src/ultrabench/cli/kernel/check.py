@@ -1,4 +1,4 @@
-"""`ultrabench kernel check`."""
+"""`ultrabench kernel check` compares one layout on CPU processes with a single process."""
 
 import os
 from dataclasses import fields
@@ -15,14 +15,14 @@ from ultrabench.sweep.config.load import load_model
 
 MOST_RANKS = 64
 RANK_BYTES = 1e8
-"""Memory of each process of the check, in bytes, without torch's libraries, which all processes share."""
+"""Bytes of memory of each process of the check, without torch's libraries, which all processes share."""
 STATE_BYTES = 40
-"""Memory of a parameter in fp64: itself, its gradient and the copy that is compared, and two moments of AdamW."""
+"""Bytes for each parameter in fp64: the parameter, its gradient, a copy to compare, two moments of AdamW."""
 OTHERS = ("model", "seq_len", "seed", "steps", "recompute")
 
 
 def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
-    """Checks one layout on CPU processes; returns 0 when it equals one process, else 1."""
+    """Checks one layout on CPU processes; returns 0 when its results equal those of one process, else 1."""
     spec = check_spec(words, dump)
     ranks, cores = spec.layout.world_size, len(os.sched_getaffinity(0))
     if ranks > max(cores, 8):
@@ -51,10 +51,10 @@ def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
 
 
 def check_spec(words: list[str], dump: str | None = None) -> CheckSpec:
-    """The check that `dp=2 tp=2 ...` asks for.
+    """The check that words such as `dp=2 tp=2` describe.
 
     Raises:
-        ConfigError: an unknown word, or a layout that cannot be.
+        ConfigError: a word is unknown, or the layout is impossible.
     """
     known = [*(f.name for f in fields(Layout)), *OTHERS]
     values = read_words(words, known, "dp=2 tp=2 gas=4")

@@ -1,4 +1,4 @@
-"""`ultrabench kernel ...`: the embedded kernel by itself."""
+"""The commands `ultrabench kernel ...`, which run the embedded kernel without a sweep."""
 
 from typing import Annotated
 
@@ -25,7 +25,7 @@ def check(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
-    """Hold one layout against one process in fp64: loss, gradients, parameters; exit 1 above 1e-10."""
+    """Compare loss, gradients and parameters of a layout with one process in fp64; exit 1 above 1e-10."""
     from ultrabench.cli.kernel.check import run_check
 
     raise typer.Exit(run_check(words or [], dump, json_))
@@ -42,7 +42,7 @@ def dryrun(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
-    """Step the real kernel without data at any world size: memory, collectives and FLOPs of a rank."""
+    """Show memory, collectives and FLOPs of a rank at any world size, by a step without data."""
     from ultrabench.cli.kernel.dryrun import run_dryrun
 
     run_dryrun(words or [], json_)

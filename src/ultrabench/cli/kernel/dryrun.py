@@ -1,4 +1,4 @@
-"""`ultrabench kernel dryrun`."""
+"""`ultrabench kernel dryrun` shows what a step of a layout costs a rank, without GPUs."""
 
 from dataclasses import fields
 from typing import Any
@@ -22,7 +22,7 @@ PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 
 def run_dryrun(words: list[str], as_json: bool) -> None:
-    """Prints what a step of a layout costs the first rank of each pipeline stage."""
+    """Prints memory, FLOPs and collectives of a step for the first rank of each pipeline stage."""
     spec, hardware = dryrun_spec(words)
     layout, world = spec.layout, spec.layout.world_size
     say(
@@ -41,13 +41,13 @@ def run_dryrun(words: list[str], as_json: bool) -> None:
 
 
 def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
-    """The run that `model=llama3-8b nodes=8 tp=8 ...` describes, and its hardware.
+    """The run that words such as `model=llama3-8b nodes=8 tp=8` describe, and its hardware.
 
-    By default dp is what the other degrees leave of the GPUs, gas equals pp, and the precision is
+    By default dp is the number of GPUs divided by the other degrees, gas equals pp, and the precision is
     that of the hardware.
 
     Raises:
-        ConfigError: an unknown word or name, or a layout that cannot be.
+        ConfigError: a word or a name is unknown, or the layout is impossible.
     """
     known = [*(f.name for f in fields(Layout)), *DEFAULTS, "precision"]
     given = DEFAULTS | read_words(words, known, "model=llama3-8b nodes=8 tp=8")
@@ -82,7 +82,7 @@ def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
 
 
 def _model_flops(spec: RunSpec, pp_rank: int) -> float:
-    """FLOPs of one step that fall to a rank of stage `pp_rank`, as ModelShape.flops_per_token counts them."""
+    """FLOPs of one step on a rank of stage `pp_rank`, counted as in ModelShape.flops_per_token."""
     shape, layout = spec.shape, spec.layout
     attention = 12 * shape.hidden_size * spec.workload.seq_len
     held = held_stages(shape, layout, pp_rank)

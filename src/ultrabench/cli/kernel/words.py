@@ -1,4 +1,4 @@
-"""A layout from WORD=VALUE arguments, as the kernel's own commands take them."""
+"""Reads a layout from the WORD=VALUE arguments of `ultrabench kernel`."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -11,7 +11,7 @@ from ultrabench.sweep.rules import first_broken
 
 
 def read_words(words: Sequence[str], known: Collection[str], example: str) -> dict[str, str]:
-    """The words as a mapping, word -> value.
+    """Word -> value of all arguments.
 
     Raises:
         ConfigError: an argument is not WORD=VALUE, or its word is not `known`.
@@ -31,7 +31,7 @@ def whole(key: str, value: str) -> int:
     """The value of word `key` as a whole number.
 
     Raises:
-        ConfigError: it is no whole number.
+        ConfigError: the value is no whole number.
     """
     try:
         return int(value)
@@ -40,17 +40,17 @@ def whole(key: str, value: str) -> int:
 
 
 def layout_of(numbers: Mapping[str, int], schedule: str | None) -> Layout:
-    """The layout of these degrees, with the usual schedule and number of virtual stages where none is given."""
+    """The layout of these degrees; without a schedule or number of virtual stages, it has the usual ones."""
     schedule = schedule or default_schedule(numbers.get("pp", 1), numbers.get("gas", 1))
     stages = {"virtual_stages": default_virtual_stages(schedule)}
     return Layout(**(stages | dict(numbers)), pp_schedule=schedule)
 
 
 def require_possible(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> None:
-    """Checks that `kernel` can run `layout`.
+    """Raises when `kernel` cannot run `layout`.
 
     Raises:
-        ConfigError: it cannot; the message says why.
+        ConfigError: the kernel cannot run the layout; the message says why.
     """
     broken = first_broken(layout, shape)
     reason = broken[1] if broken else refusal(kernel, layout, shape, seq_len)

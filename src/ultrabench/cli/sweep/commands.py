@@ -1,4 +1,4 @@
-"""`ultrabench sweep ...`: plan, launch and look after a sweep."""
+"""The commands `ultrabench sweep ...`, which plan, launch and look after a sweep."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ RESULTS = Path("results")
 
 
 def _say_at_once(message: str) -> None:
-    """Prints a line before the slow imports; only on a terminal, since elsewhere a mistake is one line alone."""
+    """Prints a line before the slow imports, but only on a terminal: elsewhere an error is a single line."""
     if sys.stderr.isatty():
         typer.echo(message, err=True)
 
@@ -52,7 +52,7 @@ def plan(
         bool, typer.Option("--show-script", help="Print only the script of the first Slurm job.")
     ] = False,
 ) -> None:
-    """Enumerate every layout, reject with reasons, predict and price; writes and submits nothing."""
+    """Enumerate all layouts, reject some with reasons, and predict the price; nothing is submitted."""
     if show_script and (json_ or output or top):
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     _say_at_once("planning")
@@ -77,7 +77,7 @@ def launch(
         typer.Option("--reuse", help="Results of another environment: same (measure again) or any (keep)."),
     ] = None,
 ) -> None:
-    """Run a sweep until done; the same command again continues it."""
+    """Run a sweep until it is done; the same command continues it later."""
     _say_at_once("reading the configuration and planning")
     from ultrabench.cli.sweep.launch import run_launch
 
@@ -93,7 +93,7 @@ def status(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show how far a sweep is, what runs, what failed and the best so far; writes nothing."""
+    """Show the progress of a sweep, what runs, what failed and the best runs so far; writes nothing."""
     from ultrabench.cli.sweep.status import show_status
 
     raise typer.Exit(show_status(sweep, watch, json_, results_dir))
@@ -131,7 +131,7 @@ def retry(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Run failed runs again as new attempts; finished ones are never touched."""
+    """Try failed runs again as new attempts; finished runs are never changed."""
     from ultrabench.cli.sweep.retry import run_retry
 
     raise typer.Exit(run_retry(sweep, only, run, dry_run, json_, results_dir))
@@ -139,7 +139,7 @@ def retry(
 
 @sweep_app.command("pause")
 def pause(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
-    """Finish the runs under way and give the nodes back; nothing new starts."""
+    """Start no new runs; running ones are finished, and then the nodes are given back."""
     from ultrabench.cli.sweep.pause_cancel import run_pause
 
     run_pause(sweep, results_dir)
@@ -152,7 +152,7 @@ def resume(
     max_gpu_hours: MaxGpuHours = None,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Go on with a paused sweep, or with one that no launcher follows, as it was launched last."""
+    """Continue a paused sweep, or one that no launcher follows, with its latest configuration."""
     from ultrabench.cli.sweep.pause_cancel import run_resume
 
     raise typer.Exit(run_resume(sweep, results_dir, detach, max_gpu_hours))
@@ -160,7 +160,7 @@ def resume(
 
 @sweep_app.command("cancel")
 def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
-    """Cancel what is queued and running; results stay."""
+    """Cancel all queued and running jobs of a sweep; results stay."""
     from ultrabench.cli.sweep.pause_cancel import run_cancel
 
     run_cancel(sweep, results_dir)
@@ -174,7 +174,7 @@ def show(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show everything about one run: its numbers, spec, prediction, attempts, evidence."""
+    """Show everything about one run: its numbers, spec, prediction, attempts and evidence."""
     from ultrabench.cli.sweep.show import show_run
 
     show_run(run_id, in_sweep or sweep, json_, results_dir)

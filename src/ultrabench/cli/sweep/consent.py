@@ -1,4 +1,4 @@
-"""The price of what is left of a sweep as a table, and the question whether a cluster may be used for it."""
+"""Shows the price of what is left of a sweep, and asks whether that much of a cluster may be used."""
 
 import math
 import sys
@@ -17,7 +17,11 @@ from ultrabench.sweep.running.price import BUDGET_FACTOR, Price
 def price_table(
     plan: Plan, price: Price, names: Sequence[str], counts: Mapping[CellKey, Sequence[int]]
 ) -> FittedTable:
-    """GPU hours by cell beside its `counts` of `names`, then what is run beside the layouts, then the sum."""
+    """A table of GPU hours: a row for each cell with its `counts`, then other costs, then the sum.
+
+    Args:
+        names: names of the columns of `counts`.
+    """
     numbers = ("nodes", "GPUs", *names, "GPU hours")
     made = table(f"sweep {plan.config.name}", "model", *numbers, right=numbers)
     for (model, nodes), of_cell in counts.items():
@@ -44,10 +48,10 @@ def ask_for_budget(
     """Shows the price of what is left to do and asks; returns the GPU hours that the sweep may use in all.
 
     Args:
-        following: jobs of the sweep are under way, so there is something to do within any budget.
+        following: whether jobs of the sweep are under way, so that any budget leaves something to do.
 
     Raises:
-        ConfigError: there is nobody to ask and no --max-gpu-hours.
+        ConfigError: there is no terminal to ask on and no --max-gpu-hours, or the budget is too small.
         typer.Abort: the answer is no.
     """
     if not price.jobs:

@@ -1,4 +1,4 @@
-"""`ultrabench sweep launch`: opens a sweep, asks for its price on a cluster, and follows it."""
+"""`ultrabench sweep launch` opens a sweep, asks whether its price is accepted, and follows the sweep."""
 
 import math
 import os
@@ -84,13 +84,13 @@ def folder_of(config: SweepConfig) -> SweepFolder:
 
 
 def _require_finite(max_gpu_hours: float | None) -> None:
-    """Raises ConfigError for a budget that is infinite or no number."""
+    """Raises ConfigError for a budget that is infinite or not a number."""
     if max_gpu_hours is not None and not math.isfinite(max_gpu_hours):
         raise ConfigError(f"--max-gpu-hours {max_gpu_hours}; must be a number, such as 100")
 
 
 def _words(folder: SweepFolder) -> str:
-    """How commands that are shown name a sweep: its name, and where it is unless that is ./results."""
+    """The words that name a sweep in commands for the user: its name, and where it is if not in ./results."""
     parent = folder.path.parent
     where = "" if parent == Path.cwd() / "results" else f" --results-dir {shlex.quote(str(parent))}"
     return folder.word + where
@@ -104,7 +104,11 @@ def continue_sweep(
     detach: bool = False,
     max_gpu_hours: float | None = None,
 ) -> int:
-    """Goes on with a sweep as it was launched last, within the GPU hours given now or agreed to then."""
+    """Continues a sweep with the configuration of its latest launch; returns the exit code.
+
+    Args:
+        max_gpu_hours: budget of the sweep; None means that of the latest launch.
+    """
     _require_finite(max_gpu_hours)
     state = fold(read_journal(folder.journal, warn))
     config = as_launched(folder, state)
@@ -112,7 +116,7 @@ def continue_sweep(
     budget = launched.max_gpu_hours if max_gpu_hours is None else max_gpu_hours
     work_dir, words = launched.work_dir, _words(folder)
     if work_dir and Path(work_dir).is_dir():
-        os.chdir(work_dir)  # a command of the user's may name files beside it
+        os.chdir(work_dir)  # a command of the user may name files of this folder
     launcher = choose_launcher(config, folder)
     sweep = open_sweep(make_plan(config), reuse="any", warn=warn, say=say, retry=retry, max_gpu_hours=budget)
     return follow(sweep, launcher, budget, words=words, console=console, detach=detach)
@@ -131,7 +135,7 @@ def as_launched(folder: SweepFolder, state: SweepState) -> SweepConfig:
 def settled(
     plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda result: True
 ) -> bool:
-    """Whether a sweep has no attempts left to make or to wait for, in any repeat."""
+    """Whether a sweep has no attempts left to submit or to wait for."""
     return next_attempts(plan, state, frozenset(), accepts=accepts, old=frozenset(state.attempts)).over
 
 
@@ -149,23 +153,23 @@ def follow(
     """Follows an open sweep to its end, or leaves it after the first submission; returns the exit code.
 
     Args:
-        words: how commands that are shown name the sweep.
-        price: the price of what is left, when it is known already.
-        ask: a person may be asked whether jobs of others are replaced.
+        words: words that name the sweep in commands for the user.
+        price: the price of what is left, if it is known already.
+        ask: whether the user may be asked to replace jobs of others.
     """
     config, before = sweep.config, {key.run_id for key in sweep.state().attempts}
     for line in _first_lines(sweep, price or reckon(sweep.plan, sweep.state())):
         say(line)
     taken = _asked_to_take_over(sweep, launcher) if ask else []
     try:
-        _handle(_terminate, instead_of=signal.SIG_DFL)  # nohup ignores SIGHUP, and so it stays
+        _handle(_terminate, instead_of=signal.SIG_DFL)  # under nohup, SIGHUP stays ignored
         with Display(config.name, sweep.plan.runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, max_gpu_hours, display.say)
             reconciler.take_over(taken)
             state = reconciler.once()[0] if detach else reconciler.run()
     except (KeyboardInterrupt, Terminated) as stop:
         return _interrupted(sweep, launcher, stop, words)
-    _handle(signal.SIG_DFL, instead_of=_terminate)  # what is left takes a moment
+    _handle(signal.SIG_DFL, instead_of=_terminate)  # the rest takes only a moment
     if detach and reconciler.submitted:
         _say_left(reconciler.submitted, words)
         return 0
@@ -175,7 +179,7 @@ def follow(
         say(line)
     if reconciler.stopped:
         if state.cancelled and not launcher.outlives_us:
-            interrupt(sweep, launcher)  # what was submitted while the cancel was being written
+            interrupt(sweep, launcher)  # ends what was submitted meanwhile
         _say_stopped(sweep, reconciler, state, words)
         return 1
     if Status.OK in now.by_status:
@@ -184,7 +188,7 @@ def follow(
 
 
 def _say_left(jobs: int, words: str) -> None:
-    """Says what a detached launch leaves, and how it is followed again."""
+    """Tells what a detached launch has submitted, and how to follow the sweep again."""
     say(
         f"submitted {counted(jobs, 'job')} and left; what comes after them is submitted by whoever follows: "
         f"ultrabench sweep resume {words}, by the same user on any login node of this cluster"
@@ -192,7 +196,7 @@ def _say_left(jobs: int, words: str) -> None:
 
 
 def _say_stopped(sweep: OpenSweep, reconciler: Reconciler, state: SweepState, words: str) -> None:
-    """Says why a sweep stopped; over its budget, also the command that goes on with enough GPU hours."""
+    """Tells why a sweep stopped; if it is over its budget, also the command that continues it."""
     say(f"stopped: {reconciler.stopped}")
     if reconciler.over_budget:
         left = BUDGET_FACTOR * reckon(sweep.plan, state).gpu_hours
@@ -201,7 +205,7 @@ def _say_stopped(sweep: OpenSweep, reconciler: Reconciler, state: SweepState, wo
 
 
 def _first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
-    """What a launch says before it submits anything."""
+    """The lines that a launch prints before it submits anything."""
     config, plan = sweep.config, sweep.plan
     runs, cost = counted(len(plan.runs), "run"), hours(price.gpu_hours)
     yield f"{config.name}: {runs}, {cost} GPU hours predicted, in {sweep.folder.path}"
@@ -214,11 +218,11 @@ def _first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
 
 
 def other_launches(state: SweepState, planned: Set[str], before: Set[str]) -> Iterator[str]:
-    """Lines that set a launch apart from earlier ones of its sweep: its new runs, and settled runs that it does not plan.
+    """Lines about settled runs that are new in this launch, and about those of earlier launches only.
 
     Args:
-        planned: ids of the runs of this launch.
-        before: ids of the runs that had been attempted before it.
+        planned: run_ids of the runs of this launch.
+        before: run_ids of the runs that had been attempted before this launch.
     """
     ends: dict[str, str] = {}
     for (run_id, _), attempt in sorted(final_attempts(state).items()):
@@ -232,9 +236,9 @@ def other_launches(state: SweepState, planned: Set[str], before: Set[str]) -> It
 
 
 def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
-    """Names of others' jobs in a queue that cannot be seen from here, if a person allows to replace them.
+    """Names of queued jobs of others that cannot be seen from here, if the user agrees to replace them.
 
-    Jobs of others are never ended or replaced without a question; those that already run are waited for.
+    Jobs of others are never replaced without asking. Those that already run are waited for.
     """
     unended = ((n, a) for n, a in sweep.state().allocations.items() if a.ended is None and not a.agents)
     others = {name: held for name, held in unended if not sees(launcher.by, held.by)}
@@ -246,7 +250,7 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP has come; like Ctrl-C, it is no Exception, so that nothing swallows it."""
+    """Raised on SIGTERM or SIGHUP; like KeyboardInterrupt it is no Exception, so that nothing catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -258,7 +262,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _handle(handler: Handler, instead_of: Handler) -> None:
-    """Handles SIGTERM and SIGHUP with `handler` where `instead_of` handles them now."""
+    """Makes `handler` handle SIGTERM and SIGHUP, if `instead_of` handles them now."""
     for number in TERMINATING:
         if signal.getsignal(number) == instead_of:
             signal.signal(number, handler)
@@ -270,17 +274,17 @@ def _all_signals(handler: Handler) -> None:
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:
-    _all_signals(signal.SIG_IGN)  # first, so that a third Ctrl-C does not hit what handles the second
+    _all_signals(signal.SIG_IGN)  # comes first, so that a third Ctrl-C cannot interrupt this
     raise Terminated(number)
 
 
 def _interrupted(
     sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt | Terminated, words: str
 ) -> int:
-    """Says what still runs and how to continue; returns the exit code.
+    """Tells what still runs and how to continue; returns the exit code.
 
-    Jobs of Slurm go on. On this machine, Ctrl-C ends what runs; a launcher that somebody else ends, or
-    whose terminal is gone, leaves its agents at work for the next launch.
+    Jobs of Slurm go on. On this machine Ctrl-C ends all runs. A launcher that is ended by a signal, or
+    whose terminal is gone, leaves its agents running for the next launch.
     """
     again = shlex.join(["ultrabench", *hide(sys.argv[1:], sweep.config.secrets)])
     number = stop.number if isinstance(stop, Terminated) else signal.SIGINT
@@ -306,7 +310,7 @@ def _interrupted(
 def _leave_in_background(
     folder: SweepFolder, overrides: list[str], max_gpu_hours: float | None, reuse: str | None
 ) -> int:
-    """Leaves a launcher in the background; its output goes to launcher.log in the sweep's folder."""
+    """Starts a launcher in the background, with its output in launcher.log in the sweep's folder."""
     find_sweep_json(folder)
     folder.create()
     command = [sys.executable, "-P", "-m", "ultrabench.cli.main", "sweep", "launch", *overrides]

@@ -1,4 +1,4 @@
-"""What a launch shows: a live table on a terminal, a line per finished run elsewhere."""
+"""The output of a launch: a live table on a terminal, and a line for each attempt that has ended."""
 
 import sys
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Display:
             self._live.stop()
 
     def show(self, state: SweepState, alive: frozenset[str] = frozenset()) -> None:
-        """Shows a new state: a line for each attempt that has ended, and the table on a terminal."""
+        """Shows a new state: a line for each attempt that has ended and, on a terminal, the table."""
         self._print_ended(state)
         if self._live:
             now = progress(self._sweep, self._planned, state, self._device)
@@ -56,7 +56,7 @@ class Display:
         self._console.print_line(note)
 
     def _print_ended(self, state: SweepState) -> None:
-        """Prints a line for each attempt that has ended since the last call, which the first call takes as old."""
+        """Prints a line for each attempt that has ended since the last call; the first call prints none."""
         ended = {k for k, a in state.attempts.items() if a.result is not None}
         if self._told is None:
             self._told = ended
@@ -102,7 +102,7 @@ def _told(run: Candidate, attempt: AttemptState, result: RunResult) -> str:
 
 
 def panel(now: SweepProgress, busy: bool = True, bar: bool = False) -> RenderableType:
-    """Counts (in a live view with a bar), what runs, the best so far, failures, and doubtful numbers."""
+    """The view of a sweep: counts, a bar if asked for, what runs, the best so far, failures and doubts."""
     left = sum(now.by_status.get(name, 0) for name in ("pending", "running"))
     line = (ProgressBar(total=now.runs, completed=now.runs - left, width=40), Text("")) if bar else ()
     told = (*_running(now, busy), *_best(now), *_failures(now), *_doubts(now))
@@ -110,7 +110,7 @@ def panel(now: SweepProgress, busy: bool = True, bar: bool = False) -> Renderabl
 
 
 def counts_line(now: SweepProgress, busy: bool = True) -> Text:
-    """`quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours, 4% of them in failed runs`."""
+    """A line such as `quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours`."""
     settled = {k: v for k, v in now.by_status.items() if k not in ("pending", "running")}
     shown = ", ".join(f"{v} {k}" for k, v in settled.items())
     total = now.useful_gpu_hours + now.wasted_gpu_hours

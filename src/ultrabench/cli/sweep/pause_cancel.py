@@ -1,4 +1,4 @@
-"""`ultrabench sweep pause`, `resume` and `cancel`."""
+"""The commands `ultrabench sweep pause`, `resume` and `cancel`."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ultrabench.sweep.running.progress import progress
 
 
 def run_pause(sweep: str | None, results: Path) -> None:
-    """Ends running allocations after their current run and takes queued ones back."""
+    """Pauses a sweep: running allocations end after their current run, and queued ones are cancelled."""
     folder, state = _find(sweep, results)
     if settled(make_plan(as_launched(folder, state)), state):
         say(f"nothing to pause: every run of {folder.name} is settled")
@@ -29,14 +29,14 @@ def run_pause(sweep: str | None, results: Path) -> None:
     if not state.paused:
         writer = JournalWriter(folder.journal, "pause")
         writer.write(Pause(generation=state.generation + 1))
-    # Written after the journal: only a resume takes a marker away, and a resume needs the event.
+    # The file is written after the journal, because the resume that removes it needs the event.
     write_whole(folder.pause, "ultrabench sweep resume takes this file away\n")
     _end(folder, state, queued_only=True)
     say(f"paused: runs under way end, nothing begins; go on with: ultrabench sweep resume {folder.word}")
 
 
 def run_resume(sweep: str | None, results: Path, detach: bool, max_gpu_hours: float | None) -> int:
-    """Lifts a pause and goes on with the sweep as it was launched; returns the exit code."""
+    """Lifts a pause and continues the sweep with its latest configuration; returns the exit code."""
     folder, state = _find(sweep, results)
     folder.pause.unlink(missing_ok=True)
     if state.paused:
@@ -45,7 +45,7 @@ def run_resume(sweep: str | None, results: Path, detach: bool, max_gpu_hours: fl
 
 
 def run_cancel(sweep: str | None, results: Path) -> None:
-    """Cancels a sweep: no new allocation, and what is queued or runs ends."""
+    """Cancels a sweep: no new allocation is submitted, and all queued and running ones are ended."""
     folder, state = _find(sweep, results)
     if settled(make_plan(as_launched(folder, state)), state) and not open_allocations(state):
         say(f"nothing to cancel: every run of {folder.name} is settled")

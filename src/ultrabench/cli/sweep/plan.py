@@ -1,4 +1,4 @@
-"""`ultrabench sweep plan`: the counts and the price of a sweep, the layouts to try first, the script of a job."""
+"""`ultrabench sweep plan` shows counts and price of a sweep, the layouts to try first, or a job script."""
 
 import sys
 import uuid
@@ -17,13 +17,13 @@ from ultrabench.sweep.plan import Plan, make_plan, require_runs
 from ultrabench.sweep.running.price import MARGIN, START_S, Price, planned_jobs, reckon
 
 MEASURED, PREDICTED = "measured", "predicted"
-"""Why a layout is recommended."""
+"""Reasons why a layout is recommended."""
 COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fit": "predicted_to_fit"}
 """Column of the table -> key of a cell in the JSON document."""
 
 
 def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int | None) -> None:
-    """Prints the plan's counts by cell and rule, its price, and the layouts to try first."""
+    """Prints the counts of a plan by cell and rule, its price, and the layouts to try first."""
     from ultrabench.launchers.open_sweep import require_program
 
     plan = make_plan(load_config(overrides))
@@ -87,7 +87,7 @@ def _print_plan(plan: Plan, price: Price, summary: dict[str, Any]) -> None:
 
 
 def _priced_for(config: SweepConfig, price: Price) -> str:
-    """One line: for which launcher the price holds, how runs share jobs, and how long a job may take."""
+    """One line that tells for which launcher the price holds, how runs share jobs, and the limit of a job."""
     launcher = config.launcher
     if launcher.pack:
         share = f"up to {counted(launcher.pack, 'run')} each (launcher.pack)"
@@ -103,10 +103,10 @@ def _priced_for(config: SweepConfig, price: Price) -> str:
 
 
 def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
-    """The `top` runs of each cell: by measured tokens/s/GPU where this sweep has them, else predicted.
+    """The `top` best runs of each cell, first by measured and then by predicted tokens/s/GPU.
 
-    What is not measured has to be predicted to fit. What was measured and may not win a cell of the
-    heatmap, as a suspect, is left out.
+    A run that is not measured must be predicted to fit. A measured run that may not win its cell, such as a
+    suspect, is left out.
     """
     rates = _measured(plan)
     cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -133,7 +133,7 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
 
 
 def _measured(plan: Plan) -> dict[str, float | None]:
-    """run_id -> tokens/s/GPU of what the sweep of that name has already measured; None where it may not win."""
+    """run_id -> tokens/s/GPU that the sweep of this name has measured; None for a run that may not win."""
     from ultrabench.store.folder import SweepFolder
     from ultrabench.store.journal import read_journal
     from ultrabench.store.state import fold
@@ -164,7 +164,7 @@ def _print_top(best: list[dict[str, Any]]) -> None:
 
 
 def _nothing_fits(plan: Plan, best: list[dict[str, Any]]) -> Iterable[str]:
-    """A line for each cell of which no run is predicted to fit or recommended: what its smallest one needs."""
+    """A line for each cell without a fitting or recommended run, with the memory of its smallest layout."""
     limit = plan.config.hardware.rank_mem_bytes / GIB
     named = {(row["model"], row["nodes"]) for row in best}
     cells: dict[tuple[str, int], list[Candidate]] = {}
@@ -180,10 +180,10 @@ def _nothing_fits(plan: Plan, best: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def print_script(overrides: list[str]) -> None:
-    """Prints the script that a launch would submit first; writes nothing and asks Slurm nothing.
+    """Prints the script that a launch would submit first; writes no file and does not call Slurm.
 
     Raises:
-        ConfigError: the launcher has no scripts, or nothing can run.
+        ConfigError: the launcher has no scripts, or no candidate can run.
     """
     from ultrabench.cli.sweep.launch import folder_of
     from ultrabench.launchers.allocate import allocations, shapes

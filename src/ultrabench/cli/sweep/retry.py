@@ -1,4 +1,4 @@
-"""`ultrabench sweep retry`."""
+"""`ultrabench sweep retry` tries failed runs again."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ultrabench.sweep.running.retry import decide_retry, excluded
 def run_retry(
     sweep: str | None, only: str | None, run: str | None, dry_run: bool, as_json: bool, results: Path
 ) -> int:
-    """Runs failed runs again, also where the retry policy would not; returns the exit code."""
+    """Tries failed runs again, even where the retry policy would not; returns the exit code."""
     folder = find_sweep(sweep, results)
     read_sweep_json(folder)
     state = with_loss_outliers(fold(read_journal(folder.journal, warn)))
@@ -45,7 +45,7 @@ def run_retry(
 
 
 def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str, object]:
-    """The table row of an attempt to make: of which run, how it ended before, and what the retry policy says."""
+    """The table row of an attempt to make: its run, how that ended before, and what the retry policy says."""
     result, key = attempt.result, attempt.key
     assert result is not None
     run = next((r for r in plan.runs if r.run_id == key.run_id), None)
@@ -62,7 +62,7 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
 
 
 def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
-    """The final attempts that failed and were asked for; a confirmed OOM is an answer and has to be asked for by name."""
+    """The failed final attempts that were asked for; confirmed OOMs only if `only` or `run` names them."""
     answers = {Status.OK, Status.SKIPPED, Status.REJECTED}
     names = [s.value for s in Status if s not in answers]
     wanted = [w.strip() for w in only.split(",")] if only else names

@@ -1,4 +1,4 @@
-"""`ultrabench sweep show` and `logs`: everything about one run."""
+"""`ultrabench sweep show` and `logs` print everything about one run."""
 
 import contextlib
 import json
@@ -31,13 +31,13 @@ from ultrabench.sweep.running.losses import with_loss_outliers
 
 FOLLOW_S = 0.3
 MOST_RANK_DIGITS = 5
-"""A number of more digits is the beginning of a run id, never a rank."""
+"""Largest number of digits of a rank; a longer number is the beginning of a run id."""
 HANG_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
 STEP_PARTS = ("compute", "communication", "exposed_communication", "idle")
 
 
 def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> None:
-    """Prints numbers, spec, prediction, attempts and evidence of one run."""
+    """Prints the numbers, plan row, attempts and evidence of one run."""
     folder, run_id, look = _find(given, sweep, results)
     attempts = look().attempts_of(run_id)
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
@@ -65,7 +65,7 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
 
 
 def _print_numbers(folder: SweepFolder, run_id: str) -> None:
-    """Prints the line of `sweep top` of a run, one number below the other; nothing for a run that trains nothing."""
+    """Prints the numbers of a run in `sweep top`, one on each line; nothing for a run that trains nothing."""
     for row in (row for row in _runs(folder) if row["run_id"] == run_id):
         cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
         shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"] or ""}
@@ -75,12 +75,12 @@ def _print_numbers(folder: SweepFolder, run_id: str) -> None:
 
 
 def _runs(folder: SweepFolder) -> list[Row]:
-    """The runs of a sweep by their rank in `sweep top`; empty for a sweep that only measures links."""
+    """The runs of a sweep in the order of `sweep top`; empty for a sweep that only measures links."""
     return [row for runs in leaderboard(collect([folder], lambda note: None)) for row in runs]
 
 
 def _print_evidence(evidence: dict[str, Any], logs: Path) -> None:
-    """Prints how each rank ended, and for a hang its cause and what every rank was doing."""
+    """Prints how each rank ended and, for a hang, its cause and what every rank was doing."""
     console = out()
     for rank in evidence.get("ranks", []):
         console.print_line(_rank_line(rank))
@@ -135,7 +135,7 @@ def _rank_line(rank: dict[str, Any]) -> str:
 
 
 def _profiles(logs: Path) -> list[dict[str, Any]]:
-    """The summaries that profile=true made each rank of an attempt leave, by rank."""
+    """The summaries of the profiles of an attempt, sorted by rank; profile=true makes them."""
     found = []
     for path in logs.glob(f"{PROFILE}/rank*/summary.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -144,7 +144,7 @@ def _profiles(logs: Path) -> list[dict[str, Any]]:
 
 
 def _print_profile(seen: dict[str, Any]) -> None:
-    """Prints one rank's mean step, its memory at the peak, and its longest kernels."""
+    """Prints the mean step of one rank, its memory at the peak, and its longest kernels."""
     console, step_s = out(), seen["step_time_s"]
     console.print_line(f"\ninside rank {seen['rank']}, {seen['steps']} steps of {step_s:.4g} s", "bold")
     for part in STEP_PARTS:
@@ -166,7 +166,7 @@ def _share(seconds: float, of: float) -> str:
 
 
 def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> None:
-    """Prints the log of the latest attempt; with `follow`, until the attempt is over."""
+    """Prints the log of the latest attempt; with `follow`, goes on until the attempt has ended."""
     folder, run_id, look = _find(given, sweep, results)
     offsets: dict[Path, int] = {}
     while True:
@@ -176,7 +176,7 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
         over = bool(attempts) and attempts[-1].result is not None
         for path in _log_files(folder, attempts[-1]) if attempts else []:
             if over and offsets and path not in offsets:
-                continue  # the same text again, collected after the end
+                continue  # the collected log repeats what was printed
             with path.open("rb") as file:
                 file.seek(offsets.get(path, 0))
                 text = file.read().decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
@@ -191,7 +191,7 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
 
 
 def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
-    """Saved logs; while the attempt runs on this machine, those its ranks are writing."""
+    """The saved logs of an attempt, or the logs that its ranks write now on this machine."""
     saved = sorted(folder.log_folder(*attempt.key).glob("*.log"))
     if saved or attempt.scratch is None:
         return saved
@@ -199,16 +199,18 @@ def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
 
 
 def _state_reader(folder: SweepFolder) -> Callable[[], SweepState]:
-    """Returns the state now, each time it is called; only what is new in the journal is read."""
+    """A function that returns the current state; each call reads only what is new in the journal."""
     reader, known = JournalReader(folder.journal, warn), Fold()
     return lambda: with_loss_outliers(known.add(reader.poll()))
 
 
 def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, str, Callable[[], SweepState]]:
-    """The sweep, the run whose id begins with `given` or whose rank in the sweep it is, and its state, to call.
+    """The sweep folder and run_id that `given` means, and a function that returns the sweep's current state.
+
+    `given` is the beginning of a run_id, or a rank in `sweep top`.
 
     Raises:
-        SweepFolderError: `given` names no run, or several.
+        SweepFolderError: `given` means no run, or several runs.
     """
     if given.isdecimal() and len(given) <= MOST_RANK_DIGITS:
         runs = _runs(folder := find_sweep(sweep, results))

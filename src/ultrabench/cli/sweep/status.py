@@ -1,4 +1,4 @@
-"""`ultrabench sweep status`."""
+"""`ultrabench sweep status` shows the progress of a sweep."""
 
 import time
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ WATCH_S = 1.0
 
 
 def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) -> int:
-    """Prints how far a sweep is, once or until it is over; writes and submits nothing. Returns the exit code."""
+    """Prints the progress of a sweep, once or until it is over; returns the exit code."""
     look = _Look(find_sweep(sweep, results))
     now, standing = look()
     while as_json and watch and _unsettled(now):
@@ -45,7 +45,7 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
 
 
 class _Look:
-    """Tells how far a sweep is; each call reads what is new in the journal, and the plan when it was written anew."""
+    """Reads the progress of a sweep; each call reads new lines of the journal, and the plan if it changed."""
 
     def __init__(self, folder: SweepFolder) -> None:
         self._folder, self._sweep = folder, read_sweep_json(folder)
@@ -54,7 +54,7 @@ class _Look:
         self._written_ns: int | None = None
 
     def __call__(self) -> tuple[SweepProgress, str | None]:
-        """How far the sweep is, and why it stands still if it does."""
+        """The progress of the sweep, and why it stands still if it does."""
         folder, state = self._folder, self._known.add(self._reader.poll())
         written_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else None
         if written_ns is None or written_ns != self._written_ns:
@@ -88,6 +88,6 @@ def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
 
 
 def _by_nodes(now: SweepProgress) -> Iterator[str]:
-    """A line for each number of nodes; a column for each status would not fit a narrow terminal."""
+    """A line for each number of nodes, because a table of all statuses would not fit a narrow terminal."""
     for nodes, counts in now.by_nodes.items():
         yield f"{counted(nodes, 'node')}: {', '.join(f'{n} {name}' for name, n in counts.items())}"

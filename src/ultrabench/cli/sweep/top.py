@@ -1,4 +1,4 @@
-"""`ultrabench sweep top`: all runs of a sweep or a file of results, the best first."""
+"""`ultrabench sweep top` shows the runs of a sweep or of a result file, the best first."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from ultrabench.result import SLOWER
 COLUMNS = ("rank", "layout", "MFU", "tokens/s/GPU", "memory", "step", "predicted", "status", "run id")
 NUMBERS = ("rank", "MFU", "tokens/s/GPU", "memory", "step", "predicted")
 FIRST = 10
-"""Runs of each cell that a table shows unless told otherwise."""
+"""Number of runs of each cell that a table shows by default."""
 
 
 def show_top(source: str | None, first: int | None, by: str, as_json: bool, results: Path) -> None:
-    """Prints the first runs of each cell: 10 in a table, all as JSON, unless `first` says how many."""
+    """Prints the first runs of each cell; by default 10 in a table, and all as JSON."""
     name, _, rows = open_results(source, results)
     cells = [runs for runs in leaderboard(rows, rank_by=by) if runs]
     if as_json:
@@ -44,7 +44,7 @@ def _print_cell(name: str, runs: list[Row], first: int) -> None:
 
 
 def numbers(row: Row) -> dict[str, str | Text]:
-    """What people ask of a run first, by its name in the table; an unknown number is empty."""
+    """Column of the table -> text of the most important numbers of a run; an unknown number is empty."""
     rate, step_s, sure = row["tokens_per_s_per_gpu"], row["step_time_s"], row["step_time_ci95_rel"]
     predicted_s = row["predicted_step_time_s"]
     interval = "" if sure is None else f" +- {percent(sure)}"
@@ -60,7 +60,7 @@ def numbers(row: Row) -> dict[str, str | Text]:
 
 
 def _status(row: Row) -> Text:
-    """The end of a run in a word; of an ok run, what the ranking makes of it."""
+    """The status of a run as one word; for an ok run, its place in the ranking such as `best`."""
     status, slower = row["status"], row["stopped"] == SLOWER
     word = status or ("pending" if row["attempt"] is None else "running")
     if status == "ok":
