@@ -23,7 +23,7 @@ def refused(sweeps: SlurmBench, *words: str, code: int) -> str:
 
 
 def test_a_program_that_changes_under_its_sweep_is_noticed(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.15")
+    monkeypatch.setenv("STEP_S", "0.1")
     program = sweeps.folder / "mine.py"
     shutil.copy(PROGRAM, program)
     words = [w.replace(str(PROGRAM), str(program)) for w in sweeps.launch("fine", *FEW)]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slurm
 
 
 def test_forty_runs_on_1_2_and_4_nodes_with_collect_and_heatmap_meanwhile(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.1")
+    monkeypatch.setenv("STEP_S", "0.05")
     launcher = sweeps.start(*sweeps.launch("fine", *MANY, "launcher.allocation_minutes=0.4"))
     sweeps.wait_for(lambda: sweeps.executions())
     assert planned(sweeps) == 3, "the rest of each size waits for its canary"
