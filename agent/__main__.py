@@ -25,6 +25,9 @@ from ultrabench.store.allocation import read_allocation
 from ultrabench.store.events import AllocationEnded, AllocationStarted, LeadingAgent
 from ultrabench.store.journal import JournalWriter
 
+LAST_RETRY_S = 10.0
+"""Seconds to keep trying to write to the journal that the allocation ended."""
+
 
 def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
     """Carries out the orders of the leader until the allocation ends.
@@ -74,10 +77,6 @@ def _work(node: Node, leader: Connection, stop: StopRequest) -> None:
             raise ClusterError(f"the leading agent has been silent for {silence:.1f} s")
         listener.end_round()
     raise ClusterError("the leading agent is gone")
-
-
-LAST_RETRY_S = 10.0
-"""Seconds to keep trying to write to the journal that the allocation ended."""
 
 
 def main() -> int:

@@ -30,6 +30,8 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 
+PROBE_TIMEOUT_S = 120.0
+
 
 def sweep_json_of(config: SweepConfig, environment: dict[str, Any]) -> SweepJson:
     """The content of sweep.json for a new sweep.
@@ -76,9 +78,6 @@ def provenance(config: SweepConfig) -> dict[str, Any]:
         "host": platform.node(),
         "created_at": time.time(),
     }
-
-
-PROBE_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True, kw_only=True)

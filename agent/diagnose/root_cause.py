@@ -14,7 +14,7 @@ from ultrabench.result import Status
 OWN_SHARE = 0.95
 """Share of a GPU's memory that must be free when the run begins, and free or its own when it runs out."""
 TORCH_SHARE = 0.85
-"""The same share where only the memory of torch is known, without that of the CUDA context and NCCL."""
+"""Share in place of OWN_SHARE where only the memory of torch is known, not that of the CUDA context and NCCL."""
 LIMIT_SHARE = 0.9
 """Share of a CPU rank's limit that must be used; below 1, because a rank frees memory before it reports."""
 

@@ -10,6 +10,16 @@ from pathlib import Path
 from ultrabench.rank_report import PROFILE, read_part
 from ultrabench.store.folder import write_whole
 
+EVIDENCE_FOLDER = "hang_evidence"
+"""Folder for raw stacks and dumps of a run that hangs, inside its node-local folder and among its logs."""
+PART_BYTES = 2**20
+"""Bytes that are copied at once."""
+TAIL_BYTES = 64 * 1024
+"""Bytes of each log of a good run that are kept."""
+KEPT = ("rank*.log", f"{EVIDENCE_FOLDER}/*")
+"""Files of a failed run that are kept."""
+MAX_FILES = 1000
+"""Largest number of files that are kept for each pattern of KEPT."""
 SHARED_MEMORY = Path("/dev/shm")
 KNOWN = (
     "torch_*", "nccl-*", "gloo*", "sem.*", "psm_*", "pym-*", "cuda.shm.*", "__KMP_REGISTERED_LIB_*", "nvshmem*",
@@ -64,18 +74,6 @@ def _files_of(process: Path) -> Iterator[str]:
         for link in os.scandir(process / "fd"):
             with contextlib.suppress(OSError):
                 yield os.readlink(link.path)
-
-
-EVIDENCE_FOLDER = "hang_evidence"
-"""Folder for raw stacks and dumps of a run that hangs, inside its node-local folder and among its logs."""
-PART_BYTES = 2**20
-"""Bytes that are copied at once."""
-TAIL_BYTES = 64 * 1024
-"""Bytes of each log of a good run that are kept."""
-KEPT = ("rank*.log", f"{EVIDENCE_FOLDER}/*")
-"""Files of a failed run that are kept."""
-MAX_FILES = 1000
-"""Largest number of files that are kept for each pattern of KEPT."""
 
 
 def copy_logs(run: Path, to: Path, max_bytes: int) -> None:

@@ -37,7 +37,7 @@ class RankProgress:
     gaps_s: dict[str, float] = field(default_factory=dict)
     """Longest time without progress after the first step, in seconds: `optimizer`, `steady` for the rest."""
     first_gaps_s: dict[str, float] = field(default_factory=dict)
-    """The same for the first step, which also compiles, allocates and connects."""
+    """Longest time without progress in the first step, in seconds; it also compiles, allocates and connects."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     """The report lines of its first MAX_STEPS steps."""
     memory: dict[str, Any] = field(default_factory=dict)

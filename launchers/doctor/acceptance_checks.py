@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import GIB
 from ultrabench.launchers.doctor.check import FAIL, Check, failed, first_problem, passed
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
@@ -85,7 +86,7 @@ def check_losses(one: Outcome, layouts: Outcome) -> Check:
 def check_memory(outcome: Outcome) -> Check:
     """Checks that a lack of memory is recognised as such, and confirmed."""
     run = outcome.runs[0]
-    result, needs = outcome.result(run), f"predicted {run.prediction.peak_mem_bytes / 2**30:.0f} GiB"
+    result, needs = outcome.result(run), f"predicted {run.prediction.peak_mem_bytes / GIB:.0f} GiB"
     if result and result.status == Status.OOM and result.confirmed:
         return passed(f"{run.layout.label()}, {needs}: {result.reason}")
     told = outcome.why(run) + (", but not confirmed" if result and result.status == Status.OOM else "")

@@ -15,6 +15,7 @@ from typing import Any
 import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, counted
+from ultrabench.hardware import GIB
 from ultrabench.launchers.doctor.check import (
     FAIL,
     WARN,
@@ -38,7 +39,6 @@ from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import AllocationState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
-GIB = 2**30
 LITTLE_BYTES = GIB
 """Free space, in bytes, below which a folder gets a warning."""
 CLOCK_WARN_S = 1.0

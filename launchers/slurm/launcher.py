@@ -23,6 +23,22 @@ from ultrabench.store.state import AllocationState
 from ultrabench.sweep.config.launcher_config import LauncherConfig
 
 TIMEOUT_S = 60.0
+FIND_TIMEOUT_S = 60.0
+SUBMIT_TRIES = 6
+SUBMIT_PAUSE_S = 1.0
+"""Seconds to wait after the first failed submission; each further wait is twice as long."""
+END_GRACE_S = 10.0
+"""Seconds after the end of a job for which files of its agents may still change, since file systems lag."""
+STALE_ACCOUNTING_S = 300.0
+"""Seconds for which a job still counts as active if sacct says so but squeue no longer lists it."""
+_FOR_GOOD = re.compile(
+    r"invalid|not permitted|not available|violates|unrecognized|unable to open|not found|more processors|"
+    r"access/permission denied|cannot be satisfied",
+    re.IGNORECASE,
+)
+"""Errors of sbatch that would occur again at another try."""
+_FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
+"""Errors that match the pattern above but pass with time or when our own jobs end."""
 ALLOWED = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LC_*", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
     "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "SLURM_CONF",
@@ -67,24 +83,6 @@ def submit(script: JobScript, environment: Iterable[str]) -> str:
     if number is None:
         raise CommandError(f"it gave no number: {answer.strip()[:200]!r}")
     return number[1]
-
-
-FIND_TIMEOUT_S = 60.0
-SUBMIT_TRIES = 6
-SUBMIT_PAUSE_S = 1.0
-"""Seconds to wait after the first failed submission; each further wait is twice as long."""
-END_GRACE_S = 10.0
-"""Seconds after the end of a job for which files of its agents may still change, since file systems lag."""
-STALE_ACCOUNTING_S = 300.0
-"""Seconds for which a job still counts as active if sacct says so but squeue no longer lists it."""
-_FOR_GOOD = re.compile(
-    r"invalid|not permitted|not available|violates|unrecognized|unable to open|not found|more processors|"
-    r"access/permission denied|cannot be satisfied",
-    re.IGNORECASE,
-)
-"""Errors of sbatch that would occur again at another try."""
-_FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
-"""Errors that match the pattern above but pass with time or when our own jobs end."""
 
 
 class SlurmLauncher:

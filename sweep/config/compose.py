@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,15 @@ import ultrabench
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.sweep.config.launcher_config import moved_to_sbatch
 
+GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
 WRITE_CLUSTER = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
 
 
-def explain(
-    error: Exception, overrides: Sequence[str], known_names: Callable[[str], list[str]], groups: Sequence[str]
-) -> str:
+def explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line that explains `error`: what was given, which values are known, and what to do."""
     text = str(error)
     missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
-    if missing and missing[1] in groups:
+    if missing and missing[1] in GROUPS:
         known = unknown_name(missing[1], missing[2], known_names(missing[1]))
         return known + (WRITE_CLUSTER if missing[1] == "cluster" else "")
     unused = re.search(r"Could not override '([^']+)'", text)
@@ -40,7 +39,7 @@ def explain(
     if unused and (moved := moved_to_sbatch(unused[1])):
         return str(moved)
     if unused:
-        return unknown_override(unused[1], groups)
+        return unknown_override(unused[1])
     value = re.search(r"Missing mandatory value: (\S+)", text)
     if value:
         key = getattr(error, "full_key", None) or value[1]
@@ -62,7 +61,7 @@ def explain(
     return f"cannot use the overrides {' '.join(overrides)!r}: {line}"
 
 
-def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
+def require_usable(overrides: Sequence[str]) -> None:
     """Raises for overrides that Hydra accepts but ultrabench cannot use.
 
     Raises:
@@ -71,12 +70,12 @@ def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
     for override in overrides:
         key, _, value = override.partition("=")
         group = key.lstrip("+")
-        if group in groups and value.startswith(("[", "{")):
+        if group in GROUPS and value.startswith(("[", "{")):
             raise ConfigError(
                 f"{override}: {group} takes one name (known: see ultrabench configs {group}); values of your own go into "
                 f"a file, ultrabench/{group}/NAME.yaml, or into overrides such as {group}.KEY=VALUE"
             )
-        if group in groups and ("/" in value or value.endswith((".yaml", ".yml"))):
+        if group in GROUPS and ("/" in value or value.endswith((".yaml", ".yml"))):
             raise ConfigError(
                 f"{override}: {group} takes a name, not a path; put the file into ./ultrabench/{group}/ and write "
                 f"{group}={Path(value).stem}"
@@ -89,14 +88,14 @@ def require_usable(overrides: Sequence[str], groups: Sequence[str]) -> None:
             raise ConfigError(f"{override}: Hydra's own settings have no effect here; leave it out")
 
 
-def unknown_override(key: str, groups: Sequence[str]) -> str:
+def unknown_override(key: str) -> str:
     """One line for an override whose key does not exist; it names the most similar key that does."""
     if key.startswith("model."):
         return (
             f"unknown override {key!r}; the sizes of a model stand in its file: write ultrabench/model/NAME.yaml and give "
             "model=NAME, or give model=PATH of a config.json"
         )
-    keys = set(groups)
+    keys = set(GROUPS)
     folder = Path(ultrabench.__file__).parent / "configs"
     for file in [folder / "config.yaml", *folder.glob("*/*.yaml")]:
         group = file.parent.name if file.parent != folder else ""
@@ -118,9 +117,6 @@ def unknown_override(key: str, groups: Sequence[str]) -> str:
         if beside := {k for k in keys if k.startswith(f"{parent}.")}:
             return unknown_name("override", key, beside)
     return unknown_name("override", key, {k for k in keys if "." not in k})
-
-
-GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
 
 
 def search_path() -> list[Path]:
@@ -148,6 +144,7 @@ class UserFolders(SearchPathPlugin):
 
 
 def _user_folders() -> list[Path]:
+    """The search path without the package; Hydra's plugin above has a parameter named `search_path`."""
     return search_path()[:-1]
 
 
@@ -214,7 +211,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: an override cannot be used.
     """
-    require_usable(overrides, GROUPS)
+    require_usable(overrides)
     for override in overrides:
         if override.startswith("sweep="):
             _require_global(override.removeprefix("sweep="))
@@ -230,7 +227,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         if isinstance(error, OverrideParseException):
             raise ConfigError(_unreadable(overrides)) from error
-        raise ConfigError(explain(error, overrides, known_names, GROUPS)) from error
+        raise ConfigError(explain(error, overrides)) from error
     assert isinstance(tree, dict)
     values: dict[str, Any] = {str(k): v for k, v in tree.items()}
     values["names"] = {str(k): v for k, v in choices.items() if k in GROUPS}

@@ -57,15 +57,19 @@ def predict(
         )
         for rank, stages in enumerate(ranks)
     )
-    ranks_on_host = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
-    start = RANK_START_S[hardware.device] * (ranks_on_host if hardware.device == "cpu" else 1)
     time_s = step_time_s(ranks, layout, shape, hardware, seq_len, precision, nodes, peak)
     return Prediction(
         step_time_s=time_s,
         peak_mem_bytes=memory,
         memory_share=memory / hardware.rank_mem_bytes,
-        duration_s=start + steps * time_s * (memory <= hardware.rank_mem_bytes),
+        duration_s=start_s(hardware, nodes) + steps * time_s * (memory <= hardware.rank_mem_bytes),
     )
+
+
+def start_s(hardware: Hardware, nodes: int) -> float:
+    """Seconds from the start of a run to its first step; on CPUs they grow with the ranks of a host."""
+    ranks_on_host = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
+    return RANK_START_S[hardware.device] * (ranks_on_host if hardware.device == "cpu" else 1)
 
 
 def static_bytes(stage: Stage, layout: Layout, shape: ModelShape, precision: str) -> float:
@@ -187,12 +191,10 @@ def predict_probe(hardware: Hardware, nodes: int, steps: int) -> Prediction:
         for name in OPERATIONS
         for size in form.sizes_bytes
     )
-    on_host = ranks if hardware.simulated else inside
-    start = RANK_START_S[hardware.device] * (on_host if hardware.device == "cpu" else 1)
     memory = 3.0 * max(form.sizes_bytes)
     return Prediction(
         step_time_s=step_time_s,
         peak_mem_bytes=memory,
         memory_share=memory / hardware.rank_mem_bytes,
-        duration_s=start + 2 * form.device_s + steps * step_time_s,
+        duration_s=start_s(hardware, nodes) + 2 * form.device_s + steps * step_time_s,
     )

@@ -285,7 +285,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _decode = json.JSONDecoder(parse_constant=_refuse).decode
-DAMAGED = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError, ConfigError)  # fmt: skip
+DAMAGED = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError, ConfigError)
 """Exceptions that `decode` raises for text that is no event."""
 
 
