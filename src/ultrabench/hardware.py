@@ -1,13 +1,12 @@
 """Describes the hardware of a node: its accelerators, their rates and the links between them."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from ultrabench.allowed import Count, Positive, one_of, require_allowed
 from ultrabench.errors import ConfigError, unknown_name
 
 GIB = 2**30
-
-DEVICES = ("cuda", "cpu")
-"""The torch device types; AMD GPUs are also called cuda."""
 
 GUESSED = "guessed"
 """Source of a peak rate that nobody has measured."""
@@ -25,22 +24,22 @@ class Hardware:
     name: str
     gpu: str
     """Usual name of the accelerator."""
-    device: str = "cuda"
-    """The torch device type."""
-    peak_flops_per_s: dict[str, float]
+    device: Annotated[str, one_of("cuda", "cpu")] = "cuda"
+    """The torch device type; AMD GPUs are also called cuda."""
+    peak_flops_per_s: dict[str, Positive]
     """Precision -> rate without sparsity; empty on CPUs, where the rate has to be measured."""
-    mem_bytes: int
+    mem_bytes: Count
     """Bytes of memory of one accelerator."""
-    hbm_bytes_per_s: float
+    hbm_bytes_per_s: Positive
     """Bytes per second between an accelerator and its memory."""
-    link_bytes_per_s: float
+    link_bytes_per_s: Positive
     """Bytes per second to the other accelerators of the node, in one direction."""
     reported_as: tuple[str, ...]
     """Names that the driver gives the accelerator; a run on any other accelerator is invalid."""
     source: str
     """Where the rates come from, such as a URL."""
-    gpus_per_node: int
-    node_link_bytes_per_s: float
+    gpus_per_node: Count
+    node_link_bytes_per_s: Positive
     """Bytes per second between nodes for each accelerator, in one direction."""
     precision: str = "bf16"
     """Precision of kernels whose configuration gives none."""
@@ -48,15 +47,7 @@ class Hardware:
     """Whether several nodes of this type are processes of one host."""
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise ConfigError(unknown_name("hardware.device", self.device, DEVICES))
-        if self.gpus_per_node < 1:
-            raise ConfigError(f"hardware.gpus_per_node={self.gpus_per_node}; must be >= 1")
-        names = ("mem_bytes", "hbm_bytes_per_s", "link_bytes_per_s", "node_link_bytes_per_s")
-        rates = {f"peak_flops_per_s.{k}": v for k, v in self.peak_flops_per_s.items()}
-        for field, value in {**{name: getattr(self, name) for name in names}, **rates}.items():
-            if not 0 < value < float("inf"):
-                raise ConfigError(f"hardware.{field}={value:g}; must be > 0 and finite")
+        require_allowed(self, "hardware.")
         if self.device == "cuda" and not (self.peak_flops_per_s and self.reported_as):
             raise ConfigError(
                 f"hardware={self.name} lacks values of peak_flops_per_s or reported_as; a GPU needs its dense rates "

@@ -4,17 +4,16 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ultrabench
+from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError
 
 KERNEL_VERSION = 2
 """Version of the embedded kernel, raised by hand when its numbers may change; it is part of run_id."""
 
 RECOMPUTE = ("none", "selective", "full")
-
-KINDS = ("embedded", "command", "probe")
 
 STEP_TIMES = ("seconds", "milliseconds", "tokens_per_s_per_gpu")
 """Groups of a regular expression that tell, in a line of a log, how long a step took."""
@@ -32,16 +31,16 @@ class KernelConfig:
 
     name: str
     """Name of the kernel; results of different kernels are in different cells."""
-    kind: str = "embedded"
+    kind: Annotated[str, one_of("embedded", "command", "probe")] = "embedded"
     """The kind of program. embedded: ours, forked from a warm server. command: the user's program, started by
     exec. probe: measures devices and links instead of training, and is forked as well."""
     version: int = KERNEL_VERSION
-    precision: str = "fp32"
+    precision: Annotated[str, one_of("fp32", "bf16", "fp64")] = "fp32"
     """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights) or fp64."""
     compile: bool = False
     """Whether each decoder block is compiled by torch.compile."""
     attention: str = "sdpa"
-    recompute: str = "none"
+    recompute: Annotated[str, one_of(*RECOMPUTE)] = "none"
     """What backward computes again instead of keeping: none, selective (all but matrix products
     and attention) or full (every decoder layer)."""
     command: tuple[str, ...] = ()
@@ -58,12 +57,7 @@ class KernelConfig:
     """The rank whose log is read; -1 means the last rank."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"kernel.kind={self.kind!r}; must be one of {', '.join(KINDS)}")
-        if self.precision not in ("fp32", "bf16", "fp64"):
-            raise ConfigError(f"kernel.precision={self.precision!r}; must be fp32, bf16 or fp64")
-        if self.recompute not in RECOMPUTE:
-            raise ConfigError(f"kernel.recompute={self.recompute!r}; must be one of {', '.join(RECOMPUTE)}")
+        require_allowed(self, "kernel.")
         if self.step_line is not None:
             _require_pattern(self.step_line)
         if self.kind == "command" and not self.command:

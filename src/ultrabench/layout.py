@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from ultrabench.allowed import Count, one_of, require_allowed
 from ultrabench.errors import ConfigError
 
 PP_SCHEDULES = ("none", "1f1b", "afab", "interleaved", "zbv")
@@ -26,25 +27,16 @@ class Coordinates(NamedTuple):
     tp: int
 
 
-def axis(
-    label: str,
-    meaning: str,
-    *,
-    default: Any = MISSING,
-    allowed: tuple[int | str, ...] | None = None,
-    untold: tuple[int | str, ...] = (),
-) -> Any:
+def axis(label: str, meaning: str, *, default: Any = MISSING, implied: tuple[int | str, ...] = ()) -> Any:
     """A field of `Layout` that describes one axis.
 
     Args:
         label: text before the value in short texts, such as mbs in `mbs4`.
         meaning: one sentence for the documentation of result columns.
         default: the neutral value; a field without one has to be given.
-        allowed: all values that the axis may have; None allows every whole number from 1 on.
-        untold: values that short texts leave out.
+        implied: usual values, which short texts leave out.
     """
-    told = {"label": label, "meaning": meaning, "allowed": allowed, "untold": untold}
-    return field(metadata=told) if default is MISSING else field(default=default, metadata=told)
+    return field(default=default, metadata={"label": label, "meaning": meaning, "implied": implied})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,26 +46,24 @@ class Layout:
     This is the only list of a layout's axes; grid, plan, result columns, rankings, figures and texts use it.
     """
 
-    dp: int = axis("dp", "Data-parallel degree.")
-    tp: int = axis("tp", "Tensor-parallel degree, with sequence parallelism.", default=1)
-    pp: int = axis("pp", "Pipeline-parallel degree.", default=1)
-    cp: int = axis("cp", "Context-parallel degree.", default=1, untold=(1,))
-    zero_stage: int = axis(
+    dp: Count = axis("dp", "Data-parallel degree.")
+    tp: Count = axis("tp", "Tensor-parallel degree, with sequence parallelism.", default=1)
+    pp: Count = axis("pp", "Pipeline-parallel degree.", default=1)
+    cp: Count = axis("cp", "Context-parallel degree.", default=1, implied=(1,))
+    zero_stage: Annotated[int, one_of(0, 1, 2, 3)] = axis(
         "z", "What dp*cp ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.",
-        default=0, allowed=(0, 1, 2, 3),
+        default=0,
     )  # fmt: skip
-    mbs: int = axis("mbs", "Sequences of a micro-batch on one dp rank.", default=1)
-    gas: int = axis("gas", "Micro-batches of one optimizer step (gradient accumulation).", default=1)
-    pp_schedule: str = axis(
+    mbs: Count = axis("mbs", "Sequences of a micro-batch on one dp rank.", default=1)
+    gas: Count = axis("gas", "Micro-batches of one optimizer step (gradient accumulation).", default=1)
+    pp_schedule: Annotated[str, one_of(*PP_SCHEDULES)] = axis(
         "", "Order of micro-batches in the pipeline: none (pp=1), 1f1b, afab, interleaved or zbv.",
-        default="none", allowed=PP_SCHEDULES, untold=("none", "1f1b"),
+        default="none", implied=("none", "1f1b"),
     )  # fmt: skip
-    virtual_stages: int = axis("x", "Pipeline stages on each rank.", default=1, untold=(1,))
+    virtual_stages: Count = axis("x", "Pipeline stages on each rank.", default=1, implied=(1,))
 
     def __post_init__(self) -> None:
-        for name in AXES:
-            if not is_allowed(name, value := getattr(self, name)):
-                raise ConfigError(f"{name}={value!r}; must be {allowed_text(name)}")
+        require_allowed(self)
         if (self.pp_schedule == "none") != (self.pp == 1):
             raise ConfigError(f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; none goes with pp=1 only")
         several = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
@@ -135,29 +125,17 @@ AXES = tuple(f.name for f in fields(Layout))
 MEANINGS = {f.name: str(f.metadata["meaning"]) for f in fields(Layout)}
 TEXT_AXES = frozenset(f.name for f in fields(Layout) if isinstance(f.default, str))
 """Axes whose values are words; the values of all other axes are whole numbers."""
-_TOLD = {f.name: f.metadata for f in fields(Layout)}
+_METADATA = {f.name: f.metadata for f in fields(Layout)}
 
 
 def labels(values: Mapping[str, Any], names: Sequence[str] = AXES) -> list[str]:
     """The short texts of axes, such as `mbs4`; axes without a value or with a usual one are left out."""
-    known = ((_TOLD[name], values.get(name)) for name in names)
+    shown = {name: values.get(name) for name in names}
     return [
-        f"{told['label']}{value}"
-        for told, value in known
-        if value is not None and value not in told["untold"]
+        f"{_METADATA[name]['label']}{value}"
+        for name, value in shown.items()
+        if value is not None and value not in _METADATA[name]["implied"]
     ]
-
-
-def allowed_text(name: str) -> str:
-    """The rule for the values of an axis as a text, such as `>= 1` or `0, 1, 2 or 3`."""
-    *most, last = map(str, _TOLD[name]["allowed"] or (">= 1",))
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def is_allowed(name: str, value: Any) -> bool:
-    """Whether an axis may have this value."""
-    allowed = _TOLD[name]["allowed"]
-    return bool(value >= 1 if allowed is None else value in allowed)
 
 
 def default_schedule(pp: int, gas: int) -> str:

@@ -1,41 +1,40 @@
 """The settings of configs/measure/: how many steps are measured, how precisely, and for how long."""
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
+from ultrabench.allowed import Count, Positive, above, between, require_allowed
 from ultrabench.errors import ConfigError
-
-MOST_CONFIRM = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
     """How runs are measured. It is no part of a run's identity; the usual values are in configs/measure/."""
 
-    warmup_steps: int
+    warmup_steps: Count
     """Number of steps before the measured ones."""
     min_steps: int
     """Smallest number of measured steps; 6 or more are needed for an interval."""
     max_steps: int
     """Largest number of measured steps."""
-    target_ci95_rel: float
+    target_ci95_rel: Positive
     """A run stops when the half-width of the 95 % interval of its median step time, relative to that median,
     is below this."""
-    loss_step: int
+    loss_step: Count
     """The step whose loss is compared between layouts; every layout runs at least this many steps."""
-    race: float | None
+    race: Annotated[float, above(1)] | None
     """A run stops early when its fastest step takes more than this many times the step time of the best run
     of its cell; at least two steps are measured before. None means that every run is measured to the end."""
-    confirm: int
+    confirm: Annotated[int, between(1, 100)]
     """Number of independent measurements of each contender of a cell, each in another allocation."""
-    deadline_floor_s: float
+    deadline_floor_s: Positive
     """Shortest time in seconds without progress after which a run may count as hanging."""
-    start_deadline_s: float
+    start_deadline_s: Positive
     """Longest time in seconds without progress until the first step ends, and while a run is profiled."""
-    run_limit_s: float
+    run_limit_s: Positive
     """Wall-clock limit of one attempt in seconds. It is three times the predicted duration where that is
     longer, and doubles after each time-out."""
-    log_mib_per_rank: float
+    log_mib_per_rank: Positive
     """MiB of each rank's log that are kept when a run fails, half of them from its beginning. The same limit
     holds for each file of evidence of a hang."""
 
@@ -45,29 +44,12 @@ class Measure:
         return self.warmup_steps + (self.min_steps + self.max_steps) // 2
 
     def __post_init__(self) -> None:
+        require_allowed(self, "measure.")
         if not 6 <= self.min_steps <= self.max_steps:
             raise ConfigError(
                 f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}; "
                 "needs 6 <= min_steps <= max_steps (an interval takes 6 samples)"
             )
-        limits = (
-            "target_ci95_rel",
-            "deadline_floor_s",
-            "start_deadline_s",
-            "run_limit_s",
-            "log_mib_per_rank",
-        )
-        for name in limits:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"measure.{name}={getattr(self, name)}; must be > 0, and finite")
-        if self.race is not None and not 1 < self.race < math.inf:
-            raise ConfigError(
-                f"measure.race={self.race}; must be > 1, or null to measure every run to the end"
-            )
-        if not 1 <= self.confirm <= MOST_CONFIRM:
-            raise ConfigError(f"measure.confirm={self.confirm}; must be 1 to {MOST_CONFIRM}")
-        if self.warmup_steps < 1 or self.loss_step < 1:
-            raise ConfigError("measure.warmup_steps and measure.loss_step must be >= 1")
         if self.warmup_steps + self.min_steps < self.loss_step:
             raise ConfigError(
                 f"measure.loss_step={self.loss_step} is never reached with warmup_steps="

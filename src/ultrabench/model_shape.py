@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ultrabench.allowed import Count, require_allowed
 from ultrabench.errors import ConfigError
 
 
@@ -11,25 +12,21 @@ class ModelShape:
 
     name: str
     """Usual name of the model; it is no part of a run's identity."""
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
+    hidden_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
     """Number of key/value heads; fewer than num_attention_heads means grouped-query attention."""
-    intermediate_size: int
+    intermediate_size: Count
     """Width of the SwiGLU feed-forward block."""
-    vocab_size: int
+    vocab_size: Count
     tie_word_embeddings: bool
     """Whether embedding and lm_head are one matrix, which is then counted once."""
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                 "intermediate_size", "vocab_size")  # fmt: skip
-        for field in sizes:
-            if getattr(self, field) < 1:
-                raise ConfigError(f"model {self.name}: {field}={getattr(self, field)}; must be >= 1")
+        require_allowed(self, f"model {self.name}: ")
         if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
             raise ConfigError(
                 f"model {self.name}: num_attention_heads={self.num_attention_heads} must cut "

@@ -3,8 +3,9 @@
 import re
 import sys
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from ultrabench.allowed import at_least, between, require_allowed
 from ultrabench.errors import ConfigError, counted, unknown_name
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
@@ -12,28 +13,23 @@ from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id, to_dict
 
-LARGEST = 2**30
-"""Largest seq_len and gbs that are accepted; larger ones are typing errors and would overflow byte counts."""
+Size = Annotated[int, between(1, 2**30)]
+"""A seq_len or gbs; larger ones are typing errors and would overflow byte counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What one optimizer step trains on."""
 
-    seq_len: int
+    seq_len: Size
     """Tokens of a sequence."""
-    gbs: int
+    gbs: Size
     """Sequences of a global batch."""
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Seed of the parameters and the tokens."""
 
     def __post_init__(self) -> None:
-        if self.seq_len < 1 or self.gbs < 1:
-            raise ConfigError(f"seq_len={self.seq_len}, gbs={self.gbs}; both must be >= 1")
-        if max(self.seq_len, self.gbs) > LARGEST:
-            raise ConfigError(f"seq_len={self.seq_len}, gbs={self.gbs}; both must be <= {LARGEST:,}")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed}; must be >= 0")
+        require_allowed(self)
 
 
 ADDED_LATER: dict[str, Any] = {}

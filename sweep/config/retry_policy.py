@@ -1,15 +1,16 @@
 """The settings of configs/retry/: how often each kind of failure is tried again."""
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
+from ultrabench.allowed import Count, at_least, between, require_allowed
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.result import CAUSES, RunResult, Status
 
 OUTSIDE = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST, Status.CANCELLED})
 """Statuses of failures that are not the run's fault. Those of one launch are counted together."""
-MOST_ATTEMPTS = 100
-"""Largest number of attempts that the configuration may allow."""
+Attempts = Annotated[int, between(0, 100)]
+"""Number of further attempts that the configuration may allow."""
 FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}
 ATTEMPTS = (*sorted(FAILURES), "suspect")
 """Keys of retry.attempts: the statuses of failures, and `suspect` for an ok run whose number is in doubt."""
@@ -19,36 +20,22 @@ ATTEMPTS = (*sorted(FAILURES), "suspect")
 class RetryPolicy:
     """The settings of configs/retry/, whose files explain each of them."""
 
-    attempts: dict[str, int]
-    causes: dict[str, int]
-    backoff_s: float
-    backoff_max_s: float
-    max_excluded: int
+    attempts: dict[str, Attempts]
+    causes: dict[str, Attempts]
+    backoff_s: Annotated[float, at_least(0.0)]
+    backoff_max_s: Annotated[float, at_least(0.0)]
+    max_excluded: Annotated[int, at_least(0)]
     forgive: tuple[str, ...]
-    breaker: int | None
+    breaker: Count | None
 
     def __post_init__(self) -> None:
-        for name in (*self.attempts, *ATTEMPTS):
-            if name not in ATTEMPTS:
-                raise ConfigError(unknown_name("status in retry.attempts", name, ATTEMPTS))
-            if name not in self.attempts:
-                raise ConfigError(
-                    f"retry.attempts lacks {name}; it needs a number for each of {', '.join(ATTEMPTS)}"
-                )
-        numbers: dict[str, float] = {f"attempts.{k}": v for k, v in self.attempts.items()}
-        numbers |= {f"causes.{k}": v for k, v in self.causes.items()}
-        numbers |= {"backoff_s": self.backoff_s, "backoff_max_s": self.backoff_max_s,
-                    "max_excluded": self.max_excluded}  # fmt: skip
-        for name in self.causes:
-            if name not in CAUSES:
-                raise ConfigError(unknown_name("cause in retry.causes", name, CAUSES))
-        for name, value in numbers.items():
-            most = MOST_ATTEMPTS if "." in name else math.inf
-            if not 0 <= value <= most or value == math.inf:
-                limit = "must be finite and >= 0" if most == math.inf else f"must be 0 to {most:g}"
-                raise ConfigError(f"retry.{name}={value}; {limit}")
-        if self.breaker is not None and self.breaker < 1:
-            raise ConfigError(f"retry.breaker={self.breaker}; must be >= 1")
+        require_allowed(self, "retry.")
+        if strangers := sorted(self.attempts.keys() - {*ATTEMPTS}):
+            raise ConfigError(unknown_name("status in retry.attempts", strangers[0], ATTEMPTS))
+        if strangers := sorted(self.causes.keys() - {*CAUSES}):
+            raise ConfigError(unknown_name("cause in retry.causes", strangers[0], CAUSES))
+        if missing := sorted({*ATTEMPTS} - self.attempts.keys()):
+            raise ConfigError(f"retry.attempts lacks {', '.join(missing)}; give a number for each status")
 
     def kind(self, result: RunResult) -> str:
         """The name under which a failure is counted: its cause, `outside`, or its status."""

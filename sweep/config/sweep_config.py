@@ -4,17 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.allowed import Count, allowed_of, at_least, one_of
+from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import PP_SCHEDULES, allowed_text, is_allowed
+from ultrabench.layout import PP_SCHEDULES, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import Workload
 from ultrabench.sweep.config.launcher_config import LauncherConfig
 from ultrabench.sweep.config.retry_policy import RetryPolicy
 
-SCHEDULES = ("auto", *PP_SCHEDULES[1:])
+_ALLOWED = allowed_of(Layout) | {
+    "nodes": at_least(1),
+    "pp_schedule": one_of("auto", *PP_SCHEDULES[1:]),
+    "virtual_stages": at_least(2),
+}
+"""Name -> values that a sweep may list; they differ from those of a layout in the last two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +36,11 @@ class Axes:
     """
 
     def __post_init__(self) -> None:
-        schedules, stages = self.layout["pp_schedule"], self.layout["virtual_stages"]
-        if not schedules or not stages or any(v < 2 for v in stages):
-            raise ConfigError(
-                f"sweep.pp_schedule={list(schedules)}, sweep.virtual_stages={list(stages)}; at least one schedule "
-                "is needed, and virtual stages >= 2"
-            )
-        for name in schedules:
-            if name not in SCHEDULES:
-                raise ConfigError(unknown_name("schedule in sweep.pp_schedule", name, SCHEDULES))
-        for name, values in (("nodes", self.nodes), *self.layout.items()):
-            axis = "dp" if name == "nodes" else name
-            if name != "pp_schedule" and not (values and all(is_allowed(axis, v) for v in values)):
-                raise ConfigError(
-                    f"sweep.{name}={list(values)}; each must be {allowed_text(axis)}, and at least one is needed"
-                )
+        for name, values in {"nodes": self.nodes, **self.layout}.items():
+            allowed = _ALLOWED[name]
+            if not values or not all(map(allowed.holds, values)):
+                given = f"sweep.{name}={list(values)}"
+                raise ConfigError(f"{given}; each must be {allowed.text}, and at least one is needed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +58,7 @@ class SweepConfig:
     workload: Workload
     axes: Axes
     retry: RetryPolicy
-    repeats: int = 1
+    repeats: Count = 1
     profile: bool = False
     """Whether each run profiles some more steps after the measured ones."""
     resolved: dict[str, Any] = field(default_factory=dict)

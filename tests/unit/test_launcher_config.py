@@ -205,7 +205,7 @@ def test_numbers_that_cannot_be_used(word, value):
     ["7-9", "24:00-07:00", "19:60-07:00", "19:00", "19:00-07:00 ", "19:00 - 07:00", "9:00-17:00", "", "\u0661\u0669:00-07:00"],
 )  # fmt: skip
 def test_windows_that_are_none(window):
-    with pytest.raises(ConfigError, match=r"write HH:MM-HH:MM"):
+    with pytest.raises(ConfigError, match=r"must be HH:MM-HH:MM"):
         configured(window=window)
 
 
@@ -218,7 +218,7 @@ def test_windows_that_are_none(window):
     ],
 )  # fmt: skip
 def test_a_value_is_one_line(word, make, line_break):
-    with pytest.raises(ConfigError, match=rf"launcher\.{word}=.*must be one line"):
+    with pytest.raises(ConfigError, match=rf"launcher\.{word}(\.comment)?=.*must be one line"):
         configured(**{word: make(f"a{line_break}rm -r x")})
 
 

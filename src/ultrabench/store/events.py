@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
+from ultrabench.allowed import at_least, require_allowed
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.record import canonical_json, from_dict, to_dict
 from ultrabench.result import RunResult
@@ -13,6 +13,7 @@ from ultrabench.run import AttemptKey
 
 SCHEMA_VERSION = 2
 """Version of journal lines and of sweep.json; new fields and new events do not change it."""
+Seconds = Annotated[float, at_least(0.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -151,17 +152,15 @@ class AllocationEnded:
     reason: str
     source: str = ""
     """Who reports the end: agent, launcher or slurm."""
-    elapsed_s: float | None = None
+    elapsed_s: Seconds | None = None
     """Seconds for which the agents ran."""
-    held_s: float | None = None
+    held_s: Seconds | None = None
     """Seconds for which the nodes were held, as the batch system reports them."""
     avoid: tuple[str, ...] = ()
     """Hosts on which nothing should run again."""
 
     def __post_init__(self) -> None:
-        for seconds in (self.elapsed_s, self.held_s):
-            if seconds is not None and not 0 <= seconds < math.inf:
-                raise ValueError(f"{seconds} seconds")
+        require_allowed(self)
 
     @property
     def start(self) -> Start:

@@ -1,0 +1,90 @@
+"""Which values a field of a record may have: written in the type of the field, and checked when a record is made.
+
+For example `confirm: Annotated[int, between(1, 100)]`. In `attempts: dict[str, Annotated[int, between(0, 100)]]`
+the rule holds for each value, and in `pack: Count | None` for a value that is not None.
+"""
+
+import functools
+import math
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from ultrabench.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The allowed values of a field."""
+
+    text: str
+    """The end of a message that begins with `must be`."""
+    holds: Callable[[Any], object]
+    """Whether a value is allowed, as a true or false value."""
+
+
+def at_least(least: float) -> Allowed:
+    """All finite numbers from `least` on."""
+    finite = " and finite" if isinstance(least, float) else ""
+    return Allowed(f">= {least:g}{finite}", lambda value: least <= value < math.inf)
+
+
+def above(limit: float) -> Allowed:
+    """All finite numbers above `limit`."""
+    return Allowed(f"> {limit:g} and finite", lambda value: limit < value < math.inf)
+
+
+def between(least: int, most: int) -> Allowed:
+    """All numbers from `least` to `most`, both included."""
+    return Allowed(f"{least:,} to {most:,}", lambda value: least <= value <= most)
+
+
+def one_of(*values: int | str) -> Allowed:
+    """These values only."""
+    *others, last = map(str, values)
+    return Allowed(f"{', '.join(others)} or {last}", lambda value: value in values)
+
+
+Count = Annotated[int, at_least(1)]
+Positive = Annotated[float, above(0)]
+Line = Annotated[str, Allowed("one line", lambda value: not re.search(r"[\n\r\0]", value))]
+"""A text without a line break, which would add a line to a script."""
+
+
+@functools.cache
+def allowed_of(kind: type) -> dict[str, Allowed]:
+    """Name -> allowed values of each field of a dataclass whose type tells them."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: allowed for name, hint in hints.items() for allowed in _inside(hint)}
+
+
+def _inside(hint: Any) -> list[Allowed]:
+    if isinstance(hint, Allowed):
+        return [hint]
+    return [allowed for part in typing.get_args(hint) for allowed in _inside(part)]
+
+
+def require_allowed(record: Any, where: str = "") -> None:
+    """Raises for the first field with a value that is not allowed; None is always allowed.
+
+    Args:
+        where: text before the name of the field in the message, such as `measure.`.
+
+    Raises:
+        ConfigError: names the field, its value and the allowed values.
+    """
+    for name, allowed in allowed_of(record.__class__).items():
+        _require(where + name, getattr(record, name), allowed)
+
+
+def _require(field: str, value: Any, allowed: Allowed) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _require(f"{field}.{key}", item, allowed)
+    elif isinstance(value, tuple):
+        for item in value:
+            _require(field, item, allowed)
+    elif value is not None and not allowed.holds(value):
+        raise ConfigError(f"{field}={value!r}; must be {allowed.text}")
