@@ -1,9 +1,21 @@
-"""Chooses the launcher that a configuration names."""
+"""Chooses the launcher that a configuration names, and decides how much of a cluster it takes."""
 
+import math
+from pathlib import Path
+
+from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.local import LocalLauncher
+from ultrabench.launchers.slurm.launcher import SlurmLauncher
+from ultrabench.launchers.slurm.limits import Limits, read_limits
+from ultrabench.launchers.slurm.script import require_plain
+from ultrabench.launchers.slurm.site import Site
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.config.sweep_config import SweepConfig
+
+SHARE = 4
+"""By default a sweep takes at most 1/SHARE of the nodes of its partition."""
 
 
 def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool = True) -> Launcher:
@@ -16,8 +28,52 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool =
         ConfigError: the configuration asks for more than the cluster gives.
         ClusterError: Slurm does not answer.
     """
-    if config.launcher.name == "local":
+    choice = config.launcher
+    if choice.name == "local":
         return LocalLauncher(folder)
-    from ultrabench.launchers.slurm.share import slurm_launcher  # importing submitit is slow
+    if not submits:
+        return SlurmLauncher(config, folder)
+    for path in (folder.path, Path.cwd()):
+        require_plain(path)
+    limits = read_limits(Site(), choice.partition, choice.account, choice.qos)
+    where = f"partition {limits.name}"
+    _require_at_most(limits.cpus_per_node, "cpus", choice.cpus, f"nodes of {where} have")
+    _require_at_most(limits.job_minutes, "time_minutes", choice.time_minutes, f"{where} allows")
+    allowed = JobLimits(
+        max_jobs=min(choice.max_jobs, limits.max_submit or choice.max_jobs),
+        max_nodes=node_share(config, limits),
+        max_array=limits.max_array_size,
+        max_limit_s=60.0 * (limits.job_minutes or math.inf),
+    )
+    return SlurmLauncher(config, folder, allowed, limits.cluster or "slurm")
 
-    return slurm_launcher(config, folder, limited=submits)
+
+def node_share(config: SweepConfig, limits: Limits) -> int:
+    """The number of nodes that the sweep may hold or queue for at the same time.
+
+    Raises:
+        ConfigError: the largest runs of the sweep need more nodes.
+    """
+    choice, largest = config.launcher, max(config.axes.nodes)
+    per_user = limits.max_nodes_per_user
+    most = min(n for n in (limits.max_nodes, limits.total_nodes, per_user) if n is not None)
+    share = choice.max_nodes or max(1, limits.total_nodes // SHARE)
+    where = f"partition {limits.name} has {counted(limits.total_nodes, 'node')}"
+    if limits.max_nodes is not None:
+        where += f" and gives a job {limits.max_nodes}"
+    if per_user is not None:
+        where += f", a user {per_user} at a time"
+    if largest > most:
+        fitting = ",".join(str(n) for n in sorted(set(config.axes.nodes)) if n <= most)
+        instead = f", sweep.nodes=[{fitting}]" if fitting else ""
+        raise ConfigError(f"sweep.nodes up to {largest}; {where}: leave out what is larger{instead}")
+    if largest > share:
+        given = f"launcher.max_nodes={share}" if choice.max_nodes else f"by default a sweep takes {share}"
+        raise ConfigError(f"sweep.nodes up to {largest}; {where}, {given}: set launcher.max_nodes={largest}")
+    return share if per_user is None else min(share, per_user)
+
+
+def _require_at_most(most: int | None, name: str, asked: int | None, rule: str) -> None:
+    """Raises ConfigError if launcher.`name` asks for more than the site allows."""
+    if most is not None and asked is not None and asked > most:
+        raise ConfigError(f"launcher.{name}={asked}; {rule} {most}: set at most that, or null")

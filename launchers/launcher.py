@@ -27,8 +27,6 @@ class Launcher(Protocol):
 
     limits: JobLimits
     """How many jobs and nodes a launch may hold or queue for at the same time."""
-    outlives_us: bool
-    """Whether allocations continue after the user ends the launcher with Ctrl-C."""
     by: Origin
     """The user and the place of this launcher, which sees and ends only allocations of that user there."""
     rest_s: float

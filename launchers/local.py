@@ -45,7 +45,6 @@ class LocalLauncher:
     """Starts, finds and kills allocations that are processes of this host."""
 
     limits = JobLimits(max_jobs=1)  # two jobs at once would disturb each other's measurements
-    outlives_us = False
     rest_s = 0.3
 
     def __init__(self, folder: SweepFolder) -> None:

@@ -26,10 +26,9 @@ LATE = 1.5
 class AgentWatchdog:
     """Tells which agents still touch their journals, and which have stopped."""
 
-    def __init__(self, folder: SweepFolder, choice: LauncherConfig, outlives_us: bool) -> None:
-        """`outlives_us` means that the agents are on other hosts."""
+    def __init__(self, folder: SweepFolder, choice: LauncherConfig) -> None:
         self._folder = folder
-        self.patience_s = max(MISSED * choice.heartbeat_s, LATE * choice.grace_s if outlives_us else 0.0)
+        self.patience_s = max(MISSED * choice.heartbeat_s, LATE * choice.grace_s)
         """Seconds after which an agent that has not touched its journal counts as dead or frozen."""
         self._silence = SilenceTimer(self.patience_s / MISSED)
         self._silent_s: dict[str, float] = {}
@@ -105,7 +104,7 @@ class Settler:
         """`say` is called with each message for the user."""
         self._sweep, self._launcher, self._say = sweep, launcher, say
         self._specs = {c.run_id: to_dict(c.spec) for c in sweep.plan.runs}
-        self.watchdog = AgentWatchdog(sweep.folder, sweep.config.launcher, launcher.outlives_us)
+        self.watchdog = AgentWatchdog(sweep.folder, sweep.config.launcher)
         self.claimed: set[str] = set()
         """Allocations that agents own, even if they have not written anything yet."""
         self.settled: set[tuple[str, Start]] = set()
@@ -289,7 +288,7 @@ class Settler:
             if attempt is None or attempt.result is None:
                 failed = Failed(
                     **key._asdict(), allocation=name,
-                    source="slurm" if self._launcher.outlives_us else "launcher",
+                    source="slurm" if self._launcher.by["cluster"] else "launcher",
                     spec=self._specs.get(key.run_id, {}),
                     result=RunResult(status=end.status, reason=end.reason, cause=end.cause),
                 )  # fmt: skip

@@ -16,21 +16,11 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, counted
 from ultrabench.hardware import GIB
-from ultrabench.launchers.doctor.check import (
-    FAIL,
-    WARN,
-    Check,
-    CheckStatus,
-    Say,
-    failed,
-    first_problem,
-    passed,
-    when_new,
-)
-from ultrabench.launchers.slurm.command import CommandError
-from ultrabench.launchers.slurm.job import SlurmJob
-from ultrabench.launchers.slurm.share import slurm_launcher
-from ultrabench.launchers.slurm.states import Phase, pending_remedy
+from ultrabench.launchers.doctor.check import FAIL, WARN, Check, Say, failed, first_problem, passed, when_new
+from ultrabench.launchers.slurm.command import CommandError, ask
+from ultrabench.launchers.slurm.job import SlurmJob, find
+from ultrabench.launchers.slurm.launcher import SlurmLauncher
+from ultrabench.launchers.slurm.states import pending_remedy
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
 from ultrabench.store.allocation import Allocation
@@ -88,13 +78,15 @@ def check_torch(report: Report, config: SweepConfig) -> Check:
     if torch is None:
         told = f"the kernel does not start: {report['torch_error']}"
         remedy = "install torch in that Python, or load what it needs with launcher.setup="
-        if config.kernel.kind == "command" and not config.launcher.preflight:
-            return Check(status=WARN, told=told, remedy=f"kernel=command may do without; else {remedy}")
-        return failed(told, f"{remedy}; kernel=command with launcher.preflight=false does without")
-    parts = [f"CUDA {torch['cuda_version']}" if torch["cuda_version"] else "without CUDA"]
-    parts += [
-        f"{key} {v}" for key, v in (("NCCL", torch["nccl_version"]), ("driver", torch["driver_version"])) if v
-    ]
+        optional = config.kernel.kind == "command" and not config.launcher.preflight
+        return first_problem(
+            told,
+            (optional, WARN, f"kernel=command may do without; else {remedy}"),
+            (True, FAIL, f"{remedy}; kernel=command with launcher.preflight=false does without"),
+        )
+    names = {"CUDA": "cuda_version", "NCCL": "nccl_version", "driver": "driver_version"}
+    parts = [] if torch["cuda_version"] else ["without CUDA"]
+    parts += [f"{name} {torch[key]}" for name, key in names.items() if torch[key]]
     return passed(f"torch {torch['torch_version']} ({', '.join(parts)}) on {torch['gpu_name']}")
 
 
@@ -145,12 +137,14 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
     behind_s = report["earliest_s"] - report["began_s"]
     ahead_s = report["ended_s"] - report["latest_s"]
     off_s, side = max((ahead_s, "ahead of"), (behind_s, "behind"))
+    told = f"within the {report['latest_s'] - report['earliest_s']:.1f} s in which the job ran here"
     if off_s > CLOCK_WARN_S:
-        status: CheckStatus = FAIL if off_s > CLOCK_FAIL_S else WARN
-        remedy = "have the administrators mend the time service (chrony, ntpd) of nodes and login node"
-        return Check(status=status, told=f"{host} is at least {off_s:.1f} s {side} this host", remedy=remedy)
+        told = f"{host} is at least {off_s:.1f} s {side} this host"
+    remedy = "have the administrators mend the time service (chrony, ntpd) of nodes and login node"
     return first_problem(
-        f"within the {report['latest_s'] - report['earliest_s']:.1f} s in which the job ran here",
+        told,
+        (off_s > CLOCK_FAIL_S, FAIL, remedy),
+        (off_s > CLOCK_WARN_S, WARN, remedy),
         (window and report["utc_offset"] != zone, WARN,
          f"launcher.window={window} is read as local time: set TZ in launcher.setup=",
          f"{host} has the time zone {report['utc_offset']}, this host {zone}"),
@@ -204,11 +198,14 @@ class CheckupFolder:
         if "report.json" not in os.listdir(self.path):
             return None
         found: Report = json.loads((self.path / "report.json").read_text())
-        return found | {"results_dir": self.results_dir, "same_folder": found.get("token") == self.token}
-
-    def node_claim_seen(self) -> bool:
-        """Whether this host sees the claim that the job made on its node."""
-        return owner(self.path / "claims", "node") is not None
+        own_claim_seen = owner(self.path / "claims", "node") is not None
+        same_folder = found.get("token") == self.token
+        added = {
+            "results_dir": self.results_dir,
+            "same_folder": same_folder,
+            "own_claim_seen": own_claim_seen,
+        }
+        return found | added | {"latest_s": time.time()}
 
     def try_it(self) -> Check:
         """Makes the folder; checks that it can be written, and that a claim in it succeeds only once."""
@@ -254,8 +251,7 @@ class CheckupJob:
         comment = f"ultrabench doctor of {own_name()}: looks at one node, ends by itself"
         sbatch = {"comment": comment, **choice.sbatch}
         choice = replace(choice, sbatch=sbatch, poll_s=min(POLL_S, choice.poll_s))
-        place = SweepFolder(folder.path)
-        self.launcher = slurm_launcher(replace(config, launcher=choice), place, limited=False)
+        self.launcher = SlurmLauncher(replace(config, launcher=choice), SweepFolder(folder.path))
         self.launcher.program = ("ultrabench.agent.checkup", str(folder.path))
         self.allocation = Allocation(
             name="checkup.0", sweep_dir=str(folder.path), work_dir=os.getcwd(), nodes=1,
@@ -286,7 +282,7 @@ class CheckupJob:
             told = str(error).partition("; mend launcher.*")[0]
             return failed(told, _first(_REFUSALS, told)), None
         finally:
-            if self._job.meaning.phase is not Phase.OVER:
+            if not self._job.over:
                 self._cancel()
 
     def _cancel(self) -> None:
@@ -301,14 +297,13 @@ class CheckupJob:
         while True:
             seen = self.launcher.observe({name: self._held})
             self._look()
-            over, now = self._job.meaning.phase is Phase.OVER, time.monotonic() - begin
-            if report is None and (report := self._folder.report()) is not None:
-                report |= {"earliest_s": self._earliest_s, "latest_s": time.time()}
-                found_s = now
+            over, now = self._job.over, time.monotonic() - begin
+            if report is None:
+                report, found_s = self._folder.report(), now
             # The folder is removed afterwards, so no process of the job may be left.
             if report is not None and (over or name not in seen.alive or now > found_s + END_S):
                 told = f"job {self._job.array_id} ran on {report['host']}; its report was here after {found_s:.0f} s"
-                return passed(told), report | {"own_claim_seen": self._folder.node_claim_seen()}
+                return passed(told), report | {"earliest_s": self._earliest_s}
             if report is None and (end := seen.ended_jobs.get(name)):
                 return self._ended(end.reason), None
             if report is None and not over and now > wait_s:
@@ -318,29 +313,27 @@ class CheckupJob:
     def _look(self) -> None:
         """Takes the state of the job from the answer of squeue, and tells the user about changes."""
         answer = self.launcher.query.jobs("")
-        job = None if answer is None or answer.stale else answer.find(self._job.job_id)
-        if answer is None or job is None:
+        job = None if answer.stale else find(answer.jobs, self._job.job_id)
+        if job is None:
             return
         self._job = job
-        if job.meaning.phase in (Phase.QUEUED, Phase.HELD):
+        if job.waits:
             self._earliest_s = max(self._earliest_s, time.time() - answer.age_s)
         self._say_new(": ".join(filter(None, (self._state(), pending_remedy(job.reason)))))
 
     def _state(self) -> str:
         """The state of the job in words, such as `job 12 waits (Resources)`."""
-        job, reason = self._job, self._job.reason
-        where = f" on {job.nodes}" if job.nodes else ""
-        return f"job {job.array_id} {job.meaning.note}{where}{f' ({reason})' if reason not in ('', 'None') else ''}"
+        job, where = self._job, f" on {self._job.nodes}" if self._job.nodes else ""
+        return f"job {job.array_id} {job.meaning.note}{where}{job.because}"
 
     def _too_late(self, wait_s: float) -> Check:
         told = f"{self._state()}; not done after {wait_s:.0f} s, cancelled"
-        if self._job.meaning.phase in (Phase.QUEUED, Phase.HELD):
+        if self._job.waits:
             busy = f"the cluster is busy: give it time with --wait {max(3600, 3 * wait_s):.0f}"
             return failed(told, pending_remedy(self._job.reason) or busy)
         self._folder.keep = True
-        return failed(
-            told, f"see {self._log}; if the node is only slow: --wait {max(LIMIT_S, 3 * wait_s):.0f}"
-        )
+        slow = f"if the node is only slow: --wait {max(LIMIT_S, 3 * wait_s):.0f}"
+        return failed(told, f"see {self._log}; {slow}")
 
     def _ended(self, reason: str) -> Check:
         """The failed check for a job that ended without a report; its folder is kept as evidence."""
@@ -362,7 +355,7 @@ class CheckupJob:
 
     def _exit_code(self) -> str:
         with contextlib.suppress(CommandError):
-            text = self.launcher.query.ask("scontrol", "--oneliner", "show", "job", self._job.job_id)
+            text = ask("scontrol", "--oneliner", "show", "job", self._job.job_id)
             if found := re.search(r"\bExitCode=(\d+:\d+)", text):
                 return found[1]
         return "unknown"

@@ -13,7 +13,7 @@ from ultrabench.launchers.doctor.checkup import CheckupJob, checkup_folder
 from ultrabench.launchers.open_sweep import require_local
 from ultrabench.launchers.slurm.limits import read_limits
 from ultrabench.launchers.slurm.script import require_plain
-from ultrabench.launchers.slurm.site import Site
+from ultrabench.launchers.slurm.site import REACH_SLURMCTLD, Site
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0
@@ -71,7 +71,7 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
     try:
         checks += _examine_site(config, site, say)
     except ClusterError as error:
-        return [*checks, site_checks.controller_failed(str(error)).named("slurmctld")]
+        return [*checks, failed(str(error), REACH_SLURMCTLD).named("slurmctld")]
     with checkup_folder(config) as (folder, found):
         checks.append(found.named("results folder"))
         bad = [name for name in failures(checks) if name in NEEDED_BY_A_JOB]

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 
 from ultrabench.errors import ConfigError, counted
+from ultrabench.launchers.choose import node_share
 from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed
 from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.limits import Limits
-from ultrabench.launchers.slurm.share import node_share
 from ultrabench.launchers.slurm.site import (
     GET_PROGRAMS,
     NEEDED,
@@ -59,17 +59,11 @@ def check_controller(site: Site) -> Check:
     try:
         text = site.ask("scontrol", "ping")
     except CommandError as error:
-        last = (error.complaints.strip().splitlines() or ["no slurmctld is up"])[-1]
-        return controller_failed(
-            str(error) if "no answer" in str(error) else f"scontrol ping: {last.strip()[:200]}"
-        )
+        last = (error.complaints or ["no slurmctld is up"])[-1][:200]
+        told = str(error) if "no answer" in str(error) else f"scontrol ping: {last}"
+        return failed(told, REACH_SLURMCTLD)
     found = [" ".join(line.split()) for line in text.splitlines() if line.startswith("Slurmctld")]
     return passed(f"{'; '.join(found) or 'answers'}; answered in {time.monotonic() - begin:.1f} s")
-
-
-def controller_failed(told: str) -> Check:
-    """The failed check for a controller that does not answer."""
-    return failed(told, REACH_SLURMCTLD)
 
 
 def check_partition(config: SweepConfig, site: Site, limits: Limits) -> Check:
@@ -227,6 +221,6 @@ def check_accounting(config: SweepConfig, site: Site, limits: Limits) -> Check:
         site.ask("sacct", f"--user={os.getuid()}", "--starttime=now-1hours", "--allocations", "--noheader")
     except CommandError as error:
         remedy = "nothing to do; slurmdbd would make the end of old jobs known"
-        return Check(status=WARN, told=f"{error}; {works}", remedy=remedy)
+        return first_problem(f"{error}; {works}", (True, WARN, remedy))
     recorded = (not limits.accounting, WARN, "nothing to do", f"but jobs are not recorded; {works}")
     return first_problem("sacct answers", recorded)

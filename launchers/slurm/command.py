@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
+TIMEOUT_S = 20.0
 _KEPT = {"SLURM_CONF", "SLURM_JWT"}
 _DEFAULTS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL|SACCTMGR)_")
 
@@ -13,13 +14,13 @@ _DEFAULTS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SC
 class CommandError(Exception):
     """A Slurm program failed, timed out or printed an invalid answer; it never leaves `launchers`."""
 
-    def __init__(self, message: str, complaints: str = "") -> None:
+    def __init__(self, message: str, complaints: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.complaints = complaints
-        """Everything that the program wrote to stderr."""
+        """The lines that the program wrote to stderr, without empty ones."""
 
 
-def ask(words: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> str:
+def ask(*words: str, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] | None = None) -> str:
     """The output of a Slurm program.
 
     Args:
@@ -42,13 +43,14 @@ def ask(words: Sequence[str], timeout_s: float, environ: Mapping[str, str] | Non
         raise CommandError(f"{words[0]}: {error.strerror}") from error
     with process:
         try:
-            answer, complaints = process.communicate(timeout=timeout_s)
+            answer, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
             raise CommandError(f"{words[0]}: no answer within {timeout_s:g} s") from error
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        last = [line.strip() for line in complaints.splitlines() if line.strip()][-1:] or ["no message"]
-        raise CommandError(f"{words[0]}: {last[0][:200]} (exit {process.returncode})", complaints)
+        complaints = [line.strip() for line in errors.splitlines() if line.strip()]
+        last = complaints[-1][:200] if complaints else "no message"
+        raise CommandError(f"{words[0]}: {last} (exit {process.returncode})", complaints)
     return answer

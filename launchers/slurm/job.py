@@ -11,7 +11,8 @@ SQUEUE_FORMAT = "%i|%A|%T|%M|%N|%r|%j"
 SACCT_FORMAT = "JobID,JobIDRaw,State,Elapsed,NodeList,Submit,JobName"
 _COLUMNS = 7
 _ROW = re.compile(r"\d+(_(\d+|\[[^|]*\]))?(\+\d+)?\|")
-_NO_NODES = {"None assigned", "(null)", "n/a", "N/A"}
+_NOTHING = {"None", "None assigned", "(null)", "n/a", "N/A"}
+"""What Slurm prints where there are no nodes, or no reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class SlurmJob:
     name: str
     state: str
     reason: str = ""
-    """Why the job waits or failed, in the words of squeue; sacct does not say."""
+    """Why the job waits or failed, in the words of squeue; empty if squeue or sacct does not say."""
     nodes: str = ""
     """The nodes of the job, such as gpu[01-04]; empty before it starts."""
     elapsed_s: float = 0.0
@@ -48,6 +49,11 @@ class SlurmJob:
     def waits(self) -> bool:
         """Whether the job is queued, perhaps on hold, and so has no nodes."""
         return self.meaning.phase in (Phase.QUEUED, Phase.HELD)
+
+    @property
+    def because(self) -> str:
+        """The reason as an addition to a message, such as ` (Priority)`; empty if there is none."""
+        return f" ({self.reason})" if self.reason else ""
 
     @property
     def over(self) -> bool:
@@ -117,10 +123,9 @@ def sacct_jobs(text: str) -> dict[str, SlurmJob]:
 
 def _job_of(row: Sequence[str]) -> SlurmJob:
     job_id, _, state, elapsed, nodes, reason, name = row
-    return SlurmJob(
-        job_id=job_id, name=name, state=state, reason=reason, nodes="" if nodes in _NO_NODES else nodes,
-        elapsed_s=duration_s(elapsed) or 0.0,
-    )  # fmt: skip
+    nodes, reason = ("" if text in _NOTHING else text for text in (nodes, reason))
+    elapsed_s = duration_s(elapsed) or 0.0
+    return SlurmJob(job_id=job_id, name=name, state=state, reason=reason, nodes=nodes, elapsed_s=elapsed_s)
 
 
 def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:

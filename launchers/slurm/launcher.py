@@ -6,21 +6,21 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from ultrabench.errors import ClusterError, counted
-from ultrabench.hardware import Hardware
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm.command import CommandError, ask
-from ultrabench.launchers.slurm.job import SlurmJob
+from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.query import Answer, SlurmQuery
-from ultrabench.launchers.slurm.script import JobScript, array_name, array_script, job_prefix
+from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
-from ultrabench.sweep.config.launcher_config import LauncherConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 TIMEOUT_S = 60.0
 FIND_TIMEOUT_S = 60.0
@@ -39,6 +39,8 @@ _FOR_GOOD = re.compile(
 """Errors of sbatch that would occur again at another try."""
 _FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
 """Errors that match the pattern above but pass with time or when our own jobs end."""
+NOTHING = JobLimits(max_jobs=0)
+"""The limits of a launcher that only ends jobs."""
 ALLOWED = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LC_*", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
     "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "SLURM_CONF",
@@ -60,8 +62,8 @@ def inherited(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str,
     return {k: v for k, v in environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns)}
 
 
-def submit(script: JobScript, environment: Iterable[str]) -> str:
-    """Submits `script`; returns the job number of the array.
+def submit(path: Path, script: str, environment: Iterable[str]) -> str:
+    """Writes `script` to the file `path` and submits it; returns the job number of the array.
 
     Args:
         environment: names of variables that the job inherits in addition to ALLOWED.
@@ -70,12 +72,12 @@ def submit(script: JobScript, environment: Iterable[str]) -> str:
         CommandError: sbatch refused the job, failed, or gave no number in time; the job may have been
             submitted nevertheless.
     """
-    script.path.parent.mkdir(exist_ok=True)
-    write_whole(script.path, script.text)
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, script)
     try:
-        answer = ask(["sbatch", str(script.path)], TIMEOUT_S, inherited(os.environ, environment))
+        answer = ask("sbatch", str(path), timeout_s=TIMEOUT_S, environ=inherited(os.environ, environment))
     except CommandError as error:
-        lines = [line.strip() for line in error.complaints.splitlines() if line.strip()]
+        lines = [*error.complaints]
         told = [line.partition("error: ")[2] for line in lines if "error: " in line]
         told = told or [line for line in lines if line.startswith("sbatch:")] or lines[-1:]
         raise CommandError("; ".join(dict.fromkeys(told)) or str(error)) from error
@@ -88,19 +90,16 @@ def submit(script: JobScript, environment: Iterable[str]) -> str:
 class SlurmLauncher:
     """Submits, finds and ends allocations that are elements of job arrays."""
 
-    outlives_us = True
     rest_s = 1.0
     program: tuple[str, ...] = ()
     """The Python module that runs on each node, and its arguments; our agent if empty."""
 
     def __init__(
-        self, folder: SweepFolder, choice: LauncherConfig, hardware: Hardware, query: SlurmQuery,
-        limits: JobLimits, cluster: str = "slurm",
-    ) -> None:  # fmt: skip
-        self.limits = limits
-        self.by = origin(cluster)
-        self.query = query
-        self._choice, self._hardware = choice, hardware
+        self, config: SweepConfig, folder: SweepFolder, limits: JobLimits = NOTHING, cluster: str = "slurm"
+    ) -> None:
+        self.limits, self.by = limits, origin(cluster)
+        self.query = SlurmQuery(config.launcher.poll_s)
+        self._config, self._folder = config, folder
         self._prefix = job_prefix(folder.path)
         self._unseen: dict[str, float] = {}
         """Allocation -> when squeue first did not list it or listed it as over."""
@@ -113,10 +112,6 @@ class SlurmLauncher:
         self._accounted: dict[str, float] = {}
         """Allocation that is over -> when sacct was first asked for how long it held its nodes."""
 
-    def script(self, allocations: Sequence[Allocation], avoid: Sequence[str] = ()) -> JobScript:
-        """The job script of allocations that have the same nodes and time limit."""
-        return array_script(allocations, self._choice, self._hardware, avoid, program=self.program)
-
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
     ) -> dict[str, Job]:
@@ -125,12 +120,12 @@ class SlurmLauncher:
         Raises:
             ClusterError: sbatch refused the job, or failed SUBMIT_TRIES times.
         """
-        script = self.script(allocations, avoid)
+        script = array_script(allocations, self._config, avoid, self.program)
         name = f"{self._prefix}{array_name(allocations[0])}"
-        told = ""
+        path, told = self._folder.scripts / f"{name}.sh", ""
         for number in range(SUBMIT_TRIES):
             try:
-                job_id = submit(script, self._choice.environment)
+                job_id = submit(path, script, self._config.launcher.environment)
                 return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
             except CommandError as error:
                 told = str(error)
@@ -157,7 +152,7 @@ class SlurmLauncher:
         asked = time.monotonic()
         while time.monotonic() - asked < FIND_TIMEOUT_S:
             answer = self.query.jobs(self._prefix, fresh=True)
-            if answer is not None and not answer.stale and answer.age_s < time.monotonic() - asked:
+            if not answer.stale and answer.age_s < time.monotonic() - asked:
                 seen = [job for job in answer.jobs.values() if job.name == name]
                 return {self._allocation(job): _job(job.job_id, name) for job in seen}
             time.sleep(0.5)
@@ -176,8 +171,6 @@ class SlurmLauncher:
         began = time.monotonic()
         self._asked_for = {n: self._asked_for.get(n, began) for n in unended}
         answer = self.query.jobs(self._prefix)
-        if answer is None:
-            return JobsSeen(alive=frozenset(unended), notes=("waiting for an answer of squeue",))
         seen: dict[str, list[SlurmJob]] = {}
         for job in answer.jobs.values():
             if (held := allocations.get(self._allocation(job))) is not None:
@@ -234,11 +227,11 @@ class SlurmLauncher:
 
     def _leaving(self, ended: set[str], moving: Mapping[str, SlurmJob], since: float) -> frozenset[str]:
         """The allocations in `ended`; ends their jobs if they still run after `grace_s`."""
-        if self._choice.requeue:  # a requeued job may have started again
+        if self._config.launcher.requeue:  # a requeued job may have started again
             return frozenset()
         self._goodbyes = {n: self._goodbyes.get(n, time.monotonic()) for n in ended}
         for name, told in [*self._goodbyes.items()]:
-            if since - told > self._choice.grace_s:
+            if since - told > self._config.launcher.grace_s:
                 del self._goodbyes[name]
                 with contextlib.suppress(ClusterError):  # the next look finds it again
                     self.end_frozen(name, _job(moving[name].job_id, moving[name].name))
@@ -250,11 +243,11 @@ class SlurmLauncher:
         The time for which its job was missing is counted between answers of squeue.
         """
         waited = time.monotonic() - answer.age_s - self._unseen[held.name]
-        grace = min(END_GRACE_S, self._choice.grace_s) if listed else self._choice.grace_s
-        if waited < grace:
+        grace_s = self._config.launcher.grace_s
+        if waited < (min(END_GRACE_S, grace_s) if listed else grace_s):
             return None
         number = held.start.job_id or (held.job or {}).get("job_id")
-        job = listed[-1] if listed else answer.find(number) if number else None
+        job = listed[-1] if listed else find(answer.jobs, number) if number else None
         if job is None and number:
             job = self.query.accounting([number]).get(number)
         if job is None:
@@ -263,22 +256,17 @@ class SlurmLauncher:
         if not job.over:
             if waited < STALE_ACCOUNTING_S:
                 return None
-            return JobEnd(
-                status=Status.LOST, reason=f"squeue has forgotten job {job.job_id}, sacct says {job.state}"
-            )
-        return JobEnd(
-            status=job.meaning.status or Status.LOST,
-            reason=f"Slurm ended job {job.job_id}: {job.state}"
-            + (f" ({job.reason})" if job.reason not in ("", "None") else ""),
-            elapsed_s=job.elapsed_s,
-        )
+            reason = f"squeue has forgotten job {job.job_id}, sacct says {job.state}"
+            return JobEnd(status=Status.LOST, reason=reason)
+        reason = f"Slurm ended job {job.job_id}: {job.state}{job.because}"
+        return JobEnd(status=job.meaning.status or Status.LOST, reason=reason, elapsed_s=job.elapsed_s)
 
     def cancel(
         self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
     ) -> dict[str, float]:
         """Ends all jobs of the arrays that hold `allocations`; their agents record how the runs ended."""
         for array in sorted({name.rpartition(".")[0] for name in allocations}):
-            self.query.cancel(name=f"{self._prefix}{array}", pending_only=queued_only)
+            self.query.cancel_named(f"{self._prefix}{array}", pending_only=queued_only)
         return {}
 
     def end_frozen(self, name: str, job: Job) -> None:

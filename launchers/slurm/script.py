@@ -5,29 +5,15 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import JobPaths
-from submitit.slurm.slurm import _make_sbatch_string
-
 from ultrabench.errors import ConfigError
-from ultrabench.hardware import Hardware
 from ultrabench.processes import own_name
 from ultrabench.store.allocation import Allocation
-from ultrabench.sweep.config.launcher_config import LauncherConfig
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 SRUN_WAIT_S = 60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobScript:
-    """The job script of an array."""
-
-    path: Path
-    """The file to which the script is written before it is submitted."""
-    text: str
 
 
 def array_name(allocation: Allocation) -> str:
@@ -51,20 +37,18 @@ def require_plain(folder: Path) -> None:
 
 
 def array_script(
-    array: Sequence[Allocation],
-    choice: LauncherConfig,
-    hardware: Hardware,
-    avoid: Sequence[str] = (),
-    *,
-    program: Sequence[str] = (),
-) -> JobScript:
+    array: Sequence[Allocation], config: SweepConfig, avoid: Sequence[str] = (), program: Sequence[str] = ()
+) -> str:
     """The job script of allocations that have the same nodes and time limit.
 
     Args:
         avoid: nodes that must not be used.
         program: the Python module that runs on each node, and its arguments; our agent if empty.
     """
-    first = array[0]
+    from submitit.core.utils import JobPaths  # importing submitit is slow
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    first, choice = array[0], config.launcher
     shared = first.folder.parent / array_name(first)
     # In Slurm's patterns for file names %% stands for a percent sign.
     log = f"{str(shared).replace('%', '%%')}.%a/job.log"
@@ -73,14 +57,13 @@ def array_script(
              "--cpu-bind=none", *([f"--cpus-per-task={choice.cpus}"] if choice.cpus else [])]  # fmt: skip
     python = choice.python or (sys.executable,)
     sweep_dir = Path(first.sweep_dir)
-    name = f"{job_prefix(sweep_dir)}{array_name(first)}"
     options = {"comment": _comment(sweep_dir), "output": log}
     text = _make_sbatch_string(
         command=shlex.join([*python, "-P", "-m", *(program or ("ultrabench.agent", str(shared)))]),
         folder=sweep_dir,
-        job_name=name,
+        job_name=f"{job_prefix(sweep_dir)}{array_name(first)}",
         map_count=len(array),
-        additional_parameters=options | _options(first, choice, hardware, avoid),
+        additional_parameters=options | _options(first, config, avoid),
         setup=["export PYTHONSAFEPATH=1", *_checked(choice.setup)],
         srun_args=[*steps, *choice.srun],
         signal_delay_s=int(first.warning_s),
@@ -88,10 +71,7 @@ def array_script(
         wckey=None,  # type: ignore[arg-type]  # submitit leaves out what is None
     )
     theirs = str(JobPaths(folder=sweep_dir).stdout).replace("%j", "%A_%a")
-    return JobScript(
-        path=sweep_dir / "scripts" / f"{name}.sh",
-        text=text.replace(f"--output {shlex.quote(theirs)} ", ""),  # submitit's log file; ours replaces it
-    )
+    return text.replace(f"--output {shlex.quote(theirs)} ", "")  # submitit's log file; ours replaces it
 
 
 def _checked(setup: Sequence[str]) -> list[str]:
@@ -103,10 +83,9 @@ def _checked(setup: Sequence[str]) -> list[str]:
     return lines
 
 
-def _options(
-    first: Allocation, choice: LauncherConfig, hardware: Hardware, avoid: Sequence[str]
-) -> dict[str, Any]:
+def _options(first: Allocation, config: SweepConfig, avoid: Sequence[str]) -> dict[str, Any]:
     """The options of sbatch; those that the user sets in launcher.sbatch replace ours."""
+    choice, hardware = config.launcher, config.hardware
     gpus = hardware.gpus_per_node if hardware.device == "cuda" and choice.gres is None else None
     options: dict[str, Any] = {
         "nodes": first.nodes,

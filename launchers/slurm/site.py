@@ -12,7 +12,6 @@ from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.job import duration_s
 from ultrabench.processes import own_name
 
-TIMEOUT_S = 20.0
 _SINFO_FORMAT = "%R|%D|%c|%m|%T|%G"
 _ASSOCIATION = (
     "Account", "Partition", "MaxJobs", "MaxSubmit", "MaxWall", "MaxTRES", "GrpTRES", "QOS", "DefaultQOS",
@@ -98,8 +97,8 @@ class Accounts:
 class Site:
     """A Slurm cluster; its facts are queried when they are first needed."""
 
-    def __init__(self, ask: Ask | None = None) -> None:
-        self.ask: Ask = ask or (lambda *words: command.ask(words, TIMEOUT_S))
+    def __init__(self, ask: Ask = command.ask) -> None:
+        self.ask = ask
         self.user = own_name()
 
     @cached_property

@@ -4,8 +4,8 @@ Sources: squeue(1), sacct(1), slurm.schedmd.com/job_state_codes.html and job_rea
 """
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from ultrabench.result import Status
 
@@ -19,52 +19,47 @@ class Phase(StrEnum):
     OVER = "over"  # ended for good; holds nothing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meaning:
+class Meaning(NamedTuple):
     """What a state of Slurm means to us."""
 
     phase: Phase
+    note: str
     status: Status | None = None
     """Status of an attempt that the job did not finish; None unless the job is over."""
-    note: str
-
-
-def _at(phase: Phase, note: str, status: Status | None = None) -> Meaning:
-    return Meaning(phase=phase, status=status, note=note)
 
 
 # A flag (CONFIGURING, COMPLETING, ...) hides the base state of a job, so each flag is read as "may hold
 # nodes", except the flags that Slurm sets only on waiting jobs.
 _MEANINGS = {
-    "PENDING": _at(Phase.QUEUED, "waits"),
-    "REQUEUE_FED": _at(Phase.QUEUED, "goes back to the queue of its federation"),
-    "EXPEDITING": _at(Phase.QUEUED, "goes back to the head of the queue"),
-    "REQUEUE_HOLD": _at(Phase.HELD, "went back to the queue and is held there"),
-    "SPECIAL_EXIT": _at(Phase.HELD, "went back to the queue by a rule of the site and is held there"),
-    "RESV_DEL_HOLD": _at(Phase.HELD, "is held because its reservation was deleted"),
-    "RUNNING": _at(Phase.RUNNING, "runs"),
-    "CONFIGURING": _at(Phase.RUNNING, "has nodes that are not ready yet"),
-    "POWER_UP_NODE": _at(Phase.RUNNING, "has nodes that are being powered up"),
-    "COMPLETING": _at(Phase.RUNNING, "ends; processes of it may be left"),
-    "REQUEUED": _at(Phase.RUNNING, "goes back to the queue; processes of it may be left"),
-    "STAGE_OUT": _at(Phase.RUNNING, "copies its files back"),
-    "SUSPENDED": _at(Phase.RUNNING, "is suspended; its processes are kept"),
-    "STOPPED": _at(Phase.RUNNING, "is stopped; its processes are kept"),
-    "SIGNALING": _at(Phase.RUNNING, "is being signalled"),
-    "RESIZING": _at(Phase.RUNNING, "changes its size"),
-    "UPDATE_DB": _at(Phase.RUNNING, "is being written to the accounting"),
-    "COMPLETED": _at(Phase.OVER, "ended by itself", Status.LOST),
-    "FAILED": _at(Phase.OVER, "ended with an error", Status.LOST),
-    "OUT_OF_MEMORY": _at(Phase.OVER, "was killed for using too much host memory", Status.OOM),
-    "CANCELLED": _at(Phase.OVER, "was cancelled", Status.CANCELLED),
-    "TIMEOUT": _at(Phase.OVER, "reached its time limit", Status.CANCELLED),
-    "DEADLINE": _at(Phase.OVER, "could not end before its deadline", Status.CANCELLED),
-    "REVOKED": _at(Phase.OVER, "was started by another cluster of the federation", Status.CANCELLED),
-    "PREEMPTED": _at(Phase.OVER, "was pre-empted", Status.PREEMPTED),
-    "NODE_FAIL": _at(Phase.OVER, "lost a node", Status.NODE_FAIL),
-    "BOOT_FAIL": _at(Phase.OVER, "had a node that did not boot", Status.NODE_FAIL),
-    "LAUNCH_FAILED": _at(Phase.OVER, "could not be started on its nodes", Status.NODE_FAIL),
-    "RECONFIG_FAIL": _at(Phase.OVER, "had a node that could not be configured", Status.NODE_FAIL),
+    "PENDING": Meaning(Phase.QUEUED, "waits"),
+    "REQUEUE_FED": Meaning(Phase.QUEUED, "goes back to the queue of its federation"),
+    "EXPEDITING": Meaning(Phase.QUEUED, "goes back to the head of the queue"),
+    "REQUEUE_HOLD": Meaning(Phase.HELD, "went back to the queue and is held there"),
+    "SPECIAL_EXIT": Meaning(Phase.HELD, "went back to the queue by a rule of the site and is held there"),
+    "RESV_DEL_HOLD": Meaning(Phase.HELD, "is held because its reservation was deleted"),
+    "RUNNING": Meaning(Phase.RUNNING, "runs"),
+    "CONFIGURING": Meaning(Phase.RUNNING, "has nodes that are not ready yet"),
+    "POWER_UP_NODE": Meaning(Phase.RUNNING, "has nodes that are being powered up"),
+    "COMPLETING": Meaning(Phase.RUNNING, "ends; processes of it may be left"),
+    "REQUEUED": Meaning(Phase.RUNNING, "goes back to the queue; processes of it may be left"),
+    "STAGE_OUT": Meaning(Phase.RUNNING, "copies its files back"),
+    "SUSPENDED": Meaning(Phase.RUNNING, "is suspended; its processes are kept"),
+    "STOPPED": Meaning(Phase.RUNNING, "is stopped; its processes are kept"),
+    "SIGNALING": Meaning(Phase.RUNNING, "is being signalled"),
+    "RESIZING": Meaning(Phase.RUNNING, "changes its size"),
+    "UPDATE_DB": Meaning(Phase.RUNNING, "is being written to the accounting"),
+    "COMPLETED": Meaning(Phase.OVER, "ended by itself", Status.LOST),
+    "FAILED": Meaning(Phase.OVER, "ended with an error", Status.LOST),
+    "OUT_OF_MEMORY": Meaning(Phase.OVER, "was killed for using too much host memory", Status.OOM),
+    "CANCELLED": Meaning(Phase.OVER, "was cancelled", Status.CANCELLED),
+    "TIMEOUT": Meaning(Phase.OVER, "reached its time limit", Status.CANCELLED),
+    "DEADLINE": Meaning(Phase.OVER, "could not end before its deadline", Status.CANCELLED),
+    "REVOKED": Meaning(Phase.OVER, "was started by another cluster of the federation", Status.CANCELLED),
+    "PREEMPTED": Meaning(Phase.OVER, "was pre-empted", Status.PREEMPTED),
+    "NODE_FAIL": Meaning(Phase.OVER, "lost a node", Status.NODE_FAIL),
+    "BOOT_FAIL": Meaning(Phase.OVER, "had a node that did not boot", Status.NODE_FAIL),
+    "LAUNCH_FAILED": Meaning(Phase.OVER, "could not be started on its nodes", Status.NODE_FAIL),
+    "RECONFIG_FAIL": Meaning(Phase.OVER, "had a node that could not be configured", Status.NODE_FAIL),
 }
 
 
@@ -74,7 +69,9 @@ def meaning(word: str) -> Meaning:
     An unknown state counts as running, so that a job that may still run is not submitted a second time.
     """
     known = _MEANINGS.get((word.upper().split() or [""])[0].rstrip("+"))
-    return known or _at(Phase.RUNNING, f"is in the state {word.strip() or '(none)'}, which is not known here")
+    return known or Meaning(
+        Phase.RUNNING, f"is in the state {word.strip() or '(none)'}, which is not known here"
+    )
 
 
 # The first pattern that matches the beginning of the reason counts. Limits that are shared with other jobs,

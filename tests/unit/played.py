@@ -37,7 +37,7 @@ JOB = Start(job_id="57_0")
 class Played:
     """A batch system of which everything lives until the test says otherwise."""
 
-    outlives_us, rest_s = True, 0.0
+    rest_s = 0.0
 
     def __init__(self, play=lambda allocation: None, max_jobs=2):
         """`play` is what agents do at once where a job is submitted."""

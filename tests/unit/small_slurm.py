@@ -31,7 +31,7 @@ class SmallSlurm:
     """The Launcher of a reconciler; `jobs` are those of the world it was made for, by their id."""
 
     limits = JobLimits(max_jobs=2, max_nodes=2, max_array=2)
-    outlives_us, rest_s = True, 0.0
+    rest_s = 0.0
 
     def __init__(
         self, jobs: dict[str, SmallJob], most: int = 99, by: dict[str, str] = OURS, double: bool = False

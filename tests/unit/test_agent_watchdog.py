@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.disks import on_a_small_disk
-from tests.unit.allocations import CONFIG
+from tests.unit.allocations import CONFIG, with_launcher
 from ultrabench.launchers.settle import AgentWatchdog, SilenceTimer
 from ultrabench.store.events import LeadingAgent
 from ultrabench.store.folder import SweepFolder
@@ -14,7 +14,7 @@ from ultrabench.store.state import AllocationState
 
 NAME = "n1-0000aaaa.0"
 RUNNING = frozenset({NAME, "n1-0000aaaa.1"})
-LOCAL_S, CLUSTER_S = 3 * CONFIG.launcher.heartbeat_s, 1.5 * CONFIG.launcher.grace_s
+LOCAL_S, GRACE_S = 3 * CONFIG.launcher.heartbeat_s, CONFIG.launcher.grace_s
 
 
 class Watch:
@@ -31,10 +31,10 @@ class Watch:
         self.of()
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
-    def of(self, *held, outlives_us=False):
+    def of(self, *held, grace_s=0.0):
         """Watches these allocations; by default one whose agent keeps a journal."""
         self.held = held or (self.allocation(self.journal),)
-        self.dog = AgentWatchdog(self.folder, CONFIG.launcher, outlives_us)
+        self.dog = AgentWatchdog(self.folder, with_launcher(grace_s=grace_s).launcher)
         return self
 
     @staticmethod
@@ -64,9 +64,9 @@ def watch(tmp_path, monkeypatch):
     return Watch(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(("outlives_us", "patience_s"), [(False, LOCAL_S), (True, CLUSTER_S)])
-def test_an_agent_that_touches_nothing_is_frozen(watch, outlives_us, patience_s):
-    dog = watch.of(outlives_us=outlives_us).dog
+@pytest.mark.parametrize(("grace_s", "patience_s"), [(0.0, LOCAL_S), (GRACE_S, 1.5 * GRACE_S)])
+def test_an_agent_that_touches_nothing_is_frozen(watch, grace_s, patience_s):
+    dog = watch.of(grace_s=grace_s).dog
     assert dog.patience_s == patience_s
     assert watch.look() is None
     assert watch.wait(patience_s) == []
@@ -117,7 +117,7 @@ def test_allocations_are_watched_apart(watch):
 
 def test_a_launcher_that_was_away_does_not_find_everybody_silent(watch):
     """A laptop that slept for a night has looked once in that time."""
-    watch.of(outlives_us=True).look()
+    watch.of(grace_s=GRACE_S).look()
     watch.now += 8 * 3600
     assert watch.look() is None
     assert not watch.dog.silent(NAME)

@@ -15,6 +15,7 @@ from ultrabench.launchers.doctor.checkup import CheckupFolder, CheckupJob, check
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import NODE
 from ultrabench.launchers.slurm.limits import Limits
+from ultrabench.launchers.slurm.script import array_script
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.store.claim import owner
 from ultrabench.sweep.config.load import load_config
@@ -104,7 +105,7 @@ def test_the_job_is_asked_for_as_jobs_of_a_sweep_are(tmp_path):
         "launcher.srun=['--mpi=none']", "+launcher.sbatch.mail-type=FAIL", "+launcher.sbatch.hold=''",
     ])  # fmt: skip
     job = CheckupJob(CheckupFolder(replace(config, results_dir=str(tmp_path))), print)
-    text = job.launcher.script([job.allocation]).text
+    text = array_script([job.allocation], job.launcher._config, program=job.launcher.program)
     for line in ("--partition=hopper", "--account=a", "--mem=9G", "--nodes=1", "--gpus-per-node=8", "--exclusive",
                  "--mail-type=FAIL", "--hold", "--time=10"):  # fmt: skip
         assert f"\n#SBATCH {line}\n" in text, text
@@ -116,9 +117,10 @@ def test_the_job_is_asked_for_as_jobs_of_a_sweep_are(tmp_path):
 def test_the_folder_of_a_checkup_goes_with_all_that_was_made_for_it(tmp_path):
     config = replace(load(CPU), results_dir=str(tmp_path / "a" / "results"))
     with checkup_folder(config) as (folder, check):
-        assert (check.status, folder.report(), folder.node_claim_seen()) == ("pass", None, False)
+        assert (check.status, folder.report()) == ("pass", None)
         (folder.path / "report.json").write_text('{"token": "of another file system"}')
-        assert folder.report()["same_folder"] is False
+        report = folder.report()
+        assert (report["same_folder"], report["own_claim_seen"]) == (False, False)
     assert list(tmp_path.iterdir()) == []
     with checkup_folder(config) as (folder, _):
         folder.keep = True

@@ -1,11 +1,11 @@
 """What a launcher makes of squeue and sacct; both are played here, answer by answer."""
 
-from dataclasses import replace
+import math
 from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.allocations import CONFIG, with_launcher
+from tests.unit.allocations import with_launcher
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm import launcher as slurm_module
@@ -41,10 +41,9 @@ class Slurm:
         self.listed, self.known, self.held = {}, {}, {}
         self.error, self.silent, self.polled, self.refuses = None, False, True, False
         self.asked, self.cancelled = [], []
-        choice = with_launcher(grace_s=GRACE_S).launcher
-        self.launcher = SlurmLauncher(
-            SweepFolder(folder / "quick"), choice, CONFIG.hardware, self, JobLimits(max_jobs=8, max_array=100)
-        )
+        config, limits = with_launcher(grace_s=GRACE_S), JobLimits(max_jobs=8, max_array=100)
+        self.launcher = SlurmLauncher(config, SweepFolder(folder / "quick"), limits)
+        self.launcher.query = self
 
     def monotonic(self):
         return self.now
@@ -56,7 +55,9 @@ class Slurm:
         if self.error is None and self.polled:
             self.asked_at = self.now
         jobs = {i: job for i, job in self.listed.items() if job.name.startswith(prefix)}
-        return None if self.silent else Answer(jobs=jobs, age_s=self.now - self.asked_at, error=self.error)
+        if self.silent:
+            return Answer(jobs={}, age_s=math.inf, error=self.error)
+        return Answer(jobs=jobs, age_s=self.now - self.asked_at, error=self.error)
 
     def accounting(self, job_ids):
         self.asked += job_ids
@@ -109,10 +110,11 @@ def slurm(tmp_path, monkeypatch):
 
 
 def test_before_the_first_answer_everything_may_live(slurm):
-    slurm.silent = True
+    slurm.silent, slurm.error = True, "squeue: refused"
     for _ in range(3):
         seen = slurm.lives(after=1000)
-        assert (seen.queued, seen.notes) == (set(), ("waiting for an answer of squeue",))
+        note = "squeue does not answer (squeue: refused); jobs go on, asking again"
+        assert (seen.queued, seen.notes) == (set(), (note,))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_answers_that_are_stale_bury_nobody_and_cancel_nothing(slurm):
 
 @pytest.mark.parametrize("grace_s", [0.0, 1.0, GRACE_S])
 def test_an_answer_older_than_a_submission_says_nothing_of_it(slurm, grace_s):
-    slurm.launcher._choice = with_launcher(grace_s=grace_s).launcher
+    slurm.launcher._config = with_launcher(grace_s=grace_s)
     slurm.observe(("57_0", "RUNNING"))
     slurm.polled = False
     slurm.submitted(B, "58_0")
@@ -355,7 +357,7 @@ def test_what_never_started_or_is_not_over_is_not_timed(slurm):
 def test_a_job_that_runs_on_after_its_end_is_ended(slurm, refuses, requeue):
     """Unless Slurm may have started it again."""
     slurm.refuses = refuses
-    slurm.launcher._choice = replace(slurm.launcher._choice, requeue=requeue)
+    slurm.launcher._config = with_launcher(slurm.launcher._config, requeue=requeue)
     slurm.started()
     slurm.ended()
     for after in (0.0, GRACE_S):
@@ -370,7 +372,7 @@ def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatc
     """Whether the first try made a job, only squeue knows."""
     tries, told, jobs = [], [], slurm.jobs
 
-    def submit(script, environment):
+    def submit(path, script, environment):
         tries.append(slurm.now)
         if len(tries) == 1:
             raise CommandError("Socket timed out on send/recv operation")

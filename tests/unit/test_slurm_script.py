@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,13 @@ def scripted(folder, count=1, hardware=CONFIG.hardware, avoid=(), **launcher):
     """The script of an array, and its first allocation."""
     sweep = open_sweep(folder / "sweep")
     array = allocations_of(sweep, jobs_of(sweep)[:1] * count)
-    return array_script(array, with_launcher(**launcher).launcher, hardware, avoid), array[0]
+    config = with_launcher(replace(CONFIG, hardware=hardware), **launcher)
+    return array_script(array, config, avoid), array[0]
 
 
 def options(script):
     """What sbatch makes of the script's options: the last of a name counts."""
-    lines = [line for line in script.text.split("\n") if line.startswith("#SBATCH")]
+    lines = [line for line in script.split("\n") if line.startswith("#SBATCH")]
     pairs = (_words(line.removeprefix("#SBATCH")) for line in lines)
     return {key: value if eq else True for (word,) in pairs for key, eq, value in [word[2:].partition("=")]}
 
@@ -65,7 +67,7 @@ def executed(script, folder):
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin/srun").write_text(SPY)
     (folder / "bin/srun").chmod(0o755)
-    (folder / "job.sh").write_text(script.text)
+    (folder / "job.sh").write_text(script)
     subprocess.run(["bash", "-n", folder / "job.sh"], check=True)
     environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "HOME": "/nowhere", "LC_ALL": "C.UTF-8"}
     done = subprocess.run(
@@ -161,7 +163,7 @@ def test_only_setup_lines_are_shell(tmp_path):
     setup = ("export A=$(echo made)", "B='b c'; export B", "cd /", "cd - > /dev/null")
     _, environ, folder = executed(scripted(tmp_path, setup=setup)[0], tmp_path)
     assert (environ["A"], environ["B"], folder) == ("made", "b c", str(tmp_path))
-    lines = scripted(tmp_path, setup=setup)[0].text.splitlines()
+    lines = scripted(tmp_path, setup=setup)[0].splitlines()
     at = lines.index(setup[0])
     assert tuple(lines[at : at + 8 : 2]) == setup
     assert at < lines.index("export SUBMITIT_EXECUTOR=slurm")
@@ -170,7 +172,7 @@ def test_only_setup_lines_are_shell(tmp_path):
 def test_a_setup_line_that_fails_ends_the_job_and_is_named(tmp_path):
     setup = ("true", "module load 'it'", "touch reached")
     path = tmp_path / "job.sh"
-    path.write_text(scripted(tmp_path, setup=setup)[0].text)
+    path.write_text(scripted(tmp_path, setup=setup)[0])
     done = subprocess.run(["bash", path], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 127
     assert done.stderr.splitlines()[-1] == "line 2 of launcher.setup failed: module load 'it'"

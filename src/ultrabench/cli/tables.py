@@ -16,7 +16,7 @@ from rich.text import Text
 
 WIDE = 1000
 """Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
-GIVES_WAY = (
+LEFT_OUT_FIRST = (
     "predicted", "on", "loss", "step s", "why", "policy", "GPUs", "host", "microbatches", "part", "at", "peak GiB",
     "step", "seconds", "candidates", "valid", "they fit", "attempt", "memory", "run", "tokens/s/GPU", "run id",
 )  # fmt: skip
@@ -78,7 +78,7 @@ def print_json(document: Any) -> None:
 class FittedTable(Table):
     """A table that fits the width of its terminal.
 
-    Text wraps between words. If that is not enough, columns are left out in the order of GIVES_WAY, then
+    Text wraps between words. If that is not enough, columns are left out in the order of LEFT_OUT_FIRST, then
     from the right, so that no number and no run id is ever cut.
     """
 
@@ -98,7 +98,7 @@ class FittedTable(Table):
             if column.justify != "right":
                 longest = max(map(cell_len, " ".join(texts).split()), default=0)
                 least[at] = min(whole[at], max(WRAPPED, min(longest, LONGEST_WORD)))
-        order = {name: place for place, name in enumerate(GIVES_WAY)}
+        order = {name: place for place, name in enumerate(LEFT_OUT_FIRST)}
         for at in sorted(whole, key=lambda at: (order.get(str(self.columns[at].header), len(order)), -at))[
             :-1
         ]:

@@ -59,7 +59,7 @@ def run_launch(
     launcher = choose_launcher(config, folder)
     plan, price = make_plan(config), None
     require_runs(plan)
-    if launcher.outlives_us:
+    if config.launcher.name != "local":
         if untried := not_accepted(config):
             warn(untried)
         state = fold(read_journal(folder.journal, warn)) if find_sweep_json(folder) else SweepState()
@@ -178,7 +178,7 @@ def follow(
     for line in other_launches(state, {run.run_id for run in sweep.plan.runs}, before):
         say(line)
     if reconciler.stopped:
-        if state.cancelled and not launcher.outlives_us:
+        if state.cancelled and config.launcher.name == "local":
             interrupt(sweep, launcher)  # ends what was submitted meanwhile
         _say_stopped(sweep, reconciler, state, words)
         return 1
@@ -288,9 +288,10 @@ def _interrupted(
     """
     again = shlex.join(["ultrabench", *hide(sys.argv[1:], sweep.config.secrets)])
     number = stop.number if isinstance(stop, Terminated) else signal.SIGINT
-    if launcher.outlives_us or isinstance(stop, Terminated):
+    jobs_go_on = sweep.config.launcher.name != "local"
+    if jobs_go_on or isinstance(stop, Terminated):
         why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
-        rest = "its jobs go on" if launcher.outlives_us else "what runs here goes on"
+        rest = "its jobs go on" if jobs_go_on else "what runs here goes on"
         told = (
             f"{why}no longer followed; {rest}. Follow again: {again}; end it: ultrabench sweep cancel {words}"
         )

@@ -202,4 +202,4 @@ def print_script(overrides: list[str]) -> None:
     made = allocations(
         plan, folder_of(config), first, token=uuid.uuid4().hex, by={}, kernel_digest=config.kernel.digest()
     )
-    sys.stdout.write(array_script(made, config.launcher, config.hardware).text)
+    sys.stdout.write(array_script(made, config))
