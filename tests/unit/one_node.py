@@ -5,7 +5,6 @@ CODE is the Python file that its one rank runs. Lines are expressions about `nod
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from tests.configs import measure as measure_of
@@ -50,9 +49,7 @@ def allocation(folder: Path, *tasks: Task) -> Allocation:
 def main() -> None:
     folder, code, device = Path(sys.argv[1]), sys.argv[2], (*sys.argv[3:], "cpu")[0]
     become_subreaper()
-    one = replace(allocation(folder, task(code, device)), preflight=True)
-    node = Node(one, NodeIdentity(node=0, host="local-0"))
-    node.warm_up()  # the fork server must survive the cleaning
+    node = Node(allocation(folder, task(code, device)), NodeIdentity(node=0, host="local-0"))
     node.start(0, "127.0.0.1", 0)
     for line in sys.stdin:
         print(json.dumps(eval(line, {"node": node, "gpus": gpus})), flush=True)

@@ -120,6 +120,9 @@ class Stage:
         for name, process in world.launchers.items():
             if process.over or self.waits(world, name):
                 continue
+            untouched = world.launchers["launcher-a"] == Process("launcher-a")
+            if name == "launcher-b" and untouched and not self.stranger:
+                continue  # two launchers of one user are alike, so that the first one may begin
             whole, steps = self.launcher(world, name)
             yield whole
             for most in range(steps if mortal else 0):
