@@ -162,12 +162,12 @@ def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
         reports = [folder / f"{turn}.{rank}" for rank in range(2)]
         if way == "forked":
             code = (
-                "import os\nfrom functools import partial\nfrom pathlib import Path\n"
+                "import os\nfrom functools import partial\n"
                 "from ultrabench.kernel import worker\nfrom ultrabench.kernel.children import run_forked\n"
                 "def body(rank):\n"
                 f"    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ULTRABENCH_REPORT='{folder}/{turn}.' + str(rank))\n"
                 "    assert worker.main() == 0\n"
-                f"print(run_forked({{str(r): partial(body, r) for r in range(2)}}, Path('{folder}'), 300))\n"
+                f"print(run_forked({{str(r): partial(body, r) for r in range(2)}}, 300))\n"
             )
             subprocess.run([sys.executable, "-c", code], env=shared, check=True, stdout=subprocess.DEVNULL)
         else:

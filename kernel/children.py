@@ -1,62 +1,73 @@
 """Runs forked processes that end together: the first failure or the time-out ends all of them."""
 
+import multiprocessing
 import os
 import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from ultrabench.processes import die_with_parent
 
-_POLL_S = 0.005
+_fork = multiprocessing.get_context("fork")
 
 
-def run_forked(bodies: Mapping[str, Callable[[], None]], folder: Path, timeout_s: float) -> str | None:
-    """Runs each body in its own child process; returns the first error, or None.
+class ChildError(RuntimeError):
+    """A forked process failed or did not end in time; the message names it."""
 
-    A child that raises leaves its error message in `folder`.
+
+def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dict[str, Any]:
+    """Runs each body in its own child process; returns what each body returned, by its name.
+
+    Raises:
+        ChildError: a body raised an exception, its process was killed, or it took longer than `timeout_s`.
     """
-    running = {_fork(body, folder / f"{name}.failed"): name for name, body in bodies.items()}
-    end, error = time.monotonic() + timeout_s, None
-    while running and error is None:
-        time.sleep(_POLL_S)
-        for pid, name in list(running.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                del running[pid]
-            if done and status and error is None:
-                error = f"{name}: {_last_words(folder / f'{name}.failed', status)}"
-        if time.monotonic() > end and error is None:
-            error = f"no end after {timeout_s:g} s: {', '.join(running.values())}"
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return error
-
-
-def _fork(body: Callable[[], None], last_words: Path) -> int:
-    """Forks a child that runs `body` and exits; returns its pid."""
     threads = len(os.listdir("/proc/self/task"))
     # A lock that another thread holds during the fork would stay locked in the child forever.
     assert threads == 1, f"{threads} threads before a fork; OPENBLAS_NUM_THREADS=1?"
-    parent, pid = os.getpid(), os.fork()
-    if pid:
-        return pid
-    code = 1
+    end, found = time.monotonic() + timeout_s, dict.fromkeys(bodies)
+    waiting, children = dict[Any, str](), {}
     try:
-        die_with_parent(parent)
-        os.dup2(2, 1)  # only answers may go to stdout
-        body()
-        code = 0
-    except BaseException as error:
-        last_words.write_text(traceback.format_exception_only(error)[-1].strip())
+        for name, body in bodies.items():
+            receiver, sender = _fork.Pipe(duplex=False)
+            waiting[receiver] = name
+            children[name] = _fork.Process(target=_run, args=(body, sender, os.getpid()))
+            children[name].start()
+            sender.close()
+        while waiting:
+            ready = wait(waiting, end - time.monotonic())
+            if not ready:
+                raise ChildError(f"no end after {timeout_s:g} s: {', '.join(waiting.values())}")
+            for answered in ready:
+                name = waiting.pop(answered)
+                error, found[name] = _answer(answered, children[name])
+                if error is not None:
+                    raise ChildError(f"{name}: {error}")
     finally:
-        os._exit(code)
+        for child in children.values():
+            child.kill()
+            child.join()
+    return found
 
 
-def _last_words(path: Path, status: int) -> str:
-    if path.exists():
-        return path.read_text()
-    code = os.waitstatus_to_exitcode(status)
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+def _run(body: Callable[[], Any], sender: Connection, parent: int) -> None:
+    """Runs `body` in a child, and sends its error or its value."""
+    die_with_parent(parent)
+    os.dup2(2, 1)  # only answers may go to stdout
+    try:
+        sender.send((None, body()))
+    except BaseException as error:
+        sender.send((traceback.format_exception_only(error)[-1].strip(), None))
+
+
+def _answer(receiver: Any, child: multiprocessing.process.BaseProcess) -> tuple[str | None, Any]:
+    """The error and the value that a child has sent; how the child ended if it sent nothing."""
+    try:
+        error, value = receiver.recv()
+    except (EOFError, OSError):
+        child.join()
+        code = child.exitcode or 0
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}", None
+    return error, value

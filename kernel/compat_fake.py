@@ -1,21 +1,19 @@
 """Private uses of torch by which a single process acts as one rank of a large world, without data."""
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -25,58 +23,17 @@ from ultrabench.kernel import mesh
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Sets up a default process group in which this process is `rank`; it is alone and sends nothing."""
+    """Makes this process `rank` of a process group in which nothing is sent, and tensors without data."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
+    with (
+        # The stages of torch 2.13 agree on shapes by messages; earlier versions have no such method.
+        patch.object(schedules._PipelineSchedule, "_warmup_p2p", _no_vote, create=True),
+        patch.object(dist, "isend", _holding_send),
+        patch.object(dist.distributed_c10d, "isend", _holding_send),
+        FakeTensorMode(),
+    ):
         yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Makes tensors inside the `with` block have shapes but no data."""
-    with ExitStack() as stack:
-        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
-            stack.enter_context(_replaced(schedules._PipelineSchedule, "_warmup_p2p", _no_vote))
-        send = _holding(dist.isend)
-        for owner in (dist, dist.distributed_c10d):
-            stack.enter_context(_replaced(owner, "isend", send))
-        stack.enter_context(FakeTensorMode())
-        yield
-
-
-def _holding(isend: Callable[..., dist.Work | None]) -> Callable[..., dist.Work | None]:
-    """A send that keeps its tensor alive while somebody may wait for it, as a real send does."""
-
-    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
-        work = isend(tensor, *args, **kwargs)
-        if work is not None:
-            weakref.finalize(work, id, tensor)
-        return work
-
-    return run
-
-
-@contextmanager
-def unseen_bookkeeping() -> Iterator[None]:
-    """Hides from dispatch modes how torch makes meshes of ranks, and how DTensor computes full shapes."""
-    with ExitStack() as stack:
-        stack.enter_context(_outside(mesh, "init_device_mesh"))
-        for name in ("__getitem__", "_concatenate"):
-            stack.enter_context(_outside(DeviceMesh, name))
-        stack.enter_context(_outside(ShardingPropagator, "_propagate_tensor_meta_non_cached"))
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    old = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
+    dist.destroy_process_group()
 
 
 def _no_vote(schedule: Any, stages: list[Any], *_: Any) -> None:
@@ -86,35 +43,39 @@ def _no_vote(schedule: Any, stages: list[Any], *_: Any) -> None:
         stage._inference_mode = modes.InferenceMode.STATIC
 
 
-def _outside(owner: Any, name: str) -> AbstractContextManager[None]:
-    """Makes `owner.name` run outside of all dispatch modes."""
-    inner: Callable[..., Any] = getattr(owner, name)
-
-    @functools.wraps(inner)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return inner(*args, **kwargs)
-
-    return _replaced(owner, name, run)
+_send = dist.isend
 
 
-def watched_resizes(seen: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[None]:
-    """Calls `seen` with every storage that is resized, which is how fully_shard frees and takes memory."""
+def _holding_send(tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
+    """A send that keeps its tensor alive while somebody may wait for it, as a real send does."""
+    work = _send(tensor, *args, **kwargs)
+    if work is not None:
+        weakref.finalize(work, id, tensor)
+    return work
+
+
+@contextmanager
+def watched_memory(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Lets dispatch modes see the memory of a step as it is.
+
+    It calls `resized` with every storage that is resized, which is how fully_shard frees and takes memory,
+    and hides from dispatch modes how torch makes meshes of ranks, and how DTensor computes full shapes.
+    """
     inner = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         out = inner(storage, size)
-        seen(storage)
+        resized(storage)
         return out
 
-    return _replaced(torch.UntypedStorage, "resize_", resize)
-
-
-def held(tensor: Tensor) -> Tensor:
-    """The tensor on this rank with the memory of `tensor`, a DTensor or the result of a collective."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    hidden = [(DeviceMesh, "__getitem__"), (DeviceMesh, "_concatenate"), (mesh, "init_device_mesh"),
+              (ShardingPropagator, "_propagate_tensor_meta_non_cached")]  # fmt: skip
+    with ExitStack() as stack:
+        for owner, name in hidden:
+            outside = _disable_current_modes()(getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, outside))
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
+        yield
 
 
 class ShardedTensors:

@@ -1,16 +1,18 @@
-"""Counts the collectives and the FLOPs that a rank executes inside a `with` block.
+"""Counts the collectives, the FLOPs and the live bytes of a rank inside a `with` block.
 
 Every observer is a dispatch mode: it sees the operators on plain tensors that remain after autograd and
 DTensor, in forward and backward.
 """
 
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,3 +116,95 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
             backward = "backward" in name
             q, k = args[1:3] if backward else args[:2]
             self.flops += (5 if backward else 2) * 2 * q.numel() * int(k.shape[2])
+
+
+class _Storage:
+    """A storage that is counted; it stays in the record of the peak after its memory is freed."""
+
+    kind = "activation"
+
+
+class LiveBytes(Observer):  # type: ignore[no-untyped-call]
+    """Counts the bytes of live storages that operators inside the `with` block returned.
+
+    The counts do not come from an allocator: nothing is rounded or cached, and workspaces inside an operator
+    are not seen. So real tensors and tensors without data give the same numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = self.peak = 0
+        self._live: dict[int, _Storage] = {}
+        """Storages by their id, which a later storage may have again."""
+        self._sizes: dict[_Storage, int] = {}
+        self._at_peak: dict[_Storage, int] | None = None
+        """The sizes at the peak; None while these are the sizes now."""
+        self._freed: list[int] = []
+        """Ids of storages that were freed, perhaps by another thread, and are not yet subtracted."""
+
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Counts the storages that `func` made."""
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = _storage_of(tensor)
+                self._settle()  # its id may have belonged to a freed storage
+                if id(storage) not in self._live:
+                    self._live[id(storage)] = made = _Storage()
+                    weakref.finalize(storage, self._freed.append, id(storage))
+                    self._resize(made, storage.nbytes())
+
+    def _settle(self) -> None:
+        """Subtracts freed storages; it runs later than they are freed, which may happen in any operation."""
+        while self._freed:
+            storage = self._live.pop(self._freed.pop(0))
+            self._resize(storage, 0)
+            del self._sizes[storage]
+
+    @property
+    def now(self) -> int:
+        """The bytes of the storages that are live now."""
+        self._settle()
+        return self._now
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Counts the new size of a storage whose memory was freed or taken again without an operator."""
+        self._settle()
+        if id(storage) in self._live:
+            self._resize(self._live[id(storage)], storage.nbytes())
+
+    def _resize(self, storage: _Storage, nbytes: int) -> None:
+        change = nbytes - self._sizes.get(storage, 0)
+        if change < 0 and self._at_peak is None:
+            self._at_peak = self._sizes.copy()
+        self._sizes[storage] = nbytes
+        self._now += change
+        if self._now > self.peak:
+            self.peak, self._at_peak = self._now, None
+
+    def reset_peak(self) -> None:
+        """Sets the peak to the storages that are live now."""
+        self.peak, self._at_peak = self.now, None
+
+    def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Sets the kind of the storages of `tensors` for all their lifetime; the default is activation."""
+        self._settle()
+        for tensor in tensors:
+            storage = self._live.get(id(_storage_of(tensor)))
+            if storage is not None:
+                storage.kind = kind
+
+    def peak_by_kind(self) -> Counter[str]:
+        """The bytes of each kind at the peak; their sum is the peak."""
+        parts = Counter[str]()
+        for storage, nbytes in (self._sizes if self._at_peak is None else self._at_peak).items():
+            parts[storage.kind] += nbytes
+        return parts
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The memory on this rank of `tensor`, which may be a DTensor or the result of a collective."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.elem
+    return tensor.untyped_storage()

@@ -8,21 +8,18 @@ import gc
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ultrabench.kernel.children import run_forked
-from ultrabench.kernel.compat_fake import ShardedTensors, fake_tensors, fake_world
-from ultrabench.kernel.counts import CollectiveCounts, ExecutedFlops
+from ultrabench.kernel.children import ChildError, run_forked
+from ultrabench.kernel.compat_fake import ShardedTensors, fake_world, watched_memory
+from ultrabench.kernel.counts import CollectiveCounts, ExecutedFlops, LiveBytes
 from ultrabench.kernel.dp import MASTER_DTYPE
-from ultrabench.kernel.live_bytes import LiveBytes
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.step import TrainStep
 from ultrabench.record import from_dict
@@ -45,7 +42,7 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
 
     Tests call it on real ranks to check dry runs; real ranks `prepare` with a training step.
     """
-    with LiveBytes() as live:
+    with LiveBytes() as live, watched_memory(live.resized):
         mesh = build_mesh(spec.layout, "cpu")
         trainer = TrainStep(spec, _CPU, mesh, progress=lambda: live.name("gradient", sharded.gradients()))
         sharded = ShardedTensors(trainer.models, lambda grad: live.name("gradient", [grad]))
@@ -75,8 +72,8 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
     }  # fmt: skip
 
 
-def dry_run(spec: RunSpec, rank: int, out: Path) -> None:
-    """Writes the RankCost of `rank` to `out`.
+def dry_run(spec: RunSpec, rank: int) -> dict[str, Any]:
+    """The RankCost of `rank`, as JSON values.
 
     If a rank has one stage, every micro-batch after the first ones adds the same cost, so only some of many
     micro-batches are run and the cost of the others is extrapolated.
@@ -86,15 +83,13 @@ def dry_run(spec: RunSpec, rank: int, out: Path) -> None:
     gc.disable()  # measured steps also run without the garbage collector
     gas, pp = spec.layout.gas, spec.layout.pp
     if gas <= 5 * pp or spec.layout.virtual_stages > 1:
-        cost = _fake_step(spec, rank)
-    else:
-        fewer, some = (_fake_step(_with_gas(spec, n * pp), rank) for n in (2, 3))
-        cost = {key: _extend(fewer[key], value, (gas - 3 * pp, pp)) for key, value in some.items()}
-    out.write_text(json.dumps(cost))
+        return _fake_step(spec, rank)
+    fewer, some = (_fake_step(_with_gas(spec, n * pp), rank) for n in (2, 3))
+    return {key: _extend(fewer[key], value, (gas - 3 * pp, pp)) for key, value in some.items()}
 
 
 def _fake_step(spec: RunSpec, rank: int) -> dict[str, Any]:
-    with fake_world(rank, spec.layout.world_size), fake_tensors():
+    with fake_world(rank, spec.layout.world_size):
         return measure_step(spec)
 
 
@@ -115,20 +110,15 @@ def _extend(before: Any, after: Any, ratio: tuple[int, int]) -> Any:
 def main() -> None:
     """Prints the cost of all pipeline stages; it runs as many of them at a time as there are cores."""
     spec = from_dict(RunSpec, json.load(sys.stdin))
+    ranks = [spec.layout.first_rank(pp) for pp in range(spec.layout.pp)]
     cores = len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory(prefix="ultrabench-dryrun-") as name:
-        folder = Path(name)
-        for first in range(0, spec.layout.pp, cores):
-            some = range(first, min(first + cores, spec.layout.pp))
-            ranks = [spec.layout.first_rank(pp) for pp in some]
-            outs = {rank: folder / f"{rank}.json" for rank in ranks}
-            bodies = {f"rank {r}": partial(dry_run, spec, r, out) for r, out in outs.items()}
-            error = run_forked(bodies, folder, TIMEOUT_S)
-            if error is not None:
-                print(json.dumps({"error": error}), flush=True)
-                return
-            for out in outs.values():
-                print(out.read_text(), flush=True)
+    try:
+        for first in range(0, len(ranks), cores):
+            bodies = {f"rank {rank}": partial(dry_run, spec, rank) for rank in ranks[first : first + cores]}
+            for cost in run_forked(bodies, TIMEOUT_S).values():
+                print(json.dumps(cost), flush=True)
+    except ChildError as error:
+        print(json.dumps({"error": str(error)}))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.watch import watch
-from ultrabench.kernel.check_spec import TINY
+from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.processes import become_subreaper, descendants
 from ultrabench.run import Task

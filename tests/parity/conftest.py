@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ultrabench.agent.ranks.forks import ForkServer
-from ultrabench.kernel.check_spec import SINGLE_THREADED, CheckResult, CheckSpec
+from ultrabench.kernel.requests import SINGLE_THREADED, CheckResult, CheckSpec
 from ultrabench.record import from_dict, to_dict
 
 ROOT = Path(__file__).parents[2]

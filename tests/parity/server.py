@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.parity.planted import FAULTS
-from ultrabench.kernel.check import serve
-from ultrabench.kernel.check_spec import CheckSpec
-from ultrabench.kernel.children import run_forked
+from ultrabench.kernel.check import run_check
+from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.counts import CollectiveCounts
 from ultrabench.kernel.dryrun import dry_run, measure_step
 from ultrabench.kernel.mesh import build_mesh
+from ultrabench.kernel.requests import CheckSpec
 from ultrabench.kernel.step import TrainStep
 from ultrabench.processes import die_with_parent
-from ultrabench.record import from_dict
+from ultrabench.record import from_dict, to_dict
 from ultrabench.run import RunSpec
 
 LETTING_GO_S = 0.3
@@ -48,7 +48,7 @@ def join(rank: int, world_size: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
-def count(spec: CheckSpec, rank: int, folder: Path, out: Path) -> None:
+def count(spec: CheckSpec, rank: int, folder: Path) -> Any:
     """Counts the collectives of the second step: the first makes optimizer states and warms caches."""
     join(rank, spec.layout.world_size, folder)
     trainer = TrainStep(in_precision(spec, "fp32"), torch.device("cpu"), build_mesh(spec.layout, "cpu"))
@@ -56,11 +56,10 @@ def count(spec: CheckSpec, rank: int, folder: Path, out: Path) -> None:
     trainer.update(trainer.accumulate(*batch))
     with CollectiveCounts(trainer.mesh, trainer.other_groups) as counts:
         trainer.update(trainer.accumulate(*batch))
-    found = {
+    return {
         f"{axis} {op}": [calls, counts.payload_bytes[axis, op]]
         for (axis, op), calls in sorted(counts.calls.items())
     }
-    out.write_text(json.dumps(found))
 
 
 def train_a_step(trainer: TrainStep) -> None:
@@ -76,38 +75,37 @@ def train_a_step(trainer: TrainStep) -> None:
     trainer.update(trainer.accumulate(*trainer.batch(1)))
 
 
-def cost(spec: CheckSpec, rank: int, folder: Path, out: Path) -> None:
+def cost(spec: CheckSpec, rank: int, folder: Path) -> Any:
     """Measures what a step costs a real rank."""
     join(rank, spec.layout.world_size, folder)
-    out.write_text(json.dumps(measure_step(in_precision(spec, "bf16"), train_a_step)))
+    return measure_step(in_precision(spec, "bf16"), train_a_step)
 
 
-def dry(spec: CheckSpec, rank: int, folder: Path, out: Path) -> None:
+def dry(spec: CheckSpec, rank: int, folder: Path) -> Any:
     """Measures what a step costs a rank by a dry run."""
-    dry_run(in_precision(spec, "bf16"), rank, out)
+    return dry_run(in_precision(spec, "bf16"), rank)
 
 
-Rank = Callable[[CheckSpec, int, Path, Path], None]
+Rank = Callable[[CheckSpec, int, Path], Any]
 
 
 def of_ranks(rank_body: Rank, spec: CheckSpec, every: int = 1) -> list[Any] | str:
     """What each rank finds, or each `every`th one only; or what went wrong."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        outs = {rank: folder / f"{rank}.json" for rank in range(0, spec.layout.world_size, every)}
-        bodies = {f"rank {rank}": partial(rank_body, spec, rank, folder, out) for rank, out in outs.items()}
-        error = run_forked(bodies, folder, TIMEOUT_S)
-        return error or [json.loads(out.read_text()) for out in outs.values()]
+        ranks = range(0, spec.layout.world_size, every)
+        bodies = {f"rank {rank}": partial(rank_body, spec, rank, Path(name)) for rank in ranks}
+        try:
+            return [*run_forked(bodies, TIMEOUT_S).values()]
+        except ChildError as error:
+            return str(error)
 
 
 def answer(question: dict[str, Any]) -> None:
     """Prints the answer to one question."""
-    if question["ask"] == "check":
-        serve([json.dumps(question["spec"])], sys.stdout)
-        return
     spec = from_dict(CheckSpec, question["spec"])
     firsts = spec.layout.world_size // spec.layout.pp
-    answers = {
+    answers: dict[str, Callable[[], Any]] = {
+        "check": lambda: to_dict(run_check(spec)),
         "counts": partial(of_ranks, count, spec),
         "costs": partial(of_ranks, cost, spec),
         "dry costs": partial(of_ranks, dry, spec, firsts),

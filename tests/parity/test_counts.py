@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity.conftest import Server
 from tests.parity.test_layouts import SHALLOW, spec_of
-from ultrabench.kernel.check_spec import TINY
+from ultrabench.kernel.requests import TINY
 
 pytestmark = pytest.mark.parity
 

@@ -8,8 +8,7 @@ import pytest
 
 from tests.parity.conftest import Server
 from tests.parity.test_layouts import TINY, spec_of
-from ultrabench.kernel.check_spec import CheckSpec
-from ultrabench.kernel.dryrun_spec import RankCost
+from ultrabench.kernel.requests import CheckSpec, RankCost
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 

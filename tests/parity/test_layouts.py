@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests.parity.conftest import Server
-from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec
+from ultrabench.kernel.requests import TINY, TOLERANCE, CheckSpec
 from ultrabench.kernel_config import RECOMPUTE
 from ultrabench.layout import PP_SCHEDULES, Layout, default_schedule, default_virtual_stages
 from ultrabench.model_shape import ModelShape

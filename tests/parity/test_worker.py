@@ -11,7 +11,7 @@ from tests.configs import measure as measure_of
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline
 from ultrabench.agent.ranks.forks import ForkServer
-from ultrabench.kernel.check_spec import TINY
+from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import read_progress
 from ultrabench.record import to_dict

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from ultrabench.kernel.check_spec import TINY
 from ultrabench.kernel.mesh import take
 from ultrabench.kernel.model import Decoder, RmsNorm
+from ultrabench.kernel.requests import TINY
 from ultrabench.stages import split_stages
 
 TIED = dataclasses.replace(TINY, tie_word_embeddings=True)

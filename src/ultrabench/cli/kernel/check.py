@@ -8,7 +8,7 @@ from ultrabench.cli.kernel.words import layout_of, read_words, require_possible,
 from ultrabench.cli.tables import out, print_json, say, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
-from ultrabench.kernel.check_spec import TINY, TOLERANCE, CheckSpec, ask
+from ultrabench.kernel.requests import TINY, TOLERANCE, CheckSpec, check
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.load import load_model
@@ -32,7 +32,7 @@ def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
         )
     if not as_json:
         say(f"checking {spec.layout.label()} on {counted(ranks, 'process')} against one")
-    result = ask(spec)
+    result = check(spec)
     if as_json:
         print_json(to_dict(result))
         return int(not result.passed)

@@ -9,7 +9,7 @@ from ultrabench.cli.kernel.words import layout_of, read_words, require_possible,
 from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, Hardware
-from ultrabench.kernel.dryrun_spec import RankCost, ask
+from ultrabench.kernel.requests import RankCost, dry_run
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
@@ -30,7 +30,7 @@ def run_dryrun(words: list[str], as_json: bool) -> None:
         f"{spec.workload.seq_len}: the first rank of each of {layout.pp} pipeline stages"
     )
     costs: list[RankCost] = []
-    for cost in ask(spec):
+    for cost in dry_run(spec):
         costs.append(cost)
         say(f"  stage {cost.pp_rank} (rank {cost.rank}): peak {cost.peak_bytes / GIB:.2f} GiB")
     model_flops = [_model_flops(spec, cost.pp_rank) for cost in costs]

@@ -1,0 +1,141 @@
+"""The requests for a parity check or a dry run, and their results; without torch, so that the CLI can import it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ultrabench.errors import ConfigError
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
+from ultrabench.processes import thread_variables
+from ultrabench.record import from_dict, to_dict
+from ultrabench.run import RunSpec, Workload
+
+TOLERANCE = 1e-10
+"""Largest difference that passes; rounding in fp64 gives 1e-13, the smallest real fault so far gave 1e-5."""
+
+SINGLE_THREADED = thread_variables(1)
+"""Environment of the process that forks: without it the BLAS of numpy starts threads on import, and forks may hang."""
+
+TINY = ModelShape(
+    name="tiny", hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=128, vocab_size=256, tie_word_embeddings=False,
+)  # fmt: skip
+"""A model that trains in a second; every axis can divide it up to 4, with grouped heads and uneven thirds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSpec:
+    """A layout to check, and the model and data to check it with."""
+
+    layout: Layout
+    shape: ModelShape = TINY
+    seq_len: int = 64
+    seed: int = 0
+    steps: int = 3
+    clip: float = 0.5
+    """Largest gradient norm; so small that gradients are always clipped, so that the norm is checked too."""
+    recompute: str = "none"
+    compile: bool = False
+    """Whether torch traces each layer as for compilation, without generating code."""
+    dump: str | None = None
+    """Folder for the full gradients and parameters: check.pt of the ranks, reference.pt of the reference."""
+
+    @property
+    def run(self) -> RunSpec:
+        """The run whose training is checked."""
+        kernel = KernelConfig(name="check", precision="fp64", recompute=self.recompute, compile=self.compile)
+        workload = Workload(seq_len=self.seq_len, gbs=self.layout.gbs, seed=self.seed)
+        return RunSpec(
+            shape=self.shape, workload=workload, layout=self.layout, kernel=kernel,
+            nodes=1, gpus_per_node=self.layout.world_size,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """The differences between a layout and a single process; a difference that is not finite is None."""
+
+    passed: bool = False
+    """Whether the layout ran, no gradient is missing and every difference is at most TOLERANCE."""
+    loss_diff: float | None = None
+    """Largest difference of the loss over all steps and ranks."""
+    grad_diff: float | None = None
+    """Largest difference of a gradient's element after the first backward, before clipping."""
+    param_diff: float | None = None
+    """Largest difference of a parameter's element after the last optimizer step."""
+    worst_parameter: str | None = None
+    """The parameter with the largest gradient difference."""
+    missing_gradients: tuple[str, ...] = ()
+    """The parameters that got no gradient, each as `rank 3: layers.0.ffn.up.weight`."""
+    error: str | None = None
+    """The last line of the traceback of a rank that failed; None if no rank failed."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCost:
+    """The cost of one optimizer step for the first rank of a pipeline stage, once optimizer states exist."""
+
+    pp_rank: int
+    rank: int
+    static_bytes: int
+    """Bytes that stay allocated from step to step."""
+    peak_bytes: int
+    """Largest number of live bytes; its parts are parameter, gradient, optimizer and activation bytes."""
+    parameter_bytes: int
+    """Bytes of this rank's shards, and of shards gathered from other ranks, at the peak."""
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Bytes that are kept for backward, are temporary, or are being sent to other ranks, at the peak."""
+    hardware_flops: int
+    """FLOPs of the matrix products and attention that were executed."""
+    collectives: dict[str, tuple[int, ...]]
+    """Axis and operation, such as `tp all_gather` -> number of calls, payload in bytes."""
+
+
+def check(spec: CheckSpec) -> CheckResult:
+    """Compares the training of a layout with that of a single process."""
+    answer, *_ = _answers("ultrabench.kernel.check", spec)
+    return from_dict(CheckResult, answer)
+
+
+def dry_run(spec: RunSpec) -> Iterator[RankCost]:
+    """Yields the cost of each pipeline stage of `spec` as soon as it is known.
+
+    Raises:
+        ConfigError: the kernel cannot build or train this layout.
+    """
+    for answer in _answers("ultrabench.kernel.dryrun", spec):
+        if "error" in answer:
+            raise ConfigError(f"{spec.layout.label()} cannot be dry-run: {answer['error']}")
+        yield from_dict(RankCost, answer)
+
+
+def _answers(module: str, request: CheckSpec | RunSpec) -> Iterator[dict[str, Any]]:
+    """Starts `module` as a process that reads `request`; yields each line that it writes, or its `error`."""
+    with subprocess.Popen(
+        (sys.executable, "-P", "-m", module),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **SINGLE_THREADED},
+        process_group=0,  # only this process gets Ctrl-C; children end with the server
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        json.dump(to_dict(request), server.stdin)
+        server.stdin.close()
+        try:
+            yield from map(json.loads, server.stdout)
+        except BaseException:
+            server.kill()
+            raise
+    if server.returncode:
+        yield {"error": f"its process ended with exit code {server.returncode}"}
