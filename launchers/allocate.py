@@ -7,9 +7,8 @@ from ultrabench.run import Task
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import Origin
-from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.plan import CellKey, Plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
 from ultrabench.sweep.running.price import PlannedJob, run_limit_s
 

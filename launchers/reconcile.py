@@ -16,7 +16,8 @@ from ultrabench.store.events import Submitted, Submitting
 from ultrabench.store.heartbeat import SIGN_OF_LIFE_S, show_presence
 from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.running.decide import Actions, DeadEnd, Launch, decide
+from ultrabench.sweep.running.attempts import Launch
+from ultrabench.sweep.running.decide import Actions, DeadEnd, decide
 from ultrabench.sweep.running.price import PlannedJob
 
 DISK_PATIENCE_S = 300.0
@@ -192,9 +193,9 @@ class Reconciler:
 
     def _told_of(self, dead_end: DeadEnd) -> str:
         """The message that says why the launch gives up, with the last line of a job's log."""
-        log, said = _last_said(self.sweep.folder.allocations / dead_end.allocation)
+        log, said = _last_said(self.sweep.folder.allocations / dead_end.latest.name)
         return (
-            f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({dead_end.reason}"
+            f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({dead_end.latest.ended}"
             f"{f'; its log ends: {said[:200]}' if said else ''}); see {log}, then launch again"
         )
 

@@ -1,21 +1,90 @@
 """The plan of a sweep: every candidate, whether it runs, the reason if not, and the order of the runs."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GUESSED, Peak, rank_peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
+from ultrabench.result import RunResult
 from ultrabench.run import RunSpec, fill_in
 from ultrabench.support import refusal
-from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import layouts, not_listed, require_countable, why_none
-from ultrabench.sweep.predict.predict import predict, predict_probe
+from ultrabench.sweep.predict.predict import Prediction, predict
 from ultrabench.sweep.rules import first_broken
+
+CellKey = tuple[str, int]
+"""Model name and number of nodes. Hardware and kernel are the same in the whole sweep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One layout of one model on one number of nodes, and whether it runs."""
+
+    run_id: str
+    spec: RunSpec
+    rule: str | None = None
+    """The first structural rule that rejects the layout, or `kernel` when the kernel refuses it."""
+    reason: str | None = None
+    prediction: Prediction
+    peak_flops_per_s: float | None = None
+    """Peak rate of one rank, which mfu is relative to; None where it is unknown."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape of the model."""
+        return self.spec.shape
+
+    @property
+    def layout(self) -> Layout:
+        """The layout to be measured."""
+        return self.spec.layout
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes that the run uses."""
+        return self.spec.nodes
+
+    @property
+    def cell(self) -> CellKey:
+        """The cell that the candidate is ranked in."""
+        return self.shape.name, self.nodes
+
+    @property
+    def valid(self) -> bool:
+        """Whether no structural rule rejects the layout."""
+        return self.rule in (None, "kernel")
+
+    @property
+    def runs(self) -> bool:
+        """Whether the layout is valid and the kernel can train it."""
+        return self.rule is None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted memory is at most the memory of a rank."""
+        return self.prediction.memory_share <= 1
+
+    @property
+    def gpu_hours(self) -> float:
+        """Predicted GPU hours of one run."""
+        return self.prediction.duration_s * self.layout.world_size / 3600
+
+    def tokens_per_s_per_gpu(self, result: RunResult) -> float:
+        """Tokens per second per GPU in an ok result."""
+        return self.spec.tokens_per_step / median(result.step_times_s) / self.layout.world_size
+
+    def mfu(self, tokens_per_s_per_gpu: float) -> float | None:
+        """The mfu at this token rate, a fraction; None where the peak rate is unknown."""
+        if self.peak_flops_per_s is None:
+            return None
+        flops_per_token = self.shape.flops_per_token(self.spec.workload.seq_len)
+        return tokens_per_s_per_gpu * flops_per_token / self.peak_flops_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,34 +103,40 @@ class Plan:
         """The candidates that run."""
         return tuple(c for c in self.candidates if c.runs)
 
+    @property
+    def cells(self) -> dict[CellKey, list[Candidate]]:
+        """CellKey -> its runs in the order of the plan."""
+        found: dict[CellKey, list[Candidate]] = {}
+        for run in self.runs:
+            found.setdefault(run.cell, []).append(run)
+        return found
+
     def summary(self) -> dict[str, Any]:
         """The document of `sweep plan --json`."""
         rejected = Counter(c.rule for c in self.candidates if not c.valid)
         refused = Counter(c.reason for c in self.candidates if c.valid and not c.runs)
-        cells = []
-        for shape in self.config.models:
-            for nodes in sorted(set(self.config.axes.nodes)):
-                cell = [c for c in self.candidates if c.shape is shape and c.nodes == nodes]
-                cells.append(
-                    {
-                        "model": shape.name,
-                        "nodes": nodes,
-                        "candidates": len(cell),
-                        "valid": sum(c.valid for c in cell),
-                        "runs": sum(c.runs for c in cell),
-                        "predicted_to_fit": sum(c.runs and c.fits for c in cell),
-                    }
-                )
+        cells = [
+            {"model": shape.name, "nodes": nodes}
+            | _counts([c for c in self.candidates if c.shape is shape and c.nodes == nodes])
+            for shape in self.config.models
+            for nodes in sorted(set(self.config.axes.nodes))
+        ]
         return {
             "sweep": self.config.name,
-            "candidates": len(self.candidates),
-            "valid": sum(c.valid for c in self.candidates),
+            **_counts(self.candidates),
             "rejected": dict(sorted(rejected.items())),
             "refused_by_kernel": dict(sorted(refused.items())),
-            "runs": len(self.runs),
-            "predicted_to_fit": sum(c.fits for c in self.runs),
             "cells": cells,
         }
+
+
+def _counts(candidates: Sequence[Candidate]) -> dict[str, int]:
+    return {
+        "candidates": len(candidates),
+        "valid": sum(c.valid for c in candidates),
+        "runs": sum(c.runs for c in candidates),
+        "predicted_to_fit": sum(c.runs and c.fits for c in candidates),
+    }
 
 
 def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cores: int = 2) -> Plan:
@@ -103,40 +178,19 @@ def _order(run: Candidate) -> tuple[bool, float]:
 def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) -> Iterator[Candidate]:
     """All candidates of one model on one number of nodes."""
     probes = config.kernel.kind == "probe"
-    gpus = nodes * config.hardware.gpus_per_node
+    per_node = config.hardware.gpus_per_node
     # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
-    workload = replace(config.workload, gbs=gpus) if probes else config.workload
-    steps = config.measure.priced_steps
-    for layout in layouts(config.axes, gpus, workload):
-        prediction = (
-            predict_probe(config.hardware, nodes, steps)
-            if probes
-            else predict(
-                layout,
-                shape,
-                config.hardware,
-                seq_len=workload.seq_len,
-                precision=config.kernel.precision,
-                nodes=nodes,
-                peak=peak,
-                steps=steps,
-            )
-        )
+    workload = replace(config.workload, gbs=nodes * per_node) if probes else config.workload
+    place = {"nodes": nodes, "gpus_per_node": per_node}
+    for layout in layouts(config.axes, nodes * per_node, workload):
         rule, reason = _rejected(config, layout, shape)
-        spec = RunSpec(
-            shape=shape,
-            workload=workload,
-            layout=layout,
-            kernel=config.kernel,
-            nodes=nodes,
-            gpus_per_node=config.hardware.gpus_per_node,
-        )
+        spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=config.kernel, **place)
         yield Candidate(
             run_id=spec.run_id,
             spec=spec,
             rule=rule,
             reason=reason,
-            prediction=prediction,
+            prediction=predict(spec, config.hardware, peak, config.measure.priced_steps),
             peak_flops_per_s=None if probes or peak.source == GUESSED else peak.flops_per_s,
         )
 

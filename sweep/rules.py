@@ -43,14 +43,10 @@ def enough_micro_batches(layout: Layout, shape: ModelShape) -> str | None:
 
 def no_empty_stage(layout: Layout, shape: ModelShape) -> str | None:
     """Every pipeline stage holds at least one block."""
+    cut = f"pp*virtual_stages={layout.num_stages}" if layout.virtual_stages > 1 else f"pp={layout.pp}"
     for stage in split_stages(shape, layout.num_stages):
         if stage.num_blocks == 0:
-            return (
-                f"pp={layout.pp} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
-                if layout.virtual_stages == 1
-                else f"pp*virtual_stages={layout.num_stages} leaves stage {stage.index} empty "
-                f"({shape.num_hidden_layers} layers)"
-            )
+            return f"{cut} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
     return None
 
 
@@ -66,8 +62,5 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 def first_broken(layout: Layout, shape: ModelShape) -> tuple[str, str] | None:
     """The name and the reason of the first rule that rejects `layout`; None when the layout is valid."""
-    for name, rule in RULES:
-        reason = rule(layout, shape)
-        if reason is not None:
-            return name, reason
-    return None
+    reasons = ((name, rule(layout, shape)) for name, rule in RULES)
+    return next(((name, reason) for name, reason in reasons if reason), None)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import Plan
-from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.attempts import Launch, next_attempts
 
 _DEFAULT = load_config(["launcher=slurm", "model=tiny"])
 
@@ -33,4 +33,4 @@ def left(runs, state, alive=frozenset(), *, repeats=1, confirm=1, policy=None, c
         measure=measure(confirm=confirm),
         launcher=slurm(control=canary),
     )
-    return next_attempts(Plan(config=config, candidates=tuple(runs)), state, alive, **words)
+    return next_attempts(Plan(config=config, candidates=tuple(runs)), state, alive, Launch(**words))

@@ -20,10 +20,9 @@ from ultrabench.launchers.settle import interrupt, open_allocations
 from ultrabench.layout import AXES
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Plan, make_plan, require_runs
+from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.running.control import SAFE_SHARE
 from ultrabench.sweep.running.price import committed_gpu_hours

@@ -13,11 +13,10 @@ from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState, final_attempts
-from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.compose import read_yaml, search_path
 from ultrabench.sweep.config.load import load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.plan import Candidate, Plan
 from ultrabench.sweep.running.losses import TOLERANCE
 
 LEAST = 0.7

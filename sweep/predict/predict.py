@@ -5,10 +5,10 @@ The estimate orders runs, sizes allocations and scales deadlines; it never rejec
 
 from dataclasses import dataclass
 
-from ultrabench.device_rates import OPERATIONS, long_form, share
+from ultrabench.device_rates import OPERATIONS, Form, long_form, share
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
-from ultrabench.model_shape import ModelShape
+from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, held_stages
 
 BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
@@ -36,33 +36,25 @@ class Prediction:
     """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
 
 
-def predict(
-    layout: Layout,
-    shape: ModelShape,
-    hardware: Hardware,
-    *,
-    seq_len: int,
-    precision: str,
-    nodes: int,
-    peak: Peak,
-    steps: int,
-) -> Prediction:
+def predict(spec: RunSpec, hardware: Hardware, peak: Peak, steps: int) -> Prediction:
     """The predicted memory and time of a run of `steps` steps."""
-    ranks = [held_stages(shape, layout, rank) for rank in range(layout.pp)]
-    memory = max(
-        sum(
-            static_bytes(stage, layout, shape, precision)
-            + activation_bytes(stage, rank, layout, shape, seq_len, precision)
-            for stage in stages
+    begin_s = start_s(hardware, spec.nodes)
+    if spec.kernel.kind == "probe":
+        form = long_form(hardware.device, 0, 1)
+        begin_s += 2 * form.device_s
+        memory, time_s = 3.0 * max(form.sizes_bytes), probe_step_time_s(spec, hardware, form)
+    else:
+        ranks = [held_stages(spec.shape, spec.layout, rank) for rank in range(spec.layout.pp)]
+        memory = max(
+            sum(static_bytes(stage, spec) + activation_bytes(stage, rank, spec) for stage in stages)
+            for rank, stages in enumerate(ranks)
         )
-        for rank, stages in enumerate(ranks)
-    )
-    time_s = step_time_s(ranks, layout, shape, hardware, seq_len, precision, nodes, peak)
+        time_s = step_time_s(ranks, spec, hardware, peak)
     return Prediction(
         step_time_s=time_s,
         peak_mem_bytes=memory,
         memory_share=memory / hardware.rank_mem_bytes,
-        duration_s=start_s(hardware, nodes) + steps * time_s * (memory <= hardware.rank_mem_bytes),
+        duration_s=begin_s + steps * time_s * (memory <= hardware.rank_mem_bytes),
     )
 
 
@@ -72,14 +64,14 @@ def start_s(hardware: Hardware, nodes: int) -> float:
     return RANK_START_S[hardware.device] * (ranks_on_host if hardware.device == "cpu" else 1)
 
 
-def static_bytes(stage: Stage, layout: Layout, shape: ModelShape, precision: str) -> float:
+def static_bytes(stage: Stage, spec: RunSpec) -> float:
     """Parameters, gradients and optimizer state of one rank of `stage`, in bytes.
 
     n = parameters of the stage / tp. Master weights and Adam's two moments (12 n in fp32) are
     sharded from ZeRO-1 on, gradients (4 n) from ZeRO-2 on; the working copy (2 n in bf16, 4 n in
     fp32) stays whole below ZeRO-3, which holds two gathered layers at a time.
     """
-    word = BYTES[precision]
+    layout, shape, word = spec.layout, spec.shape, BYTES[spec.kernel.precision]
     master = max(word, 4)
     n = stage.num_params(shape) / layout.tp
     shards = layout.dp * layout.cp
@@ -113,9 +105,7 @@ def in_flight(layout: Layout, pp_rank: int) -> float:
     return min(layout.gas, most)
 
 
-def activation_bytes(
-    stage: Stage, pp_rank: int, layout: Layout, shape: ModelShape, seq_len: int, precision: str
-) -> float:
+def activation_bytes(stage: Stage, pp_rank: int, spec: RunSpec) -> float:
     """Bytes of activations that one rank of `stage` keeps for backward, without recomputation.
 
     T = mbs*seq_len/cp tokens. With flash attention, sequence parallelism and two bytes for each number, a
@@ -123,9 +113,10 @@ def activation_bytes(
     keeps the gathered outputs of its norms, 4*T*h. The logits are left out, because only one chunk of
     them exists at a time (see `kernel/loss.py`).
     """
+    layout, shape = spec.layout, spec.shape
     h, f = shape.hidden_size, shape.intermediate_size
-    scale = BYTES[precision] / 2
-    tokens = layout.mbs * seq_len / layout.cp
+    scale = BYTES[spec.kernel.precision] / 2
+    tokens = layout.mbs * spec.workload.seq_len / layout.cp
     k_h = 10 + 2 * (1 + 2 * shape.num_key_value_heads / shape.num_attention_heads)
     layer = tokens / layout.tp * (k_h * h + 8 * f)
     if layout.tp > 1:
@@ -133,25 +124,16 @@ def activation_bytes(
     return scale * in_flight(layout, pp_rank) * stage.num_layers * layer
 
 
-def step_time_s(
-    ranks: list[tuple[Stage, ...]],
-    layout: Layout,
-    shape: ModelShape,
-    hardware: Hardware,
-    seq_len: int,
-    precision: str,
-    nodes: int,
-    peak: Peak,
-) -> float:
+def step_time_s(ranks: list[tuple[Stage, ...]], spec: RunSpec, hardware: Hardware, peak: Peak) -> float:
     """Seconds of one optimizer step.
 
     t = gas*max_i(t_i) + (sum_i(t_i) - max_i(t_i)) / v + t_dp + t_optimizer, with t_i the time of one
     micro-batch on pipeline rank i. The slowest rank sets the pace. The second term is the bubble of
     filling and draining the pipeline, which is v times smaller with v stages on a rank.
     """
-    word = BYTES[precision]
-    tokens = layout.mbs * seq_len / layout.cp
-    attention = 12 * shape.hidden_size * seq_len
+    layout, shape, word = spec.layout, spec.shape, BYTES[spec.kernel.precision]
+    tokens = layout.mbs * spec.workload.seq_len / layout.cp
+    attention = 12 * shape.hidden_size * spec.workload.seq_len
     tp_inside = layout.tp <= hardware.gpus_per_node
     tp_link = (hardware.link_bytes_per_s if tp_inside else hardware.node_link_bytes_per_s) * LINK_EFFICIENCY
     # Sequence parallelism: 4 all-gathers or reduce-scatters forward and 4 backward per layer.
@@ -168,33 +150,26 @@ def step_time_s(
     bubble = (sum(per_rank) - slowest) / layout.virtual_stages
     params = max(sum(stage.num_params(shape) for stage in stages) for stages in ranks) / layout.tp
     dp_ranks = layout.dp * layout.cp
-    dp_link = hardware.link_bytes_per_s if nodes == 1 else hardware.node_link_bytes_per_s
+    dp_link = hardware.link_bytes_per_s if spec.nodes == 1 else hardware.node_link_bytes_per_s
     gathers = layout.gas if layout.zero_stage == 3 else 1
     dp_bytes = 2 * (dp_ranks - 1) / dp_ranks * params * (4 + word * (gathers - 1))
     optimizer = 30 * params / (dp_ranks if layout.zero_stage else 1) / hardware.hbm_bytes_per_s
     return layout.gas * slowest + bubble + dp_bytes / (dp_link * LINK_EFFICIENCY) + optimizer
 
 
-def predict_probe(hardware: Hardware, nodes: int, steps: int) -> Prediction:
-    """The predicted memory and time of a probe of `steps` steps.
+def probe_step_time_s(spec: RunSpec, hardware: Hardware, form: Form) -> float:
+    """Seconds of one step of a probe.
 
     A step runs every operation in every size, over all ranks and inside the nodes. It takes
     t = calls * sum(S * f) / link, with the shares f and the sizes S of `ultrabench.device_rates`.
     """
-    form, inside = long_form(hardware.device, 0, 1), hardware.gpus_per_node
-    ranks, link = inside * nodes, hardware.link_bytes_per_s
-    scopes = [(ranks, min(link, hardware.node_link_bytes_per_s) if nodes > 1 else link)]
-    scopes += [(inside, link)] if nodes > 1 else []
-    step_time_s = sum(
-        form.calls * size * share(name, n) / (rate * LINK_EFFICIENCY)
-        for n, rate in scopes
+    inside, link = hardware.gpus_per_node, hardware.link_bytes_per_s
+    scopes = [(inside, link)]
+    if spec.nodes > 1:
+        scopes.append((inside * spec.nodes, min(link, hardware.node_link_bytes_per_s)))
+    return sum(
+        form.calls * size * share(name, ranks) / (rate * LINK_EFFICIENCY)
+        for ranks, rate in scopes
         for name in OPERATIONS
         for size in form.sizes_bytes
-    )
-    memory = 3.0 * max(form.sizes_bytes)
-    return Prediction(
-        step_time_s=step_time_s,
-        peak_mem_bytes=memory,
-        memory_share=memory / hardware.rank_mem_bytes,
-        duration_s=start_s(hardware, nodes) + 2 * form.device_s + steps * step_time_s,
     )

@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from ultrabench.result import RunResult
-from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.candidate import Candidate, CellKey
-from ultrabench.sweep.plan import Plan
+from ultrabench.store.state import SweepState
+from ultrabench.sweep.plan import Candidate, CellKey, Plan
 from ultrabench.sweep.running.outliers import control_times, may_win
 
 SAFE_SHARE = 0.7
@@ -19,12 +18,7 @@ MOST = 4
 
 def controls(plan: Plan) -> dict[CellKey, Candidate]:
     """CellKey -> its control run: the fastest by prediction of those that surely fit, else the smallest."""
-    chosen: dict[CellKey, Candidate] = {}
-    for run in plan.runs:
-        held = chosen.get(run.cell)
-        if held is None or _rank(run) < _rank(held):
-            chosen[run.cell] = run
-    return chosen
+    return {cell: min(runs, key=_rank) for cell, runs in plan.cells.items()}
 
 
 def _rank(run: Candidate) -> tuple[float, float, str]:
@@ -38,15 +32,13 @@ def next_repeat(run_id: str, known: Iterable[tuple[str, int, int]], repeats: int
     return max([repeats - 1, *(repeat for other, repeat, _ in known if other == run_id)]) + 1
 
 
-def contenders(
-    runs: Iterable[Candidate], tried: dict[str, list[AttemptState]], state: SweepState
-) -> frozenset[str]:
+def contenders(runs: Iterable[Candidate], state: SweepState) -> frozenset[str]:
     """The run_ids of the runs within 5 % of the best of their cell, at most four for each cell.
 
     Where every run of a cell was measured beside a control layout, step times are divided by those of the
     control, because allocations may differ by more than 5 %.
     """
-    controls = control_times(state)
+    controls, tried = control_times(state), state.by_run()
     cells: dict[CellKey, list[tuple[str, float, float | None]]] = {}
     for run in runs:
         timed = [(a, t) for a in tried.get(run.run_id, ()) if (t := step_time_s(a.result)) is not None]
@@ -58,11 +50,9 @@ def contenders(
 
 
 def _near_best(times: Sequence[tuple[str, float, float | None]]) -> list[str]:
-    known = [(t if r is None else r, run_id) for run_id, t, r in times]
-    if any(ratio is None for _, _, ratio in times):
-        known = [(t, run_id) for run_id, t, _ in times]
-    best = min(known)[0]
-    return [run_id for time_s, run_id in sorted(known) if time_s <= WITHIN * best][:MOST]
+    ratios = sorted((ratio, run_id) for run_id, _, ratio in times if ratio is not None)
+    known = ratios if len(ratios) == len(times) else sorted((time_s, run_id) for run_id, time_s, _ in times)
+    return [run_id for time_s, run_id in known if time_s <= WITHIN * known[0][0]][:MOST]
 
 
 def step_time_s(result: RunResult | None) -> float | None:

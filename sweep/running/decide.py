@@ -1,16 +1,14 @@
 """Pure functions that decide what a running sweep does next, from its plan, its state and its jobs."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ultrabench.result import RunResult
-from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import inside
-from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, same_place
-from ultrabench.store.state import SweepState
+from ultrabench.store.jobs_seen import JobLimits, JobsSeen, same_place
+from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.plan import Plan
-from ultrabench.sweep.running.attempts import AttemptsLeft, next_attempts
+from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempts
 from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, planned_jobs
 from ultrabench.sweep.running.retry import excluded
 
@@ -24,24 +22,6 @@ fruitless: where the clocks of nodes differ, allocations could end like this for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """What one launch of a sweep knows in addition to the journal."""
-
-    name: str
-    """Name of the journal that this launch writes."""
-    by: Origin
-    """Who launches, and where."""
-    accepts: Callable[[RunResult], bool] = lambda result: True
-    """Tells whether an ok result counts; a result of another environment may not."""
-    old: frozenset[AttemptKey] = frozenset()
-    """Attempts that had ended before this launch."""
-    ended_s: Mapping[AttemptKey, float] = field(default_factory=dict)
-    """Seconds since this launch saw each attempt end, by its own monotonic clock."""
-    excused: frozenset[str] = frozenset()
-    """Allocations that existed when the sweep was paused or cancelled; they may end without any run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadEnd:
     """Evidence that submitting more allocations is useless."""
 
@@ -49,10 +29,8 @@ class DeadEnd:
     """Number of allocations in a row that were of no use."""
     what: str
     """The kind of run that none of them made, in words for a message."""
-    allocation: str
-    """Name of the latest of these allocations."""
-    reason: str
-    """Why the latest of these allocations ended."""
+    latest: AllocationState
+    """The latest of these allocations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +64,7 @@ def decide(
     """
     if state.cancelled:
         return Actions(stopped="cancelled", end_jobs=True)
-    left = next_attempts(
-        plan, state, seen.alive, accepts=launch.accepts, old=launch.old, ended_s=launch.ended_s
-    )
+    left = next_attempts(plan, state, seen.alive, launch)
     if left.broken:
         return Actions(stopped=left.broken, end_jobs=True)
     if not left.todo:
@@ -112,7 +88,7 @@ def _submit(
     if len(here) > limits.max_jobs // 2:
         return Actions(wait=True)
     room, free = limits.max_jobs - len(here), limits.max_nodes - sum(held.nodes for held in here)
-    used = committed_gpu_hours(plan, state, sorted(seen.alive), seen.held_s)
+    used = committed_gpu_hours(plan, state, seen.alive, seen.held_s)
     chosen: list[PlannedJob] = []
     for job in planned_jobs(
         plan, left.todo, state, max_limit_s=limits.max_limit_s, untried=left.untried, held_s=seen.held_s
@@ -153,7 +129,6 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
         fruitless = 0 if ran & {*asked} else fruitless + 1
     if latest is None or (barren < MOST_BARREN and fruitless < MOST_FRUITLESS * limits.max_jobs):
         return None
-    number, what = barren, "anything"
-    if barren < MOST_BARREN:
-        number, what = fruitless, "any run that was asked for but control layouts"
-    return DeadEnd(number=number, what=what, allocation=latest.name, reason=str(latest.ended))
+    if barren >= MOST_BARREN:
+        return DeadEnd(number=barren, what="anything", latest=latest)
+    return DeadEnd(number=fruitless, what="any run that was asked for but control layouts", latest=latest)

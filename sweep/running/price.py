@@ -3,14 +3,15 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
+from itertools import count
 from statistics import median
 
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Plan
-from ultrabench.sweep.running.attempts import PlannedAttempt, next_attempts
+from ultrabench.sweep.plan import Candidate, CellKey, Plan
+from ultrabench.sweep.running.attempts import Launch, PlannedAttempt, next_attempts
 from ultrabench.sweep.running.control import MOST, best_step_times_s, controls, next_repeat
 
 START_S = 120.0
@@ -21,7 +22,6 @@ ROUND_S = 300.0
 """Limits are rounded up to multiples of this many seconds, so that more jobs have the same limit."""
 RUN_LIMIT_FACTOR = 3.0
 """A run may take this many times its predicted duration, if that is more than measure.run_limit_s."""
-
 
 CONTROL_SHARE = 0.1
 """Largest share of an allocation's time for its control run; allocations are made long enough for that."""
@@ -47,8 +47,8 @@ def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig) -> 
 
 
 def pack(
-    todo: Sequence[PlannedAttempt], config: SweepConfig, control_s: Mapping[CellKey, float] | None = None
-) -> list[tuple[PlannedAttempt, ...]]:
+    todo: Iterable[PlannedAttempt], config: SweepConfig, cells: Mapping[CellKey, Candidate] = {}
+) -> list[list[PlannedAttempt]]:
     """The attempts in groups, in order; each group is for one allocation.
 
     All attempts of a group have the same number of nodes and the same repeat, and also the same model where
@@ -56,32 +56,24 @@ def pack(
     duration or launcher.pack runs.
 
     Args:
-        control_s: predicted seconds of the control run of each cell; a group is filled at least until its control run
-            takes at most CONTROL_SHARE of its time.
+        cells: the control run of each cell; a group is filled at least until its control run takes at most
+            CONTROL_SHARE of its time.
     """
-    control_s = control_s or {}
     groups: list[list[PlannedAttempt]] = []
-    filled: dict[int, float] = {}
-    latest: dict[tuple[object, ...], int] = {}
-    minutes, most = config.launcher.allocation_minutes, config.launcher.pack
+    latest: dict[tuple[object, ...], tuple[list[PlannedAttempt], float]] = {}
+    longest_s, most = 60 * config.launcher.allocation_minutes, config.launcher.pack or math.inf
     for item in todo:
-        model = item.candidate.shape.name if config.launcher.control else None
-        kind = (item.candidate.nodes, item.key.repeat, model)
-        at = latest.get(kind)
-        duration = item.candidate.prediction.duration_s
-        if at is not None:
-            least_s = control_s.get(item.candidate.cell, 0.0) / CONTROL_SHARE
-            over_time = filled[at] + duration > 60 * minutes and filled[at] >= least_s
-            over_count = most is not None and len(groups[at]) >= most
-            if over_time or over_count:
-                at = None
-        if at is None:
-            at = latest[kind] = len(groups)
-            groups.append([])
-            filled[at] = 0.0
-        groups[at].append(item)
-        filled[at] += duration
-    return [tuple(group) for group in groups]
+        run = item.candidate
+        kind = (run.nodes, item.key.repeat, run.shape.name if config.launcher.control else None)
+        group, filled_s = latest.get(kind, ([], 0.0))
+        least_s = cells[run.cell].prediction.duration_s / CONTROL_SHARE if run.cell in cells else 0.0
+        over_time = filled_s + run.prediction.duration_s > longest_s and filled_s >= least_s
+        if not group or over_time or len(group) >= most:
+            group, filled_s = [], 0.0
+            groups.append(group)
+        group.append(item)
+        latest[kind] = group, filled_s + run.prediction.duration_s
+    return groups
 
 
 BUDGET_FACTOR = 1.5
@@ -113,7 +105,7 @@ class PlannedJob:
 
 def planned_jobs(
     plan: Plan, todo: Sequence[PlannedAttempt], state: SweepState, *, max_limit_s: float = math.inf,
-    untried: Collection[int] = (), held_s: Mapping[str, float] | None = None,
+    untried: Collection[int] = (), held_s: Mapping[str, float] = {},
 ) -> list[PlannedJob]:  # fmt: skip
     """The allocations that the attempts need, in order.
 
@@ -122,37 +114,35 @@ def planned_jobs(
         held_s: open allocation -> seconds for which it had held its nodes when last seen.
     """
     config = plan.config
-    start_s = _start_s(plan, state, held_s or {})
+    start_s = _start_s(plan, state, held_s)
     cells = controls(plan) if config.launcher.control and config.launcher.pack != 1 else {}
-    known = [*state.attempts, *(key for held in state.allocations.values() for key in held.tasks)]
-    repeats: dict[str, int] = {}
+    known = [*state.attempts, *(t.key for t in todo)]
+    known += [key for held in state.allocations.values() for key in held.tasks]
+    repeats = {run.run_id: count(next_repeat(run.run_id, known, config.repeats)) for run in cells.values()}
     best = best_step_times_s(state, plan.runs)
     found, seen = [], set[int]()
-    for group in pack(todo, config, {cell: run.prediction.duration_s for cell, run in cells.items()}):
+    for group in pack(todo, config, cells):
         nodes = group[0].candidate.nodes
         if nodes in untried and nodes in seen:
             continue
         seen.add(nodes)
         control = cells.get(group[0].candidate.cell)
         if control is not None:
-            run_id = control.run_id
-            own = [t for t in group if t.key.run_id == run_id]
+            own = [t for t in group if t.key.run_id == control.run_id]
+            others = [t for t in group if t.key.run_id != control.run_id]
             if not own:
-                if run_id not in repeats:
-                    repeats[run_id] = next_repeat(run_id, [*known, *(t.key for t in todo)], config.repeats)
-                own = [PlannedAttempt(candidate=control, key=AttemptKey(run_id, repeats[run_id], 0))]
-                repeats[run_id] += 1
-            group = (*own, *(t for t in group if t.key.run_id != run_id))
-        found.append(
-            PlannedJob(
-                attempts=group,
-                control=control.run_id if control else None,
-                limit_s=min(max_limit_s, allocation_limit_s(group, config)),
-                gpu_hours=sum(t.candidate.gpu_hours for t in group)
-                + start_s * nodes * config.hardware.gpus_per_node / 3600,
-                best_step_times_s=best,
-            )
+                key = AttemptKey(control.run_id, next(repeats[control.run_id]), 0)
+                own = [PlannedAttempt(candidate=control, key=key)]
+            group = own + others
+        start_gpu_hours = start_s * nodes * config.hardware.gpus_per_node / 3600
+        job = PlannedJob(
+            attempts=tuple(group),
+            control=control.run_id if control else None,
+            limit_s=min(max_limit_s, allocation_limit_s(group, config)),
+            gpu_hours=start_gpu_hours + sum(t.candidate.gpu_hours for t in group),
+            best_step_times_s=best,
         )
+        found.append(job)
     return found
 
 
@@ -187,28 +177,28 @@ class Price:
     @property
     def gpu_hours(self) -> float:
         """The predicted GPU hours of all allocations together."""
-        return sum(draft.gpu_hours for draft in self.jobs)
+        return sum(job.gpu_hours for job in self.jobs)
 
 
 def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = math.inf) -> Price:
     """The price of what is left of a sweep; without `state`, the price of the whole sweep."""
     state = state or SweepState()
-    todo = next_attempts(plan, state, frozenset(), old=frozenset(state.attempts)).todo
+    todo = next_attempts(plan, state, launch=Launch(old=frozenset(state.attempts))).todo
     confirmations = _confirmations(plan, todo)
-    made = planned_jobs(plan, [*todo, *confirmations], state, max_limit_s=max_limit_s)
-    asked = {t.key for t in [*todo, *confirmations]}
-    tasks = [t for draft in made for t in draft.attempts]
+    asked = {t.key: t.candidate for t in [*todo, *confirmations]}
+    jobs = planned_jobs(plan, [*todo, *confirmations], state, max_limit_s=max_limit_s)
+    tasks = {t.key: t.candidate for job in jobs for t in job.attempts}
     runs: dict[CellKey, list[Candidate]] = {}
     for item in todo:
         runs.setdefault(item.candidate.cell, []).append(item.candidate)
-    starts = sum(draft.gpu_hours for draft in made) - _priced([t.candidate for t in tasks])[1]
+    starts = sum(job.gpu_hours for job in jobs) - _priced(tasks.values())[1]
     extra = {
-        "control runs": _priced([t.candidate for t in tasks if t.key not in asked]),
+        "control runs": _priced([run for key, run in tasks.items() if key not in asked]),
         "repeats of the best": _priced([t.candidate for t in confirmations]),
-        "starts of jobs": (len(made), max(0.0, starts)),
+        "starts of jobs": (len(jobs), max(0.0, starts)),
     }
     return Price(
-        jobs=tuple(made),
+        jobs=tuple(jobs),
         runs={cell: _priced(items) for cell, items in runs.items()},
         extra={what: (number, cost) for what, (number, cost) in extra.items() if number},
     )
@@ -225,20 +215,18 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
     """
     repeats = plan.config.repeats
     cells = {t.candidate.cell for t in todo if t.key.repeat < repeats}
-    fastest: dict[CellKey, list[Candidate]] = {cell: [] for cell in cells}
-    for run in sorted((r for r in plan.runs if r.fits), key=lambda r: r.prediction.step_time_s):
-        if len(best := fastest.get(run.cell, [])) < MOST and run.cell in cells:
-            best.append(run)
+    fitting = [[run for run in runs if run.fits] for cell, runs in plan.cells.items() if cell in cells]
+    best = [nsmallest(MOST, runs, key=lambda run: run.prediction.step_time_s) for runs in fitting]
     return [
         PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, nth, 0))
         for nth in range(repeats, plan.config.measure.confirm)
-        for runs in fastest.values()
+        for runs in best
         for run in runs
     ]
 
 
 def committed_gpu_hours(
-    plan: Plan, state: SweepState, open_names: Sequence[str], held_s: Mapping[str, float] | None = None
+    plan: Plan, state: SweepState, open_names: Collection[str], held_s: Mapping[str, float] = {}
 ) -> float:
     """GPU hours of all allocations: what they held, or of an open one its predicted price if that is more.
 
@@ -247,7 +235,6 @@ def committed_gpu_hours(
     """
     per_node = plan.config.hardware.gpus_per_node
     price = {c.run_id: c.gpu_hours for c in plan.runs}
-    held_s = held_s or {}
     start_s, total = _start_s(plan, state, held_s), 0.0
     for name, held in state.allocations.items():
         seconds = held.held_s if held.timed else max(held.held_s, held_s.get(name, 0.0))

@@ -9,7 +9,7 @@ from typing import Any
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
-from ultrabench.sweep.candidate import Candidate, CellKey
+from ultrabench.sweep.plan import Candidate, CellKey
 from ultrabench.sweep.running.attempts import left_out
 from ultrabench.sweep.running.losses import with_loss_outliers
 from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attempts

@@ -9,7 +9,8 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
-from ultrabench.sweep.running.decide import Launch, decide
+from ultrabench.sweep.running.attempts import Launch
+from ultrabench.sweep.running.decide import decide
 
 BIG = {"user": "ann", "cluster": "big", "host": "login1"}
 LAUNCH = Launch(name="launcher-a", by=BIG)

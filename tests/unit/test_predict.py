@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from tests.strategies import layouts, shapes
 from ultrabench.hardware import Peak
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
+from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.predict.predict import predict
 
@@ -19,14 +21,20 @@ real_shapes = st.sampled_from(PLAYBOOK).map(load_model)
 
 
 def predicted(layout, shape, *, seq_len=4096, precision="bf16", nodes=1):
-    return predict(
-        layout, shape, GPUS, seq_len=seq_len, precision=precision, nodes=nodes, peak=PEAK, steps=30
+    spec = RunSpec(
+        shape=shape,
+        workload=Workload(seq_len=seq_len, gbs=layout.gbs),
+        layout=layout,
+        kernel=KernelConfig(name="embedded", precision=precision),
+        nodes=nodes,
+        gpus_per_node=layout.world_size // nodes,
     )
+    return predict(spec, GPUS, PEAK, steps=30)
 
 
 @given(layout=layouts(), shape=shapes(), precision=st.sampled_from(("bf16", "fp32", "fp64")))
 def test_everything_is_finite_and_positive(layout, shape, precision):
-    found = predicted(layout, shape, precision=precision, nodes=2)
+    found = predicted(replace(layout, dp=2 * layout.dp), shape, precision=precision, nodes=2)
     for value in (found.step_time_s, found.peak_mem_bytes, found.duration_s):
         assert math.isfinite(value)
         assert value > 0

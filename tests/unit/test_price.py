@@ -66,7 +66,7 @@ def test_only_what_is_left_is_priced():
 def test_a_control_run_takes_a_small_share_of_its_allocation():
     for cell, control in controls(BIG).items():
         todo = [todo_of(r) for r in BIG.runs if r.cell == cell and r.fits]
-        whole = pack(todo, BIG.config, {cell: control.prediction.duration_s})
+        whole = pack(todo, BIG.config, {cell: control})
         assert len(whole) < len(pack(todo, BIG.config)), "by allocation_minutes they would be shorter"
         for group in whole[:-1]:
             seconds = [t.candidate.prediction.duration_s for t in group]

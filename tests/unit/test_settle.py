@@ -33,7 +33,8 @@ from ultrabench.result import Status
 from ultrabench.store.claim import claim, give_up
 from ultrabench.store.events import Cancel, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
-from ultrabench.sweep.running.decide import MOST_BARREN, MOST_FRUITLESS, Launch, decide
+from ultrabench.sweep.running.attempts import Launch
+from ultrabench.sweep.running.decide import MOST_BARREN, MOST_FRUITLESS, decide
 
 __all__ = ["sweep"]  # a fixture
 

@@ -50,6 +50,11 @@ class AttemptState:
     time: float | None = None
     """When it was claimed, in seconds since 1970, by the clock of the claimer; for display only."""
 
+    @property
+    def ok(self) -> bool:
+        """Whether it ended with the status ok."""
+        return self.result is not None and self.result.status == Status.OK
+
 
 @dataclass(slots=True, kw_only=True)
 class AllocationState:
@@ -133,6 +138,13 @@ class SweepState:
     def config(self) -> dict[str, Any]:
         """The resolved configuration of the latest launch; empty when there was no launch."""
         return self.launched.config if self.launched else {}
+
+    def by_run(self) -> dict[str, list[AttemptState]]:
+        """run_id -> the attempts of the run, sorted by repeat and attempt."""
+        found: dict[str, list[AttemptState]] = {}
+        for key, attempt in sorted(self.attempts.items()):
+            found.setdefault(key.run_id, []).append(attempt)
+        return found
 
     def attempts_of(self, run_id: str) -> list[AttemptState]:
         """The attempts of one run, sorted by repeat and attempt."""
@@ -262,6 +274,6 @@ def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:
     final: dict[tuple[str, int], AttemptState] = {}
     for key, attempt in sorted(state.attempts.items()):
         held = final.get((key.run_id, key.repeat))
-        if held is None or not (held.result and held.result.status == Status.OK):
+        if held is None or not held.ok:
             final[key.run_id, key.repeat] = attempt
     return final

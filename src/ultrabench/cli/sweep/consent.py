@@ -9,8 +9,7 @@ import typer
 from ultrabench.cli.tables import FittedTable, duration, err, hours, say, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.store.jobs_seen import JobLimits
-from ultrabench.sweep.candidate import CellKey
-from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.plan import CellKey, Plan
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price
 
 

@@ -37,7 +37,7 @@ from ultrabench.store.sweep_json import find_sweep_json, read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree, load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
-from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.attempts import Launch, next_attempts
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, reckon
 from ultrabench.sweep.running.progress import progress
 
@@ -136,7 +136,7 @@ def settled(
     plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda result: True
 ) -> bool:
     """Whether a sweep has no attempts left to submit or to wait for."""
-    return next_attempts(plan, state, frozenset(), accepts=accepts, old=frozenset(state.attempts)).over
+    return next_attempts(plan, state, launch=Launch(accepts=accepts, old=frozenset(state.attempts))).over
 
 
 def follow(

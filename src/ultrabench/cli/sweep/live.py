@@ -16,7 +16,7 @@ from ultrabench.errors import counted
 from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.candidate import Candidate
+from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.running.losses import with_loss_outliers
 from ultrabench.sweep.running.progress import SweepProgress, doubtful, progress
 

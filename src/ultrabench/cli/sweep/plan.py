@@ -10,7 +10,6 @@ from ultrabench.cli.sweep.consent import price_table
 from ultrabench.cli.tables import out, print_json, say, table, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
-from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
@@ -167,10 +166,7 @@ def _nothing_fits(plan: Plan, best: list[dict[str, Any]]) -> Iterable[str]:
     """A line for each cell without a fitting or recommended run, with the memory of its smallest layout."""
     limit = plan.config.hardware.rank_mem_bytes / GIB
     named = {(row["model"], row["nodes"]) for row in best}
-    cells: dict[tuple[str, int], list[Candidate]] = {}
-    for run in plan.runs:
-        cells.setdefault((run.shape.name, run.nodes), []).append(run)
-    for (model, nodes), runs in sorted(cells.items()):
+    for (model, nodes), runs in sorted(plan.cells.items()):
         if (model, nodes) not in named and not any(run.fits for run in runs):
             smallest = min(runs, key=lambda run: run.prediction.peak_mem_bytes)
             yield (
@@ -196,7 +192,7 @@ def print_script(overrides: list[str]) -> None:
         raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")
     plan = make_plan(config)
     require_runs(plan)
-    left = next_attempts(plan, SweepState(), frozenset())
+    left = next_attempts(plan, SweepState())
     jobs = planned_jobs(plan, left.todo, SweepState(), untried=left.untried)
     first = shapes(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
     made = allocations(

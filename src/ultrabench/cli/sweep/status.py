@@ -16,7 +16,7 @@ from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
-from ultrabench.sweep.candidate import Candidate
+from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.running.progress import SweepProgress, progress
 
