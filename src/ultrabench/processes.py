@@ -31,8 +31,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def thread_variables(threads: int) -> dict[str, str]:
     """The variables that limit a process and its libraries to this number of threads."""
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    return dict.fromkeys(names, str(threads))
+    return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
 
 
 def die_with_parent(parent: int) -> None:
@@ -56,13 +55,18 @@ def start_time(pid: int) -> int | None:
     return int(fields[19]) if fields else None
 
 
+def _read(pid: int, name: str) -> str:
+    """The text of the file `name` of /proc/PID; empty when the process is gone or another user's."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; empty when the process is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-    return [] if fields[0] in "ZX" else fields
+    fields = _read(pid, "stat").rpartition(")")[2].split()
+    return [] if not fields or fields[0] in "ZX" else fields
 
 
 def alive(pid: int, started: int) -> bool:
@@ -80,46 +84,28 @@ def own_name() -> str:
 
 def own_processes() -> Iterator[int]:
     """Pids of all processes of this user except this process."""
-    user = os.getuid()
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if entry.stat().st_uid == user:
+            with contextlib.suppress(OSError):
+                if entry.stat().st_uid == os.getuid():
                     yield int(entry.name)
-            except OSError:
-                continue
 
 
 def command_line(pid: int) -> list[str]:
     """Program and arguments of the process `pid`; empty when it is gone."""
-    try:
-        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return raw.decode(errors="replace").split("\0")[:-1]
+    return _read(pid, "cmdline").split("\0")[:-1]
 
 
 def tag_of(pid: int) -> str | None:
     """The tag in the environment with which `pid` was started; None when there is none."""
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return None
-    start = f"{TAG_VARIABLE}=".encode()
-    for item in raw.split(b"\0"):
-        if item.startswith(start):
-            return item[len(start) :].decode(errors="replace")
-    return None
+    start, variables = f"{TAG_VARIABLE}=", _read(pid, "environ").split("\0")
+    return next((variable.removeprefix(start) for variable in variables if variable.startswith(start)), None)
 
 
 def tagged(wanted: Callable[[str], bool]) -> list[int]:
     """Pids of living processes of this user whose tag `wanted` accepts."""
-    found = []
-    for pid in own_processes():
-        tag = tag_of(pid)
-        if tag is not None and wanted(tag) and start_time(pid) is not None:
-            found.append(pid)
-    return found
+    tags = ((pid, tag_of(pid)) for pid in own_processes())
+    return [pid for pid, tag in tags if tag is not None and wanted(tag) and start_time(pid) is not None]
 
 
 def descendants(ancestor: int) -> set[int]:
@@ -178,9 +164,9 @@ def kill_children(known: set[int], looks: int = 300) -> set[int]:
     Returns:
         The pids of all children that were killed.
     """
-    hit, calm = set[int](), 0
+    hit, calm, own = set[int](), 0, f"task/{os.getpid()}/children"
     for _ in range(looks):
-        children = [pid for pid in _children() if pid not in known]
+        children = [pid for pid in map(int, _read(os.getpid(), own).split()) if pid not in known]
         calm = 0 if children else calm + 1
         if calm == CALM_LOOKS:
             break
@@ -192,13 +178,6 @@ def kill_children(known: set[int], looks: int = 300) -> set[int]:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
     return hit
-
-
-def _children() -> list[int]:
-    try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def _kill(pid: int) -> None:

@@ -32,11 +32,6 @@ rope_scaling is not listed: it changes numbers in the table of rotations, but ne
 """
 
 
-def is_path(name: str) -> bool:
-    """Whether `name` is the path of a file or folder, and not the name of a model in configs/model/."""
-    return "/" in name or name.endswith(".json")
-
-
 def read_checkpoint_config(given: str) -> ModelShape:
     """The shape of the model that is described by the file `given`, or by config.json in the folder `given`.
 

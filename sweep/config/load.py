@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import combinations
 from typing import Any
 
 from ultrabench.errors import ConfigError, unknown_name
@@ -14,8 +15,8 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redacted
-from ultrabench.sweep.config.checkpoint_config import is_path, read_checkpoint_config
-from ultrabench.sweep.config.compose import compose_tree, files, known_names, read_yaml, search_path
+from ultrabench.sweep.config.checkpoint_config import read_checkpoint_config
+from ultrabench.sweep.config.compose import compose_tree, files, read_yaml, search_path
 from ultrabench.sweep.config.launcher_config import TEXTS, LauncherConfig, moved_to_sbatch
 from ultrabench.sweep.config.retry_policy import RetryPolicy
 from ultrabench.sweep.config.sweep_config import Axes, SweepConfig
@@ -25,6 +26,8 @@ KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry
 """Keys of a composed configuration."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}")
 """Names that a sweep may have. A name is also used for folders, Slurm jobs and commands that users copy."""
+WORKLOAD = ("seq_len", "gbs", "seed")
+"""Keys of `sweep` that have one value; the others list the values of an axis."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses them."""
 
@@ -35,9 +38,8 @@ def _axes(sweep: dict[str, Any]) -> Axes:
     given = {name: _as_list(values) for name, values in sweep.items() if values is not None}
     for name, values in given.items():
         if name not in known:
-            raise ConfigError(
-                unknown_name("field of sweep", name, (*known, "models", "seq_len", "gbs", "seed"))
-            )
+            words = (*known, "models", *WORKLOAD)
+            raise ConfigError(unknown_name("field of sweep", name, words))
         kind = tuple[str, ...] if name in TEXT_AXES else tuple[int, ...]
         given[name] = value_from(kind, values, f"sweep.{name}")
     if "nodes" not in given:
@@ -76,16 +78,9 @@ def _place(message: str, names: Mapping[str, str], overrides: Sequence[str]) -> 
     for group in ("hardware", "kernel", "cluster", "launcher", "measure", "retry", "sweep"):
         path = files(group).get(names.get(group, ""))
         given = any(o.lstrip("+~").startswith(f"{group}.") for o in overrides)
-        told = re.search(rf"\b{group}\b", message.replace(f"configs/{group}", ""))
-        if group == "hardware":
-            told = told or re.match(r"unknown gpu\b", message)
-        if (
-            path
-            and told
-            and not given
-            and path.parent.parent != search_path()[-1]
-            and str(path) not in message
-        ):
+        if path is None or given or not re.search(rf"\b{group}\b", message):
+            continue
+        if path.parent.parent != search_path()[-1] and str(path) not in message:
             return f"{path}: "
     return ""
 
@@ -96,61 +91,58 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     Raises:
         ConfigError: a value cannot be used.
     """
-    strangers = sorted(set(tree) - KEYS)
-    if strangers:
+    if strangers := sorted(set(tree) - KEYS):
         raise ConfigError(unknown_name("override", strangers[0], KEYS - {"names", "models"}))
-    for group in ("sweep", "hardware", "kernel", "launcher", "measure", "retry"):
-        _require_mapping(group, tree[group])
-    _require_mapping("cluster", tree.get("cluster") or {})
-    names, cluster = tree["names"], tree["cluster"] or {}
-    strangers = sorted(set(cluster) - CLUSTER_KEYS, key=str)
-    if strangers:
-        raise moved_to_sbatch(str(strangers[0])) or ConfigError(
-            unknown_name(f"key of cluster={names['cluster']}", strangers[0], CLUSTER_KEYS)
-        )
-    sweep = dict(tree["sweep"])
-    models = tuple(from_dict(ModelShape, m, where=f"model {m['name']}") for m in tree["models"])
-    _distinct(models)
-    workload = {k: sweep.pop(k) for k in ("seq_len", "gbs", "seed") if k in sweep}
-    tree, given = _without_secrets(tree)
-    hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
-    kernel = {"name": names["kernel"], "precision": hardware.precision} | {
-        k: v for k, v in tree["kernel"].items() if v is not None
+    names, cluster = tree["names"], tree.get("cluster") or {}
+    settings = {
+        group: tree.get(group) for group in ("sweep", "hardware", "kernel", "launcher", "measure", "retry")
     }
-    _require_values(tree)
-    config = SweepConfig(
+    for group, values in {**settings, "cluster": cluster}.items():
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{group}: {values!r} holds no settings; in a sweep file another {group} is chosen under defaults: "
+                f"'- override /{group}: NAME'"
+            )
+    if strangers := sorted(set(cluster) - CLUSTER_KEYS, key=str):
+        told = unknown_name(f"key of cluster={names['cluster']}", strangers[0], CLUSTER_KEYS)
+        raise moved_to_sbatch(str(strangers[0])) or ConfigError(told)
+    models = tuple(from_dict(ModelShape, m, where=f"model {m['name']}") for m in tree["models"])
+    _require_distinct(models)
+    secrets: dict[str, str] = {}
+    if isinstance(env := tree["kernel"].get("env"), dict):
+        shown, secrets = redacted(env)
+        tree = tree | {"kernel": tree["kernel"] | {"env": shown}}
+    hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
+    kernel = {k: v for k, v in tree["kernel"].items() if v is not None}
+    usual = {"name": names["kernel"], "precision": hardware.precision}
+    workload = {k: v for k, v in tree["sweep"].items() if k in WORKLOAD}
+    return SweepConfig(
         name=str(tree["name"] or f"{names['sweep']}-{names['hardware']}"),
-        results_dir=tree["results_dir"],
+        results_dir=value_from(str, tree["results_dir"], "results_dir"),
         cluster=str(cluster.get("name") or names["cluster"]),
         hardware=hardware,
-        kernel=from_dict(KernelConfig, kernel, where="kernel"),
+        kernel=from_dict(KernelConfig, usual | kernel, where="kernel"),
         launcher=_launcher(tree["launcher"], cluster),
         measure=from_dict(Measure, tree["measure"], where="measure"),
         models=models,
         workload=from_dict(Workload, workload, where="sweep"),
-        axes=_axes(sweep),
+        axes=_axes({k: v for k, v in tree["sweep"].items() if k not in WORKLOAD}),
         retry=from_dict(RetryPolicy, tree["retry"], where="retry"),
-        repeats=tree["repeats"],
-        profile=tree.get("profile", False),
+        repeats=value_from(int, tree["repeats"], "repeats"),
+        profile=value_from(bool, tree.get("profile", False), "profile"),
         resolved=tree,
-        secrets=given,
+        secrets=secrets,
     )
-    if config.profile and config.kernel.kind != "embedded":
-        raise ConfigError(
-            f"profile=true with kernel={config.kernel.name}; only ultrabench's own kernel looks inside itself: use "
-            "what the program has for that"
-        )
-    return config
 
 
-def _require_values(tree: dict[str, Any]) -> None:
-    """Raises ConfigError when repeats, results_dir or profile cannot be used."""
-    if type(tree["repeats"]) is not int or tree["repeats"] < 1:
-        raise ConfigError(f"repeats={tree['repeats']}; must be a whole number >= 1")
-    if not isinstance(tree["results_dir"], str) or not tree["results_dir"]:
-        raise ConfigError(f"results_dir={tree['results_dir']!r}; must be a folder")
-    if type(tree.get("profile", False)) is not bool:
-        raise ConfigError(f"profile={tree['profile']!r}; must be true or false")
+def _require_distinct(models: Sequence[ModelShape]) -> None:
+    for one, other in combinations(models, 2):
+        if replace(one, name=other.name) == other:
+            raise ConfigError(f"sweep.models: {one.name} and {other.name} are the same model; name it once")
+        if one.name == other.name:
+            raise ConfigError(
+                f"sweep.models: two models are called {one.name}; give one of them another name"
+            )
 
 
 def read_hardware(values: Mapping[str, Any]) -> Hardware:
@@ -162,40 +154,19 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
         ConfigError: a value cannot be used, or no file has rates of the GPU.
     """
     if "gpu" in values and "source" not in values:
-        gpus: dict[str, dict[str, Any]] = {}
-        for path in files("hardware").values():
-            row = read_yaml(path)
-            if isinstance(row, dict) and {"gpu", "source"} <= row.keys():
-                if row["gpu"] in gpus and row["gpu"] == values["gpu"]:
-                    raise ConfigError(
-                        f"{path}: another file has rates of gpu={row['gpu']}, too; give it another name"
-                    )
-                gpus[row["gpu"]] = row
-        if values["gpu"] not in gpus:
-            told = unknown_name("gpu", values["gpu"], gpus)
-            raise ConfigError(
-                f"{told}: give its rates in the same file, with their source (see configs/hardware/)"
-            )
-        values = gpus[values["gpu"]] | {k: v for k, v in values.items() if v is not None}
+        given = {path: read_yaml(path) for path in files("hardware").values()}
+        rated = {
+            p: row for p, row in given.items() if isinstance(row, dict) and {"gpu", "source"} <= row.keys()
+        }
+        same = [path for path, row in rated.items() if row["gpu"] == values["gpu"]]
+        if not same:
+            told = unknown_name("hardware.gpu", values["gpu"], {row["gpu"] for row in rated.values()})
+            raise ConfigError(f"{told}: give its rates in the same file, with their source")
+        if len(same) > 1:
+            told = f"{same[1]}: another file has rates of gpu={values['gpu']}, too"
+            raise ConfigError(f"{told}; give it another name")
+        values = rated[same[0]] | {k: v for k, v in values.items() if v is not None}
     return from_dict(Hardware, values, where="hardware")
-
-
-def _require_mapping(group: str, value: Any) -> None:
-    """Raises ConfigError when the value of a group is not a mapping of settings."""
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"{group}: {value!r} holds no settings; in a sweep file another {group} is chosen under defaults: "
-            f"'- override /{group}: NAME'"
-        )
-
-
-def _without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tree with the secrets of kernel.env redacted, and the values of those secrets."""
-    env = tree["kernel"].get("env")
-    if not isinstance(env, dict):
-        return tree, {}
-    shown, given = redacted(env)
-    return tree | {"kernel": tree["kernel"] | {"env": shown}}, given
 
 
 def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
@@ -204,11 +175,12 @@ def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig
     The options of sbatch of the launcher are added to those of the cluster.
     """
     given = {k: None if v == "" else v for k, v in values.items()}
-    for key in given:
-        if given[key] is not None and (error := moved_to_sbatch(f"launcher.{key}")):
+    for key, value in given.items():
+        if value is not None and (error := moved_to_sbatch(f"launcher.{key}")):
             raise error
+        if key in TEXTS and type(value) is int:
+            given[key] = str(value)  # an account may be 1234
     given |= {k: [] for k in ("python", "setup", "environment", "srun") if given.get(k, ()) is None}
-    given |= {k: str(given[k]) for k in TEXTS if type(given.get(k)) is int}  # an account may be 1234
     if isinstance(given.get("python"), str):
         given["python"] = [given["python"]]
     if "sbatch" in given:
@@ -222,7 +194,7 @@ def _flags(options: Sequence[dict[str, Any]]) -> dict[str, str]:
 
     Null and true mean an option without a value, and false means that the option is not given.
     """
-    given = {str(k): "" if v is None or v is True else v for told in options for k, v in told.items()}
+    given = {str(k): "" if v is None or v is True else v for some in options for k, v in some.items()}
     return {k: str(v) for k, v in given.items() if v is not False}
 
 
@@ -232,19 +204,18 @@ def load_model(name: str) -> ModelShape:
     Raises:
         ConfigError: there is no such model, or its file lacks a value.
     """
-    if is_path(name):
+    if "/" in name or name.endswith(".json"):
         return read_checkpoint_config(name)
-    if name not in known_names("model"):
-        raise ConfigError(unknown_name("model", name, known_names("model")))
-    path = files("model")[name]
-    values = read_yaml(path)
+    known = files("model")
+    if name not in known:
+        raise ConfigError(unknown_name("model", name, known))
+    values = read_yaml(known[name])
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} is no model: it holds no mapping of sizes; see configs/model/")
-    sizes = {str(key): value for key, value in values.items()}
+        raise ConfigError(f"{known[name]} is no model: it holds no mapping of sizes; see configs/model/")
     try:
-        return from_dict(ModelShape, {"name": name, **sizes}, where=f"model {name}")
+        return from_dict(ModelShape, {"name": name, **values}, where=f"model {name}")
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{known[name]}: {error}") from error
 
 
 def _as_list(values: Any) -> list[Any]:
@@ -256,19 +227,6 @@ def _model_list(override: str) -> str:
     if key.lstrip("+") != "model" or not eq:
         return override
     if value.startswith("[") or not value:
-        raise ConfigError(
-            f"{override}: model takes one name; for several use sweep.models={value or '[A,B]'}"
-        )
+        several = f"sweep.models={value or '[A,B]'}"
+        raise ConfigError(f"{override}: model takes one name; for several use {several}")
     return f"sweep.models=[{value}]" if '"' in value or "'" in value else f'sweep.models=["{value}"]'
-
-
-def _distinct(models: tuple[ModelShape, ...]) -> None:
-    seen: dict[tuple[Any, ...], str] = {}
-    for m in models:
-        key = (m.hidden_size, m.num_hidden_layers, m.num_attention_heads, m.num_key_value_heads,
-               m.intermediate_size, m.vocab_size, m.tie_word_embeddings, m.rope_theta, m.rms_norm_eps)  # fmt: skip
-        if key in seen:
-            raise ConfigError(f"sweep.models: {seen[key]} and {m.name} are the same model; name it once")
-        if m.name in seen.values():
-            raise ConfigError(f"sweep.models: two models are called {m.name}; give one of them another name")
-        seen[key] = m.name

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from ultrabench.allowed import Count, allowed_of, at_least, one_of
+from ultrabench.allowed import Allowed, Count, allowed_of, at_least, one_of, require_allowed
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
@@ -48,7 +48,7 @@ class SweepConfig:
     """The complete configuration of one sweep."""
 
     name: str
-    results_dir: str
+    results_dir: Annotated[str, Allowed("a folder", bool)]
     cluster: str
     hardware: Hardware
     kernel: KernelConfig
@@ -65,3 +65,9 @@ class SweepConfig:
     """The composed configuration as JSON values, kept for the record; secrets are redacted."""
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     """The given secrets of kernel.env, which must be written only to the file for secrets."""
+
+    def __post_init__(self) -> None:
+        require_allowed(self)
+        if self.profile and self.kernel.kind != "embedded":
+            advice = "only ultrabench's own kernel looks inside itself: use what the program has for that"
+            raise ConfigError(f"profile=true with kernel={self.kernel.name}; {advice}")

@@ -8,7 +8,7 @@ import pytest
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
 from ultrabench.record import to_dict
-from ultrabench.sweep.config.compose import known_names
+from ultrabench.sweep.config.compose import files
 from ultrabench.sweep.config.load import config_from_tree, load_config, read_hardware
 from ultrabench.sweep.plan import make_plan
 
@@ -37,7 +37,7 @@ def write(name, text):
     path.write_text(text)
 
 
-@pytest.mark.parametrize("name", known_names("hardware"))
+@pytest.mark.parametrize("name", files("hardware"))
 def test_every_file_is_hardware_with_a_source(name):
     hardware = load_config([f"hardware={name}"]).hardware
     assert hardware.source.startswith("https://") or hardware.device == "cpu"
@@ -66,7 +66,7 @@ def test_rates_are_the_dense_ones_of_the_data_sheets(name, bf16, gib, link):
 
 
 def test_no_two_files_hold_the_rates_of_one_gpu():
-    gpus = [load_config([f"hardware={name}"]).hardware.gpu for name in known_names("hardware")]
+    gpus = [load_config([f"hardware={name}"]).hardware.gpu for name in files("hardware")]
     assert len(gpus) == len(set(gpus))
 
 
@@ -92,7 +92,7 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (("source: https://example.org/toaster\n", ""), "unknown gpu 'Toaster-9000'"),
+        (("source: https://example.org/toaster\n", ""), "unknown hardware.gpu 'Toaster-9000'"),
         (("{bf16: 1.0e14}", "{}"), "lacks values of peak_flops_per_s or reported_as"),
         (("[ACME Toaster 9000]", "[]"), "lacks values of peak_flops_per_s or reported_as"),
         (("mem_bytes: 24000000000\n", ""), "hardware lacks mem_bytes"),

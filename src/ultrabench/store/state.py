@@ -1,33 +1,13 @@
 """The state of a sweep, computed from its journal; the order in which events are read does not matter."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.events import (
-    AllocationEnded,
-    AllocationEvent,
-    AllocationPlanned,
-    AllocationStarted,
-    AttemptEvent,
-    Cancel,
-    Claimed,
-    ControlEvent,
-    LaunchConfig,
-    LeadingAgent,
-    Line,
-    Pause,
-    PhaseReached,
-    Preflight,
-    Result,
-    Start,
-    Started,
-    Submitted,
-    Submitting,
-)  # fmt: skip
+from ultrabench.store import events
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +16,7 @@ class AttemptState:
 
     key: AttemptKey
     allocation: str | None = None
-    job: Start | None = None
+    job: events.Start | None = None
     """The start of the job in which it ran; None for local processes."""
     spec: dict[str, Any] | None = None
     """The RunSpec as JSON."""
@@ -72,27 +52,27 @@ class AllocationState:
     """The job of the allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
     control: str | None = None
     """run_id of its control run, if it begins with one."""
-    agents: tuple[LeadingAgent, ...] = ()
+    agents: tuple[events.LeadingAgent, ...] = ()
     """Leading agents that started, the latest start last."""
     preflight: dict[str, Any] = field(default_factory=dict)
     """Facts and rates of its devices and links at its latest start."""
-    ends: dict[Start, AllocationEnded] = field(default_factory=dict)
+    ends: dict[events.Start, events.AllocationEnded] = field(default_factory=dict)
     """Start of a job of the allocation -> how that start ended."""
 
     @property
-    def start(self) -> Start:
+    def start(self) -> events.Start:
         """The latest start of the job that owns this allocation; an empty Start before the first."""
-        return max((agent.start for agent in self.agents), default=Start())
+        return max((agent.start for agent in self.agents), default=events.Start())
 
     @property
-    def end(self) -> AllocationEnded | None:
+    def end(self) -> events.AllocationEnded | None:
         """How the allocation ended; None while it may be alive.
 
         When agents have started, only the end of their latest start counts, because a second job of this
         allocation, or an earlier start, may end at any time.
         """
         if self.agents:
-            return self.ends.get(self.start) or self.ends.get(Start(restart=self.start.restart))
+            return self.ends.get(self.start) or self.ends.get(events.Start(restart=self.start.restart))
         return min(self.ends.values(), key=_most_trusted, default=None)
 
     @property
@@ -111,11 +91,12 @@ class AllocationState:
 
         An end without a reported time counts as the whole time limit if agents had started, else as 0.
         """
-        told: dict[int, list[float]] = {}
+        unknown_s = self.limit_s if self.agents else 0.0
+        reported: dict[int, list[float]] = {}
         for start, end in self.ends.items():
             seconds = (end.held_s, end.elapsed_s)
-            told.setdefault(start.restart, []).extend(s for s in seconds if s is not None)
-        return sum(max(known, default=self.limit_s if self.agents else 0.0) for known in told.values())
+            reported.setdefault(start.restart, []).extend(s for s in seconds if s is not None)
+        return sum(max(known, default=unknown_s) for known in reported.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,7 +107,7 @@ class SweepState:
     allocations: dict[str, AllocationState] = field(default_factory=dict)
     generation: int = 0
     """Largest generation of all launch, pause and cancel events; the next event gets one more."""
-    launched: LaunchConfig | None = None
+    launched: events.LaunchConfig | None = None
     """The latest launch."""
     paused: bool = False
     cancelled: bool = False
@@ -155,7 +136,7 @@ _TRUST = {"agent": 2, "slurm": 1}
 """Source of a failure -> its precedence; a higher one wins, and launchers have 0."""
 
 
-def fold(lines: Iterable[Line]) -> SweepState:
+def fold(lines: Iterable[events.Line]) -> SweepState:
     """The state that `lines` give; their order and repeated lines make no difference."""
     return Fold().add(lines)
 
@@ -173,59 +154,66 @@ class Fold:
         """The state, which `add` changes in place."""
         self.heard = 0
         """Number of lines that were added."""
-        self._controls: dict[tuple[int, str], ControlEvent] = {}
+        self._controls: dict[tuple[int, str], events.ControlEvent] = {}
         self._ranks: dict[tuple[AttemptKey | str, str], tuple[Any, ...]] = {}
         """(attempt or allocation, field) -> precedence of the line that set the field."""
 
-    def add(self, lines: Iterable[Line]) -> SweepState:
+    def add(self, lines: Iterable[events.Line]) -> SweepState:
         """Adds `lines`, in any order and any number of times, and returns the state."""
         for line in lines:
             self.heard += 1
-            rank = (line.writer, line.seq, line.digest)
             match line.event:
-                case LaunchConfig() | Pause() | Cancel() as event:
+                case events.LaunchConfig() | events.Pause() | events.Cancel() as event:
                     # In one generation a cancel sorts after a launch, and a pause after a resume.
                     self._controls[event.generation, canonical_json(to_dict(event))] = event
-                case Claimed() | Started() | PhaseReached() | Result() as event:
-                    attempt = self.state.attempts.setdefault(event.key, AttemptState(key=event.key))
-                    self._set(event.key, attempt, rank, _attempt_fields(event))
-                    if isinstance(event, Result):
-                        trust = 3 if type(event) is Result else _TRUST.get(event.source, 0)
-                        self._set(event.key, attempt, (trust, line.digest), {"result": event.result})
-                    if isinstance(event, Claimed):
-                        self._set(event.key, attempt, rank, {"time": line.time})
+                case events.Claimed() | events.Started() | events.PhaseReached() | events.Result() as event:
+                    self._add_to_attempt(event, line)
                 case event:
                     self._add_to_allocation(event, line)
         self._apply_controls()
         return self.state
 
-    def _add_to_allocation(self, event: AllocationEvent, line: Line) -> None:
+    def _add_to_attempt(self, event: events.AttemptEvent, line: events.Line) -> None:
+        rank = (line.writer, line.seq, line.digest)
+        attempt = self.state.attempts.setdefault(event.key, AttemptState(key=event.key))
+        values = _shared(event, attempt)
+        match event:
+            case events.Claimed():
+                values["time"] = line.time
+            case events.Started():
+                values["started"] = True
+            case events.PhaseReached():
+                values["phase"] = event.name
+            case events.Result():
+                trust = 3 if type(event) is events.Result else _TRUST.get(event.source, 0)
+                self._set(attempt, (trust, line.digest), {"result": values.pop("result")})
+        self._set(attempt, rank, values)
+
+    def _add_to_allocation(self, event: events.AllocationEvent, line: events.Line) -> None:
         rank = (line.writer, line.seq, line.digest)
         held = self.state.allocations.setdefault(event.allocation, AllocationState(name=event.allocation))
         match event:
-            case AllocationPlanned():
-                names = ("tasks", "nodes", "limit_s", "control", "by")
-                self._set(held.name, held, rank, {name: getattr(event, name) for name in names})
-            case Submitting():
-                self._set(held.name, held, rank, {"submission": (line.writer, line.seq)})
-            case Submitted():
-                self._set(held.name, held, rank, {"job": event.job})
-            case Preflight():
-                self._set(held.name, held, (event.restart, line.digest), {"preflight": event.found})
-            case AllocationStarted():
+            case events.AllocationPlanned() | events.Submitted():
+                self._set(held, rank, _shared(event, held))
+            case events.Submitting():
+                self._set(held, rank, {"submission": (line.writer, line.seq)})
+            case events.Preflight():
+                self._set(held, (event.restart, line.digest), {"preflight": event.found})
+            case events.AllocationStarted():
                 agents = {repr(agent): agent for agent in (*held.agents, event.agent)}
                 held.agents = tuple(sorted(agents.values(), key=lambda a: (a.start, repr(a))))
-            case AllocationEnded():
+            case events.AllocationEnded():
                 _add_end(held.ends, event)
 
     def _set(
-        self, owner: AttemptKey | str, target: object, rank: tuple[Any, ...], told: dict[str, Any]
+        self, held: AttemptState | AllocationState, rank: tuple[Any, ...], values: dict[str, Any]
     ) -> None:
         """Sets fields that no line of higher precedence has set; empty values are ignored."""
-        for name, value in told.items():
+        owner = held.key if isinstance(held, AttemptState) else held.name
+        for name, value in values.items():
             if value not in (None, {}) and self._ranks.get((owner, name), rank) <= rank:
                 self._ranks[owner, name] = rank
-                setattr(target, name, value)
+                setattr(held, name, value)
 
     def _apply_controls(self) -> None:
         """Applies launches, pauses and cancels in order; a later launch lifts a cancel, but not a pause."""
@@ -234,37 +222,28 @@ class Fold:
         for (generation, _), event in sorted(self._controls.items(), key=lambda control: control[0]):
             state.generation = max(state.generation, generation)
             match event:
-                case Pause():
+                case events.Pause():
                     state.paused = event.on
-                case Cancel():
+                case events.Cancel():
                     state.cancelled = True
-                case LaunchConfig():
+                case events.LaunchConfig():
                     state.launched, state.cancelled = event, False
                     state.retried |= frozenset(event.retry)
 
 
-def _attempt_fields(event: AttemptEvent) -> dict[str, Any]:
-    """The fields of an attempt that an event sets, except its result."""
-    match event:
-        case Claimed():
-            names = ("allocation", "job", "spec", "predicted")
-            return {name: getattr(event, name) for name in names}
-        case Started():
-            return {"allocation": event.allocation, "started": True, "scratch": event.scratch}
-        case PhaseReached():
-            return {"phase": event.name}
-        case Result():
-            return {"allocation": event.allocation, "spec": event.spec}
+def _shared(event: events.Event, state: AttemptState | AllocationState) -> dict[str, Any]:
+    """The fields of an event that a state has, too."""
+    return {f.name: getattr(event, f.name) for f in fields(event) if hasattr(state, f.name)}
 
 
-def _add_end(ends: dict[Start, AllocationEnded], end: AllocationEnded) -> None:
+def _add_end(ends: dict[events.Start, events.AllocationEnded], end: events.AllocationEnded) -> None:
     """Adds an end; of several ends of one start the most trusted counts, with the longest time of all."""
-    told = (ends.get(end.start, end), end)
-    held_s = max((e.held_s for e in told if e.held_s is not None), default=None)
-    ends[end.start] = replace(min(told, key=_most_trusted), held_s=held_s)
+    both = (ends.get(end.start, end), end)
+    held_s = max((e.held_s for e in both if e.held_s is not None), default=None)
+    ends[end.start] = replace(min(both, key=_most_trusted), held_s=held_s)
 
 
-def _most_trusted(end: AllocationEnded) -> tuple[int, str]:
+def _most_trusted(end: events.AllocationEnded) -> tuple[int, str]:
     """Sort key, smallest first: an end that the agent reports, then a launcher's, then the batch system's."""
     return {"agent": 0, "launcher": 1}.get(end.source, 2), repr(replace(end, held_s=None))
 
