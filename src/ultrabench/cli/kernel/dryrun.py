@@ -1,23 +1,21 @@
 """`ultrabench kernel dryrun` shows what a step of a layout costs a rank, without GPUs."""
 
-from dataclasses import fields
 from typing import Any
 
 from rich.table import Table
 
-from ultrabench.cli.kernel.words import layout_of, read_words, require_possible, whole
+from ultrabench.cli.kernel.words import layout_of, read_words, require_possible
 from ultrabench.cli.tables import out, print_json, say, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, Hardware
 from ultrabench.kernel.requests import RankCost, dry_run
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Workload
 from ultrabench.stages import held_stages
 from ultrabench.sweep.config.load import load_config
 
-DEFAULTS = {"model": "llama3-8b", "hardware": "h100x8", "nodes": "1", "seq_len": "4096", "recompute": "none"}
+DEFAULTS = {"model": "llama3-8b", "hardware": "h100x8", "nodes": 1, "seq_len": 4096, "recompute": "none"}
 PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 
@@ -33,11 +31,10 @@ def run_dryrun(words: list[str], as_json: bool) -> None:
     for cost in dry_run(spec):
         costs.append(cost)
         say(f"  stage {cost.pp_rank} (rank {cost.rank}): peak {cost.peak_bytes / GIB:.2f} GiB")
-    model_flops = [_model_flops(spec, cost.pp_rank) for cost in costs]
     if as_json:
-        print_json(_document(spec, hardware, costs, model_flops))
+        print_json(_document(spec, hardware, costs))
     else:
-        _show(spec, hardware, costs, model_flops)
+        _show(spec, hardware, costs)
 
 
 def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
@@ -49,75 +46,61 @@ def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
     Raises:
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
-    known = [*(f.name for f in fields(Layout)), *DEFAULTS, "precision"]
-    given = DEFAULTS | read_words(words, known, "model=llama3-8b nodes=8 tp=8")
-    config = load_config([f"{key}={given.pop(key)}" for key in ("model", "hardware")])
+    given = DEFAULTS | read_words(words, (*DEFAULTS, "precision"), "model=llama3-8b nodes=8 tp=8")
+    config = load_config([f"{key}={given[key]}" for key in ("model", "hardware")])
     (shape,), hardware = config.models, config.hardware
-    kernel = KernelConfig(
-        name="embedded",
-        precision=given.pop("precision", hardware.precision),
-        recompute=given.pop("recompute"),
-    )
-    schedule = given.pop("pp_schedule", None)
-    numbers = {key: whole(key, value) for key, value in given.items()}
-    nodes, seq_len = numbers.pop("nodes"), numbers.pop("seq_len")
+    precision = given.get("precision", hardware.precision)
+    kernel = KernelConfig(name="embedded", precision=precision, recompute=given["recompute"])
+    nodes, pp, per_node = given["nodes"], given.get("pp", 1), hardware.gpus_per_node
     if nodes < 1:
         raise ConfigError(f"nodes={nodes}; must be >= 1")
-    gpus, pp = nodes * hardware.gpus_per_node, numbers.get("pp", 1)
-    rest = max(1, numbers.get("tp", 1) * pp * numbers.get("cp", 1))
-    if gpus % rest and "dp" not in numbers:
+    gpus, rest = nodes * per_node, max(1, given.get("tp", 1) * pp * given.get("cp", 1))
+    if gpus % rest and "dp" not in given:
         raise ConfigError(
-            f"tp*pp*cp={rest} does not divide the {counted(gpus, 'GPU')} of {counted(nodes, 'node')} of {hardware.gpus_per_node}; "
-            "choose degrees that do"
+            f"tp*pp*cp={rest} does not divide the {counted(gpus, 'GPU')} of {counted(nodes, 'node')} of "
+            f"{per_node}; choose degrees that do"
         )
-    numbers = {"dp": gpus // rest, "gas": max(1, pp)} | numbers
-    layout = layout_of(numbers, schedule)
-    workload = Workload(seq_len=seq_len, gbs=layout.gbs)
+    layout = layout_of({"dp": gpus // rest, "gas": max(1, pp)} | given)
+    workload = Workload(seq_len=given["seq_len"], gbs=layout.gbs)
     spec = RunSpec(
-        shape=shape, workload=workload, layout=layout, kernel=kernel,
-        nodes=nodes, gpus_per_node=hardware.gpus_per_node,
-    )  # fmt: skip
-    require_possible(kernel, layout, shape, seq_len)
+        shape=shape, workload=workload, layout=layout, kernel=kernel, nodes=nodes, gpus_per_node=per_node
+    )
+    require_possible(kernel, layout, shape, workload.seq_len)
     return spec, hardware
 
 
-def _model_flops(spec: RunSpec, pp_rank: int) -> float:
-    """FLOPs of one step on a rank of stage `pp_rank`, counted as in ModelShape.flops_per_token."""
+def _model_flops(spec: RunSpec, cost: RankCost) -> float:
+    """FLOPs of one step on the rank of this cost, counted as in ModelShape.flops_per_token."""
     shape, layout = spec.shape, spec.layout
     attention = 12 * shape.hidden_size * spec.workload.seq_len
-    held = held_stages(shape, layout, pp_rank)
+    held = held_stages(shape, layout, cost.pp_rank)
     per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention for s in held)
     return per_token * spec.tokens_per_step / (layout.dp * layout.cp * layout.tp)
 
 
-def _document(
-    spec: RunSpec, hardware: Hardware, costs: list[RankCost], model_flops: list[float]
-) -> dict[str, Any]:
+def _document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> dict[str, Any]:
     ranks_of_stage = spec.layout.world_size // spec.layout.pp
-    flops = spec.shape.flops_per_token(spec.workload.seq_len) * spec.tokens_per_step
     return {
         "label": spec.layout.label(),
         "world_size": spec.layout.world_size,
         "spec": to_dict(spec),
         "rank_mem_bytes": hardware.rank_mem_bytes,
         "peak_bytes": max(cost.peak_bytes for cost in costs),
-        "model_flops": flops,
+        "model_flops": spec.shape.flops_per_token(spec.workload.seq_len) * spec.tokens_per_step,
         "hardware_flops": ranks_of_stage * sum(cost.hardware_flops for cost in costs),
-        "stages": [
-            {**to_dict(cost), "model_flops": mine} for cost, mine in zip(costs, model_flops, strict=True)
-        ],
+        "stages": [to_dict(cost) | {"model_flops": _model_flops(spec, cost)} for cost in costs],
     }
 
 
-def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost], model_flops: list[float]) -> None:
+def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
     numbers = (*PARTS, "model TFLOP", "hardware TFLOP")
     worst = max(costs, key=lambda cost: cost.peak_bytes)
     unit, name = (GIB, "GiB") if worst.peak_bytes >= GIB else (2**20, "MiB")
     title = f"{spec.shape.name}, {spec.layout.label()}: a step of one rank of each pipeline stage, {name}"
     made = table(title, "pp", *numbers, right=numbers)
-    for cost, flops in zip(costs, model_flops, strict=True):
+    for cost in costs:
         parts = (f"{getattr(cost, f'{part}_bytes') / unit:.2f}" for part in PARTS)
-        tera = (f"{value / 1e12:.4g}" for value in (flops, cost.hardware_flops))
+        tera = (f"{flops / 1e12:.4g}" for flops in (_model_flops(spec, cost), cost.hardware_flops))
         made.add_row(str(cost.pp_rank), *parts, *tera)
     out().print(made)
     out().print(_collectives(costs))
@@ -130,19 +113,13 @@ def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost], model_flops:
 
 def _collectives(costs: list[RankCost]) -> Table:
     """A table of the collectives of a step; stages that send the same bytes share a row."""
-    numbers = ("calls", "MiB")
-    made = table(
-        "collectives of a step, by mesh axis", "axis", "collective", *numbers, "stages", right=numbers
-    )
+    columns, numbers = ("axis", "collective", "calls", "MiB", "stages"), ("calls", "MiB")
+    made = table("collectives of a step, by mesh axis", *columns, right=numbers)
     senders: dict[tuple[str, int, int], list[str]] = {}
     for cost in costs:
         for name, (calls, nbytes) in cost.collectives.items():
             senders.setdefault((name, calls, nbytes), []).append(str(cost.pp_rank))
     for (name, calls, nbytes), stages in sorted(senders.items()):
-        made.add_row(
-            *name.split(),
-            str(calls),
-            f"{nbytes / 2**20:,.4g}" if nbytes >= 2**10 else "< 0.001",
-            ",".join(stages),
-        )
+        size = f"{nbytes / 2**20:,.4g}" if nbytes >= 2**10 else "< 0.001"
+        made.add_row(*name.split(), str(calls), size, ",".join(stages))
     return made
