@@ -1,6 +1,5 @@
 """Checks the sweeps of an acceptance run: equal losses, a recognised lack of memory, and the speed."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -56,8 +55,7 @@ class Outcome:
 
     def see(self, run: Candidate) -> str:
         """The command that shows everything about the run."""
-        place = f"--sweep {self.folder.word} --results-dir {shlex.quote(str(self.folder.path.parent))}"
-        return f"ultrabench sweep show {run.run_id} {place}"
+        return f"ultrabench sweep show {run.run_id} {self.folder.display_name}"
 
 
 def check_losses(one: Outcome, layouts: Outcome) -> Check:

@@ -42,6 +42,11 @@ class SweepProgress:
     failures: tuple[tuple[Candidate, AttemptState], ...]
     """The last five runs whose latest attempt failed, the newest last."""
 
+    @property
+    def left(self) -> int:
+        """Number of runs that are pending or running."""
+        return self.by_status.get("pending", 0) + self.by_status.get("running", 0)
+
     def as_json(self) -> dict[str, Any]:
         """The document of `sweep status --json`."""
         return {

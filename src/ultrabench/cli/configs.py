@@ -1,21 +1,20 @@
 """`ultrabench configs` lists the names that overrides may use, and prints the file of a name."""
 
 import sys
-from typing import Annotated
 
 import typer
 
+from ultrabench.cli.options import Json
+from ultrabench.errors import ConfigError, unknown_name
+
 
 def configs(
-    group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="One group, such as model.")] = None,
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One name of the group: print its file.")
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    group: str | None = typer.Argument(None, help="One group, such as model."),
+    name: str | None = typer.Argument(None, help="One name of the group: print its file."),
+    json_: Json = False,
 ) -> None:
     """List the names that overrides may use, or print the file of one name."""
     from ultrabench.cli.tables import out, plain, print_json, say, table
-    from ultrabench.errors import ConfigError, unknown_name
     from ultrabench.sweep.config.compose import GROUPS, describe, files, read_text
 
     if group is not None and group not in GROUPS:
@@ -37,7 +36,7 @@ def configs(
         return
     for each, options in described.items():
         made = table(f"{each}=", "name", "what it is")
-        for option, told in options.items():
-            made.add_row(option, told)
+        for option in options.items():
+            made.add_row(*option)
         out().print(made)
         out().print()

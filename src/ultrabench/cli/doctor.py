@@ -1,14 +1,12 @@
 """The options of `ultrabench doctor`."""
 
-from typing import Annotated
-
 import typer
 
-OVERRIDES = "Hydra overrides, such as cluster=mine hardware=h100x8."
+from ultrabench.cli.options import Json, Overrides
 
 
 def doctor(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[OVERRIDES]...", help=OVERRIDES)] = None,
+    overrides: Overrides,
     write: bool = typer.Option(
         False, "--write", help="Write ./ultrabench/cluster/NAME.yaml from what Slurm says."
     ),
@@ -18,13 +16,13 @@ def doctor(
     ),
     force: bool = typer.Option(False, "--force", help="Let --write overwrite."),
     wait: float = typer.Option(
-        300.0, min=0.0, metavar="SECONDS", help="For the job on a node; 0: submit none."
+        300.0, min=0.0, metavar="SECONDS", help="Longest wait for the job on a node; 0: submit none."
     ),
     deep: bool = typer.Option(
-        False, "--deep", help="Then an acceptance run of at most 3 GPU hours on 1 and 2 nodes."
+        False, "--deep", help="Then do an acceptance run of at most 3 GPU hours on 1 and 2 nodes."
     ),
-    json_: bool = typer.Option(False, "--json", help="One JSON document on stdout."),
-) -> None:
+    json_: Json = False,
+) -> int:
     """Check whether this cluster can be used, and name a remedy for each failure.
 
     A job of one node is submitted in the same way as the jobs of a sweep. Without launcher=, Slurm is checked
@@ -34,6 +32,4 @@ def doctor(
     """
     from ultrabench.cli.run_doctor import run_doctor
 
-    raise typer.Exit(
-        run_doctor(overrides or [], name if write else None, partition, force, wait, deep, json_)
-    )
+    return run_doctor(overrides, name if write else None, partition, force, wait, deep, json_)

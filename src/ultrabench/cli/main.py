@@ -8,36 +8,28 @@ from typing import Any
 
 import typer
 
+import ultrabench
 from ultrabench.cli.configs import configs
 from ultrabench.cli.doctor import doctor
 from ultrabench.cli.kernel.commands import kernel_app
-from ultrabench.cli.results import collect, heatmap, plot
+from ultrabench.cli.results import collect_sweeps, heatmap, plot
 from ultrabench.cli.sweep.commands import sweep_app
 from ultrabench.errors import ConfigError, DiskError, UltrabenchError, may_pass
 
 PREFIX = "ultrabench: "
 
-app = typer.Typer(
-    help="Find the training layout that is fastest on your nodes, by measuring.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(sweep_app, name="sweep")
 app.add_typer(kernel_app, name="kernel")
-app.command("collect")(collect)
-app.command("heatmap")(heatmap)
-app.command("plot")(plot)
-app.command("doctor")(doctor)
-app.command("configs")(configs)
+app.command("collect")(collect_sweeps)
+for command in (heatmap, plot, doctor, configs):
+    app.command()(command)
 
 
 @app.callback(invoke_without_command=True)
 def root(version: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True)) -> None:
     """Find the training layout that is fastest on your nodes, by measuring."""
     if version:
-        import ultrabench
-
         typer.echo(ultrabench.__version__)
         raise typer.Exit
 
@@ -78,9 +70,7 @@ def _require_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise ConfigError(
-            f"the working folder cannot be used: {error.strerror}; change to another one"
-        ) from error
+        raise ConfigError(f"the working folder cannot be used: {error.strerror}; use another") from error
 
 
 def _fail(message: str, code: int, prefix: str = PREFIX) -> int:

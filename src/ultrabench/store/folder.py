@@ -22,9 +22,9 @@ class SweepFolder:
         return self.path.name
 
     @property
-    def word(self) -> str:
-        """The name of the sweep quoted for a shell, for commands that users copy."""
-        return shlex.quote(self.name)
+    def display_name(self) -> str:
+        """The SWEEP argument of commands that users copy: its name if it is in ./results, else its path."""
+        return shlex.quote(self.name if self.path.parent == Path.cwd() / "results" else str(self.path))
 
     @property
     def sweep_json(self) -> Path:

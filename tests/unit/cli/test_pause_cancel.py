@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.unit.cli.conftest import QUICK, one_line
-from ultrabench.cli.sweep import pause_cancel
+from ultrabench.cli.sweep import control
 from ultrabench.errors import ClusterError
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
@@ -138,7 +138,7 @@ class Cluster:
 @pytest.fixture
 def cluster(unreachable, monkeypatch):
     made = Cluster(unreachable)
-    monkeypatch.setattr(pause_cancel, "choose_launcher", made.choose)
+    monkeypatch.setattr(control, "choose_launcher", made.choose)
     return made
 
 

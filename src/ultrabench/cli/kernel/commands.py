@@ -4,45 +4,35 @@ from typing import Annotated
 
 import typer
 
+from ultrabench.cli.options import Json
+
 kernel_app = typer.Typer(
     help="Try the embedded training kernel by itself.", no_args_is_help=True, rich_markup_mode=None
 )
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[WORD=VALUE]...", default_factory=list, show_default=False,
+        help="Layout and model, such as tp=2 pp=2 gas=4 model=tiny recompute=full; dryrun also takes nodes=8.",
+    ),
+]  # fmt: skip
 
 
-@kernel_app.callback()
-def kernel() -> None:
-    """Try the embedded training kernel by itself."""
-
-
-@kernel_app.command("check")
+@kernel_app.command()
 def check(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[WORD=VALUE]...", help="dp=2 tp=2 pp=2 zero_stage=1 gas=4 model=tiny"),
-    ] = None,
-    dump: Annotated[
-        str | None, typer.Option("--dump", help="Folder for the gradients and parameters of both.")
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
-) -> None:
+    words: Words,
+    dump: str | None = typer.Option(None, help="Folder for the gradients and parameters of both."),
+    json_: Json = False,
+) -> int:
     """Compare loss, gradients and parameters of a layout with one process in fp64; exit 1 above 1e-10."""
     from ultrabench.cli.kernel.check import run_check
 
-    raise typer.Exit(run_check(words or [], dump, json_))
+    return run_check(words, dump, json_)
 
 
-@kernel_app.command("dryrun")
-def dryrun(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[WORD=VALUE]...",
-            help="model=llama3-8b nodes=8 tp=8 zero_stage=3 seq_len=8192 recompute=full",
-        ),
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
-) -> None:
+@kernel_app.command()
+def dryrun(words: Words, json_: Json = False) -> None:
     """Show memory, collectives and FLOPs of a rank at any world size, by a step without data."""
     from ultrabench.cli.kernel.dryrun import run_dryrun
 
-    run_dryrun(words or [], json_)
+    run_dryrun(words, json_)

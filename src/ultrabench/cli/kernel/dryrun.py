@@ -15,7 +15,9 @@ from ultrabench.run import RunSpec, Workload
 from ultrabench.stages import held_stages
 from ultrabench.sweep.config.load import load_config
 
-DEFAULTS = {"model": "llama3-8b", "hardware": "h100x8", "nodes": 1, "seq_len": 4096, "recompute": "none"}
+DEFAULTS: dict[str, Any] = {
+    "model": "llama3-8b", "hardware": "h100x8", "nodes": 1, "seq_len": 4096, "recompute": "none",
+}  # fmt: skip
 PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 

@@ -1,13 +1,12 @@
 """`ultrabench sweep launch` opens a sweep, asks whether its price is accepted, and follows the sweep."""
 
 import math
-import os
 import shlex
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from types import FrameType
 
@@ -25,39 +24,37 @@ from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_progr
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt, open_allocations
 from ultrabench.result import ANSWERS, RunResult, Status
-from ultrabench.run import AttemptKey
-from ultrabench.store.events import LaunchConfig
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
 from ultrabench.store.kernel_secrets import hide
 from ultrabench.store.state import SweepState, final_attempts, fold
-from ultrabench.store.sweep_json import find_sweep_json, read_sweep_json
-from ultrabench.sweep.config.load import config_from_tree, load_config
+from ultrabench.store.sweep_json import find_sweep_json
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
 from ultrabench.sweep.running.attempts import Launch, next_attempts
-from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, reckon
+from ultrabench.sweep.running.price import BUDGET_FACTOR, committed_gpu_hours, reckon
 from ultrabench.sweep.running.progress import progress
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGINT, *TERMINATING)
 
 
 def run_launch(
     overrides: list[str], detach: bool, max_gpu_hours: float | None, yes: bool, reuse: str | None
 ) -> int:
     """Launches and follows a sweep; returns the exit code."""
-    _require_finite(max_gpu_hours)
+    require_finite(max_gpu_hours)
     config = load_config(overrides)
     require_program(config)
     folder = folder_of(config)
     if detach and config.launcher.name == "local":
         require_runs(make_plan(config))
         return _leave_in_background(folder, overrides, max_gpu_hours, reuse)
-    launcher = choose_launcher(config, folder)
-    plan, price = make_plan(config), None
+    launcher, plan = choose_launcher(config, folder), make_plan(config)
     require_runs(plan)
     if config.launcher.name != "local":
         if untried := not_accepted(config):
@@ -67,15 +64,7 @@ def run_launch(
         used, following = committed_gpu_hours(plan, state, ()), bool(open_allocations(state))
         max_gpu_hours = ask_for_budget(plan, price, used, launcher.limits, max_gpu_hours, yes, following)
     sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
-    return follow(
-        sweep,
-        launcher,
-        max_gpu_hours,
-        words=_words(folder),
-        price=price if sweep.plan is plan else None,
-        detach=detach,
-        ask=not yes,
-    )
+    return follow(sweep, launcher, max_gpu_hours, folder.display_name, detach=detach, ask=not yes)
 
 
 def folder_of(config: SweepConfig) -> SweepFolder:
@@ -83,53 +72,10 @@ def folder_of(config: SweepConfig) -> SweepFolder:
     return SweepFolder(Path(config.results_dir).absolute() / config.name)
 
 
-def _require_finite(max_gpu_hours: float | None) -> None:
+def require_finite(max_gpu_hours: float | None) -> None:
     """Raises ConfigError for a budget that is infinite or not a number."""
     if max_gpu_hours is not None and not math.isfinite(max_gpu_hours):
         raise ConfigError(f"--max-gpu-hours {max_gpu_hours}; must be a number, such as 100")
-
-
-def _words(folder: SweepFolder) -> str:
-    """The words that name a sweep in commands for the user: its name, and where it is if not in ./results."""
-    parent = folder.path.parent
-    where = "" if parent == Path.cwd() / "results" else f" --results-dir {shlex.quote(str(parent))}"
-    return folder.word + where
-
-
-def continue_sweep(
-    folder: SweepFolder,
-    *,
-    retry: Sequence[AttemptKey] = (),
-    console: Console | None = None,
-    detach: bool = False,
-    max_gpu_hours: float | None = None,
-) -> int:
-    """Continues a sweep with the configuration of its latest launch; returns the exit code.
-
-    Args:
-        max_gpu_hours: budget of the sweep; None means that of the latest launch.
-    """
-    _require_finite(max_gpu_hours)
-    state = fold(read_journal(folder.journal, warn))
-    config = as_launched(folder, state)
-    launched = state.launched or LaunchConfig(generation=0, config={})
-    budget = launched.max_gpu_hours if max_gpu_hours is None else max_gpu_hours
-    work_dir, words = launched.work_dir, _words(folder)
-    if work_dir and Path(work_dir).is_dir():
-        os.chdir(work_dir)  # a command of the user may name files of this folder
-    launcher = choose_launcher(config, folder)
-    sweep = open_sweep(make_plan(config), reuse="any", warn=warn, say=say, retry=retry, max_gpu_hours=budget)
-    return follow(sweep, launcher, budget, words=words, console=console, detach=detach)
-
-
-def as_launched(folder: SweepFolder, state: SweepState) -> SweepConfig:
-    """The configuration of a sweep's latest launch.
-
-    Raises:
-        SweepFolderError: sweep.json cannot be read.
-    """
-    told = state.config or read_sweep_json(folder).config
-    return config_from_tree(told | {"name": folder.name, "results_dir": str(folder.path.parent)})
 
 
 def settled(
@@ -143,9 +89,8 @@ def follow(
     sweep: OpenSweep,
     launcher: Launcher,
     max_gpu_hours: float | None,
+    display_name: str,
     *,
-    words: str,
-    price: Price | None = None,
     console: Console | None = None,
     detach: bool = False,
     ask: bool = True,
@@ -153,65 +98,63 @@ def follow(
     """Follows an open sweep to its end, or leaves it after the first submission; returns the exit code.
 
     Args:
-        words: words that name the sweep in commands for the user.
-        price: the price of what is left, if it is known already.
+        display_name: the name of the sweep in commands for the user.
         ask: whether the user may be asked to replace jobs of others.
     """
-    config, before = sweep.config, {key.run_id for key in sweep.state().attempts}
-    for line in _first_lines(sweep, price or reckon(sweep.plan, sweep.state())):
+    config, runs = sweep.config, sweep.plan.runs
+    before = {key.run_id for key in sweep.state().attempts}
+    for line in _first_lines(sweep):
         say(line)
     taken = _asked_to_take_over(sweep, launcher) if ask else []
+    caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
     try:
-        _handle(_terminate, instead_of=signal.SIG_DFL)  # under nohup, SIGHUP stays ignored
-        with Display(config.name, sweep.plan.runs, config.hardware.device) as display:
+        _handle(_terminate, caught)
+        with Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, max_gpu_hours, display.say)
             reconciler.take_over(taken)
             state = reconciler.once()[0] if detach else reconciler.run()
-    except (KeyboardInterrupt, Terminated) as stop:
-        return _interrupted(sweep, launcher, stop, words)
-    _handle(signal.SIG_DFL, instead_of=_terminate)  # the rest takes only a moment
+    except KeyboardInterrupt:
+        return _interrupted(sweep, launcher, signal.SIGINT, display_name)
+    except Terminated as stop:
+        return _interrupted(sweep, launcher, stop.args[0], display_name)
+    _handle(signal.SIG_DFL, caught)  # the rest takes only a moment
     if detach and reconciler.submitted:
-        _say_left(reconciler.submitted, words)
+        say(
+            f"submitted {counted(reconciler.submitted, 'job')} and left; what comes after them is submitted by whoever "
+            f"follows: ultrabench sweep resume {display_name}, by the same user on any login node of this cluster"
+        )
         return 0
-    now = progress(config.name, sweep.plan.runs, state, config.hardware.device)
+    now = progress(config.name, runs, state, config.hardware.device)
     (console or out()).print(panel(now, busy=False))
-    for line in other_launches(state, {run.run_id for run in sweep.plan.runs}, before):
+    for line in other_launches(state, {run.run_id for run in runs}, before):
         say(line)
     if reconciler.stopped:
         if state.cancelled and config.launcher.name == "local":
             interrupt(sweep, launcher)  # ends what was submitted meanwhile
-        _say_stopped(sweep, reconciler, state, words)
+        _say_stopped(reconciler, state, display_name)
         return 1
     if Status.OK in now.by_status:
-        say(f"next: ultrabench {'plot comm' if config.kernel.kind == 'probe' else 'heatmap'} {words}")
+        say(f"next: ultrabench {'plot comm' if config.kernel.kind == 'probe' else 'heatmap'} {display_name}")
     return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
 
 
-def _say_left(jobs: int, words: str) -> None:
-    """Tells what a detached launch has submitted, and how to follow the sweep again."""
-    say(
-        f"submitted {counted(jobs, 'job')} and left; what comes after them is submitted by whoever follows: "
-        f"ultrabench sweep resume {words}, by the same user on any login node of this cluster"
-    )
-
-
-def _say_stopped(sweep: OpenSweep, reconciler: Reconciler, state: SweepState, words: str) -> None:
+def _say_stopped(reconciler: Reconciler, state: SweepState, display_name: str) -> None:
     """Tells why a sweep stopped; if it is over its budget, also the command that continues it."""
     say(f"stopped: {reconciler.stopped}")
     if reconciler.over_budget:
-        left = BUDGET_FACTOR * reckon(sweep.plan, state).gpu_hours
-        needed = committed_gpu_hours(sweep.plan, state, ()) + left
-        say(f"go on with: ultrabench sweep resume {words} --max-gpu-hours {needed:.3g}")
+        plan = reconciler.sweep.plan
+        needed = committed_gpu_hours(plan, state, ()) + BUDGET_FACTOR * reckon(plan, state).gpu_hours
+        say(f"go on with: ultrabench sweep resume {display_name} --max-gpu-hours {needed:.3g}")
 
 
-def _first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
+def _first_lines(sweep: OpenSweep) -> Iterator[str]:
     """The lines that a launch prints before it submits anything."""
-    config, plan = sweep.config, sweep.plan
-    runs, cost = counted(len(plan.runs), "run"), hours(price.gpu_hours)
-    yield f"{config.name}: {runs}, {cost} GPU hours predicted, in {sweep.folder.path}"
-    if not any(run.fits for run in plan.runs):
+    config, runs, state = sweep.config, sweep.plan.runs, sweep.state()
+    cost = hours(reckon(sweep.plan, state).gpu_hours)
+    yield f"{config.name}: {counted(len(runs), 'run')}, {cost} GPU hours predicted, in {sweep.folder.path}"
+    if not any(run.fits for run in runs):
         yield "none of them is predicted to fit into the memory of a rank"
-    if config.profile and settled(plan, sweep.state(), sweep.accepts):
+    if config.profile and settled(sweep.plan, state, sweep.accepts):
         yield "profile=true, but all is measured: only new runs are profiled; add repeats=N or name=NAME"
     for other in living_launchers(sweep.folder, sweep.journal.path):
         yield f"{other} follows this sweep, too; both may go on: no run is made twice"
@@ -240,70 +183,57 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
 
     Jobs of others are never replaced without asking. Those that already run are waited for.
     """
-    unended = ((n, a) for n, a in sweep.state().allocations.items() if a.ended is None and not a.agents)
-    others = {name: held for name, held in unended if not sees(launcher.by, held.by)}
+    waiting = (a for a in sweep.state().allocations.values() if a.ended is None and not a.agents)
+    others = [held for held in waiting if not sees(launcher.by, held.by)]
     if not others or sys.stdin is None or not sys.stdin.isatty():
         return []
-    whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others.values()}
+    whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others}
     text = f"{counted(len(others), 'job')} of {', '.join(sorted(whose))} have not started. Submit others in their place?"
-    return sorted(others) if typer.confirm(text, err=True) else []
+    return sorted(a.name for a in others) if typer.confirm(text, err=True) else []
 
 
 class Terminated(BaseException):
     """Raised on SIGTERM or SIGHUP; like KeyboardInterrupt it is no Exception, so that nothing catches it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated(number)
 
 
-def _handle(handler: Handler, instead_of: Handler) -> None:
-    """Makes `handler` handle SIGTERM and SIGHUP, if `instead_of` handles them now."""
-    for number in TERMINATING:
-        if signal.getsignal(number) == instead_of:
-            signal.signal(number, handler)
-
-
-def _all_signals(handler: Handler) -> None:
-    for number in (signal.SIGINT, *TERMINATING):
-        signal.signal(number, handler)
-
-
 def _give_up(number: int, frame: FrameType | None) -> None:
-    _all_signals(signal.SIG_IGN)  # comes first, so that a third Ctrl-C cannot interrupt this
+    _handle(signal.SIG_IGN, ENDING)  # comes first, so that a third Ctrl-C cannot interrupt this
     raise Terminated(number)
 
 
-def _interrupted(
-    sweep: OpenSweep, launcher: Launcher, stop: KeyboardInterrupt | Terminated, words: str
-) -> int:
-    """Tells what still runs and how to continue; returns the exit code.
+def _handle(handler: Handler, numbers: Iterable[int]) -> None:
+    """Makes `handler` handle these signals."""
+    for number in numbers:
+        signal.signal(number, handler)
+
+
+def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name: str) -> int:
+    """Tells what still runs and how to continue after signal `number`; returns the exit code.
 
     Jobs of Slurm go on. On this machine Ctrl-C ends all runs. A launcher that is ended by a signal, or
     whose terminal is gone, leaves its agents running for the next launch.
     """
     again = shlex.join(["ultrabench", *hide(sys.argv[1:], sweep.config.secrets)])
-    number = stop.number if isinstance(stop, Terminated) else signal.SIGINT
     jobs_go_on = sweep.config.launcher.name != "local"
-    if jobs_go_on or isinstance(stop, Terminated):
+    if jobs_go_on or number != signal.SIGINT:
         why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
         rest = "its jobs go on" if jobs_go_on else "what runs here goes on"
-        told = (
-            f"{why}no longer followed; {rest}. Follow again: {again}; end it: ultrabench sweep cancel {words}"
-        )
+        after = f"Follow again: {again}; end it: ultrabench sweep cancel {display_name}"
+        told = f"{why}no longer followed; {rest}. {after}"
     else:
-        told = f"interrupted; nothing that finished is lost, go on with: {again}"
+        when = "interrupted"
         try:
-            _all_signals(_give_up)
+            _handle(_give_up, ENDING)
             say("stopping what runs on this machine")
             interrupt(sweep, launcher)
         except (KeyboardInterrupt, Terminated):
-            told = told.replace("interrupted;", "interrupted again before all had ended;", 1)
-    _all_signals(signal.SIG_IGN)
+            when = "interrupted again before all had ended"
+        told = f"{when}; nothing that finished is lost, go on with: {again}"
+    _handle(signal.SIG_IGN, ENDING)
     say(told)
     return 128 + number
 
@@ -317,10 +247,11 @@ def _leave_in_background(
     command = [sys.executable, "-P", "-m", "ultrabench.cli.main", "sweep", "launch", *overrides]
     command += ["--max-gpu-hours", str(max_gpu_hours)] if max_gpu_hours is not None else []
     command += ["--reuse", reuse] if reuse else []
-    with (folder.path / "launcher.log").open("ab") as log:
+    path = folder.path / "launcher.log"
+    with path.open("ab") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    say(f"launching in the background (process {process.pid}, output in {folder.path}/launcher.log)")
-    say(f"look with: ultrabench sweep status {_words(folder)} --watch")
+    say(f"launching in the background (process {process.pid}, output in {path})")
+    say(f"look with: ultrabench sweep status {folder.display_name} --watch")
     return 0

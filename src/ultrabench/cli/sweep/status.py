@@ -16,78 +16,66 @@ from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
-from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.running.progress import SweepProgress, progress
 
 WATCH_S = 1.0
 
 
-def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) -> int:
-    """Prints the progress of a sweep, once or until it is over; returns the exit code."""
-    look = _Look(find_sweep(sweep, results))
-    now, standing = look()
-    while as_json and watch and _unsettled(now):
-        time.sleep(WATCH_S)
-        now, standing = look()
+def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) -> None:
+    """Prints the progress of a sweep, once or until it is over."""
+    looks = _looks(find_sweep(sweep, results), watch)
     if as_json:
-        print_json(now.as_json() | {"standing": standing})
-        return 0
-    if not watch:
-        out().print(_page(now, standing))
-        return 0
-    with Live(_page(now, standing, bar=True), console=out(), auto_refresh=False) as live:
-        while _unsettled(now):
-            time.sleep(WATCH_S)
-            now, standing = look()
-            live.update(_page(now, standing, bar=True), refresh=True)
-    return 0
+        for now, standing in looks:
+            document = now.as_json() | {"standing": standing}
+        print_json(document)
+    elif watch:
+        with Live(console=out(), auto_refresh=False) as live:
+            for now, standing in looks:
+                live.update(_page(now, standing, bar=True), refresh=True)
+    else:
+        out().print(_page(*next(looks)))
 
 
-class _Look:
-    """Reads the progress of a sweep; each call reads new lines of the journal, and the plan if it changed."""
+def _looks(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress, str | None]]:
+    """Yields the progress of a sweep, and why it stands still if it does: once, or until the sweep is over.
 
-    def __init__(self, folder: SweepFolder) -> None:
-        self._folder, self._sweep = folder, read_sweep_json(folder)
-        self._reader, self._known = JournalReader(folder.journal, warn), Fold()
-        self._runs: list[Candidate] = []
-        self._written_ns: int | None = None
-
-    def __call__(self) -> tuple[SweepProgress, str | None]:
-        """The progress of the sweep, and why it stands still if it does."""
-        folder, state = self._folder, self._known.add(self._reader.poll())
-        written_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else None
-        if written_ns is None or written_ns != self._written_ns:
-            self._runs = [*runs_of(self._sweep, read_rows(folder.plan, runs_only=True), state)]
-            self._written_ns = written_ns
-        now = progress(folder.name, self._runs, state, self._sweep.hardware.device)
-        return now, _standing(folder, now, state) if _unsettled(now) else None
-
-
-def _unsettled(now: SweepProgress) -> bool:
-    return bool(now.by_status.get("pending") or now.by_status.get("running"))
+    Each look reads only new lines of the journal, and the plan if it changed.
+    """
+    sweep, reader, known = read_sweep_json(folder), JournalReader(folder.journal, warn), Fold()
+    written_ns = -1
+    while True:
+        state = known.add(reader.poll())
+        plan_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else 0
+        if plan_ns != written_ns:
+            runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
+            written_ns = plan_ns
+        now = progress(folder.name, runs, state, sweep.hardware.device)
+        yield now, _standing(folder, now, state) if now.left else None
+        if not (watch and now.left):
+            return
+        time.sleep(WATCH_S)
 
 
 def _standing(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str | None:
+    """Why nothing new starts in a sweep that is not over; None while a launcher follows it."""
     if state.paused:
-        return f"paused; go on with: ultrabench sweep resume {folder.word}"
+        return f"paused; go on with: ultrabench sweep resume {folder.display_name}"
     if state.cancelled:
         return "cancelled; the same launch command goes on"
     if living_launchers(folder):
         return None
+    told = "nothing runs and no launcher follows it"
     if now.running or now.waiting:
         told = "no launcher follows it; what was submitted goes on, what comes next waits for one"
-    else:
-        told = "nothing runs and no launcher follows it"
-    return f"{told}: ultrabench sweep resume {folder.word}"
+    return f"{told}: ultrabench sweep resume {folder.display_name}"
 
 
 def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
     told = [Text(standing, style="yellow")] if standing else []
-    return Group(*told, panel(now, busy=standing is None, bar=bar), *map(Text, _by_nodes(now)))
-
-
-def _by_nodes(now: SweepProgress) -> Iterator[str]:
-    """A line for each number of nodes, because a table of all statuses would not fit a narrow terminal."""
-    for nodes, counts in now.by_nodes.items():
-        yield f"{counted(nodes, 'node')}: {', '.join(f'{n} {name}' for name, n in counts.items())}"
+    # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
+    lines = [
+        f"{counted(nodes, 'node')}: {', '.join(f'{n} {name}' for name, n in counts.items())}"
+        for nodes, counts in now.by_nodes.items()
+    ]
+    return Group(*told, panel(now, busy=standing is None, bar=bar), *map(Text, lines))

@@ -1,0 +1,189 @@
+"""The commands that act on a launched sweep: `ultrabench sweep retry`, `pause`, `resume` and `cancel`."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ultrabench.cli.sweep.launch import follow, require_finite, settled
+from ultrabench.cli.sweep.live import counts_line
+from ultrabench.cli.tables import err, out, print_json, say, table, warn
+from ultrabench.errors import ClusterError, ConfigError, unknown_name
+from ultrabench.launchers.choose import choose_launcher
+from ultrabench.launchers.open_sweep import open_sweep
+from ultrabench.launchers.settle import open_allocations
+from ultrabench.processes import own_name
+from ultrabench.result import Status
+from ultrabench.run import AttemptKey
+from ultrabench.store.events import Cancel, LaunchConfig, Pause
+from ultrabench.store.folder import SweepFolder, find_sweep, write_whole
+from ultrabench.store.heartbeat import living_launchers
+from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
+from ultrabench.store.sweep_json import read_sweep_json
+from ultrabench.sweep.config.load import config_from_tree
+from ultrabench.sweep.plan import Plan, make_plan
+from ultrabench.sweep.plan_table import read_rows
+from ultrabench.sweep.running.losses import with_loss_outliers
+from ultrabench.sweep.running.progress import progress
+from ultrabench.sweep.running.retry import decide_retry, excluded
+
+FAILED = {s.value for s in Status} - {Status.OK, Status.SKIPPED, Status.REJECTED}
+"""The statuses that can be retried."""
+
+
+def run_retry(
+    sweep: str | None, only: str | None, run: str | None, dry_run: bool, as_json: bool, results: Path
+) -> int:
+    """Tries failed runs again, even where the retry policy would not; returns the exit code."""
+    folder, state, plan = _open(sweep, results)
+    state = with_loss_outliers(state)
+    chosen = _failed(folder, state, only, run)
+    rows = [_retry_row(a, state, plan) for a in chosen]
+    if as_json:
+        print_json(rows)
+    elif chosen:
+        title = f"{'would run' if dry_run else 'runs'} again"
+        made = table(title, "run", "attempt", "was", "reason", "policy")
+        for row in rows:
+            made.add_row(*map(str, row.values()))
+        out().print(made)
+        for node, why in excluded(state, plan.config.retry).items():
+            say(f"not on {node}: {why} (retry.forgive=[{node}] uses it again)")
+    if not chosen:
+        say(f"nothing to retry: no run ended in {only or 'a failure'}")
+    if dry_run or not chosen:
+        return 0
+    return _continue(folder, state, plan, retry=[a.key for a in chosen], console=err() if as_json else None)
+
+
+def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
+    """The failed final attempts that were asked for; confirmed OOMs only if `only` or `run` names them."""
+    wanted = {name.strip() for name in only.split(",")} if only else FAILED
+    if unknown := wanted - FAILED:
+        raise ConfigError(unknown_name("status to retry", min(unknown), FAILED))
+    planned = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
+    if run is not None and not any(run_id.startswith(run) for run_id in planned):
+        raise ConfigError(f"no run of {folder.name} has an id that begins with {run!r}; see sweep status")
+    return [
+        a
+        for (run_id, _), a in sorted(final_attempts(state).items())
+        if a.result
+        and a.result.status in wanted
+        and run_id in planned
+        and run_id.startswith(run or "")
+        and (only or run or not (a.result.status == Status.OOM and a.result.confirmed))
+    ]
+
+
+def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str, object]:
+    """The table row of an attempt to make: its run, how that ended before, and what the retry policy says."""
+    result, key = attempt.result, attempt.key
+    assert result is not None
+    share = next((r.prediction.memory_share for r in plan.runs if r.run_id == key.run_id), 1.0)
+    tries = [a for a in state.attempts_of(key.run_id) if a.key.repeat == key.repeat]
+    verdict = decide_retry(tries, plan.config.retry, memory_share=share)
+    return {
+        "run_id": key.run_id,
+        "attempt": key.attempt + 1,
+        "was": result.status.value,
+        "reason": result.reason,
+        "policy": f"{'again' if verdict.again else 'stands'}; {verdict.why}",
+    }
+
+
+def run_pause(sweep: str | None, results: Path) -> None:
+    """Pauses a sweep: running allocations end after their current run, and queued ones are cancelled."""
+    folder, state, plan = _open(sweep, results)
+    if settled(plan, state):
+        say(f"nothing to pause: every run of {folder.name} is settled")
+        return
+    if not state.paused:
+        JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1))
+    # The file is written after the journal, because the resume that removes it needs the event.
+    write_whole(folder.pause, "ultrabench sweep resume takes this file away\n")
+    _end(folder, state, plan, queued_only=True)
+    say(
+        f"paused: runs under way end, nothing begins; go on with: ultrabench sweep resume {folder.display_name}"
+    )
+
+
+def run_resume(sweep: str | None, results: Path, detach: bool, max_gpu_hours: float | None) -> int:
+    """Lifts a pause and continues the sweep with its latest configuration; returns the exit code."""
+    require_finite(max_gpu_hours)
+    folder, state, plan = _open(sweep, results)
+    folder.pause.unlink(missing_ok=True)
+    if state.paused:
+        JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1, on=False))
+    return _continue(folder, state, plan, detach=detach, max_gpu_hours=max_gpu_hours)
+
+
+def run_cancel(sweep: str | None, results: Path) -> None:
+    """Cancels a sweep: no new allocation is submitted, and all queued and running ones are ended."""
+    folder, state, plan = _open(sweep, results)
+    if settled(plan, state) and not open_allocations(state):
+        say(f"nothing to cancel: every run of {folder.name} is settled")
+        return
+    writer = JournalWriter(folder.journal, "cancel")
+    writer.write(Cancel(generation=state.generation + 1))
+    try:
+        _end(folder, state, plan, queued_only=False)
+    except ClusterError as error:
+        followed = living_launchers(folder, writer.path)
+        if not followed:
+            raise ClusterError(
+                f"{error}. The cancel is written down, but nobody follows it: run it again"
+            ) from error
+        say(f"{error}. {followed[0]} follows this sweep and tries again until it is done")
+        return
+    state = fold(read_journal(folder.journal))
+    now = progress(folder.name, plan.runs, state, plan.config.hardware.device)
+    err().print(counts_line(now, busy=False))
+    say("cancelled; results stay, and the same launch command goes on from here")
+
+
+def _open(sweep: str | None, results: Path) -> tuple[SweepFolder, SweepState, Plan]:
+    """The folder and the state of a sweep, and the plan of its latest launch.
+
+    Raises:
+        SweepFolderError: there is no such sweep, or it cannot be read.
+    """
+    folder = find_sweep(sweep, results)
+    first = read_sweep_json(folder).config
+    state = fold(read_journal(folder.journal, warn))
+    place = {"name": folder.name, "results_dir": str(folder.path.parent)}
+    return folder, state, make_plan(config_from_tree((state.config or first) | place))
+
+
+def _continue(
+    folder: SweepFolder,
+    state: SweepState,
+    plan: Plan,
+    *,
+    retry: Sequence[AttemptKey] = (),
+    console: Console | None = None,
+    detach: bool = False,
+    max_gpu_hours: float | None = None,
+) -> int:
+    """Continues a sweep with the configuration of its latest launch; returns the exit code.
+
+    Args:
+        max_gpu_hours: budget of the sweep; None means that of the latest launch.
+    """
+    launched, display_name = state.launched or LaunchConfig(generation=0, config={}), folder.display_name
+    budget = launched.max_gpu_hours if max_gpu_hours is None else max_gpu_hours
+    if launched.work_dir and Path(launched.work_dir).is_dir():
+        os.chdir(launched.work_dir)  # a command of the user may name files of this folder
+    launcher = choose_launcher(plan.config, folder)
+    sweep = open_sweep(plan, reuse="any", warn=warn, say=say, retry=retry, max_gpu_hours=budget)
+    return follow(sweep, launcher, budget, display_name, console=console, detach=detach)
+
+
+def _end(folder: SweepFolder, state: SweepState, plan: Plan, *, queued_only: bool) -> None:
+    """Ends the open allocations of a sweep that this user has submitted."""
+    open_now = open_allocations(state)
+    others = {str(a.by["user"]) for a in open_now.values() if a.by and a.by.get("user") != own_name()}
+    if others:
+        say(f"jobs of {', '.join(sorted(others))} are under way: only whoever submitted them can end them")
+    choose_launcher(plan.config, folder, submits=False).cancel(open_now, queued_only=queued_only)
