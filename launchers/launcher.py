@@ -22,6 +22,12 @@ _FIRST_NAMESPACE = 0xEFFFFFFC
 """Inode of the PID namespace of a host outside all containers (PROC_PID_INIT_INO of Linux)."""
 
 
+Say = Callable[[str], None]
+"""Shows the user one line."""
+Allocations = Mapping[str, AllocationState]
+"""Name of an allocation -> what the journal says about it."""
+
+
 class Launcher(Protocol):
     """Runs allocations as local processes or as Slurm jobs."""
 
@@ -32,9 +38,7 @@ class Launcher(Protocol):
     rest_s: float
     """Seconds between two looks at the journal."""
 
-    def submit(
-        self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
-    ) -> dict[str, Job]:
+    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Say) -> dict[str, Job]:
         """Submits allocations with the same node count and time limit; returns the job of each allocation.
 
         Args:
@@ -45,12 +49,10 @@ class Launcher(Protocol):
             ClusterError: the submission failed; `observe` finds the jobs that were submitted nevertheless.
         """
 
-    def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
+    def observe(self, allocations: Allocations) -> JobsSeen:
         """The present state of `allocations`; for ended ones, only whether Slurm started their job again."""
 
-    def cancel(
-        self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
-    ) -> dict[str, float]:
+    def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends allocations; with `queued_only` it ends only those that hold no nodes.
 
         Returns:

@@ -5,6 +5,7 @@ they continue when the launcher ends.
 """
 
 import contextlib
+import itertools
 import os
 import shlex
 import signal
@@ -12,11 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.launcher import Allocations, Say, origin
 from ultrabench.processes import (
     clean_up_after_the_dead,
     command_line,
@@ -24,7 +26,6 @@ from ultrabench.processes import (
     own_processes,
     start_time,
 )
-from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import touched
@@ -52,9 +53,7 @@ class LocalLauncher:
         self.by = origin()
         self._missing: dict[str, float] = {}
 
-    def submit(
-        self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
-    ) -> dict[str, Job]:
+    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Say) -> dict[str, Job]:
         """Starts the agents of each allocation; returns the host, pid and start time of each.
 
         Raises:
@@ -82,33 +81,32 @@ class LocalLauncher:
         pid = int(done.stdout.split()[-1])
         return {"host": socket.gethostname(), "pid": pid, "start_time": start_time(pid)}
 
-    def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
+    def observe(self, allocations: Allocations) -> JobsSeen:
         """The allocations that are alive: they have a process on this host, or had one until GRACE_S ago.
 
         Processes are found by their command lines and not by remembered pids, so that this works after a
         launcher died and when the system reuses a pid.
         """
-        unended = [name for name, held in allocations.items() if held.ended is None]
-        present = _present(self._folder.allocations)
-        self._end_stragglers(present & (allocations.keys() - unended))
-        found = present & set(unended)
-        now = time.monotonic()
-        self._missing = {n: self._missing.get(n, now) for n in unended if n not in found}
+        unended = {name for name, held in allocations.items() if held.ended is None}
+        present = self._pids().keys()
+        if stragglers := present & (allocations.keys() - unended):  # such as frozen agents
+            self._wait_and_kill(stragglers, GRACE_S)
+        found, now = present & unended, time.monotonic()
+        self._missing = {n: self._missing.get(n, now) for n in unended - found}
         lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
-        ended = {
-            n: JobEnd(
-                status=Status.LOST, reason=f"the agents of {n} vanished", certain=True,
-                elapsed_s=self._held_s(allocations[n]),
-            )
-            for n in sorted(lost)
-        }  # fmt: skip
         if lost:
             clean_up_after_the_dead()
         host = socket.gethostname()
-        jobs: dict[str, Job] = {name: {"host": host} for name in found}
         return JobsSeen(
-            alive=frozenset(unended) - lost, running=frozenset(found), ended_jobs=ended, jobs=jobs
+            alive=frozenset(unended - lost),
+            running=frozenset(found),
+            ended_jobs={n: self._vanished(allocations[n]) for n in sorted(lost)},
+            jobs={name: {"host": host} for name in found},
         )
+
+    def _vanished(self, held: AllocationState) -> JobEnd:
+        reason = f"the agents of {held.name} vanished"
+        return JobEnd(reason=reason, certain=True, elapsed_s=self._held_s(held))
 
     def _held_s(self, held: AllocationState) -> float:
         """Seconds from the time an allocation was written to its latest sign of life."""
@@ -116,62 +114,44 @@ class LocalLauncher:
         began = touched(self._folder.allocations / held.name / "allocation.json")
         return max(0.0, *(touched(path) - began for path in paths)) if paths and began else 0.0
 
-    def _end_stragglers(self, ended: set[str]) -> None:
-        """Kills agents, such as frozen ones, that still run some seconds after their allocation ended."""
-        end = time.monotonic() + GRACE_S
-        while ended and time.monotonic() < end:
-            time.sleep(0.05)
-            ended &= _present(self._folder.allocations)
-        for name in ended:
-            self.end_frozen(name, {})
-
-    def end_frozen(self, name: str, job: Job) -> None:
-        """Kills the agents at once; Linux and `clean_up_after_the_dead` end their ranks."""
-        folder = self._folder.allocations / name
-        kill_until_gone(lambda: _processes_of(folder))
-        clean_up_after_the_dead()
-
-    def cancel(
-        self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
-    ) -> dict[str, float]:
+    def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends allocations: asks their agents to end, then kills those that do not.
 
         Local allocations are never queued, so that `queued_only` ends none.
         """
         if queued_only:
             return {}
-        for name in allocations:
-            self._kill(self._folder.allocations / name)
+        pids = self._pids()
+        for pid in itertools.chain.from_iterable(pids[name] for name in allocations):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        self._wait_and_kill(allocations.keys(), STOP_PATIENCE_S)
         clean_up_after_the_dead()
         return {name: self._held_s(held) for name, held in allocations.items()}
 
-    def _kill(self, folder: Path) -> None:
-        for pid in _processes_of(folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-        end = time.monotonic() + STOP_PATIENCE_S
-        while _processes_of(folder) and time.monotonic() < end:
+    def _wait_and_kill(self, names: Set[str], patience_s: float) -> None:
+        """Waits until these allocations have no process, and kills those that have one after `patience_s`."""
+        end = time.monotonic() + patience_s
+        while (left := names & self._pids().keys()) and time.monotonic() < end:
             time.sleep(0.05)
-        kill_until_gone(lambda: _processes_of(folder))
+        for name in left:
+            self.end_frozen(name, {})
 
+    def end_frozen(self, name: str, job: Job) -> None:
+        """Kills the agents at once; Linux and `clean_up_after_the_dead` end their ranks."""
+        kill_until_gone(lambda: self._pids()[name])
+        clean_up_after_the_dead()
 
-def _processes(allocations: Path) -> Iterator[tuple[int, str]]:
-    """Pid and allocation of our processes that have an allocation's folder, or a file in it, as argument."""
-    start = f"{allocations}/"
-    for pid in own_processes():
-        words = command_line(pid)
-        names = {word.removeprefix(start).split("/")[0] for word in words if word.startswith(start)}
-        if names and OURS & set(words) and start_time(pid) is not None:
-            yield from ((pid, name) for name in names)
-
-
-def _present(allocations: Path) -> set[str]:
-    """Names of the allocations that have a process."""
-    return {name for _, name in _processes(allocations)}
-
-
-def _processes_of(folder: Path) -> list[int]:
-    return [pid for pid, name in _processes(folder.parent) if name == folder.name]
+    def _pids(self) -> defaultdict[str, list[int]]:
+        """Allocation -> our processes that have its folder, or a file in it, as argument."""
+        found, start = defaultdict[str, list[int]](list), f"{self._folder.allocations}/"
+        for pid in own_processes():
+            words = command_line(pid)
+            names = {word.removeprefix(start).split("/")[0] for word in words if word.startswith(start)}
+            if names and OURS & set(words) and start_time(pid) is not None:
+                for name in names:
+                    found[name].append(pid)
+        return found
 
 
 def start_agents(folder: Path) -> int:

@@ -1,12 +1,13 @@
 """Follows the allocations of a sweep and records how they ended; attempts they did not finish are lost."""
 
+import math
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, UltrabenchError, may_pass
-from ultrabench.launchers.launcher import Launcher
+from ultrabench.launchers.launcher import Allocations, Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
@@ -24,14 +25,18 @@ LATE = 1.5
 
 
 class AgentWatchdog:
-    """Tells which agents still touch their journals, and which have stopped."""
+    """Tells which agents still touch their journals, and which have stopped, by the looks of this launcher.
+
+    A time stamp that changes is a sign of life, whatever clock made it. A pause of the launcher itself (a
+    stuck file server, a sleeping laptop) says nothing about the agents, so only a short part of it counts.
+    """
 
     def __init__(self, folder: SweepFolder, choice: LauncherConfig) -> None:
         self._folder = folder
         self.patience_s = max(MISSED * choice.heartbeat_s, LATE * choice.grace_s)
         """Seconds after which an agent that has not touched its journal counts as dead or frozen."""
-        self._silence = SilenceTimer(self.patience_s / MISSED)
-        self._silent_s: dict[str, float] = {}
+        self._seen: dict[str, tuple[float, float, float]] = {}
+        """Allocation -> its latest time stamp, the time of the latest look, and the seconds without a change."""
         self._told_s: dict[str, float] = {}
         """Allocation -> how many seconds it had been silent when it was last reported as frozen."""
         self.frozen: dict[str, str] = {}
@@ -43,27 +48,32 @@ class AgentWatchdog:
         Args:
             running: allocations whose processes run; others may be suspended, so silence proves nothing.
         """
-        now = time.monotonic()
         paths = {held.name: self._paths(held) for held in unended}
-        self._silent_s = {n: self._silence.observe(n, found, now) for n, found in paths.items() if found}
-        self._told_s |= {n: silent_s for n, silent_s in self._silent_s.items() if n not in running}
+        self._seen = {name: self._look(name, found) for name, found in paths.items() if found}
+        self._told_s |= {name: self.silent_s(name) for name in self._seen if name not in running}
 
     def _paths(self, held: AllocationState) -> list[Path]:
         if not held.agents:
             return [self._folder.claims / held.name]
         return [self._folder.journal / a.journal for a in held.agents if a.journal]
 
-    def silent(self, name: str, more_s: float = 0.0) -> bool:
-        """Whether an allocation shows no sign of life, or has no journal that could show one.
+    def _look(self, name: str, paths: Iterable[Path]) -> tuple[float, float, float]:
+        stamp, now = max(map(touched, paths)), time.monotonic()
+        before, looked, silent_s = self._seen.get(name, (stamp, now, 0.0))
+        silent_s += min(now - looked, self.patience_s / MISSED)
+        return stamp, now, silent_s if stamp == before else 0.0
 
-        Args:
-            more_s: seconds to wait in addition to `patience_s`.
-        """
-        return self._silent_s.get(name, float("inf")) > self.patience_s + more_s
+    def silent_s(self, name: str) -> float:
+        """Seconds without a sign of life; infinite for an allocation that has no journal to show one."""
+        return self._seen.get(name, (0.0, 0.0, math.inf))[2]
+
+    def silent(self, name: str, more_s: float = 0.0) -> bool:
+        """Whether an allocation has been silent for longer than `patience_s` and `more_s` together."""
+        return self.silent_s(name) > self.patience_s + more_s
 
     def frozen_now(self, held: AllocationState) -> str | None:
         """Why this running allocation must be ended, once in each `patience_s`; None otherwise."""
-        silent_s = self._silent_s.get(held.name, 0.0) if held.agents else 0.0
+        silent_s = self.silent_s(held.name) if held.agents and held.name in self._seen else 0.0
         if silent_s < self._told_s.get(held.name, 0.0):
             del self._told_s[held.name]
         if silent_s - self._told_s.get(held.name, 0.0) <= self.patience_s:
@@ -73,34 +83,10 @@ class AgentWatchdog:
         return self.frozen[held.name]
 
 
-class SilenceTimer:
-    """Counts for how long the writers of journal files have not touched them, by the looks of this launcher.
-
-    A time stamp that changes is a sign of life, whatever clock made it. A pause of the launcher itself (a
-    stuck file server, a sleeping laptop) says nothing about the agents, so only a short part of it counts.
-    """
-
-    def __init__(self, most_gap_s: float) -> None:
-        """`most_gap_s` is the largest number of seconds that counts between two looks."""
-        self._most_gap_s = most_gap_s
-        self._seen: dict[str, tuple[float, float, float]] = {}
-        """Name -> its latest time stamp, the time of the latest look, and the seconds without a change."""
-
-    def observe(self, name: str, journals: list[Path], now: float) -> float:
-        """Seconds for which none of these files was touched; `now` is a time of a monotonic clock."""
-        stamp = max((touched(path) for path in journals), default=0.0)
-        held, looked, still_s = self._seen.get(name, (stamp, now, 0.0))
-        still_s = still_s + min(now - looked, self._most_gap_s) if stamp == held else 0.0
-        self._seen[name] = (stamp, now, still_s)
-        return still_s
-
-
 class Settler:
     """Follows the allocations of a sweep for one launch, and records in the journal how they ended."""
 
-    def __init__(
-        self, sweep: OpenSweep, launcher: Launcher, say: Callable[[str], None] = lambda note: None
-    ) -> None:
+    def __init__(self, sweep: OpenSweep, launcher: Launcher, say: Say = lambda note: None) -> None:
         """`say` is called with each message for the user."""
         self._sweep, self._launcher, self._say = sweep, launcher, say
         self._specs = {c.run_id: to_dict(c.spec) for c in sweep.plan.runs}
@@ -130,7 +116,8 @@ class Settler:
         self._end_frozen(seen, state)
         for name, seconds in sorted(seen.timed.items()):
             if state.allocations[name].ended is not None:
-                self.tell_held(state.allocations[name], seconds)
+                told = f"held for {seconds:.0f} s"
+                self._tell_end(state.allocations[name], told, seconds, source="slurm")
         for name in sorted(seen.alive - self._adopted):
             self._adopted.add(name)
             if state.allocations[name].submission[0] != self._sweep.journal.name:
@@ -192,7 +179,7 @@ class Settler:
         told = any(a.journal for a in held.agents) or not (held.agents or held.by.get("cluster"))
         if told and self.watchdog.silent(held.name, held.limit_s):
             reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
-            return JobEnd(status=Status.LOST, reason=reason, certain=True)
+            return JobEnd(reason=reason, certain=True)
         self._say(
             f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced. If it is gone for "
             "good, launch from a terminal without --yes: jobs that have not started can then be replaced"
@@ -204,7 +191,7 @@ class Settler:
         state = self._sweep.state()
         for name in names:
             if not state.allocations[name].agents and self.give_up(name):
-                end = JobEnd(status=Status.LOST, reason=f"taken over by {self._launcher.by['user']}")
+                end = JobEnd(reason=f"taken over by {self._launcher.by['user']}")
                 self.settle(state.allocations[name], end, state)
 
     def give_up(self, name: str) -> bool:
@@ -228,15 +215,11 @@ class Settler:
         """
         name = held.name
         owned = [key for key in held.tasks if self._owned(key, name, state)]
-        end = told or JobEnd(status=Status.LOST, reason=f"the agents of {name} ended ({held.ended})")
+        end = told or JobEnd(reason=f"the agents of {name} ended ({held.ended})")
         self._lose(owned, state, name, end)
         if told is not None:
             self._tell_end(held, told.reason, told.elapsed_s)
         self.settled.add((name, held.start))  # last, since the writes above may have failed
-
-    def tell_held(self, held: AllocationState, seconds: float) -> None:
-        """Records for how many seconds an ended allocation held its nodes, as Slurm reports it."""
-        self._tell_end(held, f"held for {seconds:.0f} s", seconds, source="slurm")
 
     def plan(self, allocation: Allocation) -> None:
         """Records the content of an allocation, before it is submitted or if only its files are known."""
@@ -272,7 +255,7 @@ class Settler:
                         self.plan(allocation)
                         continue
             reason = f"allocation {name} had claimed this run and ended without a result"
-            self._lose([key], state, name, JobEnd(status=Status.LOST, reason=reason))
+            self._lose([key], state, name, JobEnd(reason=reason))
         return found
 
     def _owned(self, key: AttemptKey, name: str, state: SweepState) -> bool:
@@ -309,7 +292,7 @@ def open_allocations(state: SweepState) -> dict[str, AllocationState]:
     return {n: held for n, held in sorted(state.allocations.items()) if held.ended is None}
 
 
-def visible(launcher: Launcher, allocations: Mapping[str, AllocationState]) -> dict[str, AllocationState]:
+def visible(launcher: Launcher, allocations: Allocations) -> dict[str, AllocationState]:
     """The allocations among `allocations` that a launcher can see and end."""
     return {n: held for n, held in allocations.items() if sees(launcher.by, held.by)}
 
@@ -323,5 +306,5 @@ def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
         if not held.agents:
             settler.give_up(name)  # an allocation that is still starting finds this claim
         reason = f"the agents of {name} were ended"
-        end = JobEnd(status=Status.LOST, reason=reason, elapsed_s=held_s.get(name), certain=True)
+        end = JobEnd(reason=reason, elapsed_s=held_s.get(name), certain=True)
         settler.settle(held, end, state)

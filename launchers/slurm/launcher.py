@@ -4,12 +4,12 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, counted
-from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.launcher import Allocations, Say, origin
 from ultrabench.launchers.slurm.command import CommandError, ask
 from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.query import Answer, SlurmQuery
@@ -112,9 +112,7 @@ class SlurmLauncher:
         self._accounted: dict[str, float] = {}
         """Allocation that is over -> when sacct was first asked for how long it held its nodes."""
 
-    def submit(
-        self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
-    ) -> dict[str, Job]:
+    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Say) -> dict[str, Job]:
         """Submits one array; if the answer of sbatch was lost, squeue is asked for the name of the job.
 
         Raises:
@@ -161,7 +159,7 @@ class SlurmLauncher:
     def _allocation(self, job: SlurmJob) -> str:
         return f"{job.name.removeprefix(self._prefix)}.{job.array_index}"
 
-    def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
+    def observe(self, allocations: Allocations) -> JobsSeen:
         """The jobs of the sweep by squeue or, for jobs that squeue has forgotten, by sacct.
 
         Raises:
@@ -186,6 +184,7 @@ class SlurmLauncher:
         gone = {
             n: end for n in sorted(self._unseen) if (end := self._over(allocations[n], seen.get(n), answer))
         }
+        ended = {n: allocations[n] for n in allocations.keys() - active.keys() - unended}
         return JobsSeen(
             alive=frozenset((unended | queued) - set(gone)),
             queued=frozenset(queued),
@@ -193,7 +192,7 @@ class SlurmLauncher:
             leaving=self._leaving(moving.keys() - unended, moving, since),
             ended_jobs=gone,
             held_s={n: job.elapsed_s for n, job in active.items() if n not in queued},
-            timed=self._timed(allocations, seen, active.keys() | unended),
+            timed=self._timed(ended, seen),
             jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
             notes=_notes(answer, active),
         )
@@ -212,11 +211,9 @@ class SlurmLauncher:
                 self.query.cancel(waiting)
         return [job for job in jobs if job not in second]
 
-    def _timed(
-        self, allocations: Mapping[str, AllocationState], seen: Mapping[str, list[SlurmJob]], active: Set[str]
-    ) -> dict[str, float]:
+    def _timed(self, ended: Allocations, seen: Mapping[str, list[SlurmJob]]) -> dict[str, float]:
         """Allocation that is over -> seconds for which its job held nodes, by squeue or else by sacct."""
-        over = {n: h for n, h in allocations.items() if n not in active and h.agents and not h.timed}
+        over = {n: held for n, held in ended.items() if held.agents and not held.timed}
         found = {n: seen[n][-1] for n in over if seen.get(n)}
         now, missing = time.monotonic(), over.keys() - found.keys()
         self._accounted = {n: self._accounted.get(n, now) for n in missing}
@@ -252,18 +249,15 @@ class SlurmLauncher:
             job = self.query.accounting([number]).get(number)
         if job is None:
             named = f"job {number}" if number else f"a job of {held.name}"
-            return JobEnd(status=Status.LOST, reason=f"Slurm does not know {named}")
+            return JobEnd(reason=f"Slurm does not know {named}")
         if not job.over:
             if waited < STALE_ACCOUNTING_S:
                 return None
-            reason = f"squeue has forgotten job {job.job_id}, sacct says {job.state}"
-            return JobEnd(status=Status.LOST, reason=reason)
+            return JobEnd(reason=f"squeue has forgotten job {job.job_id}, sacct says {job.state}")
         reason = f"Slurm ended job {job.job_id}: {job.state}{job.because}"
         return JobEnd(status=job.meaning.status or Status.LOST, reason=reason, elapsed_s=job.elapsed_s)
 
-    def cancel(
-        self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False
-    ) -> dict[str, float]:
+    def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends all jobs of the arrays that hold `allocations`; their agents record how the runs ended."""
         for array in sorted({name.rpartition(".")[0] for name in allocations}):
             self.query.cancel_named(f"{self._prefix}{array}", pending_only=queued_only)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.disks import on_a_small_disk
 from tests.unit.allocations import CONFIG, with_launcher
-from ultrabench.launchers.settle import AgentWatchdog, SilenceTimer
+from ultrabench.launchers.settle import AgentWatchdog
 from ultrabench.store.events import LeadingAgent
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import AllocationState
@@ -173,27 +173,36 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
     assert end.endswith("waited 0.0166667 minutes; what runs goes on: mend it, then launch again")
 
 
-def test_silence_counts_changes_and_not_clocks(tmp_path):
-    journal = tmp_path / "journal"
-    journal.write_text("")
-    silence = SilenceTimer(10.0)
-    looks = [silence.observe("a", [journal], now) for now in (0.0, 4.0, 8.0)]
-    assert looks == [0.0, 4.0, 8.0]
-    os.utime(journal, (0, 0))  # a clock that jumps back is a sign of life, too
-    assert silence.observe("a", [journal], 12.0) == 0.0
+def test_silence_counts_changes_and_not_clocks(watch):
+    def silent_s(name, *paths, after):
+        watch.now += after
+        watch.dog.observe([watch.allocation(*paths, name=n) for n in names], RUNNING)
+        return watch.dog.silent_s(name)
+
+    most_gap_s, gone, names = LOCAL_S / 3, watch.folder.journal / "agent-none-0000.jsonl", [NAME]
+    watch.of()
+    assert [silent_s(NAME, watch.journal, after=after) for after in (0.0, 4.0, 4.0)] == [0.0, 4.0, 8.0]
+    watch.touch(watch.journal, 0)  # a clock that jumps back is a sign of life, too
+    assert silent_s(NAME, watch.journal, after=4.0) == 0.0
     # The one who looks was away for an hour: that proves little.
-    assert silence.observe("a", [journal], 3612.0) == 10.0
+    assert silent_s(NAME, watch.journal, after=3600.0) == most_gap_s
     # It goes on from there, for each name alone; a file that is not there is no sign of life.
-    assert silence.observe("a", [journal, tmp_path / "none"], 3614.0) == 12.0
-    assert silence.observe("b", [journal], 3614.0) == 0.0
-    os.utime(journal, (5, 5))
-    assert silence.observe("a", [journal, tmp_path / "none"], 3620.0) == 0.0
-    assert silence.observe("b", [journal], 3620.0) == 0.0
+    assert silent_s(NAME, watch.journal, gone, after=2.0) == most_gap_s + 2.0
+    names.append("b")
+    assert silent_s("b", watch.journal, after=0.0) == 0.0
+    watch.touch(watch.journal, 5)
+    assert silent_s(NAME, watch.journal, gone, after=4.0) == 0.0
+    assert silent_s("b", watch.journal, after=0.0) == 0.0
 
 
-def test_silence_of_what_never_had_a_file_counts_too(tmp_path):
-    silence = SilenceTimer(10.0)
-    gone = [tmp_path / "none"]
-    assert [silence.observe("a", gone, now) for now in (0.0, 4.0, 99.0)] == [0.0, 4.0, 14.0]
-    gone[0].write_text("")
-    assert silence.observe("a", gone, 100.0) == 0.0
+def test_silence_of_what_never_had_a_file_counts_too(watch):
+    gone, found = watch.folder.journal / "agent-none-0000.jsonl", []
+    watch.of(watch.allocation(gone))
+    for after in (0.0, 4.0, 95.0):
+        watch.now += after
+        watch.look()
+        found.append(watch.dog.silent_s(NAME))
+    assert found == [0.0, 4.0, 4.0 + LOCAL_S / 3]
+    gone.write_text("")
+    watch.look()
+    assert watch.dog.silent_s(NAME) == 0.0

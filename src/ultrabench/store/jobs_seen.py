@@ -46,7 +46,7 @@ class JobLimits:
 class JobEnd:
     """How an allocation ended, as the batch system or the local launcher reports."""
 
-    status: Status
+    status: Status = Status.LOST
     """Status of the attempts that the allocation had claimed and did not finish."""
     reason: str
     elapsed_s: float | None = None
