@@ -7,9 +7,8 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.local import LocalLauncher
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
-from ultrabench.launchers.slurm.limits import Limits, read_limits
 from ultrabench.launchers.slurm.script import require_plain
-from ultrabench.launchers.slurm.site import Site
+from ultrabench.launchers.slurm.site import Limits, Site
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -35,7 +34,7 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool =
         return SlurmLauncher(config, folder)
     for path in (folder.path, Path.cwd()):
         require_plain(path)
-    limits = read_limits(Site(), choice.partition, choice.account, choice.qos)
+    limits = Site().limits(choice.partition, choice.account, choice.qos)
     where = f"partition {limits.name}"
     _require_at_most(limits.cpus_per_node, "cpus", choice.cpus, f"nodes of {where} have")
     _require_at_most(limits.job_minutes, "time_minutes", choice.time_minutes, f"{where} allows")

@@ -16,6 +16,7 @@ from typing import Any
 import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, counted
+from ultrabench.launchers.launcher import Say
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
@@ -119,8 +120,8 @@ def open_sweep(
     plan: Plan,
     *,
     reuse: str | None,
-    warn: Callable[[str], None],
-    say: Callable[[str], None],
+    warn: Say,
+    say: Say,
     retry: Sequence[AttemptKey] = (),
     max_gpu_hours: float | None = None,
     environment: dict[str, Any] | None = None,
@@ -175,7 +176,7 @@ def open_sweep(
     )  # fmt: skip
 
 
-def _machine_facts(config: SweepConfig, needs_peak: bool, say: Callable[[str], None]) -> dict[str, Any]:
+def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str, Any]:
     """The facts about this machine; only its number of cores if torch (slow to import) is not needed.
 
     Torch is needed to measure the peak rate, to find GPUs, and when runs of our own kernel on this machine

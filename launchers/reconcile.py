@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ultrabench.errors import ClusterError, SweepFolderError, may_pass
 from ultrabench.launchers.allocate import allocations, shapes
-from ultrabench.launchers.launcher import Launcher
+from ultrabench.launchers.launcher import Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.settle import Settler, visible
 from ultrabench.run import AttemptKey
@@ -35,12 +35,7 @@ class Reconciler:
     """Follows one launch of a sweep."""
 
     def __init__(
-        self,
-        sweep: OpenSweep,
-        launcher: Launcher,
-        show: Show,
-        max_gpu_hours: float | None = None,
-        say: Callable[[str], None] = lambda note: None,
+        self, sweep: OpenSweep, launcher: Launcher, show: Show, max_gpu_hours: float | None, say: Say
     ) -> None:
         """`show` gets the state and the living allocations in every round, `say` messages for the user."""
         self.sweep, self.launcher = sweep, launcher

@@ -1,5 +1,10 @@
-"""The acceptance run of a cluster: it tests on one and two nodes what a large sweep relies on."""
+"""The acceptance run of a cluster: it tests on one and two nodes what a large sweep relies on.
 
+doctor.json records it; a large sweep on a cluster without one gets a warning.
+"""
+
+import contextlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,18 +12,19 @@ from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
+from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, UltrabenchError, counted
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor import acceptance_checks
 from ultrabench.launchers.doctor.acceptance_checks import Outcome
-from ultrabench.launchers.doctor.acceptance_file import acceptance_folder, write_acceptance
-from ultrabench.launchers.doctor.check import Check, Say, failed, when_new
-from ultrabench.launchers.launcher import Launcher
+from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, when_new
+from ultrabench.launchers.launcher import Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt, open_allocations
 from ultrabench.layout import AXES
-from ultrabench.store.folder import SweepFolder
+from ultrabench.record import to_dict
+from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -34,6 +40,10 @@ GPU_HOURS = 3.0
 LAYOUTS = 12
 TOO_MUCH = 3.0
 """A run that is predicted to need this many times the memory of a rank certainly does not fit."""
+
+SCHEMA_VERSION = 1
+MANY_NODES = 8
+"""A launch on more nodes than this gives a warning if its cluster has not passed an acceptance run."""
 
 Choose = Callable[[Plan], Sequence[Candidate]]
 
@@ -191,3 +201,55 @@ def _pairs(run: Candidate) -> set[tuple[Word, Word]]:
     words: list[Word] = [(name, getattr(layout, name)) for name in AXES if name not in ("dp", "mbs", "gas")]
     words += [("dp > 1", layout.dp > 1), ("mbs > 1", layout.mbs > 1), ("gas > 1", layout.gas > 1)]
     return {*combinations_with_replacement(words, 2)}
+
+
+def acceptance_folder(config: SweepConfig) -> Path:
+    """The folder RESULTS_DIR/doctor-CLUSTER-HARDWARE of doctor.json and of the sweeps of acceptance runs."""
+    return Path(config.results_dir).absolute() / f"doctor-{config.cluster}-{config.hardware.name}"
+
+
+def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path, gpu_hours: float) -> Path:
+    """Writes doctor.json, which replaces an older one; returns its path.
+
+    Args:
+        sweeps: the folder with the sweeps of this acceptance run.
+        gpu_hours: the GPU hours that these sweeps used.
+    """
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "passed": not any(c.status is CheckStatus.FAIL for c in checks),
+        "cluster": config.cluster,
+        "hardware": to_dict(config.hardware),
+        "nodes": sorted(config.axes.nodes),
+        "launcher": config.launcher.name,
+        "time": time.time(),
+        "gpu_hours": round(gpu_hours, 4),
+        "kernel_digest": config.kernel.digest(),
+        "git_commit": checkout.commit(),
+        "sweeps": str(sweeps),
+        "checks": [to_dict(check) for check in checks],
+    }
+    path = acceptance_folder(config) / "doctor.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def not_accepted(config: SweepConfig) -> str | None:
+    """The warning for a large sweep on a cluster that has passed no acceptance run; None in other cases."""
+    most, folder = max(config.axes.nodes), acceptance_folder(config)
+    if config.launcher.name == "local" or config.hardware.simulated or most <= MANY_NODES:
+        return None
+    found = "has no acceptance run"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        document = json.loads((folder / "doctor.json").read_text())
+        if document["passed"] and max(document["nodes"]) > 1:
+            return None
+        if not document["passed"]:
+            bad = [c["name"] for c in document["checks"] if c["status"] == CheckStatus.FAIL]
+            found = f"failed its acceptance run ({', '.join(bad)})"
+    names = f"cluster={config.cluster} hardware={config.hardware.name}"
+    return (
+        f"sweep.nodes up to {most}, and {names} {found} in {folder}; at most 3 GPU hours on two nodes: "
+        f"ultrabench doctor --deep launcher=slurm {names}"
+    )

@@ -1,11 +1,9 @@
 """The result of a check; `ultrabench doctor` prints one row for each."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-Say = Callable[[str], None]
-"""Shows the user one line of progress."""
+from ultrabench.launchers.launcher import Say
 
 
 def when_new(say: Say) -> Say:

@@ -16,7 +16,8 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, counted
 from ultrabench.hardware import GIB
-from ultrabench.launchers.doctor.check import FAIL, WARN, Check, Say, failed, first_problem, passed, when_new
+from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed, when_new
+from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.slurm.command import CommandError, ask
 from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import SlurmLauncher

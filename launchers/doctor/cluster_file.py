@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.slurm.limits import Limits
-from ultrabench.launchers.slurm.site import Site
+from ultrabench.launchers.slurm.site import Limits, Site
 from ultrabench.store.folder import write_whole
 from ultrabench.sweep.config.launcher_config import LauncherConfig
 

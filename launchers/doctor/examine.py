@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor import checkup, site_checks
-from ultrabench.launchers.doctor.check import Check, CheckStatus, Say, failed, passed, skipped
+from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, passed, skipped
 from ultrabench.launchers.doctor.checkup import CheckupJob, checkup_folder
+from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.open_sweep import require_local
-from ultrabench.launchers.slurm.limits import read_limits
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import REACH_SLURMCTLD, Site
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -103,7 +103,7 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
     """
     choice = config.launcher
     try:
-        limits = read_limits(site, choice.partition, choice.account, choice.qos)
+        limits = site.limits(choice.partition, choice.account, choice.qos)
     except ConfigError as error:
         told, _, remedy = str(error).partition("; ")
         return [failed(told, remedy or "set launcher.partition=").named("partition")]

@@ -10,15 +10,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.choose import node_share
 from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed
 from ultrabench.launchers.slurm.command import CommandError
-from ultrabench.launchers.slurm.limits import Limits
-from ultrabench.launchers.slurm.site import (
-    GET_PROGRAMS,
-    NEEDED,
-    REACH_SLURMCTLD,
-    Partition,
-    Site,
-    absent_programs,
-)
+from ultrabench.launchers.slurm.site import NEEDED, REACH_SLURMCTLD, Limits, Partition, Site, absent_programs
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 WANTED = {
@@ -34,7 +26,7 @@ _MB = {"K": 2**-10, "M": 1, "": 1, "G": 2**10, "T": 2**20}
 def check_programs(site: Site) -> Check:
     """Checks that the programs of Slurm are installed and start."""
     if needed := absent_programs():
-        return failed(needed, GET_PROGRAMS)
+        return failed(*needed)
     absent = [p for p in WANTED if shutil.which(p) is None]
     versions = dict[str, list[str]]()
     for program in (p for p in (*NEEDED, *WANTED) if p not in absent):

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from ultrabench.launchers.slurm.states import Meaning, Phase, meaning
 from ultrabench.result import Status
 
-SQUEUE_FORMAT = "%i|%A|%T|%M|%N|%r|%j"
-SACCT_FORMAT = "JobID,JobIDRaw,State,Elapsed,NodeList,Submit,JobName"
+SQUEUE = ("--states=all", "--all", "--array", "--noheader", "--format=%i|%A|%T|%M|%N|%r|%j")
+"""Options of squeue for all jobs in the form that `squeue_jobs` reads."""
+_SACCT_COLUMNS = "JobID,JobIDRaw,State,Elapsed,NodeList,Submit,JobName"
+SACCT = ("--parsable2", "--noheader", "--allocations", f"--format={_SACCT_COLUMNS}")
+"""Options of sacct for the form that `sacct_jobs` reads."""
 _COLUMNS = 7
 _ROW = re.compile(r"\d+(_(\d+|\[[^|]*\]))?(\+\d+)?\|")
 _NOTHING = {"None", "None assigned", "(null)", "n/a", "N/A"}
@@ -100,7 +103,7 @@ def _elements(job: SlurmJob) -> Iterator[SlurmJob]:
 
 
 def squeue_jobs(text: str) -> dict[str, SlurmJob]:
-    """Jobs by job_id from what squeue prints in SQUEUE_FORMAT.
+    """Jobs by job_id from what squeue prints with the options SQUEUE.
 
     Raises:
         ValueError: the text has another form.
@@ -109,7 +112,7 @@ def squeue_jobs(text: str) -> dict[str, SlurmJob]:
 
 
 def sacct_jobs(text: str) -> dict[str, SlurmJob]:
-    """Jobs by job_id from what `sacct --parsable2 --noheader` prints in SACCT_FORMAT.
+    """Jobs by job_id from what sacct prints with the options SACCT.
 
     Raises:
         ValueError: the text has another form.

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm.command import CommandError, ask
-from ultrabench.launchers.slurm.job import (
-    SACCT_FORMAT,
-    SQUEUE_FORMAT,
-    SlurmJob,
-    collapse,
-    find,
-    sacct_jobs,
-    squeue_jobs,
-)
+from ultrabench.launchers.slurm.job import SACCT, SQUEUE, SlurmJob, collapse, find, sacct_jobs, squeue_jobs
 
 FRESH_S = 2.0
 """Smallest number of seconds between two calls of squeue, even urgent ones."""
@@ -82,8 +74,7 @@ class SlurmQuery:
         try:
             # Given a user, slurmctld looks up only the jobs of that user. Names or ids would not reduce its
             # work, and squeue fails for an id that slurmctld has forgotten.
-            wanted = ("--states=all", "--all", "--array", "--noheader", f"--format={SQUEUE_FORMAT}")
-            self._jobs = squeue_jobs(ask("squeue", self._user, *wanted))
+            self._jobs = squeue_jobs(ask("squeue", self._user, *SQUEUE))
         except (CommandError, ValueError) as error:
             self._failing_since = self._failing_since if self._failures else now
             self._failures, self._error = self._failures + 1, f"{error}"
@@ -109,9 +100,8 @@ class SlurmQuery:
         for some in _chunks(due):
             if now < self._sacct_from:
                 return {}
-            wanted = ("--parsable2", "--noheader", "--allocations", f"--format={SACCT_FORMAT}")
             try:
-                found = sacct_jobs(ask("sacct", *wanted, f"--jobs={','.join(some)}"))
+                found = sacct_jobs(ask("sacct", *SACCT, f"--jobs={','.join(some)}"))
             except (CommandError, ValueError):
                 self._sacct_from = now + MOST_BACK_OFF_S
                 return {}

@@ -1,9 +1,9 @@
-"""The configuration, partitions and accounts that Slurm shows this user; each is queried once."""
+"""The configuration, partitions, accounts and limits that Slurm shows this user; each is queried once."""
 
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from ultrabench.errors import ClusterError, ConfigError, counted, unknown_name
@@ -16,6 +16,7 @@ _SINFO_FORMAT = "%R|%D|%c|%m|%T|%G"
 _ASSOCIATION = (
     "Account", "Partition", "MaxJobs", "MaxSubmit", "MaxWall", "MaxTRES", "GrpTRES", "QOS", "DefaultQOS",
 )  # fmt: skip
+_QOS = ("Name", "Flags", "MaxJobsPU", "MaxSubmitPU", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES")
 _USABLE = re.compile(r"(idle|allocated|mixed|completing|planned|reserved|blocked|power\w*)[~#!%+@^-]*")
 """States of sinfo in which a node runs jobs, now or later.
 
@@ -24,19 +25,21 @@ The states down, drained, in maintenance ($) and not responding (*) are not amon
 
 NEEDED = ("sbatch", "squeue", "scontrol", "scancel")
 """Programs without which no sweep can run on Slurm."""
-GET_PROGRAMS = "log in to a node of the cluster or `module load slurm`; or set launcher=local"
 REACH_SLURMCTLD = (
     "run this on a login node, or wait until `scontrol ping` says UP; launcher=local needs no Slurm"
 )
 
+Rules = Sequence[Mapping[str, str]]
+"""Rows of sacctmgr; the first row that sets a limit counts."""
 Ask = Callable[..., str]
 """Runs a program with arguments and returns its output; raises CommandError if it fails or takes too long."""
 
 
-def absent_programs() -> str | None:
-    """A message that names the programs of NEEDED that are not on PATH; None if all are."""
-    absent = [program for program in NEEDED if shutil.which(program) is None]
-    return f"not on PATH: {', '.join(absent)}" if absent else None
+def absent_programs() -> tuple[str, str] | None:
+    """Which of the programs of NEEDED are not on PATH, and the remedy; None if all are there."""
+    absent = ", ".join(program for program in NEEDED if shutil.which(program) is None)
+    remedy = "log in to a node of the cluster or `module load slurm`; or set launcher=local"
+    return (f"not on PATH: {absent}", remedy) if absent else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,29 @@ class Partition:
     """Generic resources of a node, such as gpu:h100:8(S:0-1)."""
     kinds: tuple[str, ...] = ()
     """Each kind of node in words, the most common first: `8 nodes of 16 CPUs, 2000 MB, gpu:h100:8`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits(Partition):
+    """A partition and the limits of this user there; None means that there is no limit or it is unknown."""
+
+    cluster: str | None = None
+    accounting: bool = False
+    """Whether the cluster records jobs for sacct."""
+    max_array_size: int = 1
+    """Largest number of elements of an array; array indices are smaller than this."""
+    max_submit: int | None = None
+    """Largest number of queued and running jobs of this user; each element of an array counts."""
+    max_jobs: int | None = None
+    """Largest number of running jobs of this user."""
+    max_nodes_per_user: int | None = None
+    max_wall_minutes: int | None = None
+    """Longest time limit of one job by QOS or account, in minutes."""
+
+    @property
+    def job_minutes(self) -> int | None:
+        """The longest time limit of one job, in minutes, by partition, QOS and account."""
+        return _least(self.max_time_minutes, self.max_wall_minutes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +209,57 @@ class Site:
         rows = (line.split("|") for line in text.splitlines() if line.strip())
         return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
 
+    def limits(self, partition: str | None, account: str | None, qos: str | None) -> Limits:
+        """The limits of this user in a partition; None as an argument stands for the site's default.
+
+        `max_nodes` of the result is the smallest of the limits of partition, QOS and account on one job.
+
+        Raises:
+            ConfigError: there is no such partition, or no default partition.
+            ClusterError: Slurm does not answer.
+        """
+        config, found = self.config, self.partition(partition)
+        rules = self._rules(found, account, qos)
+        most = _least(found.max_nodes, _nodes(rules, "MaxTRES", found), _nodes(rules, "GrpTRES", found))
+        recorded = config.get("AccountingStorageType", "").endswith("dbd")
+        return Limits(
+            **asdict(found) | {"max_nodes": most},
+            cluster=known(config.get("ClusterName")),
+            accounting=recorded and "nojobs" not in config.get("AccountingStorageEnforce", ""),
+            max_array_size=count(config.get("MaxArraySize")) or 1,
+            max_submit=_first(rules, ("MaxSubmitPU", "MaxSubmit"), count),
+            max_jobs=_first(rules, ("MaxJobsPU", "MaxJobs"), count),
+            max_nodes_per_user=_nodes(rules, "MaxTRESPU", found),
+            max_wall_minutes=_first(rules, ("MaxWall",), minutes),
+        )
+
+    def _rules(self, partition: Partition, account: str | None, qos: str | None) -> Rules:
+        """The limits that this cluster enforces: those of the QOS of partition and job, then of the association.
+
+        Slurm applies them in this order (slurm.schedmd.com/resource_limits.html). The association includes
+        what it inherits from parent accounts.
+        """
+        if not self.enforced & {"limits", "safe"}:
+            return []
+        mine = self.accounts.usable(partition.name, account or self.accounts.default or "")
+        mine = sorted(mine, key=lambda a: a.partition == "")[:1]
+        own = qos or next((a.default_qos or ",".join(a.qos) for a in mine), "")
+        wanted = [name for name in (partition.partition_qos, own) if name and "," not in name]
+        try:
+            # For a QOS that does not exist, sacctmgr prints nothing or an error.
+            rows = self.table("qos", "where", f"name={','.join(wanted)}", columns=_QOS) if wanted else []
+        except CommandError:
+            rows = []
+        found = sorted((r for r in rows if r["Name"] in wanted), key=lambda r: wanted.index(r["Name"]))
+        if "OverPartQOS" in (found[-1]["Flags"] if found else ""):
+            found.reverse()
+        return [*found, *(a.limits for a in mine)]
+
     def _ask_controller(self, *words: str) -> str:
         try:
             return self.ask(*words)
         except CommandError as error:
-            absent = absent_programs()
-            told, remedy = (absent, GET_PROGRAMS) if absent else (str(error), REACH_SLURMCTLD)
+            told, remedy = absent_programs() or (str(error), REACH_SLURMCTLD)
             raise ClusterError(f"Slurm cannot be asked: {told}; {remedy}") from error
 
 
@@ -219,6 +290,28 @@ def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Parti
             for k in kinds
         ),
     )
+
+
+def _first(rules: Rules, keys: Sequence[str], read: Callable[[str], int | None]) -> int | None:
+    """The value of the first rule that sets one of the keys; None if none does."""
+    values = (read(rule[key]) for rule in rules for key in keys if key in rule)
+    return next((value for value in values if value is not None), None)
+
+
+def _nodes(rules: Rules, key: str, partition: Partition) -> int | None:
+    """The number of whole nodes, at least 1, that limits such as `cpu=64,gres/gpu=16,node=4` allow."""
+    gpus, own = _first(rules, (key,), lambda text: _tres(text, "gres/gpu")), partition.gpus_per_node
+    by_gpus = max(1, gpus // own) if gpus is not None and own else None
+    return _least(_first(rules, (key,), lambda text: _tres(text, "node")), by_gpus)
+
+
+def _tres(text: str, name: str) -> int | None:
+    return _least(*map(int, re.findall(rf"(?:^|,){name}(?::\w+)?=(\d+)", text)))
+
+
+def _least(*limits: int | None) -> int | None:
+    """The smallest limit; None if there is none."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def known(text: str | None) -> str | None:

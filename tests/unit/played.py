@@ -123,9 +123,9 @@ def keys(allocation):
     return [AttemptKey(t.run_id, t.repeat, t.attempt) for t in allocation.tasks]
 
 
-def reconciler_of(sweep, launcher, **more):
+def reconciler_of(sweep, launcher, max_gpu_hours=None, say=lambda note: None):
     """A launch of which nothing is shown."""
-    return Reconciler(sweep, launcher, lambda state, alive: None, **more)
+    return Reconciler(sweep, launcher, lambda state, alive: None, max_gpu_hours, say)
 
 
 def written(sweep, kind):

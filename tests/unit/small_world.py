@@ -30,6 +30,9 @@ from ultrabench.store.events import (
 )  # fmt: skip
 from ultrabench.store.state import SweepState
 
+UNSEEN = (lambda state, alive: None), None, (lambda note: None)
+"""Arguments of a reconciler that shows and says nothing, and has no budget."""
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -108,7 +111,7 @@ class Stage:
         self._folds: dict[bytes, SweepState] = {}
         kept = ("folder", "plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
         self._open = {name: getattr(sweep, name) for name in kept}
-        self._template = vars(Reconciler(sweep, SmallSlurm({}), lambda state, alive: None))
+        self._template = vars(Reconciler(sweep, SmallSlurm({}), *UNSEEN))
         self._settler = vars(self._template["_settler"])
 
     def first(self) -> World:
@@ -209,7 +212,7 @@ class Stage:
     def _born(self, sweep: TapedSweep, process: Process, slurm: TapedSlurm) -> Reconciler:
         """The reconciler of a launcher that has just started, or of one that begins to look again."""
         if not process.memory:
-            return self.reconciler(sweep, slurm, lambda state, alive: None)
+            return self.reconciler(sweep, slurm, *UNSEEN)
         made, settler = object.__new__(self.reconciler), object.__new__(Settler)
         memory = copy.deepcopy(process.memory)
         vars(settler).update(self._settler, _sweep=sweep, _launcher=slurm, **memory.pop("_settler"))

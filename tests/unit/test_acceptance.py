@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.doctor.acceptance import LAYOUTS, _differing
+from ultrabench.launchers.doctor.acceptance import (
+    LAYOUTS,
+    _differing,
+    acceptance_folder,
+    not_accepted,
+    write_acceptance,
+)
 from ultrabench.launchers.doctor.acceptance_checks import (
     Outcome,
     check_losses,
@@ -14,7 +20,6 @@ from ultrabench.launchers.doctor.acceptance_checks import (
     check_speed,
     published,
 )
-from ultrabench.launchers.doctor.acceptance_file import acceptance_folder, not_accepted, write_acceptance
 from ultrabench.launchers.doctor.check import CheckStatus, failed, passed
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey

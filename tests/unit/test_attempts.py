@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tests.configs import left, retry
 from tests.strategies import FAILURES
 from tests.unit.allocations import open_sweep
-from tests.unit.played import Played
-from ultrabench.launchers.reconcile import Reconciler
+from tests.unit.played import Played, reconciler_of
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Failed
@@ -268,7 +267,7 @@ def test_a_launcher_counts_pauses_by_its_own_clock(tmp_path, monkeypatch, clock_
         sweep.journal.write(Failed(run_id=run_id, repeat=0, attempt=attempt, source="agent", result=hang))
 
     fail(0)
-    reconciler = Reconciler(sweep, Played(), lambda state, alive: None)
+    reconciler = reconciler_of(sweep, Played())
 
     def step():
         actions = reconciler._decide(*reversed(reconciler._settler.look()))

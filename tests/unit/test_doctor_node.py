@@ -14,9 +14,8 @@ from ultrabench.errors import ConfigError
 from ultrabench.launchers.doctor.checkup import CheckupFolder, CheckupJob, checkup_folder
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import NODE
-from ultrabench.launchers.slurm.limits import Limits
 from ultrabench.launchers.slurm.script import array_script
-from ultrabench.launchers.slurm.site import Site
+from ultrabench.launchers.slurm.site import Limits, Site
 from ultrabench.store.claim import owner
 from ultrabench.sweep.config.load import load_config
 

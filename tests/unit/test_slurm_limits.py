@@ -6,7 +6,6 @@ import pytest
 
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.slurm.command import CommandError
-from ultrabench.launchers.slurm.limits import read_limits as limits_of
 from ultrabench.launchers.slurm.site import Site as RealSite
 
 CONFIG = """Configuration data as of 2026-11-21T09:18:27
@@ -82,7 +81,7 @@ class Programs:
 
 
 def read_limits(partition=None, account=None, qos=None, *, ask):
-    return limits_of(RealSite(ask), partition, account, qos)
+    return RealSite(ask).limits(partition, account, qos)
 
 
 def test_the_default_partition_and_its_nodes():
@@ -164,4 +163,4 @@ def test_a_partition_that_cannot_be_read(partition, said, error, told):
 def test_the_real_programs_are_asked_by_default(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match="not on PATH: sbatch"):
-        limits_of(RealSite(), None, None, None)
+        RealSite().limits(None, None, None)

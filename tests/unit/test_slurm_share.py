@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.unit.allocations import with_launcher
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.choose import SHARE, node_share
-from ultrabench.launchers.slurm.limits import Limits
+from ultrabench.launchers.slurm.site import Limits
 
 HOPPER = Limits(name="hopper", total_nodes=16)
 

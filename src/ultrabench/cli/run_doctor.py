@@ -12,7 +12,6 @@ from ultrabench.launchers.doctor.acceptance import run_acceptance
 from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import ACCESS, examine, failures, why_not_slurm
-from ultrabench.launchers.slurm.limits import read_limits
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.load import load_config
@@ -106,7 +105,7 @@ def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: s
         raise ClusterError(f"--write asks Slurm, and {why_local}; run it on a login node")
     if choice.name == "local":
         raise ConfigError("--write asks Slurm; leave launcher=local out")
-    limits = read_limits(site, choice.partition, choice.account, choice.qos)
+    limits = site.limits(choice.partition, choice.account, choice.qos)
     path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", name, site, limits, choice, force)
     say(f"wrote {path}")
     say(f"use it with: ultrabench sweep plan cluster={name} launcher=slurm")

@@ -18,7 +18,7 @@ from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.doctor.acceptance_file import not_accepted
+from ultrabench.launchers.doctor.acceptance import not_accepted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_program
 from ultrabench.launchers.reconcile import Reconciler
