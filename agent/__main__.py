@@ -4,27 +4,22 @@ import os
 import sys
 import time
 from functools import partial
-from typing import Any
 
 from ultrabench.agent.agent_group import LOST_BEATS, AgentGroup, StopRequest
-from ultrabench.agent.connection import (
-    POLL_S,
-    RENDEZVOUS_TIMEOUT_S,
-    Connection,
-    Listener,
-    Rendezvous,
-    connect_to_leader,
-)
+from ultrabench.agent.connection import POLL_S, Connection, Listener, Rendezvous, connect_to_leader
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.lead import Leader, owns
 from ultrabench.agent.node_identity import identify_node
 from ultrabench.agent.ranks.node import Node
 from ultrabench.errors import ClusterError, UltrabenchError
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
+from ultrabench.record import to_dict
 from ultrabench.store.allocation import read_allocation
 from ultrabench.store.events import AllocationEnded, AllocationStarted, LeadingAgent
 from ultrabench.store.journal import JournalWriter
 
+RENDEZVOUS_TIMEOUT_S = 120.0
+"""Seconds that the agents of an allocation wait for each other at the start."""
 LAST_RETRY_S = 10.0
 """Seconds to keep trying to write to the journal that the allocation ended."""
 
@@ -45,35 +40,32 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
 
 
 def _work(node: Node, leader: Connection, stop: StopRequest) -> None:
-    heartbeat_s, sent_at = node.allocation.heartbeat_s, time.monotonic()
-    stop_sent = heard = False
+    def beat() -> None:
+        if node.disk.touch():
+            leader.send({"do": "beat"})
 
-    def send(rank_events: list[dict[str, Any]]) -> None:
-        nonlocal sent_at
-        if rank_events or time.monotonic() - sent_at > heartbeat_s / 2:
-            leader.send({"rank_events": rank_events})
-            sent_at = time.monotonic()
-
-    node.disk.beat = lambda: send([])
+    node.disk.beat = beat
+    patience_s = RENDEZVOUS_TIMEOUT_S  # before its first message the leader waits for the other nodes
     listener = Listener([leader])
     while not leader.closed:
-        if stop.reason and not stop_sent:
-            stop_sent = True
+        if stop.reason:
             leader.send({"ending": stop.reason})
-        readable, _ = listener.wait(POLL_S)
-        for message in leader.receive() if readable else ():
-            heard = True
+            stop.reason = None
+        messages, _ = listener.wait(POLL_S)
+        for _, message in messages:
+            patience_s = LOST_BEATS * node.allocation.heartbeat_s
             if message.get("do") == "end":
                 return
             answer = node.obey(message)
             if message.get("do") == "kill":
-                leader.send({"cleaned": answer})
+                leader.send({"cleaned": to_dict(answer)})
             elif answer:
                 log_line(answer)
-        send(node.rank_events())
+        beat()
+        if rank_events := node.rank_events():
+            leader.send({"rank_events": rank_events})
         silence = time.monotonic() - leader.last_heard
-        # Before its first message the leader waits for the other nodes.
-        if silence > (LOST_BEATS * heartbeat_s if heard else RENDEZVOUS_TIMEOUT_S):
+        if silence > patience_s:
             raise ClusterError(f"the leading agent has been silent for {silence:.1f} s")
         listener.end_round()
     raise ClusterError("the leading agent is gone")
@@ -102,7 +94,6 @@ def take_part() -> int:
     clean_up_after_the_dead()
     secret = (folder / "secret").read_text()
     node = Node(allocation, identity)
-    node.warm_up()
     try:
         if identity.node == 0:
             return lead(node, secret, stop)
@@ -119,25 +110,23 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
     A job that does not own the allocation, because it was submitted twice or was given up, writes nothing
     into the journal and also returns 1; srun then ends the agents of its other nodes.
     """
-    started, pid = time.monotonic(), os.getpid()
-    allocation, identity, disk = node.allocation, node.identity, node.disk
-    address = identity.address(allocation.simulated or allocation.nodes == 1)
-    folder, file = node.folder, allocation.folder / identity.rendezvous_file
-    title = allocation.name
-    if not disk.retry(owns, folder.claims, title, identity.owner(title)):
+    started, pid, title = time.monotonic(), os.getpid(), node.allocation.name
+    identity, disk = node.identity, node.disk
+    file = node.allocation.folder / identity.rendezvous_file
+    if not disk.retry(partial(owns, node.folder.claims, title, identity.owner(title))):
         log_line(f"{title} belongs to another job, or was given up before it ran: nothing is run here")
         return 1
-    journal = JournalWriter(folder.journal, "agent")
-    disk.beat = partial(disk.touch, journal.path)
+    journal = JournalWriter(node.folder.journal, "agent")
+    disk.journal = journal.path
     agent = LeadingAgent(
         host=identity.host, pid=pid, start_time=start_time(pid), job=identity.job, journal=journal.path.name
     )
-    disk.retry(journal.write, AllocationStarted(allocation=title, agent=agent))
+    disk.retry(partial(journal.write, AllocationStarted(allocation=title, agent=agent)))
     reason, avoid = "crashed", list[str]()
     try:
-        rendezvous = disk.retry(Rendezvous, file, address, secret)
-        peers = rendezvous.wait_for_peers(allocation.nodes, RENDEZVOUS_TIMEOUT_S, disk.beat)
-        group = AgentGroup(node, disk.retry(node.facts), peers, stop, address, journal.path)
+        rendezvous = disk.retry(partial(Rendezvous, file, node.address, secret))
+        peers = rendezvous.wait_for_peers(node.allocation.nodes, RENDEZVOUS_TIMEOUT_S, disk.beat)
+        group = AgentGroup(node, disk.retry(node.facts), peers, stop)
         avoid = group.avoid
         reason = Leader(node, group, journal).run()
         group.dismiss()
@@ -153,7 +142,7 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
             elapsed_s=time.monotonic() - started, avoid=tuple(avoid),
         )  # fmt: skip
         try:
-            disk.retry_for(LAST_RETRY_S, journal.write, end)
+            disk.retry(partial(journal.write, end), LAST_RETRY_S)
             file.unlink(missing_ok=True)  # the address is of no use any more
         except (ClusterError, OSError) as error:
             log_line(f"{error}; this allocation ended: {reason}")

@@ -10,9 +10,10 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from ultrabench.agent.connection import POLL_S, Listener, Message, Peers, wait_readable
+from ultrabench.agent.connection import POLL_S, Listener, Message, Peers
 from ultrabench.agent.ranks.node import Cleaned, Node
 from ultrabench.agent.ranks.rank_progress import NOTHING_FOUND, AttemptProgress
+from ultrabench.record import from_dict
 from ultrabench.run import Task
 
 EXIT_GRACE_S = 25.0
@@ -34,6 +35,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        """Why the allocation has to end; None while nobody asks for it."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._note)
 
@@ -44,24 +46,21 @@ class StopRequest:
 class AgentGroup:
     """All agents of an allocation, including the agent of this node."""
 
-    def __init__(
-        self, node: Node, facts: Message, peers: Peers, stop: StopRequest, address: str, journal: Path
-    ) -> None:
-        """`facts` describes this node; `journal` is touched to show launchers that this agent is alive."""
+    def __init__(self, node: Node, facts: Message, peers: Peers, stop: StopRequest) -> None:
+        """`facts` describes this node."""
         self._node = node
         self._peers = peers
         self._stop = stop
-        self._address = address
         self.facts = [facts, *(peers[n].facts for n in sorted(peers))]
         self.hosts = [str(facts["host"]) for facts in self.facts]
+        self.progress = AttemptProgress(len(self.hosts), self.hosts)
+        """The progress of the attempt that was started last."""
         self.lost: str | None = None
         """Which node can no longer be used, and why; None while all can."""
         self.avoid: list[str] = []
         """Hosts that later jobs should not use."""
-        self._ending_peer: str | None = None
         self._left: set[int] = set()
         """Nodes whose agent failed and said so, for which the node is not to blame."""
-        self._journal = journal
         self._listener = Listener(peers.values())
         self._cleaned: dict[int, Cleaned] = {}
         node.disk.beat = self._beat
@@ -69,34 +68,32 @@ class AgentGroup:
     @property
     def interrupted(self) -> str | None:
         """Why this allocation has to end now; None while it may go on."""
-        return self._stop.reason or self._ending_peer or self.lost
+        return self._stop.reason or self.lost
 
-    def start(self, task: Task, index: int) -> AttemptProgress:
+    def start(self, task: Task, index: int) -> None:
         """Orders all nodes to start their ranks of `task`, which has number `index` in the allocation."""
-        port = 0 if task.forked else free_port(self._address)
-        progress = AttemptProgress(task.spec.layout.world_size, self.hosts)
-        self.order("start", index=index, address=self._address, port=port)
-        return progress
+        address = self._node.address
+        self.progress = AttemptProgress(task.spec.layout.world_size, self.hosts)
+        self.order("start", index=index, address=address, port=0 if task.forked else free_port(address))
 
     def order(self, do: str, **values: Any) -> Any:
         """Sends an order to all nodes (see `Node.obey`); returns the answer of this node."""
         self._send({"do": do, **values})
         return self._node.obey({"do": do, **values})
 
-    def end_ranks(self, progress: AttemptProgress) -> None:
+    def end_ranks(self) -> None:
         """Kills all processes of the run on all nodes; a node that is not clean afterwards is lost."""
-        for rank in progress.running:
-            progress.ranks[rank].killed_by_us = True
-        self._cleaned.clear()
-        self._cleaned[0] = self.order("kill")
+        for rank in self.progress.running:
+            rank.killed_by_us = True
+        self._cleaned = {0: self.order("kill")}
         end = time.monotonic() + EXIT_GRACE_S
-        while progress.running or len(self._cleaned.keys() | self._left) < len(self.hosts):
-            self.listen(progress, POLL_S)
+        while self.progress.running or len(self._cleaned.keys() | self._left) < len(self.hosts):
+            self.listen(POLL_S)
             if self.lost or self._left or time.monotonic() > end:
                 break
         for node, host in enumerate(self.hosts):
-            unknown: Cleaned = {"left": None if self.lost else "it did not report that it is clean"}
-            left = self._cleaned.get(node, unknown)["left"]
+            silent = None if self.lost else "it did not report that it is clean"
+            left = self._cleaned[node].left if node in self._cleaned else silent
             if left and node not in self._left:
                 self.lost = f"{host} is given up: {left}"
                 self.avoid.append(host)
@@ -106,59 +103,54 @@ class AgentGroup:
         self._send({"do": "end"})
         end = time.monotonic() + DISMISS_S
         while self.lost and time.monotonic() < end and not all(p.closed for p in self._peers.values()):
-            for peer in wait_readable(self._peers.values(), POLL_S):
-                peer.receive()
+            self._listener.wait(POLL_S)
 
-    def examine(self, progress: AttemptProgress) -> None:
+    def examine(self) -> None:
         """Orders all nodes to examine the ranks that still run; waits at most EVIDENCE_S for the evidence."""
         self.order("examine")
         end = time.monotonic() + EVIDENCE_S
-        while any(progress.ranks[rank].found is NOTHING_FOUND for rank in progress.running):
-            self.listen(progress, POLL_S)
+        while any(rank.found is NOTHING_FOUND for rank in self.progress.running):
+            self.listen(POLL_S)
             if time.monotonic() > end or self.interrupted:
                 return
 
     def clocks(self) -> tuple[float | None, str | None]:
         """Median SM clock (Hz) over all GPUs during the steps of the last run, and what slowed the clocks."""
-        cleaned = self._cleaned.values()
-        clocks = [clock for node in cleaned for clock in node["sm_clocks_hz"]]
-        slowdowns = sorted({text for node in cleaned for text in node["slowdowns"]})
-        return (median(clocks) if clocks else None), (", ".join(slowdowns) or None)
+        clocks = [clock for node in self._cleaned.values() for clock in node.sm_clocks_hz]
+        slowdowns = {text for node in self._cleaned.values() for text in node.slowdowns}
+        return (median(clocks) if clocks else None), (", ".join(sorted(slowdowns)) or None)
 
-    def listen(self, progress: AttemptProgress, seconds: float) -> None:
+    def listen(self, seconds: float) -> None:
         """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent."""
         self._beat()
-        readable, pause_s = self._listener.wait(seconds)
-        progress.allow_pause(pause_s)
-        for peer in readable:
-            for message in peer.receive():
-                self._take(int(peer.facts["node"]), message, progress)
-        progress.add(self._node.rank_events())
+        messages, pause_s = self._listener.wait(seconds)
+        self.progress.allow_pause(pause_s)
+        for peer, message in messages:
+            self._take(int(peer.facts["node"]), message)
+        self.progress.add(self._node.rank_events())
         silence = LOST_BEATS * self._node.allocation.heartbeat_s
         for node, peer in self._peers.items():
             if node not in self._left and (peer.closed or time.monotonic() - peer.last_heard > silence):
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
         self._listener.end_round()
 
-    def _take(self, node: int, message: Message, progress: AttemptProgress) -> None:
+    def _take(self, node: int, message: Message) -> None:
         """Handles a message of the agent of a node; an invalid one ends the allocation."""
         try:
             if "cleaned" in message:
-                told = message["cleaned"]
-                clocks = [float(clock) for clock in told["sm_clocks_hz"]]
-                slowdowns = [str(text) for text in told["slowdowns"]]
-                self._cleaned[node] = {"left": told["left"], "sm_clocks_hz": clocks, "slowdowns": slowdowns}
+                self._cleaned[node] = from_dict(Cleaned, message["cleaned"])
             if "ending" in message:
-                self._ending_peer = str(message["ending"])
+                self._stop.reason = self._stop.reason or str(message["ending"])
                 self._left |= {node} if message.get("left") else set()
-            progress.add(message.get("rank_events", []))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            self.progress.add(message.get("rank_events", []))
+        except Exception as error:  # nothing is known of what it holds
             whose = f"the agent of node {node} ({self.hosts[node]})"
-            self._ending_peer = f"{whose} sent an invalid message: {type(error).__name__}: {error}"
+            reason = f"{whose} sent an invalid message: {type(error).__name__}: {error}"
+            self._stop.reason = self._stop.reason or reason
 
     def _beat(self) -> None:
         """Shows the other agents and the launcher that this one is alive, if it is time to."""
-        if self._node.disk.touch(self._journal):
+        if self._node.disk.touch():
             self._send({"do": "beat"})
 
     def _send(self, message: Message) -> None:

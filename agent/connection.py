@@ -19,8 +19,6 @@ Peers = dict[int, "Connection"]
 
 POLL_S = 0.05
 """Seconds for which an agent waits for messages before it looks at its ranks again."""
-RENDEZVOUS_TIMEOUT_S = 120.0
-"""Seconds that the agents of an allocation wait for each other at the start."""
 SEND_TIMEOUT_S = 5.0
 """Seconds to wait for the other side to read a message; then the connection counts as broken."""
 HELLO_BYTES = 2**16
@@ -109,8 +107,8 @@ class Listener:
         self._connections = connections
         self.end_round()
 
-    def wait(self, seconds: float) -> tuple[list[Connection], float]:
-        """The connections with something to receive, and the seconds for which this agent was stopped.
+    def wait(self, seconds: float) -> tuple[list[tuple[Connection, Message]], float]:
+        """The messages that arrive, with their connections, and the seconds for which this agent was stopped.
 
         It was stopped for the time since the last round beyond `seconds`, if that is SHORTEST_PAUSE_S or more.
         """
@@ -119,7 +117,7 @@ class Listener:
         pause_s = pause_s if pause_s > SHORTEST_PAUSE_S else 0.0
         for connection in self._connections:
             connection.last_heard = min(time.monotonic(), connection.last_heard + pause_s)
-        return readable, pause_s
+        return [(peer, message) for peer in readable for message in peer.receive()], pause_s
 
     def end_round(self) -> None:
         """Records that a round of the agent's loop ends now."""

@@ -5,15 +5,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from ultrabench.errors import ClusterError, may_pass
 from ultrabench.store.heartbeat import show_presence
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 DISK_RETRY_S = 60.0
@@ -30,40 +29,30 @@ class DiskRetry:
     """
 
     def __init__(self, touch_every_s: float) -> None:
-        self.beat: Callable[[], Any] = lambda: None
+        self.journal: Path | None = None
+        """The journal of this agent; None if it has none, because another one leads."""
+        self.beat: Callable[[], Any] = self.touch
         """Shows the other agents and the launcher that this agent is alive; it may be called at any rate."""
         self._touch_every_s = touch_every_s
         self._touched = 0.0
-        self._touching: threading.Thread | None = None
+        self._touching: Future[None] | None = None
 
-    def retry(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `act` returns; it is repeated for DISK_RETRY_S while the disk fails in a way that may pass.
-
-        Raises:
-            ClusterError: the disk kept failing.
-        """
-        return self.retry_for(DISK_RETRY_S, act, *args, **kwargs)
-
-    def retry_for(self, seconds: float, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Does what `retry` does, for `seconds` instead of DISK_RETRY_S.
+    def retry(self, act: Callable[[], T], seconds: float = DISK_RETRY_S) -> T:
+        """What `act` returns; it is repeated for `seconds` while the disk fails in a way that may pass.
 
         Raises:
             ClusterError: the disk kept failing.
         """
         end, pause_s = time.monotonic() + seconds, 0.1
         while True:
-            future: Future[T] = Future()
-            call = partial(act, *args, **kwargs)
-            thread = threading.Thread(target=_fulfil, args=(future, call), daemon=True)
-            thread.start()
-            while thread.is_alive() and time.monotonic() < end:
-                thread.join(BEAT_S)
+            answer = _in_thread(act)
+            while wait([answer], BEAT_S).not_done and time.monotonic() < end:
                 self.beat()
-            if not future.done():
+            if not answer.done():
                 raise ClusterError(f"the results folder did not answer for {seconds:g} s")
-            error = future.exception()
+            error = answer.exception()
             if error is None or not may_pass(error):
-                return future.result()
+                return answer.result()
             if time.monotonic() + pause_s > end:
                 raise ClusterError(f"{error}; waited {seconds:g} s") from error
             log_line(f"{error}; trying again in {pause_s:g} s")
@@ -73,15 +62,14 @@ class DiskRetry:
                 time.sleep(BEAT_S)
             pause_s = min(2 * pause_s, 5.0)
 
-    def touch(self, journal: Path) -> bool:
+    def touch(self) -> bool:
         """Touches the journal if it is time to; returns whether it was. A slow disk is not waited for."""
         if time.monotonic() - self._touched <= self._touch_every_s:
             return False
         self._touched = time.monotonic()
-        if self._touching is None or not self._touching.is_alive():
-            self._touching = threading.Thread(target=_touch, args=(journal,), daemon=True)
-            self._touching.start()
-            self._touching.join(BEAT_S)
+        if self.journal and (self._touching is None or self._touching.done()):
+            self._touching = _in_thread(partial(show_presence, self.journal))
+            wait([self._touching], BEAT_S)
         return True
 
 
@@ -91,13 +79,15 @@ def log_line(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
+def _in_thread(act: Callable[[], T]) -> Future[T]:
+    """What `act` returns or raises in a thread of its own, which does not keep the process from ending."""
+    future: Future[T] = Future()
 
+    def fulfil() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
 
-def _touch(journal: Path) -> None:
-    with contextlib.suppress(OSError):
-        show_presence(journal)
+    threading.Thread(target=fulfil, daemon=True).start()
+    return future

@@ -2,13 +2,15 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.diagnose.root_cause import findings, last_line
+from ultrabench.agent.diagnose.root_cause import findings
+from ultrabench.agent.diagnose.signatures import last_line
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.agent.ranks.watch import watch
@@ -41,8 +43,6 @@ class Leader:
         self._me = node.identity.owner(node.allocation.name)
         self._group = group
         self._journal = journal
-        self._retry = node.disk.retry
-        self._folder = node.folder
         self._ends = time.monotonic() + node.allocation.limit_s - node.allocation.warning_s
         self._best_s: dict[ModelShape, float] = {}
         """Fastest step time of each model in this allocation."""
@@ -64,10 +64,10 @@ class Leader:
         return reason or "all tasks done"
 
     def _write(self, event: Event) -> None:
-        self._retry(self._journal.write, event)
+        self._node.disk.retry(partial(self._journal.write, event))
 
     def _claim(self, task: Task) -> bool:
-        return self._retry(claim, self._folder.claims, task.key, self._me)
+        return self._node.disk.retry(partial(claim, self._node.folder.claims, task.key, self._me))
 
     def _write_lost_tasks(self) -> None:
         """After a requeue, records as lost the tasks that an earlier start of this job has claimed.
@@ -75,24 +75,27 @@ class Leader:
         The source is Slurm, so that a result that the earlier start has written counts more.
         """
         for task in self._allocation.tasks if self._identity.restart else ():
-            held = self._retry(owner, self._folder.claims, task.key) or {}
+            held = self._node.disk.retry(partial(owner, self._node.folder.claims, task.key)) or {}
             if held.get("allocation") == self._allocation.name and held.get("job") != self._me["job"]:
                 reason = f"job {self._identity.job_id} was requeued while it ran"
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
     def _unfit(self) -> str | None:
         """Why nothing may run on these nodes: foreign processes on GPUs, or other sources of the program."""
-        foreign = {str(f["host"]): f["foreign"] for f in self._group.facts if f["foreign"]}
+        foreign = {str(f["host"]): ", ".join(f["foreign"]) for f in self._group.facts if f["foreign"]}
         if foreign:
-            suspects = tuple(sorted(foreign))
-            self._group.avoid.extend(suspects)
-            named = [f"{host}: {', '.join(foreign[host])}" for host in suspects]
-            reason = f"other processes use the GPUs: {'; '.join(named)}"
+            hosts = tuple(sorted(foreign))
+            self._group.avoid.extend(hosts)
+            reason = (
+                f"other processes use the GPUs: {'; '.join(f'{host}: {foreign[host]}' for host in hosts)}"
+            )
             # The result of the first unclaimed task records it.
-            if task := next((task for task in self._allocation.tasks if self._claim(task)), None):
-                result = RunResult(status=Status.NODE_FAIL, reason=reason, started_at=time.time())
-                hosts = tuple(self._group.hosts)
-                self._write_result(task, replace(result, hostnames=hosts, suspects=suspects), "agent")
+            if task := next(filter(self._claim, self._allocation.tasks), None):
+                result = RunResult(
+                    status=Status.NODE_FAIL, reason=reason, started_at=time.time(), suspect_hosts=hosts,
+                    hostnames=tuple(self._group.hosts),
+                )  # fmt: skip
+                self._write_result(task, result)
             return reason
         found = (self._other_sources(str(f["host"]), f["kernel_digest"]) for f in self._group.facts)
         return next(filter(None, found), None)
@@ -106,48 +109,46 @@ class Leader:
 
     def _preflight(self) -> str | None:
         """Measures devices and links; returns why nothing may run if that fails."""
-        found: dict[str, Any] = {"nodes": self._group.facts, "allocation": self._allocation.name}
+        name, found = self._allocation.name, dict[str, Any](nodes=self._group.facts)
         if self._allocation.preflight:
-            probe = self._allocation.probe
-            progress = self._group.start(probe, -1)
-            end = watch(self._group, probe, progress, self._ends, lambda phase, at: None)
-            self._group.end_ranks(progress)
+            self._group.start(self._allocation.probe, -1)
+            progress = self._group.progress
+            end = watch(self._group, self._allocation.probe, self._ends)
+            self._group.end_ranks()
             failed = end.reason if end else failure_of(progress)
             self._group.order("finish", keep_all=bool(failed))
             if failed:
                 return f"the preflight failed: {failed}"
             found |= {"probe": progress.probe, "environment": progress.environment}
-        name, restart = self._allocation.name, self._identity.restart
-        self._write(Preflight(allocation=name, restart=restart, found=found))
+        self._write(Preflight(allocation=name, restart=self._identity.restart, found={**found, "allocation": name}))
         return None
 
     def _not_now(self, task: Task) -> str | None:
         """Why `task` must not begin now; None if it may."""
-        self._group.listen(AttemptProgress(0, ()), 0.0)
+        self._group.listen(0.0)
         if self._group.interrupted:
             return self._group.interrupted
         if time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._ends:
             return "no time left"
-        if self._retry(self._folder.pause.exists):
+        if self._node.disk.retry(self._node.folder.pause.exists):
             return "the sweep is paused"
         if not inside(self._allocation.window, time.time()):
             return f"outside the window {self._allocation.window}"
-        return self._other_sources(self._identity.host, self._retry(self._node.digest))
+        return self._other_sources(self._identity.host, self._node.disk.retry(self._node.digest))
 
     def _run(self, task: Task) -> None:
+        name = {**_name(task), "allocation": self._allocation.name}
         predicted = {"step_time_s": task.predicted_step_time_s}
-        name, allocation = _name(task), self._allocation.name
-        job, spec = self._identity.job, to_dict(task.spec)
-        self._write(Claimed(**name, allocation=allocation, job=job, spec=spec, predicted=predicted))
-        self._write(Started(**name, allocation=allocation, scratch=str(self._node.scratch)))
-        progress = self._group.start(task, self._allocation.tasks.index(task))
+        self._write(Claimed(**name, job=self._identity.job, spec=to_dict(task.spec), predicted=predicted))
+        self._write(Started(**name, scratch=str(self._node.scratch)))
+        self._group.start(task, self._allocation.tasks.index(task))
 
         def write_phase(phase: str, at: float | None) -> None:
-            self._write(PhaseReached(**name, name=phase, at=at))
+            self._write(PhaseReached(**_name(task), name=phase, at=at))
 
-        end = watch(self._group, task, progress, self._ends, write_phase, self._race_s(task))
-        result = self._finish(task, progress, end)
-        self._write_result(task, result, "agent")
+        end = watch(self._group, task, self._ends, self._race_s(task), write_phase)
+        result = self._finish(task, end)
+        self._write_result(task, result)
         self._learn(task.spec, result)
 
     def _race_s(self, task: Task) -> float | None:
@@ -172,15 +173,16 @@ class Leader:
         spec = task.spec
         return not any(m.shape == spec.shape and dominates(m.layout, spec.layout) for m in self._misfits)
 
-    def _write_result(self, task: Task, result: RunResult, source: str) -> None:
-        kind, spec = Result if result.status == Status.OK else Failed, to_dict(task.spec)
-        name = self._allocation.name
-        self._write(kind(**_name(task), allocation=name, source=source, spec=spec, result=result))
+    def _write_result(self, task: Task, result: RunResult, source: str = "agent") -> None:
+        name, kind = self._allocation.name, Result if result.status == Status.OK else Failed
+        self._write(
+            kind(**_name(task), allocation=name, source=source, spec=to_dict(task.spec), result=result)
+        )
 
-    def _finish(self, task: Task, progress: AttemptProgress, end: RunResult | None) -> RunResult:
+    def _finish(self, task: Task, end: RunResult | None) -> RunResult:
         """Kills the ranks, saves their logs and returns the result."""
-        group = self._group
-        group.end_ranks(progress)
+        group, progress = self._group, self._group.progress
+        group.end_ranks()
         try:
             result = classify(progress, task.measure, end, group.lost, task.gpu_names)
             canonical_json(to_dict(result))  # fails where the journal would
@@ -188,12 +190,11 @@ class Leader:
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
         lost_logs = group.order("finish", keep_all=result.status != Status.OK)
-        more = {"logs": lost_logs} if lost_logs else {}
         sm_clock_hz, throttled = group.clocks()
         digest = self._allocation.kernel_digest
         return replace(
             result,
-            evidence={**result.evidence, **more},
+            evidence=result.evidence | ({"logs": lost_logs} if lost_logs else {}),
             duration_s=time.monotonic() - progress.started,
             sm_clock_hz=sm_clock_hz,
             throttled=throttled,
@@ -214,10 +215,11 @@ def failure_of(progress: AttemptProgress) -> str | None:
     """
     if progress.fault is not None:
         return progress.fault
-    found = [f"rank {finding.rank.number}: {finding.line}" for finding in findings(progress.ranks)]
-    found += [
+    if found := findings(progress.ranks):
+        return f"rank {found[0].rank.number}: {found[0].line}"
+    unfinished = (
         f"rank {rank.number} ended with code {rank.code} in phase {rank.phase}: {last_line(rank.tail)}"
         for rank in progress.ranks
-        if rank.done is None
-    ]
-    return found[0] if found else None
+        if not rank.done
+    )
+    return next(unfinished, None)

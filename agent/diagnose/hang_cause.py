@@ -1,9 +1,10 @@
 """Why a run hangs: which ranks the others wait for, found from what every rank was doing."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.rank_report import PARTS
@@ -22,14 +23,15 @@ INNER_FRAMES = 6
 Ranks = Sequence[RankProgress]
 
 
-class Pending(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Pending:
     """A collective that a rank has entered and not finished."""
 
     group: str
     ranks: tuple[int, ...]
     number: int
     op: str
-    started: bool | None
+    started: bool | None = field(compare=False)
     """Whether the rank's device has begun the collective; None where that is unknown."""
 
     def __str__(self) -> str:
@@ -58,13 +60,7 @@ class HangCause:
 def find_hang_cause(ranks: Ranks) -> HangCause:
     """Which ranks are behind or missing, and how that shows: the first of CHECKS that finds something."""
     alive = [r for r in ranks if r.code is None]
-    if found := next(filter(None, (check(ranks, alive) for check in CHECKS)), None):
-        return found
-    if not alive:
-        return HangCause(headline="all ranks had ended")
-    at = f"phase {alive[0].phase}" + (f", step {_step(alive[0])}" if _step(alive[0]) else "")
-    headline = f"no rank stands out of {len(alive)}: rank {alive[0].number} is in {at}"
-    return HangCause(headline=headline, details=_places(alive[:1]))
+    return next(filter(None, (check(ranks, alive) for check in CHECKS)))
 
 
 def hang_row(rank: RankProgress) -> dict[str, Any]:
@@ -80,7 +76,7 @@ def hang_row(rank: RankProgress) -> dict[str, Any]:
         "part": rank.part,
         "microbatches": rank.microbatches,
         "collective": _waits_in(rank) or last,
-        "at": _where(rank),
+        "at": _function(rank),
     }
 
 
@@ -89,12 +85,23 @@ def _step(rank: RankProgress) -> int:
     return rank.step or len(rank.steps)
 
 
-def _where(rank: RankProgress) -> str | None:
+def _function(rank: RankProgress) -> str | None:
     """The innermost function that is not torch's own, with the end of its path."""
     stack = rank.found["stack"]
     frame = next((f for f in stack if "/torch/" not in f), stack[0] if stack else "")
     function, _, place = frame.partition(" (")
     return f"{function} ({'/'.join(place.split('/')[-2:])}" if frame else None
+
+
+def _functions(ranks: Ranks) -> tuple[str, ...]:
+    """Sentences that name the functions in which the first two of these ranks are."""
+    sentences = []
+    for r in (r for r in ranks[:2] if _function(r)):
+        wchan = r.found["wchan"] if r.found["state"] == "D" else ""
+        sentences.append(
+            f"Rank {r.number} is in {_function(r)}" + (f", in {wchan} of Linux" if wchan else "")
+        )
+    return tuple(sentences)
 
 
 def _pending(rank: RankProgress) -> Iterator[Pending]:
@@ -105,6 +112,11 @@ def _pending(rank: RankProgress) -> Iterator[Pending]:
             op = g["ops"].get(str(number), "collective")
             started = None if g["started"] is None else g["started"] >= number
             yield Pending(g["group"], tuple(g["ranks"]), number, op, started)
+
+
+def _all_pending(ranks: Iterable[RankProgress]) -> Iterator[tuple[RankProgress, Pending]]:
+    """Each rank with each collective that it has not finished."""
+    return ((rank, pending) for rank in ranks for pending in _pending(rank))
 
 
 def _waits_in(rank: RankProgress) -> str | None:
@@ -122,74 +134,68 @@ def _has_entered(rank: RankProgress, at: Pending) -> bool:
 
 def _exited(ranks: Ranks, alive: Ranks) -> HangCause | None:
     """Ranks that ended before they were done, while others wait for them."""
-    gone = [r for r in ranks if r.code is not None and r.done is None]
+    gone = [r for r in ranks if r.code is not None and not r.done]
     if not gone or not alive or (any(r.found["groups"] for r in alive) and not _waiting_for(alive, gone)):
         return None
     return _blame(f"exited with code {gone[0].code} in phase {gone[0].phase}, not done", gone, alive)
 
 
-def _in_state(state: str, what: str) -> Callable[[Ranks, Ranks], HangCause | None]:
-    """The check for living ranks whose process is in a state of /proc."""
-
-    def check(_: Ranks, alive: Ranks) -> HangCause | None:
-        return _blame(what, [r for r in alive if r.found["state"] == state], alive)
-
-    return check
+def _in_state(state: str, what: str, _: Ranks, alive: Ranks) -> HangCause | None:
+    """Living ranks whose process is in a state of /proc."""
+    return _blame(what, [r for r in alive if r.found["state"] == state], alive)
 
 
 def _missing(ranks: Ranks, alive: Ranks) -> HangCause | None:
     """A collective that some ranks entered and others did not: those that wait for nobody are the cause."""
     by_number = {r.number: r for r in ranks}
-    awaited: dict[RankProgress, Counter[Pending]] = {}
-    waiters = []
-    for r in alive:
-        for p in _pending(r):
-            members = (by_number[m] for m in p.ranks if m != r.number and m in by_number)
-            for member in (m for m in members if not _has_entered(m, p)):
-                awaited.setdefault(member, Counter())[p._replace(started=None)] += 1
-                waiters.append(r)
-    roots = [r for r in ranks if r in awaited and r not in waiters]
-    told = [r for r in roots if r.found["groups"]] or roots
+    awaited: dict[RankProgress, Counter[Pending]] = defaultdict(Counter)
+    waiting = set()
+    for r, p in _all_pending(alive):
+        for member in (by_number[number] for number in p.ranks if number in by_number):
+            if not _has_entered(member, p):
+                awaited[member][p] += 1
+                waiting.add(r)
+    roots = [r for r in ranks if r in awaited and r not in waiting]
+    roots = [r for r in roots if r.found["groups"]] or roots
     # A rank that waits as well may wait for another missing rank, in a way that no record holds.
-    told = [r for r in told if not _waits_in(r)] or told
-    if not told:
-        return _each_other([r for r in ranks if r in waiters]) if awaited else None
-    at = awaited[told[0]].most_common(1)[0][0]
-    return _blame(f"never entered {at}", [r for r in told if at in awaited[r]], alive)
+    roots = [r for r in roots if not _waits_in(r)] or roots
+    if not roots:
+        return _each_other([r for r in ranks if r in waiting]) if awaited else None
+    at = awaited[roots[0]].most_common(1)[0][0]
+    return _blame(f"never entered {at}", [r for r in roots if at in awaited[r]], alive)
 
 
 def _each_other(stuck: Ranks) -> HangCause:
     shown = ", ".join(f"rank {r.number} is in {_waits_in(r)}" for r in stuck[:NAMED])
     headline = f"ranks wait for each other in different collectives: {shown}"
-    details = ("They call collectives in different orders", *_places(stuck))
+    details = ("They call collectives in different orders", *_functions(stuck))
     return HangCause(headline=headline, details=details, culprits=tuple(stuck))
 
 
 def _different(_: Ranks, alive: Ranks) -> HangCause | None:
     """Members of a group that call different collectives under the same number, or whose devices are late."""
-    by_place: dict[tuple[str, tuple[int, ...], int], list[tuple[RankProgress, Pending]]] = {}
-    for r in alive:
-        for p in _pending(r):
-            by_place.setdefault(p[:3], []).append((r, p))
-    for members in by_place.values():
-        usual, count = Counter(p.op for _, p in members).most_common(1)[0]
-        odd = [(r, p) for r, p in members if p.op != usual]
-        if odd and count < len(members):
+    calls: dict[Any, list[tuple[RankProgress, Pending]]] = defaultdict(list)
+    for r, p in _all_pending(alive):
+        calls[p.group, p.ranks, p.number].append((r, p))
+    for members in calls.values():
+        usual = Counter(p.op for _, p in members).most_common(1)[0][0]
+        if odd := [(r, p) for r, p in members if p.op != usual]:
             what = f"entered {odd[0][1]} where others entered {usual}"
             return _blame(what, [r for r, p in odd if p.op == odd[0][1].op], alive)
         late = [(r, p) for r, p in members if p.started is False]
         if late and len(late) < len(members):
-            what = f"entered {late[0][1]}, but its device has not begun it"
-            return _blame(what, [r for r, _ in late], alive)
+            return _blame(
+                f"entered {late[0][1]}, but its device has not begun it", [r for r, _ in late], alive
+            )
     return None
 
 
 def _together(_: Ranks, alive: Ranks) -> HangCause | None:
     """All ranks wait in collectives that all of them have entered."""
-    waits = [list(_pending(r)) for r in alive]
-    if not all(waits) or not alive:
+    waits = list(_all_pending(alive))
+    if not alive or {r for r, _ in waits} != set(alive):
         return None
-    at = Counter(str(p) for pending in waits for p in pending).most_common(1)[0][0]
+    at = Counter(str(p) for _, p in waits).most_common(1)[0][0]
     headline = f"all {len(alive)} ranks wait in collectives that all have entered, such as {at}"
     details = ("No rank is missing: the network or its library stands still",)
     return HangCause(headline=headline, details=details)
@@ -200,43 +206,48 @@ def _busy(_: Ranks, alive: Ranks) -> HangCause | None:
     busy = [r for r in alive if r.found["stack"] and not _waits_in(r)]
     if not busy or not any(map(_waits_in, alive)):
         return None
-    return _blame(f"is in {_where(busy[0])}, in no collective", busy, alive)
+    return _blame(f"is in {_function(busy[0])}, in no collective", busy, alive)
 
 
 def _behind(_: Ranks, alive: Ranks) -> HangCause | None:
     """The minority of ranks that has done the least, among ranks that report steps or micro-batches."""
     counting = [r for r in alive if _step(r) or r.microbatches]
-    for level in range(3):
-        at = {r: _place(r)[level] for r in counting}
-        late = [r for r in counting if at[r] == min(at.values())]
-        if len(late) < len(counting):
-            if 2 * len(late) > len(counting):
-                return None
-            least, most = min(at.values())[1], max(at.values())[1]
-            return _blame(f"is behind: it is {least}, others are {most}", late, alive)
+    for level in zip(*map(_reached, counting), strict=True):
+        least, most = min(level), max(level)
+        late = [r for r, reached in zip(counting, level, strict=True) if reached == least]
+        if least != most:
+            what = f"is behind: it is {least[1]}, others are {most[1]}"
+            return _blame(what, late, alive) if 2 * len(late) <= len(counting) else None
     return None
 
 
-def _place(r: RankProgress) -> tuple[tuple[int, str], ...]:
+def _reached(r: RankProgress) -> tuple[tuple[int, str], ...]:
     """How far a rank has come, by step, part of the step and micro-batches: as a number and in words."""
     part, count = r.part if r.part in PARTS else PARTS[0], r.microbatches
-    return (
-        (_step(r), f"in step {_step(r)}"),
-        (PARTS.index(part), f"in {part}"),
-        (count, f"at {count} micro-batches"),
-    )
+    steps = _step(r), f"in step {_step(r)}"
+    return steps, (PARTS.index(part), f"in {part}"), (count, f"at {count} micro-batches")
+
+
+def _unexplained(_: Ranks, alive: Ranks) -> HangCause:
+    """What the first living rank does, when no check has found a cause."""
+    if not alive:
+        return HangCause(headline="all ranks had ended")
+    at = f"phase {alive[0].phase}" + (f", step {_step(alive[0])}" if _step(alive[0]) else "")
+    headline = f"no rank stands out of {len(alive)}: rank {alive[0].number} is in {at}"
+    return HangCause(headline=headline, details=_functions(alive[:1]))
 
 
 CHECKS = (
     _exited,
-    _in_state("T", "is stopped (state T), as by SIGSTOP"),
-    _in_state("Z", "is dead, and nobody has noticed (state Z)"),
+    partial(_in_state, "T", "is stopped (state T), as by SIGSTOP"),
+    partial(_in_state, "Z", "is dead, and nobody has noticed (state Z)"),
     _missing,
     _different,
-    _in_state("D", "waits for a device or a disk (state D)"),
+    partial(_in_state, "D", "waits for a device or a disk (state D)"),
     _together,
     _busy,
     _behind,
+    _unexplained,
 )
 """Certain causes first: a rank that has left or is stopped explains what all the others do."""
 
@@ -244,8 +255,8 @@ CHECKS = (
 def _waiting_for(alive: Ranks, culprits: Ranks) -> Counter[str]:
     """The collectives in which others wait for `culprits`, with the number of ranks that wait."""
     numbers = {r.number for r in culprits}
-    found = (p for r in alive if r.number not in numbers for p in _pending(r) if numbers & set(p.ranks))
-    return Counter(str(p) for p in found)
+    found = _all_pending(r for r in alive if r not in culprits)
+    return Counter(str(p) for _, p in found if not numbers.isdisjoint(p.ranks))
 
 
 def _blame(what: str, culprits: Ranks, alive: Ranks) -> HangCause | None:
@@ -254,26 +265,16 @@ def _blame(what: str, culprits: Ranks, alive: Ranks) -> HangCause | None:
         return None
     more = f" and {len(culprits) - NAMED} more ranks" if len(culprits) > NAMED else ""
     headline = f"{', '.join(r.name for r in culprits[:NAMED])}{more} {what}"
-    waiting = _waiting_for(alive, culprits)
     others = [waits for r in alive if r not in culprits and (waits := _waits_in(r))]
-    if waiting:
+    if waiting := _waiting_for(alive, culprits):
         at, count = waiting.most_common(1)[0]
         place = "" if at in what else f" in {at}"
         headline += f"; {_count(count)} for {'it' if len(culprits) == 1 else 'them'}{place}"
         headline += f", {len(others) - count} more behind" if len(others) > count else ""
     elif others:
         headline += f"; {_count(len(others))} in {others[0]}"
-    return HangCause(headline=headline, details=_places(culprits), culprits=tuple(culprits))
+    return HangCause(headline=headline, details=_functions(culprits), culprits=tuple(culprits))
 
 
 def _count(ranks: int) -> str:
     return "1 rank waits" if ranks == 1 else f"{ranks} ranks wait"
-
-
-def _places(ranks: Ranks) -> tuple[str, ...]:
-    """In which function the first two of these ranks are, in words."""
-    places = []
-    for r in (r for r in ranks[:2] if _where(r)):
-        wchan = r.found["wchan"] if r.found["state"] == "D" else ""
-        places.append(f"Rank {r.number} is in {_where(r)}" + (f", in {wchan} of Linux" if wchan else ""))
-    return tuple(places)

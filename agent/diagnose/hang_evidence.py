@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER, file_size
+from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER, file_size, read_text
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.processes import descendants, tag_of
-from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line, read_part
+from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line
 
 ANSWER_S = 3.0
 """Seconds to wait for the answers of ranks; one that can answer does so at once."""
@@ -31,8 +31,6 @@ STACK_DEPTH = 40
 """Largest number of frames of a stack that are kept."""
 NAME_CHARS = 300
 """Longest name of a function, a group or a collective, in characters."""
-TEXT_BYTES = 2**22
-"""Largest number of bytes of an answer or a report that are read."""
 
 _FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 _PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+\.py|<\w+>):(\d+)\)$")
@@ -94,7 +92,7 @@ def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
         report = run / f"rank{rank}.report"
         promised = _dumping_process(report)
         pid = promised if promised in family else _python_of(family)
-        state, wchan = _lasting(pid, family, looks), _text(f"/proc/{pid}/wchan").strip().strip("0")
+        state, wchan = _lasting(pid, family, looks), read_text(f"/proc/{pid}/wchan").strip().strip("0")
         asked = promised == pid and state not in "TZ" and tag_of(pid) == tag
         for number in (signal.SIGUSR1, signal.SIGUSR2) if asked else ():
             with contextlib.suppress(ProcessLookupError):
@@ -116,15 +114,15 @@ def _spies(subjects: list[_Subject], folder: Path) -> list[subprocess.Popen[byte
 
 
 def _found(subject: _Subject, folder: Path) -> dict[str, Any]:
-    stacks = _text(f"{subject.report}{STACKS_SUFFIX}")
-    told = _text(f"{subject.report}{COLLECTIVES_SUFFIX}")
+    stacks = read_text(f"{subject.report}{STACKS_SUFFIX}")
+    told = read_text(f"{subject.report}{COLLECTIVES_SUFFIX}")
     for name, text in (("stacks.txt", stacks), ("collectives.json", told)):
         if text:
             (folder / f"rank{subject.rank}.{name}").write_text(text)
     return {
         "state": subject.state,
         "wchan": subject.wchan,
-        "stack": main_stack(stacks) or main_stack(_text(folder / f"rank{subject.rank}.py-spy.txt")),
+        "stack": main_stack(stacks) or main_stack(read_text(folder / f"rank{subject.rank}.py-spy.txt")),
         "answered": bool(told),
         "groups": _groups(told),
     }
@@ -172,7 +170,7 @@ def _groups(told: str) -> list[dict[str, Any]]:
 
 def _dumping_process(report: Path) -> int | None:
     """The process that promised, at the beginning of the report, to answer signals with its stacks."""
-    lines = (parse_line(text) for text in _text(report).splitlines())
+    lines = (parse_line(text) for text in read_text(report).splitlines())
     promises = (line for line in lines if line and line["event"] == "stack_dump" and "pid" in line)
     return next((promise["pid"] for promise in promises), None)
 
@@ -187,12 +185,8 @@ def _lasting(pid: int, family: list[int], looks: list[dict[int, str]]) -> str:
 
 def _python_of(family: list[int]) -> int:
     """The first Python process of a rank, since the started process may be a shell."""
-    return next((pid for pid in family if _text(f"/proc/{pid}/comm").startswith("python")), family[0])
+    return next((pid for pid in family if read_text(f"/proc/{pid}/comm").startswith("python")), family[0])
 
 
 def _state(pid: int) -> str:
-    return _text(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1] or "?"
-
-
-def _text(path: str | Path) -> str:
-    return read_part(path, 0, TEXT_BYTES).decode(errors="replace")
+    return read_text(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1] or "?"

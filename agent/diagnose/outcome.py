@@ -6,16 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ultrabench.agent.diagnose.root_cause import (
-    Finding,
-    findings,
-    fingerprint,
-    last_line,
-    own_gpu_memory,
-    own_limit,
-    own_words,
-)
-from ultrabench.agent.diagnose.signatures import last_words
+from ultrabench.agent.diagnose.root_cause import Finding, findings, fingerprint, own_gpu_memory, own_limit
+from ultrabench.agent.diagnose.signatures import last_line, last_words
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
@@ -45,11 +37,11 @@ def classify(
     """
     result = _explained(progress, measure, end, lost)
     environment, rank0 = progress.environment, progress.ranks[0]
-    gpu, done = environment.get("gpu_name"), rank0.done or {}
+    gpu, done = environment.get("gpu_name"), rank0.done
     if result.status == Status.OK and gpu_names and gpu is not None and gpu not in gpu_names:
         result = _invalid("wrong_gpu", f"it ran on {gpu!r}; this hardware has {' or '.join(gpu_names)}")
     times = rank0.measured_steps(measure)
-    interval = ci95_rel(times) if times else None
+    interval = ci95_rel(times)
     names = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
     known: dict[str, Any] = {name: environment.get(name) for name in names}
     ok, seen = result.status == Status.OK, end.evidence if end else {}
@@ -64,8 +56,8 @@ def classify(
         loss_final=_loss(rank0, measure),
         loss_step=measure.loss_step,
         hardware_flops_per_step=done.get("hardware_flops_per_step"),
-        peak_mem_allocated_bytes=_largest(progress, "allocated_bytes"),
-        peak_mem_reserved_bytes=_largest(progress, "reserved_bytes"),
+        peak_mem_allocated_bytes=_largest(progress.ranks, "allocated_bytes"),
+        peak_mem_reserved_bytes=_largest(progress.ranks, "reserved_bytes"),
         peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),
         init_time_s=progress.first_step - progress.started if progress.first_step else None,
         started_at=progress.started_at,
@@ -81,7 +73,7 @@ def _explained(
     if progress.fault is not None:
         return _invalid("bad_report", progress.fault)
     bad_loss = _non_finite(progress.ranks[0])
-    if all(_finished(rank) for rank in progress.ranks):
+    if all(rank.ended_well for rank in progress.ranks):
         if bad_loss:
             return _invalid("non_finite_loss", bad_loss)
         unmeasured = None if progress.probe else _unmeasured(progress.ranks[0], measure)
@@ -89,13 +81,13 @@ def _explained(
     found = findings(progress.ranks)
     root = found[0] if found else None
     sure = (Status.OOM, Status.INVALID) if lost else frozenset(Status) - {Status.COMM_ERROR}
-    if root and root.told and root.cause.status in sure:
+    if root and root.certain and root.cause.status in sure:
         return _failed(found, progress)
     if bad_loss:
         return _invalid("non_finite_loss", bad_loss)
     if lost is not None:
-        suspects = _named(progress.hosts, lost)
-        return RunResult(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspects=suspects)
+        hosts = _named(progress.hosts, lost)
+        return RunResult(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspect_hosts=hosts)
     if end and (end.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
         return end
     if root is not None:
@@ -111,18 +103,17 @@ def _failed(found: list[Finding], progress: AttemptProgress) -> RunResult:
     """The result that follows from the rank that failed first."""
     rank, cause, line = found[0].rank, found[0].cause, found[0].line
     pointed_at = _pointed_at(found, progress) if cause.status == Status.COMM_ERROR else ()
-    proof = {"cuda_oom": own_gpu_memory, "cpu_oom": own_limit}.get(cause.name)
-    words = own_words(rank)
-    own = bool(proof and proof(words, rank.memory, rank.error or {}))
+    confirmed = (cause.name == "cuda_oom" and own_gpu_memory(rank)) or (
+        cause.name == "cpu_oom" and own_limit(rank)
+    )
+    mark = fingerprint(cause.name, rank.phase, line, rank.last_text, progress.hosts)
     return RunResult(
         status=cause.status,
         reason=f"{cause.what}, {rank.name}: {line}",
         cause=cause.name,
-        fingerprint=fingerprint(cause.name, rank.phase, line, words, progress.hosts)
-        if cause.telling
-        else None,
-        confirmed=own if cause.status == Status.OOM else None,
-        suspects=pointed_at or ((rank.host,) if cause.blames_host else ()),
+        fingerprint=mark if cause.telling else None,
+        confirmed=bool(confirmed) if cause.status == Status.OOM else None,
+        suspect_hosts=pointed_at or ((rank.host,) if cause.blames_host else ()),
     )
 
 
@@ -134,8 +125,8 @@ def _pointed_at(found: Sequence[Finding], progress: AttemptProgress) -> tuple[st
     """
     named, failed = set[str](), [finding.rank for finding in found]
     for rank in failed:
-        named |= {*_named(progress.hosts, "\n".join(last_words(own_words(rank))))} - {rank.host}
-    silent = [rank for rank in progress.ranks if rank not in failed and rank.done is None]
+        named |= {*_named(progress.hosts, "\n".join(last_words(rank.last_text)))} - {rank.host}
+    silent = [rank for rank in progress.ranks if rank not in failed and not rank.done]
     if not named and len(silent) < len(found):
         named = {rank.host for rank in silent}
     return tuple(host for host in progress.hosts if host in named)
@@ -153,19 +144,16 @@ def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
             return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
     if rank.measured_steps(measure):
         return None
-    told = f"the program ended well but reported {len(rank.steps)} steps, of which 0 count"
-    return f"{told}; it has to write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
-
-
-def _finished(rank: RankProgress) -> bool:
-    """Whether a rank reported that it was done, or exited with 0; what it did after that does not matter."""
-    return rank.done is not None or (rank.error is None and rank.code == 0)
+    counted = f"the program ended well but reported {len(rank.steps)} steps, of which 0 count"
+    return (
+        f"{counted}; it has to write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
+    )
 
 
 def _non_finite(rank: RankProgress) -> str | None:
+    """Which loss of a rank is not finite; None if all are."""
     for i, step in enumerate(rank.steps, start=1):
-        loss = step.get("loss")
-        if loss is not None and not math.isfinite(loss):
+        if not math.isfinite(loss := step.get("loss", 0.0)):
             return f"loss is {loss} at step {step.get('step', i)}"
     return None
 
@@ -176,13 +164,13 @@ def _loss(rank: RankProgress, measure: Measure) -> float | None:
     return loss if loss is not None and math.isfinite(loss) else None
 
 
-def _largest(progress: AttemptProgress, name: str) -> int | None:
-    return max((int(r.memory[name]) for r in progress.ranks if r.memory.get(name) is not None), default=None)
+def _largest(ranks: Sequence[RankProgress], name: str) -> int | None:
+    return max((rank.memory[name] for rank in ranks if name in rank.memory), default=None)
 
 
 def _evidence(rank: RankProgress) -> dict[str, Any]:
     """How a rank ended and its last words, for `sweep show`."""
     facts = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
-    error = rank.error and str(rank.error.get("message"))[:MESSAGE_CHARS]
+    error = rank.error.get("message", "")[:MESSAGE_CHARS] if rank.error else None
     last = last_line(rank.tail) if rank.tail and rank.code else None
     return {"rank": rank.number, **facts, "error": error, "last_line": last}

@@ -2,11 +2,10 @@
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ultrabench.agent.diagnose.signatures import BY_NAME, Cause, by_text, ends_in_traceback, last_words
+from ultrabench.agent.diagnose.signatures import BY_NAME, Cause, by_signal, by_text, last_line, quoted
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.record import content_id
 from ultrabench.result import Status
@@ -17,6 +16,8 @@ TORCH_SHARE = 0.85
 """Share in place of OWN_SHARE where only the memory of torch is known, not that of the CUDA context and NCCL."""
 LIMIT_SHARE = 0.9
 """Share of a CPU rank's limit that must be used; below 1, because a rank frees memory before it reports."""
+FRAMES = 3
+"""Number of innermost frames that count in a fingerprint; those of installed packages do not count."""
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
@@ -27,71 +28,6 @@ _TEXTS = {
     "process": (f"this process has {_SIZE} memory in use",),
     "torch": (f"{_SIZE} reserved in total",),
 }
-
-
-def own_gpu_memory(text: str, memory: Mapping[str, Any], error: Mapping[str, Any]) -> bool | None:
-    """Whether the run itself filled the GPU; False: other processes held memory; None: unknown.
-
-    Args:
-        text: the message of the allocator.
-        memory: the rank's report when the run began: free_bytes and total_bytes.
-        error: the rank's report when it ran out: free_bytes, total_bytes and torch_bytes.
-    """
-    told = {name: _size(text, patterns) for name, patterns in _TEXTS.items()}
-    at_start = _share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
-    if at_start is not None and at_start < OWN_SHARE:
-        return False
-    process = _share(told["process"], told["free"], told["total"])
-    if process is not None:
-        return process >= OWN_SHARE
-    torch = _share(told["torch"], told["free"], told["total"])
-    if torch is None:
-        reserved, free = error.get("torch_bytes"), error.get("free_bytes")
-        torch = _share(reserved, free, error.get("total_bytes"))
-    needed = OWN_SHARE if at_start is None else TORCH_SHARE
-    return True if torch is not None and torch >= needed else None
-
-
-def own_limit(text: str, memory: Mapping[str, Any], error: Mapping[str, Any]) -> bool | None:
-    """Whether a CPU rank reached the limit that was set for it; None: unknown.
-
-    Args:
-        text: the message of the allocator.
-        memory: the rank's report when the limit was set: limit_bytes.
-        error: the rank's report when it ran out: data_bytes in use, if known.
-    """
-    limit, used = memory.get("limit_bytes"), error.get("data_bytes")
-    if limit is None:
-        return None
-    requested = re.search(r"you tried to allocate (\d+) bytes", text)
-    if used is None or requested is None or used + int(requested[1]) > LIMIT_SHARE * limit:
-        return True
-    return None
-
-
-def _share(own: float | None, free: float | None, total: float | None) -> float | None:
-    return None if own is None or free is None or not total else (own + free) / total
-
-
-def _size(text: str, patterns: tuple[str, ...]) -> float | None:
-    for pattern in patterns:
-        if match := re.search(pattern, text):
-            return float(match[1].rstrip(".")) * _UNITS[match[2]]
-    return None
-
-
-BY_SIGNAL: dict[int, str] = {
-    signal.SIGSEGV: "segfault",
-    signal.SIGBUS: "bus_error",
-    signal.SIGABRT: "abort",
-    **dict.fromkeys((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP), "killed"),
-}
-"""Signal that ultrabench did not send -> cause."""
-LINE_CHARS = 300
-"""Longest line, in characters, that is quoted."""
-FRAMES = 3
-"""Number of innermost frames that count in a fingerprint; those of installed packages do not count."""
-
 _FRAME = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line \d+, in (\S+)', re.MULTILINE)
 _PACKAGES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
 _VOLATILE = (
@@ -111,97 +47,118 @@ class Finding:
     cause: Cause
     line: str
     """The line of the rank's error or log that shows the failure."""
-    told: bool = False
+    certain: bool = False
     """The rank itself or Linux reported the failure, so that it counts whoever ended the rank."""
 
     @property
     def key(self) -> tuple[int, float, int, int]:
         """The sort key: roots before consequences, then the failure that was known first."""
-        known_at, place = self.rank.failed_at or 0.0, list(BY_NAME).index(self.cause.name)
-        return _tier(self.cause), known_at, place, self.rank.number
+        place = list(BY_NAME).index(self.cause.name)
+        return self.cause.tier, self.rank.failed_at or 0.0, place, self.rank.number
 
 
-def findings(ranks: list[RankProgress]) -> list[Finding]:
+def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     """One finding for each rank that failed, the likeliest root first."""
     found = [f for rank in ranks if (f := _finding(rank))]
     early = []
     for rank in ranks:
-        if rank.code == 0 and rank.done is None and rank.error is None:
+        if rank.code == 0 and not rank.done and not rank.error:
             line = f"exited with code 0 in phase {rank.phase} while others went on"
             early.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
     # If most ranks have ended well, the others are only late.
     return sorted(found + (early if len(early) <= len(ranks) / 2 else []), key=lambda f: f.key)
 
 
-def own_words(rank: RankProgress) -> str:
-    """The text that tells how a rank ended: its error with the traceback, or the end of its log."""
-    error = rank.error
-    return rank.tail if error is None else f"{error.get('traceback') or ''}\n{error.get('message') or ''}"
-
-
-def _tier(cause: Cause) -> int:
-    """Smaller for causes that come first: hardware, memory, invalid numbers, and at last communication."""
-    by_name = {"foreign_memory": 1, "exit_code": 4, "exited_early": 5}
-    by_status = {Status.NODE_FAIL: 0, Status.OOM: 1, Status.INVALID: 2, Status.COMM_ERROR: 6}
-    return by_name.get(cause.name, by_status.get(cause.status, 3))
-
-
 def _finding(rank: RankProgress) -> Finding | None:
-    told = True
-    if rank.done is not None or (rank.error is None and rank.code in (None, 0)):
+    if rank.ended_well or (not rank.error and rank.code is None):
         return None
-    if rank.error is not None:
-        cause, line = _of_error(rank)
+    ended_by_us = rank.killed_by_us and rank.code == -signal.SIGKILL
+    if rank.error:
+        found: tuple[Cause, str] | None = _of_error(rank)
     elif rank.oom_killed:
-        cause, line = BY_NAME["host_oom"], "killed by Linux, because the host was out of memory"
-    elif rank.killed_by_us and rank.code == -signal.SIGKILL:
+        found = BY_NAME["host_oom"], "killed by Linux, because the host was out of memory"
+    elif ended_by_us:
         # A rank may fail and then hang, since libraries wait for peers; only a final traceback counts then.
-        known = by_text(last_words(rank.tail)) if ends_in_traceback(rank.tail) else None
-        if known is None:
-            return None
-        (cause, line), told = known, False
+        found = by_text(rank.tail, only_uncaught=True)
     else:
-        cause, line = _of_exit(rank)
-        told = cause.status == Status.OOM
-    if cause.name == "cuda_oom" and own_gpu_memory(own_words(rank), rank.memory, rank.error or {}) is False:
+        found = _of_exit(rank)
+    if found is None:
+        return None
+    cause, line = found
+    certain = bool(rank.error) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
+    if cause.name == "cuda_oom" and own_gpu_memory(rank) is False:
         cause = BY_NAME["foreign_memory"]
-    return Finding(rank=rank, cause=cause, line=line, told=told)
+    return Finding(rank=rank, cause=cause, line=line, certain=certain)
 
 
 def _of_error(rank: RankProgress) -> tuple[Cause, str]:
     """The cause of an error that the rank reported; its text may be more exact than its kind."""
-    error = rank.error or {}
-    message = " ".join(str(error.get("message") or "(no message)").split())[:LINE_CHARS]
-    known = {"non_finite": "non_finite_loss", "replicas": "replicas_differ"}
-    kind = str(error.get("kind"))
-    if kind in known:
-        return BY_NAME[known[kind]], message
-    found, _ = by_text(last_words(own_words(rank))) or (BY_NAME["exception"], "")
-    if kind == "oom" and found.status != Status.OOM:
+    kind, message = rank.error.get("kind"), rank.error.get("message") or "(no message)"
+    found, _ = by_text(rank.last_text) or (BY_NAME["exception"], "")
+    if kind in ("non_finite", "replicas"):
+        found = BY_NAME["non_finite_loss" if kind == "non_finite" else "replicas_differ"]
+    elif kind == "oom" and found.status != Status.OOM:
         found = BY_NAME["cpu_oom"]
-    if kind == "comm" and found.name == "exception":
+    elif kind == "comm" and found.name == "exception":
         found = BY_NAME["connection_error"]
-    return found, message
+    return found, quoted(message)
 
 
 def _of_exit(rank: RankProgress) -> tuple[Cause, str]:
     """The cause by the exit code, or by the log if that is more exact."""
-    code, said = rank.code or 0, last_line(rank.tail)
-    told = by_text(last_words(rank.tail))
+    code, last, known = rank.code or 0, last_line(rank.tail), by_text(rank.tail)
     if code > 0:
-        return told or (BY_NAME["exit_code"], f"exited with code {code}: {said}")
-    name = {int(s): s.name for s in signal.Signals}.get(-code, f"signal {-code}")
-    cause = BY_NAME[BY_SIGNAL.get(-code, "signal")]
+        return known or (BY_NAME["exit_code"], f"exited with code {code}: {last}")
+    cause = by_signal(-code)
     # A library that aborts prints why, and a rank that lost a peer may die in any way.
-    if told and (cause.name == "abort" or (cause.name == "segfault" and told[0].status == Status.COMM_ERROR)):
-        return told
-    return cause, f"killed by {name}, which ultrabench did not send: {said}"
+    lost_peer = cause.name == "segfault" and known and known[0].status == Status.COMM_ERROR
+    if known and (cause.name == "abort" or lost_peer):
+        return known
+    name = {int(s): s.name for s in signal.Signals}.get(-code, f"signal {-code}")
+    return cause, f"killed by {name}, which ultrabench did not send: {last}"
 
 
-def last_line(text: str) -> str:
-    """The last line of a log that is not empty and not part of a stack."""
-    lines = last_words(text) or [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:LINE_CHARS] if lines else "(empty log)"
+def own_gpu_memory(rank: RankProgress) -> bool | None:
+    """Whether the run itself filled the GPU; False: other processes held memory; None: unknown.
+
+    It follows from the allocator's message, from free_bytes and total_bytes, which the rank reported when the
+    run began, and from free_bytes, total_bytes and torch_bytes, which it reported when it ran out.
+    """
+    memory, error, text = rank.memory, rank.error, rank.last_text
+    sizes = {name: _size(text, patterns) for name, patterns in _TEXTS.items()}
+    at_start = _share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
+    if at_start is not None and at_start < OWN_SHARE:
+        return False
+    process = _share(sizes["process"], sizes["free"], sizes["total"])
+    if process is not None:
+        return process >= OWN_SHARE
+    torch = _share(sizes["torch"], sizes["free"], sizes["total"])
+    torch = torch or _share(error.get("torch_bytes"), error.get("free_bytes"), error.get("total_bytes"))
+    return (torch or 0.0) >= (OWN_SHARE if at_start is None else TORCH_SHARE) or None
+
+
+def own_limit(rank: RankProgress) -> bool | None:
+    """Whether a CPU rank reached the limit that was set for it; None: unknown.
+
+    It follows from limit_bytes, which the rank reported when the limit was set, from data_bytes, which were in
+    use when it ran out, if they are known, and from the allocator's message.
+    """
+    limit, used = rank.memory.get("limit_bytes"), rank.error.get("data_bytes")
+    requested = re.search(r"you tried to allocate (\d+) bytes", rank.last_text)
+    if limit is None:
+        return None
+    return used is None or requested is None or used + int(requested[1]) > LIMIT_SHARE * limit or None
+
+
+def _share(own: float | None, free: float | None, total: float | None) -> float | None:
+    return None if own is None or free is None or not total else (own + free) / total
+
+
+def _size(text: str, patterns: tuple[str, ...]) -> float | None:
+    for pattern in patterns:
+        if match := re.search(pattern, text):
+            return float(match[1].rstrip(".")) * _UNITS[match[2]]
+    return None
 
 
 def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ docs.nvidia.com/deploy/xid-errors.
 """
 
 import re
+import signal
 from dataclasses import dataclass
 
 from ultrabench.result import Status
@@ -23,6 +24,13 @@ class Cause:
     """Regular expression of a line that shows the cause; empty if only other evidence shows it."""
     blames_host: bool = False
     """The node may be at fault."""
+    signals: tuple[int, ...] = ()
+    """Signals that show the cause when ultrabench did not send them."""
+
+    @property
+    def tier(self) -> int:
+        """Number of its tier in TIERS."""
+        return next(number for number, causes in enumerate(TIERS) if self in causes)
 
     @property
     def telling(self) -> bool:
@@ -30,7 +38,7 @@ class Cause:
         return self.status != Status.COMM_ERROR and self.name not in ("killed", "host_oom", "foreign_memory")
 
 
-CAUSES = (
+TIERS = ((
     # Hardware comes first, since it causes the rest; what peers notice of a dead rank comes last.
     Cause("ecc_error", Status.NODE_FAIL, "memory of a GPU is broken",
            r"uncorrectable (?:NVLink )?ECC|uncorrectable NVLink error|\bXid\b.*: (?:48|63|64|74|94|95)\b",
@@ -41,6 +49,7 @@ CAUSES = (
     Cause("gpu_unavailable", Status.NODE_FAIL, "a GPU cannot be used",
            r"no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy or unavailable|"
            r"system not yet initialized|Found no NVIDIA driver|CUDA error: unknown error", blames_host=True),
+), (
     Cause("foreign_memory", Status.CRASH, "somebody else held the GPU's memory", blames_host=True),
     Cause("cuda_oom", Status.OOM, "out of GPU memory",
            r"CUDA out of memory|CUDA error: out of memory|CU(?:BLAS|DNN|SOLVER|SPARSE|FFT)_(?:STATUS_)?ALLOC_FAILED|"
@@ -50,8 +59,10 @@ CAUSES = (
     Cause("cpu_oom", Status.OOM, "out of memory",
            r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|(?:^|[\s.])\w*MemoryError\b|std::bad_alloc|"
            r"^(?!.*ibv_).*(?:C|c)annot allocate memory"),
+), (
     Cause("non_finite_loss", Status.INVALID, "the loss is no number"),
     Cause("replicas_differ", Status.INVALID, "copies of the same parameters differ"),
+), (
     Cause("disk_full", Status.CRASH, "a disk is full",
            r"No space left on device|Disk quota exceeded|database or disk is full", blames_host=True),
     Cause("missing_library", Status.CRASH, "a library is missing or does not fit",
@@ -67,16 +78,21 @@ CAUSES = (
     Cause("nccl_usage", Status.CRASH, "NCCL was called in a way it refuses",
            r"ncclInvalid(?:Usage|Argument)|Duplicate GPU detected|[Mm]ismatched NCCL version"),
     Cause("bus_error", Status.CRASH, "bus error, often of a full /dev/shm",
-           r"killed by signal: Bus error|out of shared memory|Fatal Python error: Bus error", blames_host=True),
-    Cause("segfault", Status.CRASH, "segmentation fault", r"Fatal Python error: Segmentation fault"),
-    Cause("killed", Status.CRASH, "killed from outside", r"killed by signal: (?:Killed|Terminated)",
-           blames_host=True),
+           r"killed by signal: Bus error|out of shared memory|Fatal Python error: Bus error", blames_host=True,
+           signals=(signal.SIGBUS,)),
+    Cause("segfault", Status.CRASH, "segmentation fault", r"Fatal Python error: Segmentation fault",
+           signals=(signal.SIGSEGV,)),
+    Cause("killed", Status.CRASH, "killed from outside", r"killed by signal: (?:Killed|Terminated)", blames_host=True,
+           signals=(signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
     Cause("signal", Status.CRASH, "killed by a signal"),
-    Cause("abort", Status.CRASH, "aborted"),
+    Cause("abort", Status.CRASH, "aborted", signals=(signal.SIGABRT,)),
     Cause("exception", Status.CRASH, "exception"),
-    Cause("exit_code", Status.CRASH, "ended with an error"),
-    Cause("exited_early", Status.CRASH, "ended before it was done"),
     Cause("port_taken", Status.CRASH, "its port was taken", r"Address already in use|EADDRINUSE"),
+), (
+    Cause("exit_code", Status.CRASH, "ended with an error"),
+), (
+    Cause("exited_early", Status.CRASH, "ended before it was done"),
+), (
     Cause("nccl_timeout", Status.COMM_ERROR, "NCCL waited in vain",
            r"Watchdog caught collective operation timeout|NCCL watchdog .*timed? ?out|"
            r"\[PG .*Timeout\(ms\)=\d+\) ran for", blames_host=True),
@@ -89,13 +105,17 @@ CAUSES = (
            r"Connection (?:reset|closed|refused|aborted|timed out|was likely closed)|Dist(?:Network|Store)Error|"
            r"Broken pipe|DistBackendError|No route to host|Network is unreachable|[Ss]ocket Timeout|"
            r"client socket has (?:failed|timed out)", blames_host=True),
-)  # fmt: skip
-"""Roots come before their consequences; the first cause whose text matches is the cause."""
+))  # fmt: skip
+"""Roots come before their consequences. Among the failures of one tier, that which was known first is the root;
+of one log, the first cause of all tiers whose text matches."""
 
-BY_NAME = {cause.name: cause for cause in CAUSES}
+BY_NAME = {cause.name: cause for tier in TIERS for cause in tier}
+"""Name -> cause, in the order of the tiers."""
 
 MESSAGE_LINES = 8
 """Lines of the longest exception message, which is that of NCCL; more lines mean that the program went on."""
+LINE_CHARS = 300
+"""Longest line, in characters, that is quoted."""
 
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b(?::|$)", re.MULTILINE)
 _STACK_LINE = re.compile(r"^(?:\s|frame #\d+|Traceback \(most recent|Exception raised from )")
@@ -111,18 +131,9 @@ def last_words(text: str) -> list[str]:
     The source lines of a stack, and errors that a program has caught, may contain any word.
     """
     *before, last = _RANK_PREFIX.sub("", text).split(_TRACEBACK)
-    parts = [last]
     while before and any(link in before[-1] for link in _CHAIN):
-        parts.insert(0, before.pop())
-    lines = [line for part in parts for line in part.splitlines()]
-    return [line.strip() for line in lines if line.strip() and not _STACK_LINE.match(line)]
-
-
-def ends_in_traceback(text: str) -> bool:
-    """Whether a log seems to end with an exception that nobody caught."""
-    _, found, end = _RANK_PREFIX.sub("", text).rpartition(_TRACEBACK)
-    told = [line for line in end.splitlines() if line.strip() and not _STACK_LINE.match(line)]
-    return bool(found) and 0 < len(told) <= MESSAGE_LINES and _EXCEPTION.match(told[0]) is not None
+        last = before.pop() + last
+    return [line.strip() for line in last.splitlines() if line.strip() and not _STACK_LINE.match(line)]
 
 
 def _survived(lines: list[str], at: int) -> bool:
@@ -133,14 +144,36 @@ def _survived(lines: list[str], at: int) -> bool:
     return bool(_WARNING.search(lines[at])) or len(after) > MESSAGE_LINES
 
 
-def by_text(lines: list[str]) -> tuple[Cause, str] | None:
-    """The first cause of CAUSES that a line shows, and that line, cut to 300 characters."""
-    for cause in CAUSES:
+def by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] | None:
+    """The first cause that a line of the last words of a log shows, and that line.
+
+    Args:
+        only_uncaught: None unless the log seems to end with an exception that nobody caught.
+    """
+    lines, (_, traceback, end) = last_words(text), text.rpartition(_TRACEBACK)
+    final = last_words(end) if traceback else []
+    if only_uncaught and not (final and _EXCEPTION.match(final[0]) and len(final) <= MESSAGE_LINES):
+        return None
+    for cause in BY_NAME.values():
         for at, line in enumerate(lines):
             shown = cause.text and re.search(cause.text, line)
             if shown and (cause.status != Status.OOM or not _survived(lines, at)):
-                return cause, line[:300]
-    for line in reversed(lines):
-        if _EXCEPTION.search(line):
-            return BY_NAME["exception"], line[:300]
-    return None
+                return cause, quoted(line)
+    exceptions = [line for line in lines if _EXCEPTION.search(line)]
+    return (BY_NAME["exception"], quoted(exceptions[-1])) if exceptions else None
+
+
+def by_signal(number: int) -> Cause:
+    """The cause of an end by a signal that ultrabench did not send."""
+    return next((cause for cause in BY_NAME.values() if number in cause.signals), BY_NAME["signal"])
+
+
+def last_line(text: str) -> str:
+    """The last line of a log that is not empty and not part of a stack."""
+    lines = last_words(text) or text.splitlines()
+    return next((quoted(line) for line in reversed(lines) if line.strip()), "(empty log)")
+
+
+def quoted(text: str) -> str:
+    """A text as one line of at most LINE_CHARS characters."""
+    return " ".join(text.split())[:LINE_CHARS]

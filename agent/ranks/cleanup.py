@@ -14,6 +14,8 @@ EVIDENCE_FOLDER = "hang_evidence"
 """Folder for raw stacks and dumps of a run that hangs, inside its node-local folder and among its logs."""
 PART_BYTES = 2**20
 """Bytes that are copied at once."""
+TEXT_BYTES = 2**22
+"""Largest number of bytes of a text that are read at once."""
 TAIL_BYTES = 64 * 1024
 """Bytes of each log of a good run that are kept."""
 KEPT = ("rank*.log", f"{EVIDENCE_FOLDER}/*")
@@ -98,6 +100,11 @@ def copy_profile(run: Path, to: Path) -> None:
 def read_tail(path: Path, size: int) -> str:
     """The last `size` bytes of a text file; empty if there is no file."""
     return read_part(path, max(0, file_size(path) - size), size).decode(errors="replace")
+
+
+def read_text(path: str | Path) -> str:
+    """The first TEXT_BYTES of a text file, which may be one of /proc; empty if there is no file."""
+    return read_part(path, 0, TEXT_BYTES).decode(errors="replace")
 
 
 def copy_ends(source: Path, target: Path, max_bytes: int) -> None:

@@ -6,40 +6,55 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultrabench import checkout, processes
 from ultrabench.agent.diagnose.hang_evidence import dump_variables, hang_evidence
 from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.node_identity import NodeIdentity
-from ultrabench.agent.ranks.cleanup import (
-    EVIDENCE_FOLDER,
-    SharedMemoryCleanup,
-    copy_logs,
-    copy_profile,
-    join_tails,
-    read_tail,
-)
+from ultrabench.agent.ranks import cleanup
 from ultrabench.agent.ranks.forks import KERNEL_MODULE, ForkServer, cpu_text, rank_cpus
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.errors import ClusterError
 from ultrabench.rank_report import NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.record import to_dict
-from ultrabench.run import RunSpec, Task, fill_in
+from ultrabench.run import Task, fill_in
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.kernel_secrets import revealed
 
-Cleaned = dict[str, Any]
-"""State of a node after a run: {left} why it cannot be used any more or null, {sm_clocks_hz}, {slowdowns}."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleaned:
+    """The state of a node after a run."""
+
+    left: str | None
+    """Why the node cannot be used any more; None if it can."""
+    sm_clocks_hz: tuple[float, ...]
+    """SM clock of each GPU in each sample."""
+    slowdowns: tuple[str, ...]
+    """What slowed the clocks."""
+
+
+class Source(NamedTuple):
+    """A file with lines in which a rank tells how far it is."""
+
+    rank: int
+    """The rank that writes it."""
+    reporter: int
+    """The rank for which the lines count."""
+    lines: NewLines
+    parse: Callable[[str], dict[str, Any] | None]
+    """The line of a report that a line of the file means, if it means any."""
+
 
 LOGS_RETRY_S = 10.0
 """Seconds to retry writing logs to a failing disk; after that the next run begins without them."""
-EXTRA_PARTS = 2
-"""Parts of a long report that are read at once after the first; one message holds the news of all ranks."""
 LAUNCHER_VARIABLES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
 """Beginnings of variables that are hidden from ranks, which would otherwise be taken for tasks of Slurm."""
 
@@ -55,31 +70,29 @@ class Node:
         self.tag = processes.own_tag(allocation.name, self.identity.node)
         self.disk = DiskRetry(allocation.heartbeat_s / 2)
         per_node, kernel = allocation.gpus_per_node, allocation.tasks[0].spec.kernel
-        hidden = {k for k in os.environ if k != "SLURM_JOB_ID" and k.startswith(LAUNCHER_VARIABLES)}
-        self._base = {k: v for k, v in os.environ.items() if k not in hidden} | {
-            processes.TAG_VARIABLE: self.tag
-        }
+        shown = {k for k in os.environ if k == "SLURM_JOB_ID" or not k.startswith(LAUNCHER_VARIABLES)}
+        self._base = {**{k: os.environ[k] for k in shown}, processes.TAG_VARIABLE: self.tag}
         self._on_gpus = allocation.tasks[0].device == "cuda"
         gpus = visible_gpus()[:per_node] if self._on_gpus else []
         self._gauge = GpuGauge(gpus)
         self._cpus = rank_cpus(per_node, self._on_gpus, gpu_bus_ids=[gpu.bus_id for gpu in gpus])
         self._threads = allocation.threads or max(1, len(os.sched_getaffinity(0)) // per_node)
-        self._shared_memory = SharedMemoryCleanup()
-        self._warm = allocation.kernel_kind != "command" or allocation.preflight
-        module = KERNEL_MODULE if self._warm else ""
-        self._server = ForkServer(self.scratch / "fork_server.log", self._base, module)
+        self._shared_memory = cleanup.SharedMemoryCleanup()
         self._program_env = revealed(kernel.env, self.folder.secrets)
         self._task: Task | None = None
         self._run = self.scratch
         """Folder of the current run."""
-        self._reports: dict[int, NewLines] = {}
+        self._sources: list[Source] = []
         self._progress: dict[int, Progress] = {}
+        """How far each rank was when the leader was told last."""
         self._evidence: Iterator[list[RankEvent]] = iter(())
-        self._log: NewLines | None = None
-        """The log of the rank that prints the steps, if the program does not report them."""
-        self._exits: list[tuple[int, int]] = []
-        """Exits that the leader has not been told yet."""
+        self._exits: dict[int, int] = {}
+        """Rank -> exit code that the leader has not been told yet."""
         self._oom_kills = 0
+        warm = allocation.kernel_kind != "command" or allocation.preflight
+        self._server = ForkServer(self.scratch / "fork_server.log", self._base, KERNEL_MODULE if warm else "")
+        if warm:
+            self._server.start()
 
     def facts(self) -> dict[str, Any]:
         """What the leader needs to know about this node before the first run."""
@@ -102,16 +115,16 @@ class Node:
         with contextlib.chdir(self.allocation.work_dir):
             return self.allocation.tasks[0].spec.kernel.digest()
 
+    @cached_property
+    def address(self) -> str:
+        """The address at which the other nodes of the allocation reach this node."""
+        return self.identity.address(self.allocation.simulated or self.allocation.nodes == 1)
+
     @property
     def ranks(self) -> range:
         """Global ranks of this node."""
         per_node = self.allocation.gpus_per_node
         return range(self.identity.node * per_node, (self.identity.node + 1) * per_node)
-
-    def warm_up(self) -> None:
-        """Starts the fork server, unless all ranks are programs of the user."""
-        if self._warm:
-            self._server.start()
 
     def obey(self, message: dict[str, Any]) -> Any:
         """Calls the method that the leader orders; returns the answer of `kill` or `finish`, else None."""
@@ -123,19 +136,14 @@ class Node:
         """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got."""
         task = self._task = self.allocation.task(index)
         run = self._run = self.scratch / task.key
-        (run / EVIDENCE_FOLDER).mkdir(parents=True)
+        (run / cleanup.EVIDENCE_FOLDER).mkdir(parents=True)
         write_whole(run / "spec.json", json.dumps(to_dict(task), indent=1))
-        self._progress, self._exits, self._evidence = {}, [], iter(())
-        self._reports = {rank: NewLines(run / f"rank{rank}.report") for rank in self.ranks}
+        self._progress, self._exits, self._evidence = {}, {}, iter(())
+        self._sources = self._sources_of(task)
         self._gauge.clear()
         self._oom_kills = oom_kills()
-        kernel = task.spec.kernel
-        step_rank = kernel.step_rank % task.spec.layout.world_size
-        only_logs = kernel.step_line and step_rank in self.ranks and not task.forked
-        self._log = NewLines(run / f"rank{step_rank}.log") if only_logs else None
         for local, rank in enumerate(self.ranks):
-            env = self._rank_env(task, rank, local, address, port)
-            log = run / f"rank{rank}.log"
+            env, log = self._rank_env(task, rank, local, address, port), run / f"rank{rank}.log"
             log.touch()
             cpus = self._cpus[local] if self._cpus else None
             if task.forked:
@@ -145,6 +153,23 @@ class Node:
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
             command = fill_in(task.spec, task.repeat, task.attempt, task.measure)
             self._server.fork(rank, env, log, cpus, command=command, cwd=self.allocation.work_dir)
+
+    def _sources_of(self, task: Task) -> list[Source]:
+        """The reports of this node's ranks, and the log in which a program prints its steps, if it does.
+
+        Steps of a log count as steps of rank 0, whoever prints them.
+        """
+        sources = [Source(n, n, NewLines(self._run / f"rank{n}.report"), parse_line) for n in self.ranks]
+        spec, kernel = task.spec, task.spec.kernel
+        rank = kernel.step_rank % spec.layout.world_size
+        if kernel.step_line and rank in self.ranks and not task.forked:
+            pattern, tokens_per_gpu = (
+                re.compile(kernel.step_line),
+                spec.tokens_per_step / spec.layout.world_size,
+            )
+            parse = partial(parse_log_line, pattern=pattern, tokens_per_gpu=tokens_per_gpu)
+            sources.append(Source(rank, 0, NewLines(self._run / f"rank{rank}.log"), parse))
+        return sources
 
     def _rank_env(self, task: Task, rank: int, local: int, address: str, port: int) -> dict[str, str]:
         """The variables that torchrun sets, and ours."""
@@ -167,44 +192,37 @@ class Node:
         task = self._task
         if task is None:
             return []
-        self._exits += self._server.exits()
+        self._exits |= dict(self._server.exits())
         found: list[RankEvent] = []
-        for rank, report in self._reports.items():
-            found += self._reported(rank, report, task.forked)
-        behind = {rank for rank, report in self._reports.items() if report.behind}
-        if self._log is not None:
-            found += _logged(task.spec, self._log)
-            step_rank = task.spec.kernel.step_rank % task.spec.layout.world_size
-            behind |= {0, step_rank} if self._log.behind else set()
-        if any("microbatches" in event or event["line"].get("event") == "step" for event in found):
+        for source in self._sources:
+            lines = filter(None, map(source.parse, source.lines.read()))
+            # Only our own kernel may report measurements of devices and links.
+            known = (line for line in lines if task.forked or line["event"] != "probe")
+            found += [{"rank": source.reporter, "line": line} for line in known]
+        found += self._new_progress()
+        if any("microbatches" in event or event["line"]["event"] == "step" for event in found):
             self._gauge.sample()
         found += next(self._evidence, [])
         # Exits come last, so that the leader learns what a rank reported before it learns that it ended.
-        ended = [end for end in self._exits if end[0] not in behind]
-        self._exits = [end for end in self._exits if end[0] in behind]
-        oom = bool(ended) and oom_kills() > self._oom_kills
-        for rank, code in ended:
-            tail = read_tail(self._run / f"rank{rank}.log", 8192)
-            tail = tail or read_tail(self.scratch / "fork_server.log", 8192)
-            oom_killed = oom and code == -signal.SIGKILL
+        behind = {source.rank for source in self._sources if source.lines.behind}
+        for rank in sorted(self._exits.keys() - behind):
+            code, log = self._exits.pop(rank), self._run / f"rank{rank}.log"
+            tail = cleanup.read_tail(log, 8192) or cleanup.read_tail(self.scratch / "fork_server.log", 8192)
+            oom_killed = code == -signal.SIGKILL and oom_kills() > self._oom_kills
             found.append({"rank": rank, "code": code, "tail": tail, "oom_killed": oom_killed})
         return found
 
-    def _reported(self, rank: int, report: NewLines, forked: bool) -> list[RankEvent]:
-        """The lines that a rank has reported since the last call, and its progress where that has changed."""
-        texts = report.read()
-        for _ in range(EXTRA_PARTS if report.behind else 0):
-            texts += report.read()
-        lines = [parse_line(text) for text in texts]
-        # Only our own kernel may report measurements of devices and links.
-        known = [line for line in lines if line and (forked or line["event"] != "probe")]
-        found: list[RankEvent] = [{"rank": rank, "line": line} for line in known]
-        done, before = read_progress(report.path), self._progress.get(rank, Progress())
-        # Smaller counts than before can only be an error of the rank.
-        if done != before and done.step >= before.step and done.microbatches >= before.microbatches:
-            self._progress[rank] = done
-            found.append({"rank": rank, **to_dict(done)})
-        return found
+    def _new_progress(self) -> Iterator[RankEvent]:
+        """The progress of each rank where it has changed since the last call."""
+        for rank in self.ranks:
+            done, before = (
+                read_progress(self._run / f"rank{rank}.report"),
+                self._progress.get(rank, Progress()),
+            )
+            # Smaller counts than before can only be an error of the rank.
+            if done != before and done.step >= before.step and done.microbatches >= before.microbatches:
+                self._progress[rank] = done
+                yield {"rank": rank, **to_dict(done)}
 
     def store(self, port: int) -> None:
         """Tells the ranks, which wait for this file, the port that rank 0 got."""
@@ -219,8 +237,8 @@ class Node:
     def kill(self) -> Cleaned:
         """Kills every process of the current run on this node, and removes what they left behind."""
         left = self._end_processes() or self._gauge.occupied(self.disk.beat)
-        slowdowns = sorted(self._gauge.slowdowns)
-        return {"left": left, "sm_clocks_hz": self._gauge.clocks_hz, "slowdowns": slowdowns}
+        clocks, slowdowns = tuple(self._gauge.clocks_hz), tuple(sorted(self._gauge.slowdowns))
+        return Cleaned(left=left, sm_clocks_hz=clocks, slowdowns=slowdowns)
 
     def _end_processes(self) -> str | None:
         """Kills all processes but the fork server; returns a message about those that did not die."""
@@ -245,10 +263,10 @@ class Node:
         """
         if self._task is None:
             return None
-        task, problem = self._task, None
+        keep, problem = partial(self._keep_logs, self._task, keep_all), None
         self._task = None
         try:
-            self.disk.retry_for(LOGS_RETRY_S, self._keep_logs, task, keep_all)
+            self.disk.retry(keep, LOGS_RETRY_S)
         except (ClusterError, OSError) as error:
             problem = f"the logs of {self.identity.host} could not be kept: {error}"
         shutil.rmtree(self._run, ignore_errors=True)
@@ -257,24 +275,16 @@ class Node:
     def _keep_logs(self, task: Task, failed: bool) -> None:
         to = self.folder.log_folder(task.run_id, task.repeat, task.attempt)
         if failed:
-            copy_logs(self._run, to, int(task.measure.log_mib_per_rank * 2**20))
+            cleanup.copy_logs(self._run, to, int(task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node == 0 and not task.probe:
-            join_tails(self._run, to, self.ranks)
-        copy_profile(self._run, to)
+            cleanup.join_tails(self._run, to, self.ranks)
+        cleanup.copy_profile(self._run, to)
 
     def close(self) -> None:
         """Kills every process, the fork server too, and removes the node-local folder."""
         self._server.stop()
         self._end_processes()
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def _logged(spec: RunSpec, log: NewLines) -> list[RankEvent]:
-    """The steps that a program prints to its log; they count as steps of rank 0, whoever prints them."""
-    pattern = re.compile(spec.kernel.step_line or "")
-    tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
-    steps = (parse_log_line(text, pattern, tokens_per_gpu) for text in log.read())
-    return [{"rank": 0, "line": step} for step in steps if step]
 
 
 def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -286,20 +296,13 @@ def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
     (memory.oom_control).
     """
     counters = []
-    for line in _read(proc / "self/cgroup").splitlines():
+    for line in cleanup.read_text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             counters.append(cgroups / path.lstrip("/") / "memory.events")
         elif "memory" in controllers.split(","):
             counters.append(cgroups / "memory" / path.lstrip("/") / "memory.oom_control")
     for file in (*counters, proc / "vmstat"):
-        if match := re.search(r"^oom_kill (\d+)$", _read(file), re.MULTILINE):
+        if match := re.search(r"^oom_kill (\d+)$", cleanup.read_text(file), re.MULTILINE):
             return int(match[1])
     return 0
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

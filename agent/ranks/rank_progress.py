@@ -32,8 +32,8 @@ class RankProgress:
     step: int = 0
     part: str = ""
     """The part of the step that the rank is in; empty if the rank does not report it."""
-    moved: float | None = None
-    """When the rank last made progress, by the leader's monotonic clock."""
+    moved: float = field(default_factory=time.monotonic)
+    """When the rank last made progress or was started, by the leader's monotonic clock."""
     gaps_s: dict[str, float] = field(default_factory=dict)
     """Longest time without progress after the first step, in seconds: `optimizer`, `steady` for the rest."""
     first_gaps_s: dict[str, float] = field(default_factory=dict)
@@ -41,8 +41,10 @@ class RankProgress:
     steps: list[dict[str, Any]] = field(default_factory=list)
     """The report lines of its first MAX_STEPS steps."""
     memory: dict[str, Any] = field(default_factory=dict)
-    done: dict[str, Any] | None = None
-    error: dict[str, Any] | None = None
+    done: dict[str, Any] = field(default_factory=dict)
+    """The report line by which it says that it is done; empty before."""
+    error: dict[str, Any] = field(default_factory=dict)
+    """The line of its report with its first error; empty without one."""
     code: int | None = None
     """Exit code, negative for a signal; None while it runs."""
     killed_by_us: bool = False
@@ -67,6 +69,17 @@ class RankProgress:
         return f"rank {self.number} on {self.host}"
 
     @property
+    def ended_well(self) -> bool:
+        """It reported that it was done, or exited with 0; what it did after that does not matter."""
+        return bool(self.done) or (not self.error and self.code == 0)
+
+    @property
+    def last_text(self) -> str:
+        """The text that tells how it ended: its error with the traceback, or the end of its log."""
+        error = self.error
+        return f"{error.get('traceback', '')}\n{error.get('message', '')}" if error else self.tail
+
+    @property
     def kind(self) -> str:
         """The key of `gaps_s` under which the time without progress is counted now."""
         return "optimizer" if self.part == "optimizer" else "steady"
@@ -83,13 +96,12 @@ class RankProgress:
         """Seconds of the measured steps; where a program does not mark them, all after warm-up."""
         marked = [s for s in self.steps if "measured" in s]
         steps = [s for s in marked if s["measured"]] if marked else self.steps[measure.warmup_steps :]
-        return [float(s["seconds"]) for s in steps if "seconds" in s]
+        return [s["seconds"] for s in steps if "seconds" in s]
 
-    def move(self, now: float, started: float) -> None:
-        """Records at `now` that a rank which was started at `started` makes progress."""
+    def move(self, now: float) -> None:
+        """Records that the rank makes progress at `now`."""
         gaps = self.gaps_s if self.steps else self.first_gaps_s
-        since = started if self.moved is None else self.moved
-        gaps[self.kind] = max(gaps.get(self.kind, 0.0), now - since)
+        gaps[self.kind] = max(gaps.get(self.kind, 0.0), now - self.moved)
         self.moved = now
 
 
@@ -108,8 +120,6 @@ class AttemptProgress:
         """Rates of devices and links, from a preflight or from a run that only measures them."""
         self.started = time.monotonic()
         self.started_at = time.time()
-        self.moved = self.started
-        """When any rank last made progress, by the leader's monotonic clock."""
         self.first_step: float | None = None
         self.spoke = False
         """Some rank has reported something; until then the only deadline is the time limit."""
@@ -133,54 +143,52 @@ class AttemptProgress:
         if "found" in event:
             rank.found = event["found"]
             return
-        self.moved = now
-        rank.move(now, self.started)
+        rank.move(now)
         if "code" in event:
             rank.code, rank.tail = event["code"], event.get("tail", "")
             rank.oom_killed = event.get("oom_killed", False) and not rank.killed_by_us
-            if rank.code:
-                rank.failed_at = rank.failed_at or time.monotonic()
-            return
-        self.spoke = True
-        if "microbatches" in event:
+        elif "microbatches" in event:
             rank.microbatches, rank.step, rank.part = event["microbatches"], event["step"], event["part"]
-            return
-        if "fault" in event["line"]:
-            self._note_fault(event, event["line"]["fault"])
-        self._take_line(rank, event["line"], now)
+        else:
+            self._take_line(rank, event["line"], now)
+            if "fault" in event["line"]:
+                self._note_fault(event, event["line"]["fault"])
+        self.spoke = self.spoke or "code" not in event
+        if rank.code or rank.error:
+            rank.failed_at = rank.failed_at or time.monotonic()
 
     def allow_pause(self, pause_s: float) -> None:
         """Excludes `pause_s` seconds, in which the agent was stopped, from every time without progress."""
-        now = time.monotonic()
-        self.moved = min(now, self.moved + pause_s)
         for rank in self.ranks:
-            if rank.moved is not None:
-                rank.moved = min(now, rank.moved + pause_s)
+            rank.moved = min(time.monotonic(), rank.moved + pause_s)
 
     def _take_line(self, rank: RankProgress, line: dict[str, Any], now: float) -> None:
         event = line.get("event")
         if event == "phase":
-            rank.phase, rank.phase_at = str(line.get("name")), line.get("time")
+            rank.phase, rank.phase_at = line.get("name", ""), line.get("time")
             if not rank.steps:
                 rank.first_gaps_s = {}
         elif event == "step":
+            self.first_step = self.first_step or now
             if len(rank.steps) < MAX_STEPS:
                 rank.steps.append(line)
-            if self.first_step is None:
-                self.first_step = now
         elif event == "memory":
             rank.memory |= line
         elif event == "done":
             rank.done = line
         elif event == "error":
             rank.error = rank.error or line
-            rank.failed_at = rank.failed_at or time.monotonic()
-        elif event == "store" and "port" in line:
-            self.port = int(line["port"])
+        elif event == "store":
+            self.port = line.get("port")
         elif event == "environment":
             self.environment = line
         elif event == "probe":
             self.probe = {k: v for k, v in line.items() if k not in ("event", "time")}
+
+    @property
+    def moved(self) -> float:
+        """When any rank last made progress, by the leader's monotonic clock."""
+        return max(rank.moved for rank in self.ranks)
 
     @property
     def slowest_gap_s(self) -> float:
@@ -189,20 +197,15 @@ class AttemptProgress:
         The time in which all ranks together make no progress would be far too short to compare with.
         While a rank is in the optimizer both kinds count, since its GPU may still finish micro-batches.
         """
-        kinds = {"steady", *(self.ranks[i].kind for i in self.running)}
+        kinds = {"steady", *(rank.kind for rank in self.running)}
         return max(rank.slowest_s(kind) for rank in self.ranks for kind in kinds)
 
     @property
-    def running(self) -> list[int]:
-        """Numbers of the ranks that have not ended."""
-        return [i for i, r in enumerate(self.ranks) if r.code is None]
+    def running(self) -> list[RankProgress]:
+        """The ranks that have not ended."""
+        return [rank for rank in self.ranks if rank.code is None]
 
     @property
     def failed(self) -> bool:
         """Whether some rank reported an error or invalid values, or ended with an exit code other than 0."""
-        return self.fault is not None or any(r.error is not None or r.code for r in self.ranks)
-
-    @property
-    def phase(self) -> str:
-        """The phase of rank 0."""
-        return self.ranks[0].phase
+        return self.fault is not None or any(rank.error or rank.code for rank in self.ranks)

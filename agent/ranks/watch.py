@@ -7,10 +7,12 @@ from dataclasses import replace
 from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
-from ultrabench.agent.ranks.rank_progress import AttemptProgress
+from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.rank_report import PROFILE
 from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import Task
+
+WritePhase = Callable[[str, float | None], None]
 
 SLOWEST_GAP_FACTOR = 10.0
 """A run hangs only after this many times its own longest time without progress so far."""
@@ -23,28 +25,27 @@ RACE_STEPS = 2
 def watch(
     group: AgentGroup,
     task: Task,
-    progress: AttemptProgress,
     ends: float,
-    write_phase: Callable[[str, float | None], None],
     race_s: float | None = None,
+    write_phase: WritePhase | None = None,
 ) -> RunResult | None:
     """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves.
 
     Args:
         ends: the end of the allocation, by time.monotonic().
-        write_phase: called when rank 0 enters another phase.
         race_s: seconds; a run whose fastest step takes longer cannot be the best, and is ended.
+        write_phase: called with the phase and its time when rank 0 enters another phase.
     """
-    phase, failed_at = "", 0.0
+    progress, phase, failed_at = group.progress, "", 0.0
     while progress.running:
-        group.listen(progress, POLL_S)
+        group.listen(POLL_S)
         if progress.port is not None:
             group.order("store", port=progress.port)
             progress.port = None
-        if progress.phase != phase:
-            phase = progress.phase
-            write_phase(phase, progress.ranks[0].phase_at)
-        now = time.monotonic()
+        rank0, now = progress.ranks[0], time.monotonic()
+        if write_phase and rank0.phase != phase:
+            phase = rank0.phase
+            write_phase(phase, rank0.phase_at)
         ended = group.interrupted or ("the time of its allocation ended" if now > ends else None)
         if ended:
             return RunResult(status=Status.CANCELLED, reason=ended, cause="stopped")
@@ -52,22 +53,21 @@ def watch(
             failed_at = failed_at or now
             if now - failed_at > PEER_GRACE_S:
                 return None
-            continue
-        if missed := overdue(task, progress, now):
+        elif missed := overdue(task, progress, now):
             hangs = missed.status == Status.HANG
-            return _hung(group, progress, missed) if hangs else _out_of_time(task, progress, missed)
-        if lost := _lost_race(task, progress, race_s):
+            return _hung(group, missed) if hangs else _out_of_time(task, progress, missed)
+        elif lost := _lost_race(task, rank0, race_s):
             return lost
     return None
 
 
-def _hung(group: AgentGroup, progress: AttemptProgress, missed: RunResult) -> RunResult:
+def _hung(group: AgentGroup, missed: RunResult) -> RunResult:
     """Collects the evidence of a hang and finds its cause, before the ranks are killed."""
-    group.examine(progress)
-    cause = find_hang_cause(progress.ranks)
-    evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in progress.ranks]}
+    group.examine()
+    cause = find_hang_cause(group.progress.ranks)
+    evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in group.progress.ranks]}
     reason = f"{cause.headline}; {missed.reason}"
-    return replace(missed, reason=reason, suspects=cause.hosts, evidence=evidence)
+    return replace(missed, reason=reason, suspect_hosts=cause.hosts, evidence=evidence)
 
 
 def _out_of_time(task: Task, progress: AttemptProgress, missed: RunResult) -> RunResult:
@@ -80,12 +80,11 @@ def _out_of_time(task: Task, progress: AttemptProgress, missed: RunResult) -> Ru
     return replace(missed, reason=reason)
 
 
-def _lost_race(task: Task, progress: AttemptProgress, race_s: float | None) -> RunResult | None:
+def _lost_race(task: Task, rank: RankProgress, race_s: float | None) -> RunResult | None:
     """The end of a run that is clearly slower than the best of its cell; None while it may still win.
 
     It is not ended before the step at which losses are compared.
     """
-    rank = progress.ranks[0]
     if race_s is None or rank.done or len(rank.steps) < task.measure.loss_step:
         return None
     times = rank.measured_steps(task.measure)
@@ -101,7 +100,7 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | No
 
     Until a program of the user has reported something, only its time limit applies.
     """
-    measure, phase = task.measure, progress.phase
+    measure, phase = task.measure, progress.ranks[0].phase
     if now - progress.started > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")

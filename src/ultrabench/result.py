@@ -52,7 +52,7 @@ class RunResult:
     """Hash of the failure without numbers, paths and ranks, so that it is equal on all nodes."""
     confirmed: bool | None = None
     """Whether an oom is sure: memory was free at the start, and the allocator recorded the failed request."""
-    suspects: tuple[str, ...] = ()
+    suspect_hosts: tuple[str, ...] = ()
     """Hosts that may have caused the failure."""
     measured_by: str | None = None
     """Where the steps come from: report (the program's report file) or log (its log, read by a pattern)."""

@@ -104,7 +104,7 @@ def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
     }  # fmt: skip
     for key, attempt in state.attempts.items():
         telling = attempt.result and attempt.result.status != Status.INVALID  # no node's fault
-        for host in attempt.result.suspects if attempt.result and telling else ():
+        for host in attempt.result.suspect_hosts if attempt.result and telling else ():
             blamed.setdefault(host, set()).add(key.run_id)
             if attempt.result and attempt.result.status == Status.NODE_FAIL:
                 failed[host] = str(attempt.result.reason)

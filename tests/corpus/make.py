@@ -63,16 +63,17 @@ def run(head: dict[str, Any], folder: Path) -> dict[str, Any]:
     task = task_of(head["fault"], head["ranks"])
     node = Recorder(one_node.allocation(folder, task), NodeIdentity(node=0, host="local-0"))
     node.heard = []
-    group = AgentGroup(node, node.facts(), {}, StopRequest(), "127.0.0.1", folder / "journal.jsonl")
-    progress = group.start(task, 0)
+    group = AgentGroup(node, node.facts(), {}, StopRequest())
+    group.start(task, 0)
+    progress = group.progress
 
     def strike(phase: str, at: float | None) -> None:
         """Sends the signal of the case to our youngest process, the last rank, when it begins to measure."""
         if head["signal"] and phase == "measure":
             os.kill(max(descendants(os.getpid())), head["signal"])
 
-    end = watch(group, task, progress, float("inf"), strike)
-    group.end_ranks(progress)
+    end = watch(group, task, float("inf"), None, strike)
+    group.end_ranks()
     group.order("finish", keep_all=False)
     node.close()
     return {

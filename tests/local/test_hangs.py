@@ -45,7 +45,7 @@ def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
     rank, host = stopped[0]["rank"], stopped[0]["host"]
     assert row["reason"].startswith(f"rank {rank} on {host} is stopped (state T)")
     assert "no progress for" in row["reason"]
-    assert told["suspects"] == [host]
+    assert told["suspect_hosts"] == [host]
     others = [r for r in told["evidence"]["hang_evidence"] if r["rank"] != rank]
     assert all("#" in r["collective"] and r["step"] > 1 and r["at"] for r in others)
     assert {r["status"] for r in bench.rows() if r["is_final"]} == {"ok"}
@@ -67,7 +67,7 @@ def test_ranks_that_stay_away_from_their_collective_are_named(bench):
         row, told = found[mbs]
         cause = "rank 3 on local-1 never entered all_reduce #6 of group world"
         assert row["reason"].startswith(f"{cause}; {waiting} ranks wait for it")
-        assert told["suspects"] == ["local-1"]
+        assert told["suspect_hosts"] == ["local-1"]
         assert "Rank 3 is in lose_time (local/collective.py:" in told["evidence"]["hang_cause"]
 
 

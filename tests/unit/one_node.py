@@ -10,11 +10,12 @@ from pathlib import Path
 from tests.configs import measure as measure_of
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import gpus
-from ultrabench.agent.ranks.node import Node
+from ultrabench.agent.ranks.node import Cleaned, Node
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.processes import become_subreaper
+from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Task, Workload
 from ultrabench.store.allocation import Allocation
 
@@ -52,7 +53,8 @@ def main() -> None:
     node = Node(allocation(folder, task(code, device)), NodeIdentity(node=0, host="local-0"))
     node.start(0, "127.0.0.1", 0)
     for line in sys.stdin:
-        print(json.dumps(eval(line, {"node": node, "gpus": gpus})), flush=True)
+        found = eval(line, {"node": node, "gpus": gpus})
+        print(json.dumps(to_dict(found) if isinstance(found, Cleaned) else found), flush=True)
     node.close()
 
 

@@ -119,7 +119,7 @@ def test_an_outlying_loss_is_an_invalid_row_that_keeps_its_numbers(tmp_path):
 
 
 def test_what_is_in_doubt_is_told_with_all_its_reasons(tmp_path):
-    odd = replace(OK, step_times_s=(1e-9,), rank_step_times_s={"0": 1.0, "7": 2.0}, suspects=("n1",))
+    odd = replace(OK, step_times_s=(1e-9,), rank_step_times_s={"0": 1.0, "7": 2.0}, suspect_hosts=("n1",))
     row = rows_of(swept(tmp_path, odd)[0])[0]
     first, second = row["suspect"].split("; ")
     assert first == "rank 7 took 2.00 x the step time of rank 0"

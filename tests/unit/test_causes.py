@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrabench.agent.diagnose.signatures import CAUSES as LOOKED_FOR
+from ultrabench.agent.diagnose.signatures import BY_NAME
 from ultrabench.errors import ConfigError
 from ultrabench.result import CAUSES
 from ultrabench.sweep.config.load import load_config
@@ -14,11 +14,11 @@ PAGE = Path(__file__).parents[2] / "docs/failures.md"
 
 
 def test_every_cause_is_known_and_explained():
-    assert {cause.name for cause in LOOKED_FOR} <= set(CAUSES)
+    assert set(BY_NAME) <= set(CAUSES)
     table = PAGE.read_text().split("| cause | status |")[1].split("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", table)) >= set(CAUSES)
     rows = [line.split("|") for line in table.splitlines()[2:]]
-    for cause in LOOKED_FOR:
+    for cause in BY_NAME.values():
         (row,) = (row for row in rows if f"`{cause.name}`" in row[1])
         assert cause.status.value in row[2]
         assert ("yes" in row[3]) == cause.blames_host

@@ -12,10 +12,10 @@ def test_every_case_gets_its_name(case):
     if found.status != "ok":
         assert "\n" not in found.reason
         assert expected["rank"] is None or f"rank {expected['rank']} on gpu0" in found.reason
-    for name in ("confirmed", "suspects"):
+    for name in ("confirmed", "suspect_hosts"):
         if name in expected:
             said = getattr(found, name)
-            assert (list(said) if name == "suspects" else said) == expected[name]
+            assert (list(said) if name == "suspect_hosts" else said) == expected[name]
 
 
 def test_roots_are_found_among_their_consequences():

@@ -52,8 +52,9 @@ HANG, TIMEOUT = Status.HANG, Status.TIMEOUT
 def test_deadlines(change, status, reason):
     case = {**CALM, **change}
     progress = AttemptProgress(1, ("n0",))
-    progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s={"steady": case["slowest_gap_s"]})
-    for name in ("started", "moved", "first_step", "spoke"):
+    gaps = {"steady": case["slowest_gap_s"]}
+    progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s=gaps, moved=case["moved"])
+    for name in ("started", "first_step", "spoke"):
         setattr(progress, name, case[name])
     limits = {name: case[name] for name in ("limit_s", "predicted_step_time_s")}
     found = overdue(replace(TASK, **limits), progress, case["now"])
@@ -66,7 +67,9 @@ class Simulated:
 
     def __init__(self, world_size):
         self.progress = AttemptProgress(world_size, ("n0",))
-        self.progress.started = self.progress.moved = 0.0
+        self.progress.started = 0.0
+        for rank in self.progress.ranks:
+            rank.moved = 0.0
         measure = measure_of(deadline_floor_s=2.0, start_deadline_s=100.0)
         self.task = replace(TASK, measure=measure, predicted_step_time_s=0.1, limit_s=1e9)
 

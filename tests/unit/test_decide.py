@@ -119,7 +119,7 @@ def test_nodes_under_suspicion_are_named_with_the_submission():
     for n in range(2):
         key = AttemptKey(ONES[n].run_id, 0, 0)
         lost = RunResult(
-            status=Status.NODE_FAIL, suspects=("gpu07",), hostnames=("gpu07",), reason="no answer"
+            status=Status.NODE_FAIL, suspect_hosts=("gpu07",), hostnames=("gpu07",), reason="no answer"
         )
         state.attempts[key] = AttemptState(key=key, result=lost, allocation=f"n1-{n}.0")
     assert actions(state).avoid == {"gpu07": "no answer"}

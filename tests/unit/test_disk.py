@@ -89,11 +89,11 @@ disk_retry = DiskRetry(1.0)
 disk_retry.beat = lambda: beats.append(time.monotonic())
 fill()
 later(1.0, free)
-disk_retry.retry(write, 1)
+disk_retry.retry(lambda: write(1))
 writer._close()  # a disk with a file open for writing cannot be made read-only
 read_only(True)
 later(1.0, read_only, False)
-disk_retry.retry(write, 2)
+disk_retry.retry(lambda: write(2))
 print([int(e.event.allocation) for e in read_journal(disk)])
 from tests.patience import slowness
 print(max(b - a for a, b in zip(beats, beats[1:])) < slowness())
@@ -105,14 +105,14 @@ print(max(b - a for a, b in zip(beats, beats[1:])) < slowness())
 def test_an_agent_gives_up_a_disk_that_nobody_mends(capfd):
     disk_retry = DiskRetry(1.0)
     with pytest.raises(ClusterError, match=r"No space left on device.*; waited 0.5 s"):
-        disk_retry.retry_for(0.5, full)
+        disk_retry.retry(full, 0.5)
     assert "No space left on device" in capfd.readouterr().err
 
 
 def test_a_log_on_the_full_disk_does_no_harm():
     code = (
         "from ultrabench.agent.disk_retry import DiskRetry; from ultrabench.errors import ClusterError\n"
-        "try: DiskRetry(1.0).retry_for(0.5, open('/dev/full', 'wb', buffering=0).write, b'x')\n"
+        "try: DiskRetry(1.0).retry(lambda: open('/dev/full', 'wb', buffering=0).write(b'x'), 0.5)\n"
         "except ClusterError: print('given up')"
     )
     with open("/dev/full", "wb") as log:
@@ -130,7 +130,7 @@ def test_a_silent_file_server_is_not_waited_for_in_the_kernel(tmp_path):
     disk_retry, beats = DiskRetry(1.0), []
     disk_retry.beat = lambda: beats.append(1)
     with pytest.raises(ClusterError, match=r"did not answer for 0.3 s"):
-        disk_retry.retry_for(0.3, (tmp_path / "server").read_bytes)
+        disk_retry.retry((tmp_path / "server").read_bytes, 0.3)
     assert len(beats) > 1
     (tmp_path / "server").write_bytes(b"")
 
@@ -140,7 +140,7 @@ def test_what_cannot_pass_is_told_at_once():
     with pytest.raises(ZeroDivisionError):
         disk_retry.retry(lambda: 1 // 0)
     with pytest.raises(FileNotFoundError):
-        disk_retry.retry(os.stat, "/no/such/file")
+        disk_retry.retry(lambda: os.stat("/no/such/file"))
 
 
 def test_presence_is_shown_at_most_so_often_and_leaves_no_thread(tmp_path):
@@ -148,12 +148,13 @@ def test_presence_is_shown_at_most_so_often_and_leaves_no_thread(tmp_path):
     journal.write_text("")
     os.utime(journal, (0, 0))
     disk_retry = DiskRetry(3600.0)
-    disk_retry._touched = time.monotonic() - 4000.0
-    disk_retry.touch(journal)
+    disk_retry._touched, disk_retry.journal = time.monotonic() - 4000.0, journal
+    disk_retry.touch()
     first = journal.stat().st_mtime_ns
     assert first > 0
-    disk_retry.touch(journal)
+    disk_retry.touch()
     assert journal.stat().st_mtime_ns == first
     assert threading.active_count() == 1
     disk_retry._touched -= 4000.0
-    disk_retry.touch(tmp_path / "gone")
+    disk_retry.journal = tmp_path / "gone"
+    disk_retry.touch()

@@ -152,7 +152,7 @@ def test_how_it_ended(ranks, status, reason):
 )  # fmt: skip
 def test_causes_and_suspects(ranks, words, status, cause, suspects):
     found = judged(*ranks, **words)
-    assert (found.status, found.cause, list(found.suspects)) == (status, cause, suspects), found.reason
+    assert (found.status, found.cause, list(found.suspect_hosts)) == (status, cause, suspects), found.reason
     assert ("hang_cause" in found.evidence) == (words.get("end") is HANG)
 
 

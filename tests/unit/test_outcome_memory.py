@@ -24,7 +24,7 @@ def judged(message, memory=None, error=None):
     said = {"event": "error", "kind": "oom", "message": message, **(error or {})}
     progress.ranks[1] = RankProgress(number=1, host="gpu02", code=1, error=said, memory=memory or {})
     found = classify(progress, measure(), None)
-    return found.status, found.cause, found.confirmed, found.suspects
+    return found.status, found.cause, found.confirmed, found.suspect_hosts
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from ultrabench.agent.connection import Connection
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
-from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.result import RunResult, Status
 
 
@@ -46,12 +45,11 @@ def pair():
     there.close()
 
 
-def group_of(node, stop, pair, folder):
-    """The leader's view of two nodes, the progress of an attempt, and the socket of the other agent."""
+def group_of(node, stop, pair):
+    """The leader's view of two nodes, and the socket of the other agent."""
     line, there = pair
     line.facts = {"node": 1, "host": "local-1"}
-    group = AgentGroup(node, {"node": 0, "host": "local-0"}, {1: line}, stop, "127.0.0.1", folder / "j")
-    return group, AttemptProgress(2, group.hosts), there
+    return AgentGroup(node, {"node": 0, "host": "local-0"}, {1: line}, stop), there
 
 
 @pytest.mark.parametrize(
@@ -59,11 +57,11 @@ def group_of(node, stop, pair, folder):
     [{"cleaned": 7}, {"cleaned": {"left": None}}, {"rank_events": 7}, {"rank_events": [7]}, {"rank_events": [{"rank": 99, "line": {}}]},
      {"cleaned": {"left": None, "sm_clocks_hz": ["x"], "slowdowns": []}}, {"rank_events": [{}]}],
 )  # fmt: skip
-def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(node, stop, pair, tmp_path, message):
-    group, progress, there = group_of(node, stop, pair, tmp_path)
+def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(node, stop, pair, message):
+    group, there = group_of(node, stop, pair)
     there.sendall(json.dumps(message).encode() + b"\n")
-    group.listen(progress, 5.0)
-    assert progress.fault or "the agent of node 1 (local-1) sent an invalid message" in str(group.interrupted)
+    group.listen(5.0)
+    assert group.progress.fault or "the agent of node 1 (local-1) sent an invalid message" in str(group.interrupted)
     assert (group.lost, group.avoid) == (None, [])
 
 
@@ -77,14 +75,14 @@ def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
     assert said[-1] == {"ending": told, "left": True}
 
 
-def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair, tmp_path):
-    group, progress, there = group_of(node, stop, pair, tmp_path)
+def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair):
+    group, there = group_of(node, stop, pair)
     there.sendall(b'{"ending": "the agent of local-1 failed: KeyError", "left": true}\n')
     there.close()
-    group.listen(progress, 5.0)
-    group.end_ranks(progress)
-    group.listen(progress, 0.1)
+    group.listen(5.0)
+    group.end_ranks()
+    group.listen(0.1)
     assert (group.lost, group.avoid) == (None, [])
     stopped = RunResult(status=Status.CANCELLED, reason=group.interrupted)
-    ended = classify(progress, measure(), stopped, group.lost)
-    assert (ended.status, ended.suspects) == (Status.CANCELLED, ())
+    ended = classify(group.progress, measure(), stopped, group.lost)
+    assert (ended.status, ended.suspect_hosts) == (Status.CANCELLED, ())

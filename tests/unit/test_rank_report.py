@@ -44,7 +44,7 @@ def judged(*texts, ranks=4, rank=3):
 )  # fmt: skip
 def test_seconds_that_are_none_make_the_run_invalid_and_name_the_rank(text, shown):
     result = judged(f'{{"event": "step", "seconds": {text}}}')
-    assert (result.status, result.cause, result.suspects) == (Status.INVALID, "bad_report", ())
+    assert (result.status, result.cause, result.suspect_hosts) == (Status.INVALID, "bad_report", ())
     assert result.reason == f"rank 3 reported step seconds={shown}: not a number of seconds"
 
 
@@ -101,7 +101,7 @@ def test_news_that_cannot_be_taken_in_cost_the_run_only():
     progress.add([{"rank": 1, "line": None}, {"rank": 0, "code": 0}, {"rank": 1, "code": 0}])
     assert progress.failed
     result = classify(progress, MEASURE, None)
-    assert (result.status, result.suspects) == (Status.INVALID, ())
+    assert (result.status, result.suspect_hosts) == (Status.INVALID, ())
 
 
 def test_sixty_thousand_steps_are_judged_at_once_and_stay_a_line_of_bounded_length():

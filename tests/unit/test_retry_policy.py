@@ -93,14 +93,14 @@ def state_of(*attempts):
 
 
 def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed():
-    hang = result(suspects=("bad",))
+    hang = result(suspect_hosts=("bad",))
     one, two = failed(hang, hang, run_id="r"), failed(hang, run_id="s")
     assert excluded(state_of(*one), POLICY) == {}
     assert excluded(state_of(*one, *two), POLICY) == {"bad": "suspected in 2 runs"}
     assert excluded(state_of(*one, *two), replace(POLICY, forgive=("bad",))) == {}
-    wrong = result("invalid", suspects=("bad",))  # what a program computes or reports is no node's fault
+    wrong = result("invalid", suspect_hosts=("bad",))  # what a program computes or reports is no node's fault
     assert excluded(state_of(*failed(wrong, run_id="r"), *failed(wrong, run_id="s")), POLICY) == {}
-    down = result("node_fail", suspects=("dead",), reason="ECC error")
+    down = result("node_fail", suspect_hosts=("dead",), reason="ECC error")
     assert excluded(state_of(*failed(down)), POLICY) == {"dead": "ECC error"}
     told = SweepState(
         allocations={
