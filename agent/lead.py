@@ -15,7 +15,6 @@ from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.agent.ranks.watch import watch
 from ultrabench.layout import dominates
-from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Task, env_id
@@ -44,10 +43,8 @@ class Leader:
         self._group = group
         self._journal = journal
         self._ends = time.monotonic() + node.allocation.limit_s - node.allocation.warning_s
-        self._best_s: dict[ModelShape, float] = {}
-        """Fastest step time of each model in this allocation."""
-        self._misfits: list[RunSpec] = []
-        """Runs that were confirmed to have too little memory."""
+        self._results: list[tuple[RunSpec, RunResult]] = []
+        """The runs of this allocation and how they ended."""
 
     def run(self) -> str:
         """Runs every task that nobody else has claimed; returns why the allocation ends."""
@@ -55,13 +52,11 @@ class Leader:
         first = self._allocation.tasks[0]
         reason = self._unfit() or self._not_now(first) or self._preflight()
         for task in self._allocation.tasks:
-            reason = reason or self._not_now(task)
-            if reason:
+            if reason := reason or self._not_now(task):
                 return reason
             if self._may_fit(task) and self._claim(task):
                 self._run(task)
-            reason = self._group.lost
-        return reason or "all tasks done"
+        return self._group.lost or "all tasks done"
 
     def _write(self, event: Event) -> None:
         self._node.disk.retry(partial(self._journal.write, event))
@@ -86,8 +81,8 @@ class Leader:
         if foreign:
             hosts = tuple(sorted(foreign))
             self._group.avoid.extend(hosts)
-            reason = (
-                f"other processes use the GPUs: {'; '.join(f'{host}: {foreign[host]}' for host in hosts)}"
+            reason = "other processes use the GPUs: " + "; ".join(
+                f"{host}: {foreign[host]}" for host in hosts
             )
             # The result of the first unclaimed task records it.
             if task := next(filter(self._claim, self._allocation.tasks), None):
@@ -109,18 +104,19 @@ class Leader:
 
     def _preflight(self) -> str | None:
         """Measures devices and links; returns why nothing may run if that fails."""
-        name, found = self._allocation.name, dict[str, Any](nodes=self._group.facts)
+        found: dict[str, Any] = {"nodes": self._group.facts, "allocation": self._allocation.name}
         if self._allocation.preflight:
             self._group.start(self._allocation.probe, -1)
-            progress = self._group.progress
             end = watch(self._group, self._allocation.probe, self._ends)
             self._group.end_ranks()
+            progress = self._group.progress
             failed = end.reason if end else failure_of(progress)
             self._group.order("finish", keep_all=bool(failed))
             if failed:
                 return f"the preflight failed: {failed}"
             found |= {"probe": progress.probe, "environment": progress.environment}
-        self._write(Preflight(allocation=name, restart=self._identity.restart, found={**found, "allocation": name}))
+        restart = self._identity.restart
+        self._write(Preflight(allocation=self._allocation.name, restart=restart, found=found))
         return None
 
     def _not_now(self, task: Task) -> str | None:
@@ -149,35 +145,30 @@ class Leader:
         end = watch(self._group, task, self._ends, self._race_s(task), write_phase)
         result = self._finish(task, end)
         self._write_result(task, result)
-        self._learn(task.spec, result)
+        self._results.append((task.spec, result))
 
     def _race_s(self, task: Task) -> float | None:
         """The step time, in seconds, above which `task` is ended; None for controls and repeats."""
-        known = [t for t in (task.best_step_time_s, self._best_s.get(task.spec.shape)) if t is not None]
+        known = [] if task.best_step_time_s is None else [task.best_step_time_s]
+        for spec, result in self._results:
+            if spec.shape == task.spec.shape and result.status == Status.OK and result.step_times_s:
+                known.append(median(result.step_times_s))
         exempt = task.run_id == self._allocation.control or task.repeat > 0
         return None if exempt or not known or task.measure.race is None else task.measure.race * min(known)
 
-    def _learn(self, spec: RunSpec, result: RunResult) -> None:
-        """Remembers the best step time and the lack of memory, by which later tasks are ended or left out."""
-        if result.status == Status.OK and result.step_times_s:
-            step_s = median(result.step_times_s)
-            self._best_s[spec.shape] = min(step_s, self._best_s.get(spec.shape, step_s))
-        elif result.status == Status.OOM and result.confirmed:
-            self._misfits.append(spec)
-
     def _may_fit(self, task: Task) -> bool:
-        """False for a task that needs more memory than a run that had too little.
+        """False for a task that needs more memory than a run that surely had too little.
 
         This allocation leaves it out; the launcher decides whether it is run elsewhere.
         """
-        spec = task.spec
-        return not any(m.shape == spec.shape and dominates(m.layout, spec.layout) for m in self._misfits)
+        shape, layout = task.spec.shape, task.spec.layout
+        misfits = (spec for spec, result in self._results if result.confirmed and spec.shape == shape)
+        return not any(dominates(spec.layout, layout) for spec in misfits)
 
     def _write_result(self, task: Task, result: RunResult, source: str = "agent") -> None:
-        name, kind = self._allocation.name, Result if result.status == Status.OK else Failed
-        self._write(
-            kind(**_name(task), allocation=name, source=source, spec=to_dict(task.spec), result=result)
-        )
+        name = {**_name(task), "allocation": self._allocation.name}
+        kind = Result if result.status == Status.OK else Failed
+        self._write(kind(**name, source=source, spec=to_dict(task.spec), result=result))
 
     def _finish(self, task: Task, end: RunResult | None) -> RunResult:
         """Kills the ranks, saves their logs and returns the result."""

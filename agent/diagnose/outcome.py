@@ -123,9 +123,9 @@ def _pointed_at(found: Sequence[Finding], progress: AttemptProgress) -> tuple[st
     They are the hosts that ranks of other hosts name (NCCL begins each line of a log with its own host),
     else the hosts of the few ranks that reported no failure while most ranks did.
     """
-    named, failed = set[str](), [finding.rank for finding in found]
-    for rank in failed:
-        named |= {*_named(progress.hosts, "\n".join(last_words(rank.last_text)))} - {rank.host}
+    failed = [finding.rank for finding in found]
+    texts = [(rank, "\n".join(last_words(rank.last_text))) for rank in failed]
+    named = {host for rank, text in texts for host in _named(progress.hosts, text) if host != rank.host}
     silent = [rank for rank in progress.ranks if rank not in failed and not rank.done]
     if not named and len(silent) < len(found):
         named = {rank.host for rank in silent}

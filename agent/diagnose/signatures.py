@@ -6,8 +6,8 @@ docs.nvidia.com/deploy/xid-errors.
 """
 
 import re
-import signal
 from dataclasses import dataclass
+from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM
 
 from ultrabench.result import Status
 
@@ -22,15 +22,21 @@ class Cause:
     """The cause in a few words, with which the reason of a result begins."""
     text: str = ""
     """Regular expression of a line that shows the cause; empty if only other evidence shows it."""
-    blames_host: bool = False
-    """The node may be at fault."""
     signals: tuple[int, ...] = ()
     """Signals that show the cause when ultrabench did not send them."""
 
     @property
     def tier(self) -> int:
-        """Number of its tier in TIERS."""
-        return next(number for number, causes in enumerate(TIERS) if self in causes)
+        """Smaller for causes that come first: hardware, memory, invalid numbers, and at last communication."""
+        by_name = {"foreign_memory": 1, "exit_code": 4, "exited_early": 5}
+        by_status = {Status.NODE_FAIL: 0, Status.OOM: 1, Status.INVALID: 2, Status.COMM_ERROR: 6}
+        return by_name.get(self.name, by_status.get(self.status, 3))
+
+    @property
+    def blames_host(self) -> bool:
+        """Whether the node may be at fault."""
+        named = self.name in ("foreign_memory", "disk_full", "bus_error", "killed")
+        return named or self.status in (Status.NODE_FAIL, Status.COMM_ERROR)
 
     @property
     def telling(self) -> bool:
@@ -38,19 +44,16 @@ class Cause:
         return self.status != Status.COMM_ERROR and self.name not in ("killed", "host_oom", "foreign_memory")
 
 
-TIERS = ((
+BY_NAME = {cause.name: cause for cause in (
     # Hardware comes first, since it causes the rest; what peers notice of a dead rank comes last.
     Cause("ecc_error", Status.NODE_FAIL, "memory of a GPU is broken",
-           r"uncorrectable (?:NVLink )?ECC|uncorrectable NVLink error|\bXid\b.*: (?:48|63|64|74|94|95)\b",
-           blames_host=True),
+           r"uncorrectable (?:NVLink )?ECC|uncorrectable NVLink error|\bXid\b.*: (?:48|63|64|74|94|95)\b"),
     Cause("xid", Status.NODE_FAIL, "a GPU failed",
-           r"\bXid\b.*: (?:61|62|79|119|120)\b|fallen off the bus|GPU is lost|"
-           r"Unable to determine the device handle for GPU", blames_host=True),
+           r"\bXid\b.*: (?:61|62|79|119|120)\b|fallen off the bus|GPU is lost|Unable to determine the device handle"),
     Cause("gpu_unavailable", Status.NODE_FAIL, "a GPU cannot be used",
            r"no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy or unavailable|"
-           r"system not yet initialized|Found no NVIDIA driver|CUDA error: unknown error", blames_host=True),
-), (
-    Cause("foreign_memory", Status.CRASH, "somebody else held the GPU's memory", blames_host=True),
+           r"system not yet initialized|Found no NVIDIA driver|CUDA error: unknown error"),
+    Cause("foreign_memory", Status.CRASH, "somebody else held the GPU's memory"),
     Cause("cuda_oom", Status.OOM, "out of GPU memory",
            r"CUDA out of memory|CUDA error: out of memory|CU(?:BLAS|DNN|SOLVER|SPARSE|FFT)_(?:STATUS_)?ALLOC_FAILED|"
            r"Cuda failure (?:\d+ )?'out of memory'|torch\.(?:cuda\.)?OutOfMemoryError"),
@@ -59,12 +62,10 @@ TIERS = ((
     Cause("cpu_oom", Status.OOM, "out of memory",
            r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|(?:^|[\s.])\w*MemoryError\b|std::bad_alloc|"
            r"^(?!.*ibv_).*(?:C|c)annot allocate memory"),
-), (
     Cause("non_finite_loss", Status.INVALID, "the loss is no number"),
     Cause("replicas_differ", Status.INVALID, "copies of the same parameters differ"),
-), (
     Cause("disk_full", Status.CRASH, "a disk is full",
-           r"No space left on device|Disk quota exceeded|database or disk is full", blames_host=True),
+           r"No space left on device|Disk quota exceeded|database or disk is full"),
     Cause("missing_library", Status.CRASH, "a library is missing or does not fit",
            r"cannot open shared object file|undefined symbol|version `\S+' not found|"
            r"CUDA driver version is insufficient|no kernel image is available"),
@@ -78,39 +79,29 @@ TIERS = ((
     Cause("nccl_usage", Status.CRASH, "NCCL was called in a way it refuses",
            r"ncclInvalid(?:Usage|Argument)|Duplicate GPU detected|[Mm]ismatched NCCL version"),
     Cause("bus_error", Status.CRASH, "bus error, often of a full /dev/shm",
-           r"killed by signal: Bus error|out of shared memory|Fatal Python error: Bus error", blames_host=True,
-           signals=(signal.SIGBUS,)),
-    Cause("segfault", Status.CRASH, "segmentation fault", r"Fatal Python error: Segmentation fault",
-           signals=(signal.SIGSEGV,)),
-    Cause("killed", Status.CRASH, "killed from outside", r"killed by signal: (?:Killed|Terminated)", blames_host=True,
-           signals=(signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+           r"killed by signal: Bus error|out of shared memory|Fatal Python error: Bus error", signals=(SIGBUS,)),
+    Cause("segfault", Status.CRASH, "segmentation fault", r"Python error: Segmentation fault", signals=(SIGSEGV,)),
+    Cause("killed", Status.CRASH, "killed from outside", r"killed by signal: (?:Killed|Terminated)",
+           signals=(SIGKILL, SIGTERM, SIGINT, SIGHUP)),
     Cause("signal", Status.CRASH, "killed by a signal"),
-    Cause("abort", Status.CRASH, "aborted", signals=(signal.SIGABRT,)),
+    Cause("abort", Status.CRASH, "aborted", signals=(SIGABRT,)),
     Cause("exception", Status.CRASH, "exception"),
     Cause("port_taken", Status.CRASH, "its port was taken", r"Address already in use|EADDRINUSE"),
-), (
     Cause("exit_code", Status.CRASH, "ended with an error"),
-), (
     Cause("exited_early", Status.CRASH, "ended before it was done"),
-), (
     Cause("nccl_timeout", Status.COMM_ERROR, "NCCL waited in vain",
-           r"Watchdog caught collective operation timeout|NCCL watchdog .*timed? ?out|"
-           r"\[PG .*Timeout\(ms\)=\d+\) ran for", blames_host=True),
+           r"caught collective operation timeout|NCCL watchdog .*timed? ?out|\[PG .*Timeout\(ms\)=\d+\) ran for"),
     Cause("nccl_error", Status.COMM_ERROR, "NCCL failed",
            r"NCCL error|nccl(?:System|Remote|Internal|UnhandledCuda)Error|NCCL (?:communicator was aborted|WARN)|"
-           r"Some NCCL operations have failed or timed out|ibv_\w+ failed", blames_host=True),
+           r"Some NCCL operations have failed or timed out|ibv_\w+ failed"),
     Cause("gloo_error", Status.COMM_ERROR, "gloo failed",
-           r"gloo/|[Gg]loo (?:connect|error)|monitoredBarrier|Timed out waiting \d+ms for", blames_host=True),
+           r"gloo/|[Gg]loo (?:connect|error)|monitoredBarrier|Timed out waiting \d+ms for"),
     Cause("connection_error", Status.COMM_ERROR, "a connection failed",
            r"Connection (?:reset|closed|refused|aborted|timed out|was likely closed)|Dist(?:Network|Store)Error|"
            r"Broken pipe|DistBackendError|No route to host|Network is unreachable|[Ss]ocket Timeout|"
-           r"client socket has (?:failed|timed out)", blames_host=True),
-))  # fmt: skip
-"""Roots come before their consequences. Among the failures of one tier, that which was known first is the root;
-of one log, the first cause of all tiers whose text matches."""
-
-BY_NAME = {cause.name: cause for tier in TIERS for cause in tier}
-"""Name -> cause, in the order of the tiers."""
+           r"client socket has (?:failed|timed out)"),
+)}  # fmt: skip
+"""Name -> cause. Roots come before their consequences; the first cause whose text matches a log is the cause."""
 
 MESSAGE_LINES = 8
 """Lines of the longest exception message, which is that of NCCL; more lines mean that the program went on."""

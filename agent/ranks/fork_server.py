@@ -22,8 +22,6 @@ from ultrabench.processes import die_with_parent
 
 Main = Callable[[], int] | None
 """The function that a forked rank calls; None where no module was imported."""
-
-
 EXIT_POLL_S = 0.02
 """Seconds between two looks for ranks that have ended."""
 
@@ -96,10 +94,8 @@ def _become_rank(request: dict[str, Any], main: Main, server: int, answers: int)
         if request["cpus"]:
             os.sched_setaffinity(0, request["cpus"])
         if program:
-            for number in (
-                signal.SIGPIPE,
-                signal.SIGXFSZ,
-            ):  # Python ignores these; a program may rely on them
+            # Python ignores these; a program may rely on them.
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             os.chdir(request["cwd"])
             os.execvpe(program[0], program, request["env"])
@@ -107,8 +103,7 @@ def _become_rank(request: dict[str, Any], main: Main, server: int, answers: int)
         os.environ.update(request["env"])
         code = main()
     except BaseException as error:
-        told = f"cannot start {program[0]}: {error}" if program else traceback.format_exc()
-        print(told, file=sys.stderr)
+        print(f"cannot start {program[0]}: {error}" if program else traceback.format_exc(), file=sys.stderr)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

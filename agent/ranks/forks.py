@@ -98,9 +98,7 @@ class ForkServer:
                 self._process.kill()
 
 
-def rank_cpus(
-    gpus_per_node: int, on_gpus: bool, sysfs: Path = Path("/sys"), gpu_bus_ids: Sequence[str] = ()
-) -> list[Cpus] | None:
+def rank_cpus(ranks: int, bus_ids: Sequence[str] | None, sysfs: Path = Path("/sys")) -> list[Cpus] | None:
     """The CPUs of each local rank; None if all usable CPUs are on one NUMA node.
 
     With GPUs a rank gets the CPUs of its GPU's NUMA node; without GPUs the ranks are spread over
@@ -108,47 +106,34 @@ def rank_cpus(
     A rank gets all of them if the NUMA node of its GPU is unknown or has none of them.
 
     Args:
+        bus_ids: the PCI bus of the GPU of each local rank, as sysfs or NVML writes it; None without GPUs.
         sysfs: the folder in which Linux describes its devices.
-        gpu_bus_ids: the PCI bus of the GPU of each local rank, as sysfs or NVML writes it.
     """
     everything = tuple(sorted(os.sched_getaffinity(0)))
-    nodes = _numa_nodes(sysfs, set(everything))
+    nodes = _numa_nodes(sysfs, everything)
     if len(nodes) < 2:
         return None
-    if not on_gpus:
+    if bus_ids is None:
         order = sorted(nodes)
-        return [nodes[order[rank * len(order) // gpus_per_node]] for rank in range(gpus_per_node)]
-    near = [nodes.get(_numa_node_of(sysfs, bus_id), everything) for bus_id in gpu_bus_ids[:gpus_per_node]]
-    return near + [everything] * (gpus_per_node - len(near))
-
-
-def cpu_list(text: str) -> Cpus:
-    """The CPUs of a list such as `0-3,8`, as sysfs writes it.
-
-    Raises:
-        ValueError: the text is not such a list.
-    """
-    cpus = set[int]()
-    for part in filter(None, text.strip().split(",")):
-        first, dash, last = part.partition("-")
-        cpus |= set(range(int(first), int(last if dash else first) + 1))
-    return tuple(sorted(cpus))
+        return [nodes[order[rank * len(order) // ranks]] for rank in range(ranks)]
+    near = [nodes.get(_numa_node_of(sysfs, bus_id), everything) for bus_id in bus_ids[:ranks]]
+    return near + [everything] * (ranks - len(near))
 
 
 def cpu_text(cpus: Sequence[int]) -> str:
-    """CPUs as a list that `cpu_list` reads: `0-3,8` for (0, 1, 2, 3, 8)."""
+    """CPUs as a list in the form of Linux: `0-3,8` for (0, 1, 2, 3, 8)."""
     numbered = groupby(enumerate(sorted(set(cpus))), lambda pair: pair[1] - pair[0])
     runs = [[cpu for _, cpu in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, Cpus]:
+def _numa_nodes(sysfs: Path, allowed: Cpus) -> dict[int, Cpus]:
     """NUMA node -> its allowed CPUs; nodes without any, such as those of memory alone, are left out."""
-    nodes = {}
-    for path in sysfs.glob("devices/system/node/node[0-9]*/cpulist"):
-        cpus = allowed & set(cpu_list(path.read_text()))
-        if cpus:
-            nodes[int(path.parent.name.removeprefix("node"))] = tuple(sorted(cpus))
+    nodes: dict[int, Cpus] = {}
+    for cpu in allowed:
+        for path in sysfs.glob(f"devices/system/cpu/cpu{cpu}/node[0-9]*"):
+            node = int(path.name.removeprefix("node"))
+            nodes[node] = (*nodes.get(node, ()), cpu)
     return nodes
 
 

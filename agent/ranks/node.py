@@ -75,7 +75,7 @@ class Node:
         self._on_gpus = allocation.tasks[0].device == "cuda"
         gpus = visible_gpus()[:per_node] if self._on_gpus else []
         self._gauge = GpuGauge(gpus)
-        self._cpus = rank_cpus(per_node, self._on_gpus, gpu_bus_ids=[gpu.bus_id for gpu in gpus])
+        self._cpus = rank_cpus(per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
         self._threads = allocation.threads or max(1, len(os.sched_getaffinity(0)) // per_node)
         self._shared_memory = cleanup.SharedMemoryCleanup()
         self._program_env = revealed(kernel.env, self.folder.secrets)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.patience import wait_until
-from ultrabench.agent.ranks.forks import ForkServer, cpu_list, cpu_text, rank_cpus
+from ultrabench.agent.ranks.forks import ForkServer, cpu_text, rank_cpus
 
 MINE = tuple(sorted(os.sched_getaffinity(0)))
 FIRST, LAST = MINE[:1], MINE[-1:]
@@ -15,10 +15,10 @@ two_cpus = pytest.mark.skipif(len(MINE) < 2, reason="needs two CPUs to choose fr
 
 @pytest.fixture
 def sysfs(tmp_path):
-    """Makes a tree like /sys of NUMA nodes with the given CPU lists and of devices on them."""
+    """Makes a tree like /sys of NUMA nodes with the given CPUs and of devices on them."""
 
     def make(nodes, devices=()):
-        files = {f"devices/system/node/node{i}/cpulist": cpus for i, cpus in enumerate(nodes)}
+        files = {f"devices/system/cpu/cpu{n}/node{i}/cpu": n for i, cpus in enumerate(nodes) for n in cpus}
         files |= {f"bus/pci/devices/{bus}/numa_node": node for bus, node in dict(devices).items()}
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True)
@@ -33,35 +33,29 @@ def sysfs(tmp_path):
     [("0-3,8", (0, 1, 2, 3, 8)), ("5", (5,)), ("", ()), ("0-1,4-5", (0, 1, 4, 5)), ("0,2,4", (0, 2, 4))],
 )
 def test_lists_of_cpus(text, cpus):
-    assert cpu_list(f"{text}\n") == cpus
     assert cpu_text((*reversed(cpus), *cpus)) == text
 
 
-def test_an_invalid_list_of_cpus_is_refused():
-    with pytest.raises(ValueError, match="invalid literal"):
-        cpu_list("0-3,x")
-
-
 def test_one_numa_node_leaves_nothing_to_choose(sysfs, tmp_path):
-    assert rank_cpus(2, False, tmp_path / "nothing") is None
+    assert rank_cpus(2, None, tmp_path / "nothing") is None
     # A node of memory, or of CPUs that others have, does not count.
-    assert rank_cpus(2, False, sysfs([cpu_text(MINE), "", "100000-100007"])) is None
+    assert rank_cpus(2, None, sysfs([MINE, (), range(100000, 100008)])) is None
 
 
 @two_cpus
 def test_without_gpus_ranks_are_spread_in_order(sysfs):
-    tree = sysfs([f"{FIRST[0]},100000", f"{LAST[0]},100001"])
-    assert rank_cpus(4, False, tree) == [FIRST, FIRST, LAST, LAST]
-    assert rank_cpus(3, False, tree) == [FIRST, FIRST, LAST]
+    tree = sysfs([(*FIRST, 100000), (*LAST, 100001)])
+    assert rank_cpus(4, None, tree) == [FIRST, FIRST, LAST, LAST]
+    assert rank_cpus(3, None, tree) == [FIRST, FIRST, LAST]
 
 
 @two_cpus
 def test_ranks_run_near_their_gpus(sysfs):
     devices = {"0000:1b:00.0": 1, "0000:43:00.0": 0, "0001:c3:00.0": -1, "0000:c4:00.0": 2}
-    tree = sysfs([cpu_text(FIRST), cpu_text(LAST), "100000"], devices)
+    tree = sysfs([FIRST, LAST, (100000,)], devices)
     buses = ["00000000:1B:00.0", "0000:43:00.0", "00000001:C3:00.0", "0000:C4:00.0", "0000:ff:00.0"]
     # Unknown, on a node whose CPUs others have, not there at all, and not given: all our CPUs.
-    assert rank_cpus(6, True, tree, buses) == [LAST, FIRST, MINE, MINE, MINE, MINE]
+    assert rank_cpus(6, buses, tree) == [LAST, FIRST, MINE, MINE, MINE, MINE]
 
 
 TELL = "import os; print(sorted(os.sched_getaffinity(0)))"
