@@ -180,7 +180,10 @@ def _circumstances(allocation: AllocationState) -> Row:
 def _measured(result: RunResult, gpus: int | None) -> Row:
     row: Row = {name: getattr(result, name) for name in _MEASURED} | summary(result.probe)
     row["bandwidths"] = bandwidths(result.probe) or None
-    row["hostnames"], row["suspect_hosts"] = list(result.hostnames) or None, list(result.suspect_hosts) or None
+    row["hostnames"], row["suspect_hosts"] = (
+        list(result.hostnames) or None,
+        list(result.suspect_hosts) or None,
+    )
     if result.sm_clock_hz is not None or result.throttled is not None:
         row["throttled"] = result.throttled is not None
     if result.started_at is not None:

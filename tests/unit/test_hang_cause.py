@@ -23,7 +23,9 @@ def group(name, ranks, entered, finished, op="all_reduce", started=None):
 
 def facts(rank, host, done=False, state="?", stack=(), groups=(), wchan="", **progress):
     found = {"state": state, "stack": stack, "groups": groups, "wchan": wchan}
-    return RankProgress(number=rank, host=host, found=found, done={"event": "done"} if done else {}, **progress)
+    return RankProgress(
+        number=rank, host=host, found=found, done={"event": "done"} if done else {}, **progress
+    )
 
 
 def waiting(rank, *groups, stack=(REDUCE, STEP), **more):
