@@ -73,7 +73,7 @@ def ours(job: dict[str, Any], device: Any) -> Callable[[], float]:
     )  # fmt: skip
     trainer = TrainStep(spec, device, build_mesh(layout, device.type))
     batch = trainer.batch(1)
-    return lambda: float(trainer.update(trainer.accumulate(*batch))[0])
+    return lambda: float(trainer.update(trainer.accumulate(*batch)))
 
 
 def plain(job: dict[str, Any], device: Any) -> Callable[[], float]:

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from ultrabench.kernel.progress import DeviceProgress
+from ultrabench.kernel.progress import device_progress
 from ultrabench.rank_report import PARTS, Report, read_progress
 
 STEP_S = 0.010
@@ -37,7 +37,7 @@ def main() -> None:
         path = Path(folder) / "report"
         report = Report(path)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        count = DeviceProgress(device, report.microbatch)
+        count = device_progress(device, report.microbatch)
 
         def step() -> None:
             for part in range(len(PARTS)):

@@ -86,10 +86,7 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     mesh = build_mesh(spec.layout, "cpu")
     trainer = TrainStep(spec.run, _CPU, mesh, clip_norm=spec.clip, backend="aot_eager")
     found = _trained(
-        spec.steps,
-        trainer.params,
-        lambda step: trainer.accumulate(*trainer.batch(step)),
-        lambda loss: trainer.update(loss)[0],
+        spec.steps, trainer.params, lambda step: trainer.accumulate(*trainer.batch(step)), trainer.update
     )
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -40,11 +40,10 @@ EXPENSIVE = frozenset(
 
 def flash_forward(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention over one part of the keys, B x N x S x D, and the log of its softmax sums, B x N x S."""
-    if q_BNSD.is_cuda:
-        found = _aten._scaled_dot_product_flash_attention(q_BNSD, k_BKSD, v_BKSD, 0.0, causal)
-    else:
-        found = _aten._scaled_dot_product_flash_attention_for_cpu(q_BNSD, k_BKSD, v_BKSD, 0.0, causal)
-    return found[0], found[1]
+    flash = _aten._scaled_dot_product_flash_attention
+    flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sum, *_ = (flash if q_BNSD.is_cuda else flash_on_cpu)(q_BNSD, k_BKSD, v_BKSD, 0.0, causal)
+    return out, log_sum
 
 
 def flash_backward(
@@ -59,17 +58,16 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
     if not q_BNSD.is_cuda:
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q_BNSD, k_BKSD, v_BKSD, out, log_sum, 0.0, causal
-        )
-        return found[0], found[1], found[2]
+        flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = flash_on_cpu(grad, q_BNSD, k_BKSD, v_BKSD, out, log_sum, 0.0, causal)
+        return dq, dk, dv
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
     unused = torch.zeros(2, dtype=torch.uint64, device=q_BNSD.device)
-    found = _aten._scaled_dot_product_flash_attention_backward(
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
         grad.contiguous(), q_BNSD, k_BKSD, v_BKSD, out.contiguous(), log_sum.contiguous(), None, None,
         q_BNSD.shape[2], k_BKSD.shape[2], 0.0, causal, unused, unused[:1],
     )  # fmt: skip
-    return found[0], found[1], found[2]
+    return dq, dk, dv
 
 
 class PeerlessWarmup:

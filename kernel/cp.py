@@ -17,6 +17,7 @@ the same again, and also the gradients of these elements cp times.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,36 +51,26 @@ def apply_cp(model: Decoder, own: tuple[range, ...], group: dist.ProcessGroup | 
     for layer in model.layers.values():
         attention = layer.attention
         assert isinstance(attention, Attention)
-        attention.core = Ring(group)
+        attention.core = partial(ring_attention, group)
 
 
-class Ring:
-    """The attention function of one rank of a ring."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
-        """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D."""
-        out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, self._group)  # type: ignore[no-untyped-call]
-        return out
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def ring_attention(group: dist.ProcessGroup, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D."""
+    out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, group)  # type: ignore[no-untyped-call]
+    return out
 
 
-class _Passing:
+class Passing:
     """A tensor that is being sent to the next rank while the tensor of the previous rank arrives."""
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, tensor: Tensor, arriving: Tensor, group: dist.ProcessGroup | None) -> None:
         ring = dist.get_process_group_ranks(group)
         at = ring.index(dist.get_rank())
-        self._sent, self._arriving = tensor, torch.empty_like(tensor)
-        to, source = ring[(at + 1) % len(ring)], ring[at - 1]
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, to, group),
-                dist.P2POp(dist.irecv, self._arriving, source, group),
-            ]
-        )
+        self._sent, self._arriving = tensor, arriving
+        send = dist.P2POp(dist.isend, tensor, ring[(at + 1) % len(ring)], group)
+        receive = dist.P2POp(dist.irecv, arriving, ring[at - 1], group)
+        self._works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
         """Waits for the tensor of the previous rank and returns it."""
@@ -105,7 +96,7 @@ class _RingAttention(torch.autograd.Function):
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         total = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
         for turn in range(cp):
-            passing = _Passing(pair, group) if turn < cp - 1 else None
+            passing = Passing(pair, torch.empty_like(pair), group) if turn < cp - 1 else None
             own, theirs, causal = _meet(rank, (rank - turn) % cp, seq)
             part, log_sum = flash_forward(q[:, :, own], *pair[:, :, :, theirs], causal=causal)
             before = total[:, :, own]
@@ -130,9 +121,9 @@ class _RingAttention(torch.autograd.Function):
         grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
         # The gradients of keys and values travel with them, and the last turn brings them to their rank.
         grad_pair = torch.zeros(pair.shape, dtype=wide, device=q.device)
-        homing: _Passing | None = None
+        homing: Passing | None = None
         for turn in range(cp):
-            passing = _Passing(pair, group) if turn < cp - 1 else None
+            passing = Passing(pair, torch.empty_like(pair), group) if turn < cp - 1 else None
             own, theirs, causal = _meet(rank, (rank - turn) % cp, seq)
             mine = (t[:, :, own] for t in (grad, q, out, total))
             dq, dk, dv = flash_backward(*mine, *pair[:, :, :, theirs], causal=causal)
@@ -140,7 +131,7 @@ class _RingAttention(torch.autograd.Function):
             arrived[0, :, :, theirs] += dk
             arrived[1, :, :, theirs] += dv
             grad_q[:, :, own] += dq
-            homing = _Passing(arrived, group)
+            homing = Passing(arrived, torch.empty_like(arrived), group)
             if passing is not None:
                 pair = passing.wait()
         assert homing is not None

@@ -1,9 +1,9 @@
 """Facts about this machine: `python -P -m ultrabench.kernel.environment [--peak]` prints them as JSON."""
 
-import contextlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -15,6 +15,9 @@ import torch
 PEAK_SIZE = 2048
 """Number of rows and columns of the matrices whose product measures the rate of a core."""
 PEAK_S = 3.0
+CPU_NAME = ("/proc/cpuinfo", r"^model name[^:]*: *(.*\S)")
+DRIVER_VERSION = ("/proc/driver/nvidia/version", r"^NVRM version:.*? (\d+\.\S+)")
+"""A file and a pattern: NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."""
 LEFT_OUT_OF_ENV_ID = ("CUDA_VISIBLE_DEVICES", "CUDA_MODULE_LOADING")  # launchers and torch set them
 
 
@@ -25,32 +28,23 @@ def facts() -> dict[str, Any]:
     steering = {n: v for n, v in sorted(os.environ.items()) if n.startswith(("NCCL_", "CUDA_"))}
     return {
         "gpus": torch.cuda.device_count() if cuda else 0,
-        "gpu_name": torch.cuda.get_device_name() if cuda else cpu_name(),
+        "gpu_name": torch.cuda.get_device_name() if cuda else _first_match(*CPU_NAME) or "cpu",
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "nccl_version": nccl,
-        "driver_version": driver_version(),
+        "driver_version": _first_match(*DRIVER_VERSION),
         "omp_num_threads": torch.get_num_threads(),
         "variables": {n: v for n, v in steering.items() if n not in LEFT_OUT_OF_ENV_ID},
     }
 
 
-def cpu_name() -> str:
-    """The model name of the processor; `cpu` if the system does not show it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return "cpu"
-
-
-def driver_version() -> str | None:
-    """The version of the loaded NVIDIA driver; None if there is none."""
-    with contextlib.suppress(OSError):
-        # NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ...
-        words = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0].split()
-        return next((word for word in words if word[0].isdigit() and "." in word), None)
-    return None
+def _first_match(path: str, pattern: str) -> str | None:
+    """What the group of `pattern` matches first in a file; None if it matches nothing or there is no file."""
+    try:
+        match = re.search(pattern, Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return match[1] if match else None
 
 
 def _core_rate(seconds: float) -> float:
@@ -80,14 +74,8 @@ def core_flops_per_s(seconds: float = PEAK_S) -> float:
         return median(pool.map(_core_rate, [seconds] * cores, chunksize=1))
 
 
-def main(argv: list[str]) -> int:
-    """Prints the facts, with --peak also the measured rate of a core; returns the exit code."""
+if __name__ == "__main__":
     out = {**facts(), "cores": len(os.sched_getaffinity(0))}
-    if "--peak" in argv:
+    if "--peak" in sys.argv:
         out["core_flops_per_s"] = core_flops_per_s()
     print(json.dumps(out))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,10 +3,6 @@
 import torch
 import torch.distributed as dist
 
-_OOM_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
-_COMM_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Connection refused",
-               "Broken pipe", "gloo/transport", "Timed out waiting", "NCCL error")  # fmt: skip
-
 
 class NonFiniteLossError(RuntimeError):
     """The loss is infinite or not a number: training diverged, or computes wrong values."""
@@ -16,6 +12,18 @@ class ReplicasDifferError(RuntimeError):
     """Ranks that must hold the same parameters hold different ones."""
 
 
+KINDS: dict[str, tuple[tuple[type[BaseException], ...], tuple[str, ...]]] = {
+    "non_finite": ((NonFiniteLossError,), ()),
+    "replicas": ((ReplicasDifferError,), ()),
+    "oom": ((torch.OutOfMemoryError, MemoryError),
+            ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")),
+    "comm": ((dist.DistError, ConnectionError),
+             ("Connection closed by peer", "Connection reset by peer", "Connection refused",
+              "Broken pipe", "gloo/transport", "Timed out waiting", "NCCL error")),
+}  # fmt: skip
+"""Kind -> the types and the texts of its exceptions."""
+
+
 def kind_of(error: BaseException) -> str:
     """The kind of a failure: oom, comm, non_finite, replicas or exception.
 
@@ -23,15 +31,9 @@ def kind_of(error: BaseException) -> str:
     """
     link: BaseException | None = error
     while link is not None:
-        text = str(link)
-        if isinstance(link, NonFiniteLossError):
-            return "non_finite"
-        if isinstance(link, ReplicasDifferError):
-            return "replicas"
-        if isinstance(link, torch.OutOfMemoryError | MemoryError) or any(t in text for t in _OOM_TEXTS):
-            return "oom"
-        if isinstance(link, dist.DistError | ConnectionError) or any(t in text for t in _COMM_TEXTS):
-            return "comm"
+        for kind, (types, texts) in KINDS.items():
+            if isinstance(link, types) or any(text in str(link) for text in texts):
+                return kind
         link = link.__cause__
     return "exception"
 

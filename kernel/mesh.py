@@ -1,5 +1,7 @@
 """Builds the mesh of ranks, and tells which part of a full parameter a rank holds."""
 
+import math
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -72,8 +74,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def num_shards(param: Tensor) -> int:
     """The number of different parts into which the ranks of a stage cut `param`."""
-    count = 1
-    if isinstance(param, DTensor):
-        for index, placement in enumerate(param.placements):
-            count *= 1 if placement.is_replicate() else param.device_mesh.size(index)
-    return count
+    if not isinstance(param, DTensor):
+        return 1
+    axes = enumerate(param.placements)
+    return math.prod(param.device_mesh.size(i) for i, placement in axes if not placement.is_replicate())

@@ -1,31 +1,23 @@
 """Pipeline parallelism: each rank of the pp axis has stages of the model, with shapes given in advance."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ultrabench.kernel.compat import PeerlessWarmup
+from ultrabench.kernel.dp import COMPUTE_DTYPE
 from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
 from ultrabench.layout import Layout
+from ultrabench.run import RunSpec
 
-SCHEDULES: dict[str, Callable[..., Any]] = {
-    "1f1b": Schedule1F1B, "afab": ScheduleGPipe,
-    "interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble,
-}  # fmt: skip
-LISTS = frozenset({"interleaved", "zbv"})
-"""Schedules of torch that take a list of stages."""
+SCHEDULES = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+"""Our name of a schedule -> its name in torch."""
 
 
 class Stage(PeerlessWarmup, PipelineStage):
@@ -33,22 +25,16 @@ class Stage(PeerlessWarmup, PipelineStage):
 
     progress: Callable[[], None]
     """It is called after every forward and every backward of a micro-batch."""
-    targets: Sequence[Tensor]
-    """The targets of each micro-batch."""
-    _microbatch: int
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """Runs torch's forward of a micro-batch, then calls `progress`."""
-        self._microbatch = fwd_chunk_id
-        out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.progress()
-        return out
+    targets: Iterator[Tensor]
+    """The targets of each micro-batch, in the order in which every schedule runs their forwards."""
 
     def forward_maybe_with_nosync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Passes the targets to the model; if torch passed them, it would keep them as inputs of backward."""
         if self.is_last:
-            kwargs["targets_BS"] = self.targets[self._microbatch]
-        return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+            kwargs["targets_BS"] = next(self.targets)
+        out = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.progress()
+        return out
 
     def backward_one_chunk(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Runs torch's backward of a micro-batch, then calls `progress`."""
@@ -62,19 +48,18 @@ class Pipeline:
 
     def __init__(
         self,
+        spec: RunSpec,
         models: Sequence[Decoder],
-        layout: Layout,
-        seq_len: int,
         pp_mesh: DeviceMesh,
         device: torch.device,
-        dtype: torch.dtype,
         progress: Callable[[], None],
     ) -> None:
-        self._mbs = layout.mbs
+        layout, dtype = spec.layout, COMPUTE_DTYPE[spec.kernel.precision]
+        self._mbs, count, group = layout.mbs, layout.num_stages, pp_mesh.get_group()
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
-        b, s = layout.mbs, seq_len // layout.cp
-        hidden = (b, s // layout.tp, models[0].shape.hidden_size)
+        b, s = layout.mbs, spec.workload.seq_len // layout.cp
+        hidden = (b, s // layout.tp, spec.shape.hidden_size)
         x = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty((b, s), dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(dtype, torch.float32)
@@ -82,14 +67,13 @@ class Pipeline:
         self._stages = list[Stage]()
         for index, model in zip(layout.stages_of(pp_mesh.get_local_rank()), models, strict=True):
             taken = tokens if index == 0 else x
-            given = loss if index == layout.num_stages - 1 else x
-            count, group = layout.num_stages, pp_mesh.get_group()
+            given = loss if index == count - 1 else x
             stage = Stage(model, index, count, device, input_args=taken, output_args=given, group=group)
             stage.progress = progress
             self._stages.append(stage)
-        several = layout.pp_schedule in LISTS
-        self._schedule = SCHEDULES[layout.pp_schedule](
-            self._stages if several else self._stages[0],
+        # Schedules of torch for several stages on a rank take a list.
+        self._schedule = get_schedule_class(SCHEDULES[layout.pp_schedule])(
+            self._stages if layout.virtual_stages > 1 else self._stages[0],
             n_microbatches=layout.gas,
             # The last stage returns the loss of a micro-batch; the loss of the step is their mean.
             loss_fn=lambda loss, _: loss / layout.gas,
@@ -101,7 +85,7 @@ class Pipeline:
         losses = list[Tensor]()
         first, last = (any(getattr(s, f"is_{end}") for s in self._stages) for end in ("first", "last"))
         for stage in self._stages:
-            stage.targets = targets.split(self._mbs)  # type: ignore[no-untyped-call]
+            stage.targets = iter(targets.split(self._mbs))  # type: ignore[no-untyped-call]
         more = {"target": targets, "losses": losses} if last else {}
         self._schedule.step(*((inputs,) if first else ()), **more, return_outputs=False)
         return losses

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ultrabench.device_rates import Form, share
+from ultrabench.kernel.cp import Passing
 
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -30,48 +31,15 @@ Rows = list[dict[str, float]]
 percentile of the bus bandwidth: busbw_bytes_per_s, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
 
 
-class Buffers(NamedTuple):
-    """The tensors that an operation sends and receives."""
-
-    whole: Tensor
-    other: Tensor
-    """A second tensor of the same size."""
-    part: Tensor
-    """This rank's share of it."""
-
-
-def _allreduce(b: Buffers, group: Group) -> None:
-    dist.all_reduce(b.whole, group=group)
-
-
-def _allgather(b: Buffers, group: Group) -> None:
-    dist.all_gather_into_tensor(b.whole, b.part, group=group)
-
-
-def _reducescatter(b: Buffers, group: Group) -> None:
-    dist.reduce_scatter_tensor(b.part, b.whole, group=group)
-
-
-def _alltoall(b: Buffers, group: Group) -> None:
-    dist.all_to_all_single(b.other, b.whole, group=group)
-
-
-def _sendrecv(b: Buffers, group: Group) -> None:
-    ranks = dist.get_process_group_ranks(group)
-    at = ranks.index(dist.get_rank())
-    after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
-    both = [dist.P2POp(dist.isend, b.whole, after, group), dist.P2POp(dist.irecv, b.other, before, group)]
-    for request in dist.batch_isend_irecv(both):
-        request.wait()
-
-
-CALLS = {
-    "allreduce": _allreduce,
-    "allgather": _allgather,
-    "reducescatter": _reducescatter,
-    "alltoall": _alltoall,
-    "sendrecv": _sendrecv,
-}
+def _calls(whole: Tensor, other: Tensor, part: Tensor, group: Group) -> dict[str, Callable[[], object]]:
+    """Operation -> a call of it; `whole` and `other` have the size of all ranks' parts together."""
+    return {
+        "allreduce": partial(dist.all_reduce, whole, group=group),
+        "allgather": partial(dist.all_gather_into_tensor, whole, part, group=group),
+        "reducescatter": partial(dist.reduce_scatter_tensor, part, whole, group=group),
+        "alltoall": partial(dist.all_to_all_single, other, whole, group=group),
+        "sendrecv": lambda: Passing(whole, other, group).wait(),
+    }
 
 
 def probe(
@@ -115,17 +83,13 @@ def probe(
 
 def _seconds(device: torch.device, call: Callable[[], object], calls: int) -> float:
     """The mean seconds of a call on this rank."""
-    _synchronize(device)
+    synchronize = torch.get_device_module(device).synchronize
+    synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    _synchronize(device)
+    synchronize()
     return (time.perf_counter() - start) / calls
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _gemm_rates(device: torch.device, seconds: float) -> list[float]:
@@ -163,10 +127,9 @@ def _measure(device: torch.device, group: Group, form: Form, progress: Callable[
     for size in form.sizes_bytes if ranks > 1 else ():
         elements = max(1, size // ELEMENT_BYTES // ranks)
         whole, other = torch.zeros(2, elements * ranks, device=device)
-        buffers = Buffers(whole, other, torch.zeros(elements, device=device))
+        calls = _calls(whole, other, torch.zeros(elements, device=device), group)
         for name in form.operations:
-            call = partial(CALLS[name], buffers, group)
-            times = [_seconds(device, call, form.calls) for _ in range(form.warmup + form.iterations)]
+            times = [_seconds(device, calls[name], form.calls) for _ in range(form.warmup + form.iterations)]
             # The slowest rank of all nodes counts. This also lets all ranks begin the next size together.
             slowest = torch.tensor(times[form.warmup :], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ultrabench.kernel import cp
 from ultrabench.kernel.data import load, sample_indices
-from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE, apply_dp, begin_microbatch
+from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch
 from ultrabench.kernel.mesh import cp_group, local, num_shards, part_of, take
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_group
@@ -55,18 +55,28 @@ class TrainStep:
         self.spec, self.device, self.mesh = spec, device, mesh
         self.clip_norm, self.progress, self.backend = clip_norm, progress, backend
         self.at = layout.coordinates(dist.get_rank())
-        seq_len = spec.workload.seq_len
-        self.spans = cp.spans(seq_len, layout.cp, self.at.cp)
+        self.spans = cp.spans(spec.workload.seq_len, layout.cp, self.at.cp)
         self.cp_group = cp_group(layout, device.type)
         stages = held_stages(spec.shape, layout, self.at.pp)
         self.models = [self._build(stage) for stage in stages]
         self.tied = spec.shape.tie_word_embeddings and layout.pp > 1
         self.tied_group = tied_group(layout, dist.get_rank()) if self.tied else None
         self.holds_loss = any(stage.has_head for stage in stages)
-        self._set_up_optimizer()
+        self.params = {name: p for model in self.models for name, p in model.named_parameters()}
+        self.shards = {name: local(param.detach()) for name, param in self.params.items()}
+        # In the norm a parameter has the weight 1 / (number of ranks that hold the same part), and the copy of
+        # a tied embedding on the last stage has the weight 0, so that the norm counts each number once.
+        self.holders = layout.world_size // layout.pp
+        self.weights = {name: num_shards(param) / self.holders for name, param in self.params.items()}
+        if self.tied:
+            self.weights["head.weight"] = 0.0
+        # AdamW works element by element, so that it is enough to give it the shards of this rank.
+        filled = [shard for shard in self.shards.values() if shard.numel()]
+        self.optimizer = torch.optim.AdamW(
+            filled, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda"
+        )
         if layout.pp > 1:
-            dtype = COMPUTE_DTYPE[spec.kernel.precision]
-            self.pipeline = Pipeline(self.models, layout, seq_len, mesh["pp"], device, dtype, progress)
+            self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, progress)
 
     def _build(self, stage: Stage) -> Decoder:
         """A stage of the model, with every form of parallelism of the layout applied to it."""
@@ -93,25 +103,6 @@ class TrainStep:
         """The groups of this rank, by name, that are not groups of the mesh."""
         named = {"tied": self.tied_group, "cp": self.cp_group}
         return {name: group for name, group in named.items() if group is not None}
-
-    def _set_up_optimizer(self) -> None:
-        """Makes AdamW over the shards of this rank, which is enough since it works element by element.
-
-        In the norm each parameter has the weight 1 / (number of ranks that hold the same part), and the copy
-        of a tied embedding on the last stage has the weight 0, so that the norm counts each number once.
-        """
-        self.params = {name: p for model in self.models for name, p in model.named_parameters()}
-        stage_ranks = dist.get_world_size() // self.layout.pp
-        self.weights = {
-            name: 0.0 if self.tied and name == "head.weight" else num_shards(param) / stage_ranks
-            for name, param in self.params.items()
-        }
-        self.shards = {name: local(param.detach()) for name, param in self.params.items()}
-        filled = [shard for shard in self.shards.values() if shard.numel()]
-        fused = self.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(
-            filled, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=fused
-        )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of this rank in `step`: gas*mbs x S/cp tokens each, on the device."""
@@ -146,27 +137,25 @@ class TrainStep:
         none = torch.zeros((), device=self.device)
         return sum((local(loss.detach()) for loss in losses), none)
 
-    def update(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, loss: Tensor) -> Tensor:
         """Clips by the norm of the whole gradient, updates the parameters, and clears the gradients.
 
         It needs one all-reduce of two fp64 numbers over all ranks.
 
         Returns:
-            The mean loss of the global batch and the norm before clipping, the same on all ranks.
+            The mean loss of the global batch, the same on all ranks.
         """
         grads = {n: local(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
-        holders = dist.get_world_size() // self.layout.pp
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
-        both[0] = loss / holders if self.holds_loss else 0.0
+        both[0] = loss / self.holders if self.holds_loss else 0.0
         for name, grad in grads.items():
             both[1] += torch.linalg.vector_norm(grad).double().square() * self.weights[name]
         dist.all_reduce(both)
-        norm = both[1].sqrt()
-        factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = (self.clip_norm / (both[1].sqrt() + 1e-6)).clamp(max=1.0)
         for name, grad in grads.items():
             self.shards[name].grad = grad.mul_(factor.to(grad.dtype))
         self.optimizer.step()
         self.optimizer.zero_grad()
         for param in self.params.values():
             param.grad = None
-        return both[0], norm
+        return both[0]

@@ -4,6 +4,7 @@ On a GPU the times are those of its kernels. A CPU has no kernels: there the tim
 without the time of the operators that it calls, and the threads of gloo show the communication.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -67,41 +68,33 @@ def _span(event: dict[str, Any]) -> Span:
 
 
 def _own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """The spans of torch's operators without those of the operators they call, and all spans of gloo."""
+    """The spans of torch's operators without those of the operators they call, and all spans of gloo.
+
+    The nested spans of a thread are cut into pieces that do not overlap; spans of gloo stay whole.
+    """
     found: list[Span] = []
-    threads: dict[Any, list[Span]] = {}
+    threads = defaultdict[Any, list[Span]](list)
     for event in events:
-        threads.setdefault(event["tid"], []).append(_span(event))
+        threads[event["tid"]].append(_span(event))
     for spans in threads.values():
-        _walk(sorted(spans, key=lambda s: (s.start, -s.end)), found)
+        now, open_spans = 0.0, list[Span]()
+        for span in [*sorted(spans, key=lambda s: (s.start, -s.end)), Span(math.inf, math.inf, "the end")]:
+            while open_spans:
+                top = open_spans[-1]
+                until = min(top.end, span.start)
+                if top.name.startswith("aten::") and until > now:
+                    found.append(Span(now, until, top.name))
+                now = max(now, until)
+                if top.end > span.start:
+                    break
+                open_spans.pop()
+            if any(_communicates(s) for s in open_spans):
+                continue
+            now = max(now, span.start)
+            open_spans.append(span)
+            if _communicates(span):
+                found.append(span)
     return found
-
-
-def _walk(spans: list[Span], found: list[Span]) -> None:
-    """Cuts the nested spans of one thread into pieces that do not overlap; spans of gloo stay whole."""
-    open_spans: list[Span] = []
-    now = 0.0
-
-    def until(end: float) -> None:
-        nonlocal now
-        top = open_spans[-1] if open_spans else None
-        if top and top.name.startswith("aten::") and end > now:
-            found.append(Span(now, end, top.name))
-        now = max(now, end)
-
-    for span in spans:
-        while open_spans and open_spans[-1].end <= span.start:
-            until(open_spans[-1].end)
-            open_spans.pop()
-        if any(s.name.startswith("gloo:") for s in open_spans):
-            continue
-        until(span.start)
-        open_spans.append(span)
-        if span.name.startswith("gloo:"):
-            found.append(span)
-    while open_spans:
-        until(open_spans[-1].end)
-        open_spans.pop()
 
 
 def union(spans: Iterable[Span]) -> list[Span]:

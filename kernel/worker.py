@@ -24,7 +24,7 @@ from ultrabench.kernel.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.probe import probe
 from ultrabench.kernel.profile import look_inside
-from ultrabench.kernel.progress import DeviceProgress
+from ultrabench.kernel.progress import device_progress
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
 from ultrabench.rank_report import PARTS, PROFILE, Report
@@ -35,51 +35,35 @@ from ultrabench.step_time import ci95_rel
 DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(PARTS))
 
 
-def _device(name: str) -> torch.device:
-    """The device of this rank, which becomes the current device."""
-    if name != "cuda":
-        return torch.device(name)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
-
-
 class Timing:
     """Runs steps one by one, reports each, and decides when enough steps have been measured."""
 
     def __init__(self, task: Task, trainer: TrainStep, report: Report) -> None:
         self.task, self.trainer, self.report = task, trainer, report
-        self.measure = task.measure
-        self.device = trainer.device
+        self.measure, self.device = task.measure, trainer.device
         self.step_times_s: list[float] = []
         self.loss_final: float | None = None
         self.done_steps = 0
-        self.flops: float | None = None
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def step(self) -> None:
         """Runs and times one step; making its data before and reading its loss after are not timed."""
-        number = self.done_steps + 1
+        number, synchronize = self.done_steps + 1, torch.get_device_module(self.device).synchronize
         self.report.enter(DATA, number)
         batch = self.trainer.batch(number)
-        self._synchronize()
+        synchronize()
         start = time.perf_counter()
         self.report.enter(FORWARD_BACKWARD, number)
         mean_loss = self.trainer.accumulate(*batch)
         self.report.enter(OPTIMIZER, number)
-        loss, _ = self.trainer.update(mean_loss)
-        self._synchronize()
-        self._record(number, time.perf_counter() - start, float(loss))
+        mean_loss = self.trainer.update(mean_loss)
+        synchronize()
+        self._record(number, time.perf_counter() - start, float(mean_loss))
 
     def _record(self, number: int, seconds: float, loss: float) -> None:
         if not math.isfinite(loss):
             raise failure.NonFiniteLossError(f"loss is {loss} at step {number}")
-        measured = number > self.measure.warmup_steps
-        event = {"step": number, "seconds": seconds, "loss": loss, "measured": measured}
-        self.report.write("step", tokens=self.task.spec.tokens_per_step, **event)
+        measured, tokens = number > self.measure.warmup_steps, self.task.spec.tokens_per_step
+        self.report.write("step", tokens=tokens, step=number, seconds=seconds, loss=loss, measured=measured)
         self.done_steps = number
         if measured:
             self.step_times_s.append(seconds)
@@ -94,13 +78,13 @@ class Timing:
         dist.broadcast(flag, src=0)
         return bool(flag.item())
 
-    def _count_flops(self) -> None:
-        """Runs one step, and counts the FLOPs of all ranks in it."""
+    def _flops_of_a_step(self) -> float:
+        """Runs one step; returns the FLOPs of all ranks in it."""
         with ExecutedFlops() as executed:
             self.step()
         total = torch.tensor([executed.flops], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
-        self.flops = total.item()
+        return float(total)
 
     def _report_peaks(self) -> None:
         allocated, reserved = memory.peak_bytes(self.device)
@@ -111,11 +95,10 @@ class Timing:
         self.report.phase("first_step")
         self.step()
         self.report.phase("warmup")
+        counted = self.measure.warmup_steps > 1 and not self.task.spec.kernel.compile
+        flops = self._flops_of_a_step() if counted else None
         while self.done_steps < self.measure.warmup_steps:
-            if self.done_steps == 1 and not self.task.spec.kernel.compile:
-                self._count_flops()
-            else:
-                self.step()
+            self.step()
         # If one rank collected garbage during a measured step, all other ranks would wait for it.
         gc.collect()
         gc.freeze()
@@ -137,15 +120,18 @@ class Timing:
             stopped="interval" if reached else "max_steps",
             ci_reached=reached,
             loss_final=self.loss_final,
-            hardware_flops_per_step=self.flops,
+            hardware_flops_per_step=flops,
             omp_num_threads=torch.get_num_threads(),
         )
 
 
-def train(task: Task, report: Report) -> None:
+def run(task: Task, report: Report) -> None:
     """Runs the task on this rank, from joining the process group to leaving it."""
     report.phase("process_group")
-    device = _device(task.device)
+    device = torch.device(task.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     report.write("memory", **memory.account())
     process_group.join(report, device)
     if dist.get_rank() == 0:
@@ -160,10 +146,8 @@ def train(task: Task, report: Report) -> None:
 
 def _probe(task: Task, device: torch.device, report: Report) -> None:
     report.phase("probe")
-    measure = task.measure
-    form = (
-        SHORT[task.device] if task.probe else long_form(task.device, measure.warmup_steps, measure.max_steps)
-    )
+    long = long_form(task.device, task.measure.warmup_steps, task.measure.max_steps)
+    form = SHORT[task.device] if task.probe else long
     found = probe(device, task.spec.gpus_per_node, form, report.microbatch)
     if dist.get_rank() == 0:
         report.write("probe", **found)
@@ -177,7 +161,7 @@ def _train(task: Task, device: torch.device, report: Report) -> None:
     if device.type == "cpu":
         memory.limit_cpu_memory(task.rank_mem_bytes)
         report.write("memory", **memory.account())
-    progress = DeviceProgress(device, report.microbatch)
+    progress = device_progress(device, report.microbatch)
     trainer = TrainStep(task.spec, device, mesh, progress=progress)
     if device.type == "cuda":
         memory.reset_peak(device)
@@ -193,7 +177,7 @@ def main() -> int:
         memory.reset_peak(torch.device("cpu"))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         task = from_dict(Task, json.loads(Path(os.environ["ULTRABENCH_SPEC"]).read_text()))
-        train(task, report)
+        run(task, report)
     except Exception as error:
         kind, message = failure.kind_of(error), failure.one_line(error)
         told = {"kind": kind, "message": message, "traceback": traceback.format_exc()}

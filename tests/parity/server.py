@@ -66,7 +66,7 @@ def train_a_step(trainer: TrainStep) -> None:
     """Runs the first step; from now on updates end when gloo's thread has let go of what it sent."""
     right = trainer.update
 
-    def update(loss: Tensor) -> tuple[Tensor, Tensor]:
+    def update(loss: Tensor) -> Tensor:
         out = right(loss)
         time.sleep(LETTING_GO_S)
         return out
