@@ -14,7 +14,7 @@ def configs(
     json_: Json = False,
 ) -> None:
     """List the names that overrides may use, or print the file of one name."""
-    from ultrabench.cli.tables import out, plain, print_json, say, table
+    from ultrabench.cli.tables import plain, print_json, say, show, table
     from ultrabench.sweep.config.compose import GROUPS, describe, files, read_text
 
     if group is not None and group not in GROUPS:
@@ -35,8 +35,4 @@ def configs(
         print_json(described)
         return
     for each, options in described.items():
-        made = table(f"{each}=", "name", "what it is")
-        for option in options.items():
-            made.add_row(*option)
-        out().print(made)
-        out().print()
+        show(table(f"{each}=", "name", "what it is", rows=options.items()), "")

@@ -16,8 +16,6 @@ from ultrabench.cli.results import collect_sweeps, heatmap, plot
 from ultrabench.cli.sweep.commands import sweep_app
 from ultrabench.errors import ConfigError, DiskError, UltrabenchError, may_pass
 
-PREFIX = "ultrabench: "
-
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(sweep_app, name="sweep")
 app.add_typer(kernel_app, name="kernel")
@@ -55,9 +53,10 @@ def main() -> None:
         # This is a wrong option. Typer has its own copy of Click, so its class cannot be named here.
         if not hasattr(error, "format_message"):
             raise
-        text = error.format_message()
-        helped = type(error).__name__ == "NoArgsIsHelpError"
-        code = _fail(text if helped else f"{text} (see --help)", 2, prefix="" if helped else PREFIX)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(error.format_message(), err=True)
+            sys.exit(2)
+        code = _fail(f"{error.format_message()} (see --help)", 2)
     try:
         sys.stdout.flush()
     except OSError:  # reported above; Python must not write the rest again when it exits
@@ -73,14 +72,11 @@ def _require_folder() -> None:
         raise ConfigError(f"the working folder cannot be used: {error.strerror}; use another") from error
 
 
-def _fail(message: str, code: int, prefix: str = PREFIX) -> int:
-    """Prints a message on stderr, as one line if there is a prefix; returns the exit code."""
+def _fail(message: str, code: int) -> int:
+    """Prints a message as one line on stderr; returns the exit code."""
     from ultrabench.cli.tables import say
 
-    if prefix:
-        say(prefix + " ".join(message.split()))
-    else:
-        typer.echo(message, err=True)
+    say(f"ultrabench: {' '.join(message.split())}")
     return code
 
 

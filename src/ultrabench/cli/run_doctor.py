@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.cli.tables import out, print_json, say, table
+from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor.acceptance import run_acceptance
 from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped
@@ -113,9 +113,8 @@ def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: s
 
 def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
     names = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
-    made = table(f"doctor: {names}", "check", "status", "found")
+    rows = []
     for check in checks:
-        status = Text(check.status, style=STYLES[check.status])
         remedy = f"; remedy: {check.remedy}" if check.remedy else ""
-        made.add_row(check.name, status, check.told + remedy)
-    out().print(made)
+        rows.append((check.name, Text(check.status, STYLES[check.status]), check.told + remedy))
+    show(table(f"doctor: {names}", "check", "status", "found", rows=rows))

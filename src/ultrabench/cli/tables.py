@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -60,6 +60,16 @@ def err() -> PlainConsole:
     return out(stderr=True)
 
 
+def show(*parts: RenderableType) -> None:
+    """Prints lines of text, tables and groups of both on stdout."""
+    console = out()
+    for part in parts:
+        if isinstance(part, str | Text):
+            console.print_line(part)
+        else:
+            console.print(part)
+
+
 def say(message: str) -> None:
     """Prints one line of progress."""
     err().print_line(message)
@@ -99,9 +109,8 @@ class FittedTable(Table):
                 longest = max(map(cell_len, " ".join(texts).split()), default=0)
                 least[at] = min(whole[at], max(WRAPPED, min(longest, LONGEST_WORD)))
         order = {name: place for place, name in enumerate(LEFT_OUT_FIRST)}
-        for at in sorted(whole, key=lambda at: (order.get(str(self.columns[at].header), len(order)), -at))[
-            :-1
-        ]:
+        leaving = sorted(whole, key=lambda at: (order.get(str(self.columns[at].header), len(order)), -at))
+        for at in leaving[:-1]:
             if sum(least.values()) + 2 * (len(least) - 1) > room:
                 del least[at]
         spare = room - sum(least.values()) - 2 * (len(least) - 1)
@@ -111,11 +120,19 @@ class FittedTable(Table):
         return least
 
 
-def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> FittedTable:
-    """A table in our style; the columns in `right` are aligned to the right and never broken."""
+def table(title: str, *columns: str, rows: Iterable[Iterable[object]] = ()) -> FittedTable:
+    """A table in our style; None is an empty cell.
+
+    Args:
+        columns: their names; one such as `>step` is aligned to the right and never broken.
+    """
     made = FittedTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", header_style="dim")
+        side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        made.add_column(name.removeprefix(">"), justify=side, header_style="dim")
+    for row in rows:
+        cells = ("" if cell is None else cell for cell in row)
+        made.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in cells))
     return made
 
 

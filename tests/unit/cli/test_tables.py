@@ -31,8 +31,7 @@ def shown(renderable, width):
 
 @pytest.mark.parametrize("width", [20, 50, 80, 120, 200])
 def test_tables_break_no_word_and_cut_no_number(width):
-    made = table("the title", *COLUMNS, right=NUMBERS)
-    made.add_row(*ROW)
+    made = table("the title", *(f">{name}" if name in NUMBERS else name for name in COLUMNS), rows=[ROW])
     text = shown(made, width)
     whole = {word for cell in (*COLUMNS, *ROW) for word in cell.split()} | {"the", "title"}
     assert set(text.split()) <= whole
@@ -46,8 +45,8 @@ def test_tables_break_no_word_and_cut_no_number(width):
 
 
 def test_long_reasons_share_the_room_and_only_overlong_words_are_broken():
-    made = table("", "run", "reason", "remedy")
-    made.add_row(RUN_ID, "cannot read " + "x" * 90, "mend the file that is named and launch again")
+    row = (RUN_ID, "cannot read " + "x" * 90, "mend the file that is named and launch again")
+    made = table("", "run", "reason", "remedy", rows=[row])
     text = shown(made, 80)
     assert {"cannot", "read", "mend", "named", RUN_ID} <= set(text.split())
     assert max(len(line) for line in text.splitlines()) <= 80

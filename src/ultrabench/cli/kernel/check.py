@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ultrabench.cli.kernel.words import layout_of, read_words, require_possible
-from ultrabench.cli.tables import out, print_json, say, table, warn
+from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel.requests import TINY, TOLERANCE, CheckSpec, check
@@ -33,11 +33,10 @@ def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
         return int(not result.passed)
     say(f"checking {spec.layout.label()} on {counted(ranks, 'process')} against one")
     result = check(spec)
-    made = table(f"{spec.layout.label()}, {spec.shape.name}", "largest difference of", "is", "allowed")
     found = {"loss": result.loss_diff, "gradients": result.grad_diff, "parameters": result.param_diff}
-    for name, value in found.items():
-        made.add_row(name, "-" if value is None else f"{value:.3g}", f"{TOLERANCE:g}")
-    out().print(made)
+    rows = [(what, "-" if d is None else f"{d:.3g}", f"{TOLERANCE:g}") for what, d in found.items()]
+    title = f"{spec.layout.label()}, {spec.shape.name}"
+    show(table(title, "largest difference of", "is", "allowed", rows=rows))
     for line in (*result.missing_gradients, result.error):
         if line:
             say(f"  {line}")

@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from ultrabench.cli.kernel.words import layout_of, read_words, require_possible
-from ultrabench.cli.tables import out, print_json, say, table
+from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, Hardware
 from ultrabench.kernel.requests import RankCost, dry_run
@@ -95,33 +95,33 @@ def _document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> dict[
 
 
 def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
-    numbers = (*PARTS, "model TFLOP", "hardware TFLOP")
     worst = max(costs, key=lambda cost: cost.peak_bytes)
     unit, name = (GIB, "GiB") if worst.peak_bytes >= GIB else (2**20, "MiB")
     title = f"{spec.shape.name}, {spec.layout.label()}: a step of one rank of each pipeline stage, {name}"
-    made = table(title, "pp", *numbers, right=numbers)
+    rows = []
     for cost in costs:
         parts = (f"{getattr(cost, f'{part}_bytes') / unit:.2f}" for part in PARTS)
         tera = (f"{flops / 1e12:.4g}" for flops in (_model_flops(spec, cost), cost.hardware_flops))
-        made.add_row(str(cost.pp_rank), *parts, *tera)
-    out().print(made)
-    out().print(_collectives(costs))
+        rows.append((cost.pp_rank, *parts, *tera))
+    numbers = (f">{part}" for part in (*PARTS, "model TFLOP", "hardware TFLOP"))
     fits = "fits" if worst.peak_bytes <= hardware.rank_mem_bytes else "does NOT fit"
-    out().print(
+    show(
+        table(title, "pp", *numbers, rows=rows),
+        _collectives(costs),
         f"largest peak {worst.peak_bytes / GIB:.2f} GiB (stage {worst.pp_rank}) {fits} into "
-        f"{hardware.rank_mem_bytes / GIB:.1f} GiB of {hardware.gpu}, without what allocator, NCCL and CUDA take"
+        f"{hardware.rank_mem_bytes / GIB:.1f} GiB of {hardware.gpu}, without what allocator, NCCL and CUDA take",
     )
 
 
 def _collectives(costs: list[RankCost]) -> Table:
     """A table of the collectives of a step; stages that send the same bytes share a row."""
-    columns, numbers = ("axis", "collective", "calls", "MiB", "stages"), ("calls", "MiB")
-    made = table("collectives of a step, by mesh axis", *columns, right=numbers)
     senders: dict[tuple[str, int, int], list[str]] = {}
     for cost in costs:
         for name, (calls, nbytes) in cost.collectives.items():
             senders.setdefault((name, calls, nbytes), []).append(str(cost.pp_rank))
+    rows = []
     for (name, calls, nbytes), stages in sorted(senders.items()):
         size = f"{nbytes / 2**20:,.4g}" if nbytes >= 2**10 else "< 0.001"
-        made.add_row(*name.split(), str(calls), size, ",".join(stages))
-    return made
+        rows.append((*name.split(), calls, size, ",".join(stages)))
+    columns = ("axis", "collective", ">calls", ">MiB", "stages")
+    return table("collectives of a step, by mesh axis", *columns, rows=rows)

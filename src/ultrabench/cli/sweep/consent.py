@@ -21,11 +21,12 @@ def price_table(
     Args:
         names: names of the columns of `counts`.
     """
-    numbers = ("nodes", "GPUs", *names, "GPU hours")
-    made = table(f"sweep {plan.config.name}", "model", *numbers, right=numbers)
+    rows = []
     for (model, nodes), of_cell in counts.items():
         gpus, (_, cost) = nodes * plan.config.hardware.gpus_per_node, price.runs.get((model, nodes), (0, 0.0))
-        made.add_row(model, str(nodes), str(gpus), *(f"{n:,}" for n in of_cell), hours(cost))
+        rows.append((model, nodes, gpus, *(f"{n:,}" for n in of_cell), hours(cost)))
+    numbers = (f">{name}" for name in ("nodes", "GPUs", *names, "GPU hours"))
+    made = table(f"sweep {plan.config.name}", "model", *numbers, rows=rows)
     made.add_section()
     for what, (number, cost) in price.extra.items():
         made.add_row(f"{number:,} {what}", "", "", *("" for _ in names), hours(cost))

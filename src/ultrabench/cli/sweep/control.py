@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ultrabench.cli.sweep.launch import follow, require_finite, settled
 from ultrabench.cli.sweep.live import counts_line
-from ultrabench.cli.tables import err, out, print_json, say, table, warn
+from ultrabench.cli.tables import err, print_json, say, show, table, warn
 from ultrabench.errors import ClusterError, ConfigError, unknown_name
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.open_sweep import open_sweep
@@ -45,10 +45,7 @@ def run_retry(
         print_json(rows)
     elif chosen:
         title = f"{'would run' if dry_run else 'runs'} again"
-        made = table(title, "run", "attempt", "was", "reason", "policy")
-        for row in rows:
-            made.add_row(*map(str, row.values()))
-        out().print(made)
+        show(table(title, "run", "attempt", "was", "reason", "policy", rows=[row.values() for row in rows]))
         for node, why in excluded(state, plan.config.retry).items():
             say(f"not on {node}: {why} (retry.forgive=[{node}] uses it again)")
     if not chosen:

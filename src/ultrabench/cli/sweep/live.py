@@ -124,12 +124,12 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
     elif busy and now.left and not now.running:
         yield Text("  running  starting the next allocation")
     if now.best:
-        numbers = ("nodes", "tokens/s/GPU", "MFU")
-        made = table("best so far", "model", "nodes", "layout", *numbers[1:], right=numbers)
+        rows = []
         for run, rate in now.best:
-            mfu = "" if (share := run.mfu(rate)) is None else percent(share)
-            made.add_row(run.shape.name, str(run.nodes), run.layout.label(), f"{rate:,.0f}", mfu)
-        yield made
+            mfu = run.mfu(rate)
+            shown = None if mfu is None else percent(mfu)
+            rows.append((run.shape.name, run.nodes, run.layout.label(), f"{rate:,.0f}", shown))
+        yield table("best so far", "model", ">nodes", "layout", ">tokens/s/GPU", ">MFU", rows=rows)
     if now.failures:
         yield Text("last failures and OOMs")
     for run, attempt in now.failures:

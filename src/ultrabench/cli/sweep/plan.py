@@ -2,18 +2,31 @@
 
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+
 from ultrabench.cli.sweep.consent import price_table
-from ultrabench.cli.tables import out, print_json, say, table, warn
+from ultrabench.cli.sweep.launch import folder_of
+from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
+from ultrabench.launchers.allocate import allocations, shapes
+from ultrabench.launchers.open_sweep import require_program
+from ultrabench.launchers.slurm.script import array_script
+from ultrabench.store.journal import read_journal
+from ultrabench.store.state import SweepState, fold
+from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
+from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.losses import with_loss_outliers
 from ultrabench.sweep.running.price import MARGIN, START_S, Price, planned_jobs, reckon
+from ultrabench.sweep.running.progress import doubtful, measured_rates
 
 MEASURED, PREDICTED = "measured", "predicted"
 """Reasons why a layout is recommended."""
@@ -23,8 +36,6 @@ COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fi
 
 def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int | None) -> None:
     """Prints the counts of a plan by cell and rule, its price, and the layouts to try first."""
-    from ultrabench.launchers.open_sweep import require_program
-
     plan = make_plan(load_config(overrides))
     require_runs(plan)
     try:
@@ -34,8 +45,6 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
     if output is not None:
         if output.suffix != ".parquet":
             raise ConfigError(f"-o {output}: the plan is a parquet file; choose a name ending in .parquet")
-        from ultrabench.sweep.plan_table import write_plan
-
         write_plan(plan.candidates, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     best = recommend(plan, top) if top else []
@@ -44,11 +53,7 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
     if as_json:
         print_json(_document(summary, price, notes) | ({"top": best} if top else {}))
         return
-    _print_plan(plan, price, summary)
-    if best:
-        _print_top(best)
-    for line in notes:
-        out().print_line(line)
+    show(*_page(plan, price, summary, best), *notes)
 
 
 def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[str, Any]:
@@ -65,24 +70,33 @@ def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[s
     }
 
 
-def _print_plan(plan: Plan, price: Price, summary: dict[str, Any]) -> None:
+def _page(
+    plan: Plan, price: Price, summary: dict[str, Any], best: list[dict[str, Any]]
+) -> Iterator[RenderableType]:
+    """The tables of a plan: its price by cell, rejected and refused candidates, and the recommended layouts."""
     cells = {(c["model"], c["nodes"]): [c[key] for key in COUNTS.values()] for c in summary["cells"]}
-    out().print(price_table(plan, price, tuple(COUNTS), cells))
+    yield price_table(plan, price, tuple(COUNTS), cells)
     if large := summary["runs"] - summary["predicted_to_fit"]:
-        out().print_line(
-            f"{large:,} of the runs are predicted to need more memory than a rank has: they come last, and their price is "
-            "that of their start"
+        yield (
+            f"{large:,} of the runs are predicted to need more memory than a rank has: they come last, and their "
+            "price is that of their start"
         )
-    made = table("\nrejected, by rule", "rule", "candidates", "for example", right=("candidates",))
-    for rule, count in summary["rejected"].items():
-        made.add_row(rule, f"{count:,}", next(c.reason for c in plan.candidates if c.rule == rule))
-    title = f"\nvalid, but not for kernel={plan.config.kernel.name}"
-    refused = table(title, "reason", "candidates", right=("candidates",))
-    for reason, count in summary["refused_by_kernel"].items():
-        refused.add_row(reason, f"{count:,}")
-    for each in (made, refused):
-        if each.row_count:
-            out().print(each)
+    if rejected := summary["rejected"]:
+        examples = {c.rule: c.reason for c in reversed(plan.candidates)}
+        rows = [(rule, f"{count:,}", examples[rule]) for rule, count in rejected.items()]
+        yield table("\nrejected, by rule", "rule", ">candidates", "for example", rows=rows)
+    if refused := summary["refused_by_kernel"]:
+        title = f"\nvalid, but not for kernel={plan.config.kernel.name}"
+        counts = [(reason, f"{count:,}") for reason, count in refused.items()]
+        yield table(title, "reason", ">candidates", rows=counts)
+    if best:
+        top = []
+        for row in best:
+            rate, step_s = f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['step_time_s']:.3g}"
+            peak, place = f"{row['peak_mem_bytes'] / GIB:.1f}", (row["model"], row["nodes"], row["layout"])
+            top.append((*place, rate, step_s, peak, row["why"], row["run_id"]))
+        numbers = (">tokens/s/GPU", ">step s", ">peak GiB")
+        yield table("\nlayouts to try first", "model", ">nodes", "layout", *numbers, "why", "run", rows=top)
 
 
 def _priced_for(config: SweepConfig, price: Price) -> str:
@@ -133,14 +147,7 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
 
 def _measured(plan: Plan) -> dict[str, float | None]:
     """run_id -> tokens/s/GPU that the sweep of this name has measured; None for a run that may not win."""
-    from ultrabench.store.folder import SweepFolder
-    from ultrabench.store.journal import read_journal
-    from ultrabench.store.state import fold
-    from ultrabench.store.sweep_json import find_sweep_json
-    from ultrabench.sweep.running.losses import with_loss_outliers
-    from ultrabench.sweep.running.progress import doubtful, measured_rates
-
-    folder = SweepFolder(Path(plan.config.results_dir) / plan.config.name)
+    folder = folder_of(plan.config)
     known = find_sweep_json(folder)
     if known is None:
         return {}
@@ -150,19 +157,7 @@ def _measured(plan: Plan) -> dict[str, float | None]:
     return measured_rates(plan.runs, state, doubtful(plan.runs, state, device))
 
 
-def _print_top(best: list[dict[str, Any]]) -> None:
-    numbers = ("nodes", "tokens/s/GPU", "step s", "peak GiB")
-    made = table(
-        "\nlayouts to try first", "model", "nodes", "layout", *numbers[1:], "why", "run", right=numbers
-    )
-    for row in best:
-        rate, peak = f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['peak_mem_bytes'] / GIB:.1f}"
-        step, nodes = f"{row['step_time_s']:.3g}", str(row["nodes"])
-        made.add_row(row["model"], nodes, row["layout"], rate, step, peak, row["why"], row["run_id"])
-    out().print(made)
-
-
-def _nothing_fits(plan: Plan, best: list[dict[str, Any]]) -> Iterable[str]:
+def _nothing_fits(plan: Plan, best: list[dict[str, Any]]) -> Iterator[str]:
     """A line for each cell without a fitting or recommended run, with the memory of its smallest layout."""
     limit = plan.config.hardware.rank_mem_bytes / GIB
     named = {(row["model"], row["nodes"]) for row in best}
@@ -181,12 +176,6 @@ def print_script(overrides: list[str]) -> None:
     Raises:
         ConfigError: the launcher has no scripts, or no candidate can run.
     """
-    from ultrabench.cli.sweep.launch import folder_of
-    from ultrabench.launchers.allocate import allocations, shapes
-    from ultrabench.launchers.slurm.script import array_script
-    from ultrabench.store.state import SweepState
-    from ultrabench.sweep.running.attempts import next_attempts
-
     config = load_config(overrides)
     if config.launcher.name != "slurm":
         raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")

@@ -4,19 +4,20 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
+from rich.console import RenderableType
 from rich.text import Text
 
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.sweep.top import numbers
-from ultrabench.cli.tables import out, plain, print_json, say, style_of, table, warn
+from ultrabench.cli.tables import plain, print_json, say, show, style_of, table, warn
 from ultrabench.errors import SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.rank_report import PROFILE
@@ -46,32 +47,31 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
         told = [_document(a, folder.log_folder(*a.key)) for a in attempts]
         print_json({"sweep": folder.name, "run_id": run_id, "plan": row, "spec": spec, "attempts": told})
         return
-    console = out()
-    console.print_line(f"run {run_id} of {folder.name}", "bold")
-    _print_numbers(folder, run_id)
     known = {k: v for k, v in (row or {}).items() if v is not None}
-    console.print(yaml.safe_dump(known, sort_keys=False).rstrip())
-    made = table("\nattempts", "repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
-    for a in attempts:
-        made.add_row(str(a.key.repeat), str(a.key.attempt), *_columns(a))
-    console.print(made)
-    for a in attempts:
-        logs = folder.log_folder(*a.key)
-        if a.result and a.result.evidence:
-            console.print_line(f"\nevidence of {a.key.repeat}.{a.key.attempt}", "bold")
-            _print_evidence(a.result.evidence, logs)
+    columns = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
+    show(
+        Text(f"run {run_id} of {folder.name}", "bold"),
+        *_numbers(folder, run_id),
+        yaml.safe_dump(known, sort_keys=False).rstrip(),
+        table("\nattempts", *columns, rows=map(_columns, attempts)),
+    )
+    for attempt in attempts:
+        logs = folder.log_folder(*attempt.key)
+        if attempt.result and attempt.result.evidence:
+            show(Text(f"\nevidence of {attempt.key.repeat}.{attempt.key.attempt}", "bold"))
+            show(*_evidence(attempt.result.evidence, logs))
         for seen in _profiles(logs):
-            _print_profile(seen)
+            show(*_profile(seen))
 
 
-def _print_numbers(folder: SweepFolder, run_id: str) -> None:
-    """Prints the numbers of a run in `sweep top`, one on each line; nothing for a run that trains nothing."""
+def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
+    """Lines with the numbers of a run in `sweep top`; none for a run that trains nothing."""
     for row in (row for row in _runs(folder) if row["run_id"] == run_id):
         cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
-        shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"] or ""}
+        shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"]}
         for name, value in shown.items():
-            if str(value):
-                out().print_line(Text(f"{name:<14}").append(value))
+            if value:
+                yield Text(f"{name:<14}").append(value)
 
 
 def _runs(folder: SweepFolder) -> list[Row]:
@@ -79,21 +79,17 @@ def _runs(folder: SweepFolder) -> list[Row]:
     return [row for runs in leaderboard(collect([folder], lambda note: None)) for row in runs]
 
 
-def _print_evidence(evidence: dict[str, Any], logs: Path) -> None:
-    """Prints how each rank ended and, for a hang, its cause and what every rank was doing."""
-    console = out()
+def _evidence(evidence: dict[str, Any], logs: Path) -> Iterator[RenderableType]:
+    """Lines that tell how each rank ended and, for a hang, its cause and what every rank was doing."""
     for rank in evidence.get("ranks", []):
-        console.print_line(_rank_line(rank))
+        yield _rank_line(rank)
     if "hang_cause" in evidence:
-        console.print_line(f"\n{evidence['hang_cause']}\n")
-    if rows := evidence.get("hang_evidence", []):
-        made = table("before the ranks were killed", *HANG_COLUMNS)
-        for row in rows:
-            made.add_row(*("" if row.get(name) is None else str(row[name]) for name in HANG_COLUMNS))
-        console.print(made)
-    for path in sorted((logs / "hang_evidence").glob("*")):
-        console.print_line(str(path))
-    console.print_line(f"logs: {logs}{'' if logs.is_dir() else ' (gone)'}")
+        yield f"\n{evidence['hang_cause']}\n"
+    if found := evidence.get("hang_evidence"):
+        rows = [[row.get(name) for name in HANG_COLUMNS] for row in found]
+        yield table("before the ranks were killed", *HANG_COLUMNS, rows=rows)
+    yield from map(str, sorted((logs / "hang_evidence").glob("*")))
+    yield f"logs: {logs}{'' if logs.is_dir() else ' (gone)'}"
 
 
 def _document(attempt: AttemptState, logs: Path) -> dict[str, Any]:
@@ -108,20 +104,20 @@ def _document(attempt: AttemptState, logs: Path) -> dict[str, Any]:
     }
 
 
-def _columns(attempt: AttemptState) -> list[str | Text]:
-    """Status, step time, loss, duration, hosts and reason of an attempt."""
+def _columns(attempt: AttemptState) -> Iterator[object]:
+    """Repeat, attempt, status, step time, loss, duration, hosts and reason of an attempt."""
     result = attempt.result
+    yield attempt.key.repeat
+    yield attempt.key.attempt
     if result is None:
-        return [f"running: {attempt.phase}"]
-    status = result.status.value
-    return [
-        Text(status, style_of(status, result.stopped == SLOWER)),
-        f"{median(result.step_times_s):.4g}" if result.step_times_s else "",
-        "" if result.loss_final is None else f"{result.loss_final:.6f}",
-        "" if result.duration_s is None else f"{result.duration_s:.1f}",
-        ",".join(result.hostnames),
-        result.reason or "",
-    ]
+        yield f"running: {attempt.phase}"
+        return
+    yield Text(result.status, style_of(result.status, result.stopped == SLOWER))
+    yield f"{median(result.step_times_s):.4g}" if result.step_times_s else None
+    yield None if result.loss_final is None else f"{result.loss_final:.6f}"
+    yield None if result.duration_s is None else f"{result.duration_s:.1f}"
+    yield ",".join(result.hostnames)
+    yield result.reason
 
 
 def _rank_line(rank: dict[str, Any]) -> str:
@@ -143,22 +139,22 @@ def _profiles(logs: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda summary: int(summary["rank"]))
 
 
-def _print_profile(seen: dict[str, Any]) -> None:
-    """Prints the mean step of one rank, its memory at the peak, and its longest kernels."""
-    console, step_s = out(), seen["step_time_s"]
-    console.print_line(f"\ninside rank {seen['rank']}, {seen['steps']} steps of {step_s:.4g} s", "bold")
+def _profile(seen: dict[str, Any]) -> Iterator[RenderableType]:
+    """Lines about the mean step of one rank and its memory at the peak, and a table of its longest kernels."""
+    step_s = seen["step_time_s"]
+    yield Text(f"\ninside rank {seen['rank']}, {seen['steps']} steps of {step_s:.4g} s", "bold")
     for part in STEP_PARTS:
         seconds = seen[f"{part}_s"]
-        console.print_line(f"  {part.replace('_', ' ')}: {seconds:.4g} s ({_share(seconds, step_s)})")
+        yield f"  {part.replace('_', ' ')}: {seconds:.4g} s ({_share(seconds, step_s)})"
     kinds = ", ".join(f"{kind} {size / GIB:.4g}" for kind, size in seen["memory_bytes"].items())
-    console.print_line(f"  memory in GiB: {kinds}")
-    columns = ("calls a step", "s a step", "of the step")
-    made = table("", "kernel" if seen["device"] == "cuda" else "operator", *columns, right=columns)
-    for kernel in seen["top"]:
-        seconds = kernel["seconds"]
-        made.add_row(kernel["name"][:60], f"{kernel['calls']:g}", f"{seconds:.4g}", _share(seconds, step_s))
-    console.print(made)
-    console.print_line(f"files: {seen['folder']}")
+    yield f"  memory in GiB: {kinds}"
+    rows = [
+        (k["name"][:60], f"{k['calls']:g}", f"{k['seconds']:.4g}", _share(k["seconds"], step_s))
+        for k in seen["top"]
+    ]
+    kind = "kernel" if seen["device"] == "cuda" else "operator"
+    yield table("", kind, ">calls a step", ">s a step", ">of the step", rows=rows)
+    yield f"files: {seen['folder']}"
 
 
 def _share(seconds: float, of: float) -> str:
@@ -177,10 +173,9 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
         for path in _log_files(folder, attempts[-1]) if attempts else []:
             if over and offsets and path not in offsets:
                 continue  # the collected log repeats what was printed
-            with path.open("rb") as file:
+            with path.open(encoding="utf-8", errors="replace") as file:  # \r ends a line, too
                 file.seek(offsets.get(path, 0))
-                text = file.read().decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-                sys.stdout.write(plain(text))
+                sys.stdout.write(plain(file.read()))
                 offsets[path] = file.tell()
             sys.stdout.flush()
         if over or not follow:

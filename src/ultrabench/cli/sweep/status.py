@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ultrabench.cli.sweep.live import panel
-from ultrabench.cli.tables import out, print_json, warn
+from ultrabench.cli.tables import out, print_json, show, warn
 from ultrabench.errors import counted
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.heartbeat import living_launchers
@@ -34,7 +34,7 @@ def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) ->
             for now, standing in looks:
                 live.update(_page(now, standing, bar=True), refresh=True)
     else:
-        out().print(_page(*next(looks)))
+        show(_page(*next(looks)))
 
 
 def _looks(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress, str | None]]:

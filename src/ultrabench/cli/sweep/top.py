@@ -8,12 +8,11 @@ from ultrabench.analysis.cells import doubts, layout_words, memory, percent
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.results import open_results
-from ultrabench.cli.tables import out, print_json, say, style_of, table
+from ultrabench.cli.tables import print_json, say, show, style_of, table
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER
 
-COLUMNS = ("rank", "layout", "MFU", "tokens/s/GPU", "memory", "step", "predicted", "status", "run id")
-NUMBERS = ("rank", "MFU", "tokens/s/GPU", "memory", "step", "predicted")
+COLUMNS = (">rank", "layout", ">MFU", ">tokens/s/GPU", ">memory", ">step", ">predicted", "status", "run id")
 FIRST = 10
 """Number of runs of each cell that a table shows by default."""
 
@@ -35,26 +34,23 @@ def show_top(source: str | None, first: int | None, by: str, as_json: bool, resu
 def _print_cell(name: str, runs: list[Row], first: int) -> None:
     at = runs[0]
     nodes = counted(at["nodes"], "node")
-    made = table(f"{name}: {at['model']} on {nodes}, by {at['ranked_by']}", *COLUMNS, right=NUMBERS)
-    for row in runs[:first]:
-        made.add_row(str(row["rank"]), *numbers(row).values(), row["run_id"])
-    out().print(made)
-    more = len(runs) - first
-    out().print(f"{more} more; -n {len(runs)} shows all\n" if more > 0 else "")
+    title, more = f"{name}: {at['model']} on {nodes}, by {at['ranked_by']}", len(runs) - first
+    rows = [(row["rank"], *numbers(row).values(), row["run_id"]) for row in runs[:first]]
+    show(table(title, *COLUMNS, rows=rows), f"{more} more; -n {len(runs)} shows all\n" if more > 0 else "")
 
 
-def numbers(row: Row) -> dict[str, str | Text]:
-    """Column of the table -> text of the most important numbers of a run; an unknown number is empty."""
+def numbers(row: Row) -> dict[str, str | Text | None]:
+    """Column of the table -> text of the most important numbers of a run; None where one is unknown."""
     rate, step_s, sure = row["tokens_per_s_per_gpu"], row["step_time_s"], row["step_time_ci95_rel"]
     predicted_s = row["predicted_step_time_s"]
     interval = "" if sure is None else f" +- {percent(sure)}"
     return {
         "layout": " ".join(layout_words(row)),
-        "MFU": "" if row["mfu"] is None else percent(row["mfu"]),
-        "tokens/s/GPU": "" if rate is None else f"{rate:,.0f}",
-        "memory": memory(row["peak_mem_reserved_bytes"]) or "",
-        "step": "" if step_s is None else f"{step_s:.4g} s{interval}",
-        "predicted": "" if predicted_s is None else f"{predicted_s:.4g} s",
+        "MFU": None if row["mfu"] is None else percent(row["mfu"]),
+        "tokens/s/GPU": None if rate is None else f"{rate:,.0f}",
+        "memory": memory(row["peak_mem_reserved_bytes"]),
+        "step": None if step_s is None else f"{step_s:.4g} s{interval}",
+        "predicted": None if predicted_s is None else f"{predicted_s:.4g} s",
         "status": _status(row),
     }
 
