@@ -6,7 +6,7 @@ when new results come in. This changes only the state; the journal keeps what wa
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -24,19 +24,19 @@ TOLERANCE = {"bf16": 1e-2, "fp32": 1e-6, "fp64": 1e-9}
 class LossGroup:
     """A group of attempts with the same loss."""
 
-    attempts: tuple[AttemptState, ...]
-    """The attempts, the smallest loss first."""
+    losses: Mapping[AttemptKey, float]
+    """The losses of the attempts, the smallest first."""
     tolerance: float
     """Largest relative difference between neighbouring losses."""
 
     @property
     def run_ids(self) -> frozenset[str]:
         """The run_ids of these attempts; repeats of a run count once."""
-        return frozenset(attempt.key.run_id for attempt in self.attempts)
+        return frozenset(key.run_id for key in self.losses)
 
     def __str__(self) -> str:
         """The median loss and its spread, such as `6.93 +- 0.0001`."""
-        losses = [_loss(attempt) for attempt in self.attempts]
+        losses = [*self.losses.values()]
         spread = (losses[-1] - losses[0]) / 2
         return self.text(median(losses)) + (f" +- {spread:.1g}" if spread else "")
 
@@ -62,9 +62,13 @@ def invalid_attempts(state: SweepState) -> dict[AttemptKey, str]:
     """
     found = {}
     for most, *others in loss_groups(state):
-        if _outvotes(most, others):
-            for attempt in (a for group in others for a in group.attempts):
-                found[attempt.key] = _reason(attempt, most)
+        if _agreed(most, others):
+            for key, loss in (item for group in others for item in group.losses.items()):
+                result = state.attempts[key].result
+                at = f" at step {result.loss_step}" if result and result.loss_step is not None else ""
+                number = len(most.run_ids - {key.run_id})
+                told = f"loss {most.text(loss)}{at}; the other {number} layouts of this model and batch"
+                found[key] = f"{told} have {most}"
     return dict(sorted(found.items()))
 
 
@@ -72,39 +76,42 @@ def disputed_attempts(state: SweepState) -> dict[AttemptKey, str]:
     """Ok attempts of layouts that differ in their loss without a majority -> the reason."""
     found: dict[AttemptKey, str] = {}
     for groups in loss_groups(state):
-        enough = len(_run_ids(groups)) >= FEWEST
-        if enough and len(groups) > 1 and not _outvotes(groups[0], groups[1:]):
+        if not _agreed(groups[0], groups[1:]):
             shown = ", ".join(f"{len(g.run_ids)} of them have {g}" for g in groups[:3])
             reason = f"layouts of this model and batch differ in their loss: {shown}"
-            found |= {attempt.key: reason for group in groups for attempt in group.attempts}
+            found |= {key: reason for group in groups for key in group.losses}
     return found
 
 
 def loss_groups(state: SweepState) -> list[list[LossGroup]]:
     """For each workload, the groups of ok attempts that have the same loss, the group of most layouts first.
 
-    Losses are sorted, and neighbours within the tolerance belong to one group, however long the chain is.
-    So a new attempt may join two groups into one, but never split a group.
+    Workloads with fewer than three layouts are left out. Losses are sorted, and neighbours within the tolerance
+    belong to one group, however long the chain is. So a new attempt may join two groups into one, but never
+    split a group.
     """
-    comparable: dict[tuple[float, object], list[AttemptState]] = defaultdict(list)
-    for _, attempt in sorted(state.attempts.items()):
-        if attempt.result and attempt.result.status == Status.OK and attempt.result.loss_final is not None:
+    comparable: dict[tuple[float, object], dict[AttemptKey, float]] = defaultdict(dict)
+    for key, attempt in sorted(state.attempts.items()):
+        if attempt.result and attempt.ok and attempt.result.loss_final is not None:
             try:
-                comparable[_tolerance(attempt), _workload(attempt)].append(attempt)
+                comparable[_tolerance(attempt), _workload(attempt)][key] = attempt.result.loss_final
             except (AttributeError, KeyError, TypeError):
                 continue  # the claim of the attempt was lost or damaged
-    return [_groups(attempts, tolerance) for (tolerance, _), attempts in comparable.items()]
+    return [
+        _groups(losses, tolerance)
+        for (tolerance, _), losses in comparable.items()
+        if len({key.run_id for key in losses}) >= FEWEST
+    ]
 
 
-def _groups(attempts: list[AttemptState], tolerance: float) -> list[LossGroup]:
-    parts: list[list[AttemptState]] = []
-    for attempt in sorted(attempts, key=_loss):
-        loss = _loss(attempt)
-        if parts and loss - _loss(parts[-1][-1]) <= tolerance * abs(loss):
-            parts[-1].append(attempt)
-        else:
-            parts.append([attempt])
-    groups = [LossGroup(attempts=tuple(part), tolerance=tolerance) for part in parts]
+def _groups(losses: Mapping[AttemptKey, float], tolerance: float) -> list[LossGroup]:
+    parts: list[dict[AttemptKey, float]] = []
+    latest = -math.inf
+    for key, loss in sorted(losses.items(), key=lambda item: item[1]):
+        if not parts or loss - latest > tolerance * abs(loss):
+            parts.append({})
+        parts[-1][key] = latest = loss
+    groups = [LossGroup(losses=part, tolerance=tolerance) for part in parts]
     return sorted(groups, key=lambda group: -len(group.run_ids))
 
 
@@ -126,24 +133,6 @@ def _workload(attempt: AttemptState) -> object:
     return shape, frozenset(spec["workload"].items()), kernel, result and (result.env_id, result.loss_step)
 
 
-def _loss(attempt: AttemptState) -> float:
-    assert attempt.result is not None
-    assert attempt.result.loss_final is not None
-    return attempt.result.loss_final
-
-
-def _run_ids(groups: Iterable[LossGroup]) -> frozenset[str]:
-    return frozenset[str]().union(*(group.run_ids for group in groups))
-
-
-def _outvotes(most: LossGroup, others: list[LossGroup]) -> bool:
-    enough = len(_run_ids([most, *others])) >= FEWEST
-    return enough and len(most.run_ids) >= 2 * len(_run_ids(others))
-
-
-def _reason(attempt: AttemptState, most: LossGroup) -> str:
-    """Why an attempt is invalid: its loss and its step, and the loss of most layouts."""
-    step = attempt.result.loss_step if attempt.result else None
-    at = "" if step is None else f" at step {step}"
-    others = len(most.run_ids - {attempt.key.run_id})
-    return f"loss {most.text(_loss(attempt))}{at}; the other {others} layouts of this model and batch have {most}"
+def _agreed(most: LossGroup, others: Iterable[LossGroup]) -> bool:
+    """Whether at least two thirds of the layouts belong to the group of most layouts."""
+    return len(most.run_ids) >= 2 * len(frozenset[str]().union(*(group.run_ids for group in others)))

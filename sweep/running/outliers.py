@@ -1,10 +1,9 @@
 """Finds doubtful measurements, whose ranks, nodes, links or clocks differ from the rest of the sweep."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import NamedTuple
+from typing import TypeVar
 
 from ultrabench.device_rates import summary
 from ultrabench.errors import counted
@@ -23,29 +22,25 @@ control run, and between the step times of ranks."""
 SHARED = 10.0
 """Factor on RATES, TIMES and RANKS for CPU cores, which other programs may use at the same time."""
 
-_Doubts = Mapping[str, list[str]]
+_Key = TypeVar("_Key")
 
 
-class Norm(NamedTuple):
-    """The range of normal values among some measurements, and their median."""
+def _slower(values: Mapping[_Key, float], tolerance: float, sign: int = 1) -> dict[_Key, float]:
+    """Key of each value far below the median of all `values` -> its ratio to the median.
 
-    low: float
-    middle: float
-    high: float
+    Far is more than `tolerance` (relative) and more than 5 standard deviations. The standard deviation of a
+    normal distribution is 1.4826 times its median absolute deviation. With fewer than three values, every value
+    is normal.
 
-
-def norm(values: list[float], tolerance: float) -> Norm:
-    """The median, and bounds at 5 standard deviations or `tolerance` (relative), whichever is wider.
-
-    The standard deviation of a normal distribution is 1.4826 times its median absolute deviation. With
-    fewer than three values, every value is normal.
+    Args:
+        sign: -1 for values such as times, which are far above the median where something is slow.
     """
     if len(values) < FEWEST:
-        return Norm(-math.inf, math.nan, math.inf)
-    middle = median(values)
-    sigma = 1.4826 * median(abs(value - middle) for value in values)
+        return {}
+    middle = median(values.values())
+    sigma = 1.4826 * median(abs(value - middle) for value in values.values())
     width = max(tolerance * abs(middle), SIGMAS * sigma)
-    return Norm(middle - width, middle, middle + width)
+    return {key: value / middle for key, value in values.items() if sign * (middle - value) > width}
 
 
 def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]:
@@ -59,7 +54,7 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
     attempts = [_clocks(state, slack), disputed_attempts(state)]
     found = {}
     for key, attempt in sorted(state.attempts.items()):
-        if attempt.result is None or attempt.result.status != Status.OK:
+        if attempt.result is None or not attempt.ok:
             continue
         reasons = list(_own(attempt.result, slack))
         reasons += [reason for doubts in allocations for reason in doubts.get(attempt.allocation or "", ())]
@@ -81,15 +76,12 @@ def impossible(mfu: float | None) -> str | None:
 
 def control_times(state: SweepState) -> dict[str, float]:
     """Allocation -> median step time of its control run in seconds, where that run ended ok."""
-    return {
-        a.allocation: median(a.result.step_times_s)
-        for _, a in sorted(state.attempts.items())
-        if a.allocation in state.allocations
-        and state.allocations[a.allocation].control == a.key.run_id
-        and a.result is not None
-        and a.result.status == Status.OK
-        and a.result.step_times_s
-    }
+    found = {}
+    for key, attempt in sorted(state.attempts.items()):
+        held, result = state.allocations.get(attempt.allocation or ""), attempt.result
+        if held and held.control == key.run_id and result and attempt.ok and result.step_times_s:
+            found[held.name] = median(result.step_times_s)
+    return found
 
 
 def _own(result: RunResult, slack: float) -> Iterator[str]:
@@ -111,20 +103,16 @@ def _clocks(state: SweepState, slack: float) -> dict[AttemptKey, str]:
     clocks: dict[str, dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in sorted(state.attempts.items()):
         result = attempt.result
-        if result and result.status == Status.OK and result.sm_clock_hz is not None:
+        if result and attempt.ok and result.sm_clock_hz is not None:
             clocks[key.run_id][key] = result.sm_clock_hz
-    found = {}
-    for by_key in clocks.values():
-        normal = norm(list(by_key.values()), RATES * slack)
-        for key in (key for key, clock in by_key.items() if clock < normal.low):
-            share = by_key[key] / normal.middle
-            found[key] = (
-                f"its SM clock was {share:.2f} of the median of {len(by_key)} measurements of this run"
-            )
-    return found
+    return {
+        key: f"its SM clock was {share:.2f} of the median of {len(by_key)} measurements of this run"
+        for by_key in clocks.values()
+        for key, share in _slower(by_key, RATES * slack).items()
+    }
 
 
-def _preflights(state: SweepState, slack: float) -> _Doubts:
+def _preflights(state: SweepState, slack: float) -> Mapping[str, list[str]]:
     """Allocations with slower devices or links than most others of as many nodes -> the reasons."""
     found: dict[str, list[str]] = defaultdict(list)
     rates: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
@@ -134,38 +122,32 @@ def _preflights(state: SweepState, slack: float) -> _Doubts:
             if rate is not None:
                 rates[allocation.nodes, column][name] = rate
     for (nodes, column), by_name in rates.items():
-        normal = norm(list(by_name.values()), RATES * slack)
-        for name in (name for name, rate in by_name.items() if rate < normal.low):
-            share = by_name[name] / normal.middle
-            found[name].append(
-                f"{column} of its allocation is {share:.2f} of the median of {_number(by_name, nodes)}"
-            )
-        if column == "gemm_flops_per_s":
-            for name, slowest in by_name.items():
-                devices = state.allocations[name].preflight["probe"][column]
-                found[name] += _odd_device([float(rate) for rate in devices], slowest, slack)
+        for name, share in _slower(by_name, RATES * slack).items():
+            told = f"{column} of its allocation is {share:.2f} of the median"
+            found[name].append(f"{told} of {_number(by_name, nodes)}")
+        for name in by_name if column == "gemm_flops_per_s" else ():
+            found[name] += _odd_device(state.allocations[name].preflight["probe"][column], slack)
     return found
 
 
-def _odd_device(rates: list[float], slowest: float, slack: float) -> list[str]:
+def _odd_device(rates: list[float], slack: float) -> list[str]:
     """The reason when one device is slower than most of its allocation, since all ranks wait for its rank."""
-    normal = norm(rates, RATES * slack)
-    if slowest >= normal.low:
+    slower = _slower(dict(enumerate(rates)), RATES * slack)
+    if not slower:
         return []
-    told = f"the device of rank {rates.index(slowest)} multiplies at {slowest / normal.middle:.2f}"
+    rank = min(slower, key=slower.__getitem__)
+    told = f"the device of rank {rank} multiplies at {slower[rank]:.2f}"
     return [f"{told} of the median of the {len(rates)} devices of its allocation"]
 
 
-def _controls(state: SweepState, slack: float) -> _Doubts:
+def _controls(state: SweepState, slack: float) -> Mapping[str, list[str]]:
     """Allocations in which the control layout was slower than in most others -> the reason."""
     found: dict[str, list[str]] = {}
     times: dict[str | None, dict[str, float]] = defaultdict(dict)
     for name, time_s in control_times(state).items():
         times[state.allocations[name].control][name] = time_s
     for by_name in times.values():
-        normal = norm(list(by_name.values()), TIMES * slack)
-        for name in (name for name, time_s in by_name.items() if time_s > normal.high):
-            ratio = by_name[name] / normal.middle
+        for name, ratio in _slower(by_name, TIMES * slack, sign=-1).items():
             told = f"the control layout of its allocation took {ratio:.2f} x its median"
             found[name] = [f"{told} over {_number(by_name, state.allocations[name].nodes)}"]
     return found

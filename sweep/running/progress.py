@@ -1,12 +1,12 @@
 """Computes the progress of a sweep for `sweep status` and the live table: counts, GPU hours, best runs."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ultrabench.result import RunResult, Status
+from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.plan import Candidate, CellKey
@@ -30,7 +30,6 @@ class SweepProgress:
     """Number of allocations that were submitted and have not started."""
     attempts: int
     useful_gpu_hours: float
-    wasted_gpu_hours: float
     wasted_by_status: dict[str, float]
     eta_s: float | None
     """Seconds that are left: the predicted duration of the remaining runs, corrected by how long finished
@@ -46,6 +45,11 @@ class SweepProgress:
     def left(self) -> int:
         """Number of runs that are pending or running."""
         return self.by_status.get("pending", 0) + self.by_status.get("running", 0)
+
+    @property
+    def wasted_gpu_hours(self) -> float:
+        """GPU hours of attempts that are not ok, and of the time between runs."""
+        return sum(self.wasted_by_status.values())
 
     def as_json(self) -> dict[str, Any]:
         """The document of `sweep status --json`."""
@@ -80,34 +84,27 @@ def progress(
     runs = {r.run_id: r for r in planned}
     final = _standing(state, runs)
     dominated = left_out(planned, state)
-    status: dict[str, str] = {}
-    for run_id in runs:
-        held = final.get(run_id)
-        if held is None:
-            status[run_id] = "skipped" if run_id in dominated else "pending"
-        else:
-            status[run_id] = held.result.status.value if held.result else "running"
+    status = {run_id: "skipped" if run_id in dominated else "pending" for run_id in runs}
+    status |= {i: a.result.status.value if a.result else "running" for i, a in final.items()}
     doubts = doubtful(planned, state, device)
     useful, wasted = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
     by_nodes: dict[int, Counter[str]] = {}
     for run in planned:
         by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
-    failed = [(runs[i], a) for i, a in final.items() if a.result and a.result.status != Status.OK]
+    failed = [(runs[i], a) for i, a in final.items() if a.result and not a.ok]
     failed.sort(key=lambda pair: pair[1].time or 0.0)
+    unended = [bool(a.agents) for a in state.allocations.values() if a.ended is None]
     return SweepProgress(
         sweep=sweep,
         runs=len(runs),
         by_status=dict(sorted(Counter(status.values()).items())),
         by_nodes={n: dict(sorted(c.items())) for n, c in sorted(by_nodes.items())},
         running=tuple((runs[i], final[i].phase or "start") for i, s in status.items() if s == "running"),
-        waiting=sum(a.ended is None and not a.agents for a in state.allocations.values()),
+        waiting=unended.count(False),
         attempts=len(state.attempts),
         useful_gpu_hours=useful,
-        wasted_gpu_hours=sum(wasted.values()),
         wasted_by_status=wasted,
-        eta_s=_eta(
-            runs, status, final, sum(a.ended is None and bool(a.agents) for a in state.allocations.values())
-        ),
+        eta_s=_eta(runs, status, final, at_once=unended.count(True)),
         best=_best(planned, measured_rates(planned, state, doubts)),
         suspects=doubts,
         failures=tuple(failed[-5:]),
@@ -119,7 +116,7 @@ def _standing(state: SweepState, runs: Container[str]) -> dict[str, AttemptState
     found: dict[str, AttemptState] = {}
     for (run_id, _), attempt in sorted(final_attempts(state).items()):
         held = found.get(run_id)
-        if run_id in runs and not (held and held.result and held.result.status == Status.OK):
+        if run_id in runs and not (held and held.ok):
             found[run_id] = attempt
     return found
 
@@ -130,23 +127,18 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
     The entry `between_runs` is the rest of the time that allocations held their nodes: starts, preflights,
     and runs that were lost together with their allocation.
     """
-    useful = 0.0
-    wasted: dict[str, float] = {}
-    ran: dict[str, float] = {}
+    by_status: dict[str, float] = defaultdict(float)
+    ran: dict[str | None, float] = defaultdict(float)
     for attempt in state.attempts.values():
         result, spec = attempt.result, attempt.spec
-        if result is None or result.duration_s is None or not spec:
-            continue
-        hours = result.duration_s * spec["nodes"] * spec["gpus_per_node"] / 3600
-        allocation = attempt.allocation or ""
-        ran[allocation] = ran.get(allocation, 0.0) + hours
-        if result.status == Status.OK:
-            useful += hours
-        else:
-            wasted[result.status.value] = wasted.get(result.status.value, 0.0) + hours
+        if result and result.duration_s is not None and spec:
+            hours = result.duration_s * spec["nodes"] * spec["gpus_per_node"] / 3600
+            ran[attempt.allocation] += hours
+            by_status[result.status.value] += hours
     held = {n: a.held_s * a.nodes * gpus_per_node / 3600 for n, a in state.allocations.items()}
-    between = sum(max(0.0, hours - ran.get(name, 0.0)) for name, hours in held.items())
-    return useful, wasted | ({"between_runs": between} if between else {})
+    between = sum(max(0.0, hours - ran[name]) for name, hours in held.items())
+    useful = by_status.pop(Status.OK.value, 0.0)
+    return useful, {**by_status} | ({"between_runs": between} if between else {})
 
 
 def _eta(
@@ -155,7 +147,7 @@ def _eta(
     ratios = [
         a.result.duration_s / runs[i].prediction.duration_s
         for i, a in final.items()
-        if a.result and a.result.duration_s and a.result.status == Status.OK
+        if a.ok and a.result and a.result.duration_s
     ]
     if not ratios:
         return None
@@ -168,13 +160,11 @@ def doubtful(planned: Sequence[Candidate], state: SweepState, device: str) -> di
     runs, doubts = {r.run_id: r for r in planned}, suspect_attempts(state, device=device)
     for key, attempt in sorted(state.attempts.items()):
         run, result = runs.get(key.run_id), attempt.result
-        if run and result and result.status == Status.OK and (told := impossible(_mfu(run, result))):
-            doubts[key] = "; ".join(filter(None, (doubts.get(key), told)))
+        if run and result and attempt.ok and result.step_times_s:
+            reasons = (doubts.get(key), impossible(run.mfu(run.tokens_per_s_per_gpu(result))))
+            if told := "; ".join(filter(None, reasons)):
+                doubts[key] = told
     return doubts
-
-
-def _mfu(run: Candidate, result: RunResult) -> float | None:
-    return run.mfu(run.tokens_per_s_per_gpu(result)) if result.step_times_s else None
 
 
 def measured_rates(
@@ -185,7 +175,7 @@ def measured_rates(
     rates: dict[str, list[float]] = {}
     for (run_id, _), attempt in sorted(final_attempts(state).items()):
         run, result = runs.get(run_id), attempt.result
-        if run and result and result.status == Status.OK and result.step_times_s:
+        if run and result and attempt.ok and result.step_times_s:
             told = rates.setdefault(run_id, [])
             if may_win(result.status, result.stopped, doubts.get(attempt.key)):
                 told.append(run.tokens_per_s_per_gpu(result))
@@ -195,9 +185,10 @@ def measured_rates(
 def _best(
     planned: Sequence[Candidate], rates: Mapping[str, float | None]
 ) -> tuple[tuple[Candidate, float], ...]:
+    """The best run of each cell that has one, with its tokens/s/GPU, sorted by cell."""
     best: dict[CellKey, tuple[Candidate, float]] = {}
     for run in planned:
-        rate, cell = rates.get(run.run_id) or 0.0, run.cell
-        if rate > best.get(cell, (run, 0.0))[1]:
-            best[cell] = (run, rate)
+        rate = rates.get(run.run_id)
+        if rate and (run.cell not in best or rate > best[run.cell][1]):
+            best[run.cell] = (run, rate)
     return tuple(best[cell] for cell in sorted(best))

@@ -1,5 +1,6 @@
 """Decides what follows from a failure: try again, give up, avoid a node, or stop the sweep."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,23 +98,23 @@ def _pause_s(result: RunResult, used: int, policy: RetryPolicy) -> float:
 
 def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
     """Nodes that must not be used again -> the reason, the worst node first."""
-    blamed: dict[str, set[str]] = {}
-    failed = {
-        node: "its agent gave it up" for a in state.allocations.values() for e in a.ends.values()
-        for node in e.avoid
-    }  # fmt: skip
+    blamed: dict[str, set[str]] = defaultdict(set)
+    ends = [end for allocation in state.allocations.values() for end in allocation.ends.values()]
+    failed = {node: "its agent gave it up" for end in ends for node in end.avoid}
     for key, attempt in state.attempts.items():
-        telling = attempt.result and attempt.result.status != Status.INVALID  # no node's fault
-        for host in attempt.result.suspect_hosts if attempt.result and telling else ():
-            blamed.setdefault(host, set()).add(key.run_id)
-            if attempt.result and attempt.result.status == Status.NODE_FAIL:
-                failed[host] = str(attempt.result.reason)
-    found = {
+        result = attempt.result
+        if result is None or result.status == Status.INVALID:  # what is computed wrongly is no node's fault
+            continue
+        for host in result.suspect_hosts:
+            blamed[host].add(key.run_id)
+            if result.status == Status.NODE_FAIL:
+                failed[host] = str(result.reason)
+    suspected = {
         h: f"suspected in {counted(len(r), 'run')}" for h, r in blamed.items() if len(r) >= EXCLUDE_AFTER
     }
-    ranked = sorted(found | failed, key=lambda h: (h not in failed, -len(blamed.get(h, ())), h))
-    ranked = [h for h in ranked if h not in policy.forgive][: policy.max_excluded]
-    return {host: (found | failed)[host] for host in ranked}
+    reasons = suspected | failed
+    ranked = sorted(reasons.keys() - {*policy.forgive}, key=lambda h: (h not in failed, -len(blamed[h]), h))
+    return {host: reasons[host] for host in ranked[: policy.max_excluded]}
 
 
 def broken(state: SweepState, policy: RetryPolicy, ended_s: Mapping[AttemptKey, float]) -> str | None:
