@@ -14,17 +14,6 @@ from ultrabench.layout import AXES, labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """The properties that all cells of one panel of a figure share."""
-
-    hardware: str | None
-    kernel: str | None
-    precision: str | None
-    seq_len: int | None
-    gbs: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """The best run of a cell, or the reason why there is none; the fields are those of `heatmap --json`."""
 
@@ -48,19 +37,26 @@ class Cell:
     """run_ids of the other runs whose 95 % intervals overlap with that of the best run."""
     ranked_by: str | None = None
     """The column that was compared: control_ratio where the cell has one control, else the one asked for."""
-    panel: Panel
-    """The panel to which this cell belongs."""
+    hardware: str | None
+    kernel: str | None
+    precision: str | None
+    seq_len: int | None
+    gbs: int | None
     num_params: int | None
     peak_source: str | None = None
     compare_ratio: float | None = None
     """tokens_per_s_per_gpu of the best run, divided by that of the same cell in another table."""
 
+    @property
+    def panel(self) -> tuple[object, ...]:
+        """What all cells of one panel of a figure share."""
+        return self.hardware, self.kernel, self.precision, self.seq_len, self.gbs
+
     def to_json(self) -> dict[str, Any]:
-        """The cell as one flat JSON object, which includes the fields of its panel and its layout."""
+        """The cell as one flat JSON object, which includes the axes of its layout."""
         told: dict[str, Any] = asdict(self) | {"as_good_as_best": list(self.as_good_as_best)}
         layout = told.pop("layout")
-        told |= told.pop("panel") | {name: layout.get(name) for name in AXES}
-        return told
+        return told | {name: layout.get(name) for name in AXES}
 
 
 def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:
@@ -84,7 +80,7 @@ def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:
 
 def _workload(cell: Cell) -> tuple[object, ...]:
     """The model, nodes and batch of a cell, which must be equal in two cells that are compared."""
-    return (cell.num_params or cell.model, cell.nodes, cell.panel.seq_len, cell.panel.gbs)
+    return (cell.num_params or cell.model, cell.nodes, cell.seq_len, cell.gbs)
 
 
 _ALWAYS_TOLD = ("ok", "pending", "rejected", "skipped")

@@ -29,8 +29,7 @@ def parquet(table: pa.Table) -> bytes:
     """The bytes of a parquet file with this result table; equal tables give equal bytes."""
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, compression="zstd")
-    content: bytes = buffer.getvalue().to_pybytes()
-    return content
+    return bytes(buffer.getvalue())
 
 
 def read_parquet(path: Path) -> pa.Table:

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis.cells import Cell, Panel
+from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, unknown_name
@@ -17,7 +17,8 @@ from ultrabench.layout import AXES
 from ultrabench.result import SLOWER
 from ultrabench.sweep.running.outliers import may_win
 
-_UNTRIED = ("rejected", "skipped")
+_TIERS = {"ok": 0, None: 2, "skipped": 3}
+"""Status -> place of the runs that may not win; runs that failed or ran out of memory have 1."""
 
 
 def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
@@ -30,47 +31,44 @@ def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
     by_status: dict[str | None, list[Row]] = defaultdict(list)
     for row in rows:
         by_status[row["status"]].append(row)
-    pending = by_status.pop(None, [])
     rejected = by_status.pop("rejected", [])
-    order = sorted(by_status, key=lambda s: (s != "ok", s in _UNTRIED, -len(by_status[s]), str(s)))
-    alone = len(order) == 1 and not pending
-    parts = [_part(str(status), by_status[status], alone) for status in order]
-    if pending:
-        untried = [i for i, status in enumerate(order) if status in _UNTRIED]
-        parts.insert(untried[0] if untried else len(parts), f"pending {_runs(pending)}")
-    if not parts:
+    if not by_status:
         return "rejected", _no_valid_layout(rejected)
-    return (None if pending else order[0]), "; ".join(parts)
+    order = sorted(by_status, key=lambda s: (_TIERS.get(s, 1), -len(by_status[s]), str(s)))
+    parts = [_part(status, by_status[status], alone=len(order) == 1) for status in order]
+    return (None if None in by_status else order[0]), "; ".join(parts)
 
 
-def _part(status: str, rows: Sequence[Row], alone: bool) -> str:
+def _part(status: str | None, rows: Sequence[Row], alone: bool) -> str:
     """The text for one status, such as `all 12 oom`, `3 crash: <first reason>` or `2 ok but suspect: ...`."""
     number = _runs(rows)
+    if status is None:
+        return f"pending {number}"
     count = f"all {number}" if alone and number > 1 else str(number)
     if status == "ok":
-        return _unranked(count, rows)
+        return f"{count} ok {_unranked(rows)}"
     reason = next((row["reason"] for row in rows if row["reason"]), None)
     if reason is None or status == "oom":  # the name of the status says enough
         return f"{count} {status}"
     return f"{count} {status}: {reason}"
 
 
-def _unranked(count: str, rows: Sequence[Row]) -> str:
+def _unranked(rows: Sequence[Row]) -> str:
     """The text that tells why none of the ok runs could win."""
     suspect = next((row["suspect"] for row in rows if row["suspect"]), None)
     if suspect is not None:
-        return f"{count} ok but suspect: {suspect}"
+        return f"but suspect: {suspect}"
     if any(row["stopped"] == SLOWER for row in rows):
-        return f"{count} ok but stopped early as slower than the best"
-    return f"{count} ok without the number to rank by"
+        return "but stopped early as slower than the best"
+    return "without the number to rank by"
 
 
 def _no_valid_layout(rejected: Sequence[Row]) -> str:
     """The text that names the rule that rejects most layouts, with an example of its reason."""
     rules = Counter(row["rule"] for row in rejected)
-    rule, number = min(rules.items(), key=lambda item: (-item[1], str(item[0])))
+    rule = min(rules, key=lambda name: (-rules[name], str(name)))
     example = next((row["reason"] for row in rejected if row["rule"] == rule), None)
-    return f"no valid layout: {example or rule} ({rule}, {number} of {len(rejected)})"
+    return f"no valid layout: {example or rule} ({rule}, {rules[rule]} of {len(rejected)})"
 
 
 def _runs(rows: Sequence[Row]) -> int:
@@ -100,8 +98,6 @@ _AS_SURE_AS_STEP_TIME = frozenset({
     "model_flops_per_s_per_gpu", "control_ratio",
 })  # fmt: skip
 """Columns that are proportional to the step time or its inverse, so they have the same relative interval."""
-_TIERS = {"ok": 0, None: 2, "skipped": 3}
-"""Status -> place of the runs that may not win; runs that failed or ran out of memory have 1."""
 
 
 def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False) -> list[Cell]:
@@ -219,8 +215,7 @@ def _controlled(fit: pd.DataFrame) -> pd.Series:
 def _cell(held: Sequence[Row], rows: Sequence[Row], winners: pd.DataFrame | None) -> Cell:
     """The cell of the rows `held`; `winners` is None when no row may win."""
     ended = {r["run_id"] for r in held if r["status"] not in (None, "rejected", "skipped")}
-    shared = {k: held[0][k] for k in ("model", "nodes", "num_params")} | {"num_runs": len(ended)}
-    shared["panel"] = Panel(**{k: held[0][k] for k in _PANEL})
+    shared = {k: held[0][k] for k in ("model", "nodes", "num_params", *_PANEL)} | {"num_runs": len(ended)}
     if winners is None:
         status, reason = why_empty(held)
         return Cell(run_id=None, status=status, reason=reason, **shared)

@@ -153,13 +153,7 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
     found: list[Candidate] = []
     for shape in config.models:
         for nodes in sorted(set(config.axes.nodes)):
-            peak = rank_peak(
-                config.hardware,
-                config.kernel.precision,
-                nodes=nodes,
-                core_flops_per_s=core_flops_per_s,
-                cores=cores,
-            )
+            peak = rank_peak(config.hardware, config.kernel.precision, nodes, core_flops_per_s, cores)
             found += _candidates(config, shape, nodes, peak)
     if not found:
         raise why_none(config.axes, config.hardware.gpus_per_node, config.workload)

@@ -16,11 +16,17 @@ from ultrabench.errors import ConfigError
 
 _TITLES = {"allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": "ReduceScatter",
            "alltoall": "AllToAll", "sendrecv": "SendRecv (ring)"}  # fmt: skip
-_LINE: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 4, "markeredgewidth": 0}
-_BAND: dict[str, Any] = {"estimator": "median", "errorbar": ("pi", 100), "err_kws": {"linewidth": 0}}
+_LINE: dict[str, Any] = {
+    "linewidth": 1.6, "marker": "o", "markersize": 4, "markeredgewidth": 0, "palette": "viridis",
+    "estimator": "median", "errorbar": ("pi", 100), "err_kws": {"linewidth": 0},
+}  # fmt: skip
 """Options of seaborn for a line through the medians and a band from the lowest to the highest rate."""
-_RATES = {"p5": "busbw_p5_bytes_per_s", "median": "busbw_bytes_per_s", "p95": "busbw_p95_bytes_per_s"}
-"""Name of a rate in `points` -> its name in the column `bandwidths`."""
+_RATES = {
+    "p5": ("busbw_p5_bytes_per_s", "min"),
+    "median": ("busbw_bytes_per_s", "median"),
+    "p95": ("busbw_p95_bytes_per_s", "max"),
+}
+"""Name of a rate in `points` -> its name in the column `bandwidths`, and what is taken of several."""
 
 
 def points(table: pa.Table) -> pd.DataFrame:
@@ -38,7 +44,7 @@ def points(table: pa.Table) -> pd.DataFrame:
         {**run, **told, "size": 2 ** round(log2(told["bytes"]))}  # undoes the rounding down of sizes
         for run in runs
         for told in run["bandwidths"] or ()
-        if run["status"] == "ok" and None not in (told[name] for name in _RATES.values())
+        if run["status"] == "ok" and None not in (told[column] for column, _ in _RATES.values())
     ]
     if not found:
         raise ConfigError(
@@ -52,12 +58,7 @@ def points(table: pa.Table) -> pd.DataFrame:
     if (frame["nodes"] == 1).any():
         frame = frame[~inside]
     frame["nodes"] = frame["nodes"].where(~inside, 1)
-    ways = zip(_RATES.items(), ("min", "median", "max"), strict=True)
-    return (
-        frame.groupby(["operation", "size", "nodes"])
-        .agg(**{name: (column, way) for (name, column), way in ways})
-        .reset_index()
-    )
+    return frame.groupby(["operation", "size", "nodes"], as_index=False).agg(**_RATES)
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
@@ -72,17 +73,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     for axes, operation in zip(panels, OPERATIONS, strict=False):
         held = rates[rates["operation"] == operation]
         if len(held):
-            sns.lineplot(
-                held,
-                x="at",
-                y="GB_per_s",
-                hue="buffer",
-                hue_order=sizes.values(),
-                ax=axes,
-                **_BAND,
-                palette="viridis",
-                **_LINE,
-            )
+            order = sizes.values()
+            sns.lineplot(held, x="at", y="GB_per_s", hue="buffer", hue_order=order, ax=axes, **_LINE)
             lines = axes.get_legend_handles_labels()
             axes.get_legend().remove()
         axes.set_title(_TITLES[operation], fontsize=11, fontweight="bold", loc="left")

@@ -70,7 +70,7 @@ class Peak:
 
 
 def rank_peak(
-    hardware: Hardware, precision: str, *, nodes: int, core_flops_per_s: float | None, cores: int
+    hardware: Hardware, precision: str, nodes: int, core_flops_per_s: float | None, cores: int
 ) -> Peak:
     """Peak rate of one rank.
 

@@ -1,7 +1,7 @@
 """Computes the progress of a sweep for `sweep status` and the live table: counts, GPU hours, best runs."""
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -82,7 +82,9 @@ def progress(
     """
     state = with_loss_outliers(state)
     runs = {r.run_id: r for r in planned}
-    final = _standing(state, runs)
+    # An ok attempt of any repeat stands for a run, else the latest.
+    standing = sorted(final_attempts(state).values(), key=lambda attempt: (attempt.ok, attempt.key))
+    final = {attempt.key.run_id: attempt for attempt in standing if attempt.key.run_id in runs}
     dominated = left_out(planned, state)
     status = {run_id: "skipped" if run_id in dominated else "pending" for run_id in runs}
     status |= {i: a.result.status.value if a.result else "running" for i, a in final.items()}
@@ -109,16 +111,6 @@ def progress(
         suspects=doubts,
         failures=tuple(failed[-5:]),
     )
-
-
-def _standing(state: SweepState, runs: Container[str]) -> dict[str, AttemptState]:
-    """run_id -> the attempt that counts for the run: an ok attempt of any repeat, else the latest."""
-    found: dict[str, AttemptState] = {}
-    for (run_id, _), attempt in sorted(final_attempts(state).items()):
-        held = found.get(run_id)
-        if run_id in runs and not (held and held.ok):
-            found[run_id] = attempt
-    return found
 
 
 def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, float]]:

@@ -5,7 +5,7 @@ import matplotlib
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from ultrabench.analysis.cells import Cell, Panel
+from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.figures.heatmap import figure, wrap_reason
 from ultrabench.analysis.figures.picture import render
 from ultrabench.errors import ConfigError
@@ -20,8 +20,7 @@ def cell(model="1B", nodes=1, **values):
         "layout": {"dp": 128, "tp": 32, "pp": 16, "zero_stage": 1, "mbs": 256, "gas": 256, "pp_schedule": "afab"},
         "peak_mem_reserved_bytes": int(41.8 * GIB), "num_runs": 3, "num_params": 1_340_000_000,
     }  # fmt: skip
-    panel = Panel(**{name: values.pop(name, value) for name, value in machine.items()})
-    return Cell(model=model, nodes=nodes, panel=panel, **defaults | values)
+    return Cell(model=model, nodes=nodes, **machine | defaults | values)
 
 
 def failed(model, nodes, reason, status="crash"):

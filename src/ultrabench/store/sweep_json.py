@@ -45,8 +45,7 @@ class SweepJson:
         """The peak rate of one rank, which mfu is relative to; None where it is unknown."""
         if not self.hardware.peak_flops_per_s and (self.core_flops_per_s is None or self.cores is None):
             return None
-        core, cores = self.core_flops_per_s, self.cores or 1
-        return rank_peak(self.hardware, precision, nodes=nodes, core_flops_per_s=core, cores=cores)
+        return rank_peak(self.hardware, precision, nodes, self.core_flops_per_s, self.cores or 1)
 
 
 def read_sweep_json(folder: SweepFolder) -> SweepJson:
