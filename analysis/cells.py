@@ -64,15 +64,13 @@ def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:
 
     A cell of the same hardware and kernel is preferred; else the fastest of the other cells is used.
     """
-    fastest: dict[tuple[object, ...], float] = {}
-    for other in others:
-        speed = other.tokens_per_s_per_gpu
-        if speed is not None:
-            for key in (_workload(other), (_workload(other), other.panel)):
-                fastest[key] = max(speed, fastest.get(key, 0.0))
+    speeds = [(other, other.tokens_per_s_per_gpu) for other in others if other.tokens_per_s_per_gpu]
+    speeds.sort(key=lambda pair: pair[1])  # so that the fastest of equal keys stays
+    alike = {(_workload(other), other.panel): speed for other, speed in speeds}
+    fastest = {_workload(other): speed for other, speed in speeds}
     out = []
     for cell in cells:
-        base = fastest.get((_workload(cell), cell.panel)) or fastest.get(_workload(cell))
+        base = alike.get((_workload(cell), cell.panel)) or fastest.get(_workload(cell))
         speed = cell.tokens_per_s_per_gpu
         out.append(replace(cell, compare_ratio=speed / base if speed and base else None))
     return out

@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import count
-from math import hypot
 
 import pandas as pd
 import pyarrow as pa
@@ -184,16 +183,10 @@ def _winners(
     own = fit["step_time_ci95_rel"].fillna(0.0) * (rank_by in _AS_SURE_AS_STEP_TIME)
     place = [fit["cell"], fit["sweep"], fit["allocation"]]
     control = own.where(fit["run_id"] == fit["control"]).groupby(place, dropna=False).transform("last")
-    unsure = pd.Series(
-        map(hypot, own, control.where(controlled, 0.0).fillna(0.0)), index=fit.index, dtype=float
-    )
-    bounds = pd.concat([_sign(rank_by) * value * (1 + side * unsure) for side in (-1, 1)], axis=1)
-    fit = fit.assign(
-        ranked_by=controlled.map({True: "control_ratio", False: rank_by}),
-        value=value,
-        low=bounds.min(axis=1),
-        high=bounds.max(axis=1),
-    )
+    unsure = (own**2 + control.where(controlled, 0.0).fillna(0.0) ** 2) ** 0.5
+    goodness, reach = _sign(rank_by) * value, value.abs() * unsure
+    by = controlled.map({True: "control_ratio", False: rank_by})
+    fit = fit.assign(ranked_by=by, value=value, low=goodness - reach, high=goodness + reach)
     repeats = fit.groupby(_RUN)
     middle = repeats["value"].transform("median")
     fit["goodness"], fit["off"] = _sign(rank_by) * middle, (value - middle).abs()

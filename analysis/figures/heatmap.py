@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
@@ -62,18 +63,19 @@ class Grid:
         return self.width * len(self.nodes), self.height * len(self.models)
 
 
-def paint(axes: Axes, grid: Grid, cell: Cell, colours: ScalarMappable, compared_with: str | None) -> None:
+def paint(axes: Axes, grid: Grid, cell: Cell, end: float, compared_with: str | None) -> None:
     """Draws the square of `cell` with its texts; a square is one unit wide and high.
 
     Args:
-        colours: the scale of the MFU in percent.
+        end: MFU in percent at the end of the colour scale.
         compared_with: name of what compare_ratio is relative to.
     """
     x, y = grid.nodes.index(cell.nodes), grid.models.index(_model(cell))
     fill: Any = _NO_RESULT if cell.run_id is None else _NO_MFU
     if cell.mfu is not None:
-        fill = colours.to_rgba(100 * cell.mfu)
-    square = axes.add_patch(Rectangle((x, y), 1, 1, facecolor=fill, linewidth=0))
+        fill = matplotlib.colormaps[_COLOURS](100 * cell.mfu / end)
+    square = Rectangle((x, y), 1, 1, facecolor=fill, linewidth=0)
+    axes.add_patch(square)
     if cell.run_id is None:
         _hatch(axes, grid, square)
         lines: list[Line] = [
@@ -107,9 +109,8 @@ def _speed(cell: Cell) -> str:
     """The headline of a cell: its MFU, or its tokens/s/GPU where no peak rate is known."""
     if cell.mfu is not None:
         return percent(cell.mfu)
-    if cell.tokens_per_s_per_gpu is not None:
-        return count(cell.tokens_per_s_per_gpu, "tok/s")
-    return "ok"
+    rate = cell.tokens_per_s_per_gpu
+    return "ok" if rate is None else count(rate, "tok/s")
 
 
 def _hatch(axes: Axes, grid: Grid, square: Rectangle) -> None:
@@ -157,17 +158,17 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     height = top + _TITLE_LINE * len(heading) + _TOP
     picture = Figure(figsize=(width, height), facecolor="white")
     picture.text(left / width, 1 - _TOP / height, "\n".join(heading), va="top", linespacing=1.25, **_TITLE)
-    colours = ScalarMappable(Normalize(0, _scale_end(cells)), _COLOURS)
+    end = _scale_end(cells)
     for grid in grids:
         wide, high = grid.size
         down = top - _HEADER - high
         axes = picture.add_axes((left / width, down / height, wide / width, high / height))
         for cell in grid.cells:
-            paint(axes, grid, cell, colours, compared_with)
+            paint(axes, grid, cell, end, compared_with)
         _draw_labels(axes, grid, room)
         if any(cell.mfu is not None for cell in grid.cells):
             bar = picture.add_axes(((left + wide + 0.25) / width, down / height, 0.18 / width, high / height))
-            _draw_bar(bar, grid, colours)
+            _draw_bar(bar, grid, end)
         top = down - _AXIS
     picture.text(left / width, foot / height, "\n".join(lines), va="top", linespacing=1.35, **_SMALL)
     return picture
@@ -194,13 +195,14 @@ def _grids(cells: Sequence[Cell]) -> list[Grid]:
     return grids
 
 
-def _draw_bar(bar: Axes, grid: Grid, colours: ScalarMappable) -> None:
+def _draw_bar(bar: Axes, grid: Grid, end: float) -> None:
     """Draws the colour bar of a panel."""
+    colours = ScalarMappable(Normalize(0, end), _COLOURS)
     scale = bar.figure.colorbar(colours, cax=bar, ticks=MaxNLocator(5, steps=[1, 2, 5, 10]))
     scale.outline.set_visible(False)
     measured = "measured " * any(cell.peak_source == "measured" for cell in grid.cells)
-    end = "\n" if grid.size[1] < 2 else " "
-    bar.set_ylabel(f"MFU (% of{end}{measured}peak)", fontsize=9, color=GREY)
+    space = "\n" if grid.size[1] < 2 else " "
+    bar.set_ylabel(f"MFU (% of{space}{measured}peak)", fontsize=9, color=GREY)
     bar.tick_params(labelsize=8, length=2, color=GREY)
 
 

@@ -30,8 +30,7 @@ from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
 from ultrabench.sweep.plan_table import write_plan
-from ultrabench.sweep.running.control import SAFE_SHARE
-from ultrabench.sweep.running.price import committed_gpu_hours
+from ultrabench.sweep.running.price import SAFE_SHARE, committed_gpu_hours
 
 Word = tuple[str, object]
 """An axis or a property of a layout, and its value."""

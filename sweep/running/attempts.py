@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from statistics import median
 
 from ultrabench.layout import dominates
 from ultrabench.result import RunResult, Status
@@ -11,11 +12,15 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.retry_policy import RetryPolicy
-from ultrabench.sweep.plan import Candidate, Plan
-from ultrabench.sweep.running.control import contenders
+from ultrabench.sweep.plan import Candidate, CellKey, Plan
 from ultrabench.sweep.running.losses import disputed_attempts, with_loss_outliers
-from ultrabench.sweep.running.outliers import suspect_attempts
+from ultrabench.sweep.running.outliers import control_times, may_win, suspect_attempts
 from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
+
+WITHIN = 1.05
+"""A contender's step time is at most this many times the best step time of its cell."""
+MOST = 4
+"""Largest number of contenders of one cell."""
 
 
 def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
@@ -142,6 +147,36 @@ def _passed(state: SweepState) -> set[int]:
     """Numbers of nodes on which some run has ended ok."""
     specs = (a.spec or {} for a in state.attempts.values() if a.ok)
     return {nodes for spec in specs if isinstance(nodes := spec.get("nodes"), int)}
+
+
+def contenders(runs: Iterable[Candidate], state: SweepState) -> frozenset[str]:
+    """The run_ids of the runs within 5 % of the best of their cell, at most four for each cell.
+
+    Where every run of a cell was measured beside a control layout, step times are divided by those of the
+    control, because allocations may differ by more than 5 %.
+    """
+    controls, tried = control_times(state), state.by_run()
+    cells: dict[CellKey, list[tuple[str, float, float | None]]] = {}
+    for run in runs:
+        timed = [(a, t) for a in tried.get(run.run_id, ()) if (t := step_time_s(a.result)) is not None]
+        if timed:
+            ratios = [t / c for a, t in timed if (c := controls.get(a.allocation or ""))]
+            times = (median(t for _, t in timed), median(ratios) if ratios else None)
+            cells.setdefault(run.cell, []).append((run.run_id, *times))
+    return frozenset(run_id for times in cells.values() for run_id in _near_best(times))
+
+
+def _near_best(times: Sequence[tuple[str, float, float | None]]) -> list[str]:
+    ratios = sorted((ratio, run_id) for run_id, _, ratio in times if ratio is not None)
+    known = ratios if len(ratios) == len(times) else sorted((time_s, run_id) for run_id, time_s, _ in times)
+    return [run_id for time_s, run_id in known if time_s <= WITHIN * known[0][0]][:MOST]
+
+
+def step_time_s(result: RunResult | None) -> float | None:
+    """Median step time of a result that may win its cell; None for any other result."""
+    if result is None or not result.step_times_s or not may_win(result.status, result.stopped, None):
+        return None
+    return median(result.step_times_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,9 +90,7 @@ def _submit(
     room, free = limits.max_jobs - len(here), limits.max_nodes - sum(held.nodes for held in here)
     used = committed_gpu_hours(plan, state, seen.alive, seen.held_s)
     chosen: list[PlannedJob] = []
-    for job in planned_jobs(
-        plan, left.todo, state, max_limit_s=limits.max_limit_s, untried=left.untried, held_s=seen.held_s
-    ):
+    for job in planned_jobs(plan, left, state, limits.max_limit_s, seen.held_s):
         if len(chosen) >= room or job.nodes > free:
             break
         if limits.max_gpu_hours is not None and used + job.gpu_hours > limits.max_gpu_hours:

@@ -11,8 +11,14 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, CellKey, Plan
-from ultrabench.sweep.running.attempts import Launch, PlannedAttempt, next_attempts
-from ultrabench.sweep.running.control import MOST, best_step_times_s, controls, next_repeat
+from ultrabench.sweep.running.attempts import (
+    MOST,
+    AttemptsLeft,
+    Launch,
+    PlannedAttempt,
+    next_attempts,
+    step_time_s,
+)
 
 START_S = 120.0
 """Seconds in an allocation's time limit for the start of its agents, their rendezvous and the preflight."""
@@ -25,6 +31,34 @@ RUN_LIMIT_FACTOR = 3.0
 
 CONTROL_SHARE = 0.1
 """Largest share of an allocation's time for its control run; allocations are made long enough for that."""
+
+
+SAFE_SHARE = 0.7
+"""Largest predicted share of a rank's memory for a control run, which must not run out of memory."""
+
+
+def controls(plan: Plan) -> dict[CellKey, Candidate]:
+    """CellKey -> its control run: the fastest by prediction of those that surely fit, else the smallest."""
+    return {cell: min(runs, key=_rank) for cell, runs in plan.cells.items()}
+
+
+def _rank(run: Candidate) -> tuple[float, float, str]:
+    """Sort key of a control run, smaller is better; the run_id settles ties, so that all launches agree."""
+    share, time_s = run.prediction.memory_share, run.prediction.step_time_s
+    return (0.0, time_s, run.run_id) if share <= SAFE_SHARE else (share, 0.0, run.run_id)
+
+
+def next_repeat(run_id: str, known: Iterable[tuple[str, int, int]], repeats: int) -> int:
+    """The number of a new repeat of a control run, larger than those of the plan and all known ones."""
+    return max([repeats - 1, *(repeat for other, repeat, _ in known if other == run_id)]) + 1
+
+
+def best_step_times_s(plan: Plan, state: SweepState) -> dict[CellKey, float]:
+    """CellKey -> its shortest median step time so far, in seconds."""
+    tried = state.by_run()
+    attempts = ((run.cell, attempt) for run in plan.runs for attempt in tried.get(run.run_id, ()))
+    timed = [(cell, t) for cell, a in attempts if (t := step_time_s(a.result)) is not None]
+    return dict(sorted(timed, reverse=True))  # the last one of a cell, which is the shortest, stays
 
 
 def run_limit_s(todo: PlannedAttempt, config: SweepConfig) -> float:
@@ -104,26 +138,28 @@ class PlannedJob:
 
 
 def planned_jobs(
-    plan: Plan, todo: Sequence[PlannedAttempt], state: SweepState, *, max_limit_s: float = math.inf,
-    untried: Collection[int] = (), held_s: Mapping[str, float] = {},
-) -> list[PlannedJob]:  # fmt: skip
-    """The allocations that the attempts need, in order.
+    plan: Plan,
+    left: AttemptsLeft,
+    state: SweepState,
+    max_limit_s: float = math.inf,
+    held_s: Mapping[str, float] = {},
+) -> list[PlannedJob]:
+    """The allocations that the attempts to submit need, in order.
 
     Args:
-        untried: numbers of nodes for which only one allocation may be submitted.
         held_s: open allocation -> seconds for which it had held its nodes when last seen.
     """
     config = plan.config
     start_s = _start_s(plan, state, held_s)
     cells = controls(plan) if config.launcher.control and config.launcher.pack != 1 else {}
-    known = [*state.attempts, *(t.key for t in todo)]
+    known = [*state.attempts, *(t.key for t in left.todo)]
     known += [key for held in state.allocations.values() for key in held.tasks]
     repeats = {run.run_id: count(next_repeat(run.run_id, known, config.repeats)) for run in cells.values()}
-    best = best_step_times_s(state, plan.runs)
+    best = best_step_times_s(plan, state)
     found, seen = [], set[int]()
-    for group in pack(todo, config, cells):
+    for group in pack(left.todo, config, cells):
         nodes = group[0].candidate.nodes
-        if nodes in untried and nodes in seen:
+        if nodes in left.untried and nodes in seen:
             continue
         seen.add(nodes)
         control = cells.get(group[0].candidate.cell)
@@ -185,8 +221,9 @@ def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = mat
     state = state or SweepState()
     todo = next_attempts(plan, state, launch=Launch(old=frozenset(state.attempts))).todo
     confirmations = _confirmations(plan, todo)
-    asked = {t.key: t.candidate for t in [*todo, *confirmations]}
-    jobs = planned_jobs(plan, [*todo, *confirmations], state, max_limit_s=max_limit_s)
+    whole = AttemptsLeft(todo=(*todo, *confirmations), waiting=0)
+    asked = {t.key for t in whole.todo}
+    jobs = planned_jobs(plan, whole, state, max_limit_s)
     tasks = {t.key: t.candidate for job in jobs for t in job.attempts}
     runs: dict[CellKey, list[Candidate]] = {}
     for item in todo:

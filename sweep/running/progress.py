@@ -9,7 +9,7 @@ from typing import Any
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
-from ultrabench.sweep.plan import Candidate, CellKey
+from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.running.attempts import left_out
 from ultrabench.sweep.running.losses import with_loss_outliers
 from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attempts
@@ -178,9 +178,6 @@ def _best(
     planned: Sequence[Candidate], rates: Mapping[str, float | None]
 ) -> tuple[tuple[Candidate, float], ...]:
     """The best run of each cell that has one, with its tokens/s/GPU, sorted by cell."""
-    best: dict[CellKey, tuple[Candidate, float]] = {}
-    for run in planned:
-        rate = rates.get(run.run_id)
-        if rate and (run.cell not in best or rate > best[run.cell][1]):
-            best[run.cell] = (run, rate)
+    rated = [(run, rate) for run in planned if (rate := rates.get(run.run_id))]
+    best = {run.cell: (run, rate) for run, rate in sorted(rated, key=lambda pair: pair[1])}
     return tuple(best[cell] for cell in sorted(best))

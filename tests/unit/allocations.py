@@ -49,7 +49,7 @@ def jobs_of(sweep, state=None, alive=frozenset(), max_limit_s=float("inf")):
         accepts=sweep.accepts,
         canary=config.launcher.control,
     )
-    return planned_jobs(sweep.plan, decision.todo, state, max_limit_s=max_limit_s, untried=decision.untried)
+    return planned_jobs(sweep.plan, decision, state, max_limit_s)
 
 
 def made_of(sweep, jobs, by=None):

@@ -25,7 +25,7 @@ from ultrabench.store.events import (
 )
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen
 from ultrabench.store.journal import JournalWriter, read_journal
-from ultrabench.sweep.running.control import controls
+from ultrabench.sweep.running.price import controls
 
 CONTROL = next(run for run in controls(PLAN).values() if run.nodes == 1)
 OTHERS = [run for run in PLAN.runs if run.nodes == 1 and run.run_id != CONTROL.run_id][:2]

@@ -15,8 +15,13 @@ from ultrabench.store.allocation import read_allocation
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.running.attempts import AttemptsLeft, PlannedAttempt
-from ultrabench.sweep.running.control import controls
-from ultrabench.sweep.running.price import ALLOCATION_START_S, PlannedJob, committed_gpu_hours, planned_jobs
+from ultrabench.sweep.running.price import (
+    ALLOCATION_START_S,
+    PlannedJob,
+    committed_gpu_hours,
+    controls,
+    planned_jobs,
+)
 
 CONTROLS = {run.nodes: run.spec.run_id for run in controls(PLAN).values()}
 HOUR = 3600.0
@@ -46,7 +51,7 @@ def sweep(tmp_path):
 
 
 def made_of(sweep, decision, state, max_limit_s=9e9):
-    return planned_jobs(sweep.plan, decision.todo, state, max_limit_s=max_limit_s, untried=decision.untried)
+    return planned_jobs(sweep.plan, decision, state, max_limit_s)
 
 
 def keys(draft):

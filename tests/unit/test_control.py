@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.allocations import PLAN
-from ultrabench.sweep.running.control import SAFE_SHARE, controls, next_repeat
+from ultrabench.sweep.running.price import SAFE_SHARE, controls, next_repeat
 
 LIMIT = SAFE_SHARE
 ONE = [r for r in PLAN.runs if r.nodes == 1]

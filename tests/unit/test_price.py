@@ -11,8 +11,7 @@ from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
-from ultrabench.sweep.running.control import controls
-from ultrabench.sweep.running.price import ALLOCATION_START_S, CONTROL_SHARE, pack, reckon
+from ultrabench.sweep.running.price import ALLOCATION_START_S, CONTROL_SHARE, controls, pack, reckon
 
 BIG = make_plan(load_config(["sweep=playbook", "launcher=slurm", "sweep.models=[8B]", "sweep.nodes=[1,2]"]))
 

@@ -182,7 +182,7 @@ def print_script(overrides: list[str]) -> None:
     plan = make_plan(config)
     require_runs(plan)
     left = next_attempts(plan, SweepState())
-    jobs = planned_jobs(plan, left.todo, SweepState(), untried=left.untried)
+    jobs = planned_jobs(plan, left, SweepState())
     first = shapes(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
     made = allocations(
         plan, folder_of(config), first, token=uuid.uuid4().hex, by={}, kernel_digest=config.kernel.digest()
