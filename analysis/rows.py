@@ -163,8 +163,8 @@ def _attempted(base: Row, attempt: AttemptState, state: SweepState) -> Row:
 
 
 def _known(row: Row) -> Row:
-    """The columns of a row whose values are known."""
-    return {column: value for column, value in row.items() if value is not None}
+    """The columns of a row whose values are known; no names of hosts are known where the list is empty."""
+    return {column: value for column, value in row.items() if value not in (None, ())}
 
 
 def _circumstances(allocation: AllocationState) -> Row:
@@ -180,10 +180,6 @@ def _circumstances(allocation: AllocationState) -> Row:
 def _measured(result: RunResult, gpus: int | None) -> Row:
     row: Row = {name: getattr(result, name) for name in _MEASURED} | summary(result.probe)
     row["bandwidths"] = bandwidths(result.probe) or None
-    row["hostnames"], row["suspect_hosts"] = (
-        list(result.hostnames) or None,
-        list(result.suspect_hosts) or None,
-    )
     if result.sm_clock_hz is not None or result.throttled is not None:
         row["throttled"] = result.throttled is not None
     if result.started_at is not None:
