@@ -82,9 +82,7 @@ def progress(
     """
     state = with_loss_outliers(state)
     runs = {r.run_id: r for r in planned}
-    # An ok attempt of any repeat stands for a run, else the latest.
-    standing = sorted(final_attempts(state).values(), key=lambda attempt: (attempt.ok, attempt.key))
-    final = {attempt.key.run_id: attempt for attempt in standing if attempt.key.run_id in runs}
+    final = {run_id: a for run_id, a in standing_attempts(state).items() if run_id in runs}
     dominated = left_out(planned, state)
     status = {run_id: "skipped" if run_id in dominated else "pending" for run_id in runs}
     status |= {i: a.result.status.value if a.result else "running" for i, a in final.items()}
@@ -111,6 +109,12 @@ def progress(
         suspects=doubts,
         failures=tuple(failed[-5:]),
     )
+
+
+def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
+    """run_id -> the attempt that stands for the run: an ok one of any repeat, else the latest."""
+    ordered = sorted(final_attempts(state).values(), key=lambda attempt: (attempt.ok, attempt.key))
+    return {attempt.key.run_id: attempt for attempt in ordered}
 
 
 def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, float]]:

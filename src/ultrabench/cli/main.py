@@ -47,8 +47,8 @@ def main() -> None:
         code = 141
     except OSError as error:
         what = error.filename or "standard output"
-        told = f"cannot use {what}: {error.strerror or error}; free or unlock it, or use another"
-        code = _fail(told, DiskError.exit_code if may_pass(error) else 2)
+        line = f"cannot use {what}: {error.strerror or error}; free or unlock it, or use another"
+        code = _fail(line, DiskError.exit_code if may_pass(error) else 2)
     except Exception as error:
         # This is a wrong option. Typer has its own copy of Click, so its class cannot be named here.
         if not hasattr(error, "format_message"):

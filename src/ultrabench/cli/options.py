@@ -15,10 +15,7 @@ Overrides = Annotated[
     ),
 ]  # fmt: skip
 Source = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[SWEEP or FILE.parquet]", help="A sweep or result file; by default the newest sweep."
-    ),
+    str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="The default is the newest sweep.")
 ]
 RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="A numeric column of the result table.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]

@@ -100,9 +100,7 @@ def _write(path: Path, data: bytes) -> None:
     try:
         write_whole(path, data)
     except OSError as error:
-        raise SweepFolderError(
-            f"cannot write {path}: {error.strerror}; choose another with -o FILE"
-        ) from error
+        raise SweepFolderError(f"cannot write {path}: {error.strerror}; choose another -o FILE") from error
 
 
 def open_results(source: str | None, results: Path) -> "tuple[str, Path, pa.Table]":
@@ -114,8 +112,6 @@ def open_results(source: str | None, results: Path) -> "tuple[str, Path, pa.Tabl
         path = Path(source)
         return path.stem, path.with_suffix(".png"), read_parquet(path)
     if source is not None and (Path(source).is_file() or source.endswith(".csv")):
-        raise ConfigError(
-            f"{source} is no parquet file; name a sweep, or a file that ultrabench collect made"
-        )
+        raise ConfigError(f"{source} is no parquet file; name a sweep or a file of ultrabench collect")
     folder = find_sweep(source, results)
     return folder.name, folder.path / "heatmap.png", collect([folder], warn)

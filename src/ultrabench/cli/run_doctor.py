@@ -41,9 +41,7 @@ def run_doctor(
             `run_acceptance` raise it, too.
     """
     if deep and (named := _names("sweep", overrides)):
-        raise ConfigError(
-            f"{named} with --deep, which has a sweep of its own, sweep=acceptance; leave it out"
-        )
+        raise ConfigError(f"{named} with --deep, which has a sweep of its own (acceptance); leave it out")
     if partition and write is None:
         raise ConfigError(
             f"--partition {partition} without --write; to check it, set launcher.partition={partition}"

@@ -6,9 +6,7 @@ import typer
 
 from ultrabench.cli.options import Json
 
-kernel_app = typer.Typer(
-    help="Try the embedded training kernel by itself.", no_args_is_help=True, rich_markup_mode=None
-)
+kernel_app = typer.Typer(help="Try the embedded kernel alone.", no_args_is_help=True, rich_markup_mode=None)
 Words = Annotated[
     list[str],
     typer.Argument(

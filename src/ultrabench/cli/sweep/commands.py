@@ -1,5 +1,6 @@
-"""The commands `ultrabench sweep ...`, which plan, launch and look after a sweep."""
+"""The commands `ultrabench sweep ...`, which plan, launch and manage a sweep."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,15 +10,21 @@ import typer
 from ultrabench.cli.options import RESULTS, Json, Overrides, RankBy, ResultsDir, Source
 from ultrabench.errors import ConfigError
 
-sweep_app = typer.Typer(
-    help="Plan, launch and look after a sweep.", no_args_is_help=True, rich_markup_mode=None
-)
+sweep_app = typer.Typer(help="Plan, launch and manage a sweep.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def _finite(max_gpu_hours: float | None) -> float | None:
+    """The budget that was given; raises ConfigError if it is infinite or not a number."""
+    if max_gpu_hours is not None and not math.isfinite(max_gpu_hours):
+        raise ConfigError(f"--max-gpu-hours {max_gpu_hours}; must be a number, such as 100")
+    return max_gpu_hours
+
 
 Sweep = Annotated[
     str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder of a sweep; by default the newest.")
 ]
 MaxGpuHours = Annotated[
-    float | None, typer.Option(min=0.0, help="The most GPU hours that the sweep may use in all.")
+    float | None, typer.Option(min=0.0, callback=_finite, help="The most GPU hours the sweep may use in all.")
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Submit the jobs and return at once.")]
 Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]

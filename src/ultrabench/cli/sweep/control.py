@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ultrabench.cli.sweep.launch import follow, require_finite, settled
+from ultrabench.cli.sweep.launch import follow, settled
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import err, print_json, say, show, table, warn
 from ultrabench.errors import ClusterError, ConfigError, unknown_name
@@ -108,7 +108,6 @@ def run_pause(sweep: str | None, results: Path) -> None:
 
 def run_resume(sweep: str | None, results: Path, detach: bool, max_gpu_hours: float | None) -> int:
     """Lifts a pause and continues the sweep with its latest configuration; returns the exit code."""
-    require_finite(max_gpu_hours)
     folder, state, plan = _open(sweep, results)
     folder.pause.unlink(missing_ok=True)
     if state.paused:

@@ -1,6 +1,5 @@
 """`ultrabench sweep launch` opens a sweep, asks whether its price is accepted, and follows the sweep."""
 
-import math
 import shlex
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from rich.console import Console
 from ultrabench.cli.sweep.consent import ask_for_budget
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.tables import hours, out, say, warn
-from ultrabench.errors import ConfigError, counted
+from ultrabench.errors import counted
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import not_accepted
 from ultrabench.launchers.launcher import Launcher
@@ -29,14 +28,14 @@ from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
 from ultrabench.store.kernel_secrets import hide
-from ultrabench.store.state import SweepState, final_attempts, fold
+from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
 from ultrabench.sweep.running.attempts import Launch, next_attempts
 from ultrabench.sweep.running.price import BUDGET_FACTOR, committed_gpu_hours, reckon
-from ultrabench.sweep.running.progress import progress
+from ultrabench.sweep.running.progress import progress, standing_attempts
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
@@ -47,13 +46,12 @@ def run_launch(
     overrides: list[str], detach: bool, max_gpu_hours: float | None, yes: bool, reuse: str | None
 ) -> int:
     """Launches and follows a sweep; returns the exit code."""
-    require_finite(max_gpu_hours)
     config = load_config(overrides)
     require_program(config)
     folder = folder_of(config)
     if detach and config.launcher.name == "local":
         require_runs(make_plan(config))
-        return _leave_in_background(folder, overrides, max_gpu_hours, reuse)
+        return _leave_in_background(folder)
     launcher, plan = choose_launcher(config, folder), make_plan(config)
     require_runs(plan)
     if config.launcher.name != "local":
@@ -72,15 +70,7 @@ def folder_of(config: SweepConfig) -> SweepFolder:
     return SweepFolder(Path(config.results_dir).absolute() / config.name)
 
 
-def require_finite(max_gpu_hours: float | None) -> None:
-    """Raises ConfigError for a budget that is infinite or not a number."""
-    if max_gpu_hours is not None and not math.isfinite(max_gpu_hours):
-        raise ConfigError(f"--max-gpu-hours {max_gpu_hours}; must be a number, such as 100")
-
-
-def settled(
-    plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda result: True
-) -> bool:
+def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
     """Whether a sweep has no attempts left to submit or to wait for."""
     return next_attempts(plan, state, launch=Launch(accepts=accepts, old=frozenset(state.attempts))).over
 
@@ -167,15 +157,13 @@ def other_launches(state: SweepState, planned: Set[str], before: Set[str]) -> It
         planned: run_ids of the runs of this launch.
         before: run_ids of the runs that had been attempted before this launch.
     """
-    ends: dict[str, str] = {}
-    for (run_id, _), attempt in sorted(final_attempts(state).items()):
-        if attempt.result and ends.get(run_id) != Status.OK:
-            ends[run_id] = attempt.result.status.value
+    standing = standing_attempts(state).items()
+    ends = {run_id: attempt.result.status for run_id, attempt in standing if attempt.result}
     groups = {"new in this launch": planned - before, "and of earlier launches": before - planned}
     for name, runs in groups.items() if before else ():
         if counts := Counter(ends[run_id] for run_id in runs if run_id in ends):
-            told = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
-            yield f"{name}: {counted(counts.total(), 'run')} settled ({told})"
+            shown = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+            yield f"{name}: {counted(counts.total(), 'run')} settled ({shown})"
 
 
 def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
@@ -223,7 +211,7 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name
         why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
         rest = "its jobs go on" if jobs_go_on else "what runs here goes on"
         after = f"Follow again: {again}; end it: ultrabench sweep cancel {display_name}"
-        told = f"{why}no longer followed; {rest}. {after}"
+        line = f"{why}no longer followed; {rest}. {after}"
     else:
         when = "interrupted"
         try:
@@ -232,21 +220,18 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name
             interrupt(sweep, launcher)
         except (KeyboardInterrupt, Terminated):
             when = "interrupted again before all had ended"
-        told = f"{when}; nothing that finished is lost, go on with: {again}"
+        line = f"{when}; nothing that finished is lost, go on with: {again}"
     _handle(signal.SIG_IGN, ENDING)
-    say(told)
+    say(line)
     return 128 + number
 
 
-def _leave_in_background(
-    folder: SweepFolder, overrides: list[str], max_gpu_hours: float | None, reuse: str | None
-) -> int:
-    """Starts a launcher in the background, with its output in launcher.log in the sweep's folder."""
+def _leave_in_background(folder: SweepFolder) -> int:
+    """Starts this command without --detach in the background, with its output in the sweep's launcher.log."""
     find_sweep_json(folder)
     folder.create()
-    command = [sys.executable, "-P", "-m", "ultrabench.cli.main", "sweep", "launch", *overrides]
-    command += ["--max-gpu-hours", str(max_gpu_hours)] if max_gpu_hours is not None else []
-    command += ["--reuse", reuse] if reuse else []
+    words = [word for word in sys.argv[1:] if word != "--detach"]
+    command = [sys.executable, "-P", "-m", "ultrabench.cli.main", *words]
     path = folder.path / "launcher.log"
     with path.open("ab") as log:
         process = subprocess.Popen(

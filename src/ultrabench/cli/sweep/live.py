@@ -71,10 +71,8 @@ def attempt_line(run: Candidate, attempt: AttemptState, doubt: str | None = None
     text = f"{run.run_id} {run.shape.name} {counted(run.nodes, 'node')} {run.layout.label()}"
     text += f" (repeat {key.repeat})" if key.repeat else ""
     text += f" (attempt {key.attempt})" if key.attempt else ""
-    text += (
-        f": {_numbers(run, result) if result.status == Status.OK else f'{result.status}, {result.reason}'}"
-    )
-    text += f" ({doubt})" if doubt else ""
+    found = _numbers(run, result) if result.status == Status.OK else f"{result.status}, {result.reason}"
+    text += f": {found}" + (f" ({doubt})" if doubt else "")
     return Text(text, style_of(result.status, bool(doubt)))
 
 
@@ -98,16 +96,12 @@ def panel(now: SweepProgress, busy: bool, bar: bool = False) -> RenderableType:
 
 def counts_line(now: SweepProgress, busy: bool) -> Text:
     """A line such as `quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours`."""
-    shown = ", ".join(
-        f"{n} {name}" for name, n in now.by_status.items() if name not in ("pending", "running")
-    )
+    shown = ", ".join(f"{n} {s}" for s, n in now.by_status.items() if s not in ("pending", "running"))
     total = now.useful_gpu_hours + now.wasted_gpu_hours
     between, ooms = (now.wasted_by_status.get(name, 0.0) for name in ("between_runs", "oom"))
     failed = now.wasted_gpu_hours - between - ooms
-    shares = {"in OOMs": ooms, "in failed runs": failed, "between runs": between}
-    lost = (
-        f", {part / total:.0%} of them {how}" for how, part in shares.items() if part >= 0.005 * total > 0
-    )
+    parts = {"in OOMs": ooms, "in failed runs": failed, "between runs": between}
+    lost = (f", {part / total:.0%} of them {how}" for how, part in parts.items() if part >= 0.005 * total > 0)
     eta = f", ETA {duration(now.eta_s)}" if now.left and busy and now.eta_s is not None else ""
     text = f"{now.sweep}: {now.runs - now.left} of {counted(now.runs, 'run')} settled"
     return Text(f"{text}{f' ({shown})' if shown else ''}{eta}, {hours(total)} GPU hours{''.join(lost)}")

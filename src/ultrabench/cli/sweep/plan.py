@@ -28,8 +28,6 @@ from ultrabench.sweep.running.losses import with_loss_outliers
 from ultrabench.sweep.running.price import MARGIN, START_S, Price, planned_jobs, reckon
 from ultrabench.sweep.running.progress import doubtful, measured_rates
 
-MEASURED, PREDICTED = "measured", "predicted"
-"""Reasons why a layout is recommended."""
 COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fit": "predicted_to_fit"}
 """Column of the table -> key of a cell in the JSON document."""
 
@@ -121,28 +119,27 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
     A run that is not measured must be predicted to fit. A measured run that may not win its cell, such as a
     suspect, is left out.
     """
-    rates = _measured(plan)
-    cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for run in plan.runs:
-        tokens, measured = run.spec.tokens_per_step / run.layout.world_size, rates.get(run.run_id)
-        if measured is None and (run.run_id in rates or not run.fits):
-            continue
-        rate = measured if measured is not None else tokens / run.prediction.step_time_s
-        cells.setdefault((run.shape.name, run.nodes), []).append(
-            {
-                "model": run.shape.name,
-                "nodes": run.nodes,
-                "run_id": run.run_id,
-                "layout": run.layout.label(),
-                "tokens_per_s_per_gpu": rate,
-                "step_time_s": tokens / rate,
-                "peak_mem_bytes": run.prediction.peak_mem_bytes,
-                "why": PREDICTED if measured is None else MEASURED,
-            }
-        )
-    for options in cells.values():
-        options.sort(key=lambda row: (row["why"] == PREDICTED, -row["tokens_per_s_per_gpu"]))
-    return [row for options in cells.values() for row in options[:top]]
+    rates, best = _measured(plan), []
+    for (model, nodes), runs in plan.cells.items():
+        rows: list[dict[str, Any]] = []
+        for run in runs:
+            tokens = run.spec.tokens_per_step / run.layout.world_size
+            predicted = tokens / run.prediction.step_time_s if run.fits else None
+            if rate := rates.get(run.run_id, predicted):
+                rows.append(
+                    {
+                        "model": model,
+                        "nodes": nodes,
+                        "run_id": run.run_id,
+                        "layout": run.layout.label(),
+                        "tokens_per_s_per_gpu": rate,
+                        "step_time_s": tokens / rate,
+                        "peak_mem_bytes": run.prediction.peak_mem_bytes,
+                        "why": "measured" if run.run_id in rates else "predicted",
+                    }
+                )
+        best += sorted(rows, key=lambda row: (row["why"], -row["tokens_per_s_per_gpu"]))[:top]
+    return best
 
 
 def _measured(plan: Plan) -> dict[str, float | None]:

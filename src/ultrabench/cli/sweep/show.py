@@ -44,8 +44,8 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
     if as_json:
         spec = next((a.spec for a in attempts if a.spec), None)
-        told = [_document(a, folder.log_folder(*a.key)) for a in attempts]
-        print_json({"sweep": folder.name, "run_id": run_id, "plan": row, "spec": spec, "attempts": told})
+        tries = [_document(a, folder.log_folder(*a.key)) for a in attempts]
+        print_json({"sweep": folder.name, "run_id": run_id, "plan": row, "spec": spec, "attempts": tries})
         return
     known = {k: v for k, v in (row or {}).items() if v is not None}
     columns = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
@@ -226,7 +226,7 @@ def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, st
     if len(matches) == 1:
         return matches[0]
     if not matches:
-        told = f"no run in {sweep or f'{results}/'} has an id that begins with {given!r}, or that rank"
-        raise SweepFolderError(f"{told}; see them with: ultrabench sweep top -n 100")
+        none = f"no run in {sweep or f'{results}/'} has an id that begins with {given!r}, or that rank"
+        raise SweepFolderError(f"{none}; see them with: ultrabench sweep top -n 100")
     several = ", ".join(f"{m[1]} ({m[0].name})" for m in matches[:5])
     raise SweepFolderError(f"{given!r} means {len(matches)} runs: {several}; give more digits or --sweep")

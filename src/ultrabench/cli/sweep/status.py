@@ -65,17 +65,17 @@ def _standing(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str
         return "cancelled; the same launch command goes on"
     if living_launchers(folder):
         return None
-    told = "nothing runs and no launcher follows it"
+    why = "nothing runs and no launcher follows it"
     if now.running or now.waiting:
-        told = "no launcher follows it; what was submitted goes on, what comes next waits for one"
-    return f"{told}: ultrabench sweep resume {folder.display_name}"
+        why = "no launcher follows it; what was submitted goes on, what comes next waits for one"
+    return f"{why}: ultrabench sweep resume {folder.display_name}"
 
 
 def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
-    told = [Text(standing, style="yellow")] if standing else []
+    above = [Text(standing, style="yellow")] if standing else []
     # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
     lines = [
         f"{counted(nodes, 'node')}: {', '.join(f'{n} {name}' for name, n in counts.items())}"
         for nodes, counts in now.by_nodes.items()
     ]
-    return Group(*told, panel(now, busy=standing is None, bar=bar), *map(Text, lines))
+    return Group(*above, panel(now, busy=standing is None, bar=bar), *map(Text, lines))

@@ -57,14 +57,14 @@ def numbers(row: Row) -> dict[str, str | Text | None]:
 
 def _status(row: Row) -> Text:
     """The status of a run as one word; for an ok run, its place in the ranking such as `best`."""
-    status, slower = row["status"], row["stopped"] == SLOWER
-    word = status or ("pending" if row["attempt"] is None else "running")
+    status, slow = row["status"], row["stopped"] == SLOWER
+    shown = status or ("pending" if row["attempt"] is None else "running")
     if status == "ok":
         marks = {
             "best": row["best"],
             "as good": row["as_good_as_best"],
             "suspect": row["suspect"],
-            "slower": slower,
+            "slower": slow,
         }
-        word = next((mark for mark, holds in marks.items() if holds), "ok")
-    return Text(word, style_of(status, doubtful=word in ("suspect", "slower")))
+        shown = next((mark for mark, holds in marks.items() if holds), "ok")
+    return Text(shown, style_of(status, doubtful=shown in ("suspect", "slower")))
