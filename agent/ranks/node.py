@@ -17,7 +17,7 @@ from ultrabench.agent.diagnose.hang_evidence import dump_variables, hang_evidenc
 from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import cleanup
-from ultrabench.agent.ranks.forks import KERNEL_MODULE, ForkServer, cpu_text, rank_cpus
+from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, ForkServer, cpu_text, rank_cpus
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.errors import ClusterError
@@ -91,8 +91,6 @@ class Node:
         self._oom_kills = 0
         warm = allocation.kernel_kind != "command" or allocation.preflight
         self._server = ForkServer(self.scratch / "fork_server.log", self._base, KERNEL_MODULE if warm else "")
-        if warm:
-            self._server.start()
 
     def facts(self) -> dict[str, Any]:
         """What the leader needs to know about this node before the first run."""
@@ -251,7 +249,7 @@ class Node:
 
         The agent's own children are already killed by this call.
         """
-        hit = processes.kill_children({self._server.pid or 0})
+        hit = processes.kill_children({self._server.pid})
         found = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
         return sorted(found - {self._server.pid} or hit)
 

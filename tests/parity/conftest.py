@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ultrabench.agent.ranks.forks import ForkServer
+from ultrabench.agent.ranks.fork_server import ForkServer
 from ultrabench.kernel.requests import SINGLE_THREADED, CheckResult, CheckSpec
 from ultrabench.record import from_dict, to_dict
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.parity.test_worker import run_ranks, task_of
-from ultrabench.agent.ranks.forks import ForkServer
+from ultrabench.agent.ranks.fork_server import ForkServer
 from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS, SHORT, summary
 from ultrabench.rank_report import read_progress
 

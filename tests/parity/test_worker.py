@@ -10,7 +10,7 @@ import pytest
 from tests.configs import measure as measure_of
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline
-from ultrabench.agent.ranks.forks import ForkServer
+from ultrabench.agent.ranks.fork_server import ForkServer
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import read_progress
@@ -62,7 +62,7 @@ def run_ranks(forks: ForkServer, task: Task, folder: Path, **more: str) -> tuple
     }  # fmt: skip
     for rank in ranks:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ULTRABENCH_REPORT": str(reports[rank])}
-        forks.fork(rank, {**environment, **own}, folder / f"log{rank}")
+        forks.fork(rank, {**environment, **own}, folder / f"log{rank}", None)
     deadline, codes = Deadline(60), dict[int, int]()
     while len(codes) < len(ranks):
         assert not deadline.over(), [lines_of(report) for report in reports]

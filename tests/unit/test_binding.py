@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.patience import wait_until
-from ultrabench.agent.ranks.forks import ForkServer, cpu_text, rank_cpus
+from ultrabench.agent.ranks.fork_server import ForkServer, cpu_text, rank_cpus
 
 MINE = tuple(sorted(os.sched_getaffinity(0)))
 FIRST, LAST = MINE[:1], MINE[-1:]
@@ -117,6 +117,6 @@ def test_a_program_that_cannot_start_fails_its_rank_alone(tmp_path, start):
 
 def test_a_fork_server_that_cannot_start_passes_on_its_exit_code(tmp_path, start):
     server = start(PYTHONHOME=str(tmp_path))
-    server.fork(0, {}, tmp_path / "rank0.log")
+    server.fork(0, {}, tmp_path / "rank0.log", None)
     assert exits(server, 1) == [(0, 1)]
     assert "encodings" in (tmp_path / "server.log").read_text()

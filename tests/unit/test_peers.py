@@ -1,6 +1,7 @@
 """What agents of one allocation tell each other: nonsense or an exception ends it, and blames no node."""
 
 import json
+import shutil
 import signal
 import socket
 from dataclasses import replace
@@ -23,7 +24,8 @@ def node(tmp_path):
     two = replace(allocation(tmp_path, task("x.py", "cpu")), nodes=2)
     made = Node(two, NodeIdentity(node=0, host="local-0"))
     yield made
-    made.scratch.rmdir()
+    made._server.stop()
+    shutil.rmtree(made.scratch)
 
 
 @pytest.fixture
