@@ -1,4 +1,4 @@
-"""The leading agent: it runs the tasks of the allocation and writes the journal."""
+"""The leading agent: it runs the tasks of the allocation, watches their ranks and writes the journal."""
 
 import time
 from dataclasses import replace
@@ -8,20 +8,29 @@ from statistics import median
 from typing import Any
 
 from ultrabench.agent.agent_group import AgentGroup
+from ultrabench.agent.connection import POLL_S
+from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.diagnose.root_cause import findings
 from ultrabench.agent.diagnose.signatures import last_line
 from ultrabench.agent.ranks.node import Node
-from ultrabench.agent.ranks.rank_progress import AttemptProgress
-from ultrabench.agent.ranks.watch import watch
+from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.layout import dominates
+from ultrabench.rank_report import PROFILE
 from ultrabench.record import canonical_json, to_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import RunSpec, Task, env_id
 from ultrabench.store.allocation import inside
 from ultrabench.store.claim import claim, owner
 from ultrabench.store.events import Claimed, Event, Failed, PhaseReached, Preflight, Result, Started
 from ultrabench.store.journal import JournalWriter
+
+SLOWEST_GAP_FACTOR = 10.0
+"""A run hangs only after this many times its own longest time without progress so far."""
+PEER_GRACE_S = 2.0
+"""Seconds for the other ranks to report their failures after the first failure."""
+RACE_STEPS = 2
+"""Number of measured steps after which a run may be ended as too slow."""
 
 
 def owns(claims: Path, name: str, me: dict[str, Any]) -> bool:
@@ -107,7 +116,7 @@ class Leader:
         found: dict[str, Any] = {"nodes": self._group.facts, "allocation": self._allocation.name}
         if self._allocation.preflight:
             self._group.start(self._allocation.probe, -1)
-            end = watch(self._group, self._allocation.probe, self._ends)
+            end = self.watch(self._allocation.probe)
             self._group.end_ranks()
             progress = self._group.progress
             failed = end.reason if end else failure_of(progress)
@@ -138,14 +147,38 @@ class Leader:
         self._write(Claimed(**name, job=self._identity.job, spec=to_dict(task.spec), predicted=predicted))
         self._write(Started(**name, scratch=str(self._node.scratch)))
         self._group.start(task, self._allocation.tasks.index(task))
-
-        def write_phase(phase: str, at: float | None) -> None:
-            self._write(PhaseReached(**_name(task), name=phase, at=at))
-
-        end = watch(self._group, task, self._ends, self._race_s(task), write_phase)
-        result = self._finish(task, end)
+        result = self._finish(task, self.watch(task, self._race_s(task)))
         self._write_result(task, result)
         self._results.append((task.spec, result))
+
+    def watch(self, task: Task, race_s: float | None = None) -> RunResult | None:
+        """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves.
+
+        A run whose fastest step takes longer than `race_s` seconds cannot be the best, and is ended.
+        """
+        group, progress, phase, failed_at = self._group, self._group.progress, "", 0.0
+        while progress.running:
+            group.listen(POLL_S)
+            if progress.port is not None:
+                group.order("store", port=progress.port)
+                progress.port = None
+            rank0, now = progress.ranks[0], time.monotonic()
+            if rank0.phase != phase and not task.probe:
+                phase = rank0.phase
+                self._write(PhaseReached(**_name(task), name=phase, at=rank0.phase_at))
+            ended = group.interrupted or ("the time of its allocation ended" if now > self._ends else None)
+            if ended:
+                return RunResult(status=Status.CANCELLED, reason=ended, cause="stopped")
+            if progress.failed:
+                failed_at = failed_at or now
+                if now - failed_at > PEER_GRACE_S:
+                    return None
+            elif missed := overdue(task, progress, now):
+                hangs = missed.status == Status.HANG
+                return _hung(group, missed) if hangs else _out_of_time(task, rank0, missed)
+            elif lost := _lost_race(task, rank0, race_s):
+                return lost
+        return None
 
     def _race_s(self, task: Task) -> float | None:
         """The step time, in seconds, above which `task` is ended; None for controls and repeats."""
@@ -193,6 +226,59 @@ class Leader:
             kernel_digest=digest,
             env_id=env_id(progress.environment, task.spec.kernel, digest),
         )
+
+
+def _hung(group: AgentGroup, missed: RunResult) -> RunResult:
+    """Collects the evidence of a hang and finds its cause, before the ranks are killed."""
+    group.examine()
+    cause = find_hang_cause(group.progress.ranks)
+    evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in group.progress.ranks]}
+    reason = f"{cause.headline}; {missed.reason}"
+    return replace(missed, reason=reason, suspect_hosts=cause.hosts, evidence=evidence)
+
+
+def _out_of_time(task: Task, rank: RankProgress, missed: RunResult) -> RunResult:
+    """The end of a run that has reached its time limit: ok if it has measured enough steps."""
+    reason = f"{missed.reason}; {len(rank.steps)} steps done" if rank.steps else missed.reason
+    enough = len(rank.measured_steps(task.measure)) >= task.measure.min_steps
+    if enough and len(rank.steps) >= task.measure.loss_step:
+        return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
+    return replace(missed, reason=reason)
+
+
+def _lost_race(task: Task, rank: RankProgress, race_s: float | None) -> RunResult | None:
+    """The end of a run that is clearly slower than the best of its cell; None while it may still win.
+
+    It is not ended before the step at which losses are compared.
+    """
+    if race_s is None or rank.done or len(rank.steps) < task.measure.loss_step:
+        return None
+    times = rank.measured_steps(task.measure)
+    if len(times) < RACE_STEPS or min(times) <= race_s:
+        return None
+    best = f"the best of its cell needs {race_s / (task.measure.race or 1.0):.4g} s"
+    reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; {best}"
+    return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
+
+
+def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | None:
+    """How a run ends that has missed a deadline at `now`, by the monotonic clock; None while there is time.
+
+    Until a program of the user has reported something, only its time limit applies.
+    """
+    measure, phase = task.measure, progress.ranks[0].phase
+    if now - progress.started > task.limit_s:
+        reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
+        return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
+    if progress.first_step is None or phase == PROFILE:  # writing a large trace may take as long as a start
+        allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
+    else:
+        allowed = max(measure.deadline_floor_s, SLOWEST_GAP_FACTOR * progress.slowest_gap_s)
+    silence = now - progress.moved
+    if silence > allowed and (progress.spoke or task.forked):
+        reason = f"no progress for {silence:.1f} s in phase {phase} (deadline {allowed:.1f} s)"
+        return RunResult(status=Status.HANG, reason=reason, cause="hang")
+    return None
 
 
 def _name(task: Task) -> dict[str, Any]:

@@ -17,13 +17,15 @@ from typing import Any
 from tests.configs import measure as measure_of
 from tests.unit import one_node
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
+from ultrabench.agent.lead import Leader
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
-from ultrabench.agent.ranks.watch import watch
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.processes import become_subreaper, descendants
 from ultrabench.run import Task
+from ultrabench.store.events import Event, PhaseReached
+from ultrabench.store.journal import JournalWriter
 
 HERE = Path(__file__).parent
 HEAD = ("how", "fault", "ranks", "signal", "expected")
@@ -45,6 +47,16 @@ class Recorder(Node):
         return found
 
 
+class Striker(Leader):
+    """A leader without a journal; it kills our youngest process, the last rank, when that begins to measure."""
+
+    signal: int | None = None
+
+    def _write(self, event: Event) -> None:
+        if self.signal and isinstance(event, PhaseReached) and event.name == "measure":
+            os.kill(max(descendants(os.getpid())), self.signal)
+
+
 def task_of(fault: str, ranks: int) -> Task:
     task = one_node.task(str(HERE / "faulty.py"), "cpu")
     layout = replace(task.spec.layout, dp=ranks)
@@ -64,15 +76,10 @@ def run(head: dict[str, Any], folder: Path) -> dict[str, Any]:
     node = Recorder(one_node.allocation(folder, task), NodeIdentity(node=0, host="local-0"))
     node.heard = []
     group = AgentGroup(node, node.facts(), {}, StopRequest())
+    leader = Striker(node, group, JournalWriter(folder, "agent"))
+    leader.signal = head["signal"]
     group.start(task, 0)
-    progress = group.progress
-
-    def strike(phase: str, at: float | None) -> None:
-        """Sends the signal of the case to our youngest process, the last rank, when it begins to measure."""
-        if head["signal"] and phase == "measure":
-            os.kill(max(descendants(os.getpid())), head["signal"])
-
-    end = watch(group, task, float("inf"), None, strike)
+    progress, end = group.progress, leader.watch(task)
     group.end_ranks()
     group.order("finish", keep_all=False)
     node.close()

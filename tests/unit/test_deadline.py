@@ -6,8 +6,8 @@ import pytest
 
 from tests.configs import measure as measure_of
 from tests.unit.one_node import task
+from ultrabench.agent.lead import overdue
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
-from ultrabench.agent.ranks.watch import overdue
 from ultrabench.result import Status
 
 CALM = {
