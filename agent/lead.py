@@ -90,9 +90,8 @@ class Leader:
         if foreign:
             hosts = tuple(sorted(foreign))
             self._group.avoid.extend(hosts)
-            reason = "other processes use the GPUs: " + "; ".join(
-                f"{host}: {foreign[host]}" for host in hosts
-            )
+            named = "; ".join(f"{host}: {foreign[host]}" for host in hosts)
+            reason = f"other processes use the GPUs: {named}"
             # The result of the first unclaimed task records it.
             if task := next(filter(self._claim, self._allocation.tasks), None):
                 result = RunResult(
@@ -147,15 +146,12 @@ class Leader:
         self._write(Claimed(**name, job=self._identity.job, spec=to_dict(task.spec), predicted=predicted))
         self._write(Started(**name, scratch=str(self._node.scratch)))
         self._group.start(task, self._allocation.tasks.index(task))
-        result = self._finish(task, self.watch(task, self._race_s(task)))
+        result = self._finish(task, self.watch(task))
         self._write_result(task, result)
         self._results.append((task.spec, result))
 
-    def watch(self, task: Task, race_s: float | None = None) -> RunResult | None:
-        """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves.
-
-        A run whose fastest step takes longer than `race_s` seconds cannot be the best, and is ended.
-        """
+    def watch(self, task: Task) -> RunResult | None:
+        """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves."""
         group, progress, phase, failed_at = self._group, self._group.progress, "", 0.0
         while progress.running:
             group.listen(POLL_S)
@@ -174,20 +170,29 @@ class Leader:
                 if now - failed_at > PEER_GRACE_S:
                     return None
             elif missed := overdue(task, progress, now):
-                hangs = missed.status == Status.HANG
-                return _hung(group, missed) if hangs else _out_of_time(task, rank0, missed)
-            elif lost := _lost_race(task, rank0, race_s):
+                return _hung(group, missed) if missed.status == Status.HANG else missed
+            elif lost := self._lost_race(task, rank0):
                 return lost
         return None
 
-    def _race_s(self, task: Task) -> float | None:
-        """The step time, in seconds, above which `task` is ended; None for controls and repeats."""
+    def _lost_race(self, task: Task, rank: RankProgress) -> RunResult | None:
+        """The end of a run that is clearly slower than the best of its cell; None while it may still win.
+
+        Controls and repeats may be slow. No run is ended before the step at which losses are compared.
+        """
+        measure, times = task.measure, rank.measured_steps(task.measure)
         known = [] if task.best_step_time_s is None else [task.best_step_time_s]
         for spec, result in self._results:
             if spec.shape == task.spec.shape and result.status == Status.OK and result.step_times_s:
                 known.append(median(result.step_times_s))
-        exempt = task.run_id == self._allocation.control or task.repeat > 0
-        return None if exempt or not known or task.measure.race is None else task.measure.race * min(known)
+        exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done
+        if measure.race is None or exempt or not known or len(rank.steps) < measure.loss_step:
+            return None
+        if len(times) < RACE_STEPS or min(times) <= measure.race * min(known):
+            return None
+        reason = f"the fastest of {len(times)} steps took {min(times):.4g} s"
+        reason += f"; the best of its cell needs {min(known):.4g} s"
+        return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
 
     def _may_fit(self, task: Task) -> bool:
         """False for a task that needs more memory than a run that surely had too little.
@@ -208,7 +213,7 @@ class Leader:
         group, progress = self._group, self._group.progress
         group.end_ranks()
         try:
-            result = classify(progress, task.measure, end, group.lost, task.gpu_names)
+            result = classify(progress, task, end, group.lost)
             canonical_json(to_dict(result))  # fails where the journal would
         except Exception as error:  # ranks may report anything, for which the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
@@ -237,38 +242,19 @@ def _hung(group: AgentGroup, missed: RunResult) -> RunResult:
     return replace(missed, reason=reason, suspect_hosts=cause.hosts, evidence=evidence)
 
 
-def _out_of_time(task: Task, rank: RankProgress, missed: RunResult) -> RunResult:
-    """The end of a run that has reached its time limit: ok if it has measured enough steps."""
-    reason = f"{missed.reason}; {len(rank.steps)} steps done" if rank.steps else missed.reason
-    enough = len(rank.measured_steps(task.measure)) >= task.measure.min_steps
-    if enough and len(rank.steps) >= task.measure.loss_step:
-        return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
-    return replace(missed, reason=reason)
-
-
-def _lost_race(task: Task, rank: RankProgress, race_s: float | None) -> RunResult | None:
-    """The end of a run that is clearly slower than the best of its cell; None while it may still win.
-
-    It is not ended before the step at which losses are compared.
-    """
-    if race_s is None or rank.done or len(rank.steps) < task.measure.loss_step:
-        return None
-    times = rank.measured_steps(task.measure)
-    if len(times) < RACE_STEPS or min(times) <= race_s:
-        return None
-    best = f"the best of its cell needs {race_s / (task.measure.race or 1.0):.4g} s"
-    reason = f"the fastest of {len(times)} steps took {min(times):.4g} s; {best}"
-    return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
-
-
 def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | None:
     """How a run ends that has missed a deadline at `now`, by the monotonic clock; None while there is time.
 
-    Until a program of the user has reported something, only its time limit applies.
+    Until a program of the user has reported something, only its time limit applies. A run that has measured
+    enough steps until its time limit is ok.
     """
-    measure, phase = task.measure, progress.ranks[0].phase
+    measure, rank, phase = task.measure, progress.ranks[0], progress.ranks[0].phase
     if now - progress.started > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
+        reason += f"; {len(rank.steps)} steps done" if rank.steps else ""
+        enough = len(rank.measured_steps(measure)) >= measure.min_steps
+        if enough and len(rank.steps) >= measure.loss_step:
+            return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
     if progress.first_step is None or phase == PROFILE:  # writing a large trace may take as long as a start
         allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)

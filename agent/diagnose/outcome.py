@@ -11,6 +11,7 @@ from ultrabench.agent.diagnose.signatures import last_line, last_words
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult, Status
+from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel, extremes
 
 MESSAGE_CHARS = 1000
@@ -18,11 +19,7 @@ MESSAGE_CHARS = 1000
 
 
 def classify(
-    progress: AttemptProgress,
-    measure: Measure,
-    end: RunResult | None,
-    lost: str | None = None,
-    gpu_names: tuple[str, ...] = (),
+    progress: AttemptProgress, task: Task, end: RunResult | None, lost: str | None = None
 ) -> RunResult:
     """The result of an attempt whose ranks are all gone.
 
@@ -33,13 +30,13 @@ def classify(
     Args:
         end: why ultrabench ended the ranks; None if they ended by themselves.
         lost: which node was lost; None if none was.
-        gpu_names: the names that the accelerators may report; empty: any name.
     """
+    measure = task.measure
     result = _explained(progress, measure, end, lost)
     environment, rank0 = progress.environment, progress.ranks[0]
     gpu, done = environment.get("gpu_name"), rank0.done
-    if result.status == Status.OK and gpu_names and gpu is not None and gpu not in gpu_names:
-        result = _invalid("wrong_gpu", f"it ran on {gpu!r}; this hardware has {' or '.join(gpu_names)}")
+    if result.status == Status.OK and task.gpu_names and gpu is not None and gpu not in task.gpu_names:
+        result = _invalid("wrong_gpu", f"it ran on {gpu!r}; this hardware has {' or '.join(task.gpu_names)}")
     times = rank0.measured_steps(measure)
     interval = ci95_rel(times)
     names = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,16 +52,15 @@ def visible_gpus() -> list[VisibleGpu]:
 
     The list is empty where the driver is absent, fails or does not answer.
     """
-    gpus, words, chosen = _listed(), os.environ.get("CUDA_VISIBLE_DEVICES"), list[VisibleGpu]()
+    gpus, words = _listed(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if words is None:
         return gpus
-    for word in (w.strip() for w in words.split(",")):
-        found = [g for g in gpus if word == g.number or (word[:4] == "GPU-" and g.uuid.startswith(word))]
-        # CUDA also accepts the beginnings of UUIDs, and ends the list at the first bad word.
-        if len(found) != 1:
-            break
-        chosen += found
-    return chosen
+    found = (
+        [g for g in gpus if word == g.number or (word[:4] == "GPU-" and g.uuid.startswith(word))]
+        for word in map(str.strip, words.split(","))
+    )
+    # CUDA also accepts the beginnings of UUIDs, and ends the list at the first bad word.
+    return [gpu for (gpu,) in takewhile(lambda matching: len(matching) == 1, found)]
 
 
 def foreign_processes(ours: Callable[[int], bool]) -> list[str]:
@@ -68,13 +68,12 @@ def foreign_processes(ours: Callable[[int], bool]) -> list[str]:
 
     An example is `process 1234 (python, user alice) on GPU 2 with 1024 MiB`.
     """
-    found = []
-    for gpu in visible_gpus():
-        for pid, program, used in gpu.processes:
-            if not ours(pid):
-                memory = "" if used is None else f" with {used >> 20} MiB"
-                found.append(f"process {pid} ({program}, {_user(pid)}) on GPU {gpu.number}{memory}")
-    return found
+    foreign = ((gpu, *process) for gpu in visible_gpus() for process in gpu.processes if not ours(process[0]))
+    return [
+        f"process {pid} ({program}, {_user(pid)}) on GPU {gpu.number}"
+        + ("" if used is None else f" with {used >> 20} MiB")
+        for gpu, pid, program, used in foreign
+    ]
 
 
 def _user(pid: int) -> str:

@@ -84,14 +84,6 @@ class RankProgress:
         """The key of `gaps_s` under which the time without progress is counted now."""
         return "optimizer" if self.part == "optimizer" else "steady"
 
-    def slowest_s(self, kind: str) -> float:
-        """Longest time without progress of this kind, in seconds.
-
-        The first step counts only until the second step is complete.
-        """
-        first = self.first_gaps_s.get(kind, 0.0) if len(self.steps) < 2 else 0.0
-        return max(first, self.gaps_s.get(kind, 0.0))
-
     def measured_steps(self, measure: Measure) -> list[float]:
         """Seconds of the measured steps; where a program does not mark them, all after warm-up."""
         marked = [s for s in self.steps if "measured" in s]
@@ -195,10 +187,13 @@ class AttemptProgress:
         """Longest time without progress of any single rank, in seconds, of the kinds that count now.
 
         The time in which all ranks together make no progress would be far too short to compare with.
-        While a rank is in the optimizer both kinds count, since its GPU may still finish micro-batches.
+        While a rank is in the optimizer both kinds count, since its GPU may still finish micro-batches. The
+        first step of a rank counts only until its second step is complete.
         """
         kinds = {"steady", *(rank.kind for rank in self.running)}
-        return max(rank.slowest_s(kind) for rank in self.ranks for kind in kinds)
+        gaps = [rank.gaps_s for rank in self.ranks]
+        gaps += [rank.first_gaps_s for rank in self.ranks if len(rank.steps) < 2]
+        return max(gap_s.get(kind, 0.0) for gap_s in gaps for kind in kinds)
 
     @property
     def running(self) -> list[RankProgress]:

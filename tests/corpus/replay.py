@@ -2,17 +2,19 @@
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests.configs import measure as measure_of
+from tests.unit.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.result import RunResult, Status
 
 HERE = Path(__file__).parent
 MEASURE = measure_of(warmup_steps=2, loss_step=3)
+TASK = replace(task("x.py", "cpu"), measure=MEASURE)
 STACK = 'Traceback (most recent call last):\n  File "/src/train.py", line 88, in <module>\n    main()\n'
 RankHistory = tuple[list[dict[str, Any]], bool]
 """The events of one rank, and whether the agent killed it."""
@@ -32,7 +34,7 @@ class Case:
         for number in self.order or range(len(self.ranks)):
             events, progress.ranks[number].killed_by_us = self.ranks[number]
             progress.add([{**item, "rank": number} for item in events])
-        return classify(progress, MEASURE, self.end)
+        return classify(progress, TASK, self.end)
 
 
 def made() -> list[Case]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.configs import measure
+from tests.unit.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.lead import failure_of
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
@@ -15,6 +16,7 @@ from ultrabench.result import RunResult, Status
 
 HOSTS = ("gpu01", "gpu02", "gpu03", "gpu04")
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5, target_ci95_rel=0.05)
+TASK = replace(task("x.py", "cpu"), measure=MEASURE)
 STEPS = [
     {"event": "step", "seconds": 0.1 + 0.001 * n, "loss": 5.0 - n / 10, "measured": n >= 2} for n in range(8)
 ]
@@ -58,7 +60,7 @@ def progress_of(ranks, hosts=HOSTS):
 
 
 def judged(*ranks, end=None, lost=None):
-    return classify(progress_of(ranks), MEASURE, end, lost=lost)
+    return classify(progress_of(ranks), TASK, end, lost=lost)
 
 
 PEER = failing("comm", "RuntimeError: Connection closed by peer")
@@ -180,7 +182,7 @@ def test_the_facts_of_an_ok_run():
     ])  # fmt: skip
     progress.environment = {"gpu_name": "cpu", "torch_version": "2.13.0", "omp_num_threads": 1}
     progress.first_step = progress.started + 1.5
-    result = classify(progress, MEASURE, None)
+    result = classify(progress, TASK, None)
     expected = {
         "status": Status.OK, "stopped": "interval", "ci_reached": True, "measured_by": "report",
         "hardware_flops_per_step": 4e9, "peak_mem_allocated_bytes": 20, "peak_mem_reserved_bytes": 30,
@@ -189,7 +191,7 @@ def test_the_facts_of_an_ok_run():
         "step_times_s": pytest.approx([0.102, 0.103, 0.104, 0.105, 0.106, 0.107]),
     }  # fmt: skip
     assert {name: getattr(result, name) for name in expected} == expected
-    assert classify(progress, MEASURE, None, gpu_names=("H100",)).cause == "wrong_gpu"
+    assert classify(progress, replace(TASK, gpu_names=("H100",)), None).cause == "wrong_gpu"
 
 
 def test_what_is_not_known_is_none_and_steps_that_are_not_marked_count_after_the_warm_up():

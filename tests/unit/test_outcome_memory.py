@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.configs import measure
+from tests.unit.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.node import oom_kills
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
@@ -23,7 +23,7 @@ def judged(message, memory=None, error=None):
     progress = AttemptProgress(2, ("gpu01", "gpu02"))
     said = {"event": "error", "kind": "oom", "message": message, **(error or {})}
     progress.ranks[1] = RankProgress(number=1, host="gpu02", code=1, error=said, memory=memory or {})
-    found = classify(progress, measure(), None)
+    found = classify(progress, task("x.py", "cpu"), None)
     return found.status, found.cause, found.confirmed, found.suspect_hosts
 
 

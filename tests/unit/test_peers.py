@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.configs import measure
 from tests.unit.one_node import allocation, task
 from ultrabench.agent.__main__ import follow
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
@@ -88,5 +87,5 @@ def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair)
     group.listen(0.1)
     assert (group.lost, group.avoid) == (None, [])
     stopped = RunResult(status=Status.CANCELLED, reason=group.interrupted)
-    ended = classify(group.progress, measure(), stopped, group.lost)
+    ended = classify(group.progress, task("x.py", "cpu"), stopped, group.lost)
     assert (ended.status, ended.suspect_hosts) == (Status.CANCELLED, ())

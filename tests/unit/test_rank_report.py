@@ -5,10 +5,12 @@ import math
 import os
 import struct
 import time
+from dataclasses import replace
 
 import pytest
 
 from tests.configs import measure
+from tests.unit.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.rank_progress import MAX_STEPS, AttemptProgress
 from ultrabench.kernel_config import KernelConfig
@@ -19,6 +21,7 @@ from ultrabench.run import env_id
 from ultrabench.step_time import ci95_rel
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5)
+TASK = replace(task("x.py", "cpu"), measure=MEASURE)
 KERNEL = KernelConfig(name="code", kind="command", command=("python", "x.py"))
 
 
@@ -31,7 +34,7 @@ def judged(*texts, ranks=4, rank=3):
     progress.add([{"rank": r, "line": step} for r in range(ranks) for step in steps])
     progress.add([{"rank": rank, "line": line} for line in map(parse_line, texts) if line])
     progress.add([{"rank": r, "code": 0, "tail": ""} for r in range(ranks)])
-    result = classify(progress, MEASURE, None)
+    result = classify(progress, TASK, None)
     canonical_json(to_dict(result))
     env_id(progress.environment, KERNEL, "")
     return result
@@ -79,7 +82,7 @@ def test_an_error_may_say_anything(value):
     line = parse_line(json.dumps({"event": "error", "kind": value, "message": value, "traceback": value}))
     progress = AttemptProgress(1, ("n0",))
     progress.add([{"rank": 0, "line": line}, {"rank": 0, "code": 1, "tail": ""}])
-    result = classify(progress, MEASURE, None)
+    result = classify(progress, TASK, None)
     assert result.status in (Status.CRASH, Status.INVALID)
     canonical_json(to_dict(result))
 
@@ -100,7 +103,7 @@ def test_news_that_cannot_be_taken_in_cost_the_run_only():
     progress = AttemptProgress(2, ("n0", "n1"))
     progress.add([{"rank": 1, "line": None}, {"rank": 0, "code": 0}, {"rank": 1, "code": 0}])
     assert progress.failed
-    result = classify(progress, MEASURE, None)
+    result = classify(progress, TASK, None)
     assert (result.status, result.suspect_hosts) == (Status.INVALID, ())
 
 
@@ -110,7 +113,7 @@ def test_sixty_thousand_steps_are_judged_at_once_and_stay_a_line_of_bounded_leng
     progress = AttemptProgress(2, ("n0", "n1"))
     progress.add([{"rank": r, "line": parse_line(text)} for r in (0, 1) for text in steps])
     progress.add([{"rank": r, "code": 0} for r in (0, 1)])
-    result = classify(progress, MEASURE, None)
+    result = classify(progress, TASK, None)
     assert (result.status, len(result.step_times_s)) == (Status.OK, MAX_STEPS - MEASURE.warmup_steps)
     assert len(canonical_json(to_dict(result))) < 200_000
     assert time.process_time() - began < 20
