@@ -1,9 +1,6 @@
 """All uses of torch that are private or differ between the supported versions."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,23 +122,6 @@ def _count(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _flight_record() -> list[dict[str, Any]]:
     """The entries of both flight recorders (one is for NCCL, one for all others), in order."""
-    entries = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(_distributed_c10d, name, None)
-        if dump is not None:
-            entries += json.loads(dump(True, False)).get("entries", [])
-    return entries
-
-
-@contextmanager
-def memory_history(device: torch.device, path: Path) -> Iterator[None]:
-    """Writes the GPU allocations inside the `with` block, with their stacks, to `path`; nothing on CPUs."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
-    try:
-        yield
-        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    dumps = [getattr(_distributed_c10d, name) for name in names if hasattr(_distributed_c10d, name)]
+    return [entry for dump in dumps for entry in json.loads(dump(True, False)).get("entries", [])]

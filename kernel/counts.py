@@ -5,7 +5,7 @@ DTensor, in forward and backward.
 """
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -57,17 +57,16 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     """Counts every collective issued inside the `with` block.
 
-    `calls` and `payload_bytes` map (axis, operation) to numbers. The payload is the larger tensor: the output
-    of an all-gather, the input of a reduce-scatter. If an axis spans the whole world, they share one group,
-    so collectives over the world count for that axis.
+    `found` maps axis and operation, such as `tp all_gather`, to the number of calls and the payload in bytes.
+    The payload is the larger tensor: the output of an all-gather, the input of a reduce-scatter. If an axis
+    spans the whole world, they share one group, so collectives over the world count for that axis.
     """
 
     def __init__(self, mesh: DeviceMesh, named: Mapping[str, dist.ProcessGroup] = {}) -> None:
         super().__init__()
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.payload_bytes: Counter[tuple[str, str]] = Counter()
+        self.found = defaultdict[str, list[int]](lambda: [0, 0])
         axes = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
-        self._axis = {str(g.group_name): axis for axis, g in {**axes, **named}.items()}
+        self._axis: dict[str | None, str] = {str(g.group_name): axis for axis, g in {**axes, **named}.items()}
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts `func` if it is a collective."""
@@ -77,14 +76,13 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
         if name not in _OPS:
             return
         leaves = tree_leaves((args, kwargs))
-        groups = [g for g in map(group_name, leaves) if g is not None]
-        axis = next((self._axis[g] for g in groups if g in self._axis), "world")
-        sizes = [t.nbytes for t in leaves if isinstance(t, torch.Tensor)]
-        size = max(sizes, default=0)
+        axis = next((self._axis[g] for g in map(group_name, leaves) if g in self._axis), "world")
+        size = max((t.nbytes for t in leaves if isinstance(t, Tensor)), default=0)
         if name == "all_gather_into_tensor":
             size *= next(n for n in leaves if isinstance(n, int))
-        self.calls[axis, _OPS[name]] += 1
-        self.payload_bytes[axis, _OPS[name]] += size
+        counted = self.found[f"{axis} {_OPS[name]}"]
+        counted[0] += 1
+        counted[1] += size
 
 
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}

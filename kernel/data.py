@@ -33,6 +33,4 @@ def load(
     """The inputs and targets of the samples, len(indices) x S each; a target is the next token."""
     seed, seq_len = workload.seed, workload.seq_len
     tokens = torch.stack([sample(seed, step, i, seq_len, vocab_size) for i in indices]).to(device)
-    # contiguous() would keep the stride of a single row, which the pipeline of torch 2.11 rejects.
-    dense = torch.contiguous_format
-    return tokens[:, :-1].clone(memory_format=dense), tokens[:, 1:].clone(memory_format=dense)
+    return tokens[:, :-1], tokens[:, 1:]

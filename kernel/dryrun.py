@@ -65,10 +65,7 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
         "pp_rank": trainer.at.pp, "rank": dist.get_rank(), "static_bytes": live.now, "peak_bytes": live.peak,
         **{f"{kind}_bytes": parts[kind] for kind in ("parameter", "gradient", "optimizer", "activation")},
         "hardware_flops": executed.flops,
-        "collectives": {
-            f"{axis} {op}": (calls, counts.payload_bytes[axis, op])
-            for (axis, op), calls in sorted(counts.calls.items())
-        },
+        "collectives": dict(sorted(counts.found.items())),
     }  # fmt: skip
 
 
@@ -102,8 +99,8 @@ def _extend(before: Any, after: Any, ratio: tuple[int, int]) -> Any:
     """`after` plus the difference of `after` and `before` times the quotient `ratio`, for every number."""
     if isinstance(after, dict):
         return {key: _extend(before[key], value, ratio) for key, value in after.items()}
-    if isinstance(after, tuple):
-        return tuple(_extend(x, y, ratio) for x, y in zip(before, after, strict=True))
+    if isinstance(after, list):
+        return [_extend(x, y, ratio) for x, y in zip(before, after, strict=True)]
     return after + (after - before) * ratio[0] // ratio[1]
 
 

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ultrabench.layout import Layout
 
@@ -36,25 +36,30 @@ def cp_group(layout: Layout, device_type: str) -> ProcessGroup | None:
     return init_device_mesh(device_type, sizes, mesh_dim_names=names).get_group("cp")
 
 
+def placements(param: Tensor) -> dict[str, tuple[Placement, int]]:
+    """Axis of the mesh -> how `param` is placed on it, and its number of ranks; empty for a plain tensor."""
+    if not isinstance(param, DTensor):
+        return {}
+    mesh = param.device_mesh
+    rows = zip(mesh.mesh_dim_names or (), param.placements, mesh.shape, strict=True)
+    return {axis: (placement, ranks) for axis, placement, ranks in rows}
+
+
 def part_of(param: Tensor) -> Part:
     """The cuts that turn the full tensor into this rank's part of `param`.
 
     Tensor parallelism cuts first. Then fully_shard cuts the rest into chunks of equal size, except for the
     last ones, which may be shorter or empty.
     """
-    if not isinstance(param, DTensor):
-        return ()
-    cuts, sizes, mesh = [], list(param.shape), param.device_mesh
-    axes = mesh.mesh_dim_names or ()
+    cuts, sizes, placed = [], list(param.shape), placements(param)
     for axis in ("tp", "dp_shard"):
-        if axis not in axes:
-            continue
-        placement = param.placements[axes.index(axis)]
+        placement, ranks = placed.get(axis, (Replicate(), 1))
         if placement.is_replicate():
             continue
+        assert isinstance(param, DTensor)
         dim = placement.dim if isinstance(placement, Shard) else 0
-        chunk = -(-sizes[dim] // mesh.size(axes.index(axis)))
-        start = min(chunk * mesh.get_local_rank(axis), sizes[dim])
+        chunk = -(-sizes[dim] // ranks)
+        start = min(chunk * param.device_mesh.get_local_rank(axis), sizes[dim])
         sizes[dim] = min(chunk, sizes[dim] - start)
         cuts.append((dim, start, sizes[dim]))
     return tuple(cuts)
@@ -74,7 +79,4 @@ def local(tensor: Tensor) -> Tensor:
 
 def num_shards(param: Tensor) -> int:
     """The number of different parts into which the ranks of a stage cut `param`."""
-    if not isinstance(param, DTensor):
-        return 1
-    axes = enumerate(param.placements)
-    return math.prod(param.device_mesh.size(i) for i, placement in axes if not placement.is_replicate())
+    return math.prod(ranks for placement, ranks in placements(param).values() if not placement.is_replicate())

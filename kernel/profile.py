@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ultrabench.kernel.compat import memory_history
 from ultrabench.kernel.memory import peak_bytes, reset_peak
 from ultrabench.kernel.step import TrainStep
 from ultrabench.kernel.timeline import most_allocated, summarize
@@ -41,10 +40,14 @@ def look_inside(trainer: TrainStep, number: int, folder: Path) -> None:
         to = folder / f"rank{rank}"
         to.mkdir(parents=True)
         _trace(train, device, to / TRACE)
-        with memory_history(device, to / SNAPSHOT):
-            reset_peak(device)
-            train()
-            peak, _ = peak_bytes(device)
+        reset_peak(device)
+        if device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
+        train()
+        if device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(to / SNAPSHOT))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+        peak, _ = peak_bytes(device)
         with gzip.open(to / TRACE) as file:
             trace = json.load(file)
         told = {"rank": rank, "device": device.type, **summarize(trace)}

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ultrabench.kernel.failure import ReplicasDifferError
-from ultrabench.kernel.mesh import local
+from ultrabench.kernel.mesh import local, placements
 from ultrabench.kernel.step import TrainStep
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,7 +24,8 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     """
     found = set[str]()
     for axis in ("dp_replicate", "tp"):
-        names = [n for n, p in trainer.params.items() if _replicated(p, axis)]
+        placed = ((name, placements(param).get(axis)) for name, param in trainer.params.items())
+        names = [name for name, on_axis in placed if on_axis and on_axis[0].is_replicate()]
         found |= _differing(trainer, names, trainer.mesh.get_group(axis))
     if trainer.tied_group is not None:
         held = [n for n in ("embedding.weight", "head.weight") if n in trainer.params]
@@ -36,12 +35,6 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     if anywhere.item():
         named = f"here {sorted(found)[0]} and {len(found) - 1} more" if found else "on other ranks"
         raise ReplicasDifferError(f"copies of the same parameters differ: {named}")
-
-
-def _replicated(param: Tensor, axis: str) -> bool:
-    if not isinstance(param, DTensor) or axis not in (names := param.device_mesh.mesh_dim_names or ()):
-        return False
-    return param.placements[names.index(axis)].is_replicate()
 
 
 def _differing(trainer: TrainStep, names: Sequence[str], group: dist.ProcessGroup) -> set[str]:

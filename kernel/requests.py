@@ -120,14 +120,10 @@ def dry_run(spec: RunSpec) -> Iterator[RankCost]:
 
 def _answers(module: str, request: CheckSpec | RunSpec) -> Iterator[dict[str, Any]]:
     """Starts `module` as a process that reads `request`; yields each line that it writes, or its `error`."""
-    with subprocess.Popen(
-        (sys.executable, "-P", "-m", module),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **SINGLE_THREADED},
-        process_group=0,  # only this process gets Ctrl-C; children end with the server
-    ) as server:
+    command, pipe = (sys.executable, "-P", "-m", module), subprocess.PIPE
+    env = {**os.environ, **SINGLE_THREADED}
+    # In a process group of its own, it gets no Ctrl-C; its children end with it.
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, process_group=0) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         json.dump(to_dict(request), server.stdin)
