@@ -16,9 +16,8 @@ For each layer and micro-batch a rank sends 2*B*K*S/cp*D elements cp-1 times in 
 the same again, and also the gradients of these elements cp times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,25 +84,28 @@ def _meet(rank: int, other: int, seq: int) -> tuple[slice, slice, bool]:
     return (whole, slice(half), False) if other < rank else (slice(half, None), whole, False)
 
 
+def _turns(pair: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[Tensor, slice, slice, bool]]:
+    """Sends keys and values round the ring; yields those of each rank with what `_meet` says of them."""
+    for turn in range(group.size()):
+        passing = Passing(pair, torch.empty_like(pair), group) if turn < group.size() - 1 else None
+        yield pair, *_meet(group.rank(), (group.rank() - turn) % group.size(), pair.shape[3])
+        if passing is not None:
+            pair = passing.wait()
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
-        cp, rank, seq = group.size(), group.rank(), q.shape[2]
-        pair = torch.stack((k, v))
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         total = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        for turn in range(cp):
-            passing = Passing(pair, torch.empty_like(pair), group) if turn < cp - 1 else None
-            own, theirs, causal = _meet(rank, (rank - turn) % cp, seq)
+        for pair, own, theirs, causal in _turns(torch.stack((k, v)), group):
             part, log_sum = flash_forward(q[:, :, own], *pair[:, :, :, theirs], causal=causal)
             before = total[:, :, own]
             now = torch.logaddexp(before, log_sum.to(wide))
             out[:, :, own] *= (before - now).exp()[..., None]
             out[:, :, own] += part * (log_sum - now).exp()[..., None]
             total[:, :, own] = now
-            if passing is not None:
-                pair = passing.wait()
         ctx.group = group
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total)
@@ -112,26 +114,19 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         q, k, v, out, total = ctx.saved_tensors
-        group: Any = ctx.group
-        cp, rank, seq = group.size(), group.rank(), q.shape[2]
-        pair = torch.stack((k, v))
         wide = torch.promote_types(q.dtype, torch.float32)
         grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
         # The gradients of keys and values travel with them, and the last turn brings them to their rank.
-        grad_pair = torch.zeros(pair.shape, dtype=wide, device=q.device)
+        grad_pair = torch.zeros((2, *k.shape), dtype=wide, device=q.device)
         homing: Passing | None = None
-        for turn in range(cp):
-            passing = Passing(pair, torch.empty_like(pair), group) if turn < cp - 1 else None
-            own, theirs, causal = _meet(rank, (rank - turn) % cp, seq)
+        for pair, own, theirs, causal in _turns(torch.stack((k, v)), ctx.group):
             mine = (t[:, :, own] for t in (grad, q, out, total))
             dq, dk, dv = flash_backward(*mine, *pair[:, :, :, theirs], causal=causal)
             arrived = grad_pair if homing is None else homing.wait()
             arrived[0, :, :, theirs] += dk
             arrived[1, :, :, theirs] += dv
             grad_q[:, :, own] += dq
-            homing = Passing(arrived, torch.empty_like(arrived), group)
-            if passing is not None:
-                pair = passing.wait()
+            homing = Passing(arrived, torch.empty_like(arrived), ctx.group)
         assert homing is not None
         grad_k, grad_v = homing.wait().to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None

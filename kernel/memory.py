@@ -56,11 +56,12 @@ def reset_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_bytes(device: torch.device) -> tuple[int | None, int]:
-    """The largest allocated and the largest reserved bytes of this rank since `reset_peak`.
+def peak(device: torch.device) -> dict[str, int | None]:
+    """The largest allocated_bytes and the largest reserved_bytes of this rank since `reset_peak`.
 
     On CPUs the resident set counts as reserved bytes, and the allocated bytes are unknown.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return None, _status_bytes("VmHWM")
+    if device.type != "cuda":
+        return {"allocated_bytes": None, "reserved_bytes": _status_bytes("VmHWM")}
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"allocated_bytes": allocated, "reserved_bytes": reserved}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ultrabench.kernel.memory import peak_bytes, reset_peak
+from ultrabench.kernel.memory import peak, reset_peak
 from ultrabench.kernel.step import TrainStep
 from ultrabench.kernel.timeline import most_allocated, summarize
 
@@ -47,11 +47,11 @@ def look_inside(trainer: TrainStep, number: int, folder: Path) -> None:
         if device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(to / SNAPSHOT))  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
-        peak, _ = peak_bytes(device)
+        peak_bytes = peak(device)["allocated_bytes"]
         with gzip.open(to / TRACE) as file:
             trace = json.load(file)
         told = {"rank": rank, "device": device.type, **summarize(trace)}
-        told["memory_bytes"] = _by_kind(trainer, peak, trace)
+        told["memory_bytes"] = _by_kind(trainer, peak_bytes, trace)
         (to / SUMMARY).write_text(json.dumps(told, indent=1))
     else:
         for _ in range(STEPS + 2):

@@ -5,6 +5,7 @@ ULTRABENCH_REPORT and, if an agent passes on the port of the store, ULTRABENCH_S
 to the report.
 """
 
+import datetime
 import faulthandler
 import gc
 import json
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ultrabench.device_rates import SHORT, long_form
-from ultrabench.kernel import environment, failure, memory, process_group, stack_dump
+from ultrabench.kernel import environment, failure, memory, stack_dump
 from ultrabench.kernel.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.probe import probe
@@ -33,6 +34,9 @@ from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel
 
 DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(PARTS))
+PATIENCE = datetime.timedelta(hours=12)
+"""Time-out of the process group; it is longer than any run, since the deadlines of the agent detect hangs."""
+STORE_POLL_S = 0.005
 
 
 class Timing:
@@ -86,10 +90,6 @@ class Timing:
         dist.all_reduce(total)
         return float(total)
 
-    def _report_peaks(self) -> None:
-        allocated, reserved = memory.peak_bytes(self.device)
-        self.report.write("memory", allocated_bytes=allocated, reserved_bytes=reserved)
-
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
         self.report.phase("first_step")
@@ -103,14 +103,16 @@ class Timing:
         gc.collect()
         gc.freeze()
         gc.disable()
-        self._report_peaks()  # so that a run that is stopped early has them too
+        self.report.write(
+            "memory", **memory.peak(self.device)
+        )  # so that a run that is stopped early has them too
         self.report.phase("measure")
         reached = False
         while not reached and len(self.step_times_s) < self.measure.max_steps:
             self.step()
             reached = len(self.step_times_s) >= self.measure.min_steps and self.ci_reached()
         gc.enable()
-        self._report_peaks()
+        self.report.write("memory", **memory.peak(self.device))
         require_equal_replicas(self.trainer)
         if self.task.profile:
             self.report.phase(PROFILE)
@@ -133,7 +135,7 @@ def run(task: Task, report: Report) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     report.write("memory", **memory.account())
-    process_group.join(report, device)
+    _join(report, device)
     if dist.get_rank() == 0:
         report.write("environment", **environment.facts())
     if task.probe or task.spec.kernel.kind == "probe":
@@ -142,6 +144,23 @@ def run(task: Task, report: Report) -> None:
         _train(task, device, report)
     report.phase("teardown")
     dist.destroy_process_group()
+
+
+def _join(report: Report, device: torch.device) -> None:
+    """Makes the default process group: NCCL for GPUs, gloo for CPUs."""
+    backend, pin = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    path, store = os.environ.get("ULTRABENCH_STORE"), None
+    if path is not None:
+        while rank and not Path(path).exists():
+            time.sleep(STORE_POLL_S)
+        # The store of rank 0 takes a free port, which the agent tells the other ranks.
+        port = int(Path(path).read_text()) if rank else 0
+        host, is_master = os.environ["MASTER_ADDR"], rank == 0
+        store = dist.TCPStore(host, port, size, is_master, PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
+        if is_master:
+            report.write("store", port=store.port)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE, device_id=pin)
 
 
 def _probe(task: Task, device: torch.device, report: Report) -> None:
