@@ -220,13 +220,15 @@ def require_program(config: SweepConfig) -> None:
     A path must also exist here if nodes of a cluster run the program, since they share the folder of the
     launch. A bare name is searched only if the program runs here, since launcher.setup may provide it there.
     """
-    program = config.kernel.command[0] if config.kernel.kind == "command" else "python"
-    script = [w for w in config.kernel.command[1:2] if Path(w).suffix in (".py", ".sh")]
-    missing = [
-        w for w in ([program] if "/" in program else []) + script if "{" not in w and not Path(w).is_file()
-    ]
-    if config.launcher.name == "local" and not {"/", "{"} & {*program} and program != "python":
-        missing += [] if shutil.which(program) else [program]
+    if config.kernel.kind != "command":
+        return
+    program, *script = config.kernel.command[:2]
+    files = [program] if "/" in program else []
+    files += [w for w in script if Path(w).suffix in (".py", ".sh")]
+    missing = [w for w in files if "{" not in w and not Path(w).is_file()]
+    here = config.launcher.name == "local" and program != "python" and not {"/", "{"} & {*program}
+    if here and shutil.which(program) is None:
+        missing.append(program)
     if missing:
         raise ConfigError(
             f"kernel.command names {missing[0]}, which is not here ({Path.cwd()}); mend its path, or begin with env "
@@ -250,16 +252,27 @@ def probe_machine(peak: bool) -> dict[str, Any]:
     Raises:
         ClusterError: the probe failed.
     """
-    command = [sys.executable, "-P", "-m", "ultrabench.kernel.environment", *(["--peak"] if peak else [])]
+    words = ["ultrabench.kernel.environment", *(["--peak"] if peak else [])]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ClusterError(f"the kernel does not start here: {last}") from error
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        found: dict[str, Any] = json.loads(run_module(*words, timeout_s=PROBE_TIMEOUT_S))
+    except (ClusterError, ValueError) as error:
         raise ClusterError(f"the kernel does not start here: {error}") from error
     return found
+
+
+def run_module(*words: str, timeout_s: float) -> str:
+    """The output of one of our modules, run with its arguments in a process of its own.
+
+    Raises:
+        ClusterError: it cannot be started, takes too long, or fails; the message is the last line of stderr.
+    """
+    command = [sys.executable, "-P", "-m", *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        raise ClusterError((error.stderr.strip().splitlines() or ["no message"])[-1]) from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ClusterError(str(error)) from error
 
 
 def _reuse(

@@ -1,5 +1,6 @@
 """Runs an open sweep to its end: observes, asks `decide` what to do, does it, and observes again."""
 
+import functools
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -47,8 +48,8 @@ class Reconciler:
         """Whether the launch ended because the next job costs more than what is left of the budget."""
         self.submitted = 0
         """Number of allocations submitted by this launch."""
+        self._say_once = functools.cache(say)
         self._settler = Settler(sweep, launcher, self._say_once)
-        self._said: set[str] = set()
         self._cancelled_at = -CANCEL_S
         self._touched = 0.0
         """When this launch last showed other launches that it is alive."""
@@ -193,12 +194,6 @@ class Reconciler:
             f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({dead_end.latest.ended}"
             f"{f'; its log ends: {said[:200]}' if said else ''}); see {log}, then launch again"
         )
-
-    def _say_once(self, note: str) -> None:
-        """Shows a message to the user unless it was shown before."""
-        if note not in self._said:
-            self._said.add(note)
-            self.say(note)
 
     def _wait_for_disk(self, error: OSError | SweepFolderError) -> None:
         """Pauses while the results folder is unusable; raises if that cannot pass or lasts too long."""

@@ -144,7 +144,7 @@ class Settler:
             asked: allocations that the launcher was asked about.
             started: allocations whose agents had started before the launcher was asked.
         """
-        unclear = set()
+        unclear = set[str]()
         for name, held in sorted(state.allocations.items()):
             if name in seen.alive or (name, held.start) in self.settled:
                 continue
@@ -266,15 +266,12 @@ class Settler:
         return self._sweep.owner_of(str(key)) == name
 
     def _lose(self, keys: Collection[AttemptKey], state: SweepState, name: str, end: JobEnd) -> None:
+        source = "slurm" if self._launcher.by["cluster"] else "launcher"
+        result = RunResult(status=end.status, reason=end.reason, cause=end.cause)
         for key in keys:
-            attempt = state.attempts.get(key)
+            attempt, spec = state.attempts.get(key), self._specs.get(key.run_id, {})
             if attempt is None or attempt.result is None:
-                failed = Failed(
-                    **key._asdict(), allocation=name,
-                    source="slurm" if self._launcher.by["cluster"] else "launcher",
-                    spec=self._specs.get(key.run_id, {}),
-                    result=RunResult(status=end.status, reason=end.reason, cause=end.cause),
-                )  # fmt: skip
+                failed = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
                 self._sweep.journal.write(failed)
 
     def _tell_end(

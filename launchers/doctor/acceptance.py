@@ -4,6 +4,7 @@ doctor.json records it; a large sweep on a cluster without one gets a warning.
 """
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from ultrabench.errors import ClusterError, ConfigError, UltrabenchError, counte
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor import acceptance_checks
 from ultrabench.launchers.doctor.acceptance_checks import Outcome
-from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, when_new
+from ultrabench.launchers.doctor.check import Check, CheckStatus, failed
 from ultrabench.launchers.launcher import Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
 from ultrabench.launchers.reconcile import Reconciler
@@ -79,7 +80,11 @@ class _Acceptance:
         self._published = acceptance_checks.published(config)  # an error in this file must cost no GPU time
         self._left_gpu_hours = GPU_HOURS
         self._environment: dict[str, Any] | None = None
-        self._layouts: Outcome | None = None
+
+    @functools.cached_property
+    def layouts(self) -> Outcome:
+        """The runs of different layouts; the first access makes them."""
+        return self._run(self._variant("layouts", {}), _differing)
 
     def write(self, checks: Sequence[Check]) -> Path:
         """Writes doctor.json; returns its path."""
@@ -90,8 +95,7 @@ class _Acceptance:
         mbs, batch = max(self._config.axes.layout["mbs"]), self._config.workload.gbs
         alone = _replicas(1) | {"mbs": [mbs], "gas": [batch // mbs]}
         one = self._run(self._variant("one", alone, hardware={"gpus_per_node": 1}), _all)
-        self._layouts = self._run(self._variant("layouts", {}), _differing)
-        return acceptance_checks.check_losses(one, self._layouts)
+        return acceptance_checks.check_losses(one, self.layouts)
 
     def out_of_memory(self) -> Check:
         """Checks that a run whose micro-batches do not fit is recognised as out of memory, and confirmed."""
@@ -105,7 +109,7 @@ class _Acceptance:
     def speed(self) -> Check:
         """Checks that the speed is close to the published speed on this hardware, if there is one."""
         if (known := self._published) is None:
-            return acceptance_checks.check_speed(None, self._layouts)
+            return acceptance_checks.check_speed(None, self.layouts)
         config = self._variant("published", known.axes, models=[known.model])
         return acceptance_checks.check_speed(known, self._run(config, known.choose))
 
@@ -133,11 +137,11 @@ class _Acceptance:
         self._environment = sweep.environment
         sweep.plan = replace(sweep.plan, candidates=tuple(choose(sweep.plan)))
         write_plan(sweep.plan.candidates, folder.plan)
-        runs, tell = {run.run_id for run in sweep.plan.runs}, when_new(self._say)
+        runs, say_once = {run.run_id for run in sweep.plan.runs}, functools.cache(self._say)
 
         def show(state: SweepState, alive: frozenset[str]) -> None:
             ended = len({k.run_id for k, a in state.attempts.items() if a.result} & runs)
-            tell(f"{config.name}: {ended} of {counted(len(runs), 'run')}")
+            say_once(f"{config.name}: {ended} of {counted(len(runs), 'run')}")
 
         reconciler = Reconciler(sweep, launcher, show, self._left_gpu_hours, self._say)
         try:
@@ -152,10 +156,9 @@ class _Acceptance:
 
     def _end(self, sweep: OpenSweep, launcher: Launcher) -> None:
         """Ends all jobs of a sweep; a job that is being submitted at this moment will run nothing."""
-        state = sweep.state()
         try:
-            for name in open_allocations(state):
-                if not state.allocations[name].agents:
+            for name, held in open_allocations(sweep.state()).items():
+                if not held.agents:
                     sweep.give_up(name)
             interrupt(sweep, launcher)
         except (UltrabenchError, OSError) as error:

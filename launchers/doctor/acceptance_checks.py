@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from ultrabench.errors import ConfigError, counted
@@ -48,10 +47,9 @@ class Outcome:
     def why(self, run: Candidate) -> str:
         """A line that says how the run ended."""
         result = self.result(run)
-        label = f"{run.layout.label()} on {counted(run.nodes, 'node')}"
         if result is None:
-            return f"{label} has not run{f': {self.stopped}' if self.stopped else ''}"
-        return f"{label}: {result.status.value}{f', {result.reason}' if result.reason else ''}"
+            return f"{_label(run)} has not run{f': {self.stopped}' if self.stopped else ''}"
+        return f"{_label(run)}: {result.status.value}{f', {result.reason}' if result.reason else ''}"
 
     def see(self, run: Candidate) -> str:
         """The command that shows everything about the run."""
@@ -131,13 +129,12 @@ def published(config: SweepConfig) -> Published | None:
     return known if rows and told["precision"] == config.kernel.precision else None
 
 
-def check_speed(known: Published | None, outcome: Outcome | None) -> Check:
+def check_speed(known: Published | None, outcome: Outcome) -> Check:
     """Compares our speed with the published one; shows our fastest run if nothing is published."""
-    measured = [(run, outcome.result(run)) for run in outcome.runs] if outcome else []
-    ours = {run.run_id: _tokens_per_s_per_gpu(run, r) for run, r in measured if r and r.status == Status.OK}
-    shown = {run.run_id: f"{run.shape.name} {run.layout.label()} on {counted(run.nodes, 'node')}: "
-             f"{ours[run.run_id]:,.0f} tokens/s/GPU" for run, _ in measured if run.run_id in ours}  # fmt: skip
-    if known is None or outcome is None:
+    ended = {run.run_id: (run, outcome.result(run)) for run in outcome.runs}
+    ours = {i: run.tokens_per_s_per_gpu(r) for i, (run, r) in ended.items() if r and r.status == Status.OK}
+    shown = {i: f"{_label(ended[i][0])}: {speed:,.0f} tokens/s/GPU" for i, speed in ours.items()}
+    if known is None:
         best = f"; ours: {shown[max(ours, key=ours.__getitem__)]}" if ours else ""
         return passed(f"nothing is published of this hardware and precision to compare with{best}")
     texts, slow = [], []
@@ -162,5 +159,5 @@ def _key(run: Candidate) -> tuple[int, ...]:
     return (run.nodes, *(getattr(run.layout, word) for word in WORDS))
 
 
-def _tokens_per_s_per_gpu(run: Candidate, result: RunResult) -> float:
-    return run.spec.tokens_per_step / median(result.step_times_s) / run.layout.world_size
+def _label(run: Candidate) -> str:
+    return f"{run.shape.name} {run.layout.label()} on {counted(run.nodes, 'node')}"

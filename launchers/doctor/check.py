@@ -3,20 +3,6 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ultrabench.launchers.launcher import Say
-
-
-def when_new(say: Say) -> Say:
-    """A function that passes a line to `say` unless it is the same as the line before."""
-    said: list[str] = []
-
-    def tell(line: str) -> None:
-        if said[-1:] != [line]:
-            said.append(line)
-            say(line)
-
-    return tell
-
 
 class CheckStatus(StrEnum):
     """How a check ended."""

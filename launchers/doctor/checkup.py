@@ -1,6 +1,7 @@
 """Examines a node for `ultrabench doctor`: a shared folder, a job on the node, and checks of its report."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, counted
 from ultrabench.hardware import GIB
-from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed, when_new
+from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.slurm.command import CommandError, ask
 from ultrabench.launchers.slurm.job import SlurmJob, find
@@ -199,14 +200,9 @@ class CheckupFolder:
         if "report.json" not in os.listdir(self.path):
             return None
         found: Report = json.loads((self.path / "report.json").read_text())
-        own_claim_seen = owner(self.path / "claims", "node") is not None
-        same_folder = found.get("token") == self.token
-        added = {
-            "results_dir": self.results_dir,
-            "same_folder": same_folder,
-            "own_claim_seen": own_claim_seen,
-        }
-        return found | added | {"latest_s": time.time()}
+        found |= {"results_dir": self.results_dir, "same_folder": found.get("token") == self.token}
+        found |= {"own_claim_seen": owner(self.path / "claims", "node") is not None, "latest_s": time.time()}
+        return found
 
     def try_it(self) -> Check:
         """Makes the folder; checks that it can be written, and that a claim in it succeeds only once."""
@@ -260,7 +256,7 @@ class CheckupJob:
             heartbeat_s=choice.heartbeat_s, limit_s=LIMIT_S, kernel_digest="", tasks=(),
         )  # fmt: skip
         self._folder, self._log = folder, self.allocation.folder / "job.log"
-        self._say, self._say_new = say, when_new(say)
+        self._say, self._say_once = say, functools.cache(say)
         self._held = AllocationState(name=self.allocation.name)
         self._job = SlurmJob(job_id="", name="", state="PENDING")
         """The job as squeue last listed it."""
@@ -270,7 +266,6 @@ class CheckupJob:
     def run(self, wait_s: float) -> tuple[Check, Report | None]:
         """Submits the job and waits for its report; it is cancelled after `wait_s` seconds or on Ctrl-C."""
         self.allocation.folder.mkdir(parents=True)
-        self._earliest_s = time.time()
         try:
             job = self.launcher.submit([self.allocation], (), self._say)[self._held.name]
             self._held = replace(self._held, job=job)
@@ -320,15 +315,10 @@ class CheckupJob:
         self._job = job
         if job.waits:
             self._earliest_s = max(self._earliest_s, time.time() - answer.age_s)
-        self._say_new(": ".join(filter(None, (self._state(), pending_remedy(job.reason)))))
-
-    def _state(self) -> str:
-        """The state of the job in words, such as `job 12 waits (Resources)`."""
-        job, where = self._job, f" on {self._job.nodes}" if self._job.nodes else ""
-        return f"job {job.array_id} {job.meaning.note}{where}{job.because}"
+        self._say_once(": ".join(filter(None, (job.told, pending_remedy(job.reason)))))
 
     def _too_late(self, wait_s: float) -> Check:
-        told = f"{self._state()}; not done after {wait_s:.0f} s, cancelled"
+        told = f"{self._job.told}; not done after {wait_s:.0f} s, cancelled"
         if self._job.waits:
             busy = f"the cluster is busy: give it time with --wait {max(3600, 3 * wait_s):.0f}"
             return failed(told, pending_remedy(self._job.reason) or busy)
@@ -339,8 +329,8 @@ class CheckupJob:
     def _ended(self, reason: str) -> Check:
         """The failed check for a job that ended without a report; its folder is kept as evidence."""
         self._folder.keep = True
-        where, code = f" on {self._job.nodes}" if self._job.nodes else "", self._exit_code()
-        told = f"{reason}{where}; exit code {code}, no report"
+        code = self._exit_code()
+        told = f"{reason}{self._job.place}; exit code {code}, no report"
         unshared = "is not one folder for all nodes: choose a shared one with results_dir=FOLDER"
         try:
             text = self._log.read_text(errors="replace")

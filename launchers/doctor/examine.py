@@ -1,8 +1,6 @@
 """Checks whether this cluster or this machine can run sweeps; every failed check names a remedy."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from ultrabench.launchers.doctor import checkup, site_checks
 from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, passed, skipped
 from ultrabench.launchers.doctor.checkup import CheckupJob, checkup_folder
 from ultrabench.launchers.launcher import Say
-from ultrabench.launchers.open_sweep import require_local
+from ultrabench.launchers.open_sweep import require_local, run_module
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import REACH_SLURMCTLD, Site
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -35,17 +33,15 @@ SITE: Table = {
     "accounting": site_checks.check_accounting,
 }
 """Checks of the answers of Slurm, in order."""
+HERE: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
+"""Checks of this machine for launcher=local."""
 NODE: Table = {
     "folder on the node": checkup.check_folder,
     "Python on the node": checkup.check_python,
-    "torch on the node": checkup.check_torch,
-    "GPUs on the node": checkup.check_devices,
-    "room on the node": checkup.check_room,
+    **{f"{name} on the node": check for name, check in HERE.items()},
     "clock of the node": checkup.check_clock,
 }
 """Checks of the report that the job wrote on its node."""
-HERE: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
-"""Checks of this machine for launcher=local."""
 NEEDED_BY_A_JOB = ("partition", "nodes", "results folder")
 
 
@@ -125,14 +121,12 @@ def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
         if found.status is CheckStatus.FAIL:
             return [*checks, skipped("this machine", "not looked at, because the results folder failed")]
         say("looking at this machine")
-        command = [sys.executable, "-P", "-m", "ultrabench.agent.checkup", str(folder.path)]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=LOCAL_TIMEOUT_S)
-            report = folder.report()
-        except (OSError, subprocess.SubprocessError) as error:
-            last = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["no message"])[-1]
-            start = failed(f"the agent does not start: {last}", "install ultrabench again")
+            run_module("ultrabench.agent.checkup", str(folder.path), timeout_s=LOCAL_TIMEOUT_S)
+        except ClusterError as error:
+            start = failed(f"the agent does not start: {error}", "install ultrabench again")
             return [*checks, start.named("this machine")]
+        report = folder.report()
     assert report is not None
     return [*checks, *_run(HERE, report, config)]
 

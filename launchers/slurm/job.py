@@ -59,6 +59,16 @@ class SlurmJob:
         return f" ({self.reason})" if self.reason else ""
 
     @property
+    def place(self) -> str:
+        """The nodes as an addition to a message, such as ` on gpu[01-04]`; empty if there are none."""
+        return f" on {self.nodes}" if self.nodes else ""
+
+    @property
+    def told(self) -> str:
+        """The state of the job in words, such as `job 12 waits (Resources)`."""
+        return f"job {self.array_id} {self.meaning.note}{self.place}{self.because}"
+
+    @property
     def over(self) -> bool:
         """Whether the job has ended for good."""
         return self.meaning.phase is Phase.OVER

@@ -174,7 +174,8 @@ class SlurmLauncher:
             if (held := allocations.get(self._allocation(job))) is not None:
                 seen.setdefault(held.name, []).append(job)
         seen = {n: self._of_the_owner(allocations[n], jobs, answer.stale) for n, jobs in seen.items()}
-        active = {n: found for n, jobs in seen.items() if (found := _active(jobs))}
+        # An allocation that was submitted twice has two jobs.
+        active = {n: job for n, jobs in seen.items() if (job := next((j for j in jobs if not j.over), None))}
         queued = {n for n, job in active.items() if job.waits}
         # Suspended jobs are left out, since their agents are stopped and give no sign of life.
         moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.stale}
@@ -275,18 +276,13 @@ def _job(job_id: str, name: str) -> Job:
     return {"job_id": job_id, "name": name}
 
 
-def _active(jobs: Sequence[SlurmJob]) -> SlurmJob | None:
-    """The first job that is not over; an allocation that was submitted twice has two jobs."""
-    return next((job for job in jobs if not job.over), None)
-
-
 def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:
     """Messages about problems that the user has to solve, and about a Slurm that does not answer."""
     notes = [f"squeue does not answer ({answer.error}); jobs go on, asking again"] if answer.stale else []
     for job in active.values():
-        remedy = pending_remedy(job.reason) if job.meaning.phase is Phase.QUEUED else None
-        if remedy:
-            notes.append(f"jobs wait for {job.reason}: {remedy}")
-        elif job.meaning.phase is not Phase.QUEUED and job.state not in _USUAL:
+        if job.meaning.phase is Phase.QUEUED:
+            remedy = pending_remedy(job.reason)
+            notes += [f"jobs wait for {job.reason}: {remedy}"] if remedy else []
+        elif job.state not in _USUAL:
             notes.append(f"job {job.job_id} is {job.state}: {job.meaning.note}")
     return tuple(dict.fromkeys(notes))

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -265,12 +266,12 @@ class Site:
 
 def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Partition:
     """One partition, from the `facts` of scontrol and the `rows` of sinfo in _SINFO_FORMAT."""
-    name, nodes = facts["PartitionName"], dict[tuple[str, ...], int]()
+    name, nodes = facts["PartitionName"], Counter[tuple[str, ...]]()
     mine = [(count(number) or 0, state, (*kind, gres)) for p, number, *kind, state, gres in rows if p == name]
     for number, _, kind in mine:
-        nodes[kind] = nodes.get(kind, 0) + number
-    kinds = sorted(nodes, key=lambda kind: -nodes[kind])
-    cpus, mem, gres = kinds[0] if kinds else (None, None, None)
+        nodes[kind] += number
+    kinds = nodes.most_common()
+    cpus, mem, gres = kinds[0][0] if kinds else (None, None, None)
     gpus = re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres or "")
     return Partition(
         name=name,
@@ -286,8 +287,8 @@ def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Parti
         gpus_per_node=sum(map(int, gpus)) if mine else None,
         gres=known(gres),
         kinds=tuple(
-            f"{counted(nodes[k], 'node')} of {k[0]} CPUs, {k[1]} MB, {known(k[2]) or 'no gres'}"
-            for k in kinds
+            f"{counted(number, 'node')} of {cpus} CPUs, {mem} MB, {known(gres) or 'no gres'}"
+            for (cpus, mem, gres), number in kinds
         ),
     )
 

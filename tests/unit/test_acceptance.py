@@ -102,7 +102,7 @@ def test_nothing_is_published_of_other_hardware():
     check = check_speed(None, outcome(OK, OK))
     assert check.status is CheckStatus.PASS
     assert "ours: tiny " in check.told
-    assert "compare" in check_speed(None, None).told
+    assert "compare" in check_speed(None, outcome()).told
 
 
 def test_a_published_file_of_the_user_that_lacks_something(tmp_path):
