@@ -54,32 +54,28 @@ class LocalLauncher:
         self._missing: dict[str, float] = {}
 
     def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Say) -> dict[str, Job]:
-        """Starts the agents of each allocation; returns the host, pid and start time of each.
+        """Starts the agents of each allocation; returns their host.
 
         Raises:
             ClusterError: the agents of an allocation could not be started.
         """
-        return {a.name: self._submit(a) for a in allocations}
-
-    def _submit(self, allocation: Allocation) -> Job:
-        command = [sys.executable, "-P", "-m", "ultrabench.launchers.local", str(allocation.folder)]
-        try:
-            done = subprocess.run(
-                command,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=(allocation.folder / "submit.err").open("wb"),
-                start_new_session=True,
-                timeout=SUBMIT_TIMEOUT_S,
-                check=True,
-            )
-        except (subprocess.SubprocessError, OSError) as error:
-            raise ClusterError(
-                f"cannot start {allocation.name}: {error}; see {allocation.folder}/submit.err"
-            ) from error
-        pid = int(done.stdout.split()[-1])
-        return {"host": socket.gethostname(), "pid": pid, "start_time": start_time(pid)}
+        for allocation in allocations:
+            command = [sys.executable, "-P", "-m", "ultrabench.launchers.local", str(allocation.folder)]
+            log = allocation.folder / "submit.err"
+            try:
+                subprocess.run(
+                    command,
+                    env={**os.environ, "PYTHONSAFEPATH": "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log.open("wb"),
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    timeout=SUBMIT_TIMEOUT_S,
+                    check=True,
+                )
+            except (subprocess.SubprocessError, OSError) as error:
+                raise ClusterError(f"cannot start {allocation.name}: {error}; see {log}") from error
+        return {allocation.name: {"host": socket.gethostname()} for allocation in allocations}
 
     def observe(self, allocations: Allocations) -> JobsSeen:
         """The allocations that are alive: they have a process on this host, or had one until GRACE_S ago.
@@ -154,13 +150,13 @@ class LocalLauncher:
         return found
 
 
-def start_agents(folder: Path) -> int:
-    """Starts one agent for each simulated node of an allocation; returns the pid of submitit's controller."""
+def start_agents(folder: Path) -> None:
+    """Starts one agent for each simulated node of an allocation, under a controller of submitit."""
     from submitit.local.local import start_controller  # only the process that starts agents needs submitit
 
     allocation = read_allocation(folder)
     gpus = allocation.gpus_per_node if allocation.tasks[0].device == "cuda" else 0
-    controller = start_controller(
+    start_controller(
         folder=folder / "submitit",
         command=shlex.join([sys.executable, "-P", "-m", "ultrabench.agent", str(folder)]),
         tasks_per_node=allocation.nodes,
@@ -168,11 +164,7 @@ def start_agents(folder: Path) -> int:
         timeout_min=allocation.limit_s / 60 + 2,
         signal_delay_s=WARNING_S,
     )
-    return controller.pid
 
 
 if __name__ == "__main__":
-    # The controller inherits stdout. If it kept stdout open, the launcher would wait until it ends.
-    answer = os.dup(1)
-    os.dup2(2, 1)
-    os.write(answer, f"{start_agents(Path(sys.argv[1]))}\n".encode())
+    start_agents(Path(sys.argv[1]))

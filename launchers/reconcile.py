@@ -49,7 +49,7 @@ class Reconciler:
         self.submitted = 0
         """Number of allocations submitted by this launch."""
         self._say_once = functools.cache(say)
-        self._settler = Settler(sweep, launcher, self._say_once)
+        self.settler = Settler(sweep, launcher, self._say_once)
         self._cancelled_at = -CANCEL_S
         self._touched = 0.0
         """When this launch last showed other launches that it is alive."""
@@ -64,10 +64,6 @@ class Reconciler:
         """Allocations that already existed when the sweep was paused or cancelled."""
         self._decided: tuple[float, object, Actions] | None = None
         """The time of the latest decision, the observations it rests on, and the decided actions."""
-
-    def take_over(self, names: Sequence[str]) -> None:
-        """Claims allocations of other launches that have not started, so that they can be replaced."""
-        self._settler.take_over(names)
 
     def run(self) -> SweepState:
         """Continues until nothing is left to do, or somebody stops the sweep; returns the last state.
@@ -95,7 +91,7 @@ class Reconciler:
         if time.monotonic() - self._touched > SIGN_OF_LIFE_S:
             self._touched = time.monotonic()
             show_presence(self.sweep.journal.path)
-        seen, state = self._settler.look()
+        seen, state = self.settler.look()
         self.show(state, seen.alive)
         actions = self._decide(state, seen)
         for note in (*seen.notes, *self._other_commits(state), *actions.notes):
@@ -157,7 +153,7 @@ class Reconciler:
                 "go on with the new one"
             )
             return
-        if self._settler.claimed_already((a.key for job in actions.submit for a in job.attempts), state):
+        if self.settler.claimed_already((a.key for job in actions.submit for a in job.attempts), state):
             return  # the next rounds first settle the claimed attempts
         for node, why in actions.avoid.items():
             self._say_once(f"{node} is not used again: {why}")
@@ -173,7 +169,7 @@ class Reconciler:
         )  # fmt: skip
         for allocation in made:
             allocation.write()
-            self._settler.plan(allocation)
+            self.settler.plan(allocation)
             journal.write(Submitting(allocation=allocation.name, token=token))
         submitted = self.launcher.submit(made, avoid, self.say)
         self.submitted += len(made)

@@ -175,7 +175,7 @@ class SlurmLauncher:
                 seen.setdefault(held.name, []).append(job)
         seen = {n: self._of_the_owner(allocations[n], jobs, answer.stale) for n, jobs in seen.items()}
         # An allocation that was submitted twice has two jobs.
-        active = {n: job for n, jobs in seen.items() if (job := next((j for j in jobs if not j.over), None))}
+        active = {n: one for n, jobs in seen.items() if (one := next((j for j in jobs if not j.over), None))}
         queued = {n for n, job in active.items() if job.waits}
         # Suspended jobs are left out, since their agents are stopped and give no sign of life.
         moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.stale}

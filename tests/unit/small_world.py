@@ -112,7 +112,7 @@ class Stage:
         kept = ("folder", "plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
         self._open = {name: getattr(sweep, name) for name in kept}
         self._template = vars(Reconciler(sweep, SmallSlurm({}), *UNSEEN))
-        self._settler = vars(self._template["_settler"])
+        self.settler = vars(self._template["settler"])
 
     def first(self) -> World:
         return World({}, {}, {n: Process(n) for n in ("launcher-a", "launcher-b")}, {})
@@ -195,8 +195,8 @@ class Stage:
             self.current = f"{name[-1]}{reconciler.submitted}"
             _, busy = reconciler.once()
             memory = {k: v for k, v in vars(reconciler).items() if isinstance(v, PLAIN)}
-            settler = vars(reconciler._settler).items()
-            memory["_settler"] = {k: v for k, v in settler if isinstance(v, PLAIN) and k != "_specs"}
+            settler = vars(reconciler.settler).items()
+            memory["settler"] = {k: v for k, v in settler if isinstance(v, PLAIN) and k != "_specs"}
             process = Process(name, seq=journal.seq, memory=memory) if busy else Process(name, over=True)
         except Halt:
             process = replace(process, answers=tuple(tape.answers), known=tape.known)
@@ -215,8 +215,8 @@ class Stage:
             return self.reconciler(sweep, slurm, *UNSEEN)
         made, settler = object.__new__(self.reconciler), object.__new__(Settler)
         memory = copy.deepcopy(process.memory)
-        vars(settler).update(self._settler, _sweep=sweep, _launcher=slurm, **memory.pop("_settler"))
-        vars(made).update(self._template, sweep=sweep, launcher=slurm, _settler=settler, **memory)
+        vars(settler).update(self.settler, _sweep=sweep, _launcher=slurm, **memory.pop("settler"))
+        vars(made).update(self._template, sweep=sweep, launcher=slurm, settler=settler, **memory)
         return made
 
     def agent(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:

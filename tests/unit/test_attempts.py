@@ -270,7 +270,7 @@ def test_a_launcher_counts_pauses_by_its_own_clock(tmp_path, monkeypatch, clock_
     reconciler = reconciler_of(sweep, Played())
 
     def step():
-        actions = reconciler._decide(*reversed(reconciler._settler.look()))
+        actions = reconciler._decide(*reversed(reconciler.settler.look()))
         return [tuple(t.key) for job in actions.submit for t in job.attempts]
 
     assert step() == [(run_id, 0, 1)], "it ended before this launch"

@@ -160,7 +160,7 @@ def test_others_whose_agents_are_silent_for_longer_than_their_limit_are_over(wat
     plan(watched.sweep, THEIRS, [key], by={"user": "bob", "cluster": "small", "host": "login1"})
     agents = Agents(watched.sweep, THEIRS).start()
     agents.claim(key)
-    patience_s = watched.reconciler._settler.watchdog.patience_s
+    patience_s = watched.reconciler.settler.watchdog.patience_s
     touch(agents, 2e9)
     silent_s = 0.0
     watched.once()
@@ -188,7 +188,7 @@ def test_what_others_have_queued_is_taken_over_only_where_a_person_asks(watched)
     Agents(watched.sweep, mine.name).start().end()
     watched.once()
     assert watched.alive >= {THEIRS, running}
-    watched.reconciler.take_over([THEIRS, running])
+    watched.reconciler.settler.take_over([THEIRS, running])
     assert owner_of(watched.sweep.folder.claims, THEIRS) == GIVEN_UP
     assert watched.ended(THEIRS) == f"taken over by {own_name()}"
     assert watched.ended(running) is None, "what runs is waited for"
@@ -205,7 +205,7 @@ def test_what_has_started_meanwhile_is_not_taken_over(watched):
     plan(watched.sweep, THEIRS, by={"user": "bob", "cluster": "small", "host": "login1"})
     agents = Agents(watched.sweep, THEIRS).start()
     agents.journal.path.rename(agents.journal.path.with_suffix(".late"))
-    watched.reconciler.take_over([THEIRS])
+    watched.reconciler.settler.take_over([THEIRS])
     assert watched.ended(THEIRS) is None
     assert owner_of(watched.sweep.folder.claims, THEIRS) == THEIRS
 
@@ -225,7 +225,7 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
     agents = Agents(watched.sweep, made.name).start()
     agents.claim(keys(made)[0])
     watched.launcher.ended_jobs[made.name] = gone
-    patience_s = watched.reconciler._settler.watchdog.patience_s
+    patience_s = watched.reconciler.settler.watchdog.patience_s
     for n in range(100):
         touch(agents, (-1) ** n * n + 1e9)  # whatever clock it is
         assert watched.once(after=0.3 * patience_s)

@@ -114,7 +114,7 @@ class Submitted:
 
     allocation: str
     job: dict[str, Any] = field(default_factory=dict)
-    """The job of the allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
+    """The job of the allocation: {host} locally, {job_id, name} on Slurm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 from ultrabench.result import Status
 
 Job = dict[str, Any]
-"""The job of an allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
+"""The job of an allocation: {host} locally, {job_id, name} on Slurm."""
 
 Origin = dict[str, str]
 """Who submits allocations and where from: {user, cluster, host}; cluster is empty for local processes."""

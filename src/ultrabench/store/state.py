@@ -49,7 +49,7 @@ class AllocationState:
     by: dict[str, Any] = field(default_factory=dict)
     """Who submitted it: {user, cluster, host}; empty where the journal does not say so."""
     job: dict[str, Any] | None = None
-    """The job of the allocation: {host, pid, start_time} locally, {job_id, name} on Slurm."""
+    """The job of the allocation: {host} locally, {job_id, name} on Slurm."""
     control: str | None = None
     """run_id of its control run, if it begins with one."""
     agents: tuple[events.LeadingAgent, ...] = ()

@@ -101,7 +101,7 @@ def follow(
         _handle(_terminate, caught)
         with Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, max_gpu_hours, display.say)
-            reconciler.take_over(taken)
+            reconciler.settler.take_over(taken)
             state = reconciler.once()[0] if detach else reconciler.run()
     except KeyboardInterrupt:
         return _interrupted(sweep, launcher, signal.SIGINT, display_name)
