@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ultrabench.cli.kernel.words import layout_of, read_words, require_possible
+from ultrabench.cli.kernel.arguments import layout_of, read_arguments, require_possible
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
@@ -17,12 +17,12 @@ RANK_BYTES = 1e8
 STATE_BYTES = 40
 """Bytes for each parameter in fp64: the parameter, its gradient, a copy to compare, two moments of AdamW."""
 OPTIONS = ("seq_len", "seed", "steps", "recompute")
-"""Words besides the model and the axes; they are fields of CheckSpec."""
+"""Arguments besides the model and the axes; they are fields of CheckSpec."""
 
 
-def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
+def run_check(arguments: list[str], dump: str | None, as_json: bool) -> int:
     """Checks one layout on CPU processes; returns 0 when its results equal those of one process, else 1."""
-    spec = check_spec(words, dump)
+    spec = check_spec(arguments, dump)
     ranks, cores = spec.layout.world_size, len(os.sched_getaffinity(0))
     if ranks > max(cores, 8):
         room = f"{ranks} processes at a time need about {ranks * RANK_BYTES / GIB:.0f} GiB of memory"
@@ -48,13 +48,13 @@ def run_check(words: list[str], dump: str | None, as_json: bool) -> int:
     return int(not result.passed)
 
 
-def check_spec(words: list[str], dump: str | None = None) -> CheckSpec:
-    """The check that words such as `dp=2 tp=2` describe.
+def check_spec(arguments: list[str], dump: str | None = None) -> CheckSpec:
+    """The check that arguments such as `dp=2 tp=2` describe.
 
     Raises:
         ConfigError: a word is unknown, or the layout is impossible.
     """
-    values = {"dp": 1} | read_words(words, ("model", *OPTIONS), "dp=2 tp=2 gas=4")
+    values = {"dp": 1} | read_arguments(arguments, ("model", *OPTIONS), "dp=2 tp=2 gas=4")
     shape = load_model(values["model"]) if "model" in values else TINY
     layout = layout_of(values)
     given = {name: values[name] for name in OPTIONS if name in values}

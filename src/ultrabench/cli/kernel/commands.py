@@ -7,10 +7,10 @@ import typer
 from ultrabench.cli.options import Json
 
 kernel_app = typer.Typer(help="Try the embedded kernel alone.", no_args_is_help=True, rich_markup_mode=None)
-Words = Annotated[
+Arguments = Annotated[
     list[str],
     typer.Argument(
-        metavar="[WORD=VALUE]...", default_factory=list, show_default=False,
+        metavar="[NAME=VALUE]...", default_factory=list, show_default=False,
         help="Layout and model, such as tp=2 pp=2 gas=4 model=tiny recompute=full; dryrun also takes nodes=8.",
     ),
 ]  # fmt: skip
@@ -18,19 +18,19 @@ Words = Annotated[
 
 @kernel_app.command()
 def check(
-    words: Words,
+    arguments: Arguments,
     dump: str | None = typer.Option(None, help="Folder for the gradients and parameters of both."),
     json_: Json = False,
 ) -> int:
     """Compare loss, gradients and parameters of a layout with one process in fp64; exit 1 above 1e-10."""
     from ultrabench.cli.kernel.check import run_check
 
-    return run_check(words, dump, json_)
+    return run_check(arguments, dump, json_)
 
 
 @kernel_app.command()
-def dryrun(words: Words, json_: Json = False) -> None:
+def dryrun(arguments: Arguments, json_: Json = False) -> None:
     """Show memory, collectives and FLOPs of a rank at any world size, by a step without data."""
     from ultrabench.cli.kernel.dryrun import run_dryrun
 
-    run_dryrun(words, json_)
+    run_dryrun(arguments, json_)

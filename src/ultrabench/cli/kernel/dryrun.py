@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ultrabench.cli.kernel.words import layout_of, read_words, require_possible
+from ultrabench.cli.kernel.arguments import layout_of, read_arguments, require_possible
 from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, Hardware
@@ -21,9 +21,9 @@ DEFAULTS: dict[str, Any] = {
 PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 
-def run_dryrun(words: list[str], as_json: bool) -> None:
+def run_dryrun(arguments: list[str], as_json: bool) -> None:
     """Prints memory, FLOPs and collectives of a step for the first rank of each pipeline stage."""
-    spec, hardware = dryrun_spec(words)
+    spec, hardware = dryrun_spec(arguments)
     layout, world = spec.layout, spec.layout.world_size
     say(
         f"dry run of {layout.label()} on {counted(world, 'rank')}, {spec.kernel.precision}, seq_len "
@@ -39,8 +39,8 @@ def run_dryrun(words: list[str], as_json: bool) -> None:
         _show(spec, hardware, costs)
 
 
-def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
-    """The run that words such as `model=llama3-8b nodes=8 tp=8` describe, and its hardware.
+def dryrun_spec(arguments: list[str]) -> tuple[RunSpec, Hardware]:
+    """The run that arguments such as `model=llama3-8b nodes=8 tp=8` describe, and its hardware.
 
     By default dp is the number of GPUs divided by the other degrees, gas equals pp, and the precision is
     that of the hardware.
@@ -48,7 +48,7 @@ def dryrun_spec(words: list[str]) -> tuple[RunSpec, Hardware]:
     Raises:
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
-    given = DEFAULTS | read_words(words, (*DEFAULTS, "precision"), "model=llama3-8b nodes=8 tp=8")
+    given = DEFAULTS | read_arguments(arguments, (*DEFAULTS, "precision"), "model=llama3-8b nodes=8 tp=8")
     config = load_config([f"{key}={given[key]}" for key in ("model", "hardware")])
     (shape,), hardware = config.models, config.hardware
     precision = given.get("precision", hardware.precision)

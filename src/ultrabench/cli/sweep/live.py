@@ -17,8 +17,7 @@ from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.running.losses import with_loss_outliers
-from ultrabench.sweep.running.progress import SweepProgress, doubtful, progress
+from ultrabench.sweep.running.progress import SweepProgress, progress
 
 
 class Display(Live):
@@ -29,8 +28,8 @@ class Display(Live):
         super().__init__(console=self._console, transient=True)
         self._sweep, self._planned, self._device = sweep, planned, device
         self._by_id = {run.run_id: run for run in planned}
-        self._shown: set[AttemptKey] | None = None
-        """Attempts that had ended in the latest state shown; None before the first one."""
+        self._ended: set[AttemptKey] | None = None
+        """Attempts whose end was shown, and those that had ended before the first state; None before that."""
 
     def start(self, refresh: bool = False) -> None:
         """Starts the table if stderr is a terminal."""
@@ -38,28 +37,24 @@ class Display(Live):
             super().start(refresh)
 
     def show(self, state: SweepState, alive: frozenset[str]) -> None:
-        """Shows a new state: a line for each attempt that has ended and, on a terminal, the table."""
-        self._print_ended(state)
-        if self.is_started:
-            now = progress(self._sweep, self._planned, state, self._device)
-            self.update(panel(now, bool(alive), bar=True))
+        """Shows a new state: a line for each attempt that has ended since and, on a terminal, the table."""
+        ended = {key for key, attempt in state.attempts.items() if attempt.result is not None}
+        self._ended = ended if self._ended is None else self._ended
+        new = sorted(ended - self._ended)
+        if not (new or self.is_started):
+            return
+        now = progress(self._sweep, self._planned, state, self._device)
+        for key in new:
+            self._ended.add(key)
+            if run := self._by_id.get(key.run_id):
+                settled = len({k.run_id for k in self._ended} & self._by_id.keys())
+                line = attempt_line(run, state.attempts[key], now.suspects.get(key))
+                self._console.print_line(Text(f"[{settled}/{now.runs}] ").append(line))
+        self.update(panel(now, bool(alive), bar=True))
 
     def say(self, note: str) -> None:
         """Prints a line above the table."""
         self._console.print_line(note)
-
-    def _print_ended(self, state: SweepState) -> None:
-        """Prints a line for each attempt that has ended since the last call; the first call prints none."""
-        ended = {k for k, a in state.attempts.items() if a.result is not None}
-        self._shown = ended if self._shown is None else self._shown
-        new = sorted(ended - self._shown)
-        doubts = doubtful(self._planned, with_loss_outliers(state), self._device) if new else {}
-        for key in new:
-            self._shown.add(key)
-            if run := self._by_id.get(key.run_id):
-                settled = len({k.run_id for k in self._shown} & self._by_id.keys())
-                line = Text(f"[{settled}/{len(self._planned)}] ")
-                self._console.print_line(line.append(attempt_line(run, state.attempts[key], doubts.get(key))))
 
 
 def attempt_line(run: Candidate, attempt: AttemptState, doubt: str | None = None) -> Text:

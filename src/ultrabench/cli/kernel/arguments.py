@@ -1,4 +1,4 @@
-"""Reads a layout from the WORD=VALUE arguments of `ultrabench kernel`."""
+"""Reads a layout from the NAME=VALUE arguments of `ultrabench kernel`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -11,27 +11,27 @@ from ultrabench.support import refusal
 from ultrabench.sweep.rules import first_broken
 
 TEXTS = TEXT_AXES | {"model", "hardware", "precision", "recompute"}
-"""Words whose value is a text; the value of any other word is a whole number."""
+"""Arguments whose value is a text; the value of any other is a whole number."""
 
 
-def read_words(words: Sequence[str], options: Collection[str], example: str) -> dict[str, Any]:
-    """Word -> value of all arguments; a word is an axis of a layout or one of `options`.
+def read_arguments(arguments: Sequence[str], options: Collection[str], example: str) -> dict[str, Any]:
+    """Name -> value of all arguments; a name is an axis of a layout or one of `options`.
 
     Raises:
-        ConfigError: an argument is not WORD=VALUE, its word is unknown, or its value is no whole number.
+        ConfigError: an argument is not NAME=VALUE, its name is unknown, or its value is no whole number.
     """
     known = (*AXES, *options)
     values: dict[str, Any] = {}
-    for word in words:
-        key, eq, value = word.partition("=")
+    for argument in arguments:
+        name, eq, value = argument.partition("=")
         if not eq:
-            raise ConfigError(f"{word!r} is no WORD=VALUE; write for example {example}")
-        if key not in known:
-            raise ConfigError(unknown_name("word", key, known))
+            raise ConfigError(f"{argument!r} is no NAME=VALUE; write for example {example}")
+        if name not in known:
+            raise ConfigError(unknown_name("argument", name, known))
         try:
-            values[key] = value if key in TEXTS else int(value)
+            values[name] = value if name in TEXTS else int(value)
         except ValueError:
-            raise ConfigError(f"{key}={value!r} is no whole number") from None
+            raise ConfigError(f"{name}={value!r} is no whole number") from None
     return values
 
 
