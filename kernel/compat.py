@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
 
 def group_name(argument: Any) -> str | None:
@@ -22,6 +24,15 @@ def group_name(argument: Any) -> str | None:
         except (RuntimeError, TypeError):
             return None
     return None
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The memory on this rank of `tensor`, which may be a DTensor or the result of a collective."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.elem
+    return tensor.untyped_storage()
 
 
 _aten = torch.ops.aten

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ultrabench.kernel.compat import group_name
+from ultrabench.kernel.compat import group_name, storage_of
 
 _OPS = {
     "all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather",
@@ -144,7 +143,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         """Counts the storages that `func` made."""
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
-                storage = _storage_of(tensor)
+                storage = storage_of(tensor)
                 self._settle()  # its id may have belonged to a freed storage
                 if id(storage) not in self._live:
                     self._live[id(storage)] = made = _Storage()
@@ -187,7 +186,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         """Sets the kind of the storages of `tensors` for all their lifetime; the default is activation."""
         self._settle()
         for tensor in tensors:
-            storage = self._live.get(id(_storage_of(tensor)))
+            storage = self._live.get(id(storage_of(tensor)))
             if storage is not None:
                 storage.kind = kind
 
@@ -197,12 +196,3 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         for storage, nbytes in (self._sizes if self._at_peak is None else self._at_peak).items():
             parts[storage.kind] += nbytes
         return parts
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory on this rank of `tensor`, which may be a DTensor or the result of a collective."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.elem
-    return tensor.untyped_storage()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.device_rates import Form, share
+from ultrabench.device_rates import ProbeSettings, crossing_share
 from ultrabench.kernel.cp import Passing
 
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
@@ -43,7 +43,7 @@ def _calls(whole: Tensor, other: Tensor, part: Tensor, group: Group) -> dict[str
 
 
 def probe(
-    device: torch.device, gpus_per_node: int, form: Form, progress: Callable[[], None] = lambda: None
+    device: torch.device, gpus_per_node: int, settings: ProbeSettings, progress: Callable[[], None]
 ) -> dict[str, Any]:
     """Measures all devices and the links between them; returns the same JSON value on every rank.
 
@@ -63,20 +63,20 @@ def probe(
     """
     ranks = dist.get_world_size()
     assert ranks % gpus_per_node == 0, f"{ranks} ranks on nodes of {gpus_per_node}"
-    rates = {"gemm_flops_per_s": _gemm_rates(device, form.device_s)}
+    rates = {"gemm_flops_per_s": _gemm_rates(device, settings.device_s)}
     progress()
-    rates["memory_copy_bytes_per_s"] = _copy_rates(device, form.device_s * COPY_SHARE)
+    rates["memory_copy_bytes_per_s"] = _copy_rates(device, settings.device_s * COPY_SHARE)
     progress()
-    inside = whole = _measure(device, None, form, progress)
+    inside = whole = _measure(device, None, settings, progress)
     if 1 < gpus_per_node < ranks:
         # Every rank has to make the groups of all nodes, in the same order.
         nodes = [range(first, first + gpus_per_node) for first in range(0, ranks, gpus_per_node)]
         own = [dist.new_group(list(node)) for node in nodes][dist.get_rank() // gpus_per_node]
-        inside = _measure(device, own, form, progress)
+        inside = _measure(device, own, settings, progress)
         dist.destroy_process_group(own)
     collectives = {
         name: {"all": whole[name], "intra_node": inside[name] if gpus_per_node > 1 else None}
-        for name in form.operations
+        for name in settings.operations
     }
     return {**rates, "collectives": collectives}
 
@@ -120,21 +120,24 @@ def _rates(device: torch.device, call: Callable[[], object], work: float, second
     return [float(rate) for rate in rates.tolist()]
 
 
-def _measure(device: torch.device, group: Group, form: Form, progress: Callable[[], None]) -> dict[str, Rows]:
+def _measure(
+    device: torch.device, group: Group, settings: ProbeSettings, progress: Callable[[], None]
+) -> dict[str, Rows]:
     """Measures every operation in every size over `group`; returns no rows for a group of one rank."""
-    found: dict[str, Rows] = {name: [] for name in form.operations}
+    found: dict[str, Rows] = {name: [] for name in settings.operations}
     ranks = dist.get_world_size(group)
-    for size in form.sizes_bytes if ranks > 1 else ():
+    for size in settings.sizes_bytes if ranks > 1 else ():
         elements = max(1, size // ELEMENT_BYTES // ranks)
         whole, other = torch.zeros(2, elements * ranks, device=device)
         calls = _calls(whole, other, torch.zeros(elements, device=device), group)
-        for name in form.operations:
-            times = [_seconds(device, calls[name], form.calls) for _ in range(form.warmup + form.iterations)]
+        for name in settings.operations:
+            rounds = range(settings.warmup + settings.iterations)
+            times = [_seconds(device, calls[name], settings.calls) for _ in rounds]
             # The slowest rank of all nodes counts. This also lets all ranks begin the next size together.
-            slowest = torch.tensor(times[form.warmup :], dtype=torch.float64, device=device)
+            slowest = torch.tensor(times[settings.warmup :], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             sent = whole.numel() * ELEMENT_BYTES
-            found[name].append(_row(sent, sent * share(name, ranks), slowest.tolist()))
+            found[name].append(_row(sent, sent * crossing_share(name, ranks), slowest.tolist()))
             progress()
     return found
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ultrabench.device_rates import SHORT, long_form
+from ultrabench.device_rates import SHORT, long_probe
 from ultrabench.kernel import environment, failure, memory, stack_dump
 from ultrabench.kernel.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
@@ -165,9 +165,9 @@ def _join(report: Report, device: torch.device) -> None:
 
 def _probe(task: Task, device: torch.device, report: Report) -> None:
     report.phase("probe")
-    long = long_form(task.device, task.measure.warmup_steps, task.measure.max_steps)
-    form = SHORT[task.device] if task.probe else long
-    found = probe(device, task.spec.gpus_per_node, form, report.microbatch)
+    long = long_probe(task.device, task.measure.warmup_steps, task.measure.max_steps)
+    settings = SHORT[task.device] if task.probe else long
+    found = probe(device, task.spec.gpus_per_node, settings, report.microbatch)
     if dist.get_rank() == 0:
         report.write("probe", **found)
     report.write("done", stopped="probe")

@@ -30,7 +30,7 @@ bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class ProbeSettings:
     """The operations and sizes that are measured, and how often each of them."""
 
     operations: tuple[str, ...]
@@ -45,24 +45,24 @@ class Form:
 
 
 SHORT = {
-    "cuda": Form(operations=OPERATIONS[:3], sizes_bytes=(2**20, 2**25, 2**28), calls=5, warmup=2,
-                 iterations=9, device_s=0.3),
-    "cpu": Form(operations=OPERATIONS[:3], sizes_bytes=(2**16, 2**20), calls=1, warmup=2, iterations=9,
-                device_s=0.3),
+    "cuda": ProbeSettings(operations=OPERATIONS[:3], sizes_bytes=(2**20, 2**25, 2**28), calls=5,
+                          warmup=2, iterations=9, device_s=0.3),
+    "cpu": ProbeSettings(operations=OPERATIONS[:3], sizes_bytes=(2**16, 2**20), calls=1,
+                         warmup=2, iterations=9, device_s=0.3),
 }  # fmt: skip
 """Device type -> the brief measurement, which takes about a second. It has only the operations that all
 training needs, because an all-to-all connects every pair of ranks."""
 LONG_SIZES_BYTES = {"cuda": (2**16, 2**20, 2**23, 2**26, 2**28, 2**30), "cpu": (2**14, 2**18, 2**22)}
 
 
-def long_form(device: str, warmup: int, iterations: int) -> Form:
+def long_probe(device: str, warmup: int, iterations: int) -> ProbeSettings:
     """The long measurement: all operations in all sizes, as often as the measuring policy of a sweep says."""
     calls, sizes = SHORT[device].calls, LONG_SIZES_BYTES[device]
-    return Form(operations=OPERATIONS, sizes_bytes=sizes, calls=calls, warmup=warmup, iterations=iterations,
-                device_s=1.0)  # fmt: skip
+    return ProbeSettings(operations=OPERATIONS, sizes_bytes=sizes, calls=calls,
+                         warmup=warmup, iterations=iterations, device_s=1.0)  # fmt: skip
 
 
-def share(operation: str, ranks: int) -> float:
+def crossing_share(operation: str, ranks: int) -> float:
     """The share f(n) that the module's docstring explains, for n = `ranks`."""
     return _CROSSINGS[operation] * (ranks - 1) / ranks if operation in _CROSSINGS else 1.0
 

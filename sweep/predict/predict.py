@@ -5,7 +5,7 @@ The estimate orders runs, sizes allocations and scales deadlines; it never rejec
 
 from dataclasses import dataclass
 
-from ultrabench.device_rates import OPERATIONS, Form, long_form, share
+from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
@@ -40,9 +40,9 @@ def predict(spec: RunSpec, hardware: Hardware, peak: Peak, steps: int) -> Predic
     """The predicted memory and time of a run of `steps` steps."""
     begin_s = start_s(hardware, spec.nodes)
     if spec.kernel.kind == "probe":
-        form = long_form(hardware.device, 0, 1)
-        begin_s += 2 * form.device_s
-        memory, time_s = 3.0 * max(form.sizes_bytes), probe_step_time_s(spec, hardware, form)
+        settings = long_probe(hardware.device, 0, 1)
+        begin_s += 2 * settings.device_s
+        memory, time_s = 3.0 * max(settings.sizes_bytes), probe_step_time_s(spec, hardware, settings)
     else:
         ranks = [held_stages(spec.shape, spec.layout, rank) for rank in range(spec.layout.pp)]
         memory = max(
@@ -157,7 +157,7 @@ def step_time_s(ranks: list[tuple[Stage, ...]], spec: RunSpec, hardware: Hardwar
     return layout.gas * slowest + bubble + dp_bytes / (dp_link * LINK_EFFICIENCY) + optimizer
 
 
-def probe_step_time_s(spec: RunSpec, hardware: Hardware, form: Form) -> float:
+def probe_step_time_s(spec: RunSpec, hardware: Hardware, settings: ProbeSettings) -> float:
     """Seconds of one step of a probe.
 
     A step runs every operation in every size, over all ranks and inside the nodes. It takes
@@ -168,8 +168,8 @@ def probe_step_time_s(spec: RunSpec, hardware: Hardware, form: Form) -> float:
     if spec.nodes > 1:
         scopes.append((inside * spec.nodes, min(link, hardware.node_link_bytes_per_s)))
     return sum(
-        form.calls * size * share(name, ranks) / (rate * LINK_EFFICIENCY)
+        settings.calls * size * crossing_share(name, ranks) / (rate * LINK_EFFICIENCY)
         for ranks, rate in scopes
         for name in OPERATIONS
-        for size in form.sizes_bytes
+        for size in settings.sizes_bytes
     )

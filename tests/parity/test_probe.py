@@ -38,7 +38,7 @@ def test_all_ranks_measure_and_rank_0_tells(
 ) -> None:
     """The dict has what its docstring says, its numbers fit each other, and every rank is done.
 
-    The short form is a preflight of any kernel's allocation, the long one a run of kernel=probe.
+    The short probe is a preflight of any kernel's allocation, the long one a run of kernel=probe.
     """
     ranks = nodes * gpus_per_node
     task = task_of(f"dp={ranks}")

@@ -1,5 +1,5 @@
 from ultrabench.analysis.schema import GROUPS
-from ultrabench.device_rates import OPERATIONS, bandwidths, share, summary
+from ultrabench.device_rates import OPERATIONS, bandwidths, crossing_share, summary
 
 
 def rows(*bandwidths):
@@ -68,8 +68,8 @@ def test_what_is_damaged_is_not_known_and_the_rest_is():
 
 
 def test_shares_are_those_of_nccl_tests():
-    assert [share(name, 8) for name in OPERATIONS] == [1.75, 0.875, 0.875, 0.875, 1.0]
-    assert [share(name, 1) for name in OPERATIONS] == [0, 0, 0, 0, 1.0]
+    assert [crossing_share(name, 8) for name in OPERATIONS] == [1.75, 0.875, 0.875, 0.875, 1.0]
+    assert [crossing_share(name, 1) for name in OPERATIONS] == [0, 0, 0, 0, 1.0]
 
 
 def test_bandwidths_are_one_list_without_what_is_damaged():
