@@ -38,9 +38,7 @@ def collect_sweeps(sweeps: Sweeps = None, output: Output = None, results_dir: Re
     path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
     _write(path, parquet(table))
     rows = f"{counted(len(table), 'row')} ({counted(len(table['attempt'].drop_null()), 'attempt')})"
-    say(f"wrote {rows} of {', '.join(f.name for f in folders)} to {path}")
-    for line in doubts(table):
-        say(line)
+    say(f"wrote {rows} of {', '.join(f.name for f in folders)} to {path}", *doubts(table))
 
 
 def heatmap(

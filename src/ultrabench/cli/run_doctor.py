@@ -105,8 +105,7 @@ def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: s
         raise ConfigError("--write asks Slurm; leave launcher=local out")
     limits = site.limits(choice.partition, choice.account, choice.qos)
     path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", name, site, limits, choice, force)
-    say(f"wrote {path}")
-    say(f"use it with: ultrabench sweep plan cluster={name} launcher=slurm")
+    say(f"wrote {path}", f"use it with: ultrabench sweep plan cluster={name} launcher=slurm")
 
 
 def _show(config: SweepConfig, checks: Sequence[Check]) -> None:

@@ -70,9 +70,11 @@ def show(*parts: RenderableType) -> None:
             console.print(part)
 
 
-def say(message: str) -> None:
-    """Prints one line of progress."""
-    err().print_line(message)
+def say(*lines: str) -> None:
+    """Prints lines of progress."""
+    console = err()
+    for line in lines:
+        console.print_line(line)
 
 
 def warn(message: str) -> None:

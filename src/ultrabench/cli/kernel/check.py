@@ -37,9 +37,7 @@ def run_check(arguments: list[str], dump: str | None, as_json: bool) -> int:
     rows = [(what, "-" if d is None else f"{d:.3g}", f"{TOLERANCE:g}") for what, d in found.items()]
     title = f"{spec.layout.label()}, {spec.shape.name}"
     show(table(title, "largest difference of", "is", "allowed", rows=rows))
-    for line in (*result.missing_gradients, result.error):
-        if line:
-            say(f"  {line}")
+    say(*(f"  {line}" for line in (*result.missing_gradients, result.error) if line))
     verdict = "the same" if result.passed else "NOT the same"
     if result.error and result.loss_diff is None:
         verdict = "not decided"

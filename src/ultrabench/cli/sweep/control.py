@@ -4,8 +4,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from ultrabench.cli.sweep.launch import follow, settled
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import err, print_json, say, show, table, warn
@@ -43,16 +41,17 @@ def run_retry(
     rows = [_retry_row(a, state, plan) for a in chosen]
     if as_json:
         print_json(rows)
-    elif chosen:
+    if not chosen:
+        say(f"nothing to retry: no run ended in {only or 'a failure'}")
+        return 0
+    if not as_json:
         title = f"{'would run' if dry_run else 'runs'} again"
         show(table(title, "run", "attempt", "was", "reason", "policy", rows=[row.values() for row in rows]))
         for node, why in excluded(state, plan.config.retry).items():
             say(f"not on {node}: {why} (retry.forgive=[{node}] uses it again)")
-    if not chosen:
-        say(f"nothing to retry: no run ended in {only or 'a failure'}")
-    if dry_run or not chosen:
+    if dry_run:
         return 0
-    return _continue(folder, state, plan, retry=[a.key for a in chosen], console=err() if as_json else None)
+    return _continue(folder, state, plan, retry=[a.key for a in chosen], stderr=as_json)
 
 
 def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
@@ -158,7 +157,7 @@ def _continue(
     plan: Plan,
     *,
     retry: Sequence[AttemptKey] = (),
-    console: Console | None = None,
+    stderr: bool = False,
     detach: bool = False,
     max_gpu_hours: float | None = None,
 ) -> int:
@@ -173,7 +172,7 @@ def _continue(
         os.chdir(launched.work_dir)  # a command of the user may name files of this folder
     launcher = choose_launcher(plan.config, folder)
     sweep = open_sweep(plan, reuse="any", warn=warn, say=say, retry=retry, max_gpu_hours=budget)
-    return follow(sweep, launcher, budget, display_name, console=console, detach=detach)
+    return follow(sweep, launcher, budget, display_name, stderr=stderr, detach=detach)
 
 
 def _end(folder: SweepFolder, state: SweepState, plan: Plan, *, queued_only: bool) -> None:

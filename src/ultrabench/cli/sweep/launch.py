@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 
 import typer
-from rich.console import Console
 
 from ultrabench.cli.sweep.consent import ask_for_budget
 from ultrabench.cli.sweep.live import Display, panel
@@ -81,7 +80,7 @@ def follow(
     max_gpu_hours: float | None,
     display_name: str,
     *,
-    console: Console | None = None,
+    stderr: bool = False,
     detach: bool = False,
     ask: bool = True,
 ) -> int:
@@ -89,12 +88,12 @@ def follow(
 
     Args:
         display_name: the name of the sweep in commands for the user.
+        stderr: whether the final table goes to stderr, because stdout holds a JSON document.
         ask: whether the user may be asked to replace jobs of others.
     """
     config, runs = sweep.config, sweep.plan.runs
     before = {key.run_id for key in sweep.state().attempts}
-    for line in _first_lines(sweep):
-        say(line)
+    say(*_first_lines(sweep))
     taken = _asked_to_take_over(sweep, launcher) if ask else []
     caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
     try:
@@ -115,9 +114,8 @@ def follow(
         )
         return 0
     now = progress(config.name, runs, state, config.hardware.device)
-    (console or out()).print(panel(now, busy=False))
-    for line in other_launches(state, {run.run_id for run in runs}, before):
-        say(line)
+    out(stderr).print(panel(now, busy=False))
+    say(*other_launches(state, {run.run_id for run in runs}, before))
     if reconciler.stopped:
         if state.cancelled and config.launcher.name == "local":
             interrupt(sweep, launcher)  # ends what was submitted meanwhile
@@ -237,6 +235,8 @@ def _leave_in_background(folder: SweepFolder) -> int:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    say(f"launching in the background (process {process.pid}, output in {path})")
-    say(f"look with: ultrabench sweep status {folder.display_name} --watch")
+    say(
+        f"launching in the background (process {process.pid}, output in {path})",
+        f"look with: ultrabench sweep status {folder.display_name} --watch",
+    )
     return 0

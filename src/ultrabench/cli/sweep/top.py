@@ -26,9 +26,7 @@ def show_top(source: str | None, first: int | None, by: str, as_json: bool, resu
         return
     for runs in cells:
         _print_cell(name, runs, first or FIRST)
-    for line in doubts(rows):
-        say(line)
-    say("more about a run: ultrabench sweep show RANK")
+    say(*doubts(rows), "more about a run: ultrabench sweep show RANK")
 
 
 def _print_cell(name: str, runs: list[Row], first: int) -> None:
