@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ultrabench.analysis.rows import Row, Warn, sweep_rows
-from ultrabench.analysis.schema import COLUMNS, RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_KEY
+from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_KEY
 from ultrabench.errors import SweepFolderError
 from ultrabench.store.folder import SweepFolder
 
@@ -74,7 +74,7 @@ def _version(table: pa.Table) -> int | None:
 def _conform(table: pa.Table, path: Path) -> pa.Table:
     """The table with every column of the schema, each cast to the type of the schema."""
     arrays = []
-    for column in COLUMNS:
+    for column in SCHEMA:
         given = table[column.name] if column.name in table.column_names else pa.nulls(len(table))
         try:
             arrays.append(given.cast(column.type))

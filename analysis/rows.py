@@ -55,19 +55,14 @@ def sweep_rows(folder: SweepFolder, warn: Warn) -> list[Row]:
         SweepFolderError: the folder is no sweep folder, or was written with a newer schema.
     """
     sweep = read_sweep_json(folder)
-    plan = _read_plan(folder, warn)
+    if not folder.plan.exists():
+        warn(f"{folder.name}: no plan.parquet; candidates that were never attempted are missing")
+    plan = read_rows(folder.plan) if folder.plan.exists() else []
     state = fold(read_journal(folder.journal, warn))
     rows = _rows(sweep, plan, state, warn)
     if sweep.kernel.kind == "probe":
         return [{k: v for k, v in row.items() if k not in _OF_TRAINING} for row in rows]
     return list(rows)
-
-
-def _read_plan(folder: SweepFolder, warn: Warn) -> list[Row]:
-    if not folder.plan.exists():
-        warn(f"{folder.name}: no plan.parquet; candidates that were never attempted are missing")
-        return []
-    return read_rows(folder.plan)
 
 
 def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> Iterator[Row]:

@@ -58,10 +58,8 @@ def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
 
 def not_listed(axes: Axes, layout: Layout) -> str | None:
     """The reason why sweep.gas leaves this layout out; None when it does not."""
-    listed = axes.layout.get("gas")
-    if listed is None or layout.gas in listed:
-        return None
-    return f"gas={layout.gas} is not in sweep.gas={list(listed)}"
+    listed = axes.layout.get("gas", (layout.gas,))
+    return None if layout.gas in listed else f"gas={layout.gas} is not in sweep.gas={list(listed)}"
 
 
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> ConfigError:

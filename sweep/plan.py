@@ -205,10 +205,7 @@ def require_runs(plan: Plan) -> None:
     Raises:
         ConfigError: every candidate is rejected; the message tells the most common reason.
     """
-    if plan.runs:
-        return
-    counts = Counter((c.rule, c.reason) for c in plan.candidates)
-    (_, reason), number = counts.most_common(1)[0]
-    raise ConfigError(
-        f"{counted(len(plan.candidates), 'candidate')}, none can run; {number} because {reason}: change the axes"
-    )
+    if not plan.runs:
+        reason, number = Counter(c.reason for c in plan.candidates).most_common(1)[0]
+        found = counted(len(plan.candidates), "candidate")
+        raise ConfigError(f"{found}, none can run; {number} because {reason}: change the axes")

@@ -3,7 +3,6 @@
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -45,22 +44,19 @@ _COLOURS = "viridis"
 """A colour map of matplotlib that stays readable in grey print and for colour-blind readers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """A panel of the figure, with its rows (models) and its columns (numbers of nodes)."""
 
-    cells: Sequence[Cell]
-    models: Sequence[tuple[str, str]]
-    """Name and size of each model, the smallest one first."""
-    nodes: Sequence[int]
-    width: float
-    """Width of a square in inches."""
-    height: float
-
-    @property
-    def size(self) -> tuple[float, float]:
+    def __init__(self, cells: Sequence[Cell], width: float, height: float) -> None:
+        sizes = {_model(cell): cell.num_params or 0 for cell in cells}
+        self.cells = cells
+        self.models = sorted(sizes, key=lambda label: (sizes[label], label))
+        """Name and size of each model, the smallest one first."""
+        self.nodes = sorted({cell.nodes for cell in cells})
+        self.width, self.height = width, height if len(sizes) > 1 else 1.4
+        """Width and height of a square in inches; a single row is higher."""
+        self.size = self.width * len(self.nodes), self.height * len(self.models)
         """Width and height of all squares in inches."""
-        return self.width * len(self.nodes), self.height * len(self.models)
 
 
 def paint(axes: Axes, grid: Grid, cell: Cell, end: float, compared_with: str | None) -> None:
@@ -78,9 +74,8 @@ def paint(axes: Axes, grid: Grid, cell: Cell, end: float, compared_with: str | N
     axes.add_patch(square)
     if cell.run_id is None:
         _hatch(axes, grid, square)
-        lines: list[Line] = [
-            (text, 7.2, "normal") for text in wrap_reason(cell.reason or "no result", grid.width)
-        ]
+        told = wrap_reason(cell.reason or "no result", grid.width)
+        lines: list[Line] = [(text, 7.2, "normal") for text in told]
         ink, pitch, gap = _NO_RESULT_TEXT, _REASON_PITCH, 0.0
     else:
         lines = _lines(cell, compared_with)
@@ -149,9 +144,8 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     left = max(1.25, 0.35 + 0.1 * max(min(len(cell.model), _NAME_WIDTH) for cell in cells))
     width = max(7.0, left + max(grid.size[0] for grid in grids) + _RIGHT)
     room = width - left
-    heading = textwrap.wrap(
-        f"Best layout per cell: {title}", int(room * 7.2), max_lines=3, placeholder=" ..."
-    )
+    whole = f"Best layout per cell: {title}"
+    heading = textwrap.wrap(whole, int(room * 7.2), max_lines=3, placeholder=" ...")
     lines = _note_lines(cells, notes, compared_with, room)
     foot = 0.2 + _NOTE_LINE * len(lines)
     top = foot + sum(_HEADER + grid.size[1] + _AXIS for grid in grids)
@@ -180,19 +174,8 @@ def _grids(cells: Sequence[Cell]) -> list[Grid]:
     for cell in cells:
         panels[cell.panel].append(cell)
     few = max(len({cell.nodes for cell in held}) for held in panels.values()) <= 2
-    lowest = 1.3 if any(cell.compare_ratio is not None for cell in cells) else 1.15
-    grids = []
-    for held in panels.values():
-        sizes = {_model(cell): cell.num_params or 0 for cell in held}
-        grid = Grid(
-            cells=held,
-            models=sorted(sizes, key=lambda label: (sizes[label], label)),
-            nodes=sorted({cell.nodes for cell in held}),
-            width=2.0 if few else 1.5,
-            height=1.4 if len(sizes) == 1 else lowest,
-        )
-        grids.append(grid)
-    return grids
+    height = 1.3 if any(cell.compare_ratio is not None for cell in cells) else 1.15
+    return [Grid(held, 2.0 if few else 1.5, height) for held in panels.values()]
 
 
 def _draw_bar(bar: Axes, grid: Grid, end: float) -> None:
@@ -215,17 +198,16 @@ def _draw_labels(axes: Axes, grid: Grid, room: float) -> None:
     axes.set_xticks([n + 0.5 for n in range(columns)], [f"{n:,}" for n in grid.nodes])
     axes.set_xlabel("nodes", color=GREY)
     axes.tick_params(length=0, labelsize=10)
-    for row, (name, size) in enumerate(grid.models):
+    for row, (name, params) in enumerate(grid.models):
         names = textwrap.wrap(name, _NAME_WIDTH, max_lines=2)
         x, y = -0.1 / grid.width, row + 0.5
         nudge = 0.09 * len(names) / grid.height
         beside: dict[str, Any] = {"ha": "right", "va": "center"}
-        axes.text(x, y - (nudge if size else 0), "\n".join(names), fontsize=11, fontweight="bold", **beside)
-        axes.text(x, y + nudge, size, **beside, **_SMALL)
+        axes.text(x, y - (nudge if params else 0), "\n".join(names), fontsize=11, fontweight="bold", **beside)
+        axes.text(x, y + nudge, params, **beside, **_SMALL)
     shown = _panel_title(grid.cells[0])
-    axes.text(
-        0, -0.16 / grid.height, shown, fontsize=min(9.5, 120 * room / len(shown)), color=GREY, va="center"
-    )
+    fontsize = min(9.5, 120 * room / len(shown))
+    axes.text(0, -0.16 / grid.height, shown, fontsize=fontsize, color=GREY, va="center")
 
 
 def _model(cell: Cell) -> tuple[str, str]:

@@ -77,10 +77,8 @@ class PlannedAttempt:
     key: AttemptKey
     patience: float = 1.0
     """Factor on the time limit, larger than 1 after a time-out."""
-    after: AttemptKey | None = None
-    """The failed attempt that this one follows; None for a first attempt."""
-    pause_s: float = 0.0
-    """Seconds to wait after the end of that failed attempt."""
+    rests: bool = False
+    """Whether it has to wait, because the failed attempt that it follows ended only a moment ago."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +127,10 @@ def next_attempts(
         further = range(config.repeats, config.measure.confirm)
         todo += following.wanted([r for r in settled if r.run_id in best], further)
     todo = [t for t in todo if t.key not in on_their_way]
-    resting = {t.key for t in todo if t.after and launch.ended_s.get(t.after, math.inf) < t.pause_s}
     canary = config.launcher.control  # one allocation of each number of nodes is tried first
     untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
     held_back = untried & {allocation.nodes for allocation in held}
-    ready = tuple(t for t in todo if t.candidate.nodes not in held_back and t.key not in resting)
+    ready = tuple(t for t in todo if t.candidate.nodes not in held_back and not t.rests)
     return AttemptsLeft(
         todo=ready,
         waiting=len(on_their_way) + len(todo) - len(ready),
@@ -233,6 +230,5 @@ class _Following:
             candidate=run,
             key=last.key._replace(attempt=last.key.attempt + 1),
             patience=2.0**timeouts,
-            after=last.key,
-            pause_s=verdict.pause_s,
+            rests=self.launch.ended_s.get(last.key, math.inf) < verdict.pause_s,
         )

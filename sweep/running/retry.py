@@ -64,7 +64,8 @@ def decide_retry(
     if used > allowed:
         return RetryDecision(again=False, why=f"{name}: {used} of it, {allowed + 1} at most")
     why = f"{name}: attempt {used + 1} of {allowed + 1}"
-    return RetryDecision(again=True, why=why, pause_s=_pause_s(last, used, policy))
+    pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (used - 1))
+    return RetryDecision(again=True, why=why, pause_s=0.0 if last.status in AT_ONCE else pause_s)
 
 
 def _sure(result: RunResult, memory_share: float) -> bool:
@@ -88,12 +89,6 @@ def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
         if same and last.hostnames and other.hostnames and not set(last.hostnames) & set(other.hostnames):
             return ",".join(other.hostnames), ",".join(last.hostnames)
     return None
-
-
-def _pause_s(result: RunResult, used: int, policy: RetryPolicy) -> float:
-    if result.status in AT_ONCE:
-        return 0.0
-    return min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (used - 1))
 
 
 def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:

@@ -223,8 +223,6 @@ def test_a_pause_counts_from_when_its_end_was_seen_whatever_clocks_say(clock_off
         decision = left([ONE], state, NOBODY, policy=RESTING, ended_s={first: ago_s})
         assert keys(decision) == ([] if rests else [again])
         assert (decision.waiting, decision.over) == (int(rests), False)
-    (todo,) = decision.todo
-    assert (todo.after, todo.pause_s) == (first, 60.0)
 
 
 def test_what_ended_before_this_launch_has_rested_enough():
