@@ -22,8 +22,7 @@ from ultrabench.store.state import AllocationState, AttemptState, SweepState, fi
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.plan_table import place_of, read_rows, runs_of, shapes_of
 from ultrabench.sweep.running.attempts import left_out
-from ultrabench.sweep.running.losses import with_loss_outliers
-from ultrabench.sweep.running.outliers import control_times, impossible, suspect_attempts
+from ultrabench.sweep.running.outliers import control_times, impossible, suspect_attempts, with_loss_outliers
 
 Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
@@ -109,9 +108,7 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "hardware": sweep.hardware.name,
         "kernel": kernel.name,
         "kernel_digest": sweep.kernel_digest,
-        "recompute": kernel.recompute,
-        "precision": kernel.precision,
-        "compile": kernel.compile,
+        **{k: getattr(kernel, k) for k in ("recompute", "precision", "compile")},
         "git_commit": sweep.provenance.get("git_commit"),
         "peak_flops_per_s": peak and peak.flops_per_s,
         "peak_source": peak and peak.source,

@@ -15,7 +15,7 @@ from ultrabench.sweep.config.compose import read_yaml, search_path
 from ultrabench.sweep.config.load import load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, Plan
-from ultrabench.sweep.running.losses import TOLERANCE
+from ultrabench.sweep.running.outliers import TOLERANCE
 
 LEAST = 0.7
 """Smallest accepted share of the published speed.

@@ -13,8 +13,13 @@ from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.retry_policy import RetryPolicy
 from ultrabench.sweep.plan import Candidate, CellKey, Plan
-from ultrabench.sweep.running.losses import disputed_attempts, with_loss_outliers
-from ultrabench.sweep.running.outliers import control_times, may_win, suspect_attempts
+from ultrabench.sweep.running.outliers import (
+    control_times,
+    disputed_attempts,
+    may_win,
+    suspect_attempts,
+    with_loss_outliers,
+)
 from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
 
 WITHIN = 1.05
@@ -221,14 +226,16 @@ class _Following:
         if last.result is None:
             # The attempt still runs, or its end is not known yet, so no new one is made.
             return PlannedAttempt(candidate=run, key=last.key)
-        asked, share = last.key in self.state.retried, run.prediction.memory_share
-        verdict = decide_retry(attempts, self.policy, asked=asked, old=self.launch.old, memory_share=share)
-        if not verdict.again:
-            return None
+        pause_s, share = 0.0, run.prediction.memory_share
+        if last.key not in self.state.retried:
+            decision = decide_retry(attempts, self.policy, old=self.launch.old, memory_share=share)
+            if not decision.again:
+                return None
+            pause_s = decision.pause_s
         timeouts = sum(a.result is not None and a.result.status == Status.TIMEOUT for a in attempts)
         return PlannedAttempt(
             candidate=run,
             key=last.key._replace(attempt=last.key.attempt + 1),
             patience=2.0**timeouts,
-            rests=self.launch.ended_s.get(last.key, math.inf) < verdict.pause_s,
+            rests=self.launch.ended_s.get(last.key, math.inf) < pause_s,
         )

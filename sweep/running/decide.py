@@ -114,19 +114,18 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
     the retry policy bounds the attempts. Only a few of the other allocations may follow each other.
     """
     mine = [held for held in state.allocations.values() if held.submission[0] == launch.name]
+    over = [held for held in mine if held.ended is not None and held.name not in launch.excused]
+    over.sort(key=lambda held: held.submission)
     barren = fruitless = 0
-    latest = None
-    for held in sorted(mine, key=lambda held: held.submission):
-        if held.ended is None or held.name in launch.excused:
-            continue
-        latest = held
+    for held in over:
         ran = {k for k in held.tasks if (a := state.attempts.get(k)) and a.allocation == held.name}
         asked = [key for key in held.tasks if key.run_id != held.control] or held.tasks
-        if not held.ended.startswith(ON_REQUEST):
+        if not str(held.ended).startswith(ON_REQUEST):
             barren = 0 if ran else barren + 1
         fruitless = 0 if ran & {*asked} else fruitless + 1
-    if latest is None or (barren < MOST_BARREN and fruitless < MOST_FRUITLESS * limits.max_jobs):
-        return None
     if barren >= MOST_BARREN:
-        return DeadEnd(number=barren, what="anything", latest=latest)
-    return DeadEnd(number=fruitless, what="any run that was asked for but control layouts", latest=latest)
+        return DeadEnd(number=barren, what="anything", latest=over[-1])
+    if over and fruitless >= MOST_FRUITLESS * limits.max_jobs:
+        what = "any run that was asked for but control layouts"
+        return DeadEnd(number=fruitless, what=what, latest=over[-1])
+    return None

@@ -11,8 +11,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.running.attempts import left_out
-from ultrabench.sweep.running.losses import with_loss_outliers
-from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attempts
+from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attempts, with_loss_outliers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +92,9 @@ def progress(
         by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
     failed = [(runs[i], a) for i, a in final.items() if a.result and not a.ok]
     failed.sort(key=lambda pair: pair[1].time or 0.0)
+    left_s = sum(runs[i].prediction.duration_s for i, s in status.items() if s in ("pending", "running"))
+    ended = ((runs[i], a.result.duration_s) for i, a in final.items() if a.ok and a.result)
+    ratios = [duration_s / run.prediction.duration_s for run, duration_s in ended if duration_s]
     unended = [bool(a.agents) for a in state.allocations.values() if a.ended is None]
     return SweepProgress(
         sweep=sweep,
@@ -104,7 +106,7 @@ def progress(
         attempts=len(state.attempts),
         useful_gpu_hours=useful,
         wasted_by_status=wasted,
-        eta_s=_eta(runs, status, final, at_once=unended.count(True)),
+        eta_s=left_s * median(ratios) / max(1, unended.count(True)) if ratios else None,
         best=_best(planned, measured_rates(planned, state, doubts)),
         suspects=doubts,
         failures=tuple(failed[-5:]),
@@ -135,20 +137,6 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
     between = sum(max(0.0, hours - ran[name]) for name, hours in held.items())
     useful = by_status.pop(Status.OK.value, 0.0)
     return useful, {**by_status} | ({"between_runs": between} if between else {})
-
-
-def _eta(
-    runs: dict[str, Candidate], status: dict[str, str], final: dict[str, AttemptState], at_once: int
-) -> float | None:
-    ratios = [
-        a.result.duration_s / runs[i].prediction.duration_s
-        for i, a in final.items()
-        if a.ok and a.result and a.result.duration_s
-    ]
-    if not ratios:
-        return None
-    rest = sum(runs[i].prediction.duration_s for i, s in status.items() if s in ("pending", "running"))
-    return rest * median(ratios) / max(1, at_once)
 
 
 def doubtful(planned: Sequence[Candidate], state: SweepState, device: str) -> dict[AttemptKey, str]:

@@ -35,22 +35,18 @@ def decide_retry(
     attempts: Sequence[AttemptState],
     policy: RetryPolicy,
     *,
-    asked: bool = False,
     old: frozenset[AttemptKey] = frozenset(),
     memory_share: float = 1.0,
 ) -> RetryDecision:
     """Whether one repeat of a run is tried again after its failed `attempts`, given in their order.
 
     Args:
-        asked: whether the user wants the latest attempt tried again.
         old: attempts that ended before this launch; of these, failures that were not the run's fault
             do not count.
         memory_share: predicted memory of the run, as a share of the memory of a rank.
     """
     results = [a.result for a in attempts if a.result is not None]
     last = results[-1]
-    if asked:
-        return RetryDecision(again=True, why="asked for")
     kind, allowed = policy.kind(last), policy.allowed(last)
     alike = [a for a in attempts if a.result and policy.kind(a.result) == kind]
     if kind == "outside":

@@ -17,8 +17,12 @@ from ultrabench.store.state import AllocationState, AttemptState, SweepState, fi
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import next_attempts
-from ultrabench.sweep.running.losses import disputed_attempts, invalid_attempts, with_loss_outliers
-from ultrabench.sweep.running.outliers import suspect_attempts
+from ultrabench.sweep.running.outliers import (
+    disputed_attempts,
+    invalid_attempts,
+    suspect_attempts,
+    with_loss_outliers,
+)
 
 BF16 = KernelConfig(name="embedded", precision="bf16")
 FP32 = KernelConfig(name="embedded", precision="fp32")

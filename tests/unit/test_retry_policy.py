@@ -70,7 +70,7 @@ def test_a_pause_doubles_with_each_failure():
 def test_a_pause_follows_only_what_waiting_may_help(status):
     policy = replace(POLICY, backoff_s=30.0)
     paused = status in ("hang", "comm_error", "node_fail", "invalid", "crash")
-    again = decide_retry(failed(result(status)), policy, asked=False)
+    again = decide_retry(failed(result(status)), policy)
     assert again.pause_s == (30.0 if paused and again.again else 0.0)
 
 

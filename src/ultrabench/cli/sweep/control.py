@@ -23,7 +23,7 @@ from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
-from ultrabench.sweep.running.losses import with_loss_outliers
+from ultrabench.sweep.running.outliers import with_loss_outliers
 from ultrabench.sweep.running.progress import progress
 from ultrabench.sweep.running.retry import decide_retry, excluded
 

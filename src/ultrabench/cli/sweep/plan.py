@@ -24,7 +24,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.running.attempts import next_attempts
-from ultrabench.sweep.running.losses import with_loss_outliers
+from ultrabench.sweep.running.outliers import with_loss_outliers
 from ultrabench.sweep.running.price import MARGIN, START_S, Price, planned_jobs, reckon
 from ultrabench.sweep.running.progress import doubtful, measured_rates
 

@@ -28,7 +28,7 @@ from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import AttemptState, Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan_table import read_rows
-from ultrabench.sweep.running.losses import with_loss_outliers
+from ultrabench.sweep.running.outliers import with_loss_outliers
 
 FOLLOW_S = 0.3
 MOST_RANK_DIGITS = 5
