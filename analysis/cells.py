@@ -19,10 +19,10 @@ class Cell:
 
     model: str
     nodes: int
-    run_id: str | None
+    run_id: str | None = None
     status: str | None
     """ok when a run won the cell, else the most common status; None while runs are pending."""
-    reason: str | None
+    reason: str | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)
     """Axis -> value of the best run; empty where there is no best run."""
     mfu: float | None = None

@@ -49,9 +49,7 @@ def read_parquet(path: Path) -> pa.Table:
         raise SweepFolderError(f"cannot read {path}: {told}") from error
     version = _version(table)
     if version is None:
-        raise SweepFolderError(
-            f"{path} is no table of results; make one with: ultrabench collect -o FILE.parquet"
-        )
+        raise SweepFolderError(f"{path} is no result table; make one: ultrabench collect -o FILE.parquet")
     if version > RESULTS_SCHEMA_VERSION:
         raise SweepFolderError(
             f"{path} has schema {version}; this ultrabench reads up to {RESULTS_SCHEMA_VERSION}: upgrade it"

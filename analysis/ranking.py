@@ -139,9 +139,7 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
     runs = pd.concat([_winners(rows, frame, rank_by).assign(tier=-1), rest]).drop_duplicates(_RUN)
     oks = runs[runs["status"] == "ok"]
     if len(oks) and oks[rank_by].isna().all():
-        raise ConfigError(
-            f"no ok run has a value in {rank_by}; rank by another column of docs/results-schema.md"
-        )
+        raise ConfigError(f"no ok run has a value in {rank_by}; rank by another of docs/results-schema.md")
     runs["ranked_by"] = runs.groupby("cell")["ranked_by"].transform("first").fillna(rank_by)
     runs = runs.sort_values(["cell", "tier", "goodness", "run_id"], ascending=[True, True, False, True])
     marks = runs[["ranked_by", "best", "as_good_as_best"]].to_dict("records")
@@ -211,15 +209,12 @@ def _cell(held: Sequence[Row], rows: Sequence[Row], winners: pd.DataFrame | None
     shared = {k: held[0][k] for k in ("model", "nodes", "num_params", *_PANEL)} | {"num_runs": len(ended)}
     if winners is None:
         status, reason = why_empty(held)
-        return Cell(run_id=None, status=status, reason=reason, **shared)
+        return Cell(status=status, reason=reason, **shared)
     best = rows[winners.index[0]]
     return Cell(
-        run_id=best["run_id"],
-        status="ok",
-        reason=None,
         as_good_as_best=tuple(winners.loc[winners["as_good_as_best"], "run_id"]),
         ranked_by=winners["ranked_by"].iloc[0],
         layout={k: best[k] for k in AXES},
         **shared,
-        **{k: best[k] for k in _WINNER},
+        **{k: best[k] for k in ("run_id", "status", *_WINNER)},
     )

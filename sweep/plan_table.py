@@ -85,12 +85,11 @@ def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
         SweepFolderError: the file is missing or cannot be read.
     """
     try:
-        rows: list[Row] = pq.read_table(path, filters=[RUNS] if runs_only else None).to_pylist()
+        return list(pq.read_table(path, filters=[RUNS] if runs_only else None).to_pylist())
     except FileNotFoundError:
         raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None
     except (OSError, pa.ArrowException) as error:
         raise SweepFolderError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
-    return rows
 
 
 def shapes_of(sweep: SweepJson, state: SweepState) -> dict[str, ModelShape]:

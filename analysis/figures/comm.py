@@ -47,9 +47,7 @@ def points(table: pa.Table) -> pd.DataFrame:
         if run["status"] == "ok" and None not in (told[column] for column, _ in _RATES.values())
     ]
     if not found:
-        raise ConfigError(
-            "no bandwidths over node counts here; measure them with: ultrabench sweep launch sweep=comm"
-        )
+        raise ConfigError("no bandwidths here; measure them with: ultrabench sweep launch sweep=comm")
     places = sorted({f"{run['hardware']} of {run['cluster']}" for run in found})
     if len(places) > 1:
         raise ConfigError(f"bandwidths of {len(places)} places ({'; '.join(places)}): plot one at a time")

@@ -84,8 +84,7 @@ def paint(axes: Axes, grid: Grid, cell: Cell, end: float, compared_with: str | N
     # Each line is a text of its own, so that a viewer without the font still centres every line.
     for place, (text, size, weight) in zip(places, lines, strict=True):
         at = y + 0.5 + (place - places[-1] / 2) * pitch / grid.height
-        middle = axes.text(x + 0.5, at, text, color=ink, fontsize=size, fontweight=weight)
-        middle.set(ha="center", va="center")
+        axes.text(x + 0.5, at, text, color=ink, fontsize=size, fontweight=weight, ha="center", va="center")
 
 
 def _lines(cell: Cell, compared_with: str | None) -> list[Line]:
@@ -136,10 +135,7 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
         ConfigError: there are no cells.
     """
     if not cells:
-        raise ConfigError(
-            "nothing to draw: the table has no cells; has anything been planned yet? Links are drawn by "
-            "ultrabench plot comm"
-        )
+        raise ConfigError("the table has no cells; plan a sweep, or draw links with: ultrabench plot comm")
     grids = _grids(cells)
     left = max(1.25, 0.35 + 0.1 * max(min(len(cell.model), _NAME_WIDTH) for cell in cells))
     width = max(7.0, left + max(grid.size[0] for grid in grids) + _RIGHT)

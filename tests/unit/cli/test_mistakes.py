@@ -135,7 +135,7 @@ WITH_A_SWEEP = [
     ("heatmap --rank-by speed", "speed"),
     ("plot com", "unknown figure 'com'; did you mean comm?"),
     ("plot comm",
-     "no bandwidths over node counts here; measure them with: ultrabench sweep launch sweep=comm"),
+     "no bandwidths here; measure them with: ultrabench sweep launch sweep=comm"),
 ]  # fmt: skip
 """The same beside a sweep."""
 READERS = (
