@@ -91,7 +91,7 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
             yield outcome(base, attempt, shape)
     for attempt in (attempt for tried in attempts.values() for attempt in tried):
         base, shape = _claimed(sweep, attempt, warn)
-        yield outcome(base | {"run_id": attempt.key.run_id}, attempt, shape)
+        yield outcome(base, attempt, shape)
 
 
 def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape | None) -> Row:
@@ -143,10 +143,10 @@ def _attempted(base: Row, attempt: AttemptState, state: SweepState) -> Row:
     """The row of one attempt without its speeds; it has no status while there is no result."""
     allocation = state.allocations.get(attempt.allocation or "")
     told = ((allocation and allocation.job) or {}).get("job_id")
-    _, repeat, number = attempt.key
     return (
         base
-        | {"repeat": repeat, "attempt": number, "allocation": attempt.allocation}
+        | attempt.key._asdict()
+        | {"allocation": attempt.allocation}
         | _known({column: attempt.predicted.get(name) for column, name in _PREDICTED.items()})
         | (_circumstances(allocation) if allocation else {})
         | {"job_id": attempt.job.job_id if attempt.job else None if told is None else str(told)}

@@ -23,7 +23,7 @@ of a run spans the 95 % intervals of all its repeats and, in a ratio, of the con
 
 import pyarrow as pa
 
-from ultrabench.device_rates import OPERATIONS
+from ultrabench.device_rates import MEASURED, OPERATIONS
 from ultrabench.layout import AXES, MEANINGS, TEXT_AXES
 
 RESULTS_SCHEMA_VERSION = 1
@@ -34,10 +34,9 @@ VERSION_KEY = b"ultrabench.schema_version"
 
 TEXT, INT, FLOAT, BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 FLOATS, TEXTS, TIME = pa.list_(pa.float64()), pa.list_(pa.string()), pa.timestamp("us", tz="UTC")
-BANDWIDTHS = pa.list_(pa.struct({
-    "operation": TEXT, "scope": TEXT, "bytes": INT, "seconds": FLOAT, "busbw_bytes_per_s": FLOAT,
-    "busbw_p5_bytes_per_s": FLOAT, "busbw_p95_bytes_per_s": FLOAT,
-}))  # fmt: skip
+BANDWIDTHS = pa.list_(
+    pa.struct({"operation": TEXT, "scope": TEXT, **dict.fromkeys(MEASURED, FLOAT), "bytes": INT})
+)
 
 
 def column(name: str, kind: pa.DataType, description: str) -> pa.Field:

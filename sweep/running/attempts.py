@@ -1,7 +1,7 @@
 """Pure functions that find which attempts a sweep still needs and which runs it leaves out."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import median
@@ -189,7 +189,7 @@ class _Following:
     tried: Mapping[str, list[AttemptState]]
     policy: RetryPolicy
     launch: Launch
-    doubted: Collection[AttemptKey]
+    doubted: Set[AttemptKey]
 
     def wanted(self, runs: Sequence[Candidate], repeats: range) -> list[PlannedAttempt]:
         """The attempts that these repeats of `runs` still need: one repeat of every run, then the next."""
@@ -200,23 +200,20 @@ class _Following:
         """The attempt that the nth counted repeat of `run` still needs; None when it needs no more."""
         tried = groupby(self.tried.get(run.run_id, ()), key=lambda attempt: attempt.key.repeat)
         by_repeat = {repeat: [*attempts] for repeat, attempts in tried}
+        old, accepts = self.launch.old, self.launch.accepts
         counted, doubts = -1, 0
         for repeat in range(len(by_repeat) + repeats):
             attempts = by_repeat.get(repeat, [])
-            oks = [a for a in attempts if a.ok]
-            if oks and not any(self._counts(a) for a in oks):
+            oks = {a.key: a.ok for a in attempts if a.ok}
+            if oks and not any(key not in old or accepts(ok) for key, ok in oks.items()):
                 continue  # an old result of another environment is kept, but does not count as a repeat
-            if oks and doubts < self.policy.attempts["suspect"] and all(a.key in self.doubted for a in oks):
+            if oks and doubts < self.policy.attempts["suspect"] and oks.keys() <= self.doubted:
                 doubts += 1
                 continue
             counted += 1
             if counted == nth:
                 return None if oks else self._after(run, repeat, attempts)
         return None
-
-    def _counts(self, ok: AttemptState) -> bool:
-        """Whether an ok attempt is one of this launch, or of an environment that counts."""
-        return ok.key not in self.launch.old or (ok.result is not None and self.launch.accepts(ok.result))
 
     def _after(self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]) -> PlannedAttempt | None:
         """The attempt that follows `attempts`, none of which is ok; None when no more is allowed."""

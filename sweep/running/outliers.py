@@ -60,9 +60,9 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
     attempts = [_clocks(state, slack), disputed_attempts(state)]
     found = {}
     for key, attempt in sorted(state.attempts.items()):
-        if attempt.result is None or not attempt.ok:
+        if attempt.ok is None:
             continue
-        reasons = list(_own(attempt.result, slack))
+        reasons = list(_own(attempt.ok, slack))
         reasons += [reason for doubts in allocations for reason in doubts.get(attempt.allocation or "", ())]
         reasons += [reasons_of[key] for reasons_of in attempts if key in reasons_of]
         if reasons:
@@ -84,9 +84,9 @@ def control_times(state: SweepState) -> dict[str, float]:
     """Allocation -> median step time of its control run in seconds, where that run ended ok."""
     found = {}
     for key, attempt in sorted(state.attempts.items()):
-        held, result = state.allocations.get(attempt.allocation or ""), attempt.result
-        if held and held.control == key.run_id and result and attempt.ok and result.step_times_s:
-            found[held.name] = median(result.step_times_s)
+        held, ok = state.allocations.get(attempt.allocation or ""), attempt.ok
+        if held and held.control == key.run_id and ok and ok.step_times_s:
+            found[held.name] = median(ok.step_times_s)
     return found
 
 
@@ -108,9 +108,8 @@ def _clocks(state: SweepState, slack: float) -> dict[AttemptKey, str]:
     """
     clocks: dict[str, dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in sorted(state.attempts.items()):
-        result = attempt.result
-        if result and attempt.ok and result.sm_clock_hz is not None:
-            clocks[key.run_id][key] = result.sm_clock_hz
+        if attempt.ok and attempt.ok.sm_clock_hz is not None:
+            clocks[key.run_id][key] = attempt.ok.sm_clock_hz
     return {
         key: f"its SM clock was {share:.2f} of the median of {len(by_key)} measurements of this run"
         for by_key in clocks.values()
@@ -239,9 +238,9 @@ def loss_groups(state: SweepState) -> list[list[LossGroup]]:
     """
     comparable: dict[tuple[float, object], dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in sorted(state.attempts.items()):
-        if attempt.result and attempt.ok and attempt.result.loss_final is not None:
+        if attempt.ok and attempt.ok.loss_final is not None:
             try:
-                comparable[_tolerance(attempt), _workload(attempt)][key] = attempt.result.loss_final
+                comparable[_tolerance(attempt), _workload(attempt)][key] = attempt.ok.loss_final
             except (AttributeError, KeyError, TypeError):
                 continue  # the claim of the attempt was lost or damaged
     return [

@@ -275,9 +275,7 @@ def committed_gpu_hours(
     start_s, total = _start_s(plan, state, held_s), 0.0
     for name, held in state.allocations.items():
         seconds = held.held_s if held.timed else max(held.held_s, held_s.get(name, 0.0))
-        planned = 0.0
-        if name in open_names:
-            planned = start_s * held.nodes * per_node / 3600
-            planned += sum(price.get(key.run_id, 0.0) for key in held.tasks)
+        runs = sum(price.get(key.run_id, 0.0) for key in held.tasks)
+        planned = start_s * held.nodes * per_node / 3600 + runs if name in open_names else 0.0
         total += max(seconds * held.nodes * per_node / 3600, planned)
     return total

@@ -93,7 +93,7 @@ def progress(
     failed = [(runs[i], a) for i, a in final.items() if a.result and not a.ok]
     failed.sort(key=lambda pair: pair[1].time or 0.0)
     left_s = sum(runs[i].prediction.duration_s for i, s in status.items() if s in ("pending", "running"))
-    ended = ((runs[i], a.result.duration_s) for i, a in final.items() if a.ok and a.result)
+    ended = ((runs[i], a.ok.duration_s) for i, a in final.items() if a.ok)
     ratios = [duration_s / run.prediction.duration_s for run, duration_s in ended if duration_s]
     unended = [bool(a.agents) for a in state.allocations.values() if a.ended is None]
     return SweepProgress(
@@ -143,9 +143,9 @@ def doubtful(planned: Sequence[Candidate], state: SweepState, device: str) -> di
     """Ok attempts in doubt, by `suspect_attempts` or because their mfu is impossible -> the reasons."""
     runs, doubts = {r.run_id: r for r in planned}, suspect_attempts(state, device=device)
     for key, attempt in sorted(state.attempts.items()):
-        run, result = runs.get(key.run_id), attempt.result
-        if run and result and attempt.ok and result.step_times_s:
-            reasons = (doubts.get(key), impossible(run.mfu(run.tokens_per_s_per_gpu(result))))
+        run, ok = runs.get(key.run_id), attempt.ok
+        if run and ok and ok.step_times_s:
+            reasons = (doubts.get(key), impossible(run.mfu(run.tokens_per_s_per_gpu(ok))))
             if told := "; ".join(filter(None, reasons)):
                 doubts[key] = told
     return doubts
@@ -158,11 +158,11 @@ def measured_rates(
     runs = {r.run_id: r for r in planned}
     rates: dict[str, list[float]] = {}
     for (run_id, _), attempt in sorted(final_attempts(state).items()):
-        run, result = runs.get(run_id), attempt.result
-        if run and result and attempt.ok and result.step_times_s:
+        run, ok = runs.get(run_id), attempt.ok
+        if run and ok and ok.step_times_s:
             told = rates.setdefault(run_id, [])
-            if may_win(result.status, result.stopped, doubts.get(attempt.key)):
-                told.append(run.tokens_per_s_per_gpu(result))
+            if may_win(ok.status, ok.stopped, doubts.get(attempt.key)):
+                told.append(run.tokens_per_s_per_gpu(ok))
     return {run_id: median(told) if told else None for run_id, told in rates.items()}
 
 

@@ -31,9 +31,9 @@ class AttemptState:
     """When it was claimed, in seconds since 1970, by the clock of the claimer; for display only."""
 
     @property
-    def ok(self) -> bool:
-        """Whether it ended with the status ok."""
-        return self.result is not None and self.result.status == Status.OK
+    def ok(self) -> RunResult | None:
+        """Its result if it ended with the status ok, else None."""
+        return self.result if self.result and self.result.status == Status.OK else None
 
 
 @dataclass(slots=True, kw_only=True)
