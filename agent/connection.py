@@ -131,7 +131,8 @@ class Rendezvous:
         self._secret = secret.encode()
         self._server = socket.create_server((host, 0), backlog=128)
         self._server.setblocking(False)
-        self._strangers: list[Connection] = []
+        self._callers: list[Connection] = []
+        """All open connections; those of agents have facts."""
         write_whole(file, json.dumps({"host": host, "port": self._server.getsockname()[1]}))
 
     def wait_for_peers(self, nodes: int, timeout_s: float, beat: Callable[[], Any]) -> Peers:
@@ -143,47 +144,39 @@ class Rendezvous:
         Raises:
             ClusterError: some nodes did not connect in time.
         """
-        peers: Peers = {}
         missing, end = set(range(1, nodes)), time.monotonic() + timeout_s
         while missing and time.monotonic() < end:
             beat()
-            self._accept()
-            for stranger in wait_readable(self._strangers, POLL_S):
-                # If two agents report the same node, the first one stays.
-                if (node := self._node_of(stranger, missing)) is not None:
-                    stranger.max_bytes = MESSAGE_BYTES
-                    peers[node] = stranger
-                    missing.remove(node)
-                    self._strangers.remove(stranger)
-            self._strangers = [s for s in self._strangers if not s.closed]
+            with contextlib.suppress(OSError):  # until nobody else calls
+                while True:
+                    self._callers.append(Connection(self._server.accept()[0], HELLO_BYTES))
+            strangers = [caller for caller in self._callers if not caller.facts]
+            for stranger in strangers[:-MAX_STRANGERS]:
+                stranger.close()
+            for stranger in wait_readable(strangers, POLL_S):
+                self._greet(stranger, missing)
+            self._callers = [caller for caller in self._callers if not caller.closed]
         self._server.close()
-        for connection in (*self._strangers, *(peers.values() if missing else ())):
-            connection.close()
+        for caller in self._callers:
+            if missing or not caller.facts:
+                caller.close()
         if missing:
             raise ClusterError(f"agents of nodes {sorted(missing)} did not connect within {timeout_s:g} s")
-        return peers
+        return {caller.facts["node"]: caller for caller in self._callers if caller.facts}
 
-    def _accept(self) -> None:
-        """Accepts all connections that were made since the last call."""
-        with contextlib.suppress(OSError):
-            while True:
-                self._strangers.append(Connection(self._server.accept()[0], HELLO_BYTES))
-                if len(self._strangers) > MAX_STRANGERS:
-                    self._strangers.pop(0).close()
+    def _greet(self, stranger: Connection, missing: set[int]) -> None:
+        """Accepts a stranger whose first message shows that it is the agent of a missing node, or disconnects it.
 
-    def _node_of(self, stranger: Connection, missing: set[int]) -> int | None:
-        """The missing node whose agent a stranger is, by its first message; other messages disconnect it."""
-        messages = stranger.receive()
-        if not messages:
-            return None
-        facts, secret = messages[0].get("facts"), str(messages[0].get("secret")).encode(errors="replace")
-        if isinstance(facts, dict) and hmac.compare_digest(secret, self._secret):
-            node = facts.get("node")
-            if type(node) is int and node in missing:
-                stranger.facts = facts
-                return node
-        stranger.close()
-        return None
+        If two agents report the same node, the first one stays.
+        """
+        for message in stranger.receive()[:1]:
+            facts, secret = message.get("facts", {}), str(message.get("secret")).encode(errors="replace")
+            node = facts.get("node") if isinstance(facts, dict) else None
+            if hmac.compare_digest(secret, self._secret) and type(node) is int and node in missing:
+                stranger.facts, stranger.max_bytes = facts, MESSAGE_BYTES
+                missing.remove(node)
+            else:
+                stranger.close()
 
 
 def connect_to_leader(file: Path, facts: dict[str, Any], secret: str, timeout_s: float) -> Connection:

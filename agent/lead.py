@@ -238,8 +238,8 @@ def _hung(group: AgentGroup, missed: RunResult) -> RunResult:
     group.examine()
     cause = find_hang_cause(group.progress.ranks)
     evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in group.progress.ranks]}
-    reason = f"{cause.headline}; {missed.reason}"
-    return replace(missed, reason=reason, suspect_hosts=cause.hosts, evidence=evidence)
+    reason, hosts = f"{cause.headline}; {missed.reason}", {rank.host for rank in cause.culprits}
+    return replace(missed, reason=reason, suspect_hosts=tuple(sorted(hosts)), evidence=evidence)
 
 
 def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | None:

@@ -51,11 +51,6 @@ class HangCause:
         """The headline and the details as one paragraph."""
         return ". ".join((self.headline, *self.details)) + "."
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The hosts of the ranks that caused the hang."""
-        return tuple(sorted({r.host for r in self.culprits}))
-
 
 def find_hang_cause(ranks: Ranks) -> HangCause:
     """Which ranks are behind or missing, and how that shows: the first of CHECKS that finds something."""

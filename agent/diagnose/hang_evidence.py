@@ -115,16 +115,15 @@ def _spies(subjects: list[_Subject], folder: Path) -> list[subprocess.Popen[byte
 
 def _found(subject: _Subject, folder: Path) -> dict[str, Any]:
     stacks = read_text(f"{subject.report}{STACKS_SUFFIX}")
-    told = read_text(f"{subject.report}{COLLECTIVES_SUFFIX}")
-    for name, text in (("stacks.txt", stacks), ("collectives.json", told)):
+    collectives = read_text(f"{subject.report}{COLLECTIVES_SUFFIX}")
+    for name, text in (("stacks.txt", stacks), ("collectives.json", collectives)):
         if text:
             (folder / f"rank{subject.rank}.{name}").write_text(text)
     return {
         "state": subject.state,
         "wchan": subject.wchan,
         "stack": main_stack(stacks) or main_stack(read_text(folder / f"rank{subject.rank}.py-spy.txt")),
-        "answered": bool(told),
-        "groups": _groups(told),
+        "groups": _groups(collectives),
     }
 
 
@@ -151,7 +150,7 @@ def main_stack(text: str) -> list[str]:
     return threads[0 if spy else -1][:STACK_DEPTH] if threads else []
 
 
-def _groups(told: str) -> list[dict[str, Any]]:
+def _groups(collectives: str) -> list[dict[str, Any]]:
     """The process groups in the answer of a rank; none if the answer is invalid."""
     try:
         return [
@@ -162,7 +161,7 @@ def _groups(told: str) -> list[dict[str, Any]]:
                 **{name: None if g[name] is None else int(g[name]) for name in ("started", "finished")},
                 "ops": {str(number): str(op)[:NAME_CHARS] for number, op in g["ops"].items()},
             }
-            for g in json.loads(told)["groups"]
+            for g in json.loads(collectives)["groups"]
         ]
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return []

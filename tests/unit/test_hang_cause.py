@@ -121,7 +121,6 @@ def test_the_cause_of_a_hang_in_any_order_of_ranks(case):
     found = find_hang_cause(ranks)
     assert [r.number for r in found.culprits] == culprits, found.text
     assert text in found.text
-    assert found.hosts == tuple(sorted({r.host for r in ranks if r.number in culprits}))
     assert "\n" not in found.text
     shuffled = random.Random(7).sample(ranks, len(ranks))
     assert sorted(r.number for r in find_hang_cause(shuffled).culprits) == sorted(culprits)
