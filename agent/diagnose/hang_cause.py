@@ -1,7 +1,7 @@
 """Why a run hangs: which ranks the others wait for, found from what every rank was doing."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ Ranks = Sequence[RankProgress]
 class Pending:
     """A collective that a rank has entered and not finished."""
 
+    rank: RankProgress = field(compare=False)
     group: str
     ranks: tuple[int, ...]
     number: int
@@ -92,26 +93,20 @@ def _functions(ranks: Ranks) -> tuple[str, ...]:
     """Sentences that name the functions in which the first two of these ranks are."""
     sentences = []
     for r in (r for r in ranks[:2] if _function(r)):
-        wchan = r.found["wchan"] if r.found["state"] == "D" else ""
-        sentences.append(
-            f"Rank {r.number} is in {_function(r)}" + (f", in {wchan} of Linux" if wchan else "")
-        )
+        waits = r.found["state"] == "D" and r.found["wchan"]
+        inside = f", in {r.found['wchan']} of Linux" if waits else ""
+        sentences.append(f"Rank {r.number} is in {_function(r)}{inside}")
     return tuple(sentences)
 
 
-def _pending(rank: RankProgress) -> Iterator[Pending]:
-    """The collectives that a rank has not finished, at most one in each group."""
-    for g in rank.found["groups"]:
+def _pending(*ranks: RankProgress) -> Iterator[Pending]:
+    """The collectives that ranks have not finished, at most one of each rank in each group."""
+    for rank, g in ((r, group) for r in ranks for group in r.found["groups"]):
         number = (g["finished"] or 0) + 1
         if g["finished"] is not None and number <= g["entered"]:
             op = g["ops"].get(str(number), "collective")
             started = None if g["started"] is None else g["started"] >= number
-            yield Pending(g["group"], tuple(g["ranks"]), number, op, started)
-
-
-def _all_pending(ranks: Iterable[RankProgress]) -> Iterator[tuple[RankProgress, Pending]]:
-    """Each rank with each collective that it has not finished."""
-    return ((rank, pending) for rank in ranks for pending in _pending(rank))
+            yield Pending(rank, g["group"], tuple(g["ranks"]), number, op, started)
 
 
 def _waits_in(rank: RankProgress) -> str | None:
@@ -145,11 +140,11 @@ def _missing(ranks: Ranks, alive: Ranks) -> HangCause | None:
     by_number = {r.number: r for r in ranks}
     awaited: dict[RankProgress, Counter[Pending]] = defaultdict(Counter)
     waiting = set()
-    for r, p in _all_pending(alive):
+    for p in _pending(*alive):
         for member in (by_number[number] for number in p.ranks if number in by_number):
             if not _has_entered(member, p):
                 awaited[member][p] += 1
-                waiting.add(r)
+                waiting.add(p.rank)
     roots = [r for r in ranks if r in awaited and r not in waiting]
     roots = [r for r in roots if r.found["groups"]] or roots
     # A rank that waits as well may wait for another missing rank, in a way that no record holds.
@@ -169,28 +164,27 @@ def _each_other(stuck: Ranks) -> HangCause:
 
 def _different(_: Ranks, alive: Ranks) -> HangCause | None:
     """Members of a group that call different collectives under the same number, or whose devices are late."""
-    calls: dict[Any, list[tuple[RankProgress, Pending]]] = defaultdict(list)
-    for r, p in _all_pending(alive):
-        calls[p.group, p.ranks, p.number].append((r, p))
+    calls: dict[Any, list[Pending]] = defaultdict(list)
+    for p in _pending(*alive):
+        calls[p.group, p.ranks, p.number].append(p)
     for members in calls.values():
-        usual = Counter(p.op for _, p in members).most_common(1)[0][0]
-        if odd := [(r, p) for r, p in members if p.op != usual]:
-            what = f"entered {odd[0][1]} where others entered {usual}"
-            return _blame(what, [r for r, p in odd if p.op == odd[0][1].op], alive)
-        late = [(r, p) for r, p in members if p.started is False]
+        usual = Counter(p.op for p in members).most_common(1)[0][0]
+        if odd := [p for p in members if p.op != usual]:
+            what = f"entered {odd[0]} where others entered {usual}"
+            return _blame(what, [p.rank for p in odd if p.op == odd[0].op], alive)
+        late = [p for p in members if p.started is False]
         if late and len(late) < len(members):
-            return _blame(
-                f"entered {late[0][1]}, but its device has not begun it", [r for r, _ in late], alive
-            )
+            what = f"entered {late[0]}, but its device has not begun it"
+            return _blame(what, [p.rank for p in late], alive)
     return None
 
 
 def _together(_: Ranks, alive: Ranks) -> HangCause | None:
     """All ranks wait in collectives that all of them have entered."""
-    waits = list(_all_pending(alive))
-    if not alive or {r for r, _ in waits} != set(alive):
+    waits = list(_pending(*alive))
+    if not alive or {p.rank for p in waits} != set(alive):
         return None
-    at = Counter(str(p) for _, p in waits).most_common(1)[0][0]
+    at = Counter(map(str, waits)).most_common(1)[0][0]
     headline = f"all {len(alive)} ranks wait in collectives that all have entered, such as {at}"
     details = ("No rank is missing: the network or its library stands still",)
     return HangCause(headline=headline, details=details)
@@ -250,8 +244,8 @@ CHECKS = (
 def _waiting_for(alive: Ranks, culprits: Ranks) -> Counter[str]:
     """The collectives in which others wait for `culprits`, with the number of ranks that wait."""
     numbers = {r.number for r in culprits}
-    found = _all_pending(r for r in alive if r not in culprits)
-    return Counter(str(p) for _, p in found if not numbers.isdisjoint(p.ranks))
+    found = _pending(*(r for r in alive if r not in culprits))
+    return Counter(str(p) for p in found if not numbers.isdisjoint(p.ranks))
 
 
 def _blame(what: str, culprits: Ranks, alive: Ranks) -> HangCause | None:

@@ -79,7 +79,8 @@ class Node:
         self._threads = allocation.threads or max(1, len(os.sched_getaffinity(0)) // per_node)
         self._shared_memory = cleanup.SharedMemoryCleanup()
         self._program_env = revealed(kernel.env, self.folder.secrets)
-        self._task: Task | None = None
+        self._task = allocation.tasks[0]
+        """The task of the current run."""
         self._run = self.scratch
         """Folder of the current run."""
         self._sources: list[Source] = []
@@ -161,10 +162,8 @@ class Node:
         spec, kernel = task.spec, task.spec.kernel
         rank = kernel.step_rank % spec.layout.world_size
         if kernel.step_line and rank in self.ranks and not task.forked:
-            pattern, tokens_per_gpu = (
-                re.compile(kernel.step_line),
-                spec.tokens_per_step / spec.layout.world_size,
-            )
+            tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
+            pattern = re.compile(kernel.step_line)
             parse = partial(parse_log_line, pattern=pattern, tokens_per_gpu=tokens_per_gpu)
             sources.append(Source(rank, 0, NewLines(self._run / f"rank{rank}.log"), parse))
         return sources
@@ -187,15 +186,12 @@ class Node:
 
     def rank_events(self) -> list[RankEvent]:
         """Reported lines, progress, evidence and exits of this node's ranks since the last call."""
-        task = self._task
-        if task is None:
-            return []
         self._exits |= dict(self._server.exits())
         found: list[RankEvent] = []
         for source in self._sources:
             lines = filter(None, map(source.parse, source.lines.read()))
             # Only our own kernel may report measurements of devices and links.
-            known = (line for line in lines if task.forked or line["event"] != "probe")
+            known = (line for line in lines if self._task.forked or line["event"] != "probe")
             found += [{"rank": source.reporter, "line": line} for line in known]
         found += self._new_progress()
         if any("microbatches" in event or event["line"]["event"] == "step" for event in found):
@@ -213,10 +209,8 @@ class Node:
     def _new_progress(self) -> Iterator[RankEvent]:
         """The progress of each rank where it has changed since the last call."""
         for rank in self.ranks:
-            done, before = (
-                read_progress(self._run / f"rank{rank}.report"),
-                self._progress.get(rank, Progress()),
-            )
+            before = self._progress.get(rank, Progress())
+            done = read_progress(self._run / f"rank{rank}.report")
             # Smaller counts than before can only be an error of the rank.
             if done != before and done.step >= before.step and done.microbatches >= before.microbatches:
                 self._progress[rank] = done
@@ -228,9 +222,8 @@ class Node:
 
     def examine(self) -> None:
         """Begins to collect the evidence of a hang; it is among the events when it is complete."""
-        if self._task is not None:
-            pids = {rank: pid for rank, pid in self._server.rank_pids.items() if self._is_ours(pid)}
-            self._evidence = hang_evidence(self._run, pids, self.tag)
+        pids = {rank: pid for rank, pid in self._server.rank_pids.items() if self._is_ours(pid)}
+        self._evidence = hang_evidence(self._run, pids, self.tag)
 
     def kill(self) -> Cleaned:
         """Kills every process of the current run on this node, and removes what they left behind."""
@@ -259,18 +252,17 @@ class Node:
         Args:
             keep_all: keep the logs of all ranks, as of a failed run.
         """
-        if self._task is None:
-            return None
-        keep, problem = partial(self._keep_logs, self._task, keep_all), None
-        self._task = None
+        self._sources, self._exits, self._evidence = [], {}, iter(())
+        problem = None
         try:
-            self.disk.retry(keep, LOGS_RETRY_S)
+            self.disk.retry(partial(self._keep_logs, keep_all), LOGS_RETRY_S)
         except (ClusterError, OSError) as error:
             problem = f"the logs of {self.identity.host} could not be kept: {error}"
         shutil.rmtree(self._run, ignore_errors=True)
         return problem
 
-    def _keep_logs(self, task: Task, failed: bool) -> None:
+    def _keep_logs(self, failed: bool) -> None:
+        task = self._task
         to = self.folder.log_folder(task.run_id, task.repeat, task.attempt)
         if failed:
             cleanup.copy_logs(self._run, to, int(task.measure.log_mib_per_rank * 2**20))
