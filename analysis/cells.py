@@ -54,7 +54,7 @@ class Cell:
 
     def to_json(self) -> dict[str, Any]:
         """The cell as one flat JSON object, which includes the axes of its layout."""
-        told: dict[str, Any] = asdict(self) | {"as_good_as_best": list(self.as_good_as_best)}
+        told = asdict(self)
         layout = told.pop("layout")
         return told | {name: layout.get(name) for name in AXES}
 

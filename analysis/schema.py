@@ -159,8 +159,7 @@ def markdown() -> str:
     about = str(__doc__).partition("\n\n")[2]
     parts = [f"{heading} `python -m ultrabench.analysis.schema`.\n\n{about}"]
     for group, columns in GROUPS.items():
-        meanings = [c.metadata[b"description"].decode() for c in columns]
-        named = zip(columns, meanings, strict=True)
+        named = [(c, c.metadata[b"description"].decode()) for c in columns]
         lines = [f"| `{c.name}` | {_type_name(c.type)} | {meaning} |" for c, meaning in named]
         parts.append("\n".join([f"## {group}\n", "| column | type | meaning |", "|---|---|---|", *lines, ""]))
     return "\n".join(parts)

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 from ultrabench.errors import ConfigError, unknown_name
 
-SUFFIXES = (".png", ".svg", ".pdf")
 GREY = "#5c5c5c"
 """Colour of the notes and of the labels of axes."""
 
@@ -33,8 +32,8 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
         ConfigError: `path` ends in an unknown suffix; then `make` is not called.
     """
     suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ConfigError(unknown_name("kind of picture", path.suffix or path.name, SUFFIXES))
+    if suffix not in _METADATA:
+        raise ConfigError(unknown_name("kind of picture", path.suffix or path.name, _METADATA))
     buffer = io.BytesIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")

@@ -133,7 +133,9 @@ def next_attempts(
         todo += following.wanted([r for r in settled if r.run_id in best], further)
     todo = [t for t in todo if t.key not in on_their_way]
     canary = config.launcher.control  # one allocation of each number of nodes is tried first
-    untried = frozenset({t.candidate.nodes for t in todo} - _passed(state)) if canary else frozenset[int]()
+    specs = (a.spec or {} for a in state.attempts.values() if a.ok)
+    passed = {nodes for spec in specs if isinstance(nodes := spec.get("nodes"), int)}
+    untried = frozenset({t.candidate.nodes for t in todo} - passed) if canary else frozenset[int]()
     held_back = untried & {allocation.nodes for allocation in held}
     ready = tuple(t for t in todo if t.candidate.nodes not in held_back and not t.rests)
     return AttemptsLeft(
@@ -143,12 +145,6 @@ def next_attempts(
         dominated=dominated,
         broken=broken(state, config.retry, launch.ended_s),
     )
-
-
-def _passed(state: SweepState) -> set[int]:
-    """Numbers of nodes on which some run has ended ok."""
-    specs = (a.spec or {} for a in state.attempts.values() if a.ok)
-    return {nodes for spec in specs if isinstance(nodes := spec.get("nodes"), int)}
 
 
 def contenders(runs: Iterable[Candidate], state: SweepState) -> frozenset[str]:

@@ -96,11 +96,9 @@ def _submit(
         if limits.max_gpu_hours is not None and used + job.gpu_hours > limits.max_gpu_hours:
             if chosen:
                 break
-            return Actions(
-                over_budget=True,
-                stopped=f"the next job would take {used:.3g} used GPU hours to {used + job.gpu_hours:.3g}, over "
-                f"the {limits.max_gpu_hours:.3g} that may be used",
-            )
+            after = f"{used + job.gpu_hours:.3g}, over the {limits.max_gpu_hours:.3g} that may be used"
+            stopped = f"the next job would take {used:.3g} used GPU hours to {after}"
+            return Actions(over_budget=True, stopped=stopped)
         chosen.append(job)
         free -= job.nodes
         used += job.gpu_hours

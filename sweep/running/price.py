@@ -163,17 +163,15 @@ def planned_jobs(
             continue
         seen.add(nodes)
         control = cells.get(group[0].candidate.cell)
-        if control is not None:
-            own = [t for t in group if t.key.run_id == control.run_id]
-            others = [t for t in group if t.key.run_id != control.run_id]
-            if not own:
-                key = AttemptKey(control.run_id, next(repeats[control.run_id]), 0)
-                own = [PlannedAttempt(candidate=control, key=key)]
-            group = own + others
+        control_id = control.run_id if control else None
+        if control and all(t.key.run_id != control_id for t in group):
+            key = AttemptKey(control.run_id, next(repeats[control.run_id]), 0)
+            group.append(PlannedAttempt(candidate=control, key=key))
+        group = sorted(group, key=lambda t: t.key.run_id != control_id)  # the control run comes first
         start_gpu_hours = start_s * nodes * config.hardware.gpus_per_node / 3600
         job = PlannedJob(
             attempts=tuple(group),
-            control=control.run_id if control else None,
+            control=control_id,
             limit_s=min(max_limit_s, allocation_limit_s(group, config)),
             gpu_hours=start_gpu_hours + sum(t.candidate.gpu_hours for t in group),
             best_step_times_s=best,

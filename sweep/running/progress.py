@@ -115,9 +115,7 @@ def progress(
 
 def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
     """run_id -> the attempt that stands for the run: an ok one of any repeat, else the latest."""
-    ordered = sorted(
-        final_attempts(state).values(), key=lambda attempt: (attempt.ok is not None, attempt.key)
-    )
+    ordered = sorted(final_attempts(state).values(), key=lambda a: (a.ok is not None, a.key))
     return {attempt.key.run_id: attempt for attempt in ordered}
 
 
