@@ -96,8 +96,6 @@ class AttemptsLeft:
     """Number of attempts that are queued, running or held back."""
     untried: frozenset[int] = frozenset()
     """Numbers of nodes on which no run has passed yet. Of each, only one allocation may be in flight."""
-    dominated: Mapping[str, str] = field(default_factory=dict)
-    """run_id of each run that is left out -> run_id of the run that proves that it cannot fit."""
     broken: str | None = None
     """Why nothing more should be submitted; None when nothing is wrong."""
 
@@ -142,7 +140,6 @@ def next_attempts(
         todo=ready,
         waiting=len(on_their_way) + len(todo) - len(ready),
         untried=untried,
-        dominated=dominated,
         broken=broken(state, config.retry, launch.ended_s),
     )
 

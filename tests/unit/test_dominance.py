@@ -13,6 +13,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running import attempts
 
 PLAN = make_plan(load_config(["sweep=playbook", "sweep.models=[1B]", "sweep.nodes=[1,2]"]))
 RUNS = PLAN.runs
@@ -42,7 +43,7 @@ def state_of(**ends):
 
 
 def left_out(state):
-    found = left(SAME, state).dominated
+    found = attempts.left_out(SAME, state)
     return {r.layout.mbs * 10 + r.layout.zero_stage for r in SAME if r.run_id in found}
 
 
@@ -71,7 +72,7 @@ def test_an_oom_that_was_not_predicted_has_to_happen_twice():
     one, two = state_of(m8z1=SURE), state_of(m8z1=(SURE, SURE))
     unlikely = [of_share(r, 0.8) for r in SAME]
     for state, number in ((one, 0), (two, 5)):
-        assert len(left(unlikely, state).dominated) == number
+        assert len(attempts.left_out(unlikely, state)) == number
     todo = left(unlikely, one).todo
     assert (run_of(8, 1).run_id, 0, 1) in {t.key for t in todo}
 
