@@ -1,6 +1,7 @@
 """Runs an open sweep to its end: observes, asks `decide` what to do, does it, and observes again."""
 
 import functools
+import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -53,8 +54,6 @@ class Reconciler:
         self._cancelled_at = -CANCEL_S
         self._touched = 0.0
         """When this launch last showed other launches that it is alive."""
-        self._failing_since: float | None = None
-        """Since when the results folder has been unusable; None while it can be used."""
         attempts = self.sweep.state().attempts.items()
         self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
         """Attempts that ended before this launch."""
@@ -71,13 +70,15 @@ class Reconciler:
         Raises:
             ClusterError: allocations end again and again without running anything.
         """
+        failing_since = math.inf
         while True:
             try:
                 state, busy = self.once()
             except (OSError, SweepFolderError) as error:
-                self._wait_for_disk(error)
+                failing_since = min(failing_since, time.monotonic())
+                self._wait_for_disk(error, failing_since)
                 continue
-            self._failing_since = None
+            failing_since = math.inf
             if not busy:
                 return state
             time.sleep(self.launcher.rest_s)
@@ -191,15 +192,17 @@ class Reconciler:
             f"{f'; its log ends: {said[:200]}' if said else ''}); see {log}, then launch again"
         )
 
-    def _wait_for_disk(self, error: OSError | SweepFolderError) -> None:
-        """Pauses while the results folder is unusable; raises if that cannot pass or lasts too long."""
+    def _wait_for_disk(self, error: OSError | SweepFolderError, failing_since: float) -> None:
+        """Pauses while the results folder is unusable; raises if that cannot pass or lasts too long.
+
+        Args:
+            failing_since: since when it has been unusable, by the monotonic clock.
+        """
         self.sweep.folder.require_present()
         cause = error.__cause__ if isinstance(error, SweepFolderError) else error
         if not may_pass(error) and not (cause and may_pass(cause)):
             raise error
-        now = time.monotonic()
-        self._failing_since = self._failing_since or now
-        if now - self._failing_since > DISK_PATIENCE_S:
+        if time.monotonic() - failing_since > DISK_PATIENCE_S:
             raise ClusterError(
                 f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes; what runs goes on: mend it, then launch again"
             ) from error

@@ -41,6 +41,8 @@ LAYOUTS = 12
 TOO_MUCH = 3.0
 """A run that is predicted to need this many times the memory of a rank certainly does not fit."""
 
+ALONE = {"nodes": [1], "tp": [1], "pp": [1], "cp": [1], "zero_stage": [0]}
+"""The sweep axes of plain data parallelism on one node."""
 SCHEMA_VERSION = 1
 MANY_NODES = 8
 """A launch on more nodes than this gives a warning if its cluster has not passed an acceptance run."""
@@ -93,7 +95,7 @@ class _Acceptance:
     def same_loss(self) -> Check:
         """Checks that every layout has the same loss as one GPU."""
         mbs, batch = max(self._config.axes.layout["mbs"]), self._config.workload.gbs
-        alone = _replicas(1) | {"mbs": [mbs], "gas": [batch // mbs]}
+        alone = ALONE | {"mbs": [mbs], "gas": [batch // mbs]}
         one = self._run(self._variant("one", alone, hardware={"gpus_per_node": 1}), _all)
         return acceptance_checks.check_losses(one, self.layouts)
 
@@ -102,7 +104,7 @@ class _Acceptance:
         mbs, share = 1, 0.0
         while share <= TOO_MUCH:
             batch = {"mbs": [mbs], "gas": [1], "gbs": mbs * self._config.hardware.gpus_per_node}
-            config = self._variant("memory", _replicas(1) | batch)
+            config = self._variant("memory", ALONE | batch)
             share, mbs = make_plan(config).candidates[0].prediction.memory_share, 2 * mbs
         return acceptance_checks.check_memory(self._run(config, _all))
 
@@ -163,11 +165,6 @@ class _Acceptance:
             interrupt(sweep, launcher)
         except (UltrabenchError, OSError) as error:
             self._say(f"cannot end the jobs of {sweep.folder.path}: {error}")
-
-
-def _replicas(nodes: int) -> dict[str, Any]:
-    """The sweep axes of plain data parallelism on this number of nodes."""
-    return {"nodes": [nodes], "tp": [1], "pp": [1], "cp": [1], "zero_stage": [0]}
 
 
 def _all(plan: Plan) -> Sequence[Candidate]:
