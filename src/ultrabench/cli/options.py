@@ -11,7 +11,7 @@ Overrides = Annotated[
     list[str],
     typer.Argument(
         metavar="[OVERRIDES]...", default_factory=list, show_default=False,
-        help="Hydra overrides, such as sweep=playbook hardware=h100x8 cluster=mine.",
+        help="Hydra overrides, such as hardware=h100x8 cluster=mine.",
     ),
 ]  # fmt: skip
 Source = Annotated[

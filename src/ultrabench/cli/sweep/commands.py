@@ -9,6 +9,7 @@ import typer
 
 from ultrabench.cli.options import RESULTS, Json, Overrides, RankBy, ResultsDir, Source
 from ultrabench.errors import ConfigError
+from ultrabench.store.folder import find_sweep
 
 sweep_app = typer.Typer(help="Plan, launch and manage a sweep.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -21,7 +22,7 @@ def _finite(max_gpu_hours: float | None) -> float | None:
 
 
 Sweep = Annotated[
-    str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder of a sweep; by default the newest.")
+    str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder; by default the newest.")
 ]
 MaxGpuHours = Annotated[
     float | None, typer.Option(min=0.0, callback=_finite, help="The most GPU hours the sweep may use in all.")
@@ -29,9 +30,7 @@ MaxGpuHours = Annotated[
 Detach = Annotated[bool, typer.Option("--detach", help="Submit the jobs and return at once.")]
 Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]
 InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="The same as --sweep.")]
-InSweep = Annotated[
-    str | None, typer.Option("--sweep", help="Name or folder of the sweep; by default all are searched.")
-]
+InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder of its sweep; by default any.")]
 
 
 def _say_at_once(message: str) -> None:
@@ -89,15 +88,13 @@ def status(
     """Show the progress of a sweep, what runs, what failed and the best runs so far; writes nothing."""
     from ultrabench.cli.sweep.status import show_status
 
-    show_status(sweep, watch, json_, results_dir)
+    show_status(find_sweep(sweep, results_dir), watch, json_)
 
 
 @sweep_app.command()
 def top(
     source: Source = None,
-    first: int | None = typer.Option(
-        None, "-n", min=1, help="Runs to show of each cell; by default 10, and all with --json."
-    ),
+    first: int | None = typer.Option(None, "-n", min=1, help="Runs per cell; default 10, all with --json."),
     by: RankBy = "tokens_per_s_per_gpu",
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
@@ -120,7 +117,7 @@ def retry(
     """Try failed runs again as new attempts; finished runs are never changed."""
     from ultrabench.cli.sweep.control import run_retry
 
-    return run_retry(sweep, only, run, dry_run, json_, results_dir)
+    return run_retry(find_sweep(sweep, results_dir), only, run, dry_run, json_)
 
 
 @sweep_app.command()
@@ -128,7 +125,7 @@ def pause(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
     """Start no new runs; running ones are finished, and then the nodes are given back."""
     from ultrabench.cli.sweep.control import run_pause
 
-    run_pause(sweep, results_dir)
+    run_pause(find_sweep(sweep, results_dir))
 
 
 @sweep_app.command()
@@ -141,7 +138,7 @@ def resume(
     """Continue a paused sweep, or one that no launcher follows, with its latest configuration."""
     from ultrabench.cli.sweep.control import run_resume
 
-    return run_resume(sweep, results_dir, detach, max_gpu_hours)
+    return run_resume(find_sweep(sweep, results_dir), detach, max_gpu_hours)
 
 
 @sweep_app.command()
@@ -149,7 +146,7 @@ def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
     """Cancel all queued and running jobs of a sweep; results stay."""
     from ultrabench.cli.sweep.control import run_cancel
 
-    run_cancel(sweep, results_dir)
+    run_cancel(find_sweep(sweep, results_dir))
 
 
 @sweep_app.command()

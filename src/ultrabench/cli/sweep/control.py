@@ -15,7 +15,7 @@ from ultrabench.processes import own_name
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Cancel, LaunchConfig, Pause
-from ultrabench.store.folder import SweepFolder, find_sweep, write_whole
+from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
@@ -31,11 +31,9 @@ FAILED = {s.value for s in Status} - {Status.OK, Status.SKIPPED, Status.REJECTED
 """The statuses that can be retried."""
 
 
-def run_retry(
-    sweep: str | None, only: str | None, run: str | None, dry_run: bool, as_json: bool, results: Path
-) -> int:
+def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: bool, as_json: bool) -> int:
     """Tries failed runs again, even where the retry policy would not; returns the exit code."""
-    folder, state, plan = _open(sweep, results)
+    state, plan = _open(folder)
     state = with_loss_outliers(state)
     chosen = _failed(folder, state, only, run)
     rows = [_retry_row(a, state, plan) for a in chosen]
@@ -89,9 +87,9 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
     }
 
 
-def run_pause(sweep: str | None, results: Path) -> None:
+def run_pause(folder: SweepFolder) -> None:
     """Pauses a sweep: running allocations end after their current run, and queued ones are cancelled."""
-    folder, state, plan = _open(sweep, results)
+    state, plan = _open(folder)
     if settled(plan, state):
         say(f"nothing to pause: every run of {folder.name} is settled")
         return
@@ -105,18 +103,18 @@ def run_pause(sweep: str | None, results: Path) -> None:
     )
 
 
-def run_resume(sweep: str | None, results: Path, detach: bool, max_gpu_hours: float | None) -> int:
+def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -> int:
     """Lifts a pause and continues the sweep with its latest configuration; returns the exit code."""
-    folder, state, plan = _open(sweep, results)
+    state, plan = _open(folder)
     folder.pause.unlink(missing_ok=True)
     if state.paused:
         JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1, on=False))
     return _continue(folder, state, plan, detach=detach, max_gpu_hours=max_gpu_hours)
 
 
-def run_cancel(sweep: str | None, results: Path) -> None:
+def run_cancel(folder: SweepFolder) -> None:
     """Cancels a sweep: no new allocation is submitted, and all queued and running ones are ended."""
-    folder, state, plan = _open(sweep, results)
+    state, plan = _open(folder)
     if settled(plan, state) and not open_allocations(state):
         say(f"nothing to cancel: every run of {folder.name} is settled")
         return
@@ -138,17 +136,16 @@ def run_cancel(sweep: str | None, results: Path) -> None:
     say("cancelled; results stay, and the same launch command goes on from here")
 
 
-def _open(sweep: str | None, results: Path) -> tuple[SweepFolder, SweepState, Plan]:
-    """The folder and the state of a sweep, and the plan of its latest launch.
+def _open(folder: SweepFolder) -> tuple[SweepState, Plan]:
+    """The state of a sweep, and the plan of its latest launch.
 
     Raises:
-        SweepFolderError: there is no such sweep, or it cannot be read.
+        SweepFolderError: the sweep cannot be read.
     """
-    folder = find_sweep(sweep, results)
     first = read_sweep_json(folder).config
     state = fold(read_journal(folder.journal, warn))
     place = {"name": folder.name, "results_dir": str(folder.path.parent)}
-    return folder, state, make_plan(config_from_tree((state.config or first) | place))
+    return state, make_plan(config_from_tree((state.config or first) | place))
 
 
 def _continue(

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Group
 from rich.live import Live
@@ -11,7 +10,7 @@ from rich.text import Text
 from ultrabench.cli.sweep.live import panel
 from ultrabench.cli.tables import out, print_json, show, warn
 from ultrabench.errors import counted
-from ultrabench.store.folder import SweepFolder, find_sweep
+from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
@@ -22,9 +21,9 @@ from ultrabench.sweep.running.progress import SweepProgress, progress
 WATCH_S = 1.0
 
 
-def show_status(sweep: str | None, watch: bool, as_json: bool, results: Path) -> None:
+def show_status(folder: SweepFolder, watch: bool, as_json: bool) -> None:
     """Prints the progress of a sweep, once or until it is over."""
-    looks = _looks(find_sweep(sweep, results), watch)
+    looks = _looks(folder, watch)
     if as_json:
         for now, standing in looks:
             document = now.as_json() | {"standing": standing}
