@@ -14,9 +14,10 @@ So the bus bandwidth can be compared with the rate of a link for every n.
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and src/sendrecv.cu there.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Any
+
+from ultrabench.rank_report import number
 
 _CROSSINGS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
 OPERATIONS = (*_CROSSINGS, "sendrecv")
@@ -92,16 +93,16 @@ def bandwidths(probe: dict[str, Any]) -> list[dict[str, Any]]:
         for scope in SCOPES:
             try:
                 rows = probe["collectives"][name][scope]
-                told = [{k: _number(row[k]) for k in MEASURED} | {"bytes": int(row["bytes"])} for row in rows]
+                read = [{k: number(row[k]) for k in MEASURED} | {"bytes": int(row["bytes"])} for row in rows]
             except (LookupError, TypeError, ValueError, OverflowError):
                 continue
-            found += [{"operation": name, "scope": scope, **row} for row in told]
+            found += [{"operation": name, "scope": scope, **row} for row in read]
     return found
 
 
 def _slowest(rates: Any) -> float | None:
     """The lowest rate; None unless the rates of all devices are known."""
-    known = [_number(rate) for rate in rates] if isinstance(rates, list) else []
+    known = [number(rate) for rate in rates] if isinstance(rates, list) else []
     lowest = [rate for rate in known if rate is not None]
     return min(lowest) if lowest and len(lowest) == len(known) else None
 
@@ -109,10 +110,6 @@ def _slowest(rates: Any) -> float | None:
 def _busbw(probe: dict[str, Any], name: str, scope: str) -> float | None:
     try:
         rows = probe["collectives"][name][scope]
-        return _number(max(rows, key=lambda row: row["bytes"])["busbw_bytes_per_s"])
+        return number(max(rows, key=lambda row: row["bytes"])["busbw_bytes_per_s"])
     except (LookupError, TypeError, ValueError):
         return None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and abs(value) <= sys.float_info.max else None

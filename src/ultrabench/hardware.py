@@ -49,9 +49,9 @@ class Hardware:
     def __post_init__(self) -> None:
         require_allowed(self, "hardware.")
         if self.device == "cuda" and not (self.peak_flops_per_s and self.reported_as):
+            needed = "a GPU needs its dense rates and its names as `nvidia-smi -L` prints them"
             raise ConfigError(
-                f"hardware={self.name} lacks values of peak_flops_per_s or reported_as; a GPU needs its dense rates "
-                "and its names as `nvidia-smi -L` prints them, so that no result is of another GPU"
+                f"hardware={self.name} lacks values of peak_flops_per_s or reported_as; {needed}"
             )
 
     @property
@@ -87,6 +87,5 @@ def rank_peak(
             raise ConfigError(unknown_name(f"precision of {hardware.gpu}", precision, rates))
         return Peak(flops_per_s=rates[precision], source=hardware.source)
     ranks = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
-    if core_flops_per_s is None:
-        return Peak(flops_per_s=UNMEASURED_CPU_FLOPS_PER_S * cores / ranks, source=GUESSED)
-    return Peak(flops_per_s=core_flops_per_s * cores / ranks, source="measured")
+    rate = core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S
+    return Peak(flops_per_s=rate * cores / ranks, source="measured" if core_flops_per_s else GUESSED)

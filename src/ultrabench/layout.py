@@ -68,10 +68,8 @@ class Layout:
             raise ConfigError(f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; none goes with pp=1 only")
         several = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
         if not several.get(self.pp_schedule, self.virtual_stages == 1):
-            raise ConfigError(
-                f"virtual_stages={self.virtual_stages} with pp_schedule={self.pp_schedule}; must be 1, "
-                "but for interleaved >= 2 and for zbv 2"
-            )
+            given = f"virtual_stages={self.virtual_stages} with pp_schedule={self.pp_schedule}"
+            raise ConfigError(f"{given}; must be 1, but for interleaved >= 2 and for zbv 2")
 
     @property
     def world_size(self) -> int:

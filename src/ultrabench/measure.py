@@ -46,12 +46,8 @@ class Measure:
     def __post_init__(self) -> None:
         require_allowed(self, "measure.")
         if not 6 <= self.min_steps <= self.max_steps:
-            raise ConfigError(
-                f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}; "
-                "needs 6 <= min_steps <= max_steps (an interval takes 6 samples)"
-            )
+            given = f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}"
+            raise ConfigError(f"{given}; needs 6 <= min_steps <= max_steps (an interval takes 6 samples)")
         if self.warmup_steps + self.min_steps < self.loss_step:
-            raise ConfigError(
-                f"measure.loss_step={self.loss_step} is never reached with warmup_steps="
-                f"{self.warmup_steps} and min_steps={self.min_steps}"
-            )
+            steps = f"warmup_steps={self.warmup_steps} and min_steps={self.min_steps}"
+            raise ConfigError(f"measure.loss_step={self.loss_step} is never reached with {steps}")

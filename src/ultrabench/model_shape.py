@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ultrabench.allowed import Count, require_allowed
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, unknown_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,13 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         require_allowed(self, f"model {self.name}: ")
+        heads = f"num_attention_heads={self.num_attention_heads}"
         if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
-            raise ConfigError(
-                f"model {self.name}: num_attention_heads={self.num_attention_heads} must cut "
-                f"hidden_size={self.hidden_size} into heads of an even width"
-            )
+            cut = f"hidden_size={self.hidden_size} into heads of an even width"
+            raise ConfigError(f"model {self.name}: {heads} must cut {cut}")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"model {self.name}: num_key_value_heads={self.num_key_value_heads} must divide "
-                f"num_attention_heads={self.num_attention_heads}"
-            )
+            groups = f"num_key_value_heads={self.num_key_value_heads}"
+            raise ConfigError(f"model {self.name}: {groups} must divide {heads}")
 
     @property
     def head_dim(self) -> int:
@@ -91,9 +88,7 @@ class ModelShape:
         Raises:
             ConfigError: the formula is unknown.
         """
-        attention = 12 * self.num_hidden_layers * self.hidden_size * seq_len
-        if formula == "matmul-v1":
-            return 6 * self.num_matmul_params + attention
-        if formula == "nanotron":
-            return 6 * self.num_params + attention
-        raise ConfigError(f"unknown FLOPs formula {formula!r} (known: matmul-v1, nanotron)")
+        counted = {"matmul-v1": self.num_matmul_params, "nanotron": self.num_params}
+        if formula not in counted:
+            raise ConfigError(unknown_name("FLOPs formula", formula, counted))
+        return 6 * counted[formula] + 12 * self.num_hidden_layers * self.hidden_size * seq_len

@@ -70,7 +70,6 @@ class Report:
         # Each number is written at once, so the thread that counts and the one that steps need no lock.
         self._progress = memoryview(mmap.mmap(record, _RECORD.size)).cast("q")
         os.close(record)
-        self._microbatches = 0
 
     @classmethod
     def from_environment(cls) -> "Report":
@@ -88,8 +87,7 @@ class Report:
 
     def microbatch(self) -> None:
         """Counts one more finished micro-batch, without a system call."""
-        self._microbatches += 1
-        self._progress[0] = self._microbatches
+        self._progress[0] += 1
 
     def enter(self, part: int, step: int) -> None:
         """Records which part of which step the rank begins, as an index of PARTS, without a system call."""
@@ -157,7 +155,8 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """The value as a float; None when it is no finite number that a float can hold."""
     return float(value) if is_number(value) else None
 
 
@@ -191,8 +190,8 @@ _NAME, _WORDS = _text(200), _text(2**14)
 _BYTES: dict[str, Callable[[Any], Any]] = dict.fromkeys(("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "torch_bytes",
                         "data_bytes", "limit_bytes"), _count)  # fmt: skip
 FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "phase": {"name": _NAME, "time": _number},
-    "step": {"step": _count, "seconds": _number, "loss": _loss, "measured": bool},
+    "phase": {"name": _NAME, "time": number},
+    "step": {"step": _count, "seconds": number, "loss": _loss, "measured": bool},
     "memory": _BYTES,
     "store": {"port": lambda value: _count(value) if is_number(value) and 0 < value < 2**16 else None},
     "environment": {
@@ -200,7 +199,7 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "gpus": _count, "omp_num_threads": _count, "variables": _variables,
     },
     "error": {"kind": _NAME, "message": _WORDS, "traceback": _WORDS, **_BYTES},
-    "done": {"stopped": _NAME, "hardware_flops_per_step": _number},
+    "done": {"stopped": _NAME, "hardware_flops_per_step": number},
     "stack_dump": {"pid": _count},
 }  # fmt: skip
 """Event -> field that is used -> function that turns any value into a valid one of bounded size, or None."""

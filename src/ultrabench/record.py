@@ -14,12 +14,7 @@ from ultrabench.errors import ConfigError, unknown_name
 
 T = TypeVar("T")
 
-_KINDS: dict[Any, str] = {
-    int: "whole number",
-    float: "number",
-    bool: "truth value, true or false",
-    str: "text",
-}
+_KINDS = {int: "whole number", float: "number", bool: "truth value, true or false", str: "text"}
 
 
 # These results are cached, because finding the types of a class takes longer than reading a record.
@@ -61,8 +56,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "", skip_
     for key in values:
         if key not in required:
             raise ConfigError(unknown_name(f"field of {name}", key, required))
-    missing = [key for key, needed in required.items() if needed and key not in values]
-    if missing:
+    if missing := [key for key, needed in required.items() if needed and key not in values]:
         raise ConfigError(f"{name} lacks {', '.join(missing)}: give every field without a default")
     return cls(**{k: value_from(hints[k], v, f"{name}.{k}", skip_unknown) for k, v in values.items()})
 
@@ -90,16 +84,12 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
         return {str(k): value_from(args[1], v, f"{where}.{k}", skip_unknown) for k, v in value.items()}
     if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
         return hint(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and type(value) is int:
         return float(value)
-    if hint is int and isinstance(value, float) and value.is_integer():
+    if hint is int and type(value) is float and value.is_integer():
         return int(value)
-    plain = origin or hint
     if origin is tuple:
         raise ConfigError(f"{where}={value!r} is no list; write [A,B]")
-    fits = plain is Any or (isinstance(plain, type) and isinstance(value, plain))
-    if fits and not (plain in (int, float) and isinstance(value, bool)):
-        return value
     kind = _KINDS.get(hint, f"value of type {getattr(hint, '__name__', hint)}")
     unit = " of bytes, such as 80000000000" if where.endswith("_bytes") else ""
     raise ConfigError(f"{where}={value!r} is no {kind}{unit}")

@@ -56,15 +56,11 @@ class RunSpec:
     def __post_init__(self) -> None:
         gpus = self.nodes * self.gpus_per_node
         if self.layout.world_size != gpus:
-            raise ConfigError(
-                f"{self.layout.label()} has {counted(self.layout.world_size, 'rank')}; {counted(self.nodes, 'node')} of "
-                f"{self.gpus_per_node} have {gpus}"
-            )
+            has = f"{self.layout.label()} has {counted(self.layout.world_size, 'rank')}"
+            raise ConfigError(f"{has}; {counted(self.nodes, 'node')} of {self.gpus_per_node} have {gpus}")
         if self.layout.gbs != self.workload.gbs:
-            raise ConfigError(
-                f"{self.layout.label()} makes a global batch of dp*mbs*gas={self.layout.gbs} "
-                f"sequences; gbs={self.workload.gbs}"
-            )
+            makes = f"{self.layout.label()} makes a global batch of dp*mbs*gas={self.layout.gbs} sequences"
+            raise ConfigError(f"{makes}; gbs={self.workload.gbs}")
 
     def identity(self) -> dict[str, Any]:
         """The JSON value that run_id hashes: defaults are written out, the name of the model is left out."""
@@ -163,9 +159,8 @@ def fill_in(spec: RunSpec, repeat: int, attempt: int, measure: Measure) -> list[
 
     def word(match: re.Match[str]) -> str:
         if match[1] not in words:
-            raise ConfigError(
-                unknown_name(f"word in kernel.command of kernel={spec.kernel.name}", match[0], words)
-            )
+            kind = f"word in kernel.command of kernel={spec.kernel.name}"
+            raise ConfigError(unknown_name(kind, match[0], words))
         return str(words[match[1]])
 
     filled = [re.sub(r"(?<!\$)\{(\w+)\}", word, part) for part in spec.kernel.command]

@@ -1,14 +1,9 @@
 """Tells which layouts a kernel can run, and the reason for each that it cannot run."""
 
-from collections.abc import Callable
-
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
-
-Refusal = Callable[[Layout, ModelShape, int], str | None]
-"""A function that returns the reason why a kernel cannot run a layout with this seq_len, or None."""
 
 
 def context_split(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
@@ -22,10 +17,8 @@ def stage_params(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
     """A stage without parameters has nothing to train (it holds only the cast or the loss)."""
     for stage in split_stages(shape, layout.num_stages):
         if stage.num_params(shape) == 0:
-            return (
-                f"pp={layout.pp} is too large for num_hidden_layers={shape.num_hidden_layers}: stage {stage.index} "
-                "has no parameters"
-            )
+            layers = f"num_hidden_layers={shape.num_hidden_layers}"
+            return f"pp={layout.pp} is too large for {layers}: stage {stage.index} has no parameters"
     return None
 
 
@@ -40,10 +33,10 @@ def schedule(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
     """1F1B needs at least pp micro-batches; interleaved cuts gas into gas // pp rounds of equal size, as torch does."""
     if layout.pp_schedule == "1f1b" and layout.gas < layout.pp:
         return f"1f1b needs gas >= pp; gas={layout.gas}, pp={layout.pp}"
-    if layout.pp_schedule == "interleaved" and layout.gas % max(1, rounds := layout.gas // layout.pp):
-        return (
-            f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={layout.gas}, pp={layout.pp}"
-        )
+    rounds = max(1, layout.gas // layout.pp)
+    if layout.pp_schedule == "interleaved" and layout.gas % rounds:
+        given = f"gas={layout.gas}, pp={layout.pp}"
+        return f"interleaved needs gas to be a multiple of its {rounds} rounds; {given}"
     return None
 
 
@@ -69,22 +62,14 @@ def tensor_split(layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
     return None
 
 
-EMBEDDED: tuple[Refusal, ...] = (
-    context_split,
-    stage_params,
-    zero2_pipeline,
-    schedule,
-    split_backward,
-    tensor_split,
-)
+EMBEDDED = (context_split, stage_params, zero2_pipeline, schedule, split_backward, tensor_split)
 
 
 def refusal(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
     """Why `kernel` cannot run `layout`, or None when it can."""
     if kernel.kind == "embedded":
         for rule in EMBEDDED:
-            reason = rule(layout, shape, seq_len)
-            if reason:
+            if reason := rule(layout, shape, seq_len):
                 return reason
         if layout.pp_schedule == "zbv" and (kernel.compile or kernel.recompute == "selective"):
             named = "compile=true" if kernel.compile else "recompute=selective"
