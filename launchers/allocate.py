@@ -75,7 +75,7 @@ def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[CellKey, float]) ->
         spec=run.spec,
         measure=config.measure,
         device=config.hardware.device,
-        rank_mem_bytes=config.hardware.rank_mem_bytes,
+        rank_mem_bytes=config.hardware.mem_bytes,
         gpu_names=config.hardware.reported_as,
         predicted_step_time_s=run.prediction.step_time_s,
         predicted_duration_s=run.prediction.duration_s,

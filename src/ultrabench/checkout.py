@@ -29,15 +29,9 @@ def _in_clone() -> bool:
 
 
 def _git(*words: str) -> bytes | None:
-    folder = Path(ultrabench.__file__).resolve().parent
+    command = ["git", "-C", str(Path(ultrabench.__file__).resolve().parent), *words]
+    env = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words],
-            env={k: v for k, v in os.environ.items() if k not in _ELSEWHERE},
-            capture_output=True,
-            timeout=GIT_TIMEOUT_S,
-            check=True,
-        )
+        return subprocess.run(command, env=env, capture_output=True, timeout=GIT_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout

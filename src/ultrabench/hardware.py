@@ -29,7 +29,7 @@ class Hardware:
     peak_flops_per_s: dict[str, Positive]
     """Precision -> rate without sparsity; empty on CPUs, where the rate has to be measured."""
     mem_bytes: Count
-    """Bytes of memory of one accelerator."""
+    """Bytes of memory of one accelerator, all of which its rank may use."""
     hbm_bytes_per_s: Positive
     """Bytes per second between an accelerator and its memory."""
     link_bytes_per_s: Positive
@@ -49,15 +49,8 @@ class Hardware:
     def __post_init__(self) -> None:
         require_allowed(self, "hardware.")
         if self.device == "cuda" and not (self.peak_flops_per_s and self.reported_as):
-            needed = "a GPU needs its dense rates and its names as `nvidia-smi -L` prints them"
-            raise ConfigError(
-                f"hardware={self.name} lacks values of peak_flops_per_s or reported_as; {needed}"
-            )
-
-    @property
-    def rank_mem_bytes(self) -> int:
-        """Bytes of memory that one rank may use, which are those of its accelerator."""
-        return self.mem_bytes
+            lacking = f"hardware={self.name} lacks values of peak_flops_per_s or reported_as"
+            raise ConfigError(f"{lacking}; a GPU needs its dense rates and its names in `nvidia-smi -L`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class KernelConfig:
         if self.step_line is not None:
             _require_pattern(self.step_line)
         if self.kind == "command" and not self.command:
-            raise ConfigError("kernel.command is empty; give it, such as kernel.command='[python,train.py]'")
+            raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
 
     def digest(self) -> str:
         """First 16 hex digits of a hash of the code that runs.

@@ -36,19 +36,22 @@ def to_dict(record: Any) -> dict[str, Any]:
     return out
 
 
-def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "", skip_unknown: bool = False) -> T:
+def from_dict(
+    cls: type[T], values: Mapping[str, Any], *, where: str | None = None, skip_unknown: bool = False
+) -> T:
     """The record of type `cls` that `values` describe.
 
     Args:
         cls: a dataclass whose fields are JSON scalars, tuples, dicts or other records.
         values: field name -> JSON value; fields with defaults may be left out.
-        where: what the error message calls the record, `cls.__name__` when empty.
+        where: what the error message calls the record, `cls.__name__` when None; empty for the whole.
         skip_unknown: ignore unknown fields, because a later version may have written `values`.
 
     Raises:
         ConfigError: a field is unknown, is missing, or has the wrong type.
     """
-    name = where or cls.__name__
+    name = cls.__name__ if where is None else where
+    inside = f"{name}." if name else ""
     hints = _hints(cls)
     required = _required(cls)  # type: ignore[arg-type]
     if skip_unknown:
@@ -57,8 +60,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "", skip_
         if key not in required:
             raise ConfigError(unknown_name(f"field of {name}", key, required))
     if missing := [key for key, needed in required.items() if needed and key not in values]:
-        raise ConfigError(f"{name} lacks {', '.join(missing)}: give every field without a default")
-    return cls(**{k: value_from(hints[k], v, f"{name}.{k}", skip_unknown) for k, v in values.items()})
+        raise ConfigError(f"{name} lacks {', '.join(missing)}: give every field without a default".strip())
+    return cls(**{k: value_from(hints[k], v, f"{inside}{k}", skip_unknown) for k, v in values.items()})
 
 
 def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) -> Any:

@@ -175,10 +175,6 @@ def env_id(environment: dict[str, Any], kernel: KernelConfig, kernel_digest: str
             NCCL_*/CUDA_* variables, as the kernel reports them.
     """
     facts = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version")
-    return content_id(
-        {
-            **{k: environment.get(k) for k in facts},
-            "kernel_digest": kernel_digest,
-            "variables": {**environment.get("variables", {}), **kernel.env},
-        }
-    )
+    values = {fact: environment.get(fact) for fact in facts}
+    variables = {**environment.get("variables", {}), **kernel.env}
+    return content_id({**values, "kernel_digest": kernel_digest, "variables": variables})

@@ -44,10 +44,9 @@ def split_stages(shape: ModelShape, num_stages: int) -> tuple[Stage, ...]:
     This is the rule of nanotron, so results can be compared with its measurements; like nanotron's, stages
     may be empty.
     """
-    layers = shape.num_hidden_layers
-    kinds = ["embedding", *["layer"] * layers, "norm", "head", "cast", "loss"]
+    kinds = ["embedding", *["layer"] * shape.num_hidden_layers, "norm", "head", "cast", "loss"]
     cost = {"layer": shape.layer_matmul_params, "head": shape.embedding_params}
-    total = layers * cost["layer"] + cost["head"]
+    total = sum(cost.get(kind, 0) for kind in kinds)
     blocks: list[list[str]] = [[] for _ in range(num_stages)]
     stage = done = 0
     for kind in kinds:
@@ -57,19 +56,10 @@ def split_stages(shape: ModelShape, num_stages: int) -> tuple[Stage, ...]:
             stage += 1
     stages, first = [], 0
     for index, held in enumerate(blocks):
-        count = held.count("layer")
-        stages.append(
-            Stage(
-                index=index,
-                first_layer=first,
-                num_layers=count,
-                has_embedding="embedding" in held,
-                has_norm="norm" in held,
-                has_head="head" in held,
-                num_blocks=len(held),
-            )
-        )
-        first += count
+        layers = held.count("layer")
+        ends = {f"has_{kind}": kind in held for kind in ("embedding", "norm", "head")}
+        stages.append(Stage(index=index, first_layer=first, num_layers=layers, num_blocks=len(held), **ends))
+        first += layers
     return tuple(stages)
 
 

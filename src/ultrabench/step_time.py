@@ -41,10 +41,9 @@ def extremes(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:
     Args:
         step_times_s: the step times of each rank; a rank with a step of 0 s is left out.
     """
-    medians = {
-        str(rank): median(times) for rank, times in enumerate(step_times_s) if times and min(times) > 0
-    }
-    ends = (
-        {min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)} if medians else set()
-    )
-    return {rank: medians[rank] for rank in sorted(ends)} if len(medians) > 1 else {}
+    measured = {str(rank): times for rank, times in enumerate(step_times_s) if times and min(times) > 0}
+    medians = {rank: median(times) for rank, times in measured.items()}
+    if len(medians) < 2:
+        return {}
+    ends = {min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)}
+    return {rank: medians[rank] for rank in sorted(ends)}

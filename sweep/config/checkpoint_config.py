@@ -47,14 +47,11 @@ def read_checkpoint_config(given: str) -> ModelShape:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"cannot read model={given}: {why}; it must be the path of a config.json here"
-        ) from error
+        raise ConfigError(f"cannot read model={given}: {why}; give the path of a config.json") from error
     if not isinstance(values, dict):
         raise ConfigError(f"model={given} holds no sizes; it must be the config.json of a model")
-    told = Path(str(values.get("_name_or_path") or "")).name
-    name = told or (path.parent.name if path.name == "config.json" else path.stem)
-    return shape_of(values, name, given)
+    usual = path.parent.name if path.name == "config.json" else path.stem
+    return shape_of(values, Path(str(values.get("_name_or_path") or "")).name or usual, given)
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
@@ -65,10 +62,9 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        raise ConfigError(
-            f"model={where}: model_type {kind!r}; ultrabench trains the decoder of {' and '.join(MODEL_TYPES)} only, "
-            "without biases, norms of q and k, experts: for its sizes alone write them to ./ultrabench/model/NAME.yaml"
-        )
+        known = f"the decoder of {' and '.join(MODEL_TYPES)} only, without biases, norms of q and k, experts"
+        advice = "for its sizes alone write them to ./ultrabench/model/NAME.yaml"
+        raise ConfigError(f"model={where}: model_type {kind!r}; ultrabench trains {known}: {advice}")
     rope = values.get("rope_parameters")
     given = {**DEFAULTS, **MODEL_TYPES[kind], **(rope if isinstance(rope, dict) else {}), **values}
     given = {k: v for k, v in given.items() if v is not None}
@@ -81,8 +77,7 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     plain = {**PLAIN, "head_dim": shape.head_dim, "sliding_window": None, "layer_types": layers}
     for key, value in plain.items():
         if given.get(key, value) != value:
-            told = "full_attention everywhere" if key == "layer_types" else json.dumps(value)
-            raise ConfigError(
-                f"model={where}: {key} is {json.dumps(given[key])}; ultrabench trains models whose {key} is {told}"
-            )
+            found = f"model={where}: {key} is {json.dumps(given[key])}"
+            wanted = "full_attention everywhere" if key == "layer_types" else json.dumps(value)
+            raise ConfigError(f"{found}; ultrabench trains models whose {key} is {wanted}")
     return shape

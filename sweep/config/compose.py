@@ -39,10 +39,8 @@ def unknown_override(key: str) -> str:
     if key.startswith("launcher.sbatch"):
         return f"{key}: options of sbatch are added; write +launcher.sbatch.NAME=VALUE"
     if group == "model":
-        return (
-            f"unknown override {key!r}; the sizes of a model stand in its file: write ultrabench/model/NAME.yaml and give "
-            "model=NAME, or give model=PATH of a config.json"
-        )
+        advice = "write ultrabench/model/NAME.yaml and give model=NAME, or give model=PATH of a config.json"
+        return f"unknown override {key!r}; the sizes of a model stand in its file: {advice}"
     known = _known_keys()
     if key in known:
         return f"{key} is no setting of the {group} that is chosen; choose another with {group}=NAME"
@@ -129,10 +127,8 @@ def _unreadable(override: str, overrides: Sequence[str]) -> str:
         whole = "".join(overrides[overrides.index(override) :]).partition("]")[0]
         return f"{override} has no end: the shell cuts words at spaces; write a list without them: {whole}]"
     plain = value.replace('"', "")
-    return (
-        f"{override}: a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own, "
-        f"""such as '{key}="{plain}"'; a list is [A,B]"""
-    )
+    rule = "a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own"
+    return f"""{override}: {rule}, such as '{key}="{plain}"'; a list is [A,B]"""
 
 
 def search_path() -> list[Path]:
@@ -200,9 +196,7 @@ def _require_global(path: Path) -> None:
     values = {} if "# @package _global_" in read_text(path) else read_yaml(path)
     nested = sorted({*GROUPS, "name", "repeats"}.intersection(values))
     if isinstance(values, dict) and nested:
-        raise ConfigError(
-            f"{path} sets {nested[0]}: and so needs a first line of its own: # @package _global_"
-        )
+        raise ConfigError(f"{path} sets {nested[0]}: and so needs a first line: # @package _global_")
 
 
 def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:

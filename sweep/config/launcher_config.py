@@ -18,12 +18,11 @@ _OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "nt
 
 def moved_to_sbatch(key: str) -> ConfigError | None:
     """The error for a `key` that is an option of sbatch and no setting of ultrabench; None for others."""
-    if key.removeprefix("launcher.") not in ("reservation", "constraint"):
+    name = key.removeprefix("launcher.")
+    if name not in ("reservation", "constraint"):
         return None
-    return ConfigError(
-        f"{key} is no setting, but an option of sbatch; write +launcher.sbatch.{key.removeprefix('launcher.')}=VALUE, or "
-        "in the file of a cluster sbatch: {NAME: VALUE}"
-    )
+    advice = f"write +launcher.sbatch.{name}=VALUE, or in the file of a cluster sbatch: {{NAME: VALUE}}"
+    return ConfigError(f"{key} is no setting, but an option of sbatch; {advice}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,7 @@ from typing import Any
 
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, Layout
-from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
@@ -18,11 +16,11 @@ from ultrabench.store.kernel_secrets import redacted
 from ultrabench.sweep.config.checkpoint_config import read_checkpoint_config
 from ultrabench.sweep.config.compose import compose_tree, files, read_yaml, search_path
 from ultrabench.sweep.config.launcher_config import TEXTS, LauncherConfig, moved_to_sbatch
-from ultrabench.sweep.config.retry_policy import RetryPolicy
 from ultrabench.sweep.config.sweep_config import Axes, SweepConfig
 
-KEYS = frozenset({"hardware", "cluster", "kernel", "launcher", "measure", "retry", "sweep", "name",
-                  "results_dir", "repeats", "profile", "names", "models"})  # fmt: skip
+UNCHANGED = ("results_dir", "measure", "models", "retry", "repeats", "profile")
+"""Keys of a composed configuration whose values are taken as they are."""
+KEYS = frozenset({*UNCHANGED, "hardware", "cluster", "kernel", "launcher", "sweep", "name", "names"})
 """Keys of a composed configuration."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}")
 """Names that a sweep may have. A name is also used for folders, Slurm jobs and commands that users copy."""
@@ -66,10 +64,9 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     except ConfigError as error:
         raise ConfigError(f"{_place(str(error), tree['names'], overrides)}{error}") from error
     if not NAME.fullmatch(config.name):
-        raise ConfigError(
-            f"name={config.name!r}; a sweep's name begins with a letter, a digit or '_', goes on with these, spaces and "
-            "any of .+=@,- and has at most 100 characters: choose another with name=NAME"
-        )
+        rule = "begins with a letter, a digit or '_', goes on with these, spaces and any of .+=@,-"
+        rest = "and has at most 100 characters: choose another with name=NAME"
+        raise ConfigError(f"name={config.name!r}; a sweep's name {rule} {rest}")
     return config
 
 
@@ -93,46 +90,37 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     """
     if strangers := sorted(set(tree) - KEYS):
         raise ConfigError(unknown_name("override", strangers[0], KEYS - {"names", "models"}))
-    names, cluster = tree["names"], tree.get("cluster") or {}
-    settings = {
-        group: tree.get(group) for group in ("sweep", "hardware", "kernel", "launcher", "measure", "retry")
-    }
-    for group, values in {**settings, "cluster": cluster}.items():
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"{group}: {values!r} holds no settings; in a sweep file another {group} is chosen under defaults: "
-                f"'- override /{group}: NAME'"
-            )
+    tree = tree | {"cluster": tree.get("cluster") or {}}
+    for group in ("sweep", "hardware", "kernel", "launcher", "measure", "retry", "cluster"):
+        if not isinstance(given := tree.get(group), dict):
+            advice = f"in a sweep file another {group} is chosen under defaults: '- override /{group}: NAME'"
+            raise ConfigError(f"{group}: {given!r} holds no settings; {advice}")
+    names, cluster = tree["names"], tree["cluster"]
     if strangers := sorted(set(cluster) - CLUSTER_KEYS, key=str):
-        told = unknown_name(f"key of cluster={names['cluster']}", strangers[0], CLUSTER_KEYS)
-        raise moved_to_sbatch(str(strangers[0])) or ConfigError(told)
-    models = tuple(from_dict(ModelShape, m, where=f"model {m['name']}") for m in tree["models"])
-    _require_distinct(models)
+        unknown = unknown_name(f"key of cluster={names['cluster']}", strangers[0], CLUSTER_KEYS)
+        raise moved_to_sbatch(str(strangers[0])) or ConfigError(unknown)
     secrets: dict[str, str] = {}
     if isinstance(env := tree["kernel"].get("env"), dict):
         shown, secrets = redacted(env)
         tree = tree | {"kernel": tree["kernel"] | {"env": shown}}
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
-    kernel = {k: v for k, v in tree["kernel"].items() if v is not None}
-    usual = {"name": names["kernel"], "precision": hardware.precision}
+    kernel = {"name": names["kernel"], "precision": hardware.precision}
     workload = {k: v for k, v in tree["sweep"].items() if k in WORKLOAD}
-    return SweepConfig(
-        name=str(tree["name"] or f"{names['sweep']}-{names['hardware']}"),
-        results_dir=value_from(str, tree["results_dir"], "results_dir"),
-        cluster=str(cluster.get("name") or names["cluster"]),
-        hardware=hardware,
-        kernel=from_dict(KernelConfig, usual | kernel, where="kernel"),
-        launcher=_launcher(tree["launcher"], cluster),
-        measure=from_dict(Measure, tree["measure"], where="measure"),
-        models=models,
-        workload=from_dict(Workload, workload, where="sweep"),
-        axes=_axes({k: v for k, v in tree["sweep"].items() if k not in WORKLOAD}),
-        retry=from_dict(RetryPolicy, tree["retry"], where="retry"),
-        repeats=value_from(int, tree["repeats"], "repeats"),
-        profile=value_from(bool, tree.get("profile", False), "profile"),
-        resolved=tree,
-        secrets=secrets,
-    )
+    values = {
+        **{key: tree[key] for key in UNCHANGED if key in tree},
+        "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
+        "cluster": str(cluster.get("name") or names["cluster"]),
+        "hardware": hardware,
+        "kernel": kernel | {k: v for k, v in tree["kernel"].items() if v is not None},
+        "launcher": _launcher(tree["launcher"], cluster),
+        "workload": from_dict(Workload, workload, where="sweep"),
+        "axes": _axes({k: v for k, v in tree["sweep"].items() if k not in WORKLOAD}),
+        "resolved": tree,
+        "secrets": secrets,
+    }
+    config = from_dict(SweepConfig, values, where="")
+    _require_distinct(config.models)
+    return config
 
 
 def _require_distinct(models: Sequence[ModelShape]) -> None:
@@ -140,9 +128,7 @@ def _require_distinct(models: Sequence[ModelShape]) -> None:
         if replace(one, name=other.name) == other:
             raise ConfigError(f"sweep.models: {one.name} and {other.name} are the same model; name it once")
         if one.name == other.name:
-            raise ConfigError(
-                f"sweep.models: two models are called {one.name}; give one of them another name"
-            )
+            raise ConfigError(f"sweep.models: two models are called {one.name}; rename one of them")
 
 
 def read_hardware(values: Mapping[str, Any]) -> Hardware:
@@ -155,16 +141,15 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
     """
     if "gpu" in values and "source" not in values:
         given = {path: read_yaml(path) for path in files("hardware").values()}
-        rated = {
-            p: row for p, row in given.items() if isinstance(row, dict) and {"gpu", "source"} <= row.keys()
-        }
+        rows = {path: row for path, row in given.items() if isinstance(row, dict)}
+        rated = {path: row for path, row in rows.items() if {"gpu", "source"} <= row.keys()}
         same = [path for path, row in rated.items() if row["gpu"] == values["gpu"]]
         if not same:
-            told = unknown_name("hardware.gpu", values["gpu"], {row["gpu"] for row in rated.values()})
-            raise ConfigError(f"{told}: give its rates in the same file, with their source")
+            unknown = unknown_name("hardware.gpu", values["gpu"], {row["gpu"] for row in rated.values()})
+            raise ConfigError(f"{unknown}: give its rates in the same file, with their source")
         if len(same) > 1:
-            told = f"{same[1]}: another file has rates of gpu={values['gpu']}, too"
-            raise ConfigError(f"{told}; give it another name")
+            twice = f"{same[1]}: another file has rates of gpu={values['gpu']}, too"
+            raise ConfigError(f"{twice}; give it another name")
         values = rated[same[0]] | {k: v for k, v in values.items() if v is not None}
     return from_dict(Hardware, values, where="hardware")
 

@@ -53,8 +53,8 @@ def predict(spec: RunSpec, hardware: Hardware, peak: Peak, steps: int) -> Predic
     return Prediction(
         step_time_s=time_s,
         peak_mem_bytes=memory,
-        memory_share=memory / hardware.rank_mem_bytes,
-        duration_s=begin_s + steps * time_s * (memory <= hardware.rank_mem_bytes),
+        memory_share=memory / hardware.mem_bytes,
+        duration_s=begin_s + steps * time_s * (memory <= hardware.mem_bytes),
     )
 
 

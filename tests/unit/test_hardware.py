@@ -121,5 +121,5 @@ def test_a_precision_without_a_rate_is_refused():
 
 def test_the_memory_of_a_rank_can_be_overridden():
     hardware = load_config(["hardware=h100x8", "hardware.mem_bytes=1000"]).hardware
-    assert (hardware.rank_mem_bytes, math.isclose(hardware.link_bytes_per_s, 450e9)) == (1000, True)
+    assert (hardware.mem_bytes, math.isclose(hardware.link_bytes_per_s, 450e9)) == (1000, True)
     assert isinstance(hardware, Hardware)

@@ -59,14 +59,8 @@ class Allocation:
     @property
     def probe(self) -> Task:
         """The preflight as a task; its index is -1."""
-        return replace(
-            self.tasks[0],
-            run_id=f"preflight-{self.name}",
-            repeat=0,
-            attempt=0,
-            probe=True,
-            limit_s=PROBE_LIMIT_S,
-        )
+        name = f"preflight-{self.name}"
+        return replace(self.tasks[0], run_id=name, repeat=0, attempt=0, probe=True, limit_s=PROBE_LIMIT_S)
 
     def task(self, index: int) -> Task:
         """The task with this index; the preflight has index -1."""

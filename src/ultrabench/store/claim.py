@@ -62,11 +62,9 @@ def owner(claims: Path, key: str) -> dict[str, Any] | None:
         held = json.loads((claims / key).read_bytes())
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except (OSError, ValueError, RecursionError) as error:
         if may_pass(error):
             raise
-        return {}
-    except (ValueError, RecursionError):
         return {}
     return held if isinstance(held, dict) else {}
 

@@ -298,9 +298,8 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
     values: dict[str, Any] = _decode(text.decode())
     version, writer, seq, name = int(values["v"]), values["writer"], int(values["seq"]), values["event"]
     if version > SCHEMA_VERSION:
-        raise SweepFolderError(
-            f"{path} has schema {version}; this ultrabench reads up to {SCHEMA_VERSION}: upgrade it"
-        )
+        known = f"this ultrabench reads up to {SCHEMA_VERSION}"
+        raise SweepFolderError(f"{path} has schema {version}; {known}: upgrade it")
     if name not in EVENTS:
         return None
     digest = hashlib.sha256(text).hexdigest()[:16]

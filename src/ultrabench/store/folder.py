@@ -10,11 +10,37 @@ from pathlib import Path
 from ultrabench.errors import ClusterError, SweepFolderError, unknown_name
 
 
+class _Inside:
+    """An attribute of `SweepFolder` that is a path inside the folder."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, folder: "SweepFolder", kind: type) -> Path:
+        return folder.path.joinpath(*self._parts)
+
+
 @dataclass(frozen=True, slots=True)
 class SweepFolder:
     """The paths of one sweep: sweep.json, plan.parquet, journal/, claims/, allocations/, logs/."""
 
     path: Path
+    sweep_json = _Inside("sweep.json")
+    """Path of sweep.json, which holds what all runs of the sweep share and is written once."""
+    plan = _Inside("plan.parquet")
+    """Path of plan.parquet, which holds every candidate with its decision."""
+    journal = _Inside("journal")
+    """Folder of the journal files, one for each writer."""
+    claims = _Inside("claims")
+    """Folder of the claims, one file for each attempt, which names its owner."""
+    allocations = _Inside("allocations")
+    """Folder that holds one folder for each allocation, written before it is submitted."""
+    secrets = _Inside("allocations", "secrets.json")
+    """File with the secrets of the training program's environment, which only its owner can read."""
+    scripts = _Inside("scripts")
+    """Folder of the job scripts that were submitted."""
+    pause = _Inside("pause")
+    """File made by `sweep pause`; while it exists, agents begin no new run."""
 
     @property
     def name(self) -> str:
@@ -25,46 +51,6 @@ class SweepFolder:
     def display_name(self) -> str:
         """The SWEEP argument of commands that users copy: its name if it is in ./results, else its path."""
         return shlex.quote(self.name if self.path.parent == Path.cwd() / "results" else str(self.path))
-
-    @property
-    def sweep_json(self) -> Path:
-        """Path of sweep.json, which holds what all runs of the sweep share and is written once."""
-        return self.path / "sweep.json"
-
-    @property
-    def plan(self) -> Path:
-        """Path of plan.parquet, which holds every candidate with its decision."""
-        return self.path / "plan.parquet"
-
-    @property
-    def journal(self) -> Path:
-        """Folder of the journal files, one for each writer."""
-        return self.path / "journal"
-
-    @property
-    def claims(self) -> Path:
-        """Folder of the claims, one file for each attempt, which names its owner."""
-        return self.path / "claims"
-
-    @property
-    def allocations(self) -> Path:
-        """Folder that holds one folder for each allocation, written before it is submitted."""
-        return self.path / "allocations"
-
-    @property
-    def secrets(self) -> Path:
-        """File with the secrets of the training program's environment, which only its owner can read."""
-        return self.allocations / "secrets.json"
-
-    @property
-    def scripts(self) -> Path:
-        """Folder of the job scripts that were submitted."""
-        return self.path / "scripts"
-
-    @property
-    def pause(self) -> Path:
-        """File made by `sweep pause`; while it exists, agents begin no new run."""
-        return self.path / "pause"
 
     def log_folder(self, run_id: str, repeat: int, attempt: int) -> Path:
         """Folder of the logs and the evidence of one attempt."""
@@ -83,10 +69,8 @@ class SweepFolder:
             probe.write_text("")
             _require_links(probe)
         except OSError as error:
-            raise SweepFolderError(
-                f"cannot write the results folder {self.path}: {error.strerror}; "
-                "choose another with results_dir=FOLDER"
-            ) from error
+            failure = f"cannot write the results folder {self.path}: {error.strerror}"
+            raise SweepFolderError(f"{failure}; choose another with results_dir=FOLDER") from error
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink()
@@ -100,30 +84,28 @@ class SweepFolder:
         try:
             self.sweep_json.stat()
         except (FileNotFoundError, NotADirectoryError):
-            raise ClusterError(
-                f"the results folder {self.path} is gone: deleted, renamed or no longer mounted; restore it under "
-                "this name and launch again: jobs that find no folder end by themselves"
-            ) from None
+            failure = f"the results folder {self.path} is gone: deleted, renamed or no longer mounted"
+            advice = "restore it under this name and launch again: jobs that find no folder end by themselves"
+            raise ClusterError(f"{failure}; {advice}") from None
         except OSError:
             return  # a file server that does not answer has not lost the folder
 
 
 def _require_links(probe: Path) -> None:
     """Raises SweepFolderError unless the file `probe` can have a second name."""
-    second, told = probe.with_name(f"{probe.name}.2"), "the link count stays 1"
+    second, reason = probe.with_name(f"{probe.name}.2"), "the link count stays 1"
     try:
         os.link(probe, second)
         if probe.stat().st_nlink == 2:
             return
     except OSError as error:
-        told = str(error.strerror)
+        reason = str(error.strerror)
     finally:
         with contextlib.suppress(OSError):
             second.unlink()
-    raise SweepFolderError(
-        f"the file system of {probe.parents[1]} makes no hard links ({told}), which keep a run from being made "
-        "twice; choose a folder on a file system that has them with results_dir=FOLDER"
-    )
+    failure = f"the file system of {probe.parents[1]} makes no hard links ({reason})"
+    advice = "choose a folder on a file system that has them with results_dir=FOLDER"
+    raise SweepFolderError(f"{failure}, which keep a run from being made twice; {advice}")
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
@@ -155,12 +137,12 @@ def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepF
         for path in (Path(given), results_dir / given):
             if (path / "sweep.json").is_file():
                 return SweepFolder(path.absolute())
-    heads = sorted(results_dir.glob("*/sweep.json"), key=lambda p: _age(p.parent), reverse=True)
-    if given is None and heads:
-        return SweepFolder(heads[0].parent.absolute())
-    if given is None:
+    folders = [head.parent for head in results_dir.glob("*/sweep.json")]
+    if given is not None:
+        raise SweepFolderError(unknown_name("sweep", given, (folder.name for folder in folders)))
+    if not folders:
         raise SweepFolderError(f"no sweep in {results_dir}/; start one with: ultrabench sweep launch")
-    raise SweepFolderError(unknown_name("sweep", given, (h.parent.name for h in heads)))
+    return SweepFolder(max(sorted(folders), key=_age).absolute())
 
 
 def _age(folder: Path) -> float:

@@ -19,9 +19,7 @@ CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
 """Longest line in bytes that is read; longer ones are skipped, since an event has only a few KiB."""
 
-_NO_JOURNAL = frozenset({
-    errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM,
-})  # fmt: skip
+_NO_JOURNAL = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM)
 """Errors of opening a file that is not regular or must not be read; trying again does not help."""
 
 
@@ -33,7 +31,6 @@ class JournalWriter:
         self.name = f"{role}-{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.path = folder / f"{self.name}.jsonl"
         self._seq = 0
-        self._torn = False
         self._fd: int | None = None
 
     def write(self, event: Event) -> None:
@@ -45,20 +42,18 @@ class JournalWriter:
             SweepFolderError: the file cannot be written at all.
         """
         line = encode(Line(event=event, writer=self.name, seq=self._seq, time=time.time()))
-        data = b"\n" + line if self._torn else line
         try:
             if self._fd is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                 self._fd = os.open(self.path, flags, 0o666)
-            if os.write(self._fd, data) != len(data):
+                line = b"\n" + line if os.fstat(self._fd).st_size else line
+            if os.write(self._fd, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._fd)
         except OSError as error:
-            self._torn = True
             self._close()
             kind = DiskError if may_pass(error) else SweepFolderError
             raise kind(f"cannot write {self.path}: {error.strerror}; free or unlock it") from error
-        self._torn = False
         self._seq += 1
 
     def _close(self) -> None:
@@ -96,10 +91,9 @@ class JournalReader:
         try:
             paths = {self.folder / name for name in os.listdir(self.folder) if name.endswith(".jsonl")}
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            raise SweepFolderError(
-                f"cannot read the journal folder {self.folder}: {error.strerror}; results are kept there: "
-                "restore it, or start a new sweep with name=NAME"
-            ) from error
+            advice = "results are kept there: restore it, or start a new sweep with name=NAME"
+            failure = f"cannot read the journal folder {self.folder}: {error.strerror}"
+            raise SweepFolderError(f"{failure}; {advice}") from error
         for path in sorted(paths - self._closed):
             last = None
             try:
@@ -111,9 +105,8 @@ class JournalReader:
                 if error.errno not in _NO_JOURNAL:
                     raise
                 if path not in self._warned:
-                    self.warn(
-                        f"skipped {path}: {error.strerror}; a journal is a regular file that can be read"
-                    )
+                    rule = "a journal is a regular file that can be read"
+                    self.warn(f"skipped {path}: {error.strerror}; {rule}")
                 self._warned.add(path)
             if last and isinstance(last.event, AllocationEnded) and path.name.startswith("agent-"):
                 self._closed.add(path)

@@ -33,9 +33,8 @@ def _hidden(word: str, given: Mapping[str, str]) -> str:
     """The word with the values of secrets redacted; they are found by name, as quoting may change a value."""
     for name, value in given.items():
         word = re.sub(rf"(env\.{re.escape(name)}=).*", rf"\1'{REDACTED}'", word, flags=re.DOTALL)
-        word = re.sub(
-            rf"(\b{re.escape(name)}['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,}}]*)", rf"\1'{REDACTED}'", word
-        )
+        entry = rf"(\b{re.escape(name)}['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,}}]*)"
+        word = re.sub(entry, rf"\1'{REDACTED}'", word)
         if len(value) > TOO_SHORT_TO_SEARCH and value in word:
             word = f"{word.partition('=')[0]}='{REDACTED}'"
     return word
@@ -51,8 +50,7 @@ def revealed(env: Mapping[str, str], file: Path, given: Mapping[str, str] | None
     hidden = [name for name, value in env.items() if value == REDACTED]
     if not known.keys() >= {*hidden} and file.exists():
         known = json.loads(file.read_text()) | known
-    lost = [name for name in hidden if name not in known]
-    if lost:
+    if lost := [name for name in hidden if name not in known]:
         raise ConfigError(f"kernel.env.{lost[0]} is kept in {file}, which has no value for it; give it again")
     return {name: known[name] if value == REDACTED else value for name, value in env.items()}
 

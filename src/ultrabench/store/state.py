@@ -132,6 +132,8 @@ class SweepState:
         return [a for k, a in sorted(self.attempts.items()) if k.run_id == run_id]
 
 
+_Rank = tuple[Any, ...]
+"""Precedence of a line of the journal for a field; the largest counts."""
 _TRUST = {"agent": 2, "slurm": 1}
 """Source of a failure -> its precedence; a higher one wins, and launchers have 0."""
 
@@ -155,7 +157,7 @@ class Fold:
         self.heard = 0
         """Number of lines that were added."""
         self._controls: dict[tuple[int, str], events.ControlEvent] = {}
-        self._ranks: dict[tuple[AttemptKey | str, str], tuple[Any, ...]] = {}
+        self._ranks: dict[tuple[AttemptKey | str, str], _Rank] = {}
         """(attempt or allocation, field) -> precedence of the line that set the field."""
 
     def add(self, lines: Iterable[events.Line]) -> SweepState:
@@ -205,9 +207,7 @@ class Fold:
             case events.AllocationEnded():
                 _add_end(held.ends, event)
 
-    def _set(
-        self, held: AttemptState | AllocationState, rank: tuple[Any, ...], values: dict[str, Any]
-    ) -> None:
+    def _set(self, held: AttemptState | AllocationState, rank: _Rank, values: dict[str, Any]) -> None:
         """Sets fields that no line of higher precedence has set; empty values are ignored."""
         owner = held.key if isinstance(held, AttemptState) else held.name
         for name, value in values.items():

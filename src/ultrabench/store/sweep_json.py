@@ -54,10 +54,9 @@ def read_sweep_json(folder: SweepFolder) -> SweepJson:
     Raises:
         SweepFolderError: there is no such file, it cannot be read, or it has another schema version.
     """
-    found = find_sweep_json(folder)
-    if found is None:
-        raise SweepFolderError(f"no sweep.json in {folder.path}; is it a sweep folder?")
-    return found
+    if found := find_sweep_json(folder):
+        return found
+    raise SweepFolderError(f"no sweep.json in {folder.path}; is it a sweep folder?")
 
 
 def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
@@ -72,9 +71,8 @@ def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        raise SweepFolderError(
-            f"cannot use {folder.path}: a part of it is a file; choose another with results_dir=FOLDER"
-        ) from error
+        failure = f"cannot use {folder.path}: a part of it is a file"
+        raise SweepFolderError(f"{failure}; choose another with results_dir=FOLDER") from error
     except (OSError, ValueError, RecursionError) as error:
         raise SweepFolderError(f"cannot read {path}: {error}; is it a sweep folder?") from error
     _require_schema(path, values)
@@ -91,11 +89,10 @@ def _require_schema(path: Path, values: Any) -> None:
     if version != SCHEMA_VERSION:
         origin = values.get("provenance")
         writer = origin.get("version") if isinstance(origin, dict) else None
-        raise SweepFolderError(
-            f"{path} has schema {version}, written by ultrabench {writer or 'of an unknown version'}; ultrabench "
-            f"{ultrabench.__version__} reads schema {SCHEMA_VERSION} only: read it with the version that wrote it, or "
-            "launch again into another folder with name=NAME"
-        )
+        found = f"{path} has schema {version}, written by ultrabench {writer or 'of an unknown version'}"
+        rule = f"ultrabench {ultrabench.__version__} reads schema {SCHEMA_VERSION} only"
+        advice = "read it with the version that wrote it, or launch again into another folder with name=NAME"
+        raise SweepFolderError(f"{found}; {rule}: {advice}")
 
 
 def write_sweep_json(folder: SweepFolder, content: SweepJson) -> None:

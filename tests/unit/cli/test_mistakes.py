@@ -144,7 +144,7 @@ READERS = (
 )  # fmt: skip
 FILES = [
     ("sweep/mine.yaml", "sweep: {models: [tiny]}\n", "sets sweep: and so needs a first line"),
-    ("sweep/mine.yaml", "measure: {min_steps: 6}\n", "needs a first line of its own: # @package _global_"),
+    ("sweep/mine.yaml", "measure: {min_steps: 6}\n", "needs a first line: # @package _global_"),
     ("sweep/mine.yaml", "nodes: [1]\n", "sweep.models is empty"),
     ("hardware/mine.yaml", "gpus_per_node: 4\ngpu: H100\n", "/ultrabench/hardware/mine.yaml: unknown hardware.gpu 'H100'"),
     ("hardware/mine.yaml", "gpu: H100-SXM\nmem: 4\n", "/hardware/mine.yaml: unknown field of hardware 'mem'"),

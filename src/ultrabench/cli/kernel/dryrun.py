@@ -86,7 +86,7 @@ def _document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> dict[
         "label": spec.layout.label(),
         "world_size": spec.layout.world_size,
         "spec": to_dict(spec),
-        "rank_mem_bytes": hardware.rank_mem_bytes,
+        "rank_mem_bytes": hardware.mem_bytes,
         "peak_bytes": max(cost.peak_bytes for cost in costs),
         "model_flops": spec.shape.flops_per_token(spec.workload.seq_len) * spec.tokens_per_step,
         "hardware_flops": ranks_of_stage * sum(cost.hardware_flops for cost in costs),
@@ -104,12 +104,12 @@ def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
         tera = (f"{flops / 1e12:.4g}" for flops in (_model_flops(spec, cost), cost.hardware_flops))
         rows.append((cost.pp_rank, *parts, *tera))
     numbers = (f">{part}" for part in (*PARTS, "model TFLOP", "hardware TFLOP"))
-    fits = "fits" if worst.peak_bytes <= hardware.rank_mem_bytes else "does NOT fit"
+    fits = "fits" if worst.peak_bytes <= hardware.mem_bytes else "does NOT fit"
     show(
         table(title, "pp", *numbers, rows=rows),
         _collectives(costs),
         f"largest peak {worst.peak_bytes / GIB:.2f} GiB (stage {worst.pp_rank}) {fits} into "
-        f"{hardware.rank_mem_bytes / GIB:.1f} GiB of {hardware.gpu}, without what allocator, NCCL and CUDA take",
+        f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}, without what allocator, NCCL and CUDA take",
     )
 
 

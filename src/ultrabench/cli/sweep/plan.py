@@ -156,7 +156,7 @@ def _measured(plan: Plan) -> dict[str, float | None]:
 
 def _nothing_fits(plan: Plan, best: list[dict[str, Any]]) -> Iterator[str]:
     """A line for each cell without a fitting or recommended run, with the memory of its smallest layout."""
-    limit = plan.config.hardware.rank_mem_bytes / GIB
+    limit = plan.config.hardware.mem_bytes / GIB
     named = {(row["model"], row["nodes"]) for row in best}
     for (model, nodes), runs in sorted(plan.cells.items()):
         if (model, nodes) not in named and not any(run.fits for run in runs):
