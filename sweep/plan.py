@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import GUESSED, Peak, rank_peak
+from ultrabench.hardware import GUESSED, Peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
@@ -153,7 +153,7 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
     found: list[Candidate] = []
     for shape in config.models:
         for nodes in sorted(set(config.axes.nodes)):
-            peak = rank_peak(config.hardware, config.kernel.precision, nodes, core_flops_per_s, cores)
+            peak = config.hardware.peak(config.kernel.precision, nodes, core_flops_per_s, cores)
             found += _candidates(config, shape, nodes, peak)
     if not found:
         raise why_none(config.axes, config.hardware.gpus_per_node, config.workload)

@@ -14,7 +14,7 @@ So the bus bandwidth can be compared with the rate of a link for every n.
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and src/sendrecv.cu there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ultrabench.rank_report import number
@@ -32,35 +32,35 @@ bandwidth."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSettings:
-    """The operations and sizes that are measured, and how often each of them."""
+    """The operations and sizes that are measured, and how often each of them.
 
-    operations: tuple[str, ...]
+    The defaults are those of a brief measurement. It has only the operations that all training needs, because
+    an all-to-all connects every pair of ranks.
+    """
+
+    operations: tuple[str, ...] = OPERATIONS[:3]
     sizes_bytes: tuple[int, ...]
     """Values of S, powers of two. A buffer that ranks share is rounded down to whole elements for each."""
     calls: int
     """Calls that are timed together; GPUs run them back to back, so that their launch is not timed."""
-    warmup: int
-    iterations: int
-    device_s: float
+    warmup: int = 2
+    iterations: int = 9
+    device_s: float = 0.3
     """Seconds for which each device multiplies matrices."""
 
 
 SHORT = {
-    "cuda": ProbeSettings(operations=OPERATIONS[:3], sizes_bytes=(2**20, 2**25, 2**28), calls=5,
-                          warmup=2, iterations=9, device_s=0.3),
-    "cpu": ProbeSettings(operations=OPERATIONS[:3], sizes_bytes=(2**16, 2**20), calls=1,
-                         warmup=2, iterations=9, device_s=0.3),
-}  # fmt: skip
-"""Device type -> the brief measurement, which takes about a second. It has only the operations that all
-training needs, because an all-to-all connects every pair of ranks."""
+    "cuda": ProbeSettings(sizes_bytes=(2**20, 2**25, 2**28), calls=5),
+    "cpu": ProbeSettings(sizes_bytes=(2**16, 2**20), calls=1),
+}
+"""Device type -> the brief measurement, which takes about a second."""
 LONG_SIZES_BYTES = {"cuda": (2**16, 2**20, 2**23, 2**26, 2**28, 2**30), "cpu": (2**14, 2**18, 2**22)}
 
 
 def long_probe(device: str, warmup: int, iterations: int) -> ProbeSettings:
     """The long measurement: all operations in all sizes, as often as the measuring policy of a sweep says."""
-    calls, sizes = SHORT[device].calls, LONG_SIZES_BYTES[device]
-    return ProbeSettings(operations=OPERATIONS, sizes_bytes=sizes, calls=calls,
-                         warmup=warmup, iterations=iterations, device_s=1.0)  # fmt: skip
+    long = replace(SHORT[device], operations=OPERATIONS, sizes_bytes=LONG_SIZES_BYTES[device], device_s=1.0)
+    return replace(long, warmup=warmup, iterations=iterations)
 
 
 def crossing_share(operation: str, ranks: int) -> float:

@@ -38,9 +38,7 @@ class ClusterError(UltrabenchError):
     exit_code = 3
 
 
-_MAY_PASS = frozenset({
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EIO, errno.ETIMEDOUT,
-})  # fmt: skip
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
 
 
 def may_pass(error: BaseException) -> bool:

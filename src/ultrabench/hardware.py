@@ -15,6 +15,15 @@ UNMEASURED_CPU_FLOPS_PER_S = 5e10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The peak rate of one rank, which mfu is relative to."""
+
+    flops_per_s: float
+    source: str
+    """Where the rate comes from; `measured` when it was measured on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """A node type: its accelerators, the rates that their maker states, and the link between nodes.
 
@@ -52,33 +61,20 @@ class Hardware:
             lacking = f"hardware={self.name} lacks values of peak_flops_per_s or reported_as"
             raise ConfigError(f"{lacking}; a GPU needs its dense rates and its names in `nvidia-smi -L`")
 
+    def peak(self, precision: str, nodes: int, core_flops_per_s: float | None, cores: int) -> Peak:
+        """Peak rate of one rank.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The peak rate of one rank, which mfu is relative to."""
+        It is the dense rate of the accelerator where there is one. On CPUs all simulated nodes share one host,
+        so the peak of a rank is the measured rate of a core times cores / ranks on the host.
 
-    flops_per_s: float
-    source: str
-    """Where the rate comes from; `measured` when it was measured on this machine."""
-
-
-def rank_peak(
-    hardware: Hardware, precision: str, nodes: int, core_flops_per_s: float | None, cores: int
-) -> Peak:
-    """Peak rate of one rank.
-
-    It is the hardware's dense rate where there is one. On CPUs all simulated nodes share one host, so the
-    peak of a rank is the measured rate of a core times cores / ranks on the host.
-
-    Args:
-        core_flops_per_s: fp32 rate of one core, measured with all cores busy; None when it was not measured.
-        cores: cores of the host.
-    """
-    rates = hardware.peak_flops_per_s
-    if rates:
-        if precision not in rates:
-            raise ConfigError(unknown_name(f"precision of {hardware.gpu}", precision, rates))
-        return Peak(flops_per_s=rates[precision], source=hardware.source)
-    ranks = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
-    rate = core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S
-    return Peak(flops_per_s=rate * cores / ranks, source="measured" if core_flops_per_s else GUESSED)
+        Args:
+            core_flops_per_s: fp32 rate of one core, measured with all cores busy; None when it was not measured.
+            cores: cores of the host.
+        """
+        if rates := self.peak_flops_per_s:
+            if precision not in rates:
+                raise ConfigError(unknown_name(f"precision of {self.gpu}", precision, rates))
+            return Peak(flops_per_s=rates[precision], source=self.source)
+        ranks = self.gpus_per_node * (nodes if self.simulated else 1)
+        rate = core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S
+        return Peak(flops_per_s=rate * cores / ranks, source="measured" if core_flops_per_s else GUESSED)

@@ -128,12 +128,8 @@ _METADATA = {f.name: f.metadata for f in fields(Layout)}
 
 def labels(values: Mapping[str, Any], names: Sequence[str] = AXES) -> list[str]:
     """The short texts of axes, such as `mbs4`; axes without a value or with a usual one are left out."""
-    shown = {name: values.get(name) for name in names}
-    return [
-        f"{_METADATA[name]['label']}{value}"
-        for name, value in shown.items()
-        if value is not None and value not in _METADATA[name]["implied"]
-    ]
+    known = ((_METADATA[name], values.get(name)) for name in names)
+    return [f"{axis['label']}{value}" for axis, value in known if value not in (None, *axis["implied"])]
 
 
 def default_schedule(pp: int, gas: int) -> str:

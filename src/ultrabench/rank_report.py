@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +103,11 @@ def read_part(path: str | os.PathLike[str], start: int, most: int) -> bytes:
     endless device does not fill its memory.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(path, "rb", 0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            return os.pread(file.fileno(), most, start) if regular else b""
     except OSError:
         return b""
-    try:
-        return os.pread(file, most, start) if stat.S_ISREG(os.fstat(file).st_mode) else b""
-    except OSError:
-        return b""
-    finally:
-        os.close(file)
 
 
 def read_progress(report: Path) -> Progress:
@@ -164,15 +161,11 @@ def _count(value: Any) -> int | None:
     return int(value) if is_number(value) and 0 <= value <= MOST else None
 
 
-def _text(most: int) -> Callable[[Any], str]:
-    """A function that turns any value into a text, and cuts the middle out beyond `most` characters."""
-
-    def text(value: Any) -> str:
-        whole = str(value)
-        kept = whole if len(whole) <= most else f"{whole[: most // 2]}...{whole[-most // 2 :]}"
-        return kept.encode(errors="replace").decode()  # replaces halves of surrogate pairs
-
-    return text
+def _text(most: int, value: Any) -> str:
+    """The value as a text; beyond `most` characters its middle is cut out."""
+    whole = str(value)
+    kept = whole if len(whole) <= most else f"{whole[: most // 2]}...{whole[-most // 2 :]}"
+    return kept.encode(errors="replace").decode()  # replaces halves of surrogate pairs
 
 
 def _variables(value: Any) -> dict[str, str] | None:
@@ -186,7 +179,7 @@ def _loss(value: Any) -> float | None:
     return float(value) if isinstance(value, float) or is_number(value) else math.inf
 
 
-_NAME, _WORDS = _text(200), _text(2**14)
+_NAME, _WORDS = partial(_text, 200), partial(_text, 2**14)
 _BYTES: dict[str, Callable[[Any], Any]] = dict.fromkeys(("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "torch_bytes",
                         "data_bytes", "limit_bytes"), _count)  # fmt: skip
 FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
@@ -228,12 +221,9 @@ def checked(value: dict[str, Any]) -> dict[str, Any]:
     if event == "probe":  # only our own kernel writes it, and `device_rates.summary` checks its values
         canonical_json(value)
         return value
-    line: dict[str, Any] = {"event": _NAME(event)}
-    for name, made in FIELDS.get(event, {}).items():
-        given = value.get(name)
-        read = None if given is None else made(given)
-        if read is not None:
-            line[name] = read
+    given = {name: value[name] for name in FIELDS.get(event, {}) if value.get(name) is not None}
+    read = {name: FIELDS[event][name](each) for name, each in given.items()}
+    line = {"event": _NAME(event)} | {name: each for name, each in read.items() if each is not None}
     seconds = value.get("seconds")
     if event == "step" and seconds is not None and not STEP_S[0] <= line.get("seconds", 0.0) <= STEP_S[1]:
         line.pop("seconds", None)

@@ -22,8 +22,6 @@ UNCHANGED = ("results_dir", "measure", "models", "retry", "repeats", "profile")
 """Keys of a composed configuration whose values are taken as they are."""
 KEYS = frozenset({*UNCHANGED, "hardware", "cluster", "kernel", "launcher", "sweep", "name", "names"})
 """Keys of a composed configuration."""
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}")
-"""Names that a sweep may have. A name is also used for folders, Slurm jobs and commands that users copy."""
 WORKLOAD = ("seq_len", "gbs", "seed")
 """Keys of `sweep` that have one value; the others list the values of an axis."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
@@ -60,14 +58,9 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
         raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
     tree["models"] = [to_dict(load_model(str(name))) for name in names]
     try:
-        config = config_from_tree(tree)
+        return config_from_tree(tree)
     except ConfigError as error:
         raise ConfigError(f"{_place(str(error), tree['names'], overrides)}{error}") from error
-    if not NAME.fullmatch(config.name):
-        rule = "begins with a letter, a digit or '_', goes on with these, spaces and any of .+=@,-"
-        rest = "and has at most 100 characters: choose another with name=NAME"
-        raise ConfigError(f"name={config.name!r}; a sweep's name {rule} {rest}")
-    return config
 
 
 def _place(message: str, names: Mapping[str, str], overrides: Sequence[str]) -> str:
@@ -109,7 +102,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     values = {
         **{key: tree[key] for key in UNCHANGED if key in tree},
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
-        "cluster": str(cluster.get("name") or names["cluster"]),
+        "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "hardware": hardware,
         "kernel": kernel | {k: v for k, v in tree["kernel"].items() if v is not None},
         "launcher": _launcher(tree["launcher"], cluster),

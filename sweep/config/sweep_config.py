@@ -1,5 +1,6 @@
 """The configuration of a sweep, as frozen dataclasses."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -43,11 +44,19 @@ class Axes:
                 raise ConfigError(f"{given}; each must be {allowed.text}, and at least one is needed")
 
 
+NAME = Allowed(
+    "a text that begins with a letter, a digit or '_', goes on with these, spaces and any of .+=@,- and has at most "
+    "100 characters",
+    re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}").fullmatch,
+)
+"""Names that a sweep may have. A name is also used for folders, Slurm jobs and commands that users copy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepConfig:
     """The complete configuration of one sweep."""
 
-    name: str
+    name: Annotated[str, NAME]
     results_dir: Annotated[str, Allowed("a folder", bool)]
     cluster: str
     hardware: Hardware

@@ -10,6 +10,7 @@ from typing import Any
 
 from ultrabench.errors import may_pass
 from ultrabench.record import content_id
+from ultrabench.store.folder import write_whole
 
 _PROCESS = uuid.uuid4().hex
 """Part of the names of this process's unique files; with equal names a claim can be tried again."""
@@ -27,29 +28,19 @@ def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
     """
     unique = claims / f".{key}.{_PROCESS}.{content_id(owner)}"
     refused: OSError | None = None
-    try:
-        with unique.open("w", encoding="utf-8") as file:
-            json.dump(owner, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        _remove(unique)
-        raise
+    if not unique.exists():  # an earlier call that failed may already have linked it
+        write_whole(unique, json.dumps(owner))
     try:
         os.link(unique, claims / key)
     except OSError as error:
         refused = error
     # If this fails, the unique file stays, so that the next call can find out who won.
     won = unique.stat().st_nlink == 2
-    _remove(unique)
+    with contextlib.suppress(OSError):
+        unique.unlink()
     if refused is not None and not won and refused.errno != errno.EEXIST:
         raise refused
     return won
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 def owner(claims: Path, key: str) -> dict[str, Any] | None:

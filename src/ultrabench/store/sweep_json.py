@@ -7,7 +7,7 @@ from typing import Any
 
 import ultrabench
 from ultrabench.errors import ConfigError, SweepFolderError
-from ultrabench.hardware import Hardware, Peak, rank_peak
+from ultrabench.hardware import Hardware, Peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, to_dict
@@ -45,7 +45,7 @@ class SweepJson:
         """The peak rate of one rank, which mfu is relative to; None where it is unknown."""
         if not self.hardware.peak_flops_per_s and (self.core_flops_per_s is None or self.cores is None):
             return None
-        return rank_peak(self.hardware, precision, nodes, self.core_flops_per_s, self.cores or 1)
+        return self.hardware.peak(precision, nodes, self.core_flops_per_s, self.cores or 1)
 
 
 def read_sweep_json(folder: SweepFolder) -> SweepJson:
