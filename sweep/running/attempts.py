@@ -13,13 +13,7 @@ from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.retry_policy import RetryPolicy
 from ultrabench.sweep.plan import Candidate, CellKey, Plan
-from ultrabench.sweep.running.outliers import (
-    control_times,
-    disputed_attempts,
-    may_win,
-    suspect_attempts,
-    with_loss_outliers,
-)
+from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
 
 WITHIN = 1.05
@@ -113,12 +107,13 @@ def next_attempts(
     Args:
         alive: names of the allocations that are queued or running.
     """
-    config, state = plan.config, with_loss_outliers(state)
+    config, state = plan.config, outliers.with_loss_outliers(state)
     held = [state.allocations[name] for name in alive if name in state.allocations]
     ended = {key for key, attempt in state.attempts.items() if attempt.result}
     on_their_way = {key for allocation in held for key in allocation.tasks} - ended
     # Attempts whose losses differ without a majority are not repeated: repeats would differ in the same way.
-    doubted = suspect_attempts(state, device=config.hardware.device).keys() - disputed_attempts(state).keys()
+    suspects = outliers.suspect_attempts(state, device=config.hardware.device)
+    doubted = suspects.keys() - outliers.disputed_attempts(state).keys()
     following = _Following(state, state.by_run(), config.retry, launch, doubted)
     dominated = left_out(plan.runs, state)
     open_runs = [run for run in plan.runs if run.run_id not in dominated]
@@ -150,10 +145,12 @@ def contenders(runs: Iterable[Candidate], state: SweepState) -> frozenset[str]:
     Where every run of a cell was measured beside a control layout, step times are divided by those of the
     control, because allocations may differ by more than 5 %.
     """
-    controls, tried = control_times(state), state.by_run()
+    controls, tried = outliers.control_times(state), state.by_run()
     cells: dict[CellKey, list[tuple[str, float, float | None]]] = {}
     for run in runs:
-        timed = [(a, t) for a in tried.get(run.run_id, ()) if (t := step_time_s(a.result)) is not None]
+        timed = [
+            (a, t) for a in tried.get(run.run_id, ()) if (t := outliers.step_time_s(a.result)) is not None
+        ]
         if timed:
             ratios = [t / c for a, t in timed if (c := controls.get(a.allocation or ""))]
             times = (median(t for _, t in timed), median(ratios) if ratios else None)
@@ -165,13 +162,6 @@ def _near_best(times: Sequence[tuple[str, float, float | None]]) -> list[str]:
     ratios = sorted((ratio, run_id) for run_id, _, ratio in times if ratio is not None)
     known = ratios if len(ratios) == len(times) else sorted((time_s, run_id) for run_id, time_s, _ in times)
     return [run_id for time_s, run_id in known if time_s <= WITHIN * known[0][0]][:MOST]
-
-
-def step_time_s(result: RunResult | None) -> float | None:
-    """Median step time of a result that may win its cell; None for any other result."""
-    if result is None or not result.step_times_s or not may_win(result.status, result.stopped, None):
-        return None
-    return median(result.step_times_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,13 @@ def may_win(status: str | None, stopped: str | None, suspect: str | None) -> boo
     return status == Status.OK and stopped != SLOWER and suspect is None
 
 
+def step_time_s(result: RunResult | None) -> float | None:
+    """Median step time of a result that may win its cell; None for any other result."""
+    if result is None or not result.step_times_s or not may_win(result.status, result.stopped, None):
+        return None
+    return median(result.step_times_s)
+
+
 def impossible(mfu: float | None) -> str | None:
     """Why a measurement with this mfu (a fraction) is doubtful; None where the mfu is possible or unknown."""
     return f"mfu {mfu:.2f} is above 1: steps or peak are measured wrongly" if (mfu or 0.0) > 1 else None

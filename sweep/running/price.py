@@ -11,14 +11,8 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, CellKey, Plan
-from ultrabench.sweep.running.attempts import (
-    MOST,
-    AttemptsLeft,
-    Launch,
-    PlannedAttempt,
-    next_attempts,
-    step_time_s,
-)
+from ultrabench.sweep.running.attempts import MOST, AttemptsLeft, Launch, PlannedAttempt, next_attempts
+from ultrabench.sweep.running.outliers import step_time_s
 
 START_S = 120.0
 """Seconds in an allocation's time limit for the start of its agents, their rendezvous and the preflight."""
