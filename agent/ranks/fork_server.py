@@ -1,25 +1,24 @@
 """A process that has imported the kernel and forks the ranks of a node on request, so that they start fast.
 
 `ForkServer` is the agent's side of it: it requests ranks, binds them to CPUs and receives their exit codes. The
-process itself runs `python -P -m ultrabench.agent.ranks.fork_server MODULE`. It imports MODULE once, unless that
-is empty. Then it reads requests from stdin, one JSON object a line ({rank, env, log, cpus}), and forks a process
-for each that calls MODULE.main(), or executes a program of the user ({..., command, cwd}). Its answers on
-stdout are {ready}, {forked: rank, pid} and {exited: rank, code}. It never runs a tensor operation nor uses
-CUDA, since a forked child would inherit broken threads or contexts.
+process itself runs `python -P -m ultrabench.agent.ranks.fork_server MODULE FD`. It imports MODULE once, unless
+that is empty. Then it receives requests ({rank, env, log, cpus}) from the socket FD, and forks a process for each
+that calls MODULE.main(), or executes a program of the user ({..., command, cwd}). Its answers are {ready},
+{forked: rank, pid} and {exited: rank, code}. It never runs a tensor operation nor uses CUDA, since a forked child
+would inherit broken threads or contexts.
 """
 
 import contextlib
 import gc
 import importlib
-import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +46,13 @@ class ForkServer:
         self._start()
 
     def _start(self) -> None:
-        command = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module]
-        pipe = subprocess.PIPE
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, env=self._env, stdin=pipe, stdout=pipe, stderr=log)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
-        os.set_blocking(self._answers.fileno(), False)
+        self._link, theirs = Pipe()
+        fd = theirs.fileno()
+        command = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module, str(fd)]
+        with self._log.open("ab") as log, theirs:
+            self._process = subprocess.Popen(
+                command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[fd]
+            )
         self._alive, self._ready = set[int](), False
 
     @property
@@ -72,23 +70,21 @@ class ForkServer:
         if self._process.poll() is not None:
             self._start()
         self._alive.add(rank)
-        request = {"rank": rank, "env": env, "log": str(log), "cpus": cpus, **program}
-        with contextlib.suppress(BrokenPipeError):  # `exits` reports a dead server
-            self._requests.write(json.dumps(request).encode() + b"\n")
-            self._requests.flush()
+        with contextlib.suppress(OSError):  # `exits` reports a dead server
+            self._link.send({"rank": rank, "env": env, "log": str(log), "cpus": cpus, **program})
 
     def exits(self) -> Iterator[tuple[int, int]]:
         """Each rank that has ended since the last call, and its exit code: negative for a signal."""
         ended = self._process.poll() is not None
-        # An answer is shorter than PIPE_BUF, so that it is in the pipe as a whole or not at all.
-        for line in iter(self._answers.readline, b""):
-            answer: dict[str, Any] = json.loads(line)
-            self._ready = self._ready or "ready" in answer
-            if "forked" in answer:
-                self.rank_pids[answer["forked"]] = answer["pid"]
-            if "exited" in answer:
-                self._alive.discard(answer["exited"])
-                yield answer["exited"], answer["code"]
+        with contextlib.suppress(EOFError, OSError):  # of a server that has ended
+            while self._link.poll():
+                answer: dict[str, Any] = self._link.recv()
+                self._ready = self._ready or "ready" in answer
+                if "forked" in answer:
+                    self.rank_pids[answer["forked"]] = answer["pid"]
+                if "exited" in answer:
+                    self._alive.discard(answer["exited"])
+                    yield answer["exited"], answer["code"]
         if ended:
             # Linux kills the ranks when their server dies. A server that never became ready has forked
             # none, and its log tells why it died.
@@ -99,9 +95,9 @@ class ForkServer:
 
     def stop(self) -> None:
         """Kills the server; Linux then kills the ranks that it forked."""
-        # Leaving the block closes the pipes, even one with a request that nobody has read.
-        with contextlib.suppress(BrokenPipeError), self._process:
-            self._process.kill()
+        self._process.kill()
+        self._process.wait()
+        self._link.close()
 
 
 def rank_cpus(ranks: int, bus_ids: Sequence[str] | None, sysfs: Path = Path("/sys")) -> list[Cpus] | None:
@@ -152,49 +148,40 @@ def _numa_node_of(sysfs: Path, bus_id: str) -> int:
         return -1
 
 
-def serve(module: str) -> None:
-    """Serves until stdin closes."""
+def serve(module: str, link: Connection) -> None:
+    """Forks a rank for each request.
+
+    Raises:
+        EOFError: the agent has closed the link.
+    """
     die_with_parent(os.getppid())
     main: Main = importlib.import_module(module).main if module else None
     # Imported objects are never freed, so that the garbage collector of a child passes over them.
     gc.collect()
     gc.freeze()
     ranks: dict[int, int] = {}
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    _answer(answers, ready=True)
-    pending = b""
+    link.send({"ready": True})
     while True:
-        readable, _, _ = select.select([0], [], [], EXIT_POLL_S if ranks else None)
-        _report_exits(ranks, answers)
-        if not readable:
-            continue
-        data = os.read(0, 1 << 20)
-        if not data:
-            return
-        *lines, pending = (pending + data).split(b"\n")
-        for line in lines:
-            request = json.loads(line)
+        asked = link.poll(EXIT_POLL_S if ranks else None)
+        _report_exits(ranks, link)
+        if asked:
+            request = link.recv()
             _assert_forkable()
             server = os.getpid()
             pid = os.fork()
             if pid == 0:
-                _become_rank(request, main, server, answers)
+                _become_rank(request, main, server, link)
             ranks[pid] = request["rank"]
-            _answer(answers, forked=request["rank"], pid=pid)
+            link.send({"forked": request["rank"], "pid": pid})
 
 
-def _answer(fd: int, **values: object) -> None:
-    os.write(fd, json.dumps(values).encode() + b"\n")
-
-
-def _report_exits(ranks: dict[int, int], answers: int) -> None:
+def _report_exits(ranks: dict[int, int], link: Connection) -> None:
     """Reports which of the ranks (pid -> rank) have ended."""
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        _answer(answers, exited=ranks.pop(pid), code=os.waitstatus_to_exitcode(status))
+        link.send({"exited": ranks.pop(pid), "code": os.waitstatus_to_exitcode(status)})
 
 
 def _assert_forkable() -> None:
@@ -205,15 +192,14 @@ def _assert_forkable() -> None:
     assert torch is None or not torch.cuda.is_initialized(), "the fork server initialised CUDA"
 
 
-def _become_rank(request: dict[str, Any], main: Main, server: int, answers: int) -> None:
+def _become_rank(request: dict[str, Any], main: Main, server: int, link: Connection) -> None:
     """Turns the forked child into a rank; it never returns."""
     program = request.get("command")
     code = 127 if program else 70
     try:
         die_with_parent(server)
         os.setpgid(0, 0)
-        os.close(answers)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        link.close()
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -237,4 +223,5 @@ def _become_rank(request: dict[str, Any], main: Main, server: int, answers: int)
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    with contextlib.suppress(EOFError):
+        serve(sys.argv[1], Connection(int(sys.argv[2])))
