@@ -56,8 +56,7 @@ class DiskRetry:
             if time.monotonic() + pause_s > end:
                 raise ClusterError(f"{error}; waited {seconds:g} s") from error
             log_line(f"{error}; trying again in {pause_s:g} s")
-            again = time.monotonic() + pause_s
-            while time.monotonic() < again:
+            for _ in range(round(pause_s / BEAT_S)):
                 self.beat()
                 time.sleep(BEAT_S)
             pause_s = min(2 * pause_s, 5.0)

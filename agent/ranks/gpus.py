@@ -43,8 +43,8 @@ class VisibleGpu(NamedTuple):
     uuid: str
     bus_id: str
     """PCI bus as NVML writes it, such as 00000000:1B:00.0."""
-    processes: Sequence[tuple[int, str, int | None]] = ()
-    """Pid, program and bytes (None where unknown) of each process that computes on it."""
+    processes: Sequence[tuple[int, str]] = ()
+    """Pid and description of each process that computes on it."""
 
 
 def visible_gpus() -> list[VisibleGpu]:
@@ -68,20 +68,7 @@ def foreign_processes(ours: Callable[[int], bool]) -> list[str]:
 
     An example is `process 1234 (python, user alice) on GPU 2 with 1024 MiB`.
     """
-    foreign = ((gpu, *process) for gpu in visible_gpus() for process in gpu.processes if not ours(process[0]))
-    return [
-        f"process {pid} ({program}, {_user(pid)}) on GPU {gpu.number}"
-        + ("" if used is None else f" with {used >> 20} MiB")
-        for gpu, pid, program, used in foreign
-    ]
-
-
-def _user(pid: int) -> str:
-    """The user of a process; unknown if the process belongs to another container."""
-    try:
-        return f"user {pwd.getpwuid(os.stat(f'/proc/{pid}').st_uid).pw_name}"
-    except (OSError, KeyError):
-        return "unknown user"
+    return [text for gpu in visible_gpus() for pid, text in gpu.processes if not ours(pid)]
 
 
 def _listed() -> list[VisibleGpu]:
@@ -108,10 +95,19 @@ def list_gpus() -> None:
         handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, number)
         uuid, pci = _ask(pynvml.nvmlDeviceGetUUID, handle), _ask(pynvml.nvmlDeviceGetPciInfo, handle)
         if uuid and pci:
-            found = [(p, _ask(pynvml.nvmlSystemGetProcessName, p.pid)) for p in _processes(handle)]
-            processes = [(p.pid, Path(name or "unknown program").name, p.usedGpuMemory) for p, name in found]
+            processes = [(p.pid, _described(p, number)) for p in _processes(handle)]
             gpus.append(VisibleGpu(str(number), uuid, pci.busId, processes))
     print(json.dumps(gpus))
+
+
+def _described(process: Any, number: int) -> str:
+    """The process of a user, which is unknown if it belongs to another container, on the GPU with this number."""
+    program = Path(_ask(pynvml.nvmlSystemGetProcessName, process.pid) or "unknown program").name
+    user, used = "unknown user", process.usedGpuMemory
+    with contextlib.suppress(OSError, KeyError):
+        user = f"user {pwd.getpwuid(os.stat(f'/proc/{process.pid}').st_uid).pw_name}"
+    memory = "" if used is None else f" with {used >> 20} MiB"
+    return f"process {process.pid} ({program}, {user}) on GPU {number}{memory}"
 
 
 def _processes(handle: Any) -> list[Any]:
@@ -145,10 +141,9 @@ class GpuGauge:
 
     def sample(self) -> None:
         """Samples the clocks, at most once in SAMPLE_S seconds."""
-        now = time.monotonic()
-        if now - self._sampled < SAMPLE_S:
+        if time.monotonic() - self._sampled < SAMPLE_S:
             return
-        self._sampled = now
+        self._sampled = time.monotonic()
         for _, handle, _ in self._gpus:
             mhz = _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
             mask = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
