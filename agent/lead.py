@@ -11,8 +11,6 @@ from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.diagnose.root_cause import findings
-from ultrabench.agent.diagnose.signatures import last_line
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.layout import dominates
@@ -114,15 +112,10 @@ class Leader:
         """Measures devices and links; returns why nothing may run if that fails."""
         found: dict[str, Any] = {"nodes": self._group.facts, "allocation": self._allocation.name}
         if self._allocation.preflight:
-            self._group.start(self._allocation.probe, -1)
-            end = self.watch(self._allocation.probe)
-            self._group.end_ranks()
-            progress = self._group.progress
-            failed = end.reason if end else failure_of(progress)
-            self._group.order("finish", keep_all=bool(failed))
-            if failed:
-                return f"the preflight failed: {failed}"
-            found |= {"probe": progress.probe, "environment": progress.environment}
+            result = self._measure(self._allocation.probe, -1)
+            if result.status != Status.OK:
+                return f"the preflight failed: {result.reason}"
+            found |= {"probe": result.probe, "environment": self._group.progress.environment}
         restart = self._identity.restart
         self._write(Preflight(allocation=self._allocation.name, restart=restart, found=found))
         return None
@@ -145,8 +138,7 @@ class Leader:
         predicted = {"step_time_s": task.predicted_step_time_s}
         self._write(Claimed(**name, job=self._identity.job, spec=to_dict(task.spec), predicted=predicted))
         self._write(Started(**name, scratch=str(self._node.scratch)))
-        self._group.start(task, self._allocation.tasks.index(task))
-        result = self._finish(task, self.watch(task))
+        result = self._measure(task, self._allocation.tasks.index(task))
         self._write_result(task, result)
         self._results.append((task.spec, result))
 
@@ -208,9 +200,11 @@ class Leader:
         kind = Result if result.status == Status.OK else Failed
         self._write(kind(**name, source=source, spec=to_dict(task.spec), result=result))
 
-    def _finish(self, task: Task, end: RunResult | None) -> RunResult:
-        """Kills the ranks, saves their logs and returns the result."""
-        group, progress = self._group, self._group.progress
+    def _measure(self, task: Task, index: int) -> RunResult:
+        """Starts the ranks of a task, watches and kills them, saves their logs and returns the result."""
+        group = self._group
+        group.start(task, index)
+        end, progress = self.watch(task), group.progress
         group.end_ranks()
         try:
             result = classify(progress, task, end, group.lost)
@@ -269,20 +263,3 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | No
 
 def _name(task: Task) -> dict[str, Any]:
     return {"run_id": task.run_id, "repeat": task.repeat, "attempt": task.attempt}
-
-
-def failure_of(progress: AttemptProgress) -> str | None:
-    """Why a preflight failed whose ranks have all ended; None if all of them are done.
-
-    It names the rank that failed first, not those that waited for it.
-    """
-    if progress.fault is not None:
-        return progress.fault
-    if found := findings(progress.ranks):
-        return f"rank {found[0].rank.number}: {found[0].line}"
-    unfinished = (
-        f"rank {rank.number} ended with code {rank.code} in phase {rank.phase}: {last_line(rank.tail)}"
-        for rank in progress.ranks
-        if not rank.done
-    )
-    return next(unfinished, None)

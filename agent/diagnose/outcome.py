@@ -31,12 +31,11 @@ def classify(
         end: why ultrabench ended the ranks; None if they ended by themselves.
         lost: which node was lost; None if none was.
     """
-    measure = task.measure
-    result = _explained(progress, measure, end, lost)
-    environment, rank0 = progress.environment, progress.ranks[0]
-    gpu, done = environment.get("gpu_name"), rank0.done
-    if result.status == Status.OK and task.gpu_names and gpu is not None and gpu not in task.gpu_names:
-        result = _invalid("wrong_gpu", f"it ran on {gpu!r}; this hardware has {' or '.join(task.gpu_names)}")
+    measure, result = task.measure, _explained(progress, task, end, lost)
+    environment, rank0, done = progress.environment, progress.ranks[0], progress.ranks[0].done
+    gpu, wanted = environment.get("gpu_name"), () if task.probe else task.gpu_names
+    if result.status == Status.OK and wanted and gpu is not None and gpu not in wanted:
+        result = _invalid("wrong_gpu", f"it ran on {gpu!r}; this hardware has {' or '.join(wanted)}")
     times = rank0.measured_steps(measure)
     interval = ci95_rel(times)
     names = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
@@ -63,17 +62,16 @@ def classify(
     )
 
 
-def _explained(
-    progress: AttemptProgress, measure: Measure, end: RunResult | None, lost: str | None
-) -> RunResult:
+def _explained(progress: AttemptProgress, task: Task, end: RunResult | None, lost: str | None) -> RunResult:
     """The status, reason and cause, without the measured values; the arguments are those of `classify`."""
     if progress.fault is not None:
         return _invalid("bad_report", progress.fault)
     bad_loss = _non_finite(progress.ranks[0])
-    if all(rank.ended_well for rank in progress.ranks):
+    # Our own kernel always reports that it is done; a program of the user may just exit with 0.
+    if all(rank.done or (rank.ended_well and not task.forked) for rank in progress.ranks):
         if bad_loss:
             return _invalid("non_finite_loss", bad_loss)
-        unmeasured = None if progress.probe else _unmeasured(progress.ranks[0], measure)
+        unmeasured = None if progress.probe else _unmeasured(progress.ranks[0], task.measure)
         return _invalid("unmeasured", unmeasured) if unmeasured else RunResult(status=Status.OK)
     found = findings(progress.ranks)
     root = found[0] if found else None

@@ -9,7 +9,6 @@ import pytest
 from tests.configs import measure
 from tests.unit.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.lead import failure_of
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.rank_report import parse_line
 from ultrabench.result import RunResult, Status
@@ -159,19 +158,25 @@ def test_causes_and_suspects(ranks, words, status, cause, suspects):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told"),
+    ("ranks", "end", "reason"),
     [
-        ([killed(), logged("ImportError: no gloo\n"), killed()], "rank 1: ImportError: no gloo"),
-        ([killed(), logged("", code=-9), killed()],
-         "rank 1: killed by SIGKILL, which ultrabench did not send: (empty log)"),
-        ([PEER, DONE, failing("oom", "MemoryError", failed_at=9.0)], "rank 2: MemoryError"),
-        ([DONE, logged("", code=0, phase="join")], "rank 1: exited with code 0 in phase join while others went on"),
-        ([DONE, killed(phase="join")], "rank 1 ended with code -9 in phase join: (empty log)"),
-        ([DONE, DONE], None),
+        ([killed(), logged("ImportError: no gloo\n"), killed()], None,
+         "a module cannot be imported, rank 1 on gpu02: ImportError: no gloo"),
+        ([killed(), logged("", code=-9), killed()], None,
+         "killed from outside, rank 1 on gpu02: killed by SIGKILL, which ultrabench did not send: (empty log)"),
+        ([PEER, DONE, failing("oom", "MemoryError", failed_at=9.0)], None, "out of memory, rank 2 on gpu03: MemoryError"),
+        ([DONE, logged("", code=0, phase="join")], None,
+         "ended before it was done, rank 1 on gpu03: exited with code 0 in phase join while others went on"),
+        ([logged("", code=0), logged("", code=0)], None, "the ranks vanished without an exit code"),
+        ([DONE, killed(phase="join")], TIMEOUT, TIMEOUT.reason),
+        ([DONE, DONE], None, None),
     ],
 )  # fmt: skip
-def test_a_preflight_names_the_rank_that_failed_and_not_those_that_waited_for_it(ranks, told):
-    assert failure_of(progress_of(ranks)) == told
+def test_a_preflight_names_the_rank_that_failed_and_not_those_that_waited_for_it(ranks, end, reason):
+    progress = progress_of(ranks)
+    progress.probe, progress.environment = {"hbm_bytes_per_s": 1e12}, {"gpu_name": "A100"}
+    result = classify(progress, replace(TASK, probe=True, gpu_names=("H100",)), end)
+    assert (result.status == Status.OK, result.reason) == (reason is None, reason)
 
 
 def test_the_facts_of_an_ok_run():
