@@ -36,7 +36,7 @@ def read_arguments(arguments: Sequence[str], options: Collection[str], example: 
 
 
 def layout_of(values: Mapping[str, Any]) -> Layout:
-    """The layout that the axes among `values` give; its schedule and virtual stages have the usual defaults."""
+    """The layout that the axes among `values` give; schedule and stages have the usual defaults."""
     axes = {name: values[name] for name in AXES if name in values}
     schedule = axes.setdefault("pp_schedule", default_schedule(axes.get("pp", 1), axes.get("gas", 1)))
     return Layout(**{"virtual_stages": default_virtual_stages(schedule)} | axes)

@@ -11,7 +11,7 @@ Arguments = Annotated[
     list[str],
     typer.Argument(
         metavar="[NAME=VALUE]...", default_factory=list, show_default=False,
-        help="Layout and model, such as tp=2 pp=2 gas=4 model=tiny recompute=full; dryrun also takes nodes=8.",
+        help="Layout and model, such as tp=2 pp=2 gas=4 model=tiny recompute=full, and nodes=8 for dryrun.",
     ),
 ]  # fmt: skip
 

@@ -61,8 +61,8 @@ def ask_for_budget(
     if given is not None:
         if not following and used + first > given:
             raise ConfigError(
-                f"--max-gpu-hours {given:g}; {hours(used)} are used and the first job needs {hours(first)}: give at "
-                f"least {used + first:.3g}, or a smaller launcher.allocation_minutes"
+                f"--max-gpu-hours {given:g}; {hours(used)} are used and the first job needs {hours(first)}: "
+                f"give at least {used + first:.3g}, or a smaller launcher.allocation_minutes"
             )
         return given
     budget = used + BUDGET_FACTOR * price.gpu_hours
@@ -86,8 +86,8 @@ def _print_price(plan: Plan, price: Price, limits: JobLimits, used: float) -> No
     longest_s = max(3600 * job.gpu_hours / (per_node * job.nodes) for job in jobs)
     earliest_s = max(3600 * price.gpu_hours / (per_node * together), longest_s)
     say(
-        f"{counted(len(jobs), 'job')}, the largest of {counted(max(job.nodes for job in jobs), 'node')} for up "
-        f"to {duration(max(job.limit_s for job in jobs))}; at most {counted(limits.max_jobs, 'job')} and "
-        f"{counted(limits.max_nodes, 'node')} at a time; done in {duration(earliest_s)} at the earliest; used so far: "
-        f"{hours(used)} GPU hours"
+        f"{counted(len(jobs), 'job')}, the largest of {counted(max(job.nodes for job in jobs), 'node')} for "
+        f"up to {duration(max(job.limit_s for job in jobs))}; at most {counted(limits.max_jobs, 'job')} and "
+        f"{counted(limits.max_nodes, 'node')} at a time; done in {duration(earliest_s)} at the earliest; "
+        f"used so far: {hours(used)} GPU hours"
     )

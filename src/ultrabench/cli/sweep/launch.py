@@ -109,8 +109,8 @@ def follow(
     _handle(signal.SIG_DFL, caught)  # the rest takes only a moment
     if detach and reconciler.submitted:
         say(
-            f"submitted {counted(reconciler.submitted, 'job')} and left; what comes after them is submitted by whoever "
-            f"follows: ultrabench sweep resume {display_name}, by the same user on any login node of this cluster"
+            f"submitted {counted(reconciler.submitted, 'job')} and left; whoever follows submits what comes "
+            f"after: ultrabench sweep resume {display_name}, by the same user on any login node of the cluster"
         )
         return 0
     now = progress(config.name, runs, state, config.hardware.device)
@@ -174,7 +174,7 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
     if not others or sys.stdin is None or not sys.stdin.isatty():
         return []
     whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others}
-    text = f"{counted(len(others), 'job')} of {', '.join(sorted(whose))} have not started. Submit others in their place?"
+    text = f"{counted(len(others), 'job')} of {', '.join(sorted(whose))} have not started. Submit others instead?"
     return sorted(a.name for a in others) if typer.confirm(text, err=True) else []
 
 

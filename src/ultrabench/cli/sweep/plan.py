@@ -71,13 +71,13 @@ def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[s
 def _page(
     plan: Plan, price: Price, summary: dict[str, Any], best: list[dict[str, Any]]
 ) -> Iterator[RenderableType]:
-    """The tables of a plan: its price by cell, rejected and refused candidates, and the recommended layouts."""
+    """The tables of a plan: its price by cell, rejected and refused candidates, and layouts to try first."""
     cells = {(c["model"], c["nodes"]): [c[key] for key in COUNTS.values()] for c in summary["cells"]}
     yield price_table(plan, price, tuple(COUNTS), cells)
     if large := summary["runs"] - summary["predicted_to_fit"]:
         yield (
-            f"{large:,} of the runs are predicted to need more memory than a rank has: they come last, and their "
-            "price is that of their start"
+            f"{large:,} of the runs are predicted to need more memory than a rank has: they come last, and "
+            "their price is that of their start"
         )
     if rejected := summary["rejected"]:
         examples = {c.rule: c.reason for c in reversed(plan.candidates)}
@@ -104,11 +104,10 @@ def _priced_for(config: SweepConfig, price: Price) -> str:
         share = f"up to {counted(launcher.pack, 'run')} each (launcher.pack)"
     else:
         share = f"about {launcher.allocation_minutes:g} predicted minutes each (launcher.allocation_minutes)"
-    limit = (
-        f"{MARGIN:g} x the predicted time of its runs + the time limit of one run + {START_S / 60:g} minutes to start"
-        if launcher.time_minutes is None
-        else f"{launcher.time_minutes} minutes (launcher.time_minutes)"
-    )
+    limit = f"{launcher.time_minutes} minutes (launcher.time_minutes)"
+    if launcher.time_minutes is None:
+        start = f"{START_S / 60:g} minutes to start"
+        limit = f"{MARGIN:g} x the predicted time of its runs + the time limit of one run + {start}"
     jobs = counted(len(price.jobs), "job")
     return f"priced for launcher={launcher.name}: {jobs} of {share}; the time limit of a job is {limit}"
 
@@ -161,9 +160,10 @@ def _nothing_fits(plan: Plan, best: list[dict[str, Any]]) -> Iterator[str]:
     for (model, nodes), runs in sorted(plan.cells.items()):
         if (model, nodes) not in named and not any(run.fits for run in runs):
             smallest = min(runs, key=lambda run: run.prediction.peak_mem_bytes)
+            needed = f"{smallest.prediction.peak_mem_bytes / GIB:,.0f} GiB of {limit:.0f}"
             yield (
                 f"{model} on {counted(nodes, 'node')}: nothing is predicted to fit; the smallest layout, "
-                f"{smallest.layout.label()}, needs {smallest.prediction.peak_mem_bytes / GIB:,.0f} GiB of {limit:.0f}"
+                f"{smallest.layout.label()}, needs {needed}"
             )
 
 

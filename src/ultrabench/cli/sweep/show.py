@@ -140,7 +140,7 @@ def _profiles(logs: Path) -> list[dict[str, Any]]:
 
 
 def _profile(seen: dict[str, Any]) -> Iterator[RenderableType]:
-    """Lines about the mean step of one rank and its memory at the peak, and a table of its longest kernels."""
+    """Lines about the mean step of one rank and its memory at the peak, and its longest kernels."""
     step_s = seen["step_time_s"]
     yield Text(f"\ninside rank {seen['rank']}, {seen['steps']} steps of {step_s:.4g} s", "bold")
     for part in STEP_PARTS:
@@ -213,8 +213,8 @@ def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, st
             given, sweep = runs[int(given) - 1]["run_id"], str(folder.path)
         elif runs:
             raise SweepFolderError(
-                f"no rank {given} in {folder.name}, which has {len(runs)}; give more than {MOST_RANK_DIGITS} digits of a "
-                "run id, or a rank of: ultrabench sweep top"
+                f"no rank {given} in {folder.name}, which has {len(runs)}; give more than {MOST_RANK_DIGITS} "
+                "digits of a run id, or a rank of: ultrabench sweep top"
             )
     every = [] if sweep else [SweepFolder(head.parent) for head in sorted(results.glob("*/sweep.json"))]
     matches: list[tuple[SweepFolder, str, Callable[[], SweepState]]] = []
