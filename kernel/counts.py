@@ -61,11 +61,11 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     spans the whole world, they share one group, so collectives over the world count for that axis.
     """
 
-    def __init__(self, mesh: DeviceMesh, named: Mapping[str, dist.ProcessGroup] = {}) -> None:
+    def __init__(self, mesh: DeviceMesh, named: Mapping[str, dist.ProcessGroup | None]) -> None:
         super().__init__()
         self.found = defaultdict[str, list[int]](lambda: [0, 0])
-        axes = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
-        self._axis: dict[str | None, str] = {str(g.group_name): axis for axis, g in {**axes, **named}.items()}
+        groups = {**{axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}, **named}
+        self._axis: dict[Any, str] = {str(g.group_name): axis for axis, g in groups.items() if g}
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts `func` if it is a collective."""

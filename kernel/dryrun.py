@@ -69,7 +69,7 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
     }  # fmt: skip
 
 
-def dry_run(spec: RunSpec, rank: int) -> dict[str, Any]:
+def rank_cost(spec: RunSpec, rank: int) -> dict[str, Any]:
     """The RankCost of `rank`, as JSON values.
 
     If a rank has one stage, every micro-batch after the first ones adds the same cost, so only some of many
@@ -111,7 +111,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     try:
         for first in range(0, len(ranks), cores):
-            bodies = {f"rank {rank}": partial(dry_run, spec, rank) for rank in ranks[first : first + cores]}
+            bodies = {f"rank {rank}": partial(rank_cost, spec, rank) for rank in ranks[first : first + cores]}
             for cost in run_forked(bodies, TIMEOUT_S).values():
                 print(json.dumps(cost), flush=True)
     except ChildError as error:

@@ -99,10 +99,9 @@ class TrainStep:
         return model
 
     @property
-    def other_groups(self) -> dict[str, dist.ProcessGroup]:
-        """The groups of this rank, by name, that are not groups of the mesh."""
-        named = {"tied": self.tied_group, "cp": self.cp_group}
-        return {name: group for name, group in named.items() if group is not None}
+    def other_groups(self) -> dict[str, dist.ProcessGroup | None]:
+        """The groups of this rank, by name, that are not groups of the mesh; None where it has no such group."""
+        return {"tied": self.tied_group, "cp": self.cp_group}
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of this rank in `step`: gas*mbs x S/cp tokens each, on the device."""

@@ -103,9 +103,8 @@ class Timing:
         gc.collect()
         gc.freeze()
         gc.disable()
-        self.report.write(
-            "memory", **memory.peak(self.device)
-        )  # so that a run that is stopped early has them too
+        # Peaks are reported already here, so that a run that is stopped early has them too.
+        self.report.write("memory", **memory.peak(self.device))
         self.report.phase("measure")
         reached = False
         while not reached and len(self.step_times_s) < self.measure.max_steps:

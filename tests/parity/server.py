@@ -23,7 +23,7 @@ from tests.parity.planted import FAULTS
 from ultrabench.kernel.check import run_check
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.counts import CollectiveCounts
-from ultrabench.kernel.dryrun import dry_run, measure_step
+from ultrabench.kernel.dryrun import measure_step, rank_cost
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.requests import CheckSpec
 from ultrabench.kernel.step import TrainStep
@@ -80,7 +80,7 @@ def cost(spec: CheckSpec, rank: int, folder: Path) -> Any:
 
 def dry(spec: CheckSpec, rank: int, folder: Path) -> Any:
     """Measures what a step costs a rank by a dry run."""
-    return dry_run(in_precision(spec, "bf16"), rank)
+    return rank_cost(in_precision(spec, "bf16"), rank)
 
 
 Rank = Callable[[CheckSpec, int, Path], Any]
