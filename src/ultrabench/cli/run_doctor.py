@@ -43,9 +43,7 @@ def run_doctor(
     if deep and (named := _names("sweep", overrides)):
         raise ConfigError(f"{named} with --deep, which has a sweep of its own (acceptance); leave it out")
     if partition and write is None:
-        raise ConfigError(
-            f"--partition {partition} without --write; to check it, set launcher.partition={partition}"
-        )
+        raise ConfigError(f"--partition {partition} needs --write; or set launcher.partition={partition}")
     site = Site()
     # The configuration that --write makes does not exist yet, so it cannot be named in an override.
     given, why_local = _with_launcher(site, [o for o in overrides if o != f"cluster={write}"])

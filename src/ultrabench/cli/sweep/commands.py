@@ -21,9 +21,7 @@ def _finite(max_gpu_hours: float | None) -> float | None:
     return max_gpu_hours
 
 
-Sweep = Annotated[
-    str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder; by default the newest.")
-]
+Sweep = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder; default: the newest.")]
 MaxGpuHours = Annotated[
     float | None, typer.Option(min=0.0, callback=_finite, help="The most GPU hours the sweep may use in all.")
 ]
