@@ -18,11 +18,7 @@ def shapes(jobs: Sequence[PlannedJob], max_array: int) -> list[list[PlannedJob]]
     alike: dict[tuple[int, float], list[PlannedJob]] = {}
     for job in jobs:
         alike.setdefault((job.nodes, job.limit_s), []).append(job)
-    return [
-        group[start : start + max_array]
-        for group in alike.values()
-        for start in range(0, len(group), max_array)
-    ]
+    return [g[i : i + max_array] for g in alike.values() for i in range(0, len(g), max_array)]
 
 
 def allocations(

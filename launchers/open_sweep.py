@@ -1,5 +1,6 @@
 """Opens a sweep for a launch: makes its folder, gathers facts about this machine, and writes the plan."""
 
+import functools
 import hashlib
 import json
 import os
@@ -124,7 +125,6 @@ def open_sweep(
     say: Say,
     retry: Sequence[AttemptKey] = (),
     max_gpu_hours: float | None = None,
-    environment: dict[str, Any] | None = None,
 ) -> OpenSweep:
     """Creates or continues the sweep of a plan, which it makes again if it measured the rate of a core.
 
@@ -133,7 +133,6 @@ def open_sweep(
             again, None raises if there are any.
         max_gpu_hours: the budget of this launch, which is only recorded.
         retry: failed attempts to repeat even if the retry policy would not repeat them.
-        environment: facts about this machine, if another sweep of this process has already gathered them.
 
     Raises:
         ConfigError, SweepFolderError: the sweep cannot be launched with these values; nothing was written.
@@ -148,8 +147,7 @@ def open_sweep(
     if known_as is not None:
         require_same(known_as, config, folder.path)
     in_table = bool(config.hardware.peak_flops_per_s)
-    if environment is None:
-        environment = _machine_facts(config, needs_peak=not in_table and known_as is None, say=say)
+    environment = _machine_facts(config, needs_peak=not in_table and known_as is None, say=say)
     folder.create()
     keep(config.kernel.env, folder.secrets, config.secrets)
     described = known_as or sweep_json_of(config, environment)
@@ -246,6 +244,7 @@ def _require_gpus(config: SweepConfig, gpus: int) -> None:
         )
 
 
+@functools.cache  # an acceptance run opens several sweeps
 def probe_machine(peak: bool) -> dict[str, Any]:
     """The report of the kernel's environment probe, which runs in its own process because it needs torch.
 

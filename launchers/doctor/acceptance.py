@@ -77,11 +77,10 @@ class _Acceptance:
     """One acceptance run, with a method for each check; its sweeps share one budget."""
 
     def __init__(self, config: SweepConfig, say: Say) -> None:
-        self._config, self._say = config, say
+        self._config, self._say = config, functools.cache(say)  # says nothing twice
         self._folder = acceptance_folder(config) / time.strftime("%Y%m%d-%H%M%S")
         self._published = acceptance_checks.published(config)  # an error in this file must cost no GPU time
         self._left_gpu_hours = GPU_HOURS
-        self._environment: dict[str, Any] | None = None
 
     @functools.cached_property
     def layouts(self) -> Outcome:
@@ -133,17 +132,15 @@ class _Acceptance:
         plan = make_plan(config)
         require_runs(plan)
         sweep = open_sweep(
-            plan, reuse="any", warn=self._say, say=self._say, max_gpu_hours=self._left_gpu_hours,
-            environment=self._environment,
-        )  # fmt: skip
-        self._environment = sweep.environment
+            plan, reuse="any", warn=self._say, say=self._say, max_gpu_hours=self._left_gpu_hours
+        )
         sweep.plan = replace(sweep.plan, candidates=tuple(choose(sweep.plan)))
         write_plan(sweep.plan.candidates, folder.plan)
-        runs, say_once = {run.run_id for run in sweep.plan.runs}, functools.cache(self._say)
+        runs = {run.run_id for run in sweep.plan.runs}
 
         def show(state: SweepState, alive: frozenset[str]) -> None:
             ended = len({k.run_id for k, a in state.attempts.items() if a.result} & runs)
-            say_once(f"{config.name}: {ended} of {counted(len(runs), 'run')}")
+            self._say(f"{config.name}: {ended} of {counted(len(runs), 'run')}")
 
         reconciler = Reconciler(sweep, launcher, show, self._left_gpu_hours, self._say)
         try:

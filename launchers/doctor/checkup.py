@@ -309,7 +309,7 @@ class CheckupJob:
     def _look(self) -> None:
         """Takes the state of the job from the answer of squeue, and tells the user about changes."""
         answer = self.launcher.query.jobs("")
-        job = None if answer.stale else find(answer.jobs, self._job.job_id)
+        job = None if answer.error else find(answer.jobs, self._job.job_id)
         if job is None:
             return
         self._job = job

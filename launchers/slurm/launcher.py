@@ -150,7 +150,7 @@ class SlurmLauncher:
         asked = time.monotonic()
         while time.monotonic() - asked < FIND_TIMEOUT_S:
             answer = self.query.jobs(self._prefix, fresh=True)
-            if not answer.stale and answer.age_s < time.monotonic() - asked:
+            if not answer.error and answer.age_s < time.monotonic() - asked:
                 seen = [job for job in answer.jobs.values() if job.name == name]
                 return {self._allocation(job): _job(job.job_id, name) for job in seen}
             time.sleep(0.5)
@@ -173,12 +173,12 @@ class SlurmLauncher:
         for job in answer.jobs.values():
             if (held := allocations.get(self._allocation(job))) is not None:
                 seen.setdefault(held.name, []).append(job)
-        seen = {n: self._of_the_owner(allocations[n], jobs, answer.stale) for n, jobs in seen.items()}
+        seen = {n: self._of_the_owner(allocations[n], jobs, answer) for n, jobs in seen.items()}
         # An allocation that was submitted twice has two jobs.
         active = {n: one for n, jobs in seen.items() if (one := next((j for j in jobs if not j.over), None))}
         queued = {n for n, job in active.items() if job.waits}
         # Suspended jobs are left out, since their agents are stopped and give no sign of life.
-        moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.stale}
+        moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.error}
         since = time.monotonic() - answer.age_s
         missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
         self._unseen = {n: self._unseen.get(n, since) for n in missing}
@@ -198,7 +198,7 @@ class SlurmLauncher:
             notes=_notes(answer, active),
         )
 
-    def _of_the_owner(self, held: AllocationState, jobs: list[SlurmJob], stale: bool) -> list[SlurmJob]:
+    def _of_the_owner(self, held: AllocationState, jobs: list[SlurmJob], answer: Answer) -> list[SlurmJob]:
         """The jobs of an allocation without those of an accidental second submission, which run nothing.
 
         Until an agent has claimed the allocation, all its jobs are returned, since any of them may claim it.
@@ -206,7 +206,7 @@ class SlurmLauncher:
         owner = held.start.job_id
         second = [job for job in jobs if owner and job.job_id != owner]
         waiting = {job.job_id for job in second if job.waits} - self._second
-        if waiting and not stale:
+        if waiting and not answer.error:
             self._second |= waiting
             with contextlib.suppress(ClusterError):  # if it starts, it ends by itself
                 self.query.cancel(waiting)
@@ -232,7 +232,7 @@ class SlurmLauncher:
             if since - told > self._config.launcher.grace_s:
                 del self._goodbyes[name]
                 with contextlib.suppress(ClusterError):  # the next look finds it again
-                    self.end_frozen(name, _job(moving[name].job_id, moving[name].name))
+                    self.query.cancel([moving[name].job_id])
         return frozenset(ended)
 
     def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> JobEnd | None:
@@ -278,7 +278,7 @@ def _job(job_id: str, name: str) -> Job:
 
 def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:
     """Messages about problems that the user has to solve, and about a Slurm that does not answer."""
-    notes = [f"squeue does not answer ({answer.error}); jobs go on, asking again"] if answer.stale else []
+    notes = [f"squeue does not answer ({answer.error}); jobs go on, asking again"] if answer.error else []
     for job in active.values():
         if job.meaning.phase is Phase.QUEUED:
             remedy = pending_remedy(job.reason)

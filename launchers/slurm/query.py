@@ -33,11 +33,6 @@ class Answer:
     error: str | None = None
     """Why the latest call failed, so that this is the answer of an earlier call; None if it did not fail."""
 
-    @property
-    def stale(self) -> bool:
-        """Whether Slurm did not answer the latest call."""
-        return self.error is not None
-
 
 class SlurmQuery:
     """Runs every query and cancellation of one launcher."""
