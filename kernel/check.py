@@ -55,7 +55,7 @@ def _train_reference(spec: CheckSpec, folder: Path) -> None:
     """Trains the plain model on the whole global batch, with clipping and AdamW of torch."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    model = Decoder(spec.shape, split_stages(spec.shape, 1)[0], spec.seq_len)
+    model = Decoder(spec.shape, split_stages(spec.shape, 1)[0], [range(spec.seq_len)])
     params = dict(model.named_parameters())
     with torch.no_grad():
         for name, param in params.items():

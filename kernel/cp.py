@@ -40,11 +40,10 @@ def take(tokens_BS: Tensor, own: Sequence[range]) -> Tensor:
     return torch.cat([tokens_BS[:, span.start : span.stop] for span in own], dim=1)
 
 
-def apply_cp(model: Decoder, own: tuple[range, ...], group: dist.ProcessGroup | None) -> None:
+def apply_cp(model: Decoder, group: dist.ProcessGroup | None) -> None:
     """Makes every layer of `model` attend around the ring `group`; does nothing if `group` is None."""
     if group is None:
         return
-    model.spans = own
     for layer in model.layers.values():
         attention = layer.attention
         assert isinstance(attention, Attention)

@@ -155,11 +155,10 @@ class Decoder(nn.Module):
     values in every layout.
     """
 
-    def __init__(self, shape: ModelShape, stage: Stage, seq_len: int) -> None:
+    def __init__(self, shape: ModelShape, stage: Stage, spans: Sequence[range]) -> None:
+        """`spans` are the positions of a sequence that this rank holds."""
         super().__init__()
-        self.shape = shape
-        self.spans: tuple[range, ...] = (range(seq_len),)
-        """The positions of the tokens that this rank holds."""
+        self.shape, self.spans = shape, spans
         numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         h = shape.hidden_size
         self.embedding = nn.Embedding(shape.vocab_size, h) if stage.has_embedding else None

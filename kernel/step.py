@@ -82,10 +82,10 @@ class TrainStep:
         """A stage of the model, with every form of parallelism of the layout applied to it."""
         spec, choice = self.spec, self.spec.kernel
         with torch.device("meta"):
-            model = Decoder(spec.shape, stage, spec.workload.seq_len)
+            model = Decoder(spec.shape, stage, self.spans)
         if MASTER_DTYPE[choice.precision] != torch.get_default_dtype():
             model.to(MASTER_DTYPE[choice.precision])  # tensors of a dry run do not permit this
-        cp.apply_cp(model, self.spans, self.cp_group)
+        cp.apply_cp(model, self.cp_group)
         apply_tp(model, self.mesh["tp"])
         apply_recompute(model, choice.recompute)
         if choice.compile:

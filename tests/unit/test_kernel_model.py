@@ -18,8 +18,8 @@ TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
 def test_stages_hold_the_parameters_of_the_model(shape, pp) -> None:  # type: ignore[no-untyped-def]
     """Under the same names, as many as the shape says."""
     with torch.device("meta"):
-        whole = Decoder(shape, split_stages(shape, 1)[0], 64)
-        stages = [Decoder(shape, stage, 64) for stage in split_stages(shape, pp)]
+        whole = Decoder(shape, split_stages(shape, 1)[0], [range(64)])
+        stages = [Decoder(shape, stage, [range(64)]) for stage in split_stages(shape, pp)]
     assert sum(p.numel() for p in whole.parameters()) == shape.num_params
     for model, stage in zip(stages, split_stages(shape, pp), strict=True):
         assert sum(p.numel() for p in model.parameters()) == stage.num_params(shape)
@@ -31,14 +31,14 @@ def test_stages_hold_the_parameters_of_the_model(shape, pp) -> None:  # type: ig
 def test_initial_values_depend_on_seed_and_name() -> None:
     """Not on the stage, and not on the default dtype."""
     cpu = torch.device("cpu")
-    whole = Decoder(TINY, split_stages(TINY, 1)[0], 64)
-    last = Decoder(TINY, split_stages(TINY, 2)[1], 64)
+    whole = Decoder(TINY, split_stages(TINY, 1)[0], [range(64)])
+    last = Decoder(TINY, split_stages(TINY, 2)[1], [range(64)])
     size = torch.Size((8, 8))
     value = whole.initial_value("head.weight", size, 0, cpu)
     assert torch.equal(last.initial_value("head.weight", size, 0, cpu), value)
     assert not torch.equal(whole.initial_value("head.weight", size, 1, cpu), value)
     assert not torch.equal(whole.initial_value("embedding.weight", size, 0, cpu), value)
-    tied = Decoder(TIED, split_stages(TIED, 2)[1], 64)
+    tied = Decoder(TIED, split_stages(TIED, 2)[1], [range(64)])
     embedding = whole.initial_value("embedding.weight", size, 0, cpu)
     assert torch.equal(tied.initial_value("head.weight", size, 0, cpu), embedding)
 
