@@ -173,10 +173,9 @@ class Leader:
         Controls and repeats may be slow. No run is ended before the step at which losses are compared.
         """
         measure, times = task.measure, rank.measured_steps(task.measure)
-        known = [] if task.best_step_time_s is None else [task.best_step_time_s]
-        for spec, result in self._results:
-            if spec.shape == task.spec.shape and result.status == Status.OK and result.step_times_s:
-                known.append(median(result.step_times_s))
+        alike = (r for spec, r in self._results if spec.shape == task.spec.shape and r.status == Status.OK)
+        known = [median(result.step_times_s) for result in alike if result.step_times_s]
+        known += [] if task.best_step_time_s is None else [task.best_step_time_s]
         exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done
         if measure.race is None or exempt or not known or len(rank.steps) < measure.loss_step:
             return None

@@ -43,10 +43,8 @@ class _Subject:
     rank: int
     report: Path
     pid: int
-    state: str
-    """R, S, D, T or Z as in /proc; T if any process of the rank is stopped; ? if it changed or is unknown."""
-    wchan: str
-    """The function of Linux in which the rank sleeps."""
+    found: dict[str, Any]
+    """What is known of it, as in `RankProgress.found`. The state is T if any process of the rank is stopped."""
     asked: bool
     """The rank was asked by signals for its stacks and collectives."""
 
@@ -92,12 +90,13 @@ def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
         report = run / f"rank{rank}.report"
         promised = _dumping_process(report)
         pid = promised if promised in family else _python_of(family)
-        state, wchan = _lasting(pid, family, looks), read_text(f"/proc/{pid}/wchan").strip().strip("0")
-        asked = promised == pid and state not in "TZ" and tag_of(pid) == tag
+        wchan = read_text(f"/proc/{pid}/wchan").strip().strip("0")
+        found = {"state": _lasting(pid, family, looks), "wchan": wchan}
+        asked = promised == pid and found["state"] not in "TZ" and tag_of(pid) == tag
         for number in (signal.SIGUSR1, signal.SIGUSR2) if asked else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        subjects.append(_Subject(rank=rank, report=report, pid=pid, state=state, wchan=wchan, asked=asked))
+        subjects.append(_Subject(rank=rank, report=report, pid=pid, found=found, asked=asked))
     return subjects
 
 
@@ -106,7 +105,7 @@ def _spies(subjects: list[_Subject], folder: Path) -> list[subprocess.Popen[byte
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     spies = []
     for subject in subjects if program else ():
-        how = "--nonblocking" if subject.state == "T" else "--native"
+        how = "--nonblocking" if subject.found["state"] == "T" else "--native"
         command = [str(program), "dump", "--pid", str(subject.pid), how]
         with (folder / f"rank{subject.rank}.py-spy.txt").open("wb") as out:
             spies.append(subprocess.Popen(command, stdout=out, stderr=out))
@@ -120,8 +119,7 @@ def _found(subject: _Subject, folder: Path) -> dict[str, Any]:
         if text:
             (folder / f"rank{subject.rank}.{name}").write_text(text)
     return {
-        "state": subject.state,
-        "wchan": subject.wchan,
+        **subject.found,
         "stack": main_stack(stacks) or main_stack(read_text(folder / f"rank{subject.rank}.py-spy.txt")),
         "groups": _groups(collectives),
     }

@@ -98,16 +98,14 @@ def _failed(found: list[Finding], progress: AttemptProgress) -> RunResult:
     """The result that follows from the rank that failed first."""
     rank, cause, line = found[0].rank, found[0].cause, found[0].line
     pointed_at = _pointed_at(found, progress) if cause.status == Status.COMM_ERROR else ()
-    confirmed = (cause.name == "cuda_oom" and own_gpu_memory(rank)) or (
-        cause.name == "cpu_oom" and own_limit(rank)
-    )
+    proof = {"cuda_oom": own_gpu_memory, "cpu_oom": own_limit}.get(cause.name)
     mark = fingerprint(cause.name, rank.phase, line, rank.last_text, progress.hosts)
     return RunResult(
         status=cause.status,
         reason=f"{cause.what}, {rank.name}: {line}",
         cause=cause.name,
         fingerprint=mark if cause.telling else None,
-        confirmed=bool(confirmed) if cause.status == Status.OOM else None,
+        confirmed=bool(proof and proof(rank)) if cause.status == Status.OOM else None,
         suspect_hosts=pointed_at or ((rank.host,) if cause.blames_host else ()),
     )
 
@@ -139,10 +137,8 @@ def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
             return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
     if rank.measured_steps(measure):
         return None
-    counted = f"the program ended well but reported {len(rank.steps)} steps, of which 0 count"
-    return (
-        f"{counted}; it has to write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
-    )
+    what = f"the program ended well but reported {len(rank.steps)} steps, of which 0 count"
+    return f"{what}; it has to write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
 
 
 def _non_finite(rank: RankProgress) -> str | None:

@@ -60,13 +60,12 @@ class Finding:
 def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     """One finding for each rank that failed, the likeliest root first."""
     found = [f for rank in ranks if (f := _finding(rank))]
-    early = []
-    for rank in ranks:
-        if rank.code == 0 and not rank.done and not rank.error:
-            line = f"exited with code 0 in phase {rank.phase} while others went on"
-            early.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
+    early = [rank for rank in ranks if rank.ended_well and not rank.done]
     # If most ranks have ended well, the others are only late.
-    return sorted(found + (early if len(early) <= len(ranks) / 2 else []), key=lambda f: f.key)
+    for rank in early if len(early) <= len(ranks) / 2 else ():
+        line = f"exited with code 0 in phase {rank.phase} while others went on"
+        found.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
+    return sorted(found, key=lambda f: f.key)
 
 
 def _finding(rank: RankProgress) -> Finding | None:

@@ -13,13 +13,13 @@ import gc
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 from ultrabench.processes import die_with_parent, thread_variables
@@ -50,8 +50,8 @@ class ForkServer:
         fd = theirs.fileno()
         command = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module, str(fd)]
         with self._log.open("ab") as log, theirs:
-            self._process = subprocess.Popen(
-                command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[fd]
+            self._process = Popen(
+                command, env=self._env, stdin=DEVNULL, stdout=log, stderr=log, pass_fds=[fd]
             )
         self._alive, self._ready = set[int](), False
 

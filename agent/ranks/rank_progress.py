@@ -100,11 +100,10 @@ class RankProgress:
 class AttemptProgress:
     """The progress of all ranks of one attempt, and when any of them last made progress."""
 
-    def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
+    def __init__(self, ranks: int, hosts: Sequence[str]) -> None:
         """Each of the `hosts`, in their order, has an equal share of the ranks."""
         self.hosts = hosts
-        placed = enumerate(hosts[n * len(hosts) // world_size] for n in range(world_size))
-        self.ranks = [RankProgress(number=number, host=host) for number, host in placed]
+        self.ranks = [RankProgress(number=n, host=hosts[n * len(hosts) // ranks]) for n in range(ranks)]
         self.environment: dict[str, Any] = {}
         self.port: int | None = None
         """The port of rank 0's store; None again after the other ranks have been told."""
