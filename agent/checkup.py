@@ -55,8 +55,6 @@ def look(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         request = {}
     owner = identity.owner("checkup")
-    # This comes before torch is tried, which is itself a process on the GPUs.
-    foreign = foreign_processes(lambda pid: False)
     return {
         "host": identity.host,
         "job_id": identity.job_id,
@@ -71,7 +69,8 @@ def look(folder: Path) -> dict[str, Any]:
         "git_commit": checkout.commit(),
         "utc_offset": time.strftime("%z"),
         "gpus": len(visible_gpus()),
-        "foreign": foreign,
+        # This comes before torch is tried, which is itself a process on the GPUs.
+        "foreign": foreign_processes(lambda pid: False),
         "cores": len(os.sched_getaffinity(0)),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         "temp_folder": tempfile.gettempdir(),
