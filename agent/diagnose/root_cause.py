@@ -173,13 +173,8 @@ def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[s
     """
     frames = [(path, name) for path, name in _FRAME.findall(stack) if not _PACKAGES.search(path)]
     places = [f"{path.rpartition('/')[2]}:{name}" for path, name in frames[-FRAMES:]]
-    return content_id([cause, phase, places, normalized(line, hosts)])
-
-
-def normalized(line: str, hosts: Sequence[str]) -> str:
-    """The line without the parts that differ from one host or time to another."""
     for host in sorted(hosts, key=len, reverse=True):
         line = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "HOST", line)
     for pattern, replacement in _VOLATILE:
         line = pattern.sub(replacement, line)
-    return line.strip()
+    return content_id([cause, phase, places, line.strip()])
