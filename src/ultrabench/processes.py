@@ -21,6 +21,8 @@ CALM_WALKS = 2
 """Number of walks through /proc in a row that must find nothing; one walk easily misses a forking process."""
 CALM_LOOKS = 5
 """Number of looks in a row at the children of this process that must find nothing."""
+PATIENCE_S = 10.0
+"""Seconds after which processes that do not end although they were killed are left."""
 CALM_S = 0.002
 """Seconds between two such looks or walks."""
 
@@ -128,17 +130,15 @@ def described(pids: Iterable[int]) -> str:
     return ", ".join(f"{pid} ({Path(program).name}, state {state})" for pid, program, state in stats)
 
 
-def kill_until_gone(
-    find: Callable[[], list[int]], *, patience_s: float = 10.0, meanwhile: Callable[[], None] = lambda: None
-) -> list[int]:
+def kill_until_gone(find: Callable[[], list[int]], meanwhile: Callable[[], None] = lambda: None) -> list[int]:
     """SIGKILLs what `find` returns until it returns nothing several times in a row.
 
     `find` is called again after each round, because a process may start new ones before it dies.
 
     Returns:
-        The pids that are still alive after `patience_s`.
+        The pids that are still alive after PATIENCE_S seconds.
     """
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + PATIENCE_S
     calm = 0
     while True:
         pids = find()
@@ -218,7 +218,7 @@ def _identity(between: str) -> str:
 
 def clean_up_after_the_dead() -> None:
     """Kills the processes that dead agents have left behind, and removes the folders of these agents."""
-    kill_until_gone(lambda: tagged(orphaned), patience_s=5.0)
+    kill_until_gone(lambda: tagged(orphaned))
     for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*-*-*-*"):
         if _is_dead(folder.name.removeprefix(SCRATCH_PREFIX).split("-")[:3]):
             shutil.rmtree(folder, ignore_errors=True)

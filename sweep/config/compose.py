@@ -24,6 +24,9 @@ GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retr
 
 
 _NO_OVERRIDE = "{!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
+_NO_VALUE = "{0} has no value; give it: {0}=..."
+_NO_SETTING = "${{{0}}} is no setting; for a variable of the shell on the nodes write \\${{{0}}}"
+_SEVERAL_VALUES = "{0}={1}: several values are a list; write {0}=[{1}]"
 
 
 def _unknown_option(group: str, name: str) -> str:
@@ -92,15 +95,9 @@ def _unusable(override: str) -> str | None:
 _SENTENCES: tuple[tuple[str, Callable[..., str]], ...] = (
     (rf"Could not find '({'|'.join(GROUPS)})/([^'/]+)'", _unknown_option),
     (r"Could not override '([^']+)'", unknown_override),
-    (r"Missing mandatory value: .*\s+full_key: (\S+)", "{0} has no value; give it: {0}=...".format),
-    (
-        r"Ambiguous value for argument '([^'=]+)=([^']*)'",
-        "{0}={1}: several values are a list; write {0}=[{1}]".format,
-    ),
-    (
-        r"Interpolation key '([^']+)' not found",
-        "${{{0}}} is no setting; for a variable of the shell on the nodes write \\${{{0}}}".format,
-    ),
+    (r"Missing mandatory value: .*\s+full_key: (\S+)", _NO_VALUE.format),
+    (r"Ambiguous value for argument '([^'=]+)=([^']*)'", _SEVERAL_VALUES.format),
+    (r"Interpolation key '([^']+)' not found", _NO_SETTING.format),
 )
 """Pattern in a message of Hydra -> function that makes one line of its groups."""
 
