@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from itertools import combinations
+from dataclasses import fields
 from typing import Any
 
 from ultrabench.errors import ConfigError, unknown_name
@@ -111,17 +110,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         "resolved": tree,
         "secrets": secrets,
     }
-    config = from_dict(SweepConfig, values, where="")
-    _require_distinct(config.models)
-    return config
-
-
-def _require_distinct(models: Sequence[ModelShape]) -> None:
-    for one, other in combinations(models, 2):
-        if replace(one, name=other.name) == other:
-            raise ConfigError(f"sweep.models: {one.name} and {other.name} are the same model; name it once")
-        if one.name == other.name:
-            raise ConfigError(f"sweep.models: two models are called {one.name}; rename one of them")
+    return from_dict(SweepConfig, values, where="")
 
 
 def read_hardware(values: Mapping[str, Any]) -> Hardware:

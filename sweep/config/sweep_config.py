@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Annotated, Any
 
 from ultrabench.allowed import Allowed, Count, allowed_of, at_least, one_of, require_allowed
@@ -80,3 +81,9 @@ class SweepConfig:
         if self.profile and self.kernel.kind != "embedded":
             advice = "only ultrabench's own kernel looks inside itself: use what the program has for that"
             raise ConfigError(f"profile=true with kernel={self.kernel.name}; {advice}")
+        for one, other in combinations(self.models, 2):
+            if replace(one, name=other.name) == other:
+                both = f"{one.name} and {other.name}"
+                raise ConfigError(f"sweep.models: {both} are the same model; name it once")
+            if one.name == other.name:
+                raise ConfigError(f"sweep.models: two models are called {one.name}; rename one of them")
