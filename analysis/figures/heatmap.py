@@ -186,7 +186,7 @@ def _draw_bar(bar: Axes, grid: Grid, end: float) -> None:
 
 
 def _draw_labels(axes: Axes, grid: Grid, room: float) -> None:
-    """Draws the lines between squares, the labels of nodes and models, and a title of at most `room` inches."""
+    """Draws the lines between squares, the labels of nodes and models, and a title no wider than `room`."""
     columns, rows = len(grid.nodes), len(grid.models)
     axes.set(frame_on=False, xlim=(0, columns), ylim=(rows, 0), yticks=[])
     axes.hlines(range(rows + 1), 0, columns, colors="white", linewidth=2.5)

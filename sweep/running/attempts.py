@@ -59,7 +59,7 @@ class Launch:
     """Attempts that had ended before this launch."""
     ended_s: Mapping[AttemptKey, float] = field(default_factory=dict)
     """Seconds since this launch saw each attempt end, by its own monotonic clock, because a run may have to
-    wait after a failure. Attempts that ended before this launch are left out: they have waited long enough."""
+    wait after a failure. Attempts that ended before this launch are left out, for they waited long enough."""
     excused: frozenset[str] = frozenset()
     """Allocations that existed when the sweep was paused or cancelled; they may end without any run."""
 

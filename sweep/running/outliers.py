@@ -1,8 +1,8 @@
 """Finds doubtful measurements, whose losses, ranks, nodes, links or clocks differ from the rest of the sweep.
 
-Layouts of the same model and batch must have the same loss, or one has trained wrongly. A measurement is compared
-with the others of the sweep, so it may become an outlier, or stop being one, when new results come in. This
-changes only the state; the journal keeps what was measured.
+Layouts of the same model and batch must have the same loss, or one has trained wrongly. A measurement is
+compared with the others of the sweep, so it may become an outlier, or stop being one, when new results come
+in. This changes only the state; the journal keeps what was measured.
 """
 
 import math
@@ -35,8 +35,8 @@ def _slower(values: Mapping[_Key, float], tolerance: float, sign: int = 1) -> di
     """Key of each value far below the median of all `values` -> its ratio to the median.
 
     Far is more than `tolerance` (relative) and more than 5 standard deviations. The standard deviation of a
-    normal distribution is 1.4826 times its median absolute deviation. With fewer than three values, every value
-    is normal.
+    normal distribution is 1.4826 times its median absolute deviation. With fewer than three values, every
+    value is normal.
 
     Args:
         sign: -1 for values such as times, which are far above the median where something is slow.
@@ -135,8 +135,8 @@ def _preflights(state: SweepState, slack: float) -> Mapping[str, list[str]]:
                 rates[allocation.nodes, column][name] = rate
     for (nodes, column), by_name in rates.items():
         for name, share in _slower(by_name, RATES * slack).items():
-            told = f"{column} of its allocation is {share:.2f} of the median"
-            found[name].append(f"{told} of {_number(by_name, nodes)}")
+            text = f"{column} of its allocation is {share:.2f} of the median"
+            found[name].append(f"{text} of {_number(by_name, nodes)}")
         for name in by_name if column == "gemm_flops_per_s" else ():
             found[name] += _odd_device(state.allocations[name].preflight["probe"][column], slack)
     return found
@@ -148,8 +148,8 @@ def _odd_device(rates: list[float], slack: float) -> list[str]:
     if not slower:
         return []
     rank = min(slower, key=slower.__getitem__)
-    told = f"the device of rank {rank} multiplies at {slower[rank]:.2f}"
-    return [f"{told} of the median of the {len(rates)} devices of its allocation"]
+    text = f"the device of rank {rank} multiplies at {slower[rank]:.2f}"
+    return [f"{text} of the median of the {len(rates)} devices of its allocation"]
 
 
 def _controls(state: SweepState, slack: float) -> Mapping[str, list[str]]:
@@ -160,8 +160,8 @@ def _controls(state: SweepState, slack: float) -> Mapping[str, list[str]]:
         times[state.allocations[name].control][name] = time_s
     for by_name in times.values():
         for name, ratio in _slower(by_name, TIMES * slack, sign=-1).items():
-            told = f"the control layout of its allocation took {ratio:.2f} x its median"
-            found[name] = [f"{told} over {_number(by_name, state.allocations[name].nodes)}"]
+            text = f"the control layout of its allocation took {ratio:.2f} x its median"
+            found[name] = [f"{text} over {_number(by_name, state.allocations[name].nodes)}"]
     return found
 
 
@@ -220,8 +220,8 @@ def invalid_attempts(state: SweepState) -> dict[AttemptKey, str]:
                 result = state.attempts[key].result
                 at = f" at step {result.loss_step}" if result and result.loss_step is not None else ""
                 number = len(most.run_ids - {key.run_id})
-                told = f"loss {most.text(loss)}{at}; the other {number} layouts of this model and batch"
-                found[key] = f"{told} have {most}"
+                text = f"loss {most.text(loss)}{at}; the other {number} layouts of this model and batch"
+                found[key] = f"{text} have {most}"
     return dict(sorted(found.items()))
 
 
@@ -239,9 +239,9 @@ def disputed_attempts(state: SweepState) -> dict[AttemptKey, str]:
 def loss_groups(state: SweepState) -> list[list[LossGroup]]:
     """For each workload, the groups of ok attempts that have the same loss, the group of most layouts first.
 
-    Workloads with fewer than three layouts are left out. Losses are sorted, and neighbours within the tolerance
-    belong to one group, however long the chain is. So a new attempt may join two groups into one, but never
-    split a group.
+    Workloads with fewer than three layouts are left out. Losses are sorted, and neighbours within the
+    tolerance belong to one group, however long the chain is. So a new attempt may join two groups into one,
+    but never split a group.
     """
     comparable: dict[tuple[float, object], dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in sorted(state.attempts.items()):
