@@ -40,9 +40,8 @@ def placements(param: Tensor) -> dict[str, tuple[Placement, int]]:
     """Axis of the mesh -> how `param` is placed on it, and its number of ranks; empty for a plain tensor."""
     if not isinstance(param, DTensor):
         return {}
-    mesh = param.device_mesh
-    rows = zip(mesh.mesh_dim_names or (), param.placements, mesh.shape, strict=True)
-    return {axis: (placement, ranks) for axis, placement, ranks in rows}
+    axes, size = param.device_mesh.mesh_dim_names or (), param.device_mesh.size
+    return {axis: (param.placements[index], size(index)) for index, axis in enumerate(axes)}
 
 
 def part_of(param: Tensor) -> Part:
