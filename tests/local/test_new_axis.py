@@ -12,8 +12,11 @@ import ultrabench
 
 pytestmark = pytest.mark.local
 
-LAST = '    virtual_stages: int = axis("x", "Pipeline stages on each rank.", default=1, untold=(1,))\n'
-NEW = '    shards: int = axis("shards", "Ranks that share the weights.", default=1, allowed=(1, 2, 4), untold=(1,))\n'
+LAST = '    virtual_stages: Count = axis("x", "Pipeline stages on each rank.", default=1, implied=(1,))\n'
+NEW = (
+    "    shards: Annotated[int, one_of(1, 2, 4)] = axis(\n"
+    '        "shards", "Ranks that share the weights.", default=1, implied=(1,)\n    )\n'
+)
 
 
 @pytest.fixture
