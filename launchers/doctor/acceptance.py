@@ -47,8 +47,6 @@ SCHEMA_VERSION = 1
 MANY_NODES = 8
 """A launch on more nodes than this gives a warning if its cluster has not passed an acceptance run."""
 
-Choose = Callable[[Plan], Sequence[Candidate]]
-
 
 def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
     """Performs the acceptance run and writes doctor.json; returns its checks in order.
@@ -121,7 +119,7 @@ class _Acceptance:
         changed = {k: {**tree[k], **v} if isinstance(v, dict) else v for k, v in groups.items()}
         return config_from_tree({**tree, **changed, "name": name, "results_dir": str(self._folder)})
 
-    def _run(self, config: SweepConfig, choose: Choose) -> Outcome:
+    def _run(self, config: SweepConfig, choose: Callable[[Plan], Sequence[Candidate]]) -> Outcome:
         """Runs the chosen runs of a sweep to their end; if it is interrupted, all its jobs are ended.
 
         Raises:

@@ -33,9 +33,8 @@ def check_programs(site: Site) -> Check:
         try:
             version = (site.ask(program, "--version").split() or ["?"])[-1]
         except CommandError as error:
-            return failed(
-                str(error), "give the cluster's configuration: export SLURM_CONF=/path/of/slurm.conf"
-            )
+            remedy = "give the cluster's configuration: export SLURM_CONF=/path/of/slurm.conf"
+            return failed(str(error), remedy)
         versions.setdefault(version, []).append(program)
     return first_problem(
         "; ".join(f"{', '.join(programs)} {version}" for version, programs in versions.items()),
