@@ -8,8 +8,10 @@ TORCH ?= torch==2.13.0
 FAULTS ?= 200
 SEED ?= 7
 KINDS ?=
+# The parts of `make test`.
+PARTS := unit-and-parity local-a-to-f local-g-to-z slurm-n-and-t slurm-others
 
-.PHONY: quickstart test check env format parity slurm-test chaos bench slurm-bench clean
+.PHONY: quickstart test check env format parity slurm-test chaos bench slurm-bench clean $(PARTS)
 
 env: $(VENV)/installed
 
@@ -31,14 +33,19 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Most tests wait for processes and deadlines: those on Slurm, those of local sweeps and the others run at once.
+# Most tests wait for processes and deadlines, so that five parts of them run at once; each is printed at its end.
 test: check
-	@logs=$$(mktemp -d); \
-	$(BIN)/pytest tests/slurm >$$logs/slurm 2>&1 & slurm=$$!; \
-	$(BIN)/pytest tests/unit tests/parity >$$logs/others 2>&1 & others=$$!; \
-	$(BIN)/pytest tests/local; code=$$?; \
-	wait $$others || code=1; wait $$slurm || code=1; \
-	cat $$logs/others $$logs/slurm; rm -r $$logs; exit $$code
+	$(MAKE) --jobs=5 --keep-going --output-sync=target --no-print-directory $(PARTS)
+unit-and-parity: env
+	$(BIN)/pytest tests/unit tests/parity
+local-a-to-f: env
+	$(BIN)/pytest tests/local/test_[a-f]*.py
+local-g-to-z: env
+	$(BIN)/pytest tests/local/test_[g-z]*.py
+slurm-n-and-t: env
+	$(BIN)/pytest tests/slurm/test_[nt]*.py
+slurm-others: env
+	$(BIN)/pytest tests/slurm/test_[!nt]*.py
 
 slurm-test: env
 	$(BIN)/pytest -m slurm
