@@ -1,4 +1,5 @@
-"""Enumerates the layouts of a sweep: all combinations of its axes that use all GPUs and the whole batch."""
+"""Enumerates the layouts of a sweep, all combinations of its axes that use all GPUs and the whole batch, and tells
+which of them cannot exist."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -6,7 +7,9 @@ from math import prod
 
 from ultrabench.errors import ConfigError
 from ultrabench.layout import Layout, default_schedule, default_virtual_stages
+from ultrabench.model_shape import ModelShape
 from ultrabench.run import Workload
+from ultrabench.stages import split_stages
 from ultrabench.sweep.config.sweep_config import Axes
 
 MOST_COMBINATIONS = 1_000_000
@@ -54,6 +57,34 @@ def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
         else:
             schedule = default_schedule(pp, gas) if name == "auto" else name
             yield schedule, default_virtual_stages(schedule)
+
+
+def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    """Each structural rule that rejects a layout, with the reason why the layout cannot exist.
+
+    The order matters, because a candidate is counted under the first rule that rejects it.
+    """
+    # Each tensor-parallel rank holds whole attention heads and whole key/value heads.
+    for rule, size in (
+        ("tp_divides_heads", "num_attention_heads"),
+        ("tp_divides_kv_heads", "num_key_value_heads"),
+    ):
+        if getattr(shape, size) % layout.tp:
+            yield rule, f"tp={layout.tp} does not divide {size}={getattr(shape, size)}"
+    # ZeRO shards over dp*cp ranks; with only one such rank every stage would be the same as ZeRO-0.
+    if layout.zero_stage > 0 and layout.dp * layout.cp == 1:
+        yield "zero_needs_dp", f"zero_stage={layout.zero_stage} needs dp*cp > 1; dp=1, cp=1"
+    # With fewer than pp-1 micro-batches a pipeline is never filled.
+    if layout.gas < layout.pp - 1:
+        yield "enough_micro_batches", f"gas={layout.gas} is less than pp-1={layout.pp - 1}"
+    # Every pipeline stage holds at least one block.
+    cut = f"pp*virtual_stages={layout.num_stages}" if layout.virtual_stages > 1 else f"pp={layout.pp}"
+    for stage in split_stages(shape, layout.num_stages):
+        if stage.num_blocks == 0:
+            yield (
+                "no_empty_stage",
+                f"{cut} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)",
+            )
 
 
 def not_listed(axes: Axes, layout: Layout) -> str | None:

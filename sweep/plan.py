@@ -14,9 +14,8 @@ from ultrabench.result import RunResult
 from ultrabench.run import RunSpec, fill_in
 from ultrabench.support import refusal
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.grid import layouts, not_listed, require_countable, why_none
+from ultrabench.sweep.grid import broken_rules, layouts, not_listed, require_countable, why_none
 from ultrabench.sweep.predict.predict import Prediction, predict
-from ultrabench.sweep.rules import first_broken
 
 CellKey = tuple[str, int]
 """Model name and number of nodes. Hardware and kernel are the same in the whole sweep."""
@@ -177,7 +176,7 @@ def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) 
     workload = replace(config.workload, gbs=nodes * per_node) if probes else config.workload
     place = {"nodes": nodes, "gpus_per_node": per_node}
     for layout in layouts(config.axes, nodes * per_node, workload):
-        rule, reason = _rejected(config, layout, shape)
+        rule, reason = next(_rejections(config, layout, shape), (None, None))
         spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=config.kernel, **place)
         yield Candidate(
             run_id=spec.run_id,
@@ -189,14 +188,13 @@ def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) 
         )
 
 
-def _rejected(config: SweepConfig, layout: Layout, shape: ModelShape) -> tuple[str | None, str | None]:
-    """The rule that rejects a layout, and its reason; both are None when no rule rejects it."""
-    if broken := first_broken(layout, shape):
-        return broken
+def _rejections(config: SweepConfig, layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    """Each rule that rejects a layout, with its reason; the rule is `kernel` where the kernel refuses it."""
+    yield from broken_rules(layout, shape)
     if reason := not_listed(config.axes, layout):
-        return "gas_not_listed", reason
-    reason = refusal(config.kernel, layout, shape, config.workload.seq_len)
-    return ("kernel", reason) if reason else (None, None)
+        yield "gas_not_listed", reason
+    if reason := refusal(config.kernel, layout, shape, config.workload.seq_len):
+        yield "kernel", reason
 
 
 def require_runs(plan: Plan) -> None:

@@ -8,7 +8,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, Layout, default_schedule, default_virtual_stages
 from ultrabench.model_shape import ModelShape
 from ultrabench.support import refusal
-from ultrabench.sweep.rules import first_broken
+from ultrabench.sweep.grid import broken_rules
 
 TEXTS = TEXT_AXES | {"model", "hardware", "precision", "recompute"}
 """Arguments whose value is a text; the value of any other is a whole number."""
@@ -48,6 +48,6 @@ def require_possible(kernel: KernelConfig, layout: Layout, shape: ModelShape, se
     Raises:
         ConfigError: the kernel cannot run the layout; the message says why.
     """
-    broken = first_broken(layout, shape)
-    if reason := broken[1] if broken else refusal(kernel, layout, shape, seq_len):
+    _, broken = next(broken_rules(layout, shape), (None, None))
+    if reason := broken or refusal(kernel, layout, shape, seq_len):
         raise ConfigError(f"{layout.label()} cannot run: {reason}; choose another layout")
