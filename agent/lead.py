@@ -20,7 +20,7 @@ from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import RunSpec, Task, env_id
 from ultrabench.store.allocation import inside
 from ultrabench.store.claim import claim, owner
-from ultrabench.store.events import Claimed, Event, Failed, PhaseReached, Preflight, Result, Started
+from ultrabench.store.events import Claimed, Event, Failed, Phase, Preflight, Result, Started
 from ultrabench.store.journal import JournalWriter
 
 SLOWEST_GAP_FACTOR = 10.0
@@ -153,7 +153,7 @@ class Leader:
             rank0, now = progress.ranks[0], time.monotonic()
             if rank0.phase != phase and not task.probe:
                 phase = rank0.phase
-                self._write(PhaseReached(**_name(task), name=phase, at=rank0.phase_at))
+                self._write(Phase(**_name(task), name=phase, at=rank0.phase_at))
             ended = group.interrupted or ("the time of its allocation ended" if now > self._ends else None)
             if ended:
                 return RunResult(status=Status.CANCELLED, reason=ended, cause="stopped")

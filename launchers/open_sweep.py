@@ -22,7 +22,7 @@ from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
 from ultrabench.store.claim import give_up, owner_of
-from ultrabench.store.events import LaunchConfig
+from ultrabench.store.events import Launched
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.kernel_secrets import hide, keep
@@ -161,7 +161,7 @@ def open_sweep(
         write_sweep_json(folder, described)
     journal = JournalWriter(folder.journal, "launcher")
     digest, origin = config.kernel.digest(), provenance(config)
-    launch = LaunchConfig(
+    launch = Launched(
         generation=state.generation + 1, config=config.resolved, provenance=origin, kernel_digest=digest,
         reuse=reuse, retry=tuple(retry), max_gpu_hours=max_gpu_hours, work_dir=str(Path.cwd()),
     )  # fmt: skip

@@ -15,11 +15,11 @@ from ultrabench.store.events import (
     Cancel,
     Claimed,
     Failed,
-    LaunchConfig,
+    Launched,
     LeadingAgent,
     Line,
     Pause,
-    PhaseReached,
+    Phase,
     Preflight,
     Result,
     Start,
@@ -177,7 +177,7 @@ def events():
     return st.one_of(
         attempt(Claimed, allocation=allocation, job=start, spec=st.just(spec)),
         attempt(Started, allocation=allocation, scratch=st.sampled_from(("/a", "/b"))),
-        attempt(PhaseReached, name=st.sampled_from(("init", "warmup", "measure"))),
+        attempt(Phase, name=st.sampled_from(("init", "warmup", "measure"))),
         attempt(Result, result=results(statuses=(Status.OK,))),
         attempt(
             Failed, source=st.sampled_from(("agent", "slurm", "launcher")), result=results(statuses=FAILURES)
@@ -197,7 +197,7 @@ def events():
             elapsed_s=seconds, held_s=seconds, avoid=st.sampled_from(((), ("gpu01",), ("gpu01", "gpu02"))),
         ),
         st.builds(
-            LaunchConfig, generation=generation, config=st.fixed_dictionaries({"name": st.text(max_size=3)}),
+            Launched, generation=generation, config=st.fixed_dictionaries({"name": st.text(max_size=3)}),
             retry=st.lists(keys, max_size=2).map(tuple),
         ),
         st.builds(Pause, generation=generation, on=st.booleans()),

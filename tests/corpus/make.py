@@ -24,7 +24,7 @@ from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.processes import become_subreaper, descendants
 from ultrabench.run import Task
-from ultrabench.store.events import Event, PhaseReached
+from ultrabench.store.events import Event, Phase
 from ultrabench.store.journal import JournalWriter
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ class Striker(Leader):
     signal: int | None = None
 
     def _write(self, event: Event) -> None:
-        if self.signal and isinstance(event, PhaseReached) and event.name == "measure":
+        if self.signal and isinstance(event, Phase) and event.name == "measure":
             os.kill(max(descendants(os.getpid())), self.signal)
 
 

@@ -18,7 +18,7 @@ from ultrabench.store.events import (
     AllocationPlanned,
     AllocationStarted,
     Claimed,
-    LaunchConfig,
+    Launched,
     LeadingAgent,
     Result,
     Start,
@@ -79,7 +79,7 @@ def sweep(tmp_path):
     plan = replace(PLAN, candidates=(CONTROL, *OTHERS))
     made = open_sweep(tmp_path / "quick", plan)
     made.folder.create()
-    made.journal.write(LaunchConfig(generation=1, config={}))
+    made.journal.write(Launched(generation=1, config={}))
     return replace(made, kernel_digest=made.config.kernel.digest())
 
 

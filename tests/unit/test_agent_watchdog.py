@@ -151,14 +151,14 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
         from ultrabench.errors import ClusterError
         from ultrabench.launchers import reconcile
         from ultrabench.launchers.local import LocalLauncher
-        from ultrabench.store.events import Cancel, LaunchConfig
+        from ultrabench.store.events import Cancel, Launched
         reconcile.DISK_PATIENCE_S, reconcile.DISK_PAUSE_S = 1.0, 0.1
         sweep = open_sweep(disk / "t")
         sweep = replace(sweep, kernel_digest=sweep.config.kernel.digest())
         sweep.folder.create()
         sweep.folder.sweep_json.write_text("{}")
         sweep.journal.write(Cancel(generation=0))
-        sweep.journal.write(LaunchConfig(generation=1, config={}))
+        sweep.journal.write(Launched(generation=1, config={}))
         fill()
         reconciler = reconcile.Reconciler(sweep, LocalLauncher(sweep.folder), lambda *shown: None, None, print)
         try:

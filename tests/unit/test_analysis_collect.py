@@ -21,7 +21,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.store.events import LaunchConfig, Result, Submitted
+from ultrabench.store.events import Launched, Result, Submitted
 from ultrabench.store.journal import JournalWriter
 
 
@@ -173,7 +173,7 @@ def test_models_that_a_later_launch_added_are_known(tmp_path):
     folder = make_sweep(tmp_path / "s", [candidate(added)])
     assert rows_of(folder)[0]["num_params"] is None
     writer = JournalWriter(folder.journal, "launcher")
-    writer.write(LaunchConfig(generation=1, config={"models": [to_dict(added.shape)]}))
+    writer.write(Launched(generation=1, config={"models": [to_dict(added.shape)]}))
     assert rows_of(folder)[0]["num_params"] == added.shape.num_params
 
 

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from ultrabench.errors import SweepFolderError
-from ultrabench.store.events import Cancel, PhaseReached
+from ultrabench.store.events import Cancel, Phase
 from ultrabench.store.journal import JournalWriter, read_journal
 
 
@@ -62,7 +62,7 @@ def test_lines_hold_no_nan(tmp_path):
 
 def test_a_line_is_one_json_object(tmp_path):
     writer = JournalWriter(tmp_path, "agent")
-    writer.write(PhaseReached(run_id="aaaa", repeat=0, attempt=0, name="two\nlines \u2028 and more"))
+    writer.write(Phase(run_id="aaaa", repeat=0, attempt=0, name="two\nlines \u2028 and more"))
     raw = writer.path.read_bytes()
     assert raw.count(b"\n") == 1
     assert json.loads(raw)["name"] == "two\nlines \u2028 and more"

@@ -9,7 +9,7 @@ import ultrabench
 from tests.configs import slurm as configured
 from ultrabench.errors import ConfigError
 from ultrabench.record import from_dict, to_dict
-from ultrabench.store.events import LaunchConfig
+from ultrabench.store.events import Launched
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.sweep.config.launcher_config import LauncherConfig
 from ultrabench.sweep.config.load import CLUSTER_KEYS, config_from_tree, load_config
@@ -243,6 +243,6 @@ def test_a_sweep_is_continued_with_the_same_launcher(tmp_path):
         ["launcher=slurm", "launcher.nice=null", "launcher.python=[a b,c]", "+launcher.sbatch.requeue=",
          "launcher.mem=0", "launcher.window=19:00-07:00"]
     )  # fmt: skip
-    JournalWriter(tmp_path, "launcher").write(LaunchConfig(generation=1, config=config.resolved))
+    JournalWriter(tmp_path, "launcher").write(Launched(generation=1, config=config.resolved))
     (line,) = read_journal(tmp_path)
     assert config_from_tree(line.event.config).launcher == config.launcher

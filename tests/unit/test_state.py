@@ -22,10 +22,10 @@ from ultrabench.store.events import (
     Cancel,
     Claimed,
     Failed,
-    LaunchConfig,
+    Launched,
     LeadingAgent,
     Pause,
-    PhaseReached,
+    Phase,
     Preflight,
     Result,
     Start,
@@ -113,14 +113,14 @@ def test_a_torn_last_line_is_read_once_it_is_whole(tmp_path):
 JOB = Start(job_id="57_0", restart=1)
 RUN = Claimed(**NAME, allocation="n1", job=JOB, spec={"nodes": 1}, predicted={"x": 1})
 EVERY_EVENT = [
-    RUN, Started(**NAME, allocation="n1", scratch="/a"), PhaseReached(**NAME, name="init", at=1.0),
+    RUN, Started(**NAME, allocation="n1", scratch="/a"), Phase(**NAME, name="init", at=1.0),
     ended("crash"), ended("ok"),
     AllocationPlanned(allocation="n1", nodes=1, limit_s=1.0, tasks=(KEY,), control="aaaa", by={"user": "ann"}),
     Submitting(allocation="n1", token="t"), Submitted(allocation="n1", job={"pid": 1}),
     Adopted(allocation="n1", job={"pid": 1}), Preflight(allocation="n1", found={"probe": {}}),
     AllocationStarted(allocation="n1", agent=LeadingAgent(host="gpu01", job=JOB)),
     AllocationEnded(allocation="n1", reason="all tasks done", job=JOB, elapsed_s=1.0, held_s=3.0),
-    LaunchConfig(generation=1, config={}, retry=(KEY,)), Pause(generation=1), Cancel(generation=1),
+    Launched(generation=1, config={}, retry=(KEY,)), Pause(generation=1), Cancel(generation=1),
 ]  # fmt: skip
 JUNK = [
     None,
@@ -208,7 +208,7 @@ def test_who_is_believed(stronger, weaker):
 
 
 def config(generation, **values):
-    return LaunchConfig(generation=generation, config={}, **values)
+    return Launched(generation=generation, config={}, **values)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_the_latest_launch_counts_and_every_retry_is_remembered():
 def test_what_an_attempt_says_of_itself():
     said = (
         RUN, Started(**NAME, allocation="n1", scratch="/node"), *(
-            PhaseReached(**NAME, name=n) for n in ("warmup", "measure")
+            Phase(**NAME, name=n) for n in ("warmup", "measure")
         ),
     )  # fmt: skip
     attempt = fold(written(event, seq=n, time=7.0) for n, event in enumerate(said)).attempts[KEY]

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 from ultrabench.allowed import at_least, require_allowed
 from ultrabench.errors import ConfigError, SweepFolderError
@@ -47,7 +48,7 @@ class LeadingAgent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchConfig:
+class Launched:
     """Event: a launcher created the sweep or continued it."""
 
     generation: int
@@ -204,7 +205,7 @@ class Started(_AttemptEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseReached(_AttemptEvent):
+class Phase(_AttemptEvent):
     """Event: all ranks of an attempt have reached a new phase."""
 
     name: str
@@ -229,30 +230,16 @@ class Failed(Result):
     """Event: an attempt ended with another status than ok."""
 
 
-ControlEvent = LaunchConfig | Pause | Cancel
-AttemptEvent = Claimed | Started | PhaseReached | Result
-AllocationEvent = AllocationPlanned | Submitting | Submitted | AllocationStarted | Preflight | AllocationEnded
+ControlEvent = Launched | Pause | Cancel
+AttemptEvent = Claimed | Started | Phase | Result | Failed
+AllocationEvent = (
+    AllocationPlanned | Submitting | Submitted | Adopted | AllocationStarted | Preflight | AllocationEnded
+)
 Event = ControlEvent | AttemptEvent | AllocationEvent
 
-EVENTS: dict[str, type[Event]] = {
-    "config": LaunchConfig,
-    "pause": Pause,
-    "cancel": Cancel,
-    "allocation_planned": AllocationPlanned,
-    "submitting": Submitting,
-    "submitted": Submitted,
-    "adopted": Adopted,
-    "allocation_started": AllocationStarted,
-    "preflight": Preflight,
-    "allocation_ended": AllocationEnded,
-    "claimed": Claimed,
-    "started": Started,
-    "phase": PhaseReached,
-    "result": Result,
-    "failed": Failed,
-}
-"""Value of `event` in a journal line -> class of the event."""
-NAMES = {kind: name for name, kind in EVENTS.items()}
+NAMES = {kind: re.sub(r"(?<=.)(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Event)}
+"""Class of an event -> value of `event` in a journal line, such as `allocation_planned`."""
+EVENTS: dict[str, type[Event]] = {name: kind for kind, name in NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,7 @@ class SweepState:
     allocations: dict[str, AllocationState] = field(default_factory=dict)
     generation: int = 0
     """Largest generation of all launch, pause and cancel events; the next event gets one more."""
-    launched: events.LaunchConfig | None = None
+    launched: events.Launched | None = None
     """The latest launch."""
     paused: bool = False
     cancelled: bool = False
@@ -165,10 +165,10 @@ class Fold:
         for line in lines:
             self.heard += 1
             match line.event:
-                case events.LaunchConfig() | events.Pause() | events.Cancel() as event:
+                case events.Launched() | events.Pause() | events.Cancel() as event:
                     # In one generation a cancel sorts after a launch, and a pause after a resume.
                     self._controls[event.generation, canonical_json(to_dict(event))] = event
-                case events.Claimed() | events.Started() | events.PhaseReached() | events.Result() as event:
+                case events.Claimed() | events.Started() | events.Phase() | events.Result() as event:
                     self._add_to_attempt(event, line)
                 case event:
                     self._add_to_allocation(event, line)
@@ -184,7 +184,7 @@ class Fold:
                 values["time"] = line.time
             case events.Started():
                 values["started"] = True
-            case events.PhaseReached():
+            case events.Phase():
                 values["phase"] = event.name
             case events.Result():
                 trust = 3 if type(event) is events.Result else _TRUST.get(event.source, 0)
@@ -226,7 +226,7 @@ class Fold:
                     state.paused = event.on
                 case events.Cancel():
                     state.cancelled = True
-                case events.LaunchConfig():
+                case events.Launched():
                     state.launched, state.cancelled = event, False
                     state.retried |= frozenset(event.retry)
 

@@ -7,7 +7,7 @@ from ultrabench.cli import main as cli
 from ultrabench.launchers.open_sweep import sweep_json_of
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.store.events import Claimed, Failed, LaunchConfig, Result
+from ultrabench.store.events import Claimed, Failed, Launched, Result
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
 from ultrabench.store.sweep_json import write_sweep_json
@@ -50,7 +50,7 @@ def sweep(tmp_path):
     write_sweep_json(folder, HEAD)
     write_plan(QUICK.candidates, folder.plan)
     writer = JournalWriter(folder.journal, "agent")
-    writer.write(LaunchConfig(generation=1, config=QUICK.config.resolved))
+    writer.write(Launched(generation=1, config=QUICK.config.resolved))
     ends = (
         RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0, loss_final=3.0),
         RunResult(status=Status.CRASH, reason="rank 1: ValueError: [bold]no[/bold]", duration_s=4.0),

@@ -11,7 +11,7 @@ from ultrabench.errors import ClusterError
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.store.events import EVENTS, AllocationEnded, AllocationPlanned, Claimed, LaunchConfig, Result
+from ultrabench.store.events import EVENTS, AllocationEnded, AllocationPlanned, Claimed, Launched, Result
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
 from ultrabench.sweep.config.load import load_config
@@ -36,7 +36,7 @@ def everything(sweep):
 def settle(sweep, repeats=1):
     """Every run ends ok once, in a sweep of so many repeats."""
     writer = JournalWriter(sweep.journal, "agent")
-    writer.write(LaunchConfig(generation=2, config={**QUICK.config.resolved, "repeats": repeats}))
+    writer.write(Launched(generation=2, config={**QUICK.config.resolved, "repeats": repeats}))
     for run in QUICK.runs:
         name = {"run_id": run.spec.run_id, "repeat": 0, "attempt": 1}
         writer.write(Claimed(**name, allocation="n1-a.0", spec=to_dict(run.spec), predicted={}))
@@ -84,7 +84,7 @@ def test_a_cancel_stays_until_the_next_launch(ultrabench, sweep):
     assert state_of(sweep).cancelled
     assert state_of(sweep).attempts.keys() == {k for k, a in state_of(sweep).attempts.items() if a.result}
     generation = state_of(sweep).generation
-    JournalWriter(sweep.journal, "launcher").write(LaunchConfig(generation=generation + 1, config={}))
+    JournalWriter(sweep.journal, "launcher").write(Launched(generation=generation + 1, config={}))
     assert not state_of(sweep).cancelled
 
 
@@ -98,7 +98,7 @@ def test_a_settled_sweep_is_cancelled_only_while_something_runs(ultrabench, swee
 @pytest.fixture
 def unreachable(sweep, monkeypatch):
     """The same sweep on a cluster whose programs are not here."""
-    JournalWriter(sweep.journal, "launcher").write(LaunchConfig(generation=2, config=SLURM))
+    JournalWriter(sweep.journal, "launcher").write(Launched(generation=2, config=SLURM))
     JournalWriter(sweep.journal, "agent").write(
         AllocationPlanned(allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=())
     )
@@ -183,7 +183,7 @@ def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatc
     """Also where a sweep on a cluster has repeats left, and nobody follows it: that is what resume does."""
     settle(unreachable, repeats=2)
     agent = JournalWriter(unreachable.journal, "agent")
-    agent.write(LaunchConfig(generation=3, config={**SLURM, "repeats": 2}))
+    agent.write(Launched(generation=3, config={**SLURM, "repeats": 2}))
     agent.write(AllocationEnded(allocation="n1-b.0", reason="all tasks done", source="agent"))
     one = {"run_id": QUICK.runs[0].spec.run_id, "repeat": 0, "attempt": 1}
     if runs:  # one of them ends only while it is watched

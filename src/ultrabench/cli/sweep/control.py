@@ -14,7 +14,7 @@ from ultrabench.launchers.settle import open_allocations
 from ultrabench.processes import own_name
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.events import Cancel, LaunchConfig, Pause
+from ultrabench.store.events import Cancel, Launched, Pause
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.heartbeat import living_launchers
 from ultrabench.store.journal import JournalWriter, read_journal
@@ -163,7 +163,7 @@ def _continue(
     Args:
         max_gpu_hours: budget of the sweep; None means that of the latest launch.
     """
-    launched, display_name = state.launched or LaunchConfig(generation=0, config={}), folder.display_name
+    launched, display_name = state.launched or Launched(generation=0, config={}), folder.display_name
     budget = launched.max_gpu_hours if max_gpu_hours is None else max_gpu_hours
     if launched.work_dir and Path(launched.work_dir).is_dir():
         os.chdir(launched.work_dir)  # a command of the user may name files of this folder
