@@ -1,6 +1,7 @@
 """Writes and reads plan.parquet: one row for each candidate, with decision, reason and prediction."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,7 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
             "rule": c.rule,
             "reason": c.reason,
             "decision": "run" if c.runs else "rejected",
-            "predicted_step_time_s": c.prediction.step_time_s,
-            "predicted_peak_mem_bytes": int(c.prediction.peak_mem_bytes),
-            "predicted_memory_share": c.prediction.memory_share,
+            **{f"predicted_{name}": value for name, value in asdict(c.prediction).items()},
             "predicted_to_fit": c.fits,
             "p_oom": None,
             "predicted_gpu_hours": c.gpu_hours,
@@ -131,11 +130,6 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
                 nodes=row["nodes"],
                 gpus_per_node=row["gpus_per_node"],
             ),
-            prediction=Prediction(
-                step_time_s=row["predicted_step_time_s"],
-                peak_mem_bytes=row["predicted_peak_mem_bytes"],
-                memory_share=row["predicted_memory_share"],
-                duration_s=row["predicted_gpu_hours"] * 3600 / row["gpus"],
-            ),
+            prediction=Prediction(**{f.name: row[f"predicted_{f.name}"] for f in fields(Prediction)}),
             peak_flops_per_s=peak.flops_per_s if peak else None,
         )

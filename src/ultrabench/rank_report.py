@@ -1,5 +1,6 @@
 """Reports of a rank to its agent: JSON lines in a node-local file, and its progress in shared memory."""
 
+import errno
 import json
 import math
 import mmap
@@ -96,16 +97,26 @@ class Report:
         self._progress[2] = part
 
 
-def read_part(path: str | os.PathLike[str], start: int, most: int) -> bytes:
-    """At most `most` bytes of a file from byte `start` on; empty when it is not regular or not readable.
+def read_regular(path: str | os.PathLike[str], start: int, most: int) -> bytes:
+    """At most `most` bytes of a regular file from byte `start` on.
 
-    A rank may have replaced its file by anything. A pipe without a writer does not block the reader, and an
-    endless device does not fill its memory.
+    Anything may be in the place of the file. A pipe without a writer does not block the reader, and an endless
+    device does not fill its memory.
+
+    Raises:
+        OSError: the file is not regular, or cannot be read.
     """
+    flags = os.O_NONBLOCK | os.O_NOCTTY
+    with open(path, "rb", 0, opener=lambda name, given: os.open(name, given | flags)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return os.pread(file.fileno(), most, start)
+
+
+def read_part(path: str | os.PathLike[str], start: int, most: int) -> bytes:
+    """What `read_regular` returns; empty when the file is not regular or not readable."""
     try:
-        with open(path, "rb", 0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            return os.pread(file.fileno(), most, start) if regular else b""
+        return read_regular(path, start, most)
     except OSError:
         return b""
 
@@ -120,31 +131,42 @@ def read_progress(report: Path) -> Progress:
 
 
 class NewLines:
-    """Reads new lines of a text file that another process writes; skips lines longer than LINE_BYTES."""
+    """Reads the new lines of a file that another process writes, and skips lines longer than `most` bytes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, most: int = LINE_BYTES) -> None:
+        self.path, self.most = path, most
         self.behind = False
         """Whether there may be more in the file than the last call has read."""
+        self.skipped = 0
+        """Number of lines that were skipped because they are too long."""
         self._offset = 0
         self._skipping = False
-        """Whether the next byte to read is inside a line that is left out."""
+        """Whether the next byte to read is inside a line that is skipped."""
 
     def read(self) -> list[str]:
-        """The whole lines after those of the last call, at most LINE_BYTES bytes of them."""
+        """The whole lines after those of the last call; none of a file that is not regular or not readable."""
+        return self.read_bytes(read_part).decode(errors="replace").splitlines()
+
+    def read_bytes(self, part: Callable[[Path, int, int], bytes] = read_regular) -> bytes:
+        """The whole lines after those of the last call, at most `most` bytes of them, without the last newline.
+
+        Raises:
+            OSError: `part`, which reads a part of the file, raises it.
+        """
         for _ in range(SKIPPED_PARTS):
-            data = read_part(self.path, self._offset, LINE_BYTES)
-            self.behind = len(data) == LINE_BYTES
+            data = part(self.path, self._offset, self.most)
+            self.behind = len(data) == self.most
             whole, newline, _ = data.rpartition(b"\n")
             if newline or not self.behind:
                 break
             self._offset += len(data)
+            self.skipped += not self._skipping
             self._skipping = True
         self._offset += len(whole) + len(newline)
         if self._skipping and newline:
             self._skipping = False
             whole = whole.partition(b"\n")[2]
-        return whole.decode(errors="replace").splitlines()
+        return whole
 
 
 def is_number(value: Any) -> bool:

@@ -28,7 +28,7 @@ class Prediction:
     """The predicted memory and time of one run."""
 
     step_time_s: float
-    peak_mem_bytes: float
+    peak_mem_bytes: int
     """Memory of the rank that needs most."""
     memory_share: float
     """peak_mem_bytes divided by the memory that a rank has."""
@@ -52,7 +52,7 @@ def predict(spec: RunSpec, hardware: Hardware, peak: Peak, steps: int) -> Predic
         time_s = step_time_s(ranks, spec, hardware, peak)
     return Prediction(
         step_time_s=time_s,
-        peak_mem_bytes=memory,
+        peak_mem_bytes=int(memory),
         memory_share=memory / hardware.mem_bytes,
         duration_s=begin_s + steps * time_s * (memory <= hardware.mem_bytes),
     )

@@ -52,6 +52,7 @@ def candidate(spec, decision="run", rule=None, reason=None):
         "predicted_step_time_s": 0.5,
         "predicted_peak_mem_bytes": 1000,
         "predicted_memory_share": 1.0,
+        "predicted_duration_s": 45.0,
     }
     price = {"predicted_gpu_hours": 0.1, "p_oom": 0.25}
     told = {"run_id": spec.run_id, "decision": decision, "rule": rule, "reason": reason}

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import socket
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ultrabench.errors import DiskError, SweepFolderError, may_pass
+from ultrabench.rank_report import NewLines
 from ultrabench.store.events import DAMAGED, AllocationEnded, Event, Line, decode, encode
 
-CHUNK_BYTES = 1 << 20
-"""Bytes of a journal file that are read at once."""
 MAX_LINE_BYTES = 64 << 20
 """Longest line in bytes that is read; longer ones are skipped, since an event has only a few KiB."""
 
@@ -70,11 +68,9 @@ class JournalReader:
 
     folder: Path
     warn: Callable[[str], None] = lambda message: None
-    _offsets: dict[Path, int] = field(default_factory=dict)
+    _files: dict[Path, NewLines] = field(default_factory=dict)
     _closed: set[Path] = field(default_factory=set)
     """Files of agents whose last event, the end of the allocation, was read."""
-    _overlong: set[Path] = field(default_factory=set)
-    """Files whose next bytes are inside a line longer than MAX_LINE_BYTES."""
     _warned: set[Path] = field(default_factory=set)
     """Files that cannot be read and for which a warning was given."""
 
@@ -113,24 +109,14 @@ class JournalReader:
 
     def _lines(self, path: Path) -> Iterator[bytes]:
         """The whole lines that were added to a file since the last call."""
-        # Without O_NONBLOCK, opening a FIFO without a writer would block for ever.
-        more = os.O_NONBLOCK | os.O_NOCTTY
-        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | more)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
-            file.seek(self._offsets.get(path, 0))
-            rest = b""
-            while chunk := file.read(CHUNK_BYTES):
-                *whole, rest = (rest + chunk).split(b"\n")
-                if whole and path in self._overlong:
-                    self._overlong.remove(path)
-                    whole.pop(0)
-                yield from whole
-                if len(rest) > MAX_LINE_BYTES:
-                    self.warn(f"{path.name}: skipped a line of more than {MAX_LINE_BYTES >> 20} MiB")
-                    self._overlong.add(path)
-                rest = b"" if path in self._overlong else rest
-                self._offsets[path] = file.tell() - len(rest)
+        file = self._files.setdefault(path, NewLines(path, MAX_LINE_BYTES))
+        more = True
+        while more:
+            skipped = file.skipped
+            yield from file.read_bytes().split(b"\n")
+            if file.skipped > skipped:
+                self.warn(f"{path.name}: skipped a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            more = file.behind
 
     def _parse(self, path: Path, lines: Iterable[bytes]) -> Iterator[Line]:
         for line in lines:
