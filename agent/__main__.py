@@ -30,45 +30,36 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
     Raises:
         ClusterError: the leader is gone, or has been silent for LOST_BEATS heartbeats.
     """
+    node.disk.tell = partial(leader.send, {"do": "beat"})
+    patience_s = RENDEZVOUS_TIMEOUT_S  # before its first message the leader waits for the other nodes
+    listener = Listener([leader])
     try:
-        _work(node, leader, stop)
+        while not leader.closed:
+            if stop.reason:
+                leader.send({"ending": stop.reason})
+                stop.reason = None
+            messages, _ = listener.wait(POLL_S)
+            for _, message in messages:
+                patience_s = LOST_BEATS * node.allocation.heartbeat_s
+                if message.get("do") == "end":
+                    return
+                answer = node.obey(message)
+                if message.get("do") == "kill":
+                    leader.send({"cleaned": to_dict(answer)})
+                elif answer:
+                    log_line(answer)
+            node.disk.beat()
+            if rank_events := node.rank_events():
+                leader.send({"rank_events": rank_events})
+            silence = time.monotonic() - leader.last_heard
+            if silence > patience_s:
+                raise ClusterError(f"the leading agent has been silent for {silence:.1f} s")
+        raise ClusterError("the leading agent is gone")
     except Exception as error:
         # Without this message the leader would believe that the node is broken.
         reason = f"the agent of {node.identity.host} failed: {type(error).__name__}: {error}"
         leader.send({"ending": reason, "left": True})
         raise
-
-
-def _work(node: Node, leader: Connection, stop: StopRequest) -> None:
-    def beat() -> None:
-        if node.disk.touch():
-            leader.send({"do": "beat"})
-
-    node.disk.beat = beat
-    patience_s = RENDEZVOUS_TIMEOUT_S  # before its first message the leader waits for the other nodes
-    listener = Listener([leader])
-    while not leader.closed:
-        if stop.reason:
-            leader.send({"ending": stop.reason})
-            stop.reason = None
-        messages, _ = listener.wait(POLL_S)
-        for _, message in messages:
-            patience_s = LOST_BEATS * node.allocation.heartbeat_s
-            if message.get("do") == "end":
-                return
-            answer = node.obey(message)
-            if message.get("do") == "kill":
-                leader.send({"cleaned": to_dict(answer)})
-            elif answer:
-                log_line(answer)
-        beat()
-        if rank_events := node.rank_events():
-            leader.send({"rank_events": rank_events})
-        silence = time.monotonic() - leader.last_heard
-        if silence > patience_s:
-            raise ClusterError(f"the leading agent has been silent for {silence:.1f} s")
-        listener.end_round()
-    raise ClusterError("the leading agent is gone")
 
 
 def main() -> int:

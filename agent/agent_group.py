@@ -5,6 +5,7 @@ import random
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -63,7 +64,7 @@ class AgentGroup:
         """Nodes whose agent failed and said so, for which the node is not to blame."""
         self._listener = Listener(peers.values())
         self._cleaned: dict[int, Cleaned] = {}
-        node.disk.beat = self._beat
+        node.disk.tell = partial(self._send, {"do": "beat"})
 
     @property
     def interrupted(self) -> str | None:
@@ -122,7 +123,7 @@ class AgentGroup:
 
     def listen(self, seconds: float) -> None:
         """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent."""
-        self._beat()
+        self._node.disk.beat()
         messages, pause_s = self._listener.wait(seconds)
         self.progress.allow_pause(pause_s)
         for peer, message in messages:
@@ -132,7 +133,6 @@ class AgentGroup:
         for node, peer in self._peers.items():
             if node not in self._left and (peer.closed or time.monotonic() - peer.last_heard > silence):
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
-        self._listener.end_round()
 
     def _take(self, node: int, message: Message) -> None:
         """Handles a message of the agent of a node; an invalid one ends the allocation."""
@@ -147,11 +147,6 @@ class AgentGroup:
             whose = f"the agent of node {node} ({self.hosts[node]})"
             reason = f"{whose} sent an invalid message: {type(error).__name__}: {error}"
             self._stop.reason = self._stop.reason or reason
-
-    def _beat(self) -> None:
-        """Shows the other agents and the launcher that this one is alive, if it is time to."""
-        if self._node.disk.touch():
-            self._send({"do": "beat"})
 
     def _send(self, message: Message) -> None:
         for peer in self._peers.values():

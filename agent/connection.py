@@ -105,23 +105,21 @@ class Listener:
 
     def __init__(self, connections: Collection[Connection]) -> None:
         self._connections = connections
-        self.end_round()
+        self._waited = time.monotonic()
+        """When the last wait ended."""
 
     def wait(self, seconds: float) -> tuple[list[tuple[Connection, Message]], float]:
         """The messages that arrive, with their connections, and the seconds for which this agent was stopped.
 
-        It was stopped for the time since the last round beyond `seconds`, if that is SHORTEST_PAUSE_S or more.
+        It was stopped for the time since the last wait beyond `seconds`, if that is SHORTEST_PAUSE_S or more.
         """
         readable = wait_readable(self._connections, seconds)
-        pause_s = time.monotonic() - self._ended - seconds
+        pause_s = time.monotonic() - self._waited - seconds
         pause_s = pause_s if pause_s > SHORTEST_PAUSE_S else 0.0
+        self._waited = time.monotonic()
         for connection in self._connections:
-            connection.last_heard = min(time.monotonic(), connection.last_heard + pause_s)
+            connection.last_heard = min(self._waited, connection.last_heard + pause_s)
         return [(peer, message) for peer in readable for message in peer.receive()], pause_s
-
-    def end_round(self) -> None:
-        """Records that a round of the agent's loop ends now."""
-        self._ended = time.monotonic()
 
 
 class Rendezvous:

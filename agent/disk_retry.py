@@ -31,8 +31,8 @@ class DiskRetry:
     def __init__(self, touch_every_s: float) -> None:
         self.journal: Path | None = None
         """The journal of this agent; None if it has none, because another one leads."""
-        self.beat: Callable[[], Any] = self.touch
-        """Shows the other agents and the launcher that this agent is alive; it may be called at any rate."""
+        self.tell: Callable[[], Any] = lambda: None
+        """Tells the other agents that this one is alive."""
         self._touch_every_s = touch_every_s
         self._touched = 0.0
         self._touching: Future[None] | None = None
@@ -61,15 +61,18 @@ class DiskRetry:
                 time.sleep(BEAT_S)
             pause_s = min(2 * pause_s, 5.0)
 
-    def touch(self) -> bool:
-        """Touches the journal if it is time to; returns whether it was. A slow disk is not waited for."""
+    def beat(self) -> None:
+        """Shows the other agents and the launcher that this agent is alive; it may be called at any rate.
+
+        It does so only if it is time to, by a message and by touching the journal. A slow disk is not waited for.
+        """
         if time.monotonic() - self._touched <= self._touch_every_s:
-            return False
+            return
         self._touched = time.monotonic()
         if self.journal and (self._touching is None or self._touching.done()):
             self._touching = _in_thread(partial(show_presence, self.journal))
             wait([self._touching], BEAT_S)
-        return True
+        self.tell()
 
 
 def log_line(text: str) -> None:

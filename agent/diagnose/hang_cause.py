@@ -89,14 +89,12 @@ def _function(rank: RankProgress) -> str | None:
     return f"{function} ({'/'.join(place.split('/')[-2:])}" if frame else None
 
 
-def _functions(ranks: Ranks) -> tuple[str, ...]:
+def _functions(ranks: Ranks) -> Iterator[str]:
     """Sentences that name the functions in which the first two of these ranks are."""
-    sentences = []
-    for r in (r for r in ranks[:2] if _function(r)):
+    for r in filter(_function, ranks[:2]):
         waits = r.found["state"] == "D" and r.found["wchan"]
         inside = f", in {r.found['wchan']} of Linux" if waits else ""
-        sentences.append(f"Rank {r.number} is in {_function(r)}{inside}")
-    return tuple(sentences)
+        yield f"Rank {r.number} is in {_function(r)}{inside}"
 
 
 def _pending(*ranks: RankProgress) -> Iterator[Pending]:
@@ -223,7 +221,7 @@ def _unexplained(_: Ranks, alive: Ranks) -> HangCause:
         return HangCause(headline="all ranks had ended")
     at = f"phase {alive[0].phase}" + (f", step {_step(alive[0])}" if _step(alive[0]) else "")
     headline = f"no rank stands out of {len(alive)}: rank {alive[0].number} is in {at}"
-    return HangCause(headline=headline, details=_functions(alive[:1]))
+    return HangCause(headline=headline, details=tuple(_functions(alive[:1])))
 
 
 CHECKS = (
@@ -262,7 +260,7 @@ def _blame(what: str, culprits: Ranks, alive: Ranks) -> HangCause | None:
         headline += f", {len(others) - count} more behind" if len(others) > count else ""
     elif others:
         headline += f"; {_count(len(others))} in {others[0]}"
-    return HangCause(headline=headline, details=_functions(culprits), culprits=tuple(culprits))
+    return HangCause(headline=headline, details=tuple(_functions(culprits)), culprits=tuple(culprits))
 
 
 def _count(ranks: int) -> str:

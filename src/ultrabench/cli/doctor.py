@@ -24,6 +24,6 @@ def doctor(
     the same loss, that a lack of memory is recognised, and that a published speed is reached. The exit code
     is 1 when a check fails and 3 when Slurm cannot be asked.
     """
-    from ultrabench.cli.run_doctor import run_doctor
+    from ultrabench.cli.run_doctor import report, run_doctor
 
-    return run_doctor(overrides, name if write else None, partition, force, wait, deep, json_)
+    return report(*run_doctor(overrides, name if write else None, partition, force, wait, deep), json_)

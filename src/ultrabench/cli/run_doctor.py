@@ -21,15 +21,9 @@ STYLES = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 
 def run_doctor(
-    overrides: Sequence[str],
-    write: str | None,
-    partition: str | None,
-    force: bool,
-    wait_s: float,
-    deep: bool,
-    as_json: bool,
-) -> int:
-    """Checks the configuration that `overrides` describe; returns the exit code.
+    overrides: list[str], write: str | None, partition: str | None, force: bool, wait_s: float, deep: bool
+) -> tuple[SweepConfig, list[Check]]:
+    """The configuration that `overrides` describe, and its checks in order.
 
     Args:
         write: name of the cluster configuration that is written first and then checked; None writes nothing.
@@ -63,6 +57,11 @@ def run_doctor(
     if why_local and "sbatch is here" in why_local:
         remedy = "if a cluster was meant: launcher=slurm looks at it"
         checks.insert(0, Check(name="slurmctld", status=CheckStatus.WARN, told=why_local, remedy=remedy))
+    return config, checks
+
+
+def report(config: SweepConfig, checks: Sequence[Check], as_json: bool) -> int:
+    """Prints the checks of a configuration; returns the exit code."""
     if as_json:
         print_json([to_dict(check) for check in checks])
     else:

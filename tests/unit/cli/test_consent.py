@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import typer
@@ -11,8 +12,10 @@ from tests.unit.allocations import PLAN
 from tests.unit.cli.conftest import one_line
 from ultrabench.cli.sweep.consent import ask_for_budget
 from ultrabench.errors import ConfigError
+from ultrabench.store.events import AllocationEnded
 from ultrabench.store.jobs_seen import JobLimits
-from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, reckon
+from ultrabench.store.state import AllocationState, SweepState
+from ultrabench.sweep.running.price import BUDGET_FACTOR, reckon
 
 CONTROLLER = """#!/bin/sh
 echo "scontrol $*" >> asked
@@ -21,11 +24,7 @@ case "$*" in
 *) echo "PartitionName=hopper Default=YES MaxNodes=UNLIMITED MaxTime=04:00:00 State=UP TotalNodes=8";;
 esac
 """
-WHOLE = reckon(PLAN)
-NOTHING = Price(jobs=(), runs={}, extra={})
-PRICE = WHOLE.gpu_hours
-
-
+PRICE = reckon(PLAN).gpu_hours
 CLUSTER = JobLimits(max_jobs=8, max_nodes=2)
 
 
@@ -34,8 +33,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def ask(given=None, *, price=WHOLE, used=0.0, yes=False, cluster=CLUSTER):
-    return ask_for_budget(PLAN, price, used, cluster, given, yes)
+def after(used):
+    """The state of a sweep whose only allocation has used so many GPU hours and tried nothing."""
+    held_s = 3600 * used / PLAN.config.hardware.gpus_per_node
+    end = AllocationEnded(allocation="a", reason="done", held_s=held_s)
+    return SweepState(allocations={"a": AllocationState(name="a", ends={end.start: end})})
+
+
+def ask(given=None, *, plan=PLAN, used=0.0, yes=False, cluster=CLUSTER):
+    return ask_for_budget(plan, after(used), cluster, given, yes)
 
 
 @pytest.fixture
@@ -85,7 +91,7 @@ def test_the_price_is_shown_by_cell(capsys, typed):
 
 
 def test_the_limit_of_the_partition_is_that_of_the_largest_job(capsys):
-    ask(100.0, price=reckon(PLAN, max_limit_s=90.0))
+    ask(100.0, cluster=replace(CLUSTER, max_limit_s=90.0))
     assert "for up to 1m30s;" in capsys.readouterr().err
 
 
@@ -123,13 +129,14 @@ def test_who_gives_a_number_or_says_yes_is_not_asked(typed):
 def test_a_budget_that_the_first_job_would_break_is_refused_unless_jobs_are_under_way():
     with pytest.raises(ConfigError, match="the first job needs"):
         ask(0.0)
-    assert ask_for_budget(PLAN, WHOLE, 0.0, CLUSTER, 0.0, False, True) == 0.0
+    under_way = SweepState(allocations={"a": AllocationState(name="a")})
+    assert ask_for_budget(PLAN, under_way, CLUSTER, 0.0, False) == 0.0
 
 
 @pytest.mark.parametrize(("given", "used", "budget"), [(None, 3.0, 3.0), (7.0, 3.0, 7.0)])
 def test_where_nothing_is_left_to_do_nobody_is_asked(monkeypatch, capsys, given, used, budget):
     monkeypatch.setattr(sys, "stdin", None)
-    assert ask(given, price=NOTHING, used=used) == budget
+    assert ask(given, plan=replace(PLAN, candidates=()), used=used) == budget
     assert capsys.readouterr().err == ""
 
 

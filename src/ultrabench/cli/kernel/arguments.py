@@ -4,9 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, Layout, default_schedule, default_virtual_stages
-from ultrabench.model_shape import ModelShape
+from ultrabench.run import RunSpec
 from ultrabench.support import refusal
 from ultrabench.sweep.grid import broken_rules
 
@@ -42,12 +41,12 @@ def layout_of(values: Mapping[str, Any]) -> Layout:
     return Layout(**{"virtual_stages": default_virtual_stages(schedule)} | axes)
 
 
-def require_possible(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> None:
-    """Raises when `kernel` cannot run `layout`.
+def require_possible(spec: RunSpec) -> None:
+    """Raises when the kernel of a run cannot run its layout.
 
     Raises:
         ConfigError: the kernel cannot run the layout; the message says why.
     """
-    _, broken = next(broken_rules(layout, shape), (None, None))
-    if reason := broken or refusal(kernel, layout, shape, seq_len):
-        raise ConfigError(f"{layout.label()} cannot run: {reason}; choose another layout")
+    _, broken = next(broken_rules(spec.layout, spec.shape), (None, None))
+    if reason := broken or refusal(spec.kernel, spec.layout, spec.shape, spec.workload.seq_len):
+        raise ConfigError(f"{spec.layout.label()} cannot run: {reason}; choose another layout")

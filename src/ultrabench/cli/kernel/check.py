@@ -57,7 +57,7 @@ def check_spec(arguments: list[str], dump: str | None = None) -> CheckSpec:
     layout = layout_of(values)
     given = {name: values[name] for name in OPTIONS if name in values}
     spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), **given)
-    require_possible(spec.run.kernel, layout, shape, spec.seq_len)
+    require_possible(spec.run)
     if layout.world_size > MOST_RANKS:
         raise ConfigError(
             f"{layout.label()} needs {layout.world_size} processes; the check runs up to {MOST_RANKS} "

@@ -67,7 +67,7 @@ def dryrun_spec(arguments: list[str]) -> tuple[RunSpec, Hardware]:
     spec = RunSpec(
         shape=shape, workload=workload, layout=layout, kernel=kernel, nodes=nodes, gpus_per_node=per_node
     )
-    require_possible(kernel, layout, shape, workload.seq_len)
+    require_possible(spec)
     return spec, hardware
 
 

@@ -8,9 +8,11 @@ import typer
 
 from ultrabench.cli.tables import FittedTable, duration, err, hours, say, table
 from ultrabench.errors import ConfigError, counted
+from ultrabench.launchers.settle import open_allocations
 from ultrabench.store.jobs_seen import JobLimits
+from ultrabench.store.state import SweepState
 from ultrabench.sweep.plan import CellKey, Plan
-from ultrabench.sweep.running.price import BUDGET_FACTOR, Price
+from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, reckon
 
 
 def price_table(
@@ -36,30 +38,22 @@ def price_table(
     return made
 
 
-def ask_for_budget(
-    plan: Plan,
-    price: Price,
-    used: float,
-    limits: JobLimits,
-    given: float | None,
-    yes: bool,
-    following: bool = False,
-) -> float:
+def ask_for_budget(plan: Plan, state: SweepState, limits: JobLimits, given: float | None, yes: bool) -> float:
     """Shows the price of what is left to do and asks; returns the GPU hours that the sweep may use in all.
 
-    Args:
-        following: whether jobs of the sweep are under way, so that any budget leaves something to do.
+    Any budget that is given will do while jobs of the sweep are under way, because these leave something to do.
 
     Raises:
         ConfigError: there is no terminal to ask on and no --max-gpu-hours, or the budget is too small.
         typer.Abort: the answer is no.
     """
+    price, used = reckon(plan, state, limits.max_limit_s), committed_gpu_hours(plan, state, ())
     if not price.jobs:
         return given if given is not None else max(used, 1e-9)
     _print_price(plan, price, limits, used)
     first = price.jobs[0].gpu_hours
     if given is not None:
-        if not following and used + first > given:
+        if not open_allocations(state) and used + first > given:
             raise ConfigError(
                 f"--max-gpu-hours {given:g}; {hours(used)} are used and the first job needs {hours(first)}: "
                 f"give at least {used + first:.3g}, or a smaller launcher.allocation_minutes"

@@ -20,7 +20,7 @@ from ultrabench.launchers.doctor.acceptance import not_accepted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_program
 from ultrabench.launchers.reconcile import Reconciler
-from ultrabench.launchers.settle import interrupt, open_allocations
+from ultrabench.launchers.settle import interrupt
 from ultrabench.result import ANSWERS, RunResult, Status
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.heartbeat import living_launchers
@@ -57,9 +57,7 @@ def run_launch(
         if untried := not_accepted(config):
             warn(untried)
         state = fold(read_journal(folder.journal, warn)) if find_sweep_json(folder) else SweepState()
-        price = reckon(plan, state, launcher.limits.max_limit_s)
-        used, following = committed_gpu_hours(plan, state, ()), bool(open_allocations(state))
-        max_gpu_hours = ask_for_budget(plan, price, used, launcher.limits, max_gpu_hours, yes, following)
+        max_gpu_hours = ask_for_budget(plan, state, launcher.limits, max_gpu_hours, yes)
     sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
     return follow(sweep, launcher, max_gpu_hours, folder.display_name, detach=detach, ask=not yes)
 
