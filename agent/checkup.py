@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,8 +18,9 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.agent.node_identity import identify_node
 from ultrabench.agent.ranks.gpus import foreign_processes, visible_gpus
-from ultrabench.errors import UltrabenchError
+from ultrabench.errors import ClusterError, UltrabenchError
 from ultrabench.kernel_config import KernelConfig
+from ultrabench.processes import run_module
 from ultrabench.record import from_dict
 from ultrabench.store.claim import claim
 from ultrabench.store.folder import write_whole
@@ -91,17 +91,11 @@ def _digest(request: dict[str, Any]) -> dict[str, str | None]:
 
 def _probe() -> dict[str, Any]:
     """What torch reports, in a process of its own: {torch: facts} or {torch: None, torch_error}."""
-    command = [sys.executable, "-P", "-m", "ultrabench.kernel.environment"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
-        if done.returncode == 0:
-            return {"torch": json.loads(done.stdout), "torch_error": None}
-        error = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-    except subprocess.TimeoutExpired:
-        error = f"no answer within {PROBE_TIMEOUT_S:.0f} s"
-    except (OSError, ValueError) as problem:
-        error = str(problem)
-    return {"torch": None, "torch_error": error[:300]}
+        facts = run_module("ultrabench.kernel.environment", timeout_s=PROBE_TIMEOUT_S)
+        return {"torch": json.loads(facts), "torch_error": None}
+    except (ClusterError, ValueError) as error:
+        return {"torch": None, "torch_error": str(error)[:300]}
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def _speed(row: Row, result: RunResult | None, shape: ModelShape | None) -> Row:
         "tokens_per_s_per_gpu": tokens_per_s / gpus,
     }
     if shape is not None:
-        rate = shape.flops_per_token(row["seq_len"], FLOPS_FORMULA) * tokens_per_s / gpus
+        rate = shape.flops_per_token(row["seq_len"]) * tokens_per_s / gpus
         out |= {"model_flops_per_s_per_gpu": rate, "flops_formula": FLOPS_FORMULA}
         out["mfu"] = rate / peak if peak else None
     if result.hardware_flops_per_step is not None and peak:

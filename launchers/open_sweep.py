@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.launchers.launcher import Say
+from ultrabench.processes import run_module
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
@@ -257,21 +257,6 @@ def probe_machine(peak: bool) -> dict[str, Any]:
     except (ClusterError, ValueError) as error:
         raise ClusterError(f"the kernel does not start here: {error}") from error
     return found
-
-
-def run_module(*words: str, timeout_s: float) -> str:
-    """The output of one of our modules, run with its arguments in a process of its own.
-
-    Raises:
-        ClusterError: it cannot be started, takes too long, or fails; the message is the last line of stderr.
-    """
-    command = [sys.executable, "-P", "-m", *words]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
-    except subprocess.CalledProcessError as error:
-        raise ClusterError((error.stderr.strip().splitlines() or ["no message"])[-1]) from error
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ClusterError(str(error)) from error
 
 
 def _reuse(

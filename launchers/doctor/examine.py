@@ -9,9 +9,10 @@ from ultrabench.launchers.doctor import checkup, site_checks
 from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, passed, skipped
 from ultrabench.launchers.doctor.checkup import CheckupJob, checkup_folder
 from ultrabench.launchers.launcher import Say
-from ultrabench.launchers.open_sweep import require_local, run_module
+from ultrabench.launchers.open_sweep import require_local
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import REACH_SLURMCTLD, Site
+from ultrabench.processes import run_module
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ultrabench.allowed import Count, require_allowed
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +77,11 @@ class ModelShape:
         """Number of parameters in matrix products: those of the layers and the lm_head, not the embedding."""
         return self.num_hidden_layers * self.layer_matmul_params + self.embedding_params
 
-    def flops_per_token(self, seq_len: int, formula: str = "matmul-v1") -> int:
+    def flops_per_token(self, seq_len: int) -> int:
         """Model FLOPs of forward and backward for one token of a sequence of `seq_len`.
 
         The sum has two terms. 6*N is a multiply and an add for each of N parameters forward, and twice that
         backward. 12*L*h*seq_len are the two products of attention (scores and values), once forward and twice
-        backward, not halved for the causal mask (PaLM, arXiv 2204.02311, appendix B). N is num_matmul_params
-        for `matmul-v1` and num_params for `nanotron`.
-
-        Raises:
-            ConfigError: the formula is unknown.
+        backward, not halved for the causal mask (PaLM, arXiv 2204.02311, appendix B). N is num_matmul_params.
         """
-        counted = {"matmul-v1": self.num_matmul_params, "nanotron": self.num_params}
-        if formula not in counted:
-            raise ConfigError(unknown_name("FLOPs formula", formula, counted))
-        return 6 * counted[formula] + 12 * self.num_hidden_layers * self.hidden_size * seq_len
+        return 6 * self.num_matmul_params + 12 * self.num_hidden_layers * self.hidden_size * seq_len

@@ -1,4 +1,4 @@
-"""Finds and kills processes of this host: which are alive, who started them, and how none is left behind."""
+"""Starts, finds and kills processes of this host: which are alive, who started them, and none is left behind."""
 
 import contextlib
 import ctypes
@@ -6,6 +6,8 @@ import os
 import pwd
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -235,3 +237,20 @@ def _is_dead(identity: list[str]) -> bool:
         return False
     pid, started, namespace = map(int, identity)
     return namespace == pid_namespace() and not alive(pid, started)
+
+
+def run_module(*words: str, timeout_s: float) -> str:
+    """The output of one of our modules, run with its arguments in a process of its own.
+
+    Raises:
+        ClusterError: it cannot be started, takes too long, or fails; the message is the last line of stderr.
+    """
+    command = [sys.executable, "-P", "-m", *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        raise ClusterError((error.stderr.strip().splitlines() or ["no message"])[-1]) from error
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"no answer within {timeout_s:.0f} s") from error
+    except OSError as error:
+        raise ClusterError(str(error)) from error

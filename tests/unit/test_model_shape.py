@@ -72,24 +72,18 @@ def test_parameters_by_matrix(shape):
 
 
 @given(shape=shapes(), seq_len=st.integers(1, 8192))
-def test_flops_formulas(shape, seq_len):
+def test_flops_formula(shape, seq_len):
     attention = 12 * shape.num_hidden_layers * shape.hidden_size * seq_len
     embedding = shape.vocab_size * shape.hidden_size
     norms = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
     in_products = shape.num_params - norms - (0 if shape.tie_word_embeddings else embedding)
     assert shape.flops_per_token(seq_len) == 6 * in_products + attention
-    assert shape.flops_per_token(seq_len, "nanotron") == 6 * shape.num_params + attention
 
 
 def test_flops_of_a_published_model():
     # 8B: 6*(32 layers + head) + attention; by hand from the table of the playbook.
     products = 32 * (4 * 4096**2 + 3 * 4096 * 14336) + 131072 * 4096
     assert load_model("8B").flops_per_token(4096) == 6 * products + 12 * 32 * 4096 * 4096
-
-
-def test_an_unknown_formula_is_refused():
-    with pytest.raises(ConfigError, match=r"unknown FLOPs formula 'chinchilla'.*matmul-v1, nanotron"):
-        ModelShape(**SMALL).flops_per_token(128, "chinchilla")
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda p: p.stem)
