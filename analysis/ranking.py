@@ -40,7 +40,7 @@ def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
 
 def _part(status: str | None, rows: Sequence[Row], alone: bool) -> str:
     """The text for one status, such as `all 12 oom`, `3 crash: <first reason>` or `2 ok but suspect: ...`."""
-    number = _runs(rows)
+    number = len({row["run_id"] for row in rows})
     if status is None:
         return f"pending {number}"
     count = f"all {number}" if alone and number > 1 else str(number)
@@ -68,11 +68,6 @@ def _no_valid_layout(rejected: Sequence[Row]) -> str:
     rule = min(rules, key=lambda name: (-rules[name], str(name)))
     example = next((row["reason"] for row in rejected if row["rule"] == rule), None)
     return f"no valid layout: {example or rule} ({rule}, {rules[rule]} of {len(rejected)})"
-
-
-def _runs(rows: Sequence[Row]) -> int:
-    """Number of different runs among the rows."""
-    return len({row["run_id"] for row in rows})
 
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"

@@ -76,13 +76,14 @@ def _short(commit: str | None) -> str:
 
 def check_torch(report: Report, config: SweepConfig) -> Check:
     """Checks that torch and the libraries of the training kernel can be loaded on the node."""
-    torch = report["torch"]
+    torch, remedy = (
+        report["torch"],
+        "install torch in that Python, or load what it needs with launcher.setup=",
+    )
     if torch is None:
-        told = f"the kernel does not start: {report['torch_error']}"
-        remedy = "install torch in that Python, or load what it needs with launcher.setup="
         optional = config.kernel.kind == "command" and not config.launcher.preflight
         return first_problem(
-            told,
+            f"the kernel does not start: {report['torch_error']}",
             (optional, WARN, f"kernel=command may do without; else {remedy}"),
             (True, FAIL, f"{remedy}; kernel=command with launcher.preflight=false does without"),
         )

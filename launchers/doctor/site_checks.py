@@ -61,18 +61,19 @@ def check_partition(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the partition accepts and starts jobs."""
     others = [p for p in site.partitions if p.name != limits.name]
     default = " (the default)" if limits.is_default else ""
-    rest = "; ".join(f"{p.name}: {_facts(p)}" for p in others[:MOST])
+    rest = "; ".join(f"{p.name}: {facts(p)}" for p in others[:MOST])
     up = ", ".join(p.name for p in others if p.state == "UP")
     instead = f"set launcher.partition= ({up})" if up else "wait"
     return first_problem(
-        f"{limits.name}{default}: {_facts(limits)}{f'; others: {rest}' if rest else ''}",
+        f"{limits.name}{default}: {facts(limits)}{f'; others: {rest}' if rest else ''}",
         (limits.state != "UP", FAIL,
          f"{instead}; `scontrol update partitionname={limits.name} state=up` is the administrators'"),
         (not limits.total_nodes, FAIL, "it has no nodes: set launcher.partition="),
     )  # fmt: skip
 
 
-def _facts(partition: Partition) -> str:
+def facts(partition: Partition) -> str:
+    """State, number of nodes and limits of a partition, such as `UP, 8 nodes (2 a job), up to 30 min`."""
     minutes = partition.max_time_minutes
     limit = "no time limit" if minutes is None else f"up to {minutes} min"
     most = "" if partition.max_nodes is None else f" ({partition.max_nodes} a job)"

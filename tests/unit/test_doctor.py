@@ -268,6 +268,6 @@ def test_write_for_one_partition(doctor, tmp_path):
     assert (code, checks["partition"]["told"].partition(":")[0]) == (0, "debug")
     text = (tmp_path / "here/ultrabench/cluster/short.yaml").read_text()
     assert "partition: debug\n" in text
-    assert "# nodes: 2, 2 up; of one job: 2" in text
+    assert "# UP, 2 nodes (2 a job), up to 30 min; nodes up: 2" in text
     code, _, said = doctor("--write", "--partition", "debog", "--name", "other", "--wait", "0")
     assert (code, "did you mean debug?" in said) == (2, True)

@@ -177,7 +177,7 @@ def test_a_cluster_file_tells_what_was_found(tmp_path):
     lines = path.read_text().splitlines()
     assert lines[0] == "# Partition hopper of alps: 8 nodes of 16 CPUs, 2000 MB, gpu:h100:8"
     assert time.strftime("%Y-%m-%d") in lines[1]
-    assert lines[2] == "# nodes: 8, 7 up; of one job: any number; time limit: none; state: UP"
+    assert lines[2] == "# UP, 8 nodes, no time limit; nodes up: 7"
     assert "# account: research  # the default is research; yours are research" in lines
     assert "# qos: short  # account research has normal, short" in lines
 
