@@ -15,7 +15,7 @@ from ultrabench.errors import ClusterError, UltrabenchError
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
 from ultrabench.record import to_dict
 from ultrabench.store.allocation import read_allocation
-from ultrabench.store.events import AllocationEnded, AllocationStarted, LeadingAgent
+from ultrabench.store.events import AllocationEnded, AllocationStarted, LeadingAgent, Start
 from ultrabench.store.journal import JournalWriter
 
 RENDEZVOUS_TIMEOUT_S = 120.0
@@ -110,7 +110,11 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
     journal = JournalWriter(node.folder.journal, "agent")
     disk.journal = journal.path
     agent = LeadingAgent(
-        host=identity.host, pid=pid, start_time=start_time(pid), job=identity.job, journal=journal.path.name
+        host=identity.host,
+        pid=pid,
+        start_time=start_time(pid),
+        job=identity.job or Start(),
+        journal=journal.path.name,
     )
     disk.retry(partial(journal.write, AllocationStarted(allocation=title, agent=agent)))
     reason, avoid = "crashed", list[str]()
@@ -129,7 +133,7 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
     finally:
         node.close()
         end = AllocationEnded(
-            allocation=title, restart=identity.restart, job=identity.job, reason=reason, source="agent",
+            allocation=title, job=identity.job or Start(), reason=reason, source="agent",
             elapsed_s=time.monotonic() - started, avoid=tuple(avoid),
         )  # fmt: skip
         try:

@@ -69,7 +69,7 @@ class Leader:
         self._node.disk.retry(partial(self._journal.write, event))
 
     def _claim(self, task: Task) -> bool:
-        return self._node.disk.retry(partial(claim, self._node.folder.claims, task.key, self._me))
+        return self._node.disk.retry(partial(claim, self._node.folder.claims, str(task.key), self._me))
 
     def _write_lost_tasks(self) -> None:
         """After a requeue, records as lost the tasks that an earlier start of this job has claimed.
@@ -77,7 +77,7 @@ class Leader:
         The source is Slurm, so that a result that the earlier start has written counts more.
         """
         for task in self._allocation.tasks if self._identity.restart else ():
-            held = self._node.disk.retry(partial(owner, self._node.folder.claims, task.key)) or {}
+            held = self._node.disk.retry(partial(owner, self._node.folder.claims, str(task.key))) or {}
             if held.get("allocation") == self._allocation.name and held.get("job") != self._me["job"]:
                 reason = f"job {self._identity.job_id} was requeued while it ran"
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
@@ -134,7 +134,7 @@ class Leader:
         return self._other_sources(self._identity.host, self._node.disk.retry(self._node.digest))
 
     def _run(self, task: Task) -> None:
-        name = {**_name(task), "allocation": self._allocation.name}
+        name = {**task.key._asdict(), "allocation": self._allocation.name}
         predicted = {"step_time_s": task.predicted_step_time_s}
         self._write(Claimed(**name, job=self._identity.job, spec=to_dict(task.spec), predicted=predicted))
         self._write(Started(**name, scratch=str(self._node.scratch)))
@@ -153,7 +153,7 @@ class Leader:
             rank0, now = progress.ranks[0], time.monotonic()
             if rank0.phase != phase and not task.probe:
                 phase = rank0.phase
-                self._write(Phase(**_name(task), name=phase, at=rank0.phase_at))
+                self._write(Phase(**task.key._asdict(), name=phase, at=rank0.phase_at))
             ended = group.interrupted or ("the time of its allocation ended" if now > self._ends else None)
             if ended:
                 return RunResult(status=Status.CANCELLED, reason=ended, cause="stopped")
@@ -195,7 +195,7 @@ class Leader:
         return not any(dominates(spec.layout, layout) for spec in misfits)
 
     def _write_result(self, task: Task, result: RunResult, source: str = "agent") -> None:
-        name = {**_name(task), "allocation": self._allocation.name}
+        name = {**task.key._asdict(), "allocation": self._allocation.name}
         kind = Result if result.status == Status.OK else Failed
         self._write(kind(**name, source=source, spec=to_dict(task.spec), result=result))
 
@@ -258,7 +258,3 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | No
         reason = f"no progress for {silence:.1f} s in phase {phase} (deadline {allowed:.1f} s)"
         return RunResult(status=Status.HANG, reason=reason, cause="hang")
     return None
-
-
-def _name(task: Task) -> dict[str, Any]:
-    return {"run_id": task.run_id, "repeat": task.repeat, "attempt": task.attempt}

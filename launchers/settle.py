@@ -223,10 +223,9 @@ class Settler:
 
     def plan(self, allocation: Allocation) -> None:
         """Records the content of an allocation, before it is submitted or if only its files are known."""
-        tasks = tuple(AttemptKey(t.run_id, t.repeat, t.attempt) for t in allocation.tasks)
         planned = AllocationPlanned(
             allocation=allocation.name, nodes=allocation.nodes, by=allocation.by, limit_s=allocation.limit_s,
-            control=allocation.control, tasks=tasks,
+            control=allocation.control, tasks=tuple(task.key for task in allocation.tasks),
         )  # fmt: skip
         self._sweep.journal.write(planned)
 
@@ -278,8 +277,7 @@ class Settler:
         self, held: AllocationState, reason: str, held_s: float | None, source: str = "launcher"
     ) -> None:
         end = AllocationEnded(
-            allocation=held.name, restart=held.start.restart, job=held.start if held.start.job_id else None,
-            reason=reason, source=source, held_s=held_s,
+            allocation=held.name, job=held.start, reason=reason, source=source, held_s=held_s,
         )  # fmt: skip
         self._sweep.journal.write(end)
 

@@ -11,7 +11,7 @@ from ultrabench.hardware import GUESSED, Peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
-from ultrabench.run import RunSpec, fill_in
+from ultrabench.run import AttemptKey, RunSpec, fill_in
 from ultrabench.support import refusal
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import broken_rules, layouts, not_listed, require_countable, why_none
@@ -157,7 +157,9 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
     if not found:
         raise why_none(config.axes, config.hardware.gpus_per_node, config.workload)
     if config.kernel.command:
-        fill_in(found[0].spec, 0, 0, config.measure)  # reports an unknown word now, not later on the nodes
+        fill_in(
+            found[0].spec, AttemptKey(found[0].run_id, 0, 0), config.measure
+        )  # reports an unknown word now, not later on the nodes
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
     runs = sorted((c for c in found if c.runs), key=_order)
     return Plan(config=config, candidates=(*runs, *(c for c in found if not c.runs)))

@@ -164,7 +164,7 @@ def events():
     allocation, seconds = st.sampled_from(ALLOCATIONS), st.none() | st.floats(0, 1e5)
     restart, generation = st.integers(0, 2), st.integers(1, 6)
     keys = st.builds(AttemptKey, st.sampled_from(RUN_IDS), repeats, attempts)
-    start = st.none() | st.builds(Start, job_id=st.sampled_from(("57_0", "61_0")), restart=restart)
+    start = st.builds(Start, job_id=st.sampled_from(("", "57_0", "61_0")), restart=restart)
     job, spec = st.fixed_dictionaries({"pid": number}), {"nodes": 1, "gpus_per_node": 2}
 
     def attempt(kind, **values):
@@ -192,7 +192,7 @@ def events():
         held(AllocationStarted, agent=st.builds(LeadingAgent, node=number, pid=number, job=start)),
         held(Preflight, restart=restart, found=st.dictionaries(st.sampled_from(("probe", "nodes")), number)),
         held(
-            AllocationEnded, restart=restart, job=start, source=st.sampled_from(("agent", "launcher")),
+            AllocationEnded, job=start, source=st.sampled_from(("agent", "launcher")),
             reason=st.sampled_from(("all tasks done", "Slurm ended job 57_0: TIMEOUT", "no time left")),
             elapsed_s=seconds, held_s=seconds, avoid=st.sampled_from(((), ("gpu01",), ("gpu01", "gpu02"))),
         ),

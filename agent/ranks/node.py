@@ -134,7 +134,7 @@ class Node:
     def start(self, index: int, address: str, port: int) -> None:
         """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got."""
         task = self._task = self.allocation.task(index)
-        run = self._run = self.scratch / task.key
+        run = self._run = self.scratch / str(task.key)
         (run / cleanup.EVIDENCE_FOLDER).mkdir(parents=True)
         write_whole(run / "spec.json", json.dumps(to_dict(task), indent=1))
         self._progress, self._exits, self._evidence = {}, {}, iter(())
@@ -150,7 +150,7 @@ class Node:
                 continue
             env = {**self._base, **env, **dump_variables(run), **self._program_env}
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
-            command = fill_in(task.spec, task.repeat, task.attempt, task.measure)
+            command = fill_in(task.spec, task.key, task.measure)
             self._server.fork(rank, env, log, cpus, command=command, cwd=self.allocation.work_dir)
 
     def _sources_of(self, task: Task) -> list[Source]:
@@ -263,7 +263,7 @@ class Node:
 
     def _keep_logs(self, failed: bool) -> None:
         task = self._task
-        to = self.folder.log_folder(task.run_id, task.repeat, task.attempt)
+        to = self.folder.log_folder(task.key)
         if failed:
             cleanup.copy_logs(self._run, to, int(task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node == 0 and not task.probe:

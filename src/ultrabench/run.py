@@ -98,16 +98,28 @@ class AttemptKey(NamedTuple):
     attempt: int
 
     def __str__(self) -> str:
+        """Name of the attempt in claims and folders: run_id.repeat.attempt."""
         return f"{self.run_id}.{self.repeat}.{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One attempt of one repeat of a run, as its agent and its ranks receive it."""
+class OfAttempt:
+    """Base class of the records about one attempt."""
 
     run_id: str
     repeat: int
     attempt: int
+
+    @property
+    def key(self) -> AttemptKey:
+        """The key of the attempt."""
+        return AttemptKey(self.run_id, self.repeat, self.attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(OfAttempt):
+    """One attempt of one repeat of a run, as its agent and its ranks receive it."""
+
     spec: RunSpec
     measure: Measure
     device: str
@@ -134,13 +146,8 @@ class Task:
         """Whether its ranks are forked from the warm server; a program of the user is started by exec."""
         return self.probe or self.spec.kernel.kind != "command"
 
-    @property
-    def key(self) -> str:
-        """Name of the attempt in claims and folders: run_id.repeat.attempt."""
-        return f"{self.run_id}.{self.repeat}.{self.attempt}"
 
-
-def fill_in(spec: RunSpec, repeat: int, attempt: int, measure: Measure) -> list[str]:
+def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     """The user's command with each `{word}` replaced by the value of this run.
 
     If the first word is `python`, it is replaced by the Python that runs this. `${WORD}` is left as it is,
@@ -150,9 +157,8 @@ def fill_in(spec: RunSpec, repeat: int, attempt: int, measure: Measure) -> list[
         ConfigError: a `{word}` is unknown.
     """
     values = to_dict(spec)
-    words = {**values["shape"], **values["workload"], **values["layout"], **{
-        "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "run_id": spec.run_id,
-        "repeat": repeat, "attempt": attempt, "precision": spec.kernel.precision,
+    words = {**values["shape"], **values["workload"], **values["layout"], **key._asdict(), **{
+        "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
         "recompute": spec.kernel.recompute, "steps": measure.warmup_steps + measure.max_steps,
         "pipeline_batch": spec.layout.mbs * (spec.layout.gas if spec.layout.pp > 1 else 1),
     }}  # fmt: skip

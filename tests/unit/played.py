@@ -120,7 +120,7 @@ def key_of(run, repeat=0, attempt=0):
 
 
 def keys(allocation):
-    return [AttemptKey(t.run_id, t.repeat, t.attempt) for t in allocation.tasks]
+    return [t.key for t in allocation.tasks]
 
 
 def reconciler_of(sweep, launcher, max_gpu_hours=None, say=lambda note: None):

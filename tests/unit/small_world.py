@@ -253,16 +253,18 @@ class Stage:
             return
         journal.write(AllocationStarted(**name, agent=LeadingAgent(job=start)))
         for task in allocation.tasks if job.restart else ():
-            held = tape.step(lambda task=task: owner(claims, task.key), word="reads a claim") or {}
+            held = tape.step(lambda task=task: owner(claims, str(task.key)), word="reads a claim") or {}
             if held.get("allocation") == allocation.name and held.get("job") != me["job"]:
                 journal.write(Failed(**_end_of(task, Status.LOST), **name, source="slurm"))
         for task in allocation.tasks:
             if tape.step(
-                lambda task=task: self.claim(claims, task.key, me), word=f"claims {task.key}", kind=task.key
+                lambda task=task: self.claim(claims, str(task.key), me),
+                word=f"claims {task.key}",
+                kind=str(task.key),
             ):
-                journal.write(Claimed(**_name(task), **name, spec={"nodes": 1}))
-                journal.write(Started(**_name(task), **name))
-                tape.step(lambda task=task: witness.append(task.key), word="runs")
+                journal.write(Claimed(**task.key._asdict(), **name, spec={"nodes": 1}))
+                journal.write(Started(**task.key._asdict(), **name))
+                tape.step(lambda task=task: witness.append(str(task.key)), word="runs")
                 journal.write(Result(**_end_of(task, Status.OK), **name), wait=True)
         tape.step(lambda: None, word="is done", kind="done")
         end = AllocationEnded(**name, job=start, reason="all tasks done", source="agent")
@@ -287,9 +289,5 @@ class Stage:
         return self._on_disk
 
 
-def _name(task: Task) -> dict[str, Any]:
-    return {"run_id": task.run_id, "repeat": task.repeat, "attempt": task.attempt}
-
-
 def _end_of(task: Task, status: Status) -> dict[str, Any]:
-    return {**_name(task), "result": RunResult(status=status, step_times_s=(1.0,))}
+    return {**task.key._asdict(), "result": RunResult(status=status, step_times_s=(1.0,))}

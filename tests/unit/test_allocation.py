@@ -40,7 +40,7 @@ def test_the_probe_is_a_task_under_minus_one(allocation):
     assert (probe.probe, probe.forked, probe.limit_s) == (True, True, PROBE_LIMIT_S)
     assert probe.spec.layout.world_size == allocation.nodes * allocation.gpus_per_node
     assert probe.key not in {task.key for task in allocation.tasks}
-    assert allocation.name in probe.key
+    assert allocation.name in probe.run_id
     assert [allocation.task(n) for n in range(len(allocation.tasks))] == list(allocation.tasks)
     assert not any(task.probe for task in allocation.tasks)
 

@@ -11,7 +11,7 @@ import pytest
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import parse_log_line
-from ultrabench.run import fill_in
+from ultrabench.run import AttemptKey, fill_in
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
@@ -48,7 +48,7 @@ def planned(kernel, *more):
 
 
 def flags(spec, measure):
-    words = fill_in(spec, 0, 0, measure)
+    words = fill_in(spec, AttemptKey(spec.run_id, 0, 0), measure)
     return dict(word.lstrip("-").split("=", 1) for word in words if "=" in word), words
 
 

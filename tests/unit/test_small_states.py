@@ -116,7 +116,7 @@ def require_once(world: World, in_turn: bool) -> None:
     claims = {name: json.loads(world.files.get(f"claims/{name}") or "{}").get("job") for name in waiting}
     # The second job of an allocation, and one that was given up, will run nothing.
     tasks = [
-        task.key for name, job in waiting.items() for task in job.allocation.tasks
+        str(task.key) for name, job in waiting.items() for task in job.allocation.tasks
         if f"claims/{name}" not in world.files or (claims[name] or {}).get("job_id") == job.job_id
     ]  # fmt: skip
     if in_turn and len(set(tasks)) < len(tasks):

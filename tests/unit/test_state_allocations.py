@@ -40,9 +40,9 @@ def test_what_is_known_only_grows_and_the_latest_start_decides(files):
 
 
 def _its_latest_start_decides(held, own):
-    starts = sorted(e.agent.start for e in own if isinstance(e, AllocationStarted))
+    starts = sorted(e.agent.job for e in own if isinstance(e, AllocationStarted))
     told = [e for e in own if isinstance(e, AllocationEnded)]
-    ends = {end.start: [e for e in told if e.start == end.start] for end in told}
+    ends = {end.job: [e for e in told if e.job == end.job] for end in told}
     assert held.start == (starts[-1] if starts else Start())
     assert set(held.ends) == set(ends)
     mine = {held.start, Start(restart=held.start.restart)}
@@ -58,9 +58,9 @@ def start(restart, job_id="57_0"):
 
 
 def end(restart, source="agent", *, job_id="57_0", reason="all tasks done", elapsed_s=10.0, **more):
-    job = job_id and Start(job_id=job_id, restart=restart)
+    job = Start(job_id=job_id or "", restart=restart)
     return AllocationEnded(
-        allocation="n1", restart=restart, source=source, job=job, reason=reason, elapsed_s=elapsed_s, **more
+        allocation="n1", source=source, job=job, reason=reason, elapsed_s=elapsed_s, **more
     )
 
 

@@ -10,7 +10,7 @@ from ultrabench.allowed import at_least, require_allowed
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.record import canonical_json, from_dict, to_dict
 from ultrabench.result import RunResult
-from ultrabench.run import AttemptKey
+from ultrabench.run import AttemptKey, OfAttempt
 
 SCHEMA_VERSION = 2
 """Version of journal lines and of sweep.json; new fields and new events do not change it."""
@@ -36,15 +36,10 @@ class LeadingAgent:
     pid: int | None = None
     start_time: float | None = None
     """When the process started, in clock ticks since the boot of its host."""
-    job: Start | None = None
-    """The start of the job in which it runs; None for local processes."""
+    job: Start = Start()
+    """The start of the job in which it runs; an empty one for local processes."""
     journal: str = ""
     """Name of the journal file that it writes and touches."""
-
-    @property
-    def start(self) -> Start:
-        """The start of the job in which it runs."""
-        return self.job or Start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +141,8 @@ class AllocationEnded:
     """Event: an allocation ended, or the batch system reported how long it held its nodes."""
 
     allocation: str
-    restart: int = 0
-    """Number of the start that ended; it is used where `job` is None."""
-    job: Start | None = None
-    """The start that ended."""
+    job: Start = Start()
+    """The start of the job that ended; an empty one for local processes and before the first start."""
     reason: str
     source: str = ""
     """Who reports the end: agent, launcher or slurm."""
@@ -163,28 +156,9 @@ class AllocationEnded:
     def __post_init__(self) -> None:
         require_allowed(self)
 
-    @property
-    def start(self) -> Start:
-        """The start of a job that ended."""
-        return self.job or Start(restart=self.restart)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _AttemptEvent:
-    """Base class of the events about one attempt."""
-
-    run_id: str
-    repeat: int
-    attempt: int
-
-    @property
-    def key(self) -> AttemptKey:
-        """The key of the attempt."""
-        return AttemptKey(self.run_id, self.repeat, self.attempt)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claimed(_AttemptEvent):
+class Claimed(OfAttempt):
     """Event: an allocation has claimed an attempt, so that no other allocation may run it."""
 
     allocation: str
@@ -196,7 +170,7 @@ class Claimed(_AttemptEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started(_AttemptEvent):
+class Started(OfAttempt):
     """Event: the ranks of an attempt are being started."""
 
     allocation: str
@@ -205,7 +179,7 @@ class Started(_AttemptEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase(_AttemptEvent):
+class Phase(OfAttempt):
     """Event: all ranks of an attempt have reached a new phase."""
 
     name: str
@@ -214,7 +188,7 @@ class Phase(_AttemptEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result(_AttemptEvent):
+class Result(OfAttempt):
     """Event: an attempt ended with status ok."""
 
     allocation: str | None = None

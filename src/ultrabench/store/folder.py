@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, SweepFolderError, unknown_name
+from ultrabench.run import AttemptKey
 
 
 class _Inside:
@@ -52,9 +53,9 @@ class SweepFolder:
         """The SWEEP argument of commands that users copy: its name if it is in ./results, else its path."""
         return shlex.quote(self.name if self.path.parent == Path.cwd() / "results" else str(self.path))
 
-    def log_folder(self, run_id: str, repeat: int, attempt: int) -> Path:
+    def log_folder(self, key: AttemptKey) -> Path:
         """Folder of the logs and the evidence of one attempt."""
-        return self.path / "logs" / run_id / f"{repeat}.{attempt}"
+        return self.path / "logs" / key.run_id / f"{key.repeat}.{key.attempt}"
 
     def create(self) -> None:
         """Makes the folder and its subfolders, and checks that hard links work, which claims need.

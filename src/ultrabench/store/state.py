@@ -62,7 +62,7 @@ class AllocationState:
     @property
     def start(self) -> events.Start:
         """The latest start of the job that owns this allocation; an empty Start before the first."""
-        return max((agent.start for agent in self.agents), default=events.Start())
+        return max((agent.job for agent in self.agents), default=events.Start())
 
     @property
     def end(self) -> events.AllocationEnded | None:
@@ -203,7 +203,7 @@ class Fold:
                 self._set(held, (event.restart, line.digest), {"preflight": event.found})
             case events.AllocationStarted():
                 agents = {repr(agent): agent for agent in (*held.agents, event.agent)}
-                held.agents = tuple(sorted(agents.values(), key=lambda a: (a.start, repr(a))))
+                held.agents = tuple(sorted(agents.values(), key=lambda a: (a.job, repr(a))))
             case events.AllocationEnded():
                 _add_end(held.ends, event)
 
@@ -238,9 +238,9 @@ def _shared(event: events.Event, state: AttemptState | AllocationState) -> dict[
 
 def _add_end(ends: dict[events.Start, events.AllocationEnded], end: events.AllocationEnded) -> None:
     """Adds an end; of several ends of one start the most trusted counts, with the longest time of all."""
-    both = (ends.get(end.start, end), end)
+    both = (ends.get(end.job, end), end)
     held_s = max((e.held_s for e in both if e.held_s is not None), default=None)
-    ends[end.start] = replace(min(both, key=_most_trusted), held_s=held_s)
+    ends[end.job] = replace(min(both, key=_most_trusted), held_s=held_s)
 
 
 def _most_trusted(end: events.AllocationEnded) -> tuple[int, str]:

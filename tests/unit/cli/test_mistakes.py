@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.cli.conftest import QUICK, one_line
 from ultrabench import __version__
-from ultrabench.run import fill_in
+from ultrabench.run import AttemptKey, fill_in
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
@@ -288,7 +288,8 @@ def test_where_slurm_is_not_installed(ultrabench, tmp_path, monkeypatch, words):
 
 def test_the_shell_of_the_node_gets_its_variables():
     config = load_config(["kernel=command", 'kernel.command=[bash,-c,"echo \\${HOME} {tp}"]', "model=tiny"])
-    assert fill_in(make_plan(config).runs[0].spec, 0, 0, config.measure) == ["bash", "-c", "echo ${HOME} 1"]
+    run = make_plan(config).runs[0]
+    assert fill_in(run.spec, AttemptKey(run.run_id, 0, 0), config.measure) == ["bash", "-c", "echo ${HOME} 1"]
 
 
 def test_python_m_ultrabench_is_the_command():

@@ -11,6 +11,7 @@ from tests.unit.cli.conftest import HEAD, QUICK
 from ultrabench.cli.tables import PlainConsole, plain
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.run import AttemptKey
 from ultrabench.store.events import Claimed, Failed, Result, Started
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
@@ -37,7 +38,7 @@ def sweep(tmp_path):
     rank = {"rank": 0, "phase": "steady", "code": 1, "error": None, "last_line": HOSTILE}
     result = RunResult(status=Status.CRASH, reason=HOSTILE, evidence={"ranks": [rank], "hang_cause": HOSTILE})
     writer.write(Failed(**key, allocation="n1", source="agent", result=result))
-    logs = folder.log_folder(*key.values())
+    logs = folder.log_folder(AttemptKey(**key))
     logs.mkdir(parents=True)
     (logs / "rank0.log").write_bytes(HOSTILE.encode() + b"\r\n 10%\r 20%\n")
     return folder

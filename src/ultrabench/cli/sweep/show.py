@@ -44,7 +44,7 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
     if as_json:
         spec = next((a.spec for a in attempts if a.spec), None)
-        tries = [_document(a, folder.log_folder(*a.key)) for a in attempts]
+        tries = [_document(a, folder.log_folder(a.key)) for a in attempts]
         print_json({"sweep": folder.name, "run_id": run_id, "plan": row, "spec": spec, "attempts": tries})
         return
     known = {k: v for k, v in (row or {}).items() if v is not None}
@@ -56,7 +56,7 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
         table("\nattempts", *columns, rows=map(_columns, attempts)),
     )
     for attempt in attempts:
-        logs = folder.log_folder(*attempt.key)
+        logs = folder.log_folder(attempt.key)
         if attempt.result and attempt.result.evidence:
             show(Text(f"\nevidence of {attempt.key.repeat}.{attempt.key.attempt}", "bold"))
             show(*_evidence(attempt.result.evidence, logs))
@@ -187,7 +187,7 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
 
 def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
     """The saved logs of an attempt, or the logs that its ranks write now on this machine."""
-    saved = sorted(folder.log_folder(*attempt.key).glob("*.log"))
+    saved = sorted(folder.log_folder(attempt.key).glob("*.log"))
     if saved or attempt.scratch is None:
         return saved
     return sorted((Path(attempt.scratch) / str(attempt.key)).glob("rank*.log"))
