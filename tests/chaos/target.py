@@ -125,4 +125,4 @@ def nodes_at_work(sweep: str) -> list[str]:
 def writers_at_rest(journal: Path) -> list[Path]:
     """The journal files whose process has ended."""
     pids = {path: path.stem.rsplit("-", 2)[1] for path in sorted(journal.glob("*-*-*-*.jsonl"))}
-    return [path for path, pid in pids.items() if path.stat().st_size and not os.path.exists(f"/proc/{pid}")]
+    return [path for path, pid in pids.items() if not os.path.exists(f"/proc/{pid}") and path.stat().st_size]
