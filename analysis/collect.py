@@ -81,7 +81,5 @@ def _conform(table: pa.Table, path: Path) -> pa.Table:
                 f"{path}: column {column.name} holds {given.type}, needs {column.type}; collect it again"
             ) from error
     own = [name for name in table.column_names if name not in SCHEMA.names]
-    fields = [*SCHEMA, *(table.schema.field(name) for name in own)]
-    return pa.table(
-        [*arrays, *(table[name] for name in own)], schema=pa.schema(fields, metadata=SCHEMA.metadata)
-    )
+    schema = pa.schema([*SCHEMA, *(table.schema.field(name) for name in own)], metadata=SCHEMA.metadata)
+    return pa.table([*arrays, *(table[name] for name in own)], schema=schema)

@@ -106,10 +106,7 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     """
     rows, frame = _final(table, rank_by)
     winners = dict(iter(_winners(rows, frame, rank_by, include_suspects).groupby("cell")))
-    return [
-        _cell([rows[i] for i in held.index], rows, winners.get(number))
-        for number, held in frame.groupby("cell")
-    ]
+    return [_cell([rows[i] for i in held.index], rows, winners.get(n)) for n, held in frame.groupby("cell")]
 
 
 def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list[Row]]:
@@ -152,9 +149,8 @@ def _final(table: pa.Table, rank_by: str) -> tuple[list[Row], pd.DataFrame]:
     if rank_by not in numeric:
         raise ConfigError(unknown_name("column to rank by", rank_by, numeric))
     wanted = dict.fromkeys((*_KEY, *AXES, *_WINNER, *_OTHERS, "is_final", rank_by))
-    final = table.select([*wanted]).filter(
-        pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
-    )
+    trained = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
+    final = table.select([*wanted]).filter(trained)
     frame = final.to_pandas()
     in_order = frame.sort_values(_KEY, na_position="first")
     frame["cell"] = in_order.groupby(_KEY, dropna=False, sort=False).ngroup()

@@ -40,10 +40,8 @@ _PREDICTED = {
 """Column -> name of the same value in the prediction that a claim holds."""
 _OF_TRAINING = frozenset({"gbs", "seq_len", "recompute", "compile", *MODEL, *AXES, *_PREDICTED})
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
-_SPEED_OR_OTHER_TYPE = ("step_times_s", "started_at", "throttled")
-_MEASURED = tuple(
-    f.name for f in fields(RunResult) if f.name in SCHEMA.names and f.name not in _SPEED_OR_OTHER_TYPE
-)
+_SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled"}
+_MEASURED = {f.name for f in fields(RunResult)} & {*SCHEMA.names} - _SPEED_OR_OTHER_TYPE
 """Columns that are copied from a result."""
 
 

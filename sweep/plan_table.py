@@ -115,8 +115,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             continue
         if row["model"] not in shapes:
             raise SweepFolderError(
-                f"plan.parquet holds model={row['model']}, of which neither sweep.json nor the journal has the sizes; "
-                "launch the sweep again to write it"
+                f"no sizes of model={row['model']} in the sweep; launch it again to write them"
             )
         workload = Workload(seq_len=row["seq_len"], gbs=row["gbs"], seed=sweep.workload.seed)
         peak = sweep.peak(row["nodes"], sweep.kernel.precision) if trains else None

@@ -103,7 +103,7 @@ def _size(size: int) -> str:
 def notes(table: pa.Table) -> str:
     """The note under the figure: what its lines and bands mean, and where they were measured."""
     gpus, per_node = (
-        "/".join(str(v) for v in table[name].unique().to_pylist() if v is not None)
+        "/".join(map(str, table[name].drop_null().unique().to_pylist()))
         for name in ("gpu_name", "gpus_per_node")
     )
     return (

@@ -234,11 +234,8 @@ def _note_lines(cells: Sequence[Cell], notes: str, compared_with: str | None, ro
     """The lines under the figure, wrapped to `room` inches; names are not cut at their hyphens."""
     sentences = [notes]
     if any(cell.compare_ratio is not None for cell in cells):
-        sentences.append(
-            f"1.00x: as many tokens a second a GPU as the best of {compared_with or 'the other'}."
-        )
-    close = sum(bool(cell.as_good_as_best) for cell in cells)
-    if close:
+        sentences.append(f"1.00x: as many tokens/s/GPU as the best of {compared_with or 'the other'}.")
+    if close := sum(bool(cell.as_good_as_best) for cell in cells):
         sentences.append(
             f"In {close} of {counted(len(cells), 'cell')} other layouts are as good within the 95 % interval."
         )

@@ -126,12 +126,9 @@ class _Acceptance:
             ClusterError: the cluster or this machine cannot be used.
         """
         folder = SweepFolder(Path(config.results_dir) / config.name)
-        launcher = choose_launcher(config, folder)
-        plan = make_plan(config)
+        launcher, plan, left = choose_launcher(config, folder), make_plan(config), self._left_gpu_hours
         require_runs(plan)
-        sweep = open_sweep(
-            plan, reuse="any", warn=self._say, say=self._say, max_gpu_hours=self._left_gpu_hours
-        )
+        sweep = open_sweep(plan, reuse="any", warn=self._say, say=self._say, max_gpu_hours=left)
         sweep.plan = replace(sweep.plan, candidates=tuple(choose(sweep.plan)))
         write_plan(sweep.plan.candidates, folder.plan)
         runs = {run.run_id for run in sweep.plan.runs}
@@ -140,7 +137,7 @@ class _Acceptance:
             ended = len({k.run_id for k, a in state.attempts.items() if a.result} & runs)
             self._say(f"{config.name}: {ended} of {counted(len(runs), 'run')}")
 
-        reconciler = Reconciler(sweep, launcher, show, self._left_gpu_hours, self._say)
+        reconciler = Reconciler(sweep, launcher, show, left, self._say)
         try:
             state = reconciler.run()
         except BaseException:

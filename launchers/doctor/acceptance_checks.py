@@ -11,7 +11,7 @@ from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState, final_attempts
-from ultrabench.sweep.config.compose import read_yaml, search_path
+from ultrabench.sweep.config.compose import files, read_yaml
 from ultrabench.sweep.config.load import load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, Plan
@@ -111,9 +111,7 @@ def published(config: SweepConfig) -> Published | None:
     Raises:
         ConfigError: the file of published speeds is invalid.
     """
-    names = (folder / "published" / f"{config.hardware.name}.yaml" for folder in search_path())
-    path = next((path for path in names if path.is_file()), None)
-    if path is None:
+    if (path := files("published").get(config.hardware.name)) is None:
         return None
     told = read_yaml(path)
     try:

@@ -76,11 +76,9 @@ def _short(commit: str | None) -> str:
 
 def check_torch(report: Report, config: SweepConfig) -> Check:
     """Checks that torch and the libraries of the training kernel can be loaded on the node."""
-    torch, remedy = (
-        report["torch"],
-        "install torch in that Python, or load what it needs with launcher.setup=",
-    )
+    torch = report["torch"]
     if torch is None:
+        remedy = "install torch in that Python, or load what it needs with launcher.setup="
         optional = config.kernel.kind == "command" and not config.launcher.preflight
         return first_problem(
             f"the kernel does not start: {report['torch_error']}",

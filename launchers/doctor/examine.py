@@ -139,6 +139,4 @@ def _check_nodes_here(config: SweepConfig) -> Check:
         told, _, remedy = str(error).partition("; ")
         return failed(told, remedy)
     kind = "simulated " if config.hardware.simulated else ""
-    return passed(
-        f"up to {max(config.axes.nodes)} {kind}nodes of hardware={config.hardware.name} on this machine"
-    )
+    return passed(f"up to {max(config.axes.nodes)} {kind}nodes of hardware={config.hardware.name} here")

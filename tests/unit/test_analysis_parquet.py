@@ -42,8 +42,8 @@ def test_a_file_that_went_through_pandas_is_still_ours(tmp_path):
     [
         (pa.Table.from_pylist([{"schema_version": 2}], schema=SCHEMA).replace_schema_metadata({VERSION_KEY: b"2"}),
          "schema 2"),
-        (pa.table({"x": [1]}), "no table of results"),
-        (pa.table({"schema_version": ["new"]}), "no table of results"),
+        (pa.table({"x": [1]}), "no result table"),
+        (pa.table({"schema_version": ["new"]}), "no result table"),
         (pa.table({"schema_version": [1], "mfu": ["much"]}), "column mfu"),
         (b"no parquet", "cannot read"),
         (None, "there is no such file"),
