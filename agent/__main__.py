@@ -103,6 +103,7 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
     """
     started, pid, title = time.monotonic(), os.getpid(), node.allocation.name
     identity, disk = node.identity, node.disk
+    job = identity.job or Start()
     file = node.allocation.folder / identity.rendezvous_file
     if not disk.retry(partial(owns, node.folder.claims, title, identity.owner(title))):
         log_line(f"{title} belongs to another job, or was given up before it ran: nothing is run here")
@@ -110,11 +111,7 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
     journal = JournalWriter(node.folder.journal, "agent")
     disk.journal = journal.path
     agent = LeadingAgent(
-        host=identity.host,
-        pid=pid,
-        start_time=start_time(pid),
-        job=identity.job or Start(),
-        journal=journal.path.name,
+        host=identity.host, pid=pid, start_time=start_time(pid), job=job, journal=journal.path.name
     )
     disk.retry(partial(journal.write, AllocationStarted(allocation=title, agent=agent)))
     reason, avoid = "crashed", list[str]()
@@ -133,7 +130,7 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
     finally:
         node.close()
         end = AllocationEnded(
-            allocation=title, job=identity.job or Start(), reason=reason, source="agent",
+            allocation=title, job=job, reason=reason, source="agent",
             elapsed_s=time.monotonic() - started, avoid=tuple(avoid),
         )  # fmt: skip
         try:

@@ -156,10 +156,8 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
             found += _candidates(config, shape, nodes, peak)
     if not found:
         raise why_none(config.axes, config.hardware.gpus_per_node, config.workload)
-    if config.kernel.command:
-        fill_in(
-            found[0].spec, AttemptKey(found[0].run_id, 0, 0), config.measure
-        )  # reports an unknown word now, not later on the nodes
+    if config.kernel.command:  # an unknown word is reported now, not later on the nodes
+        fill_in(found[0].spec, AttemptKey(found[0].run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
     runs = sorted((c for c in found if c.runs), key=_order)
     return Plan(config=config, candidates=(*runs, *(c for c in found if not c.runs)))

@@ -45,6 +45,4 @@ class RetryPolicy:
 
     def allowed(self, result: RunResult) -> int:
         """How many more attempts a run may have after failures of this kind."""
-        if result.cause in self.causes:
-            return self.causes[str(result.cause)]
-        return self.attempts.get(result.status.value, 0)
+        return self.causes.get(str(result.cause), self.attempts.get(result.status.value, 0))
