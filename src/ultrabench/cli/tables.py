@@ -44,9 +44,9 @@ class PlainConsole(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
-    def print_line(self, text: str | Text, style: str | None = None) -> None:
-        """Prints one line: a terminal gets it wrapped between words, a pipe gets it whole."""
-        self.print(text, style=style, soft_wrap=not self.is_terminal)
+    def print_line(self, part: RenderableType, style: str | None = None) -> None:
+        """Prints a line or a table: a terminal gets a line wrapped between words, a pipe gets it whole."""
+        self.print(part, style=style, soft_wrap=isinstance(part, str | Text) and not self.is_terminal)
 
 
 def out(stderr: bool = False) -> PlainConsole:
@@ -64,10 +64,7 @@ def show(*parts: RenderableType) -> None:
     """Prints lines of text, tables and groups of both on stdout."""
     console = out()
     for part in parts:
-        if isinstance(part, str | Text):
-            console.print_line(part)
-        else:
-            console.print(part)
+        console.print_line(part)
 
 
 def say(*lines: str) -> None:

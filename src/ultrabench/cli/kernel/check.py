@@ -59,17 +59,17 @@ def check_spec(arguments: list[str], dump: str | None = None) -> CheckSpec:
     spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), **given)
     require_possible(spec.run)
     if layout.world_size > MOST_RANKS:
-        raise ConfigError(
-            f"{layout.label()} needs {layout.world_size} processes; the check runs up to {MOST_RANKS} "
-            "on this machine: choose smaller degrees"
-        )
+        needs = f"{layout.label()} needs {layout.world_size} processes"
+        raise ConfigError(f"{needs}; the check runs up to {MOST_RANKS}: choose smaller degrees")
     needed = 2 * STATE_BYTES * shape.num_params
     held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > held:
+        why = (
+            f"{STATE_BYTES} bytes for each of its {shape.num_params:,} parameters, in layout and one process"
+        )
+        needs = f"model={shape.name} needs at least {needed / GIB:,.0f} GiB: {why}"
         raise ConfigError(
-            f"model={shape.name} needs at least {needed / GIB:,.0f} GiB: {STATE_BYTES} bytes for each of its "
-            f"{shape.num_params:,} parameters, in the layout and in the one process; this machine has "
-            f"{held / GIB:,.0f} GiB: choose a smaller model, such as model=tiny"
+            f"{needs}; this machine has {held / GIB:,.0f} GiB: choose a smaller one, as model=tiny"
         )
     return spec
 

@@ -58,10 +58,8 @@ def dryrun_spec(arguments: list[str]) -> tuple[RunSpec, Hardware]:
         raise ConfigError(f"nodes={nodes}; must be >= 1")
     gpus, rest = nodes * per_node, max(1, given.get("tp", 1) * pp * given.get("cp", 1))
     if gpus % rest and "dp" not in given:
-        raise ConfigError(
-            f"tp*pp*cp={rest} does not divide the {counted(gpus, 'GPU')} of {counted(nodes, 'node')} of "
-            f"{per_node}; choose degrees that do"
-        )
+        there = f"{counted(gpus, 'GPU')} of {counted(nodes, 'node')} of {per_node}"
+        raise ConfigError(f"tp*pp*cp={rest} does not divide the {there}; choose degrees that do")
     layout = layout_of({"dp": gpus // rest, "gas": max(1, pp)} | given)
     workload = Workload(seq_len=given["seq_len"], gbs=layout.gbs)
     spec = RunSpec(

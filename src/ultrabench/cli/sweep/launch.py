@@ -100,10 +100,9 @@ def follow(
             reconciler = Reconciler(sweep, launcher, display.show, max_gpu_hours, display.say)
             reconciler.settler.take_over(taken)
             state = reconciler.once()[0] if detach else reconciler.run()
-    except KeyboardInterrupt:
-        return _interrupted(sweep, launcher, signal.SIGINT, display_name)
-    except Terminated as stop:
-        return _interrupted(sweep, launcher, stop.args[0], display_name)
+    except KeyboardInterrupt as stop:
+        number, *_ = *stop.args, signal.SIGINT
+        return _interrupted(sweep, launcher, number, display_name)
     _handle(signal.SIG_DFL, caught)  # the rest takes only a moment
     if detach and reconciler.submitted:
         say(
@@ -176,17 +175,13 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
     return sorted(a.name for a in others) if typer.confirm(text, err=True) else []
 
 
-class Terminated(BaseException):
-    """Raised on SIGTERM or SIGHUP; like KeyboardInterrupt it is no Exception, so that nothing catches it."""
-
-
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated(number)
+    raise KeyboardInterrupt(number)
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:
     _handle(signal.SIG_IGN, ENDING)  # comes first, so that a third Ctrl-C cannot interrupt this
-    raise Terminated(number)
+    raise KeyboardInterrupt(number)
 
 
 def _handle(handler: Handler, numbers: Iterable[int]) -> None:
@@ -214,7 +209,7 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name
             _handle(_give_up, ENDING)
             say("stopping what runs on this machine")
             interrupt(sweep, launcher)
-        except (KeyboardInterrupt, Terminated):
+        except KeyboardInterrupt:
             when = "interrupted again before all had ended"
         line = f"{when}; nothing that finished is lost, go on with: {again}"
     _handle(signal.SIG_IGN, ENDING)
