@@ -78,13 +78,9 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
     share = next((r.prediction.memory_share for r in plan.runs if r.run_id == key.run_id), 1.0)
     tries = [a for a in state.attempts_of(key.run_id) if a.key.repeat == key.repeat]
     verdict = decide_retry(tries, plan.config.retry, memory_share=share)
-    return {
-        "run_id": key.run_id,
-        "attempt": key.attempt + 1,
-        "was": result.status.value,
-        "reason": result.reason,
-        "policy": f"{'again' if verdict.again else 'stands'}; {verdict.why}",
-    }
+    before = {"was": result.status.value, "reason": result.reason}
+    policy = f"{'again' if verdict.again else 'stands'}; {verdict.why}"
+    return {"run_id": key.run_id, "attempt": key.attempt + 1, **before, "policy": policy}
 
 
 def run_pause(folder: SweepFolder) -> None:

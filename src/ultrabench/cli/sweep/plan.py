@@ -58,14 +58,11 @@ def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[s
     for cell in summary["cells"]:
         cost = price.runs.get((cell["model"], cell["nodes"]), (0, 0.0))[1]
         cell["predicted_gpu_hours"] = round(cost, 4)
-    return summary | {
-        "predicted_gpu_hours": round(price.gpu_hours, 4),
-        "beside_runs": {
-            what: {"count": number, "predicted_gpu_hours": round(cost, 4)}
-            for what, (number, cost) in price.extra.items()
-        },
-        "notes": notes,
+    beside = {
+        what: {"count": number, "predicted_gpu_hours": round(cost, 4)}
+        for what, (number, cost) in price.extra.items()
     }
+    return summary | {"predicted_gpu_hours": round(price.gpu_hours, 4), "beside_runs": beside, "notes": notes}
 
 
 def _page(
@@ -125,18 +122,10 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
             tokens = run.spec.tokens_per_step / run.layout.world_size
             predicted = tokens / run.prediction.step_time_s if run.fits else None
             if rate := rates.get(run.run_id, predicted):
-                rows.append(
-                    {
-                        "model": model,
-                        "nodes": nodes,
-                        "run_id": run.run_id,
-                        "layout": run.layout.label(),
-                        "tokens_per_s_per_gpu": rate,
-                        "step_time_s": tokens / rate,
-                        "peak_mem_bytes": run.prediction.peak_mem_bytes,
-                        "why": "measured" if run.run_id in rates else "predicted",
-                    }
-                )
+                name = {"model": model, "nodes": nodes, "run_id": run.run_id, "layout": run.layout.label()}
+                speed = {"tokens_per_s_per_gpu": rate, "step_time_s": tokens / rate}
+                why = "measured" if run.run_id in rates else "predicted"
+                rows.append({**name, **speed, "peak_mem_bytes": run.prediction.peak_mem_bytes, "why": why})
         best += sorted(rows, key=lambda row: (row["why"], -row["tokens_per_s_per_gpu"]))[:top]
     return best
 

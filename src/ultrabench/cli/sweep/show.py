@@ -93,15 +93,9 @@ def _evidence(evidence: dict[str, Any], logs: Path) -> Iterator[RenderableType]:
 
 
 def _document(attempt: AttemptState, logs: Path) -> dict[str, Any]:
-    return {
-        "repeat": attempt.key.repeat,
-        "attempt": attempt.key.attempt,
-        "allocation": attempt.allocation,
-        "phase": attempt.phase,
-        "result": to_dict(attempt.result) if attempt.result else None,
-        "logs": str(logs),
-        "profile": _profiles(logs),
-    }
+    name = {"repeat": attempt.key.repeat, "attempt": attempt.key.attempt, "allocation": attempt.allocation}
+    result = to_dict(attempt.result) if attempt.result else None
+    return {**name, "phase": attempt.phase, "result": result, "logs": str(logs), "profile": _profiles(logs)}
 
 
 def _columns(attempt: AttemptState) -> Iterator[object]:

@@ -13,6 +13,8 @@ from ultrabench.errors import counted
 from ultrabench.result import SLOWER
 
 COLUMNS = (">rank", "layout", ">MFU", ">tokens/s/GPU", ">memory", ">step", ">predicted", "status", "run id")
+MARKS = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
+"""Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
 FIRST = 10
 """Number of runs of each cell that a table shows by default."""
 
@@ -55,14 +57,9 @@ def numbers(row: Row) -> dict[str, str | Text | None]:
 
 def _status(row: Row) -> Text:
     """The status of a run as one word; for an ok run, its place in the ranking such as `best`."""
-    status, slow = row["status"], row["stopped"] == SLOWER
+    status = row["status"]
     shown = status or ("pending" if row["attempt"] is None else "running")
     if status == "ok":
-        marks = {
-            "best": row["best"],
-            "as good": row["as_good_as_best"],
-            "suspect": row["suspect"],
-            "slower": slow,
-        }
-        shown = next((mark for mark, holds in marks.items() if holds), "ok")
+        plain = "slower" if row["stopped"] == SLOWER else "ok"
+        shown = next((mark for mark, column in MARKS.items() if row[column]), plain)
     return Text(shown, style_of(status, doubtful=shown in ("suspect", "slower")))
