@@ -63,17 +63,10 @@ def hang_row(rank: RankProgress) -> dict[str, Any]:
     """The row of a rank in the table of `sweep show`."""
     latest = max(rank.found["groups"], key=lambda g: int(g["entered"]), default=None)
     last = f"#{latest['entered']} of {latest['group']}, done" if latest and latest["entered"] else ""
-    return {
-        "rank": rank.number,
-        "host": rank.host,
-        "state": rank.found["state"] if rank.code is None else f"exited {rank.code}",
-        "phase": rank.phase,
-        "step": _step(rank),
-        "part": rank.part,
-        "microbatches": rank.microbatches,
-        "collective": _waits_in(rank) or last,
-        "at": _function(rank),
-    }
+    state = rank.found["state"] if rank.code is None else f"exited {rank.code}"
+    reported = {name: getattr(rank, name) for name in ("host", "phase", "part", "microbatches")}
+    place = {"step": _step(rank), "collective": _waits_in(rank) or last, "at": _function(rank)}
+    return {"rank": rank.number, "state": state, **reported, **place}
 
 
 def _step(rank: RankProgress) -> int:

@@ -118,11 +118,8 @@ def _found(subject: _Subject, folder: Path) -> dict[str, Any]:
     for name, text in (("stacks.txt", stacks), ("collectives.json", collectives)):
         if text:
             (folder / f"rank{subject.rank}.{name}").write_text(text)
-    return {
-        **subject.found,
-        "stack": main_stack(stacks) or main_stack(read_text(folder / f"rank{subject.rank}.py-spy.txt")),
-        "groups": _groups(collectives),
-    }
+    stack = main_stack(stacks) or main_stack(read_text(folder / f"rank{subject.rank}.py-spy.txt"))
+    return {**subject.found, "stack": stack, "groups": _groups(collectives)}
 
 
 def dump_variables(run: Path) -> dict[str, str]:
