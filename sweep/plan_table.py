@@ -114,9 +114,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
         if row["decision"] != "run":
             continue
         if row["model"] not in shapes:
-            raise SweepFolderError(
-                f"no sizes of model={row['model']} in the sweep; launch it again to write them"
-            )
+            raise SweepFolderError(f"no sizes of model={row['model']} are known; launch the sweep again")
         workload = Workload(seq_len=row["seq_len"], gbs=row["gbs"], seed=sweep.workload.seed)
         peak = sweep.peak(row["nodes"], sweep.kernel.precision) if trains else None
         yield Candidate(

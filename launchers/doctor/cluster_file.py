@@ -14,9 +14,6 @@ from ultrabench.launchers.slurm.site import Limits, Site
 from ultrabench.store.folder import write_whole
 from ultrabench.sweep.config.launcher_config import LauncherConfig
 
-TAKEN = ("local",)
-"""Names of clusters that the package itself configures."""
-
 
 def write_cluster_file(
     folder: Path, name: str, site: Site, limits: Limits, choice: LauncherConfig, force: bool
@@ -28,9 +25,8 @@ def write_cluster_file(
             cannot be written.
     """
     path = folder / f"{name}.yaml"
-    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII) or name in TAKEN:
-        rule = f"letters, digits, _ and -, not {' or '.join(TAKEN)}"
-        raise ConfigError(f"--name {name}; a cluster's name has {rule}: choose another")
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII) or name == "local":
+        raise ConfigError(f"--name {name}; use letters, digits, _ and -, but not local, which is taken")
     if path.exists() and not force:
         raise ConfigError(f"--write: {path} exists; give --force to overwrite it, or another --name")
     try:

@@ -43,7 +43,6 @@ NODE: Table = {
     "clock of the node": checkup.check_clock,
 }
 """Checks of the report that the job wrote on its node."""
-NEEDED_BY_A_JOB = ("partition", "nodes", "results folder")
 
 
 def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list[Check]:
@@ -71,7 +70,7 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
         return [*checks, failed(str(error), REACH_SLURMCTLD).named("slurmctld")]
     with checkup_folder(config) as (folder, found):
         checks.append(found.named("results folder"))
-        bad = [name for name in failures(checks) if name in NEEDED_BY_A_JOB]
+        bad = [name for name in failures(checks) if name in ("partition", "nodes", "results folder")]
         if bad or not wait_s:
             why = f"{' and '.join(bad)} failed" if bad else "of --wait 0"
             return [*checks, skipped("job", f"none submitted, because {why}; nodes were not looked at")]
