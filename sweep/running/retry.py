@@ -100,10 +100,8 @@ def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
             blamed[host].add(key.run_id)
             if result.status == Status.NODE_FAIL:
                 failed[host] = str(result.reason)
-    suspected = {
-        h: f"suspected in {counted(len(r), 'run')}" for h, r in blamed.items() if len(r) >= EXCLUDE_AFTER
-    }
-    reasons = suspected | failed
+    often = {host: len(runs) for host, runs in blamed.items() if len(runs) >= EXCLUDE_AFTER}
+    reasons = {host: f"suspected in {counted(number, 'run')}" for host, number in often.items()} | failed
     ranked = sorted(reasons.keys() - {*policy.forgive}, key=lambda h: (h not in failed, -len(blamed[h]), h))
     return {host: reasons[host] for host in ranked[: policy.max_excluded]}
 
