@@ -148,18 +148,17 @@ def main_stack(text: str) -> list[str]:
 def _groups(collectives: str) -> list[dict[str, Any]]:
     """The process groups in the answer of a rank; none if the answer is invalid."""
     try:
-        return [
-            {
-                "group": str(g["group"])[:NAME_CHARS],
-                "ranks": [int(rank) for rank in g["ranks"]],
-                "entered": int(g["entered"]),
-                **{name: None if g[name] is None else int(g[name]) for name in ("started", "finished")},
-                "ops": {str(number): str(op)[:NAME_CHARS] for number, op in g["ops"].items()},
-            }
-            for g in json.loads(collectives)["groups"]
-        ]
+        return [_group(reported) for reported in json.loads(collectives)["groups"]]
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return []
+
+
+def _group(reported: dict[str, Any]) -> dict[str, Any]:
+    """A process group of an answer, with values of the right types and of bounded size."""
+    name, ranks = str(reported["group"])[:NAME_CHARS], [int(rank) for rank in reported["ranks"]]
+    known = {key: None if reported[key] is None else int(reported[key]) for key in ("started", "finished")}
+    ops = {str(number): str(op)[:NAME_CHARS] for number, op in reported["ops"].items()}
+    return {"group": name, "ranks": ranks, "entered": int(reported["entered"]), **known, "ops": ops}
 
 
 def _dumping_process(report: Path) -> int | None:
