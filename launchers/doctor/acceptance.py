@@ -93,7 +93,7 @@ class _Acceptance:
         """Checks that every layout has the same loss as one GPU."""
         mbs, batch = max(self._config.axes.layout["mbs"]), self._config.workload.gbs
         alone = ALONE | {"mbs": [mbs], "gas": [batch // mbs]}
-        one = self._run(self._variant("one", alone, hardware={"gpus_per_node": 1}), _all)
+        one = self._run(self._variant("one", alone, hardware={"gpus_per_node": 1}), lambda plan: plan.runs)
         return acceptance_checks.check_losses(one, self.layouts)
 
     def out_of_memory(self) -> Check:
@@ -103,7 +103,7 @@ class _Acceptance:
             batch = {"mbs": [mbs], "gas": [1], "gbs": mbs * self._config.hardware.gpus_per_node}
             config = self._variant("memory", ALONE | batch)
             share, mbs = make_plan(config).candidates[0].prediction.memory_share, 2 * mbs
-        return acceptance_checks.check_memory(self._run(config, _all))
+        return acceptance_checks.check_memory(self._run(config, lambda plan: plan.runs))
 
     def speed(self) -> Check:
         """Checks that the speed is close to the published speed on this hardware, if there is one."""
@@ -157,10 +157,6 @@ class _Acceptance:
             interrupt(sweep, launcher)
         except (UltrabenchError, OSError) as error:
             self._say(f"cannot end the jobs of {sweep.folder.path}: {error}")
-
-
-def _all(plan: Plan) -> Sequence[Candidate]:
-    return plan.runs
 
 
 def _differing(plan: Plan) -> Sequence[Candidate]:
