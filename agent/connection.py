@@ -22,9 +22,9 @@ POLL_S = 0.05
 SEND_TIMEOUT_S = 5.0
 """Seconds to wait for the other side to read a message; then the connection counts as broken."""
 HELLO_BYTES = 2**16
-"""Longest message, in bytes, that is accepted from a stranger or from the leader, whose orders are short."""
+"""Longest message, in bytes, that is accepted before the other side has sent the secret."""
 MESSAGE_BYTES = 2**26
-"""Longest message, in bytes, that is accepted from an agent that has sent its facts with the secret."""
+"""Longest message, in bytes, that is accepted from an agent."""
 MAX_STRANGERS = 256
 """Largest number of open connections that have not sent the secret; beyond it the oldest is closed."""
 SHORTEST_PAUSE_S = 0.5
@@ -34,13 +34,15 @@ SHORTEST_PAUSE_S = 0.5
 class Connection:
     """One TCP connection between two agents; each message is a JSON object on a line of its own."""
 
-    def __init__(self, tcp: socket.socket) -> None:
+    def __init__(self, tcp: socket.socket, max_bytes: int = MESSAGE_BYTES) -> None:
         self._socket = tcp
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self._unfinished = b""
+        self.max_bytes = max_bytes
+        """Longest message in bytes; a longer one closes the connection."""
         self.facts: dict[str, Any] = {}
-        """What the agent on the other side reported about its node; empty for the leader and for strangers."""
+        """What the agent on the other side reported about its node."""
         self.closed = False
         self.last_heard = time.monotonic()
         """Time of the last message from the other side, by the monotonic clock of this host."""
@@ -67,7 +69,7 @@ class Connection:
         except OSError:
             data = b""
         *lines, rest = (self._unfinished + data).split(b"\n")
-        if not data or len(rest) > (MESSAGE_BYTES if self.facts else HELLO_BYTES):
+        if not data or len(rest) > self.max_bytes:
             self.close()
             return []
         self.last_heard = time.monotonic()
@@ -81,10 +83,11 @@ class Connection:
 
 
 def _message(line: bytes) -> Message:
-    with contextlib.suppress(RecursionError, ValueError):
-        if isinstance(message := json.loads(line), dict):
-            return message
-    return {}
+    try:
+        message = json.loads(line)
+    except (RecursionError, ValueError):
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
 def wait_readable(connections: Iterable[Connection], seconds: float) -> list[Connection]:
@@ -144,7 +147,7 @@ class Rendezvous:
             beat()
             with contextlib.suppress(OSError):  # until nobody else calls
                 while True:
-                    self._callers.append(Connection(self._server.accept()[0]))
+                    self._callers.append(Connection(self._server.accept()[0], HELLO_BYTES))
             strangers = [caller for caller in self._callers if not caller.facts]
             for stranger in strangers[:-MAX_STRANGERS]:
                 stranger.close()
@@ -168,7 +171,7 @@ class Rendezvous:
             facts, secret = message.get("facts", {}), str(message.get("secret")).encode(errors="replace")
             node = facts.get("node") if isinstance(facts, dict) else None
             if hmac.compare_digest(secret, self._secret) and type(node) is int and node in missing:
-                stranger.facts = facts
+                stranger.facts, stranger.max_bytes = facts, MESSAGE_BYTES
                 missing.remove(node)
             else:
                 stranger.close()
@@ -185,10 +188,13 @@ def connect_to_leader(file: Path, facts: dict[str, Any], secret: str, timeout_s:
     """
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
-        with contextlib.suppress(LookupError, OSError, TypeError, ValueError):  # until the leader listens
+        try:
             address = json.loads(file.read_text())
-            leader = Connection(socket.create_connection((address["host"], address["port"]), timeout=5.0))
-            leader.send({"secret": secret, "facts": facts})
-            return leader
-        time.sleep(POLL_S)
+            tcp = socket.create_connection((address["host"], address["port"]), timeout=5.0)
+        except (LookupError, OSError, TypeError, ValueError):
+            time.sleep(POLL_S)
+            continue
+        leader = Connection(tcp)
+        leader.send({"secret": secret, "facts": facts})
+        return leader
     raise ClusterError(f"node {facts['node']} found no leader in {file} within {timeout_s:g} s")

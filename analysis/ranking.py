@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import AXES
 from ultrabench.result import SLOWER
 from ultrabench.sweep.running.outliers import may_win
@@ -146,8 +146,7 @@ def _sign(rank_by: str) -> int:
 def _final(table: pa.Table, rank_by: str) -> tuple[list[Row], pd.DataFrame]:
     """The final rows of runs that train a model, and the same rows as a frame with the number of the cell."""
     numeric = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
-    if rank_by not in numeric:
-        raise ConfigError(unknown_name("column to rank by", rank_by, numeric))
+    require_known("column to rank by", numeric, rank_by)
     wanted = dict.fromkeys((*_KEY, *AXES, *_WINNER, *_OTHERS, "is_final", rank_by))
     trained = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
     final = table.select([*wanted]).filter(trained)

@@ -5,6 +5,7 @@ they continue when the launcher ends.
 """
 
 import contextlib
+import itertools
 import os
 import shlex
 import signal
@@ -16,13 +17,17 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 from pathlib import Path
 
-from ultrabench import processes
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import Allocations, Say, origin
-from ultrabench.processes import clean_up_after_the_dead
+from ultrabench.processes import (
+    clean_up_after_the_dead,
+    command_line,
+    kill_until_gone,
+    own_processes,
+    start_time,
+)
 from ultrabench.store.allocation import Allocation, read_allocation
-from ultrabench.store.folder import SweepFolder
-from ultrabench.store.heartbeat import touched
+from ultrabench.store.folder import SweepFolder, touched
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
 
@@ -86,11 +91,12 @@ class LocalLauncher:
         lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
         if lost:
             clean_up_after_the_dead()
+        host = socket.gethostname()
         return JobsSeen(
             alive=frozenset(unended - lost),
             running=frozenset(found),
             ended_jobs={n: self._vanished(allocations[n]) for n in sorted(lost)},
-            jobs={name: {"host": socket.gethostname()} for name in found},
+            jobs={name: {"host": host} for name in found},
         )
 
     def _vanished(self, held: AllocationState) -> JobEnd:
@@ -111,7 +117,7 @@ class LocalLauncher:
         if queued_only:
             return {}
         pids = self._pids()
-        for pid in {pid for name in allocations for pid in pids[name]}:
+        for pid in itertools.chain.from_iterable(pids[name] for name in allocations):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         self._wait_and_kill(allocations.keys(), STOP_PATIENCE_S)
@@ -128,16 +134,16 @@ class LocalLauncher:
 
     def end_frozen(self, name: str, job: Job) -> None:
         """Kills the agents at once; Linux and `clean_up_after_the_dead` end their ranks."""
-        processes.kill_until_gone(lambda: self._pids()[name])
+        kill_until_gone(lambda: self._pids()[name])
         clean_up_after_the_dead()
 
     def _pids(self) -> defaultdict[str, list[int]]:
         """Allocation -> our processes that have its folder, or a file in it, as argument."""
         found, start = defaultdict[str, list[int]](list), f"{self._folder.allocations}/"
-        for pid in processes.own_processes():
-            words = processes.command_line(pid)
+        for pid in own_processes():
+            words = command_line(pid)
             names = {word.removeprefix(start).split("/")[0] for word in words if word.startswith(start)}
-            if names and OURS & set(words) and processes.start_time(pid) is not None:
+            if names and OURS & set(words) and start_time(pid) is not None:
                 for name in names:
                     found[name].append(pid)
         return found

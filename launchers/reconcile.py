@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.settle import Settler, visible
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Submitted, Submitting
-from ultrabench.store.heartbeat import SIGN_OF_LIFE_S, show_presence
+from ultrabench.store.folder import SIGN_OF_LIFE_S
 from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.running.attempts import Launch
@@ -54,12 +55,13 @@ class Reconciler:
         self._cancelled_at = -CANCEL_S
         self._touched = 0.0
         """When this launch last showed other launches that it is alive."""
-        attempts = sweep.state().attempts.items()
-        old = frozenset(key for key, attempt in attempts if attempt.result is not None)
-        self._launch = Launch(name=sweep.journal.name, by=launcher.by, accepts=sweep.accepts, old=old)
-        """What `decide` needs to know of this launch; the rest is added before each decision."""
+        attempts = self.sweep.state().attempts.items()
+        self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
+        """Attempts that ended before this launch."""
         self._ended_at: dict[AttemptKey, float] = {}
         """When this launcher saw attempts end, by its monotonic clock, since clocks of nodes may be wrong."""
+        self._excused = frozenset[str]()
+        """Allocations that already existed when the sweep was paused or cancelled."""
         self._decided: tuple[float, object, Actions] | None = None
         """The time of the latest decision, the observations it rests on, and the decided actions."""
 
@@ -90,7 +92,7 @@ class Reconciler:
         """
         if time.monotonic() - self._touched > SIGN_OF_LIFE_S:
             self._touched = time.monotonic()
-            show_presence(self.sweep.journal.path)
+            os.utime(self.sweep.journal.path)  # it shows other launchers that this one is alive
         seen, state = self.settler.look()
         self.show(state, seen.alive)
         actions = self._decide(state, seen)
@@ -103,14 +105,21 @@ class Reconciler:
         """What to do now; it is decided again after a change, and otherwise every DECISION_S."""
         now = time.monotonic()
         if state.paused or state.cancelled:
-            self._launch = replace(self._launch, excused=self._launch.excused | state.allocations.keys())
+            self._excused |= state.allocations.keys()
         for key, attempt in state.attempts.items():
-            if attempt.result is not None and key not in self._launch.old:
+            if attempt.result is not None and key not in self._old:
                 self._ended_at.setdefault(key, now)
         ground = (self.sweep.known.heard, seen.alive)
         if self._decided and self._decided[1] == ground and now - self._decided[0] < DECISION_S:
             return self._decided[2]
-        launch = replace(self._launch, ended_s={key: now - at for key, at in self._ended_at.items()})
+        launch = Launch(
+            name=self.sweep.journal.name,
+            by=self.launcher.by,
+            accepts=self.sweep.accepts,
+            old=self._old,
+            ended_s={key: now - at for key, at in self._ended_at.items()},
+            excused=self._excused,
+        )
         actions = decide(self.sweep.plan, state, seen, self.limits, launch, time.time())
         self._decided = (now, ground, actions)
         return actions
@@ -141,8 +150,10 @@ class Reconciler:
         """Submits jobs, unless the training program changed or some of their attempts are already claimed."""
         launched, now = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
         if launched != now:
-            change = f"the training program changed under the sweep (kernel_digest {launched} -> {now})"
-            self.stopped = f"{change}; launch again to go on with the new one"
+            self.stopped = (
+                f"the training program changed under the sweep (kernel_digest {launched} -> {now}); launch again to "
+                "go on with the new one"
+            )
             return
         if self.settler.claimed_already((a.key for job in actions.submit for a in job.attempts), state):
             return  # the next rounds first settle the claimed attempts
@@ -177,9 +188,10 @@ class Reconciler:
     def _told_of(self, dead_end: DeadEnd) -> str:
         """The message that says why the launch gives up, with the last line of a job's log."""
         log, said = _last_said(self.sweep.folder.allocations / dead_end.latest.name)
-        why = f"{dead_end.latest.ended}{f'; its log ends: {said[:200]}' if said else ''}"
-        told = f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({why})"
-        return f"{told}; see {log}, then launch again"
+        return (
+            f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({dead_end.latest.ended}"
+            f"{f'; its log ends: {said[:200]}' if said else ''}); see {log}, then launch again"
+        )
 
     def _wait_for_disk(self, error: OSError | SweepFolderError, failing_since: float) -> None:
         """Pauses while the results folder is unusable; raises if that cannot pass or lasts too long.
@@ -192,8 +204,9 @@ class Reconciler:
         if not may_pass(error) and not (cause and may_pass(cause)):
             raise error
         if time.monotonic() - failing_since > DISK_PATIENCE_S:
-            waited = f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes"
-            raise ClusterError(f"{waited}; what runs goes on: mend it, then launch again") from error
+            raise ClusterError(
+                f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes; what runs goes on: mend it, then launch again"
+            ) from error
         self._say_once(f"cannot use {self.sweep.folder.path} ({cause}); trying again, jobs go on")
         time.sleep(DISK_PAUSE_S)
 

@@ -14,11 +14,10 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.events import Adopted, AllocationEnded, AllocationPlanned, Failed, Start
-from ultrabench.store.folder import SweepFolder
-from ultrabench.store.heartbeat import MISSED, touched
+from ultrabench.store.folder import MISSED, SweepFolder, touched
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
 from ultrabench.store.state import AllocationState, SweepState
-from ultrabench.sweep.config.launcher_config import LauncherConfig
+from ultrabench.sweep.config.sweep_config import LauncherConfig
 
 LATE = 1.5
 """Number of grace periods after which other hosts see that a journal was touched, despite NFS caches."""
@@ -110,13 +109,14 @@ class Settler:
         state = self._sweep.state()
         unended = open_allocations(state)
         self._held_s |= seen.held_s
-        alive = seen.alive & (unended.keys() | seen.queued)
+        alive = frozenset(n for n in seen.alive if n in unended or n in seen.queued)
         seen = replace(seen, alive=alive, held_s=self._held_s)
         self.watchdog.observe(unended.values(), seen.running)
         self._end_frozen(seen, state)
         for name, seconds in sorted(seen.timed.items()):
             if state.allocations[name].ended is not None:
-                self._tell_end(state.allocations[name], f"held for {seconds:.0f} s", seconds, "slurm")
+                told = f"held for {seconds:.0f} s"
+                self._tell_end(state.allocations[name], told, seconds, source="slurm")
         for name in sorted(seen.alive - self._adopted):
             self._adopted.add(name)
             if state.allocations[name].submission[0] != self._sweep.journal.name:
@@ -179,9 +179,10 @@ class Settler:
         if told and self.watchdog.silent(held.name, held.limit_s):
             reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
             return JobEnd(reason=reason, certain=True)
-        watched = f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced"
-        advice = "launch from a terminal without --yes: jobs that have not started can then be replaced"
-        self._say(f"{watched}. If it is gone for good, {advice}")
+        self._say(
+            f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced. If it is gone for "
+            "good, launch from a terminal without --yes: jobs that have not started can then be replaced"
+        )
         return None
 
     def take_over(self, names: Iterable[str]) -> None:
@@ -216,7 +217,7 @@ class Settler:
         end = told or JobEnd(reason=f"the agents of {name} ended ({held.ended})")
         self._lose(owned, state, name, end)
         if told is not None:
-            self._tell_end(held, told.reason, told.elapsed_s, "launcher")
+            self._tell_end(held, told.reason, told.elapsed_s)
         self.settled.add((name, held.start))  # last, since the writes above may have failed
 
     def plan(self, allocation: Allocation) -> None:
@@ -271,10 +272,12 @@ class Settler:
                 failed = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
                 self._sweep.journal.write(failed)
 
-    def _tell_end(self, held: AllocationState, reason: str, held_s: float | None, source: str) -> None:
+    def _tell_end(
+        self, held: AllocationState, reason: str, held_s: float | None, source: str = "launcher"
+    ) -> None:
         end = AllocationEnded(
-            allocation=held.name, job=held.start, reason=reason, source=source, held_s=held_s
-        )
+            allocation=held.name, job=held.start, reason=reason, source=source, held_s=held_s,
+        )  # fmt: skip
         self._sweep.journal.write(end)
 
 
@@ -289,17 +292,13 @@ def visible(launcher: Launcher, allocations: Allocations) -> dict[str, Allocatio
 
 
 def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
-    """Ends the allocations that this launcher can see and records it; the sweep can be continued.
-
-    Those that have not started are given up first, so that a job that is being submitted now runs nothing.
-    """
+    """Ends the allocations that this launcher can see and records it; the sweep can be continued."""
     settler = Settler(sweep, launcher)
-    mine = visible(launcher, open_allocations(sweep.state()))
-    for name, held in mine.items():
-        if not held.agents:
-            settler.give_up(name)
-    held_s = launcher.cancel(mine)
+    held_s = launcher.cancel(visible(launcher, open_allocations(sweep.state())))
     state = sweep.state()
-    for name in sorted(mine.keys() & open_allocations(state).keys()):
-        end = JobEnd(reason=f"the agents of {name} were ended", elapsed_s=held_s.get(name), certain=True)
-        settler.settle(state.allocations[name], end, state)
+    for name, held in visible(launcher, open_allocations(state)).items():
+        if not held.agents:
+            settler.give_up(name)  # an allocation that is still starting finds this claim
+        reason = f"the agents of {name} were ended"
+        end = JobEnd(reason=reason, elapsed_s=held_s.get(name), certain=True)
+        settler.settle(held, end, state)

@@ -6,6 +6,7 @@ from itertools import product
 from math import prod
 
 from ultrabench.errors import ConfigError
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout, default_schedule, default_virtual_stages
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import Workload
@@ -28,9 +29,8 @@ def require_countable(axes: Axes, models: int) -> None:
     if number > MOST_COMBINATIONS:
         longest = sorted(sizes, key=lambda name: -sizes[name])[:3]
         shown = ", ".join(f"sweep.{name} ({sizes[name]:,} values)" for name in longest)
-        raise ConfigError(
-            f"the axes have {number:,} combinations; a sweep may have {MOST_COMBINATIONS:,}: narrow {shown}"
-        )
+        rule = f"a sweep may have {MOST_COMBINATIONS:,}: narrow {shown}"
+        raise ConfigError(f"the axes have {number:,} combinations; {rule}")
 
 
 def layouts(axes: Axes, gpus: int, workload: Workload) -> Iterator[Layout]:
@@ -65,10 +65,8 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     The order matters, because a candidate is counted under the first rule that rejects it.
     """
     # Each tensor-parallel rank holds whole attention heads and whole key/value heads.
-    for rule, size in (
-        ("tp_divides_heads", "num_attention_heads"),
-        ("tp_divides_kv_heads", "num_key_value_heads"),
-    ):
+    heads = {"tp_divides_heads": "num_attention_heads", "tp_divides_kv_heads": "num_key_value_heads"}
+    for rule, size in heads.items():
         if getattr(shape, size) % layout.tp:
             yield rule, f"tp={layout.tp} does not divide {size}={getattr(shape, size)}"
     # ZeRO shards over dp*cp ranks; with only one such rank every stage would be the same as ZeRO-0.
@@ -81,10 +79,61 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     cut = f"pp*virtual_stages={layout.num_stages}" if layout.virtual_stages > 1 else f"pp={layout.pp}"
     for stage in split_stages(shape, layout.num_stages):
         if stage.num_blocks == 0:
-            yield (
-                "no_empty_stage",
-                f"{cut} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)",
-            )
+            empty = f"{cut} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
+            yield "no_empty_stage", empty
+
+
+def refusal(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
+    """Why `kernel` cannot run `layout`, or None when it can."""
+    if kernel.kind != "embedded":
+        return next(_of_command(kernel, layout, shape), None)
+    return next(_of_embedded(kernel, layout, shape, seq_len), None)
+
+
+def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
+    """The reasons why our own kernel cannot run a layout."""
+    pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
+    # Context parallelism gives each rank two chunks of the sequence, all of the same length.
+    if layout.cp > 1 and seq_len % (2 * layout.cp):
+        yield f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
+    # A stage without parameters has nothing to train (it holds only the cast or the loss).
+    for stage in split_stages(shape, layout.num_stages):
+        if stage.num_params(shape) == 0:
+            large = f"pp={pp} is too large for num_hidden_layers={shape.num_hidden_layers}"
+            yield f"{large}: stage {stage.index} has no parameters"
+    # Torch's pipeline schedules reduce gradients once in each step, so ZeRO-2 would be just ZeRO-1.
+    if zero_stage == 2 and pp > 1:
+        yield f"zero_stage=2 with pp={pp} would run as zero_stage=1"
+    # 1F1B fills the pipeline with pp micro-batches.
+    if schedule == "1f1b" and layout.gas < pp:
+        yield f"1f1b needs gas >= pp; gas={layout.gas}, pp={pp}"
+    # Torch cuts gas into gas // pp rounds of equal size.
+    rounds = max(1, layout.gas // pp)
+    if schedule == "interleaved" and layout.gas % rounds:
+        yield f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={layout.gas}, pp={pp}"
+    # With zbv and ZeRO-3, torch silently loses some gradients of the sharded parameters.
+    if schedule == "zbv" and zero_stage == 3:
+        yield "zbv with zero_stage=3 loses gradients in torch; take zero_stage 0 or 1, or another schedule"
+    # Tensor parallelism splits heads, feed-forward and vocabulary, and sequence parallelism the tokens.
+    cut = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    sizes = {name: getattr(shape, name) for name in cut} | {"seq_len/cp": seq_len // layout.cp}
+    for name, size in sizes.items():
+        if size % layout.tp:
+            yield f"tp={layout.tp} does not divide {name}={size}"
+    if schedule == "zbv" and (kernel.compile or kernel.recompute == "selective"):
+        option = "compile=true" if kernel.compile else "recompute=selective"
+        yield f"zbv splits the backward pass, which torch cannot do with {option}"
+
+
+def _of_command(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
+    """The reasons why a program of the user cannot run a layout, as kernel.supports says."""
+    for word, allowed in kernel.supports.items():
+        value = getattr(layout, word, getattr(shape, word, None))
+        if value is None:
+            yield f"kernel.supports names {word!r}, which is no word of a layout or a model"
+        alike = word == "zero_stage" and layout.dp == 1  # with dp=1 no stage shards anything
+        if value not in allowed and not alike:
+            yield f"kernel {kernel.name} supports {word} in {list(allowed)}; {word}={value}"
 
 
 def not_listed(axes: Axes, layout: Layout) -> str | None:
@@ -99,11 +148,8 @@ def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> ConfigError:
     products = sorted({a * b * c for a, b, c in product(at["tp"], at["pp"], at["cp"])})
     degrees = sorted({g // p for g in gpus for p in products if g % p == 0})
     if not degrees:
-        return ConfigError(
-            f"sweep.tp={list(at['tp'])}, sweep.pp={list(at['pp'])}, sweep.cp={list(at['cp'])}: no "
-            f"tp*pp*cp divides {' or '.join(map(str, gpus))} GPUs; choose divisors"
-        )
-    return ConfigError(
-        f"sweep.gbs={workload.gbs} is no dp*mbs*gas with dp in {degrees}, mbs in {list(at['mbs'])}; "
-        "change sweep.gbs or sweep.mbs"
-    )
+        given = ", ".join(f"sweep.{name}={list(at[name])}" for name in ("tp", "pp", "cp"))
+        none = f"no tp*pp*cp divides {' or '.join(map(str, gpus))} GPUs"
+        return ConfigError(f"{given}: {none}; choose divisors")
+    need = f"dp*mbs*gas with dp in {degrees}, mbs in {list(at['mbs'])}"
+    return ConfigError(f"sweep.gbs={workload.gbs} is no {need}; change sweep.gbs or sweep.mbs")

@@ -12,9 +12,8 @@ from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey, RunSpec, fill_in
-from ultrabench.support import refusal
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.grid import broken_rules, layouts, not_listed, require_countable, why_none
+from ultrabench.sweep.grid import broken_rules, layouts, not_listed, refusal, require_countable, why_none
 from ultrabench.sweep.predict.predict import Prediction, predict
 
 CellKey = tuple[str, int]

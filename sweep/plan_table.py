@@ -1,7 +1,7 @@
 """Writes and reads plan.parquet: one row for each candidate, with decision, reason and prediction."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.layout import AXES, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
-from ultrabench.run import RunSpec, Workload
+from ultrabench.run import RunSpec
 from ultrabench.store.folder import write_whole
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import SweepJson
@@ -115,13 +115,12 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             continue
         if row["model"] not in shapes:
             raise SweepFolderError(f"no sizes of model={row['model']} are known; launch the sweep again")
-        workload = Workload(seq_len=row["seq_len"], gbs=row["gbs"], seed=sweep.workload.seed)
         peak = sweep.peak(row["nodes"], sweep.kernel.precision) if trains else None
         yield Candidate(
             run_id=row["run_id"],
             spec=RunSpec(
                 shape=shapes[row["model"]],
-                workload=workload,
+                workload=replace(sweep.workload, seq_len=row["seq_len"], gbs=row["gbs"]),
                 layout=Layout(**{name: row[name] for name in AXES}),
                 kernel=sweep.kernel,
                 nodes=row["nodes"],

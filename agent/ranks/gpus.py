@@ -116,9 +116,10 @@ def _processes(handle: Any) -> list[Any]:
 
 def _ask(query: Callable[..., T], *words: Any) -> T | None:
     """The driver's answer; None where there is no driver, or it has no answer for this GPU."""
-    with contextlib.suppress(pynvml.NVMLError):
+    try:
         return query(*words)
-    return None
+    except pynvml.NVMLError:
+        return None
 
 
 class GpuGauge:

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import require_known
 
 GREY = "#5c5c5c"
 """Colour of the notes and of the labels of axes."""
@@ -32,8 +32,7 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
         ConfigError: `path` ends in an unknown suffix; then `make` is not called.
     """
     suffix = path.suffix.lower()
-    if suffix not in _METADATA:
-        raise ConfigError(unknown_name("kind of picture", path.suffix or path.name, _METADATA))
+    require_known("kind of picture", _METADATA, suffix or path.name)
     buffer = io.BytesIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")

@@ -17,7 +17,7 @@ Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ultrabench.rank_report import number
+from ultrabench.rank_report import is_number, number
 
 _CROSSINGS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
 OPERATIONS = (*_CROSSINGS, "sendrecv")
@@ -102,9 +102,8 @@ def bandwidths(probe: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _slowest(rates: Any) -> float | None:
     """The lowest rate; None unless the rates of all devices are known."""
-    known = [number(rate) for rate in rates] if isinstance(rates, list) else []
-    lowest = [rate for rate in known if rate is not None]
-    return min(lowest) if lowest and len(lowest) == len(known) else None
+    known = isinstance(rates, list) and rates and all(map(is_number, rates))
+    return float(min(rates)) if known else None
 
 
 def _busbw(probe: dict[str, Any], name: str, scope: str) -> float | None:

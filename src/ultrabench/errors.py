@@ -9,7 +9,7 @@ UltrabenchError        exit 2: the user's mistake; the message is the whole stor
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class UltrabenchError(Exception):
@@ -61,8 +61,17 @@ def unknown_name(kind: str, given: object, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
-    more = len(names) - MOST_NAMES
-    if more > 0:
-        names = sorted(difflib.get_close_matches(str(given), names, n=MOST_NAMES, cutoff=0.0))
-    rest = f" and {more} more" if more > 0 else ""
-    return f"unknown {kind} {given!r}{hint} (known: {', '.join(names) or 'none'}{rest})"
+    nearest = sorted(difflib.get_close_matches(str(given), names, n=MOST_NAMES, cutoff=0.0))
+    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"unknown {kind} {given!r}{hint} (known: {', '.join(nearest) or 'none'}{rest})"
+
+
+def require_known(kind: str, known: Collection[str], *given: object) -> None:
+    """Raises for the first of the `given` names that is not known.
+
+    Raises:
+        ConfigError: the message of `unknown_name`.
+    """
+    for name in given:
+        if name not in known:
+            raise ConfigError(unknown_name(kind, name, known))

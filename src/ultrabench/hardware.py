@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ultrabench.allowed import Count, Positive, one_of, require_allowed
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import ConfigError, require_known
 
 GIB = 2**30
 
@@ -72,8 +72,7 @@ class Hardware:
             cores: cores of the host.
         """
         if rates := self.peak_flops_per_s:
-            if precision not in rates:
-                raise ConfigError(unknown_name(f"precision of {self.gpu}", precision, rates))
+            require_known(f"precision of {self.gpu}", rates, precision)
             return Peak(flops_per_s=rates[precision], source=self.source)
         ranks = self.gpus_per_node * (nodes if self.simulated else 1)
         rate = core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
-from ultrabench.allowed import Count, one_of, require_allowed
+from ultrabench.allowed import Count, allowed_of, one_of, require_allowed
 from ultrabench.errors import ConfigError
 
 PP_SCHEDULES = ("none", "1f1b", "afab", "interleaved", "zbv")
@@ -120,6 +120,8 @@ class Layout:
 
 AXES = tuple(f.name for f in fields(Layout))
 """Names of the axes of a layout, in the order in which they are shown."""
+ALLOWED = allowed_of(Layout)
+"""Axis -> its allowed values."""
 MEANINGS = {f.name: str(f.metadata["meaning"]) for f in fields(Layout)}
 TEXT_AXES = frozenset(f.name for f in fields(Layout) if isinstance(f.default, str))
 """Axes whose values are words; the values of all other axes are whole numbers."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import ConfigError, require_known
 
 T = TypeVar("T")
 
@@ -56,9 +56,7 @@ def from_dict(
     required = _required(cls)  # type: ignore[arg-type]
     if skip_unknown:
         values = {key: value for key, value in values.items() if key in required}
-    for key in values:
-        if key not in required:
-            raise ConfigError(unknown_name(f"field of {name}", key, required))
+    require_known(f"field of {name}", required, *values)
     if missing := [key for key, needed in required.items() if needed and key not in values]:
         raise ConfigError(f"{name} lacks {', '.join(missing)}: give every field without a default".strip())
     return cls(**{k: value_from(hints[k], v, f"{inside}{k}", skip_unknown) for k, v in values.items()})

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from statistics import median
 
 MIN_SAMPLES = 6
@@ -12,13 +13,10 @@ MIN_SAMPLES = 6
 @lru_cache(maxsize=1024)
 def _lower_rank(n: int) -> int:
     """Largest k for which the k-th smallest and the k-th largest of n samples enclose the median at 95 %."""
-    tail, k = 0.0, 0
     whole = math.lgamma(n + 1) - n * math.log(2)
-    while True:
-        tail += math.exp(whole - math.lgamma(k + 1) - math.lgamma(n - k + 1))  # binomial(n, k) / 2**n
-        if 2 * tail > 0.05:
-            return k
-        k += 1
+    # Each share is binomial(n, k) / 2**n.
+    shares = (math.exp(whole - math.lgamma(k + 1) - math.lgamma(n - k + 1)) for k in range(n + 1))
+    return sum(2 * tail <= 0.05 for tail in accumulate(shares))
 
 
 def ci95_rel(step_times_s: Sequence[float]) -> float | None:

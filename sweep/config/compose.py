@@ -18,13 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ultrabench
 from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.sweep.config.launcher_config import moved_to_sbatch
+from ultrabench.sweep.config.sweep_config import moved_to_sbatch
 
 GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
-
-
 _NO_OVERRIDE = "{!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
-_NO_VALUE = "{0} has no value; give it: {0}=..."
 _NO_SETTING = "${{{0}}} is no setting; for a variable of the shell on the nodes write \\${{{0}}}"
 _SEVERAL_VALUES = "{0}={1}: several values are a list; write {0}=[{1}]"
 
@@ -95,7 +92,7 @@ def _unusable(override: str) -> str | None:
 _SENTENCES: tuple[tuple[str, Callable[..., str]], ...] = (
     (rf"Could not find '({'|'.join(GROUPS)})/([^'/]+)'", _unknown_option),
     (r"Could not override '([^']+)'", unknown_override),
-    (r"Missing mandatory value: .*\s+full_key: (\S+)", _NO_VALUE.format),
+    (r"Missing mandatory value: .*\s+full_key: (\S+)", "{0} has no value; give it: {0}=...".format),
     (r"Ambiguous value for argument '([^'=]+)=([^']*)'", _SEVERAL_VALUES.format),
     (r"Interpolation key '([^']+)' not found", _NO_SETTING.format),
 )
@@ -135,9 +132,8 @@ def search_path() -> list[Path]:
     """
     user = os.environ.get("ULTRABENCH_CONFIG_DIR", "~/.config/ultrabench")
     folders = [Path.cwd() / "ultrabench", Path(user).expanduser().absolute()]
-    package = Path(ultrabench.__file__).parent / "configs"
     used = [folder for folder in folders if any(next((folder / g).glob("*.yaml"), None) for g in GROUPS)]
-    return [*used, package.resolve()]
+    return [*used, (Path(ultrabench.__file__).parent / "configs").resolve()]
 
 
 class UserFolders(SearchPathPlugin):
@@ -157,11 +153,9 @@ def files(group: str) -> dict[str, Path]:
 
 def describe(group: str) -> dict[str, str]:
     """Name of each option of a group -> the first comment line of its file."""
-    found = {}
-    for name, path in files(group).items():
-        comments = re.findall(r"^#(?! @package)\s*(.*)", read_text(path), re.MULTILINE)
-        found[name] = comments[0].strip() if comments else ""
-    return found
+    comment = re.compile(r"^#(?! @package)\s*(.*)", re.MULTILINE)
+    found = {name: comment.search(read_text(path)) for name, path in files(group).items()}
+    return {name: match[1].strip() if match else "" for name, match in found.items()}
 
 
 def read_text(path: Path) -> str:

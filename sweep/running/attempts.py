@@ -11,7 +11,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.config.retry_policy import RetryPolicy
+from ultrabench.sweep.config.sweep_config import RetryPolicy
 from ultrabench.sweep.plan import Candidate, CellKey, Plan
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
@@ -32,8 +32,7 @@ def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
     fitted = {run_id for run_id, attempts in tried.items() if any(a.ok for a in attempts)}
     kin: dict[tuple[object, ...], list[Candidate]] = {}
     for run in runs:
-        at = run.layout
-        kin.setdefault((run.cell, at.tp, at.pp, at.cp), []).append(run)
+        kin.setdefault((run.cell, run.layout.tp, run.layout.pp, run.layout.cp), []).append(run)
     found: dict[str, str] = {}
     for group in kin.values():
         for run in group:
@@ -148,9 +147,8 @@ def contenders(runs: Iterable[Candidate], state: SweepState) -> frozenset[str]:
     controls, tried = outliers.control_times(state), state.by_run()
     cells: dict[CellKey, list[tuple[str, float, float | None]]] = {}
     for run in runs:
-        timed = [
-            (a, t) for a in tried.get(run.run_id, ()) if (t := outliers.step_time_s(a.result)) is not None
-        ]
+        times_s = [(a, outliers.step_time_s(a.result)) for a in tried.get(run.run_id, ())]
+        timed = [(a, time_s) for a, time_s in times_s if time_s is not None]
         if timed:
             ratios = [t / c for a, t in timed if (c := controls.get(a.allocation or ""))]
             times = (median(t for _, t in timed), median(ratios) if ratios else None)

@@ -1,7 +1,7 @@
 """Packs what is left of a sweep into allocations and computes their price for plan, consent and budget."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import count
@@ -137,7 +137,7 @@ def planned_jobs(
     state: SweepState,
     max_limit_s: float = math.inf,
     held_s: Mapping[str, float] = {},
-) -> list[PlannedJob]:
+) -> Iterator[PlannedJob]:
     """The allocations that the attempts to submit need, in order.
 
     Args:
@@ -150,7 +150,7 @@ def planned_jobs(
     known += [key for held in state.allocations.values() for key in held.tasks]
     repeats = {run.run_id: count(next_repeat(run.run_id, known, config.repeats)) for run in cells.values()}
     best = best_step_times_s(plan, state)
-    found, seen = [], set[int]()
+    seen = set[int]()
     for group in pack(left.todo, config, cells):
         nodes = group[0].candidate.nodes
         if nodes in left.untried and nodes in seen:
@@ -163,15 +163,13 @@ def planned_jobs(
             group.append(PlannedAttempt(candidate=control, key=key))
         group = sorted(group, key=lambda t: t.key.run_id != control_id)  # the control run comes first
         start_gpu_hours = start_s * nodes * config.hardware.gpus_per_node / 3600
-        job = PlannedJob(
+        yield PlannedJob(
             attempts=tuple(group),
             control=control_id,
             limit_s=min(max_limit_s, allocation_limit_s(group, config)),
             gpu_hours=start_gpu_hours + sum(t.candidate.gpu_hours for t in group),
             best_step_times_s=best,
         )
-        found.append(job)
-    return found
 
 
 def _start_s(plan: Plan, state: SweepState, held_s: Mapping[str, float]) -> float:
@@ -215,7 +213,7 @@ def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = mat
     confirmations = _confirmations(plan, todo)
     whole = AttemptsLeft(todo=(*todo, *confirmations), waiting=0)
     asked = {t.key for t in whole.todo}
-    jobs = planned_jobs(plan, whole, state, max_limit_s)
+    jobs = tuple(planned_jobs(plan, whole, state, max_limit_s))
     tasks = {t.key: t.candidate for job in jobs for t in job.attempts}
     runs: dict[CellKey, list[Candidate]] = {}
     for item in todo:
@@ -227,7 +225,7 @@ def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = mat
         "starts of jobs": (len(jobs), max(0.0, starts)),
     }
     return Price(
-        jobs=tuple(jobs),
+        jobs=jobs,
         runs={cell: _priced(items) for cell, items in runs.items()},
         extra={what: (number, cost) for what, (number, cost) in extra.items() if number},
     )

@@ -71,9 +71,7 @@ class SweepProgress:
         }
 
 
-def progress(
-    sweep: str, planned: Sequence[Candidate], state: SweepState, device: str = "cuda"
-) -> SweepProgress:
+def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device: str) -> SweepProgress:
     """The progress of `planned` according to `state`.
 
     Args:

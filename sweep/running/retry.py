@@ -8,7 +8,7 @@ from ultrabench.errors import counted
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.config.retry_policy import OUTSIDE, RetryPolicy
+from ultrabench.sweep.config.sweep_config import OUTSIDE, RetryPolicy
 
 AT_ONCE = OUTSIDE - {Status.NODE_FAIL} | {Status.OOM, Status.TIMEOUT}
 """Statuses after which a run is tried again without a pause, because waiting would not help."""
@@ -122,7 +122,6 @@ def broken(state: SweepState, policy: RetryPolicy, ended_s: Mapping[AttemptKey, 
     kinds = {(r.status, r.fingerprint or r.cause) for r in latest}
     if len(latest) < policy.breaker or len(kinds) > 1 or latest[-1].status == Status.OK:
         return None
-    return (
-        f"the last {len(latest)} runs all ended as {latest[-1].status.value} in the same way "
-        f"({latest[-1].reason}); mend that and launch again, or raise retry.breaker={policy.breaker}"
-    )
+    same = f"the last {len(latest)} runs all ended as {latest[-1].status.value} in the same way"
+    advice = f"mend that and launch again, or raise retry.breaker={policy.breaker}"
+    return f"{same} ({latest[-1].reason}); {advice}"

@@ -42,7 +42,7 @@ def test_planted_fault_is_caught(server: Server, fault: str, case: str) -> None:
 
 
 def test_what_torch_gets_wrong_without_a_word_is_caught(server: Server) -> None:
-    """A split backward pass of sharded parameters: why `support.refusal` names it."""
+    """A split backward pass of sharded parameters: why `grid.refusal` names it."""
     result = server.check(spec_of("dp=2 pp=2 zero_stage=3 gas=4 zbv"))
     assert not result.passed
     assert result.missing_gradients

@@ -49,7 +49,7 @@ def jobs_of(sweep, state=None, alive=frozenset(), max_limit_s=float("inf")):
         accepts=sweep.accepts,
         canary=config.launcher.control,
     )
-    return planned_jobs(sweep.plan, decision, state, max_limit_s)
+    return [*planned_jobs(sweep.plan, decision, state, max_limit_s)]
 
 
 def made_of(sweep, jobs, by=None):

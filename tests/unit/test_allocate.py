@@ -51,7 +51,7 @@ def sweep(tmp_path):
 
 
 def made_of(sweep, decision, state, max_limit_s=9e9):
-    return planned_jobs(sweep.plan, decision, state, max_limit_s)
+    return [*planned_jobs(sweep.plan, decision, state, max_limit_s)]
 
 
 def keys(draft):

@@ -11,8 +11,8 @@ from ultrabench.errors import ConfigError
 from ultrabench.record import from_dict, to_dict
 from ultrabench.store.events import Launched
 from ultrabench.store.journal import JournalWriter, read_journal
-from ultrabench.sweep.config.launcher_config import LauncherConfig
 from ultrabench.sweep.config.load import CLUSTER_KEYS, config_from_tree, load_config
+from ultrabench.sweep.config.sweep_config import LauncherConfig
 
 TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 TREE = load_config(["launcher=slurm"]).resolved

@@ -48,7 +48,7 @@ def standing(*attempts):
     state = SweepState()
     for repeat, attempt, status in attempts:
         told(state, ONE, status, repeat, attempt)
-    return progress("s", PLANNED, state)
+    return progress("s", PLANNED, state, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
 def test_runs_no_longer_planned_do_not_count():
     state = told(SweepState(), ONE, Status.OK)
     rest = [r for r in PLANNED if r.run_id != ONE.spec.run_id]
-    now = progress("s", rest, state)
+    now = progress("s", rest, state, "cuda")
     assert now.by_status == {"pending": len(rest)}
     assert measured_rates(rest, state, {}) == {}
     assert now.eta_s is None
@@ -96,7 +96,7 @@ def test_every_planned_run_is_counted_once(ends):
     state = SweepState()
     for run, repeat, attempt, status in ends:
         told(state, run, status, repeat, attempt, seconds=1.0)
-    now = progress("s", PLANNED, state)
+    now = progress("s", PLANNED, state, "cuda")
     assert sum(now.by_status.values()) == now.runs == len(PLANNED)
     assert sum(sum(counts.values()) for counts in now.by_nodes.values()) == len(PLANNED)
     oks = {k.run_id for k, a in state.attempts.items() if a.result and a.result.status == Status.OK}
@@ -180,7 +180,7 @@ def test_what_was_held_is_useful_or_wasted(seconds, elapsed):
 def test_the_rest_is_scaled_by_what_was_measured():
     planned = [replace(r, prediction=replace(r.prediction, duration_s=10.0)) for r in PLANNED]
     state = told(SweepState(), RUNS[0], Status.OK, seconds=30.0)
-    assert progress("s", planned, state).eta_s == pytest.approx(30.0 * (len(planned) - 1))
-    document = progress("s", planned, state).as_json()
+    assert progress("s", planned, state, "cuda").eta_s == pytest.approx(30.0 * (len(planned) - 1))
+    document = progress("s", planned, state, "cuda").as_json()
     assert document["gpu_hours"]["wasted_by_status"] == {}
     assert document["by_status"]["ok"] == 1

@@ -12,7 +12,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.config.retry_policy import FAILURES
+from ultrabench.sweep.config.sweep_config import FAILURES
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import left_out, next_attempts
 from ultrabench.sweep.running.retry import broken, decide_retry, excluded

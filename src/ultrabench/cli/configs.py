@@ -5,7 +5,7 @@ import sys
 import typer
 
 from ultrabench.cli.options import Json
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import require_known
 
 
 def configs(
@@ -17,12 +17,11 @@ def configs(
     from ultrabench.cli.tables import plain, print_json, say, show, table
     from ultrabench.sweep.config.compose import GROUPS, describe, files, read_text
 
-    if group is not None and group not in GROUPS:
-        raise ConfigError(unknown_name("config group", group, GROUPS))
+    if group is not None:
+        require_known("config group", GROUPS, group)
     if group is not None and name is not None:
         found = files(group)
-        if name not in found:
-            raise ConfigError(unknown_name(group, name, found))
+        require_known(group, found, name)
         text = read_text(found[name])
         if json_:
             print_json({"path": str(found[name]), "text": text})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultrabench.cli.options import RESULTS, Json, RankBy, ResultsDir, Source
-from ultrabench.errors import ConfigError, SweepFolderError, counted, unknown_name
+from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known
 from ultrabench.store.folder import find_sweep, write_whole
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ def heatmap(
 
 def plot(kind: Kind, source: Source = None, output: Output = None, results_dir: ResultsDir = RESULTS) -> None:
     """Draw another figure of the results, as .png, .svg or .pdf."""
-    if kind not in FIGURES:
-        raise ConfigError(unknown_name("figure", kind, FIGURES))
+    require_known("figure", FIGURES, kind)
     from ultrabench.analysis.figures.picture import render
     from ultrabench.cli.tables import say
 

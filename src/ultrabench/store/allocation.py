@@ -47,11 +47,6 @@ class Allocation:
     tasks: tuple[Task, ...]
 
     @property
-    def kernel_kind(self) -> str:
-        """Kind of the kernel of all tasks: embedded, command or probe."""
-        return self.tasks[0].spec.kernel.kind
-
-    @property
     def warning_s(self) -> float:
         """Seconds before its limit at which the job is told to end, so that its agents can write results."""
         return min(90.0, self.limit_s / 4)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, get_args
 
 from ultrabench.allowed import at_least, require_allowed
 from ultrabench.errors import ConfigError, SweepFolderError
@@ -240,11 +240,7 @@ def encode(line: Line) -> bytes:
     return canonical_json({**head, "event": NAMES[type(line.event)], **to_dict(line.event)}).encode() + b"\n"
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)
-
-
-_decode = json.JSONDecoder(parse_constant=_refuse).decode
+_decode = json.JSONDecoder(parse_constant=int).decode  # int raises ValueError for NaN and Infinity
 DAMAGED = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError, ConfigError)
 """Exceptions that `decode` raises for text that is no event."""
 
@@ -259,8 +255,7 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
     values: dict[str, Any] = _decode(text.decode())
     version, writer, seq, name = int(values["v"]), values["writer"], int(values["seq"]), values["event"]
     if version > SCHEMA_VERSION:
-        known = f"this ultrabench reads up to {SCHEMA_VERSION}"
-        raise SweepFolderError(f"{path} has schema {version}; {known}: upgrade it")
+        raise SweepFolderError(f"{path} has schema {version}; we read up to {SCHEMA_VERSION}: upgrade it")
     if name not in EVENTS:
         return None
     digest = hashlib.sha256(text).hexdigest()[:16]

@@ -1,14 +1,22 @@
-"""The folder of a sweep: the paths of its files, and how a SWEEP argument is resolved to a folder."""
+"""The folder of a sweep: the paths of its files, the launchers that write there now, and how a SWEEP argument is
+resolved to a folder."""
 
 import contextlib
 import os
 import shlex
+import socket
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, SweepFolderError, unknown_name
 from ultrabench.run import AttemptKey
+
+SIGN_OF_LIFE_S = 30.0
+"""Seconds after which a launcher touches its journal again."""
+MISSED = 3
+"""Number of missed touches after which a launcher on another host counts as gone."""
 
 
 class _Inside:
@@ -86,8 +94,7 @@ class SweepFolder:
             self.sweep_json.stat()
         except (FileNotFoundError, NotADirectoryError):
             failure = f"the results folder {self.path} is gone: deleted, renamed or no longer mounted"
-            advice = "restore it under this name and launch again: jobs that find no folder end by themselves"
-            raise ClusterError(f"{failure}; {advice}") from None
+            raise ClusterError(f"{failure}; restore it and launch again: jobs end by themselves") from None
         except OSError:
             return  # a file server that does not answer has not lost the folder
 
@@ -104,9 +111,8 @@ def _require_links(probe: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             second.unlink()
-    failure = f"the file system of {probe.parents[1]} makes no hard links ({reason})"
-    advice = "choose a folder on a file system that has them with results_dir=FOLDER"
-    raise SweepFolderError(f"{failure}, which keep a run from being made twice; {advice}")
+    failure = f"the file system of {probe.parents[1]} makes no hard links ({reason}), which keep a run from"
+    raise SweepFolderError(f"{failure} being made twice; choose one that has them with results_dir=FOLDER")
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
@@ -150,3 +156,29 @@ def _age(folder: Path) -> float:
     """Time stamp of the newest journal file of a sweep, or of its sweep.json if it has no journal."""
     times = [p.lstat().st_mtime for p in folder.glob("journal/*.jsonl")]
     return max(times, default=(folder / "sweep.json").stat().st_mtime)
+
+
+def living_launchers(folder: SweepFolder, own: Path | None = None) -> list[str]:
+    """Launchers that seem to follow a sweep now, each as `process P on HOST`.
+
+    Args:
+        own: the journal file of the caller. Its time stamp is used as the current time, because the clock
+            of a file server may differ from that of this host.
+    """
+    now = own.stat().st_mtime if own else time.time()
+    here = socket.gethostname().split(".")[0]
+    found = []
+    for path in sorted(folder.journal.glob("launcher-*-*-*.jsonl")):
+        host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
+        lives = os.path.exists(f"/proc/{pid}") if host == here else True
+        if path != own and lives and now - touched(path) < MISSED * SIGN_OF_LIFE_S:
+            found.append(f"process {pid} on {host}")
+    return found
+
+
+def touched(path: Path) -> float:
+    """Time stamp of a file in seconds since 1970; 0 if the file is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

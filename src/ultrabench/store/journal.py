@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,13 +87,12 @@ class JournalReader:
         try:
             paths = {self.folder / name for name in os.listdir(self.folder) if name.endswith(".jsonl")}
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            advice = "results are kept there: restore it, or start a new sweep with name=NAME"
-            failure = f"cannot read the journal folder {self.folder}: {error.strerror}"
-            raise SweepFolderError(f"{failure}; {advice}") from error
+            failure = f"cannot read the journal folder {self.folder}: {error.strerror}; results are in it"
+            raise SweepFolderError(f"{failure}: restore it, or start a new sweep with name=NAME") from error
         for path in sorted(paths - self._closed):
             last = None
             try:
-                for last in self._parse(path, self._lines(path)):
+                for last in self._new_lines(path):
                     yield last
             except FileNotFoundError:  # somebody deleted the file, but its earlier lines were read
                 continue
@@ -101,34 +100,28 @@ class JournalReader:
                 if error.errno not in _NO_JOURNAL:
                     raise
                 if path not in self._warned:
-                    rule = "a journal is a regular file that can be read"
-                    self.warn(f"skipped {path}: {error.strerror}; {rule}")
+                    self.warn(f"skipped {path}: {error.strerror}; a journal is a regular, readable file")
                 self._warned.add(path)
             if last and isinstance(last.event, AllocationEnded) and path.name.startswith("agent-"):
                 self._closed.add(path)
 
-    def _lines(self, path: Path) -> Iterator[bytes]:
-        """The whole lines that were added to a file since the last call."""
+    def _new_lines(self, path: Path) -> Iterator[Line]:
+        """The events that were added to a file since the last call, with a warning for each damaged line."""
         file = self._files.setdefault(path, NewLines(path, MAX_LINE_BYTES))
         more = True
         while more:
             skipped = file.skipped
-            yield from file.read_bytes().split(b"\n")
+            for text in filter(bytes.strip, file.read_bytes().split(b"\n")):
+                try:
+                    line = decode(text, path)
+                except DAMAGED:
+                    self.warn(f"{path.name}: skipped a corrupt line ({text[:40]!r}...)")
+                    continue
+                if line:
+                    yield line
             if file.skipped > skipped:
                 self.warn(f"{path.name}: skipped a line of more than {MAX_LINE_BYTES >> 20} MiB")
             more = file.behind
-
-    def _parse(self, path: Path, lines: Iterable[bytes]) -> Iterator[Line]:
-        for line in lines:
-            if not line.strip():
-                continue
-            try:
-                event = decode(line, path)
-            except DAMAGED:
-                self.warn(f"{path.name}: skipped a corrupt line ({line[:40]!r}...)")
-                continue
-            if event:
-                yield event
 
 
 def read_journal(folder: Path, warn: Callable[[str], None] = lambda message: None) -> Iterator[Line]:

@@ -127,10 +127,6 @@ class SweepState:
             found.setdefault(key.run_id, []).append(attempt)
         return found
 
-    def attempts_of(self, run_id: str) -> list[AttemptState]:
-        """The attempts of one run, sorted by repeat and attempt."""
-        return [a for k, a in sorted(self.attempts.items()) if k.run_id == run_id]
-
 
 _Rank = tuple[Any, ...]
 """Precedence of a line of the journal for a field; the largest counts."""

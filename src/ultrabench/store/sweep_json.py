@@ -71,8 +71,7 @@ def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        failure = f"cannot use {folder.path}: a part of it is a file"
-        raise SweepFolderError(f"{failure}; choose another with results_dir=FOLDER") from error
+        raise SweepFolderError(f"{folder.path} is below a file; choose another results_dir=FOLDER") from error
     except (OSError, ValueError, RecursionError) as error:
         raise SweepFolderError(f"cannot read {path}: {error}; is it a sweep folder?") from error
     _require_schema(path, values)

@@ -3,11 +3,10 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import AXES, TEXT_AXES, Layout, default_schedule, default_virtual_stages
 from ultrabench.run import RunSpec
-from ultrabench.support import refusal
-from ultrabench.sweep.grid import broken_rules
+from ultrabench.sweep.grid import broken_rules, refusal
 
 TEXTS = TEXT_AXES | {"model", "hardware", "precision", "recompute"}
 """Arguments whose value is a text; the value of any other is a whole number."""
@@ -25,8 +24,7 @@ def read_arguments(arguments: Sequence[str], options: Collection[str], example: 
         name, eq, value = argument.partition("=")
         if not eq:
             raise ConfigError(f"{argument!r} is no NAME=VALUE; write for example {example}")
-        if name not in known:
-            raise ConfigError(unknown_name("argument", name, known))
+        require_known("argument", known, name)
         try:
             values[name] = value if name in TEXTS else int(value)
         except ValueError:

@@ -7,7 +7,7 @@ from pathlib import Path
 from ultrabench.cli.sweep.launch import follow, settled
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import err, print_json, say, show, table, warn
-from ultrabench.errors import ClusterError, ConfigError, unknown_name
+from ultrabench.errors import ClusterError, ConfigError, require_known
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.open_sweep import open_sweep
 from ultrabench.launchers.settle import open_allocations
@@ -15,8 +15,7 @@ from ultrabench.processes import own_name
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Cancel, Launched, Pause
-from ultrabench.store.folder import SweepFolder, write_whole
-from ultrabench.store.heartbeat import living_launchers
+from ultrabench.store.folder import SweepFolder, living_launchers, write_whole
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import read_sweep_json
@@ -55,8 +54,7 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
 def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
     """The failed final attempts that were asked for; confirmed OOMs only if `only` or `run` names them."""
     wanted = {name.strip() for name in only.split(",")} if only else FAILED
-    if unknown := wanted - FAILED:
-        raise ConfigError(unknown_name("status to retry", min(unknown), FAILED))
+    require_known("status to retry", FAILED, *sorted(wanted))
     planned = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
     if run is not None and not any(run_id.startswith(run) for run_id in planned):
         raise ConfigError(f"no run of {folder.name} has an id that begins with {run!r}; see sweep status")
@@ -76,7 +74,7 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
     result, key = attempt.result, attempt.key
     assert result is not None
     share = next((r.prediction.memory_share for r in plan.runs if r.run_id == key.run_id), 1.0)
-    tries = [a for a in state.attempts_of(key.run_id) if a.key.repeat == key.repeat]
+    tries = [a for a in state.by_run()[key.run_id] if a.key.repeat == key.repeat]
     verdict = decide_retry(tries, plan.config.retry, memory_share=share)
     before = {"was": result.status.value, "reason": result.reason}
     policy = f"{'again' if verdict.again else 'stands'}; {verdict.why}"

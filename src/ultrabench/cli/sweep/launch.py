@@ -22,8 +22,7 @@ from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_progr
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt
 from ultrabench.result import ANSWERS, RunResult, Status
-from ultrabench.store.folder import SweepFolder
-from ultrabench.store.heartbeat import living_launchers
+from ultrabench.store.folder import SweepFolder, living_launchers
 from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
 from ultrabench.store.kernel_secrets import hide

@@ -167,8 +167,7 @@ def print_script(overrides: list[str]) -> None:
         raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")
     plan = make_plan(config)
     require_runs(plan)
-    left = next_attempts(plan, SweepState())
-    jobs = planned_jobs(plan, left, SweepState())
+    jobs = [*planned_jobs(plan, next_attempts(plan, SweepState()), SweepState())]
     first = shapes(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
     made = allocations(
         plan, folder_of(config), first, token=uuid.uuid4().hex, by={}, kernel_digest=config.kernel.digest()

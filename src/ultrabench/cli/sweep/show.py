@@ -40,7 +40,7 @@ STEP_PARTS = ("compute", "communication", "exposed_communication", "idle")
 def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> None:
     """Prints the numbers, plan row, attempts and evidence of one run."""
     folder, run_id, look = _find(given, sweep, results)
-    attempts = look().attempts_of(run_id)
+    attempts = look().by_run().get(run_id, [])
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
     if as_json:
         spec = next((a.spec for a in attempts if a.spec), None)
@@ -160,7 +160,7 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
     folder, run_id, look = _find(given, sweep, results)
     offsets: dict[Path, int] = {}
     while True:
-        attempts = look().attempts_of(run_id)
+        attempts = look().by_run().get(run_id, [])
         if not attempts and not follow:
             raise SweepFolderError(f"run {run_id} has not been attempted yet; follow it with -f")
         over = bool(attempts) and attempts[-1].result is not None

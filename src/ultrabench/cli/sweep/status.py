@@ -10,8 +10,7 @@ from rich.text import Text
 from ultrabench.cli.sweep.live import panel
 from ultrabench.cli.tables import out, print_json, show, warn
 from ultrabench.errors import counted
-from ultrabench.store.folder import SweepFolder
-from ultrabench.store.heartbeat import living_launchers
+from ultrabench.store.folder import SweepFolder, living_launchers
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
