@@ -253,7 +253,7 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | No
         allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
     else:
         allowed = max(measure.deadline_floor_s, SLOWEST_GAP_FACTOR * progress.slowest_gap_s)
-    silence = now - progress.moved
+    silence = now - max(rank.moved for rank in progress.ranks)
     if silence > allowed and (progress.spoke or task.forked):
         reason = f"no progress for {silence:.1f} s in phase {phase} (deadline {allowed:.1f} s)"
         return RunResult(status=Status.HANG, reason=reason, cause="hang")

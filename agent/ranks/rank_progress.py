@@ -98,7 +98,7 @@ class RankProgress:
 
 
 class AttemptProgress:
-    """The progress of all ranks of one attempt, and when any of them last made progress."""
+    """The progress of all ranks of one attempt, from the events that their nodes send."""
 
     def __init__(self, ranks: int, hosts: Sequence[str]) -> None:
         """Each of the `hosts`, in their order, has an equal share of the ranks."""
@@ -175,11 +175,6 @@ class AttemptProgress:
             self.environment = line
         elif event == "probe":
             self.probe = {k: v for k, v in line.items() if k not in ("event", "time")}
-
-    @property
-    def moved(self) -> float:
-        """When any rank last made progress, by the leader's monotonic clock."""
-        return max(rank.moved for rank in self.ranks)
 
     @property
     def slowest_gap_s(self) -> float:
