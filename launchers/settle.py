@@ -109,14 +109,13 @@ class Settler:
         state = self._sweep.state()
         unended = open_allocations(state)
         self._held_s |= seen.held_s
-        alive = frozenset(n for n in seen.alive if n in unended or n in seen.queued)
+        alive = seen.alive & (unended.keys() | seen.queued)
         seen = replace(seen, alive=alive, held_s=self._held_s)
         self.watchdog.observe(unended.values(), seen.running)
         self._end_frozen(seen, state)
         for name, seconds in sorted(seen.timed.items()):
             if state.allocations[name].ended is not None:
-                told = f"held for {seconds:.0f} s"
-                self._tell_end(state.allocations[name], told, seconds, source="slurm")
+                self._tell_end(state.allocations[name], f"held for {seconds:.0f} s", seconds, "slurm")
         for name in sorted(seen.alive - self._adopted):
             self._adopted.add(name)
             if state.allocations[name].submission[0] != self._sweep.journal.name:
@@ -179,10 +178,9 @@ class Settler:
         if told and self.watchdog.silent(held.name, held.limit_s):
             reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
             return JobEnd(reason=reason, certain=True)
-        self._say(
-            f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced. If it is gone for "
-            "good, launch from a terminal without --yes: jobs that have not started can then be replaced"
-        )
+        told = f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced"
+        advice = "launch from a terminal without --yes: jobs that have not started can then be replaced"
+        self._say(f"{told}. If it is gone for good, {advice}")
         return None
 
     def take_over(self, names: Iterable[str]) -> None:
@@ -217,7 +215,7 @@ class Settler:
         end = told or JobEnd(reason=f"the agents of {name} ended ({held.ended})")
         self._lose(owned, state, name, end)
         if told is not None:
-            self._tell_end(held, told.reason, told.elapsed_s)
+            self._tell_end(held, told.reason, told.elapsed_s, "launcher")
         self.settled.add((name, held.start))  # last, since the writes above may have failed
 
     def plan(self, allocation: Allocation) -> None:
@@ -272,12 +270,10 @@ class Settler:
                 failed = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
                 self._sweep.journal.write(failed)
 
-    def _tell_end(
-        self, held: AllocationState, reason: str, held_s: float | None, source: str = "launcher"
-    ) -> None:
+    def _tell_end(self, held: AllocationState, reason: str, held_s: float | None, source: str) -> None:
         end = AllocationEnded(
-            allocation=held.name, job=held.start, reason=reason, source=source, held_s=held_s,
-        )  # fmt: skip
+            allocation=held.name, job=held.start, reason=reason, source=source, held_s=held_s
+        )
         self._sweep.journal.write(end)
 
 
@@ -292,13 +288,17 @@ def visible(launcher: Launcher, allocations: Allocations) -> dict[str, Allocatio
 
 
 def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
-    """Ends the allocations that this launcher can see and records it; the sweep can be continued."""
+    """Ends the allocations that this launcher can see and records it; the sweep can be continued.
+
+    Those that have not started are given up first, so that a job that is being submitted now runs nothing.
+    """
     settler = Settler(sweep, launcher)
-    held_s = launcher.cancel(visible(launcher, open_allocations(sweep.state())))
-    state = sweep.state()
-    for name, held in visible(launcher, open_allocations(state)).items():
+    mine = visible(launcher, open_allocations(sweep.state()))
+    for name, held in mine.items():
         if not held.agents:
-            settler.give_up(name)  # an allocation that is still starting finds this claim
-        reason = f"the agents of {name} were ended"
-        end = JobEnd(reason=reason, elapsed_s=held_s.get(name), certain=True)
-        settler.settle(held, end, state)
+            settler.give_up(name)
+    held_s = launcher.cancel(mine)
+    state = sweep.state()
+    for name in sorted(mine.keys() & open_allocations(state).keys()):
+        end = JobEnd(reason=f"the agents of {name} were ended", elapsed_s=held_s.get(name), certain=True)
+        settler.settle(state.allocations[name], end, state)

@@ -1,36 +1,39 @@
 """The acceptance run of a cluster: it tests on one and two nodes what a large sweep relies on.
 
-doctor.json records it; a large sweep on a cluster without one gets a warning.
+That is equal losses, a recognised lack of memory, and the speed. doctor.json records it; a large sweep on a
+cluster without one gets a warning.
 """
 
 import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, UltrabenchError, counted
+from ultrabench.hardware import GIB
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.doctor import acceptance_checks
-from ultrabench.launchers.doctor.acceptance_checks import Outcome
-from ultrabench.launchers.doctor.check import Check, CheckStatus, failed
-from ultrabench.launchers.launcher import Launcher, Say
-from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
+from ultrabench.launchers.doctor.check import FAIL, Check, failed, first_problem, passed
+from ultrabench.launchers.launcher import Say
+from ultrabench.launchers.open_sweep import open_sweep
 from ultrabench.launchers.reconcile import Reconciler
-from ultrabench.launchers.settle import interrupt, open_allocations
+from ultrabench.launchers.settle import interrupt
 from ultrabench.layout import AXES
 from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
 from ultrabench.store.folder import SweepFolder, write_whole
-from ultrabench.store.state import SweepState
-from ultrabench.sweep.config.load import config_from_tree
+from ultrabench.store.state import SweepState, final_attempts
+from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.sweep.config.load import config_from_tree, load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
 from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.running.outliers import TOLERANCE
 from ultrabench.sweep.running.price import SAFE_SHARE, committed_gpu_hours
 
 Word = tuple[str, object]
@@ -40,12 +43,49 @@ GPU_HOURS = 3.0
 LAYOUTS = 12
 TOO_MUCH = 3.0
 """A run that is predicted to need this many times the memory of a rank certainly does not fit."""
+LEAST = 0.7
+"""Smallest accepted share of the published speed.
 
+It leaves room for a slower training program, and still finds a network that runs at half its rate.
+"""
+PUBLISHED = ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas")
+"""What tells the published runs of one model apart: the number of nodes, and axes of the layout."""
 ALONE = {"nodes": [1], "tp": [1], "pp": [1], "cp": [1], "zero_stage": [0]}
 """The sweep axes of plain data parallelism on one node."""
 SCHEMA_VERSION = 1
 MANY_NODES = 8
 """A launch on more nodes than this gives a warning if its cluster has not passed an acceptance run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a sweep of an acceptance run ended."""
+
+    folder: SweepFolder
+    runs: Sequence[Candidate]
+    state: SweepState
+    stopped: str | None
+    """Why the sweep ended before all its runs were done; None if it did not."""
+
+    def result(self, run: Candidate) -> RunResult | None:
+        """The result of a run after all its attempts; None if it has none."""
+        final = final_attempts(self.state).get((run.run_id, 0))
+        return final.result if final else None
+
+    def failed(self, run: Candidate) -> Check:
+        """A failed check that says how this run ended."""
+        return failed(self.why(run), f"see {self.see(run)}")
+
+    def why(self, run: Candidate) -> str:
+        """A line that says how the run ended."""
+        result = self.result(run)
+        if result is None:
+            return f"{_label(run)} has not run{f': {self.stopped}' if self.stopped else ''}"
+        return f"{_label(run)}: {result.status.value}{f', {result.reason}' if result.reason else ''}"
+
+    def see(self, run: Candidate) -> str:
+        """The command that shows everything about the run."""
+        return f"ultrabench sweep show {run.run_id} {self.folder.display_name}"
 
 
 def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
@@ -77,13 +117,13 @@ class _Acceptance:
     def __init__(self, config: SweepConfig, say: Say) -> None:
         self._config, self._say = config, functools.cache(say)  # says nothing twice
         self._folder = acceptance_folder(config) / time.strftime("%Y%m%d-%H%M%S")
-        self._published = acceptance_checks.published(config)  # an error in this file must cost no GPU time
+        self._published = published(config)  # an error in this file must cost no GPU time
         self._left_gpu_hours = GPU_HOURS
 
     @functools.cached_property
     def layouts(self) -> Outcome:
         """The runs of different layouts; the first access makes them."""
-        return self._run(self._variant("layouts", {}), _differing)
+        return self._run(self._variant("layouts"), _differing)
 
     def write(self, checks: Sequence[Check]) -> Path:
         """Writes doctor.json; returns its path."""
@@ -93,29 +133,28 @@ class _Acceptance:
         """Checks that every layout has the same loss as one GPU."""
         mbs, batch = max(self._config.axes.layout["mbs"]), self._config.workload.gbs
         alone = ALONE | {"mbs": [mbs], "gas": [batch // mbs]}
-        one = self._run(self._variant("one", alone, hardware={"gpus_per_node": 1}), lambda plan: plan.runs)
-        return acceptance_checks.check_losses(one, self.layouts)
+        config = self._variant("one", sweep=alone, hardware={"gpus_per_node": 1})
+        return check_losses(self._run(config, lambda plan: plan.runs), self.layouts)
 
     def out_of_memory(self) -> Check:
         """Checks that a run whose micro-batches do not fit is recognised as out of memory, and confirmed."""
         mbs, share = 1, 0.0
         while share <= TOO_MUCH:
             batch = {"mbs": [mbs], "gas": [1], "gbs": mbs * self._config.hardware.gpus_per_node}
-            config = self._variant("memory", ALONE | batch)
+            config = self._variant("memory", sweep=ALONE | batch)
             share, mbs = make_plan(config).candidates[0].prediction.memory_share, 2 * mbs
-        return acceptance_checks.check_memory(self._run(config, lambda plan: plan.runs))
+        return check_memory(self._run(config, lambda plan: plan.runs))
 
     def speed(self) -> Check:
         """Checks that the speed is close to the published speed on this hardware, if there is one."""
         if (known := self._published) is None:
-            return acceptance_checks.check_speed(None, self.layouts)
-        config = self._variant("published", known.axes, models=[known.model])
-        return acceptance_checks.check_speed(known, self._run(config, known.choose))
+            return check_speed(None, self.layouts)
+        config = self._variant("published", sweep=known.axes, models=[known.model])
+        return check_speed(known, self._run(config, known.choose))
 
-    def _variant(self, name: str, sweep: dict[str, Any], **groups: Any) -> SweepConfig:
-        """The configuration as the sweep `name`; `sweep` and `groups` replace only the values they name."""
+    def _variant(self, name: str, **groups: Any) -> SweepConfig:
+        """The configuration as the sweep `name`; `groups` replace only the values they name."""
         tree = self._config.resolved
-        groups |= {"sweep": sweep}
         changed = {k: {**tree[k], **v} if isinstance(v, dict) else v for k, v in groups.items()}
         return config_from_tree({**tree, **changed, "name": name, "results_dir": str(self._folder)})
 
@@ -141,22 +180,15 @@ class _Acceptance:
         try:
             state = reconciler.run()
         except BaseException:
-            self._end(sweep, launcher)
+            try:
+                interrupt(sweep, launcher)
+            except (UltrabenchError, OSError) as error:
+                self._say(f"cannot end the jobs of {folder.path}: {error}")
             raise
         # A sweep that uses only some GPUs of a node holds the whole node.
         held = self._config.hardware.gpus_per_node / config.hardware.gpus_per_node
         self._left_gpu_hours -= held * committed_gpu_hours(sweep.plan, state, ())
         return Outcome(folder=folder, runs=sweep.plan.runs, state=state, stopped=reconciler.stopped)
-
-    def _end(self, sweep: OpenSweep, launcher: Launcher) -> None:
-        """Ends all jobs of a sweep; a job that is being submitted at this moment will run nothing."""
-        try:
-            for name, held in open_allocations(sweep.state()).items():
-                if not held.agents:
-                    sweep.give_up(name)
-            interrupt(sweep, launcher)
-        except (UltrabenchError, OSError) as error:
-            self._say(f"cannot end the jobs of {sweep.folder.path}: {error}")
 
 
 def _differing(plan: Plan) -> Sequence[Candidate]:
@@ -204,7 +236,7 @@ def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path,
     """
     document = {
         "schema_version": SCHEMA_VERSION,
-        "passed": not any(c.status is CheckStatus.FAIL for c in checks),
+        "passed": not any(check.status is FAIL for check in checks),
         "cluster": config.cluster,
         "hardware": to_dict(config.hardware),
         "nodes": sorted(config.axes.nodes),
@@ -233,10 +265,113 @@ def not_accepted(config: SweepConfig) -> str | None:
         if document["passed"] and max(document["nodes"]) > 1:
             return None
         if not document["passed"]:
-            bad = [c["name"] for c in document["checks"] if c["status"] == CheckStatus.FAIL]
+            bad = [c["name"] for c in document["checks"] if c["status"] == FAIL]
             found = f"failed its acceptance run ({', '.join(bad)})"
     names = f"cluster={config.cluster} hardware={config.hardware.name}"
-    return (
-        f"sweep.nodes up to {most}, and {names} {found} in {folder}; at most 3 GPU hours on two nodes: "
-        f"ultrabench doctor --deep launcher=slurm {names}"
-    )
+    remedy = f"at most 3 GPU hours on two nodes: ultrabench doctor --deep launcher=slurm {names}"
+    return f"sweep.nodes up to {most}, and {names} {found} in {folder}; {remedy}"
+
+
+def check_losses(one: Outcome, layouts: Outcome) -> Check:
+    """Checks that every layout has the same loss as one GPU."""
+    alone = one.result(one.runs[0])
+    if alone is None or alone.loss_final is None:
+        return failed(f"one GPU alone: {one.why(one.runs[0])}", f"see {one.see(one.runs[0])}")
+    wanted, allowed = alone.loss_final, TOLERANCE[one.runs[0].spec.kernel.precision]
+    off: dict[str, float] = {}
+    for run in layouts.runs:
+        result = layouts.result(run)
+        if result is None or result.status != Status.OK or result.loss_final is None:
+            return layouts.failed(run)
+        off[run.run_id] = abs(result.loss_final - wanted) / abs(wanted)
+    worst = max(layouts.runs, key=lambda run: off[run.run_id])
+    wrong, count = sum(difference > allowed for difference in off.values()), len(layouts.runs)
+    return first_problem(
+        f"{count - wrong} of {count} layouts have the loss of one GPU at step {alone.loss_step}: {wanted:.6f}; largest "
+        f"difference {off[worst.run_id]:.1g}, allowed {allowed:g}",
+        (wrong, FAIL, f"a GPU or a link that computes wrongly, or a bug of torch: compare hosts in {layouts.see(worst)}",
+         f"{worst.layout.label()} has another"),
+    )  # fmt: skip
+
+
+def check_memory(outcome: Outcome) -> Check:
+    """Checks that a lack of memory is recognised as such, and confirmed."""
+    run = outcome.runs[0]
+    result, needs = outcome.result(run), f"predicted {run.prediction.peak_mem_bytes / GIB:.0f} GiB"
+    if result and result.status == Status.OOM and result.confirmed:
+        return passed(f"{run.layout.label()}, {needs}: {result.reason}")
+    told = outcome.why(run) + (", but not confirmed" if result and result.status == Status.OOM else "")
+    remedy = f"GPUs have to be free, and of the memory that hardware= says; see {outcome.see(run)}"
+    return failed(f"{needs}: {told}", remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """The part of configs/published/HARDWARE.yaml that can be compared with this configuration."""
+
+    model: dict[str, Any]
+    source: str
+    axes: dict[str, Any]
+    """Axes of a sweep that contains all published runs."""
+    runs: Mapping[tuple[int, ...], float]
+    """The values of PUBLISHED -> tokens per second and GPU."""
+
+    def choose(self, plan: Plan) -> Sequence[Candidate]:
+        """The runs of `plan` whose speed is published."""
+        return [run for run in plan.runs if _key(run) in self.runs]
+
+
+def published(config: SweepConfig) -> Published | None:
+    """The published speeds for the hardware, precision and node counts of `config`; None if there are none.
+
+    Raises:
+        ConfigError: the file of published speeds is invalid.
+    """
+    if (path := files("published").get(config.hardware.name)) is None:
+        return None
+    told = read_yaml(path)
+    try:
+        rows = [row for one in told["runs"] if _fits(row := {"tp": 1, "pp": 1, "cp": 1} | one, config)]
+        axes = {word: sorted({row[word] for row in rows}) for word in PUBLISHED if word != "dp"}
+        runs = {tuple(row[word] for word in PUBLISHED): float(row["tokens_per_s_per_gpu"]) for row in rows}
+        known = Published(
+            model=to_dict(load_model(told["model"])), source=str(told["source"]), runs=runs,
+            axes=axes | {"seq_len": told["seq_len"], "gbs": told["gbs"], "pp_schedule": ["auto"]},
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error!r}; write it as configs/published/h100x8.yaml is") from error
+    return known if rows and told["precision"] == config.kernel.precision else None
+
+
+def check_speed(known: Published | None, outcome: Outcome) -> Check:
+    """Compares our speed with the published one; shows our fastest run if nothing is published."""
+    ended = {run.run_id: (run, outcome.result(run)) for run in outcome.runs}
+    ours = {i: run.tokens_per_s_per_gpu(r) for i, (run, r) in ended.items() if r and r.status == Status.OK}
+    shown = {i: f"{_label(ended[i][0])}: {speed:,.0f} tokens/s/GPU" for i, speed in ours.items()}
+    if known is None:
+        best = f"; ours: {shown[max(ours, key=ours.__getitem__)]}" if ours else ""
+        return passed(f"nothing is published of this hardware and precision to compare with{best}")
+    texts, slow = [], []
+    for run in outcome.runs:
+        if run.run_id not in ours:
+            return outcome.failed(run)
+        theirs = known.runs[_key(run)]
+        share = ours[run.run_id] / theirs
+        texts.append(f"{shown[run.run_id]}, published {theirs:,.0f} ({share:.0%})")
+        slow += [outcome.see(run)] if share < LEAST else []
+    look = f"under {LEAST:.0%}: look at clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
+    return first_problem(f"{'; '.join(texts)}; source {known.source}", (slow, FAIL, look + "".join(slow[:1])))
+
+
+def _fits(row: Mapping[str, int], config: SweepConfig) -> bool:
+    """Whether the nodes and the GPUs per node of a published run are possible in this configuration."""
+    ranks = row["dp"] * row["tp"] * row["pp"] * row["cp"]
+    return row["nodes"] in config.axes.nodes and ranks == row["nodes"] * config.hardware.gpus_per_node
+
+
+def _key(run: Candidate) -> tuple[int, ...]:
+    return (run.nodes, *(getattr(run.layout, word) for word in PUBLISHED[1:]))
+
+
+def _label(run: Candidate) -> str:
+    return f"{run.shape.name} {run.layout.label()} on {counted(run.nodes, 'node')}"

@@ -8,17 +8,15 @@ import pytest
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.doctor.acceptance import (
     LAYOUTS,
+    Outcome,
     _differing,
     acceptance_folder,
-    not_accepted,
-    write_acceptance,
-)
-from ultrabench.launchers.doctor.acceptance_checks import (
-    Outcome,
     check_losses,
     check_memory,
     check_speed,
+    not_accepted,
     published,
+    write_acceptance,
 )
 from ultrabench.launchers.doctor.check import CheckStatus, failed, passed
 from ultrabench.result import RunResult, Status
