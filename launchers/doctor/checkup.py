@@ -19,9 +19,9 @@ from ultrabench.errors import ClusterError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed
 from ultrabench.launchers.launcher import Say
-from ultrabench.launchers.slurm.command import CommandError, ask
 from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
+from ultrabench.launchers.slurm.query import CommandError, ask
 from ultrabench.launchers.slurm.states import pending_remedy
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
@@ -245,7 +245,7 @@ class CheckupJob:
     def __init__(self, folder: CheckupFolder, say: Say) -> None:
         config, choice = folder.config, folder.config.launcher
         comment = f"ultrabench doctor of {own_name()}: looks at one node, ends by itself"
-        sbatch = {"comment": comment, **choice.sbatch}
+        sbatch = {"comment": comment} | choice.sbatch
         choice = replace(choice, sbatch=sbatch, poll_s=min(POLL_S, choice.poll_s))
         self.launcher = SlurmLauncher(replace(config, launcher=choice), SweepFolder(folder.path))
         self.launcher.program = ("ultrabench.agent.checkup", str(folder.path))
@@ -266,8 +266,7 @@ class CheckupJob:
         """Submits the job and waits for its report; it is cancelled after `wait_s` seconds or on Ctrl-C."""
         self.allocation.folder.mkdir(parents=True)
         try:
-            job = self.launcher.submit([self.allocation], (), self._say)[self._held.name]
-            self._held = replace(self._held, job=job)
+            self._held.job = job = self.launcher.submit([self.allocation], (), self._say)[self._held.name]
             self._job = replace(self._job, job_id=job["job_id"])
             self._say(f"submitted job {self._job.array_id} of one node; waiting up to {wait_s:.0f} s for it")
             return self._watch(wait_s)

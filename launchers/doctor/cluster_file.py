@@ -45,11 +45,10 @@ def _text(name: str, site: Site, limits: Limits, choice: LauncherConfig) -> str:
         "name": name, "partition": limits.name, "account": account, "qos": choice.qos,
         "gres": choice.gres or (typed[1] if typed else None),
     }  # fmt: skip
-    up = "unknown" if limits.up_nodes is None else str(limits.up_nodes)
     lines = [
         f"# Partition {limits.name} of {limits.cluster or 'this cluster'}: {'; '.join(limits.kinds) or 'nodes unknown'}",
         f"# By `ultrabench doctor --write` on {time.strftime('%Y-%m-%d')}, from what Slurm said; yours to edit.",
-        f"# {facts(limits)}; nodes up: {up}",
+        f"# {facts(limits)}; nodes up: {'unknown' if limits.up_nodes is None else limits.up_nodes}",
         *(yaml.safe_dump({k: v}, width=1000).strip() for k, v in values.items() if v is not None),
         *_hints(site, limits, values),
     ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.choose import node_share
 from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed
-from ultrabench.launchers.slurm.command import CommandError
+from ultrabench.launchers.slurm.query import CommandError
 from ultrabench.launchers.slurm.site import NEEDED, REACH_SLURMCTLD, Limits, Partition, Site, absent_programs
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
@@ -33,8 +33,7 @@ def check_programs(site: Site) -> Check:
         try:
             version = (site.ask(program, "--version").split() or ["?"])[-1]
         except CommandError as error:
-            remedy = "give the cluster's configuration: export SLURM_CONF=/path/of/slurm.conf"
-            return failed(str(error), remedy)
+            return failed(str(error), "name the cluster's settings: export SLURM_CONF=/path/of/slurm.conf")
         versions.setdefault(version, []).append(program)
     return first_problem(
         "; ".join(f"{', '.join(programs)} {version}" for version, programs in versions.items()),
@@ -180,9 +179,8 @@ def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
     accounts, account, qos = site.accounts, config.launcher.account, config.launcher.qos
     enforced, names = site.enforced, [a.account for a in accounts.usable(limits.name)]
     rule = f"Slurm enforces {', '.join(sorted(enforced))}" if enforced else "not enforced here"
-    told = f"user {site.user}: {_list(names, 'no account')}; default {accounts.default or 'none'}; {rule}"
-    if accounts.error:
-        told = f"{accounts.error}; {rule}"
+    mine = f"user {site.user}: {_list(names, 'no account')}; default {accounts.default or 'none'}"
+    told = f"{accounts.error or mine}; {rule}"
     if not enforced:
         return passed(told)
     wanted = account or accounts.default

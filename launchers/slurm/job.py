@@ -38,12 +38,6 @@ class SlurmJob:
         return self.job_id.partition("_")[0]
 
     @property
-    def array_index(self) -> int | None:
-        """The value of SLURM_ARRAY_TASK_ID; None for a job that is not part of an array."""
-        index = self.job_id.partition("_")[2]
-        return int(index) if index else None
-
-    @property
     def meaning(self) -> Meaning:
         """What the state of the job means to us."""
         return meaning(self.state)

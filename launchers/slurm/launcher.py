@@ -10,9 +10,8 @@ from pathlib import Path
 
 from ultrabench.errors import ClusterError, counted
 from ultrabench.launchers.launcher import Allocations, Say, origin
-from ultrabench.launchers.slurm.command import CommandError, ask
 from ultrabench.launchers.slurm.job import SlurmJob, find
-from ultrabench.launchers.slurm.query import Answer, SlurmQuery
+from ultrabench.launchers.slurm.query import Answer, CommandError, SlurmQuery, ask
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.result import Status
@@ -77,9 +76,8 @@ def submit(path: Path, script: str, environment: Iterable[str]) -> str:
     try:
         answer = ask("sbatch", str(path), timeout_s=TIMEOUT_S, environ=inherited(os.environ, environment))
     except CommandError as error:
-        lines = [*error.complaints]
-        told = [line.partition("error: ")[2] for line in lines if "error: " in line]
-        told = told or [line for line in lines if line.startswith("sbatch:")] or lines[-1:]
+        told = [line.partition("error: ")[2] for line in error.complaints if "error: " in line]
+        told = told or [line for line in error.complaints if line.startswith("sbatch:")]
         raise CommandError("; ".join(dict.fromkeys(told)) or str(error)) from error
     number = re.search(r"\bjob (\d+)", answer)
     if number is None:
@@ -136,10 +134,8 @@ class SlurmLauncher:
             if found:
                 return {n: job for n, job in found.items() if n in {a.name for a in allocations}}
             time.sleep(SUBMIT_PAUSE_S * 2**number)
-        raise ClusterError(
-            f"sbatch does not take a job of {counted(allocations[0].nodes, 'node')}: {told}; mend launcher.* or "
-            "the cluster, then launch again: nothing is lost"
-        )
+        refused = f"sbatch does not take a job of {counted(allocations[0].nodes, 'node')}: {told}"
+        raise ClusterError(f"{refused}; mend launcher.* or the cluster, then launch again: nothing is lost")
 
     def _find(self, name: str) -> dict[str, Job] | None:
         """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.
@@ -157,7 +153,7 @@ class SlurmLauncher:
         return None
 
     def _allocation(self, job: SlurmJob) -> str:
-        return f"{job.name.removeprefix(self._prefix)}.{job.array_index}"
+        return f"{job.name.removeprefix(self._prefix)}.{job.job_id.partition('_')[2]}"
 
     def observe(self, allocations: Allocations) -> JobsSeen:
         """The jobs of the sweep by squeue or, for jobs that squeue has forgotten, by sacct.
@@ -182,9 +178,8 @@ class SlurmLauncher:
         since = time.monotonic() - answer.age_s
         missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
         self._unseen = {n: self._unseen.get(n, since) for n in missing}
-        gone = {
-            n: end for n in sorted(self._unseen) if (end := self._over(allocations[n], seen.get(n), answer))
-        }
+        ends = {n: self._over(allocations[n], seen.get(n), answer) for n in sorted(self._unseen)}
+        gone = {n: end for n, end in ends.items() if end}
         ended = {n: allocations[n] for n in allocations.keys() - active.keys() - unended}
         return JobsSeen(
             alive=frozenset((unended | queued) - set(gone)),

@@ -1,22 +1,72 @@
-"""Asks Slurm about our jobs: seldom, with a time-out, and for a limited time if Slurm does not answer."""
+"""Asks Slurm's programs with a time-out; about our jobs it asks seldom, and not for ever if Slurm is silent."""
 
 import math
 import os
 import re
+import signal
+import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.slurm.command import CommandError, ask
 from ultrabench.launchers.slurm.job import SACCT, SQUEUE, SlurmJob, collapse, find, sacct_jobs, squeue_jobs
 
+TIMEOUT_S = 20.0
+"""Seconds after which a Slurm program is killed, if its caller gives no other time."""
+_KEPT = {"SLURM_CONF", "SLURM_JWT"}
+_DEFAULTS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL|SACCTMGR)_")
 FRESH_S = 2.0
 """Smallest number of seconds between two calls of squeue, even urgent ones."""
 MOST_BACK_OFF_S = 300.0
 BUDGET_S = 1800.0
 """Seconds for which squeue may fail in a row."""
 IDS_A_COMMAND = 200
+
+
+class CommandError(Exception):
+    """A Slurm program failed, timed out or printed an invalid answer; it never leaves `launchers`."""
+
+    def __init__(self, message: str, complaints: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.complaints = complaints
+        """The lines that the program wrote to stderr, without empty ones."""
+
+
+def ask(*words: str, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] | None = None) -> str:
+    """The output of a Slurm program.
+
+    Args:
+        environ: all environment variables of the program; by default ours without those that change the
+            output of Slurm's programs or the cluster they ask.
+
+    Raises:
+        CommandError: the program cannot be started, fails, or was killed after `timeout_s`.
+    """
+    if environ is None:
+        environ = {k: v for k, v in os.environ.items() if k in _KEPT or not _DEFAULTS.match(k)}
+        environ |= {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0: squeue prints long ranges in full
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            words, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe,
+            encoding="utf-8", errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise CommandError(f"{words[0]}: {error.strerror}") from error
+    with process:
+        try:
+            answer, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise CommandError(f"{words[0]}: no answer within {timeout_s:g} s") from error
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        complaints = [line.strip() for line in errors.splitlines() if line.strip()]
+        last = complaints[-1][:200] if complaints else "no message"
+        raise CommandError(f"{words[0]}: {last} (exit {process.returncode})", complaints)
+    return answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +125,8 @@ class SlurmQuery:
             self._failures, self._error = self._failures + 1, f"{error}"
             failing_s = time.monotonic() - self._failing_since
             if failing_s >= BUDGET_S:
-                raise ClusterError(
-                    f"{error}, and so for {failing_s / 60:.0f} minutes; running jobs go on, and the same "
-                    "command continues the sweep when Slurm answers again"
-                ) from error
+                failing = f"{error}, and so for {failing_s / 60:.0f} minutes; running jobs go on"
+                raise ClusterError(f"{failing}; the same command continues when Slurm answers") from error
         else:
             self._failures, self._error, self._answered_at = 0, None, now
 

@@ -57,13 +57,14 @@ def array_script(
              "--cpu-bind=none", *([f"--cpus-per-task={choice.cpus}"] if choice.cpus else [])]  # fmt: skip
     python = choice.python or (sys.executable,)
     sweep_dir = Path(first.sweep_dir)
-    options = {"comment": _comment(sweep_dir), "output": log}
+    whose = f"ultrabench sweep {sweep_dir.name} of {own_name()}, results in {sweep_dir}"
+    comment = f"{whose}; to give the nodes back: ultrabench sweep pause {sweep_dir.name}"
     text = _make_sbatch_string(
         command=shlex.join([*python, "-P", "-m", *(program or ("ultrabench.agent", str(shared)))]),
         folder=sweep_dir,
         job_name=f"{job_prefix(sweep_dir)}{array_name(first)}",
         map_count=len(array),
-        additional_parameters=options | _options(first, config, avoid),
+        additional_parameters={"comment": comment, "output": log, **_options(first, config, avoid)},
         setup=["export PYTHONSAFEPATH=1", *_checked(choice.setup)],
         srun_args=[*steps, *choice.srun],
         signal_delay_s=int(first.warning_s),
@@ -97,19 +98,9 @@ def _options(first: Allocation, config: SweepConfig, avoid: Sequence[str]) -> di
         "gpus-per-node": gpus,
         "exclusive": choice.exclusive or None,
         "requeue" if choice.requeue else "no-requeue": True,
-        **{k: getattr(choice, k) for k in _SAME_NAME},
+        **{k: getattr(choice, k) for k in ("partition", "account", "qos", "mem", "nice", "gres")},
         **{k: True if v == "" else v for k, v in choice.sbatch.items()},
     }
     # sbatch treats a backslash as an escape character even inside single quotes.
     texts = {k: v.replace("\\", "\\\\") for k, v in options.items() if isinstance(v, str)}
     return {k: v for k, v in (options | texts).items() if v is not None}
-
-
-_SAME_NAME = ("partition", "account", "qos", "mem", "nice", "gres")
-
-
-def _comment(sweep_dir: Path) -> str:
-    return (
-        f"ultrabench sweep {sweep_dir.name} of {own_name()}, results in {sweep_dir}; "
-        f"to give the nodes back: ultrabench sweep pause {sweep_dir.name}"
-    )

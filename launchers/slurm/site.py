@@ -8,16 +8,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from ultrabench.errors import ClusterError, ConfigError, counted, unknown_name
-from ultrabench.launchers.slurm import command
-from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.job import duration_s
+from ultrabench.launchers.slurm.query import CommandError, ask
 from ultrabench.processes import own_name
 
 _SINFO_FORMAT = "%R|%D|%c|%m|%T|%G"
-_ASSOCIATION = (
-    "Account", "Partition", "MaxJobs", "MaxSubmit", "MaxWall", "MaxTRES", "GrpTRES", "QOS", "DefaultQOS",
-)  # fmt: skip
-_QOS = ("Name", "Flags", "MaxJobsPU", "MaxSubmitPU", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES")
+_ASSOCIATION = "Account,Partition,MaxJobs,MaxSubmit,MaxWall,MaxTRES,GrpTRES,QOS,DefaultQOS"
+_QOS = "Name,Flags,MaxJobsPU,MaxSubmitPU,MaxWall,MaxTRES,MaxTRESPU,GrpTRES"
 _USABLE = re.compile(r"(idle|allocated|mixed|completing|planned|reserved|blocked|power\w*)[~#!%+@^-]*")
 """States of sinfo in which a node runs jobs, now or later.
 
@@ -26,9 +23,7 @@ The states down, drained, in maintenance ($) and not responding (*) are not amon
 
 NEEDED = ("sbatch", "squeue", "scontrol", "scancel")
 """Programs without which no sweep can run on Slurm."""
-REACH_SLURMCTLD = (
-    "run this on a login node, or wait until `scontrol ping` says UP; launcher=local needs no Slurm"
-)
+REACH_SLURMCTLD = "run this on a login node, wait until `scontrol ping` says UP, or set launcher=local"
 
 Rules = Sequence[Mapping[str, str]]
 """Rows of sacctmgr; the first row that sets a limit counts."""
@@ -124,7 +119,7 @@ class Accounts:
 class Site:
     """A Slurm cluster; its facts are queried when they are first needed."""
 
-    def __init__(self, ask: Ask = command.ask) -> None:
+    def __init__(self, ask: Ask = ask) -> None:
         self.ask = ask
         self.user = own_name()
 
@@ -183,7 +178,7 @@ class Site:
         where = ("where", f"user={self.user}", f"cluster={self.config.get('ClusterName', '')}")
         try:
             rows = self.table("assoc", *where, columns=_ASSOCIATION)
-            users = self.table("user", "where", f"name={self.user}", columns=("DefaultAccount",))
+            users = self.table("user", "where", f"name={self.user}", columns="DefaultAccount")
         except CommandError as error:
             return Accounts(error=str(error))
         mine = [
@@ -200,15 +195,16 @@ class Site:
         names = [a.account for a in self.accounts.usable(partition)]
         return names[0] if self.enforced and names and self.accounts.default not in names else None
 
-    def table(self, *what: str, columns: Sequence[str]) -> list[dict[str, str]]:
+    def table(self, *what: str, columns: str) -> list[dict[str, str]]:
         """The rows that `sacctmgr show` prints.
 
         Raises:
             CommandError: sacctmgr fails.
         """
-        text = self.ask("sacctmgr", "--noheader", "--parsable2", "show", *what, f"format={','.join(columns)}")
+        text = self.ask("sacctmgr", "--noheader", "--parsable2", "show", *what, f"format={columns}")
+        names = columns.split(",")
         rows = (line.split("|") for line in text.splitlines() if line.strip())
-        return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
+        return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
 
     def limits(self, partition: str | None, account: str | None, qos: str | None) -> Limits:
         """The limits of this user in a partition; None as an argument stands for the site's default.

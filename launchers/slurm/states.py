@@ -68,10 +68,9 @@ def meaning(word: str) -> Meaning:
 
     An unknown state counts as running, so that a job that may still run is not submitted a second time.
     """
-    known = _MEANINGS.get((word.upper().split() or [""])[0].rstrip("+"))
-    return known or Meaning(
-        Phase.RUNNING, f"is in the state {word.strip() or '(none)'}, which is not known here"
-    )
+    unknown = f"is in the state {word.strip() or '(none)'}, which is not known here"
+    name = (word.upper().split() or [""])[0].rstrip("+")
+    return _MEANINGS.get(name, Meaning(Phase.RUNNING, unknown))
 
 
 # The first pattern that matches the beginning of the reason counts. Limits that are shared with other jobs,

@@ -5,7 +5,7 @@ import getpass
 import pytest
 
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.slurm.command import CommandError
+from ultrabench.launchers.slurm.query import CommandError
 from ultrabench.launchers.slurm.site import Site as RealSite
 
 CONFIG = """Configuration data as of 2026-11-21T09:18:27

@@ -9,10 +9,9 @@ from tests.unit.allocations import with_launcher
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm import launcher as slurm_module
-from ultrabench.launchers.slurm.command import CommandError
 from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, SlurmLauncher
-from ultrabench.launchers.slurm.query import Answer
+from ultrabench.launchers.slurm.query import Answer, CommandError
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.folder import SweepFolder

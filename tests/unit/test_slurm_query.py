@@ -12,9 +12,8 @@ import pytest
 from tests.patience import slowness, wait_until
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm import query as query_module
-from ultrabench.launchers.slurm.command import CommandError, ask
 from ultrabench.launchers.slurm.job import collapse, duration_s, find, squeue_jobs
-from ultrabench.launchers.slurm.query import SlurmQuery
+from ultrabench.launchers.slurm.query import CommandError, SlurmQuery, ask
 from ultrabench.launchers.slurm.states import Phase
 
 QUEUE = """12|12|PENDING|0:00||PartitionNodeLimit|ub-c
@@ -85,10 +84,10 @@ def test_one_question_tells_of_all_jobs_of_a_prefix(slurm, query):
     answer = query.jobs("ub-")
     assert sorted(answer.jobs) == ["10_0", "10_1", "10_2", "12"]
     job = answer.jobs["10_0"]
-    assert (job.array_id, job.array_index, job.name) == ("10", 0, "ub-a")
+    assert (job.array_id, job.job_id, job.name) == ("10", "10_0", "ub-a")
     assert (job.state, job.nodes, job.elapsed_s) == ("RUNNING", "gpu[01-04]", 93784.0)
     assert job.meaning.phase is Phase.RUNNING
-    assert answer.jobs["12"].array_index is None
+    assert answer.jobs["12"].job_id == "12"
     assert answer.jobs["10_2"].reason == "JobArrayTaskLimit"
     assert (answer.age_s, answer.error) == (0.0, None)
     assert list(query.jobs("odd").jobs) == ["11"]
@@ -208,7 +207,7 @@ def test_variables_that_change_the_programs_are_left_out(slurm, monkeypatch):
 @pytest.mark.parametrize("state", ["PENDING", "COMPLETED", "CANCELLED"])
 def test_only_a_cancelled_array_speaks_for_its_elements(state):
     jobs = squeue_jobs(f"57|57|{state}|0:00||None|ub-e\n57_0|58|RUNNING|0:09|gpu01|None|ub-e\n")
-    assert (jobs["57"].array_index, find(jobs, "57_0").state, find(jobs, "58_3")) == (None, "RUNNING", None)
+    assert (jobs["57"].job_id, find(jobs, "57_0").state, find(jobs, "58_3")) == ("57", "RUNNING", None)
     cancelled = find(jobs, "57_3")
     assert (cancelled and cancelled.job_id) == ("57_3" if state == "CANCELLED" else None)
 
