@@ -5,7 +5,6 @@ they continue when the launcher ends.
 """
 
 import contextlib
-import itertools
 import os
 import shlex
 import signal
@@ -17,15 +16,10 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 from pathlib import Path
 
+from ultrabench import processes
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import Allocations, Say, origin
-from ultrabench.processes import (
-    clean_up_after_the_dead,
-    command_line,
-    kill_until_gone,
-    own_processes,
-    start_time,
-)
+from ultrabench.processes import clean_up_after_the_dead
 from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.folder import SweepFolder, touched
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
@@ -91,12 +85,11 @@ class LocalLauncher:
         lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
         if lost:
             clean_up_after_the_dead()
-        host = socket.gethostname()
         return JobsSeen(
             alive=frozenset(unended - lost),
             running=frozenset(found),
             ended_jobs={n: self._vanished(allocations[n]) for n in sorted(lost)},
-            jobs={name: {"host": host} for name in found},
+            jobs={name: {"host": socket.gethostname()} for name in found},
         )
 
     def _vanished(self, held: AllocationState) -> JobEnd:
@@ -117,7 +110,7 @@ class LocalLauncher:
         if queued_only:
             return {}
         pids = self._pids()
-        for pid in itertools.chain.from_iterable(pids[name] for name in allocations):
+        for pid in {pid for name in allocations for pid in pids[name]}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         self._wait_and_kill(allocations.keys(), STOP_PATIENCE_S)
@@ -134,16 +127,16 @@ class LocalLauncher:
 
     def end_frozen(self, name: str, job: Job) -> None:
         """Kills the agents at once; Linux and `clean_up_after_the_dead` end their ranks."""
-        kill_until_gone(lambda: self._pids()[name])
+        processes.kill_until_gone(lambda: self._pids()[name])
         clean_up_after_the_dead()
 
     def _pids(self) -> defaultdict[str, list[int]]:
         """Allocation -> our processes that have its folder, or a file in it, as argument."""
         found, start = defaultdict[str, list[int]](list), f"{self._folder.allocations}/"
-        for pid in own_processes():
-            words = command_line(pid)
+        for pid in processes.own_processes():
+            words = processes.command_line(pid)
             names = {word.removeprefix(start).split("/")[0] for word in words if word.startswith(start)}
-            if names and OURS & set(words) and start_time(pid) is not None:
+            if names and OURS & set(words) and processes.start_time(pid) is not None:
                 for name in names:
                     found[name].append(pid)
         return found

@@ -60,11 +60,9 @@ def require_same(known: SweepJson, config: SweepConfig, where: Path) -> None:
     """
     for group in ("hardware", "kernel", "workload"):
         was, now = to_dict(getattr(known, group)), to_dict(getattr(config, group))
-        changed = [f"{group}.{k}: {was[k]!r} -> {now[k]!r}" for k in sorted(now) if was[k] != now[k]]
-        if changed:
-            raise ConfigError(
-                f"{where} is a sweep with another {group} ({', '.join(changed)}); start a new one with name=NAME"
-            )
+        if changed := [f"{group}.{k}: {was[k]!r} -> {now[k]!r}" for k in sorted(now) if was[k] != now[k]]:
+            told = f"{where} is a sweep with another {group} ({', '.join(changed)})"
+            raise ConfigError(f"{told}; start a new one with name=NAME")
 
 
 def provenance(config: SweepConfig) -> dict[str, Any]:
@@ -152,8 +150,7 @@ def open_sweep(
     keep(config.kernel.env, folder.secrets, config.secrets)
     described = known_as or sweep_json_of(config, environment)
     if not in_table:
-        core, cores = described.core_flops_per_s, described.cores or 1
-        plan = make_plan(config, core_flops_per_s=core, cores=cores)
+        plan = make_plan(config, core_flops_per_s=described.core_flops_per_s, cores=described.cores or 1)
     reader, known = JournalReader(folder.journal, warn), Fold()
     state = known.add(reader.poll())
     accepts = _reuse(config, environment, state, reuse)
@@ -179,14 +176,21 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
 
     Torch is needed to measure the peak rate, to find GPUs, and when runs of our own kernel on this machine
     record its version.
+
+    Raises:
+        ConfigError: the sweep runs on this machine, which has fewer GPUs than its hardware.
     """
-    local, on_gpus = config.launcher.name == "local", config.hardware.device == "cuda"
-    if not needs_peak and not (local and (on_gpus or config.kernel.kind != "command")):
+    local, hardware = config.launcher.name == "local", config.hardware
+    needed = hardware.gpus_per_node if local and hardware.device == "cuda" else 0
+    if not needs_peak and not needed and not (local and config.kernel.kind != "command"):
         return {"cores": len(os.sched_getaffinity(0))}
     say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = probe_machine(needs_peak)
-    if local:
-        _require_gpus(config, int(environment.get("gpus") or 0))
+    seen = int(environment.get("gpus") or 0)
+    if seen < needed:
+        remedy = f"use hardware.gpus_per_node={seen}" if seen else "use hardware=cpu, which needs none"
+        found = f"hardware={hardware.name} has {counted(needed, 'GPU')} a node; torch sees {seen or 'none'}"
+        raise ConfigError(f"{found} on this machine: {remedy}, or launch where there are more")
     return environment
 
 
@@ -206,10 +210,9 @@ def require_local(config: SweepConfig) -> None:
     """
     most = max(config.axes.nodes)
     if config.launcher.name == "local" and most > 1 and not config.hardware.simulated:
-        raise ConfigError(
-            f"sweep.nodes up to {most} of hardware={config.hardware.name} with launcher=local, which has this "
-            "machine only; use sweep.nodes=[1], or hardware=cpu for simulated nodes"
-        )
+        given = f"sweep.nodes up to {most} of hardware={config.hardware.name} with launcher=local"
+        remedy = "use sweep.nodes=[1], or hardware=cpu for simulated nodes"
+        raise ConfigError(f"{given}, which has this machine only; {remedy}")
 
 
 def require_program(config: SweepConfig) -> None:
@@ -228,20 +231,8 @@ def require_program(config: SweepConfig) -> None:
     if here and shutil.which(program) is None:
         missing.append(program)
     if missing:
-        raise ConfigError(
-            f"kernel.command names {missing[0]}, which is not here ({Path.cwd()}); mend its path, or begin with env "
-            "when only nodes have it: kernel.command='[env,PROGRAM,...]'"
-        )
-
-
-def _require_gpus(config: SweepConfig, gpus: int) -> None:
-    hardware = config.hardware
-    if hardware.device == "cuda" and gpus < hardware.gpus_per_node:
-        remedy = f"use hardware.gpus_per_node={gpus}" if gpus else "use hardware=cpu, which needs none"
-        raise ConfigError(
-            f"hardware={hardware.name} has {counted(hardware.gpus_per_node, 'GPU')} a node; torch sees {gpus or 'none'} on this "
-            f"machine: {remedy}, or launch where there are more"
-        )
+        remedy = "mend its path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
+        raise ConfigError(f"kernel.command names {missing[0]}, which is not here ({Path.cwd()}); {remedy}")
 
 
 @functools.cache  # an acceptance run opens several sweeps
@@ -275,13 +266,11 @@ def _reuse(
     oks = [a.result for a in state.attempts.values() if a.result and a.result.status == Status.OK]
     others = [r for r in oks if not same(r)]
     if others and reuse is None:
-        what = sorted({r.kernel_digest or "?" for r in others})
-        raise ConfigError(
-            f"{len(others)} of {len(oks)} results were measured in another environment (kernel sources, "
-            f"torch or machine; theirs: kernel_digest {', '.join(what)}, torch {others[0].torch_version}; "
-            f"here: {digest}, torch {facts.get('torch_version')}); "
-            "--reuse any counts them, --reuse same measures those runs again"
-        )
+        digests = ", ".join(sorted({r.kernel_digest or "?" for r in others}))
+        theirs = f"theirs: kernel_digest {digests}, torch {others[0].torch_version}"
+        what = f"sources, torch or machine; {theirs}; here: {digest}, torch {facts.get('torch_version')}"
+        told = f"{len(others)} of {len(oks)} results were measured in another environment ({what})"
+        raise ConfigError(f"{told}; --reuse any counts them, --reuse same measures those runs again")
     if reuse == "any":
         return lambda result: True
     return same

@@ -150,10 +150,8 @@ class Reconciler:
         """Submits jobs, unless the training program changed or some of their attempts are already claimed."""
         launched, now = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
         if launched != now:
-            self.stopped = (
-                f"the training program changed under the sweep (kernel_digest {launched} -> {now}); launch again to "
-                "go on with the new one"
-            )
+            change = f"the training program changed under the sweep (kernel_digest {launched} -> {now})"
+            self.stopped = f"{change}; launch again to go on with the new one"
             return
         if self.settler.claimed_already((a.key for job in actions.submit for a in job.attempts), state):
             return  # the next rounds first settle the claimed attempts
@@ -188,10 +186,9 @@ class Reconciler:
     def _told_of(self, dead_end: DeadEnd) -> str:
         """The message that says why the launch gives up, with the last line of a job's log."""
         log, said = _last_said(self.sweep.folder.allocations / dead_end.latest.name)
-        return (
-            f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({dead_end.latest.ended}"
-            f"{f'; its log ends: {said[:200]}' if said else ''}); see {log}, then launch again"
-        )
+        why = f"{dead_end.latest.ended}{f'; its log ends: {said[:200]}' if said else ''}"
+        told = f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({why})"
+        return f"{told}; see {log}, then launch again"
 
     def _wait_for_disk(self, error: OSError | SweepFolderError, failing_since: float) -> None:
         """Pauses while the results folder is unusable; raises if that cannot pass or lasts too long.
@@ -204,9 +201,8 @@ class Reconciler:
         if not may_pass(error) and not (cause and may_pass(cause)):
             raise error
         if time.monotonic() - failing_since > DISK_PATIENCE_S:
-            raise ClusterError(
-                f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes; what runs goes on: mend it, then launch again"
-            ) from error
+            waited = f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes"
+            raise ClusterError(f"{waited}; what runs goes on: mend it, then launch again") from error
         self._say_once(f"cannot use {self.sweep.folder.path} ({cause}); trying again, jobs go on")
         time.sleep(DISK_PAUSE_S)
 

@@ -20,20 +20,18 @@ Table = dict[str, Callable[..., Check]]
 """Name of a check in the output -> the function of the check."""
 ACCESS: Table = {"programs": site_checks.check_programs, "slurmctld": site_checks.check_controller}
 """Checks whether Slurm answers; all other checks of Slurm need them."""
-OF_NODES: Table = {
+SITE: Table = {
+    "partition": site_checks.check_partition,
     "nodes": site_checks.check_nodes,
     "GPUs": site_checks.check_gpus,
     "node size": site_checks.check_size,
-}
-"""Checks that need the answers of sinfo."""
-SITE: Table = {
-    "partition": site_checks.check_partition,
-    **OF_NODES,
     "limits": site_checks.check_limits,
     "account": site_checks.check_account,
     "accounting": site_checks.check_accounting,
 }
 """Checks of the answers of Slurm, in order."""
+OF_NODES = ("nodes", "GPUs", "node size")
+"""The checks of SITE that need the answers of sinfo."""
 HERE: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
 """Checks of this machine for launcher=local."""
 NODE: Table = {
@@ -104,7 +102,7 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
         told, _, remedy = str(error).partition("; ")
         return [failed(told, remedy or "set launcher.partition=").named("partition")]
     say(f"looking at partition {limits.name}")
-    untold = OF_NODES if limits.up_nodes is None else {}
+    untold = OF_NODES if limits.up_nodes is None else ()
     return _run(SITE | dict.fromkeys(untold, site_checks.nodes_unknown), config, site, limits)
 
 
