@@ -178,9 +178,9 @@ class Settler:
         if told and self.watchdog.silent(held.name, held.limit_s):
             reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
             return JobEnd(reason=reason, certain=True)
-        told = f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced"
+        watched = f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced"
         advice = "launch from a terminal without --yes: jobs that have not started can then be replaced"
-        self._say(f"{told}. If it is gone for good, {advice}")
+        self._say(f"{watched}. If it is gone for good, {advice}")
         return None
 
     def take_over(self, names: Iterable[str]) -> None:
