@@ -56,9 +56,10 @@ class Reconciler:
         self._touched = 0.0
         """When this launch last showed other launches that it is alive."""
         attempts = sweep.state().attempts.items()
-        old = frozenset(key for key, attempt in attempts if attempt.result is not None)
-        self._launch = Launch(name=sweep.journal.name, by=launcher.by, accepts=sweep.accepts, old=old)
-        """What `decide` needs to know of this launch; the rest is added before each decision."""
+        self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
+        """Attempts that ended before this launch."""
+        self._excused = frozenset[str]()
+        """Allocations that already existed when the sweep was paused or cancelled."""
         self._ended_at: dict[AttemptKey, float] = {}
         """When this launcher saw attempts end, by its monotonic clock, since clocks of nodes may be wrong."""
         self._decided: tuple[float, object, Actions] | None = None
@@ -104,14 +105,21 @@ class Reconciler:
         """What to do now; it is decided again after a change, and otherwise every DECISION_S."""
         now = time.monotonic()
         if state.paused or state.cancelled:
-            self._launch = replace(self._launch, excused=self._launch.excused | state.allocations.keys())
+            self._excused |= state.allocations.keys()
         for key, attempt in state.attempts.items():
-            if attempt.result is not None and key not in self._launch.old:
+            if attempt.result is not None and key not in self._old:
                 self._ended_at.setdefault(key, now)
         ground = (self.sweep.known.heard, seen.alive)
         if self._decided and self._decided[1] == ground and now - self._decided[0] < DECISION_S:
             return self._decided[2]
-        launch = replace(self._launch, ended_s={key: now - at for key, at in self._ended_at.items()})
+        launch = Launch(
+            name=self.sweep.journal.name,
+            by=self.launcher.by,
+            accepts=self.sweep.accepts,
+            old=self._old,
+            ended_s={key: now - at for key, at in self._ended_at.items()},
+            excused=self._excused,
+        )
         actions = decide(self.sweep.plan, state, seen, self.limits, launch, time.time())
         self._decided = (now, ground, actions)
         return actions
