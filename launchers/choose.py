@@ -32,8 +32,7 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool =
         return LocalLauncher(folder)
     if not submits:
         return SlurmLauncher(config, folder)
-    for path in (folder.path, Path.cwd()):
-        require_plain(path)
+    require_plain(folder.path, Path.cwd())
     limits = Site().limits(choice.partition, choice.account, choice.qos)
     where = f"partition {limits.name}"
     _require_at_most(limits.cpus_per_node, "cpus", choice.cpus, f"nodes of {where} have")

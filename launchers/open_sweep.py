@@ -33,6 +33,8 @@ from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 
 PROBE_TIMEOUT_S = 120.0
+Accepts = Callable[[RunResult], bool]
+"""Says whether a result with the status ok counts for a launch."""
 
 
 def sweep_json_of(config: SweepConfig, environment: dict[str, Any]) -> SweepJson:
@@ -89,8 +91,7 @@ class OpenSweep:
     journal: JournalWriter
     reader: JournalReader
     environment: dict[str, Any]
-    accepts: Callable[[RunResult], bool]
-    """Says whether a result with the status ok counts for this launch."""
+    accepts: Accepts
     kernel_digest: str
     """Digest of the training program when the sweep was launched."""
     git_commit: str | None
@@ -250,9 +251,7 @@ def probe_machine(peak: bool) -> dict[str, Any]:
     return found
 
 
-def _reuse(
-    config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None
-) -> Callable[[RunResult], bool]:
+def _reuse(config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None) -> Accepts:
     """A function that says whether an ok result counts, judged by the environment it was measured in."""
     facts = environment if config.kernel.kind != "command" else {}
     digest = config.kernel.digest()

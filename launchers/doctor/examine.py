@@ -54,8 +54,7 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
     """
     if config.launcher.name == "local":
         return _examine_here(config, say)
-    for path in (Path(config.results_dir).absolute(), Path.cwd()):
-        require_plain(path)
+    require_plain(Path(config.results_dir).absolute(), Path.cwd())
     say("asking Slurm's programs")
     checks = list[Check]()
     for name, check in ACCESS.items():

@@ -26,14 +26,15 @@ def job_prefix(sweep_dir: Path) -> str:
     return f"ub-{sweep_dir.name}-"
 
 
-def require_plain(folder: Path) -> None:
-    """Raises if a job script cannot name `folder`.
+def require_plain(*folders: Path) -> None:
+    """Raises if a job script cannot name one of `folders`.
 
     Raises:
-        ConfigError: the path has a line break, or a backslash, which disables patterns in Slurm's file names.
+        ConfigError: a path has a line break, or a backslash, which disables patterns in Slurm's file names.
     """
-    if re.search(r"[\\\r\n]", str(folder)):
-        raise ConfigError(f"{str(folder)!r} has a backslash or a line break; Slurm needs a folder without")
+    for name in map(str, folders):
+        if re.search(r"[\\\r\n]", name):
+            raise ConfigError(f"{name!r} has a backslash or a line break; Slurm needs a folder without")
 
 
 def array_script(
