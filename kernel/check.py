@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.data import load
-from ultrabench.kernel.mesh import build_mesh, local, part_of, take
+from ultrabench.kernel.mesh import build_mesh, local, take
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
 from ultrabench.kernel.requests import TOLERANCE, CheckResult, CheckSpec
 from ultrabench.kernel.step import BETAS, LEARNING_RATE, WEIGHT_DECAY, TrainStep
@@ -88,6 +88,7 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     found = _trained(
         spec.steps, trainer.params, lambda step: trainer.accumulate(*trainer.batch(step)), trainer.update
     )
+    found["parts"] = trainer.parts
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -110,8 +111,7 @@ def _trained(
             grads = {n: local(p.grad).clone() for n, p in params.items() if p.grad is not None}
         losses.append(update(loss).item())
     values = {name: local(param.detach()) for name, param in params.items()}
-    parts = {name: part_of(param) for name, param in params.items()}
-    return {"losses": losses, "grads": grads, "params": values, "parts": parts}
+    return {"losses": losses, "grads": grads, "params": values}
 
 
 def _diff(a: Tensor, b: Tensor) -> float:

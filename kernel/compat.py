@@ -35,6 +35,24 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
+_collectives = torch.ops._c10d_functional
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts to gather the tensors of all ranks along dim 0; the result may be read after `wait`."""
+    return _collectives.all_gather_into_tensor(tensor, group.size(), group.group_name)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts to sum `tensor` over all ranks and to give each its part along dim 0; read it after `wait`."""
+    return _collectives.reduce_scatter_tensor(tensor, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """The result of a collective that has begun."""
+    return _collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
+
+
 _aten = torch.ops.aten
 EXPENSIVE = frozenset(
     {_aten.mm.default, _aten.addmm.default, _aten.bmm.default,

@@ -12,26 +12,19 @@ T maxima and of 2*T sums.
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
 LOGITS = 2**28
 """Largest number of logits in a chunk: 2048 tokens with a vocabulary of 131072, 1.5 GiB in bf16 and fp32."""
 
 
-def head_loss(x_BSH: Tensor, weight_VH: Tensor, targets_BS: Tensor) -> Tensor:
+def head_loss(
+    x_BSH: Tensor, weight_VH: Tensor, targets_BS: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """The mean loss over the tokens of a micro-batch, in at least fp32.
 
-    If x is split over tp, it all-gathers B*S*H elements over tp and reduce-scatters as many gradients.
+    If the ranks of `group` share the vocabulary, each of them has all tokens and a part of the gradient of x.
     """
-    group, first = None, 0
-    if isinstance(weight_VH, DTensor):
-        mesh = weight_VH.device_mesh
-        assert isinstance(x_BSH, DTensor)
-        assert mesh.ndim == 1
-        group = mesh.get_group()
-        x_BSH = x_BSH.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        weight_VH = weight_VH.to_local()
-        first = mesh.get_local_rank() * weight_VH.shape[0]
+    first = 0 if group is None else group.rank() * weight_VH.shape[0]
     x_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
     loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, group, first)  # type: ignore[no-untyped-call]
     return loss

@@ -1,11 +1,9 @@
 """Builds the mesh of ranks, and tells which part of a full parameter a rank holds."""
 
-import math
-
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from ultrabench.layout import Layout
 
@@ -44,24 +42,17 @@ def placements(param: Tensor) -> dict[str, tuple[Placement, int]]:
     return {axis: (param.placements[index], size(index)) for index, axis in enumerate(axes)}
 
 
-def part_of(param: Tensor) -> Part:
-    """The cuts that turn the full tensor into this rank's part of `param`.
+def dp_part(param: Tensor) -> Part:
+    """The cut by which fully_shard makes this rank's part of `param`.
 
-    Tensor parallelism cuts first. Then fully_shard cuts the rest into chunks of equal size, except for the
-    last ones, which may be shorter or empty.
+    All parts have the same number of rows, except for the last ones, which may be shorter or empty.
     """
-    cuts, sizes, placed = [], list(param.shape), placements(param)
-    for axis in ("tp", "dp_shard"):
-        placement, ranks = placed.get(axis, (Replicate(), 1))
-        if placement.is_replicate():
-            continue
-        assert isinstance(param, DTensor)
-        dim = placement.dim if isinstance(placement, Shard) else 0
-        chunk = -(-sizes[dim] // ranks)
-        start = min(chunk * param.device_mesh.get_local_rank(axis), sizes[dim])
-        sizes[dim] = min(chunk, sizes[dim] - start)
-        cuts.append((dim, start, sizes[dim]))
-    return tuple(cuts)
+    if not isinstance(param, DTensor):
+        return ()
+    rows, shards = param.shape[0], param.device_mesh["dp_shard"]
+    chunk = -(-rows // shards.size())
+    start = min(chunk * shards.get_local_rank(), rows)
+    return ((0, start, min(chunk, rows - start)),)
 
 
 def take(full: Tensor, part: Part) -> Tensor:
@@ -77,5 +68,5 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def num_shards(param: Tensor) -> int:
-    """The number of different parts into which the ranks of a stage cut `param`."""
-    return math.prod(ranks for placement, ranks in placements(param).values() if not placement.is_replicate())
+    """The number of parts into which fully_shard cuts `param`."""
+    return param.device_mesh["dp_shard"].size() if isinstance(param, DTensor) else 1

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
 from ultrabench.kernel.loss import head_loss
@@ -55,18 +54,10 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """The normalised x, with its shape and dtype; a rank does only its own tokens if they are split."""
-        if isinstance(x_BSH, DTensor) and isinstance(self.weight, DTensor):
-            # Each rank computes a summand of the weight's gradient, from its own tokens.
-            weight = self.weight.to_local(grad_placements=[Partial()])
-            own = self._norm(x_BSH.to_local(), weight)
-            return DTensor.from_local(own, x_BSH.device_mesh, x_BSH.placements, run_check=False)
-        return self._norm(x_BSH, self.weight)
-
-    def _norm(self, x_BSH: Tensor, weight: Tensor) -> Tensor:
+        """The normalised x, with its shape and dtype."""
         if x_BSH.is_cuda:  # on GPUs torch has one kernel, which keeps as little
-            return functional.rms_norm(x_BSH, x_BSH.shape[-1:], weight, self.eps)
-        out: Tensor = _RmsNorm.apply(x_BSH, weight, self.eps)  # type: ignore[no-untyped-call]
+            return functional.rms_norm(x_BSH, x_BSH.shape[-1:], self.weight, self.eps)
+        out: Tensor = _RmsNorm.apply(x_BSH, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -91,7 +82,24 @@ def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
 
 
-class Attention(nn.Module):
+def columns(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """The products of x with several weights; tensor parallelism cuts these weights along their output."""
+    return tuple(functional.linear(x_BSH, weight) for weight in weights)
+
+
+class Block(nn.Module):
+    """Products with several weights, something between, and a product with one weight."""
+
+    columns: Callable[..., tuple[Tensor, ...]]
+    row: Callable[[Tensor, Tensor], Tensor]
+    """The last product; tensor parallelism cuts its weight along its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns, self.row = columns, functional.linear
+
+
+class Attention(Block):
     """Causal self-attention with grouped keys and values."""
 
     core: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -109,14 +117,14 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The x_BSH after attention; the number of heads comes from the projections, which may be shards."""
-        q, k, v = (project(x_BSH).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        products = self.columns(x_BSH, self.q.weight, self.k.weight, self.v.weight)
+        q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
         q_BNSD, k_BKSD = (rotate(t, cos, sin).transpose(1, 2) for t in (q, k))
         mixed = self.core(q_BNSD, k_BKSD, v.transpose(1, 2))
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.row(mixed.transpose(1, 2).flatten(2), self.out.weight)
 
 
-class FeedForward(nn.Module):
+class FeedForward(Block):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -127,8 +135,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """The x_BSH that the block adds to the residual."""
-        out: Tensor = self.down(functional.silu(self.gate(x_BSH)) * self.up(x_BSH))
-        return out
+        gate, up = self.columns(x_BSH, self.gate.weight, self.up.weight)
+        return self.row(functional.silu(gate) * up, self.down.weight)
 
 
 class Layer(nn.Module):
@@ -159,6 +167,7 @@ class Decoder(nn.Module):
         """`spans` are the positions of a sequence that this rank holds."""
         super().__init__()
         self.shape, self.spans = shape, spans
+        self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss
         numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         h = shape.hidden_size
         self.embedding = nn.Embedding(shape.vocab_size, h) if stage.has_embedding else None
@@ -185,10 +194,8 @@ class Decoder(nn.Module):
         x = x if self.norm is None else self.norm(x)
         if self.head is None:
             return x
-        logits_or_loss: Tensor = (
-            self.head(x) if targets_BS is None else head_loss(x, self.head.weight, targets_BS)
-        )
-        return logits_or_loss
+        out: Tensor = self.head(x) if targets_BS is None else self.loss(x, self.head.weight, targets_BS)
+        return out
 
     def initial_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:
         """The full initial value of parameter `name` in fp32; it depends only on the seed and the name."""

@@ -13,6 +13,7 @@ from ultrabench.kernel.compat import PeerlessWarmup
 from ultrabench.kernel.dp import COMPUTE_DTYPE
 from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
+from ultrabench.kernel.tp import Wanted
 from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
 
@@ -25,6 +26,8 @@ class Stage(PeerlessWarmup, PipelineStage):
 
     progress: Callable[[], None]
     """It is called after every forward and every backward of a micro-batch."""
+    wanted: Wanted
+    """What a backward pass must compute."""
     targets: Iterator[Tensor]
     """The targets of each micro-batch, in the order in which every schedule runs their forwards."""
 
@@ -35,6 +38,11 @@ class Stage(PeerlessWarmup, PipelineStage):
         out = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.progress()
         return out
+
+    def backward_maybe_with_nosync(self, backward_type, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """Runs a backward pass, in which products compute only the gradients that it is for."""
+        self.wanted.inputs, self.wanted.weights = backward_type != "weight", backward_type != "input"
+        return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_one_chunk(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Runs torch's backward of a micro-batch, then calls `progress`."""
@@ -53,6 +61,7 @@ class Pipeline:
         pp_mesh: DeviceMesh,
         device: torch.device,
         progress: Callable[[], None],
+        wanted: Wanted,
     ) -> None:
         layout, dtype = spec.layout, COMPUTE_DTYPE[spec.kernel.precision]
         self._mbs, count, group = layout.mbs, layout.num_stages, pp_mesh.get_group()
@@ -69,7 +78,7 @@ class Pipeline:
             taken = tokens if index == 0 else x
             given = loss if index == count - 1 else x
             stage = Stage(model, index, count, device, input_args=taken, output_args=given, group=group)
-            stage.progress = progress
+            stage.progress, stage.wanted = progress, wanted
             self._stages.append(stage)
         # Schedules of torch for several stages on a rank take a list.
         self._schedule = get_schedule_class(SCHEDULES[layout.pp_schedule])(

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 from ultrabench.kernel.failure import ReplicasDifferError
-from ultrabench.kernel.mesh import local, placements
+from ultrabench.kernel.mesh import local
 from ultrabench.kernel.step import TrainStep
+from ultrabench.kernel.tp import cut_dim
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -23,10 +24,9 @@ def require_equal_replicas(trainer: TrainStep) -> None:
         ReplicasDifferError: on every rank if any copy differs; it names the differences on this rank.
     """
     found = set[str]()
-    for axis in ("dp_replicate", "tp"):
-        placed = ((name, placements(param).get(axis)) for name, param in trainer.params.items())
-        names = [name for name, on_axis in placed if on_axis and on_axis[0].is_replicate()]
-        found |= _differing(trainer, names, trainer.mesh.get_group(axis))
+    whole = [name for name in trainer.params if cut_dim(name) is None]
+    found |= _differing(trainer, whole, trainer.mesh.get_group("tp"))
+    found |= _differing(trainer, list(trainer.params), trainer.mesh.get_group("dp_replicate"))
     if trainer.tied_group is not None:
         held = [n for n in ("embedding.weight", "head.weight") if n in trainer.params]
         found |= _differing(trainer, held, trainer.tied_group)

@@ -11,11 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 from ultrabench.kernel import cp
 from ultrabench.kernel.data import load, sample_indices
 from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch
-from ultrabench.kernel.mesh import cp_group, local, num_shards, part_of, take
+from ultrabench.kernel.mesh import cp_group, local, num_shards, take
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_group
 from ultrabench.kernel.recompute import apply_compile, apply_recompute
-from ultrabench.kernel.tp import apply_tp
+from ultrabench.kernel.tp import Ranks, apply_tp, cut_dim, full_size, part_of, sum_norm_gradients
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, held_stages
 
@@ -26,7 +26,7 @@ CLIP_NORM = 1.0
 """Largest norm of the whole gradient, as in the recipe of Llama (arXiv 2302.13971, section 2.3)."""
 
 
-def initialise(model: Decoder, seed: int, device: torch.device) -> None:
+def initialise(model: Decoder, seed: int, device: torch.device, tp_group: dist.ProcessGroup) -> None:
     """Gives every parameter its part of the full initial value, which depends on its name and `seed`.
 
     Only one full matrix at a time exists on the device.
@@ -34,8 +34,8 @@ def initialise(model: Decoder, seed: int, device: torch.device) -> None:
     model.to_empty(device=device)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            full = model.initial_value(name, param.shape, seed, device)
-            local(param).copy_(take(full, part_of(param)))
+            full = model.initial_value(name, full_size(name, param, tp_group), seed, device)
+            local(param).copy_(take(full, part_of(name, param, tp_group)))
 
 
 class TrainStep:
@@ -58,16 +58,19 @@ class TrainStep:
         self.spans = cp.spans(spec.workload.seq_len, layout.cp, self.at.cp)
         self.cp_group = cp_group(layout, device.type)
         stages = held_stages(spec.shape, layout, self.at.pp)
+        self.tp = Ranks(mesh.get_group("tp"))
         self.models = [self._build(stage) for stage in stages]
         self.tied = spec.shape.tie_word_embeddings and layout.pp > 1
         self.tied_group = tied_group(layout, dist.get_rank()) if self.tied else None
         self.holds_loss = any(stage.has_head for stage in stages)
         self.params = {name: p for model in self.models for name, p in model.named_parameters()}
+        self.parts = {name: part_of(name, param, self.tp.group) for name, param in self.params.items()}
         self.shards = {name: local(param.detach()) for name, param in self.params.items()}
         # In the norm a parameter has the weight 1 / (number of ranks that hold the same part), and the copy of
         # a tied embedding on the last stage has the weight 0, so that the norm counts each number once.
         self.holders = layout.world_size // layout.pp
-        self.weights = {name: num_shards(param) / self.holders for name, param in self.params.items()}
+        cuts = {name: 1 if cut_dim(name) is None else layout.tp for name in self.params}
+        self.weights = {n: cuts[n] * num_shards(param) / self.holders for n, param in self.params.items()}
         if self.tied:
             self.weights["head.weight"] = 0.0
         # AdamW works element by element, so that it is enough to give it the shards of this rank.
@@ -76,7 +79,7 @@ class TrainStep:
             filled, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda"
         )
         if layout.pp > 1:
-            self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, progress)
+            self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, progress, self.tp.wanted)
 
     def _build(self, stage: Stage) -> Decoder:
         """A stage of the model, with every form of parallelism of the layout applied to it."""
@@ -86,12 +89,12 @@ class TrainStep:
         if MASTER_DTYPE[choice.precision] != torch.get_default_dtype():
             model.to(MASTER_DTYPE[choice.precision])  # tensors of a dry run do not permit this
         cp.apply_cp(model, self.cp_group)
-        apply_tp(model, self.mesh["tp"])
+        apply_tp(model, self.tp)
         apply_recompute(model, choice.recompute)
         if choice.compile:
             apply_compile(model, self.backend)
         apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision)
-        initialise(model, spec.workload.seed, self.device)
+        initialise(model, spec.workload.seed, self.device, self.tp.group)
         assert isinstance(model, FSDPModule)
         # The first gather gives the shards their final memory, which the optimizer must refer to.
         model.unshard()
@@ -133,6 +136,7 @@ class TrainStep:
                 loss.backward()
                 losses.append(loss.detach())
                 self.progress()
+        sum_norm_gradients(self.params.items(), self.tp.group)
         none = torch.zeros((), device=self.device)
         return sum((local(loss.detach()) for loss in losses), none)
 

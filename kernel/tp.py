@@ -1,102 +1,198 @@
-"""Tensor parallelism with sequence parallelism, put around a plain decoder.
+"""Tensor parallelism with sequence parallelism on plain tensors, put around a plain decoder.
 
-Column-parallel: Y = X W, W = [W_1, ..., W_tp], so rank i holds Y_i. Row-parallel: W is cut along
-its input, every rank holds a summand of Y, and the sum is scattered along the sequence. Between
-the blocks each rank holds S/tp tokens, where norms and residuals are computed
-(arXiv 2205.05198, section 4.2.2).
+Column-parallel: Y = X W, W = [W_1, ..., W_tp], so rank i holds Y_i. Row-parallel: W is cut along its input,
+every rank holds a summand of Y, and the sum is scattered along the sequence. Between the blocks each rank
+holds S/tp tokens, on which it computes norms and residuals (arXiv 2205.05198, section 4.2.2).
+
+Forward of a layer gathers B*S*H elements over tp before attention and before the feed-forward, and
+reduce-scatters as many after each. Gathered tokens are not kept: backward gathers them again, while it
+computes the gradient of the input. So a layer costs 6 all-gathers and 4 reduce-scatters of B*S*H elements.
+
+The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.nn import functional
 
+from ultrabench.kernel.compat import all_gather, reduce_scatter, wait
+from ultrabench.kernel.loss import head_loss
+from ultrabench.kernel.mesh import Part, dp_part, local
 from ultrabench.kernel.model import Decoder
 
-
-def layer_plan() -> dict[str, ParallelStyle]:
-    """How one layer is cut.
-
-    Forward gathers B*S*H elements over tp before attention and before the feed-forward, and
-    reduce-scatters as many after each; backward does the mirror image. So a layer costs 4
-    all-gathers and 4 reduce-scatters of B*S*H elements, minus the gathers DTensor keeps.
-    """
-    return {
-        "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
-        ),
-        "attention.q": ColwiseParallel(),
-        "attention.k": ColwiseParallel(),
-        "attention.v": ColwiseParallel(),
-        "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn_norm": SequenceParallel(),
-        "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "ffn.gate": ColwiseParallel(),
-        "ffn.up": ColwiseParallel(),
-        "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
-    }
+CUT = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0, "out": 1, "down": 1}
+"""Module -> the dim along which its weight is cut; weights of norms are not cut."""
 
 
-class VocabularyParallel(ParallelStyle):
-    """Cuts an embedding by rows: each rank looks up the tokens it has rows of, the others count 0.
-
-    DTensor's own way gives the gradient of all rows on every rank before it takes this rank's.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding)
-        module.weight = nn.Parameter(
-            distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
-        )
-        module.forward = partial(_look_up, module, device_mesh)  # type: ignore[method-assign]
-        return module
+def cut_dim(name: str) -> int | None:
+    """The dim along which tensor parallelism cuts the parameter `name`; None if every rank holds all of it."""
+    return CUT.get(name.split(".")[-2])
 
 
-def _look_up(module: nn.Embedding, tp_mesh: DeviceMesh, tokens_BS: Tensor) -> Tensor:
-    """The S/tp rows of x_BSH that this rank goes on with: a reduce-scatter, backward an all-gather."""
-    assert isinstance(module.weight, DTensor)
-    rows = module.weight.to_local()
-    index = tokens_BS - tp_mesh.get_local_rank() * rows.shape[0]
-    elsewhere = (index < 0) | (index >= rows.shape[0])
+@dataclass(slots=True)
+class Wanted:
+    """Which gradients the backward pass that runs now must compute; schedules that split backward set it."""
+
+    inputs: bool = True
+    weights: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of the tp axis, and what their backward passes must compute."""
+
+    group: dist.ProcessGroup
+    wanted: Wanted = field(default_factory=Wanted)
+
+    def gather(self, x_BsH: Tensor) -> Tensor:
+        """Starts to gather the tokens of all ranks, tp x B x S/tp x H."""
+        return all_gather(x_BsH.contiguous(), self.group)
+
+    def whole(self, gathered: Tensor, batch: int) -> Tensor:
+        """The gathered tokens B x S x H, once they are there."""
+        parts = wait(gathered).unflatten(0, (self.group.size(), batch))
+        return parts.transpose(0, 1).flatten(1, 2)
+
+    def scatter(self, x_BSH: Tensor) -> Tensor:
+        """Starts to sum over the ranks, of which each gets its own tokens, B x S/tp x H."""
+        parts = x_BSH.unflatten(1, (self.group.size(), -1)).transpose(0, 1)
+        return reduce_scatter(parts.flatten(0, 1), self.group)
+
+
+class _Columns(torch.autograd.Function):
+    """Products of gathered tokens with several column-parallel weights."""
+
+    @staticmethod
+    def forward(ctx, ranks: Ranks, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+        ctx.ranks = ranks
+        ctx.save_for_backward(x_BsH, *weights)
+        x_BSH = ranks.whole(ranks.gather(x_BsH), len(x_BsH))
+        return tuple(functional.linear(x_BSH, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
+        ranks, (x_BsH, *weights) = ctx.ranks, ctx.saved_tensors
+        wanted = ranks.wanted
+        gathered = ranks.gather(x_BsH) if wanted.weights else None
+        grad_x, grad_weights = None, [None] * len(weights)
+        if wanted.inputs:
+            grad_x = ranks.scatter(sum(g @ w for g, w in zip(grads, weights, strict=True)))
+        if gathered is not None:
+            x_TH = ranks.whole(gathered, len(x_BsH)).flatten(0, 1)
+            grad_weights = [grad.flatten(0, 1).t() @ x_TH for grad in grads]
+        return None, grad_x if grad_x is None else wait(grad_x), *grad_weights
+
+
+class _Row(torch.autograd.Function):
+    """The product with a row-parallel weight, summed over the ranks and scattered along the sequence."""
+
+    @staticmethod
+    def forward(ctx, ranks: Ranks, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.ranks = ranks
+        ctx.save_for_backward(x_BSh, weight)
+        return wait(ranks.scatter(functional.linear(x_BSh, weight)))
+
+    @staticmethod
+    def backward(ctx, grad_BsH: Tensor):  # type: ignore[no-untyped-def]
+        ranks, (x_BSh, weight) = ctx.ranks, ctx.saved_tensors
+        wanted = ranks.wanted
+        grad = ranks.whole(ranks.gather(grad_BsH), len(grad_BsH))
+        grad_x = grad @ weight if wanted.inputs else None
+        grad_weight = grad.flatten(0, 1).t() @ x_BSh.flatten(0, 1) if wanted.weights else None
+        return None, grad_x, grad_weight
+
+
+class _Gather(torch.autograd.Function):
+    """The tokens of all ranks; the gradient is summed over the ranks and scattered."""
+
+    @staticmethod
+    def forward(ctx, ranks: Ranks, x_BsH: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.ranks = ranks
+        return ranks.whole(ranks.gather(x_BsH), len(x_BsH))
+
+    @staticmethod
+    def backward(ctx, grad_BSH: Tensor):  # type: ignore[no-untyped-def]
+        return None, wait(ctx.ranks.scatter(grad_BSH))
+
+
+class _Scatter(torch.autograd.Function):
+    """The sum over the ranks, of which each gets its own tokens; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx, ranks: Ranks, x_BSH: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.ranks = ranks
+        return wait(ranks.scatter(x_BSH))
+
+    @staticmethod
+    def backward(ctx, grad_BsH: Tensor):  # type: ignore[no-untyped-def]
+        return None, ctx.ranks.whole(ctx.ranks.gather(grad_BsH), len(grad_BsH))
+
+
+def _look_up(ranks: Ranks, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+    """The embeddings of this rank's tokens: each rank looks up those it has rows of, the others count 0."""
+    rows = embedding.weight
+    index = tokens_BS - ranks.group.rank() * len(rows)
+    elsewhere = (index < 0) | (index >= len(rows))
     x_BSH = functional.embedding(index.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
-    summand = DTensor.from_local(x_BSH, tp_mesh, [Partial()], run_check=False)
-    # Waited for: a compiled layer takes an unfinished collective for plain data and loses gradients.
-    return summand.redistribute(placements=[Shard(1)]).to_local()
+    out: Tensor = _Scatter.apply(ranks, x_BSH)  # type: ignore[no-untyped-call]
+    return out
 
 
-def outer_plan(model: Decoder) -> dict[str, ParallelStyle]:
-    """How embedding, last norm and head are cut, where this stage has them.
+def _loss(ranks: Ranks, x_BsH: Tensor, weight_VH: Tensor, targets_BS: Tensor) -> Tensor:
+    """The mean loss over all tokens, with V/tp rows of the head on this rank."""
+    return head_loss(_Gather.apply(ranks, x_BsH), weight_VH, targets_BS, ranks.group)  # type: ignore[no-untyped-call]
 
-    The embedding is cut by vocabulary (one reduce-scatter forward, one all-gather backward), and
-    so is the head: the loss is computed on the parts of the logits.
+
+def apply_tp(model: Decoder, ranks: Ranks) -> None:
+    """Cuts `model` over the tp axis, in place; nothing to do when it has one rank.
+
+    The model has no values yet, so that cutting only makes its parameters smaller.
     """
-    plan: dict[str, ParallelStyle] = {}
-    if model.embedding is not None:
-        plan["embedding"] = VocabularyParallel()
-    if model.norm is not None:
-        plan["norm"] = SequenceParallel()
-    if model.head is not None:
-        plan["head"] = ColwiseParallel()
-    return plan
-
-
-def apply_tp(model: Decoder, tp_mesh: DeviceMesh) -> None:
-    """Cuts `model` over the tp axis, in place; nothing to do when it has one rank."""
-    if tp_mesh.size() == 1:
+    if ranks.group.size() == 1:
         return
+    for name, param in list(model.named_parameters()):
+        dim = cut_dim(name)
+        if dim is not None:
+            size = list(param.shape)
+            size[dim] //= ranks.group.size()
+            owner = model.get_submodule(name.rpartition(".")[0])
+            owner.weight = nn.Parameter(torch.empty(size, dtype=param.dtype, device=param.device))
     for layer in model.layers.values():
-        parallelize_module(layer, tp_mesh, layer_plan())
-    parallelize_module(model, tp_mesh, outer_plan(model))
-    # parallelize_module makes a new parameter of each name, which undoes the tie.
+        for block in (layer.attention, layer.ffn):
+            block.columns = partial(_Columns.apply, ranks)
+            block.row = partial(_Row.apply, ranks)
+    if model.embedding is not None:
+        model.embedding.forward = partial(_look_up, ranks, model.embedding)  # type: ignore[method-assign]
+    model.loss = partial(_loss, ranks)
     model.tie()
+
+
+def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
+    """The cuts that turn the full tensor into this rank's part of the parameter `name`: over tp, then over dp."""
+    dim = cut_dim(name)
+    own = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
+    return (*own, *dp_part(param))
+
+
+def full_size(name: str, param: Tensor, group: dist.ProcessGroup) -> torch.Size:
+    """The size of the parameter `name` before anything cuts it."""
+    size = list(param.shape)
+    if (dim := cut_dim(name)) is not None:
+        size[dim] *= group.size()
+    return torch.Size(size)
+
+
+def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
+    """Sums the gradients of norms over tp: one all-reduce of 2*L*H/shards elements, L the layers of the stage."""
+    grads = [local(p.grad) for name, p in params if cut_dim(name) is None and p.grad is not None]
+    if group.size() == 1 or not grads:
+        return
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat, group=group)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
