@@ -118,7 +118,7 @@ class Attention(Block):
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The x_BSH after attention; the number of heads comes from the projections, which may be shards."""
         products = self.columns(x_BSH, self.q.weight, self.k.weight, self.v.weight)
-        q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
+        q, k, v = (x.view(*x.shape[:-1], -1, self.head_dim) for x in products)
         q_BNSD, k_BKSD = (rotate(t, cos, sin).transpose(1, 2) for t in (q, k))
         mixed = self.core(q_BNSD, k_BKSD, v.transpose(1, 2))
         return self.row(mixed.transpose(1, 2).flatten(2), self.out.weight)

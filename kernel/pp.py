@@ -42,7 +42,7 @@ class Stage(PeerlessWarmup, PipelineStage):
     def backward_maybe_with_nosync(self, backward_type, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Runs a backward pass, in which products compute only the gradients that it is for."""
         self.wanted.inputs, self.wanted.weights = backward_type != "weight", backward_type != "input"
-        return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
 
     def backward_one_chunk(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Runs torch's backward of a micro-batch, then calls `progress`."""

@@ -23,7 +23,7 @@ from torch.nn import functional
 from ultrabench.kernel.compat import all_gather, reduce_scatter, wait
 from ultrabench.kernel.loss import head_loss
 from ultrabench.kernel.mesh import Part, dp_part, local
-from ultrabench.kernel.model import Decoder
+from ultrabench.kernel.model import Block, Decoder
 
 CUT = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0, "out": 1, "down": 1}
 """Module -> the dim along which its weight is cut; weights of norms are not cut."""
@@ -55,13 +55,14 @@ class Ranks:
 
     def whole(self, gathered: Tensor, batch: int) -> Tensor:
         """The gathered tokens B x S x H, once they are there."""
-        parts = wait(gathered).unflatten(0, (self.group.size(), batch))
+        tokens = wait(gathered)
+        parts = tokens.view(self.group.size(), batch, *tokens.shape[1:])
         return parts.transpose(0, 1).flatten(1, 2)
 
     def scatter(self, x_BSH: Tensor) -> Tensor:
         """Starts to sum over the ranks, of which each gets its own tokens, B x S/tp x H."""
-        parts = x_BSH.unflatten(1, (self.group.size(), -1)).transpose(0, 1)
-        return reduce_scatter(parts.flatten(0, 1), self.group)
+        parts = x_BSH.reshape(len(x_BSH), self.group.size(), -1, x_BSH.shape[-1])
+        return reduce_scatter(parts.transpose(0, 1).flatten(0, 1), self.group)
 
 
 class _Columns(torch.autograd.Function):
@@ -163,9 +164,10 @@ def apply_tp(model: Decoder, ranks: Ranks) -> None:
             owner = model.get_submodule(name.rpartition(".")[0])
             owner.weight = nn.Parameter(torch.empty(size, dtype=param.dtype, device=param.device))
     for layer in model.layers.values():
-        for block in (layer.attention, layer.ffn):
-            block.columns = partial(_Columns.apply, ranks)
-            block.row = partial(_Row.apply, ranks)
+        for block in layer.children():
+            if isinstance(block, Block):
+                block.columns = partial(_Columns.apply, ranks)
+                block.row = partial(_Row.apply, ranks)
     if model.embedding is not None:
         model.embedding.forward = partial(_look_up, ranks, model.embedding)  # type: ignore[method-assign]
     model.loss = partial(_loss, ranks)
@@ -194,5 +196,5 @@ def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], group: dist.Process
         return
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat, group=group)
-    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+    for grad, total in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import RowwiseParallel
 
 from ultrabench.kernel import cp, model, recompute, step, tp
 
 
 def drop_tp_all_reduce() -> None:
     """Gradients of norms are summands on each tp rank; pass them off as sums."""
-    model.Partial = Replicate
+    step.sum_norm_gradients = lambda *_: None
 
 
 def wrong_divisor() -> None:
@@ -55,15 +53,20 @@ def lost_key_gradients() -> None:
     ]
 
 
-def compiled_collective() -> None:
-    """An embedding's unfinished collective goes straight into a compiled layer, as torch's own plan has it."""
-    right = tp.outer_plan
+def unsummed_rows() -> None:
+    """The summands of a row-parallel product stay where they are."""
+    tp.reduce_scatter = lambda tensor, group: tensor.chunk(group.size())[group.rank()].clone()
 
-    def outer_plan(decoder: Any) -> Any:
-        own = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        return right(decoder) | ({"embedding": own} if decoder.embedding is not None else {})
 
-    tp.outer_plan = outer_plan
+def shuffled_tokens() -> None:
+    """Backward gathers the tokens of the ranks in the wrong order."""
+    right = tp.Ranks.whole
+
+    def whole(self: tp.Ranks, gathered: torch.Tensor, batch: int) -> torch.Tensor:
+        in_order = right(self, gathered, batch)
+        return in_order if torch.is_grad_enabled() else in_order.flip(1)
+
+    tp.Ranks.whole = whole  # type: ignore[method-assign]
 
 
 def stale_recompute() -> None:
@@ -120,6 +123,6 @@ FAULTS = {
     fault.__name__: fault
     for fault in (
         drop_tp_all_reduce, wrong_divisor, untied_sum, ring_sees_the_future, lost_key_gradients,
-        compiled_collective, stale_recompute, drop_microbatch, dead_rank, frozen_rank,
+        unsummed_rows, shuffled_tokens, stale_recompute, drop_microbatch, dead_rank, frozen_rank,
     )
 }  # fmt: skip

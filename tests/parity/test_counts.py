@@ -55,19 +55,18 @@ def test_zero(counted: Callable[[str], list[Counts]], zero_stage: int) -> None:
 
 @pytest.mark.parametrize("gas", [1, 2])
 def test_tensor_parallel(counted: Callable[[str], list[Counts]], gas: int) -> None:
-    """4 gathers and 4 reduce-scatters a layer, 2 for embedding and head, B*S*H elements each.
+    """6 gathers and 4 reduce-scatters a layer, 2 for embedding and head, B*S*H elements each.
 
-    All-reduces: 2 for the loss of a micro-batch (maxima; sums and target logits), one for each
-    norm's gradient when gradients are synchronised, and the norm's.
+    All-reduces: 2 for the loss of a micro-batch (maxima; sums and target logits), one for the
+    gradients of all norms, and one for the gradient's norm.
     """
     block = 4 * 64 * TINY.hidden_size
-    norms = 2 * LAYERS + 1
     for counts in counted(f"tp=2 gas={gas}"):
-        for op in ("all_gather", "reduce_scatter"):
-            calls = (4 * LAYERS + 2) * gas
+        for op, of_a_layer in (("all_gather", 6), ("reduce_scatter", 4)):
+            calls = (of_a_layer * LAYERS + 2) * gas
             assert counts.pop(f"tp {op}") == [calls, calls * block]
         calls, _ = counts.pop("tp all_reduce")
-        assert calls == 2 * gas + norms + 1
+        assert calls == 2 * gas + 2
         assert counts == {}
 
 
