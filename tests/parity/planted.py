@@ -58,15 +58,10 @@ def unsummed_rows() -> None:
     tp.reduce_scatter = lambda tensor, group: tensor.chunk(group.size())[group.rank()].clone()
 
 
-def shuffled_tokens() -> None:
-    """Backward gathers the tokens of the ranks in the wrong order."""
+def reversed_tokens() -> None:
+    """The gathered tokens are in reverse order."""
     right = tp.Ranks.whole
-
-    def whole(self: tp.Ranks, gathered: torch.Tensor, batch: int) -> torch.Tensor:
-        in_order = right(self, gathered, batch)
-        return in_order if torch.is_grad_enabled() else in_order.flip(1)
-
-    tp.Ranks.whole = whole  # type: ignore[method-assign]
+    tp.Ranks.whole = lambda *args: right(*args).flip(1)  # type: ignore[method-assign]
 
 
 def stale_recompute() -> None:
@@ -123,6 +118,6 @@ FAULTS = {
     fault.__name__: fault
     for fault in (
         drop_tp_all_reduce, wrong_divisor, untied_sum, ring_sees_the_future, lost_key_gradients,
-        unsummed_rows, shuffled_tokens, stale_recompute, drop_microbatch, dead_rank, frozen_rank,
+        unsummed_rows, reversed_tokens, stale_recompute, drop_microbatch, dead_rank, frozen_rank,
     )
 }  # fmt: skip

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.parity
         ("lost_key_gradients", "cp=2"),
         ("stale_recompute", "full"),
         ("unsummed_rows", "tp=2"),
-        ("shuffled_tokens", "tp=2"),
+        ("reversed_tokens", "tp=2"),
     ],
 )
 def test_planted_fault_is_caught(server: Server, fault: str, case: str) -> None:
