@@ -34,14 +34,6 @@ def cp_group(layout: Layout, device_type: str) -> ProcessGroup | None:
     return init_device_mesh(device_type, sizes, mesh_dim_names=names).get_group("cp")
 
 
-def placements(param: Tensor) -> dict[str, tuple[Placement, int]]:
-    """Axis of the mesh -> how `param` is placed on it, and its number of ranks; empty for a plain tensor."""
-    if not isinstance(param, DTensor):
-        return {}
-    axes, size = param.device_mesh.mesh_dim_names or (), param.device_mesh.size
-    return {axis: (param.placements[index], size(index)) for index, axis in enumerate(axes)}
-
-
 def dp_part(param: Tensor) -> Part:
     """The cut by which fully_shard makes this rank's part of `param`.
 
