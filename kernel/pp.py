@@ -13,7 +13,7 @@ from ultrabench.kernel.compat import PeerlessWarmup
 from ultrabench.kernel.dp import COMPUTE_DTYPE
 from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
-from ultrabench.kernel.tp import Wanted
+from ultrabench.kernel.tp import Ranks
 from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
 
@@ -26,8 +26,8 @@ class Stage(PeerlessWarmup, PipelineStage):
 
     progress: Callable[[], None]
     """It is called after every forward and every backward of a micro-batch."""
-    wanted: Wanted
-    """What a backward pass must compute."""
+    ranks: Ranks
+    """The ranks of tensor parallelism, which are told what a backward pass must compute."""
     targets: Iterator[Tensor]
     """The targets of each micro-batch, in the order in which every schedule runs their forwards."""
 
@@ -41,7 +41,10 @@ class Stage(PeerlessWarmup, PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Runs a backward pass, in which products compute only the gradients that it is for."""
-        self.wanted.inputs, self.wanted.weights = backward_type != "weight", backward_type != "input"
+        self.ranks.wants_inputs, self.ranks.wants_weights = (
+            backward_type != "weight",
+            backward_type != "input",
+        )
         return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
 
     def backward_one_chunk(self, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -61,7 +64,7 @@ class Pipeline:
         pp_mesh: DeviceMesh,
         device: torch.device,
         progress: Callable[[], None],
-        wanted: Wanted,
+        ranks: Ranks,
     ) -> None:
         layout, dtype = spec.layout, COMPUTE_DTYPE[spec.kernel.precision]
         self._mbs, count, group = layout.mbs, layout.num_stages, pp_mesh.get_group()
@@ -78,7 +81,7 @@ class Pipeline:
             taken = tokens if index == 0 else x
             given = loss if index == count - 1 else x
             stage = Stage(model, index, count, device, input_args=taken, output_args=given, group=group)
-            stage.progress, stage.wanted = progress, wanted
+            stage.progress, stage.ranks = progress, ranks
             self._stages.append(stage)
         # Schedules of torch for several stages on a rank take a list.
         self._schedule = get_schedule_class(SCHEDULES[layout.pp_schedule])(

@@ -1,6 +1,6 @@
 """One optimizer step of any layout: builds the model, accumulates gradients, clips and updates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from ultrabench.kernel.mesh import cp_group, local, num_shards, take
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_group
 from ultrabench.kernel.recompute import apply_compile, apply_recompute
-from ultrabench.kernel.tp import Ranks, apply_tp, cut_dim, full_size, part_of, sum_norm_gradients
+from ultrabench.kernel.tp import Ranks, apply_tp, cut_dim, part_of, sum_norm_gradients
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, held_stages
 
@@ -26,15 +26,21 @@ CLIP_NORM = 1.0
 """Largest norm of the whole gradient, as in the recipe of Llama (arXiv 2302.13971, section 2.3)."""
 
 
-def initialise(model: Decoder, seed: int, device: torch.device, tp_group: dist.ProcessGroup) -> None:
+def initialise(
+    model: Decoder,
+    sizes: Mapping[str, torch.Size],
+    seed: int,
+    device: torch.device,
+    tp_group: dist.ProcessGroup,
+) -> None:
     """Gives every parameter its part of the full initial value, which depends on its name and `seed`.
 
-    Only one full matrix at a time exists on the device.
+    Only one full matrix at a time exists on the device; `sizes` are the sizes of the full parameters.
     """
     model.to_empty(device=device)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            full = model.initial_value(name, full_size(name, param, tp_group), seed, device)
+            full = model.initial_value(name, sizes[name], seed, device)
             local(param).copy_(take(full, part_of(name, param, tp_group)))
 
 
@@ -79,13 +85,14 @@ class TrainStep:
             filled, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda"
         )
         if layout.pp > 1:
-            self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, progress, self.tp.wanted)
+            self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, progress, self.tp)
 
     def _build(self, stage: Stage) -> Decoder:
         """A stage of the model, with every form of parallelism of the layout applied to it."""
         spec, choice = self.spec, self.spec.kernel
         with torch.device("meta"):
             model = Decoder(spec.shape, stage, self.spans)
+        sizes = {name: param.shape for name, param in model.named_parameters()}
         if MASTER_DTYPE[choice.precision] != torch.get_default_dtype():
             model.to(MASTER_DTYPE[choice.precision])  # tensors of a dry run do not permit this
         cp.apply_cp(model, self.cp_group)
@@ -94,7 +101,7 @@ class TrainStep:
         if choice.compile:
             apply_compile(model, self.backend)
         apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision)
-        initialise(model, spec.workload.seed, self.device, self.tp.group)
+        initialise(model, sizes, spec.workload.seed, self.device, self.tp.group)
         assert isinstance(model, FSDPModule)
         # The first gather gives the shards their final memory, which the optimizer must refer to.
         model.unshard()

@@ -11,8 +11,8 @@ computes the gradient of the input. So a layer costs 6 all-gathers and 4 reduce-
 The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,7 +23,10 @@ from torch.nn import functional
 from ultrabench.kernel.compat import all_gather, reduce_scatter, wait
 from ultrabench.kernel.loss import head_loss
 from ultrabench.kernel.mesh import Part, dp_part, local
-from ultrabench.kernel.model import Block, Decoder
+from ultrabench.kernel.model import Block, Decoder, columns
+
+Move = Callable[[Tensor], Callable[[], Tensor]]
+"""Starts to move a tensor between the ranks, and returns a function that waits for the result."""
 
 CUT = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0, "out": 1, "down": 1}
 """Module -> the dim along which its weight is cut; weights of norms are not cut."""
@@ -35,34 +38,23 @@ def cut_dim(name: str) -> int | None:
 
 
 @dataclass(slots=True)
-class Wanted:
-    """Which gradients the backward pass that runs now must compute; schedules that split backward set it."""
-
-    inputs: bool = True
-    weights: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of the tp axis, and what their backward passes must compute."""
+    """The ranks of the tp axis. Schedules that split backward say which gradients it must compute now."""
 
     group: dist.ProcessGroup
-    wanted: Wanted = field(default_factory=Wanted)
+    wants_inputs: bool = True
+    wants_weights: bool = True
 
-    def gather(self, x_BsH: Tensor) -> Tensor:
-        """Starts to gather the tokens of all ranks, tp x B x S/tp x H."""
-        return all_gather(x_BsH.contiguous(), self.group)
+    def gather(self, x_BsH: Tensor) -> Callable[[], Tensor]:
+        """Starts to gather the tokens of all ranks; returns a function that waits for them, B x S x H."""
+        size, batch = self.group.size(), len(x_BsH)
+        started = all_gather(x_BsH.contiguous(), self.group)
+        return lambda: wait(started).view(size, batch, *x_BsH.shape[1:]).transpose(0, 1).flatten(1, 2)
 
-    def whole(self, gathered: Tensor, batch: int) -> Tensor:
-        """The gathered tokens B x S x H, once they are there."""
-        tokens = wait(gathered)
-        parts = tokens.view(self.group.size(), batch, *tokens.shape[1:])
-        return parts.transpose(0, 1).flatten(1, 2)
-
-    def scatter(self, x_BSH: Tensor) -> Tensor:
-        """Starts to sum over the ranks, of which each gets its own tokens, B x S/tp x H."""
+    def scatter(self, x_BSH: Tensor) -> Callable[[], Tensor]:
+        """Starts to sum over the ranks; returns a function that waits for this rank's tokens, B x S/tp x H."""
         parts = x_BSH.reshape(len(x_BSH), self.group.size(), -1, x_BSH.shape[-1])
-        return reduce_scatter(parts.transpose(0, 1).flatten(0, 1), self.group)
+        return partial(wait, reduce_scatter(parts.transpose(0, 1).flatten(0, 1), self.group))
 
 
 class _Columns(torch.autograd.Function):
@@ -72,21 +64,19 @@ class _Columns(torch.autograd.Function):
     def forward(ctx, ranks: Ranks, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
         ctx.ranks = ranks
         ctx.save_for_backward(x_BsH, *weights)
-        x_BSH = ranks.whole(ranks.gather(x_BsH), len(x_BsH))
-        return tuple(functional.linear(x_BSH, weight) for weight in weights)
+        return columns(ranks.gather(x_BsH)(), *weights)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
         ranks, (x_BsH, *weights) = ctx.ranks, ctx.saved_tensors
-        wanted = ranks.wanted
-        gathered = ranks.gather(x_BsH) if wanted.weights else None
-        grad_x, grad_weights = None, [None] * len(weights)
-        if wanted.inputs:
+        gathered = ranks.gather(x_BsH) if ranks.wants_weights else None
+        grad_x, grad_weights = (lambda: None), [None] * len(weights)
+        if ranks.wants_inputs:
             grad_x = ranks.scatter(sum(g @ w for g, w in zip(grads, weights, strict=True)))
         if gathered is not None:
-            x_TH = ranks.whole(gathered, len(x_BsH)).flatten(0, 1)
+            x_TH = gathered().flatten(0, 1)
             grad_weights = [grad.flatten(0, 1).t() @ x_TH for grad in grads]
-        return None, grad_x if grad_x is None else wait(grad_x), *grad_weights
+        return None, grad_x(), *grad_weights
 
 
 class _Row(torch.autograd.Function):
@@ -96,42 +86,28 @@ class _Row(torch.autograd.Function):
     def forward(ctx, ranks: Ranks, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.ranks = ranks
         ctx.save_for_backward(x_BSh, weight)
-        return wait(ranks.scatter(functional.linear(x_BSh, weight)))
+        return ranks.scatter(functional.linear(x_BSh, weight))()
 
     @staticmethod
     def backward(ctx, grad_BsH: Tensor):  # type: ignore[no-untyped-def]
         ranks, (x_BSh, weight) = ctx.ranks, ctx.saved_tensors
-        wanted = ranks.wanted
-        grad = ranks.whole(ranks.gather(grad_BsH), len(grad_BsH))
-        grad_x = grad @ weight if wanted.inputs else None
-        grad_weight = grad.flatten(0, 1).t() @ x_BSh.flatten(0, 1) if wanted.weights else None
+        grad = ranks.gather(grad_BsH)()
+        grad_x = grad @ weight if ranks.wants_inputs else None
+        grad_weight = grad.flatten(0, 1).t() @ x_BSh.flatten(0, 1) if ranks.wants_weights else None
         return None, grad_x, grad_weight
 
 
-class _Gather(torch.autograd.Function):
-    """The tokens of all ranks; the gradient is summed over the ranks and scattered."""
+class _Exchange(torch.autograd.Function):
+    """Gathers the tokens of all ranks, or sums and scatters them; backward does the opposite."""
 
     @staticmethod
-    def forward(ctx, ranks: Ranks, x_BsH: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.ranks = ranks
-        return ranks.whole(ranks.gather(x_BsH), len(x_BsH))
+    def forward(ctx, move: Move, back: Move, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.back = back
+        return move(x)()
 
     @staticmethod
-    def backward(ctx, grad_BSH: Tensor):  # type: ignore[no-untyped-def]
-        return None, wait(ctx.ranks.scatter(grad_BSH))
-
-
-class _Scatter(torch.autograd.Function):
-    """The sum over the ranks, of which each gets its own tokens; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx, ranks: Ranks, x_BSH: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.ranks = ranks
-        return wait(ranks.scatter(x_BSH))
-
-    @staticmethod
-    def backward(ctx, grad_BsH: Tensor):  # type: ignore[no-untyped-def]
-        return None, ctx.ranks.whole(ctx.ranks.gather(grad_BsH), len(grad_BsH))
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        return None, None, ctx.back(grad)()
 
 
 def _look_up(ranks: Ranks, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
@@ -140,13 +116,14 @@ def _look_up(ranks: Ranks, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor
     index = tokens_BS - ranks.group.rank() * len(rows)
     elsewhere = (index < 0) | (index >= len(rows))
     x_BSH = functional.embedding(index.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
-    out: Tensor = _Scatter.apply(ranks, x_BSH)  # type: ignore[no-untyped-call]
+    out: Tensor = _Exchange.apply(ranks.scatter, ranks.gather, x_BSH)  # type: ignore[no-untyped-call]
     return out
 
 
 def _loss(ranks: Ranks, x_BsH: Tensor, weight_VH: Tensor, targets_BS: Tensor) -> Tensor:
     """The mean loss over all tokens, with V/tp rows of the head on this rank."""
-    return head_loss(_Gather.apply(ranks, x_BsH), weight_VH, targets_BS, ranks.group)  # type: ignore[no-untyped-call]
+    x_BSH = _Exchange.apply(ranks.gather, ranks.scatter, x_BsH)  # type: ignore[no-untyped-call]
+    return head_loss(x_BSH, weight_VH, targets_BS, ranks.group)
 
 
 def apply_tp(model: Decoder, ranks: Ranks) -> None:
@@ -156,13 +133,9 @@ def apply_tp(model: Decoder, ranks: Ranks) -> None:
     """
     if ranks.group.size() == 1:
         return
-    for name, param in list(model.named_parameters()):
-        dim = cut_dim(name)
-        if dim is not None:
-            size = list(param.shape)
-            size[dim] //= ranks.group.size()
-            owner = model.get_submodule(name.rpartition(".")[0])
-            owner.weight = nn.Parameter(torch.empty(size, dtype=param.dtype, device=param.device))
+    for name, module in model.named_modules():
+        if (dim := CUT.get(name.rpartition(".")[2])) is not None:
+            module.weight = nn.Parameter(module.weight.chunk(ranks.group.size(), dim)[0].detach().clone())
     for layer in model.layers.values():
         for block in layer.children():
             if isinstance(block, Block):
@@ -179,14 +152,6 @@ def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
     dim = cut_dim(name)
     own = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
     return (*own, *dp_part(param))
-
-
-def full_size(name: str, param: Tensor, group: dist.ProcessGroup) -> torch.Size:
-    """The size of the parameter `name` before anything cuts it."""
-    size = list(param.shape)
-    if (dim := cut_dim(name)) is not None:
-        size[dim] *= group.size()
-    return torch.Size(size)
 
 
 def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:

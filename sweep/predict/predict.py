@@ -109,9 +109,8 @@ def activation_bytes(stage: Stage, pp_rank: int, spec: RunSpec) -> float:
     """Bytes of activations that one rank of `stage` keeps for backward, without recomputation.
 
     T = mbs*seq_len/cp tokens. With flash attention, sequence parallelism and two bytes for each number, a
-    layer keeps T/tp * (k_h*h + k_f*f), where k_h = 10 + 2*(1 + 2*kv/a) and k_f = 8. With tp > 1 it also
-    keeps the gathered outputs of its norms, 4*T*h. The logits are left out, because only one chunk of
-    them exists at a time (see `kernel/loss.py`).
+    layer keeps T/tp * (k_h*h + k_f*f), where k_h = 10 + 2*(1 + 2*kv/a) and k_f = 8. The logits are left out,
+    because only one chunk of them exists at a time (see `kernel/loss.py`).
     """
     layout, shape = spec.layout, spec.shape
     h, f = shape.hidden_size, shape.intermediate_size
@@ -119,8 +118,6 @@ def activation_bytes(stage: Stage, pp_rank: int, spec: RunSpec) -> float:
     tokens = layout.mbs * spec.workload.seq_len / layout.cp
     k_h = 10 + 2 * (1 + 2 * shape.num_key_value_heads / shape.num_attention_heads)
     layer = tokens / layout.tp * (k_h * h + 8 * f)
-    if layout.tp > 1:
-        layer += 4 * tokens * h
     return scale * in_flight(layout, pp_rank) * stage.num_layers * layer
 
 
@@ -136,8 +133,8 @@ def step_time_s(ranks: list[tuple[Stage, ...]], spec: RunSpec, hardware: Hardwar
     attention = 12 * shape.hidden_size * spec.workload.seq_len
     tp_inside = layout.tp <= hardware.gpus_per_node
     tp_link = (hardware.link_bytes_per_s if tp_inside else hardware.node_link_bytes_per_s) * LINK_EFFICIENCY
-    # Sequence parallelism: 4 all-gathers or reduce-scatters forward and 4 backward per layer.
-    tp_layer_s = 8 * (layout.tp - 1) / layout.tp * tokens * shape.hidden_size * word / tp_link
+    # Sequence parallelism: per layer 6 all-gathers and 4 reduce-scatters (see `kernel/tp.py`).
+    tp_layer_s = 10 * (layout.tp - 1) / layout.tp * tokens * shape.hidden_size * word / tp_link
     floor = LAYER_FLOOR_S * (2 if layout.tp > 1 else 1)
     per_rank = []
     for stages in ranks:

@@ -60,8 +60,8 @@ def unsummed_rows() -> None:
 
 def reversed_tokens() -> None:
     """The gathered tokens are in reverse order."""
-    right = tp.Ranks.whole
-    tp.Ranks.whole = lambda *args: right(*args).flip(1)  # type: ignore[method-assign]
+    right = tp.Ranks.gather
+    tp.Ranks.gather = lambda *args: lambda: right(*args)().flip(1)  # type: ignore[method-assign]
 
 
 def stale_recompute() -> None:
