@@ -94,6 +94,7 @@ def test_every_way_to_end_a_launcher_loses_nothing_and_repeats_nothing(bench, mo
     assert adoptions(bench) == 3, "each one follows what runs"
     assert bench.journal().count('"event":"allocation_planned"') == 1
 
+    bench.wait_for(lambda: '"status":"ok"' in bench.journal())
     os.kill(launcher.pid, signal.SIGINT)
     output, _ = launcher.communicate(timeout=90)
     assert launcher.returncode == 130
