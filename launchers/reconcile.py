@@ -171,7 +171,12 @@ class Reconciler:
             allocation.write()
             self.settler.plan(allocation)
             journal.write(Submitting(allocation=allocation.name, token=token))
-        submitted = self.launcher.submit(made, avoid, self.say)
+        try:
+            submitted = self.launcher.submit(made, avoid, self.say)
+        except ClusterError as error:
+            # A launcher that cannot see jobs of this cluster would wait for these for ever.
+            self.settler.withdraw((allocation.name for allocation in made), f"not submitted: {error}")
+            raise
         self.submitted += len(made)
         for name, job in submitted.items():
             journal.write(Submitted(allocation=name, job=job))

@@ -183,13 +183,12 @@ class Settler:
         self._say(f"{watched}. If it is gone for good, {advice}")
         return None
 
-    def take_over(self, names: Iterable[str]) -> None:
-        """Claims allocations of other launches that have not started, so that they can be replaced."""
+    def withdraw(self, names: Iterable[str], reason: str) -> None:
+        """Claims allocations that have not started and records their end, so that they can be replaced."""
         state = self._sweep.state()
         for name in names:
             if not state.allocations[name].agents and self.give_up(name):
-                end = JobEnd(reason=f"taken over by {self._launcher.by['user']}")
-                self.settle(state.allocations[name], end, state)
+                self.settle(state.allocations[name], JobEnd(reason=reason), state)
 
     def give_up(self, name: str) -> bool:
         """Claims an allocation that has not started, so that it never runs; False if its agents own it.

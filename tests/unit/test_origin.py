@@ -188,9 +188,9 @@ def test_what_others_have_queued_is_taken_over_only_where_a_person_asks(watched)
     Agents(watched.sweep, mine.name).start().end()
     watched.once()
     assert watched.alive >= {THEIRS, running}
-    watched.reconciler.settler.take_over([THEIRS, running])
+    watched.reconciler.settler.withdraw([THEIRS, running], "taken over")
     assert owner_of(watched.sweep.folder.claims, THEIRS) == GIVEN_UP
-    assert watched.ended(THEIRS) == f"taken over by {own_name()}"
+    assert watched.ended(THEIRS) == "taken over"
     assert watched.ended(running) is None, "what runs is waited for"
     watched.once()
     assert watched.alive == {running}
@@ -205,7 +205,7 @@ def test_what_has_started_meanwhile_is_not_taken_over(watched):
     plan(watched.sweep, THEIRS, by={"user": "bob", "cluster": "small", "host": "login1"})
     agents = Agents(watched.sweep, THEIRS).start()
     agents.journal.path.rename(agents.journal.path.with_suffix(".late"))
-    watched.reconciler.settler.take_over([THEIRS])
+    watched.reconciler.settler.withdraw([THEIRS], "taken over")
     assert watched.ended(THEIRS) is None
     assert owner_of(watched.sweep.folder.claims, THEIRS) == THEIRS
 

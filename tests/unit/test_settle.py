@@ -199,6 +199,29 @@ def test_allocations_that_only_measure_their_control_are_stopped(sweep):
     assert set(statuses(sweep).values()) == {Status.OK}
 
 
+def test_what_was_refused_is_over_for_launchers_of_other_clusters_too(sweep):
+    """Which could not see whether the job is still there."""
+
+    def refuse(allocation):
+        raise ClusterError("sbatch does not take it")
+
+    def play(allocation):
+        agents = Agents(sweep, allocation.name).start()
+        for key in keys(allocation):
+            agents.ok(key)
+        agents.end()
+
+    with pytest.raises(ClusterError, match="sbatch does not take it"):
+        reconciler_of(sweep, Played(refuse)).run()
+    refused = {name: held.ended for name, held in sweep.state().allocations.items()}
+    assert set(refused.values()) == {"not submitted: sbatch does not take it"}
+    elsewhere = Played(play)
+    elsewhere.by = origin("small")
+    reconciler_of(sweep, elsewhere).run()
+    assert set(statuses(sweep).values()) == {Status.OK}
+    assert {allocation.name for allocation in elsewhere.taken}.isdisjoint(refused)
+
+
 @pytest.mark.parametrize(("max_jobs", "log"), [(1, "submitit/7_1_log.err"), (4, "job.log")])
 def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
     def play(allocation):

@@ -21,6 +21,7 @@ from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_program
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt
+from ultrabench.processes import own_name
 from ultrabench.result import ANSWERS, RunResult, Status
 from ultrabench.store.folder import SweepFolder, living_launchers
 from ultrabench.store.jobs_seen import sees
@@ -97,7 +98,7 @@ def follow(
         _handle(_terminate, caught)
         with Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, max_gpu_hours, display.say)
-            reconciler.settler.take_over(taken)
+            reconciler.settler.withdraw(taken, f"taken over by {own_name()}")
             state = reconciler.once()[0] if detach else reconciler.run()
     except KeyboardInterrupt as stop:
         number, *_ = *stop.args, signal.SIGINT
