@@ -70,13 +70,14 @@ class _Columns(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
         ranks, (x_BsH, *weights) = ctx.ranks, ctx.saved_tensors
         gathered = ranks.gather(x_BsH) if ranks.wants_weights else None
-        grad_x, grad_weights = (lambda: None), [None] * len(weights)
+        scattered = None
         if ranks.wants_inputs:
-            grad_x = ranks.scatter(sum(g @ w for g, w in zip(grads, weights, strict=True)))
+            scattered = ranks.scatter(sum(g @ w for g, w in zip(grads, weights, strict=True)))
+        grad_weights = [None] * len(weights)
         if gathered is not None:
             x_TH = gathered().flatten(0, 1)
             grad_weights = [grad.flatten(0, 1).t() @ x_TH for grad in grads]
-        return None, grad_x(), *grad_weights
+        return None, scattered and scattered(), *grad_weights
 
 
 class _Row(torch.autograd.Function):
