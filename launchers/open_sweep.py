@@ -95,6 +95,8 @@ class OpenSweep:
     kernel_digest: str
     """Digest of the training program when the sweep was launched."""
     git_commit: str | None
+    max_gpu_hours: float | None = None
+    """The budget of this launch; None means that it has no limit."""
     known: Fold = field(default_factory=Fold)
     """The events that `reader` has read so far."""
 
@@ -130,7 +132,7 @@ def open_sweep(
     Args:
         reuse: what to do with ok results of another environment: `any` counts them, `same` measures
             again, None raises if there are any.
-        max_gpu_hours: the budget of this launch, which is only recorded.
+        max_gpu_hours: the budget of this launch; None means no limit.
         retry: failed attempts to repeat even if the retry policy would not repeat them.
 
     Raises:
@@ -168,7 +170,7 @@ def open_sweep(
     write_plan(plan.candidates, folder.plan)
     return OpenSweep(
         folder=folder, plan=plan, journal=journal, reader=reader, known=known, environment=environment,
-        accepts=accepts, kernel_digest=digest, git_commit=origin["git_commit"],
+        accepts=accepts, kernel_digest=digest, git_commit=origin["git_commit"], max_gpu_hours=max_gpu_hours,
     )  # fmt: skip
 
 

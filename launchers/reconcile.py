@@ -37,13 +37,11 @@ Show = Callable[[SweepState, frozenset[str]], None]
 class Reconciler:
     """Follows one launch of a sweep."""
 
-    def __init__(
-        self, sweep: OpenSweep, launcher: Launcher, show: Show, max_gpu_hours: float | None, say: Say
-    ) -> None:
+    def __init__(self, sweep: OpenSweep, launcher: Launcher, show: Show, say: Say) -> None:
         """`show` gets the state and the living allocations in every round, `say` messages for the user."""
         self.sweep, self.launcher = sweep, launcher
         self.show, self.say = show, say
-        self.limits = replace(launcher.limits, max_gpu_hours=max_gpu_hours)
+        self.limits = replace(launcher.limits, max_gpu_hours=sweep.max_gpu_hours)
         self.stopped: str | None = None
         """Why the launch ended before all runs were done; None if it did not."""
         self.over_budget = False

@@ -196,8 +196,8 @@ def _rejections(config: SweepConfig, layout: Layout, shape: ModelShape) -> Itera
         yield "kernel", reason
 
 
-def require_runs(plan: Plan) -> None:
-    """Raises when no candidate of the plan can run.
+def require_runs(plan: Plan) -> Plan:
+    """The plan, which has at least one run.
 
     Raises:
         ConfigError: every candidate is rejected; the message tells the most common reason.
@@ -206,3 +206,4 @@ def require_runs(plan: Plan) -> None:
         reason, number = Counter(c.reason for c in plan.candidates).most_common(1)[0]
         found = counted(len(plan.candidates), "candidate")
         raise ConfigError(f"{found}, none can run; {number} because {reason}: change the axes")
+    return plan

@@ -165,8 +165,8 @@ class _Acceptance:
             ClusterError: the cluster or this machine cannot be used.
         """
         folder = SweepFolder(Path(config.results_dir) / config.name)
-        launcher, plan, left = choose_launcher(config, folder), make_plan(config), self._left_gpu_hours
-        require_runs(plan)
+        launcher, left = choose_launcher(config, folder), self._left_gpu_hours
+        plan = require_runs(make_plan(config))
         sweep = open_sweep(plan, reuse="any", warn=self._say, say=self._say, max_gpu_hours=left)
         sweep.plan = replace(sweep.plan, candidates=tuple(choose(sweep.plan)))
         write_plan(sweep.plan.candidates, folder.plan)
@@ -176,7 +176,7 @@ class _Acceptance:
             ended = len({k.run_id for k, a in state.attempts.items() if a.result} & runs)
             self._say(f"{config.name}: {ended} of {counted(len(runs), 'run')}")
 
-        reconciler = Reconciler(sweep, launcher, show, left, self._say)
+        reconciler = Reconciler(sweep, launcher, show, self._say)
         try:
             state = reconciler.run()
         except BaseException:

@@ -125,7 +125,8 @@ def keys(allocation):
 
 def reconciler_of(sweep, launcher, max_gpu_hours=None, say=lambda note: None):
     """A launch of which nothing is shown."""
-    return Reconciler(sweep, launcher, lambda state, alive: None, max_gpu_hours, say)
+    sweep.max_gpu_hours = max_gpu_hours
+    return Reconciler(sweep, launcher, lambda state, alive: None, say)
 
 
 def written(sweep, kind):

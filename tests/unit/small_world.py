@@ -30,8 +30,8 @@ from ultrabench.store.events import (
 )  # fmt: skip
 from ultrabench.store.state import SweepState
 
-UNSEEN = (lambda state, alive: None), None, (lambda note: None)
-"""Arguments of a reconciler that shows and says nothing, and has no budget."""
+UNSEEN = (lambda state, alive: None), (lambda note: None)
+"""Arguments of a reconciler that shows and says nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
         sweep.journal.write(Cancel(generation=0))
         sweep.journal.write(Launched(generation=1, config={}))
         fill()
-        reconciler = reconcile.Reconciler(sweep, LocalLauncher(sweep.folder), lambda *shown: None, None, print)
+        reconciler = reconcile.Reconciler(sweep, LocalLauncher(sweep.folder), lambda *shown: None, print)
         try:
             reconciler.run()
         except ClusterError as error:

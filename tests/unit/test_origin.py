@@ -67,7 +67,7 @@ class Watched:
     def __init__(self, sweep, launcher, clock):
         self.sweep, self.launcher, self.clock = sweep, launcher, clock
         self.told, self.alive = [], frozenset()
-        self.reconciler = Reconciler(sweep, launcher, self._show, None, self.told.append)
+        self.reconciler = Reconciler(sweep, launcher, self._show, self.told.append)
 
     def _show(self, state, alive):
         self.alive = alive

@@ -44,9 +44,9 @@ class PlainConsole(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
-    def print_line(self, part: RenderableType, style: str | None = None) -> None:
+    def print_line(self, part: RenderableType) -> None:
         """Prints a line or a table: a terminal gets a line wrapped between words, a pipe gets it whole."""
-        self.print(part, style=style, soft_wrap=isinstance(part, str | Text) and not self.is_terminal)
+        self.print(part, soft_wrap=isinstance(part, str | Text) and not self.is_terminal)
 
 
 def out(stderr: bool = False) -> PlainConsole:
@@ -55,28 +55,21 @@ def out(stderr: bool = False) -> PlainConsole:
     return PlainConsole(stderr=stderr, width=width, highlight=False, markup=False)
 
 
-def err() -> PlainConsole:
-    """The console for progress and warnings on stderr."""
-    return out(stderr=True)
-
-
-def show(*parts: RenderableType) -> None:
-    """Prints lines of text, tables and groups of both on stdout."""
-    console = out()
+def show(*parts: RenderableType, stderr: bool = False) -> None:
+    """Prints lines of text, tables and groups of both on stdout, or on stderr."""
+    console = out(stderr)
     for part in parts:
         console.print_line(part)
 
 
-def say(*lines: str) -> None:
-    """Prints lines of progress."""
-    console = err()
-    for line in lines:
-        console.print_line(line)
+def say(*parts: RenderableType) -> None:
+    """Prints progress on stderr: lines of text, tables and groups of both."""
+    show(*parts, stderr=True)
 
 
 def warn(message: str) -> None:
     """Prints one line of warning."""
-    err().print_line(f"warning: {message}", "yellow")
+    say(Text(f"warning: {message}", "yellow"))
 
 
 def print_json(document: Any) -> None:
@@ -130,8 +123,7 @@ def table(title: str, *columns: str, rows: Iterable[Iterable[object]] = ()) -> F
         side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
         made.add_column(name.removeprefix(">"), justify=side, header_style="dim")
     for row in rows:
-        cells = ("" if cell is None else cell for cell in row)
-        made.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in cells))
+        made.add_row(*(cell if isinstance(cell, Text | None) else str(cell) for cell in row))
     return made
 
 

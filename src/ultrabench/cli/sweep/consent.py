@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import typer
 
-from ultrabench.cli.tables import FittedTable, duration, err, hours, say, table
+from ultrabench.cli.tables import FittedTable, duration, hours, say, table
 from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.settle import open_allocations
 from ultrabench.store.jobs_seen import JobLimits
@@ -54,18 +54,15 @@ def ask_for_budget(plan: Plan, state: SweepState, limits: JobLimits, given: floa
     first = price.jobs[0].gpu_hours
     if given is not None:
         if not open_allocations(state) and used + first > given:
-            raise ConfigError(
-                f"--max-gpu-hours {given:g}; {hours(used)} are used and the first job needs {hours(first)}: "
-                f"give at least {used + first:.3g}, or a smaller launcher.allocation_minutes"
-            )
+            why = f"{hours(used)} are used and the first job needs {hours(first)}"
+            advice = f"give at least {used + first:.3g}, or a smaller launcher.allocation_minutes"
+            raise ConfigError(f"--max-gpu-hours {given:g}; {why}: {advice}")
         return given
     budget = used + BUDGET_FACTOR * price.gpu_hours
     if sys.stdin is None or not sys.stdin.isatty():
         number = f"{budget:.3g}" if budget < 100 else f"{math.ceil(budget)}"
-        raise ConfigError(
-            f"no terminal to ask whether {hours(price.gpu_hours)} predicted GPU hours may be used; "
-            f"give the most that may: --max-gpu-hours {number}"
-        )
+        failure = f"no terminal to ask whether {hours(price.gpu_hours)} predicted GPU hours may be used"
+        raise ConfigError(f"{failure}; give the most that may: --max-gpu-hours {number}")
     if not yes:
         text = f"Launch, and stop at {hours(budget)} GPU hours ({BUDGET_FACTOR} x predicted)?"
         typer.confirm(text, abort=True, err=True)
@@ -74,14 +71,13 @@ def ask_for_budget(plan: Plan, state: SweepState, limits: JobLimits, given: floa
 
 def _print_price(plan: Plan, price: Price, limits: JobLimits, used: float) -> None:
     cells = sorted(price.runs, key=lambda cell: (cell[1], cell[0]))
-    err().print(price_table(plan, price, ("runs",), {cell: price.runs[cell][:1] for cell in cells}))
+    say(price_table(plan, price, ("runs",), {cell: price.runs[cell][:1] for cell in cells}))
     jobs, per_node = price.jobs, plan.config.hardware.gpus_per_node
     together = min(limits.max_nodes, sum(job.nodes for job in jobs))
     longest_s = max(3600 * job.gpu_hours / (per_node * job.nodes) for job in jobs)
     earliest_s = max(3600 * price.gpu_hours / (per_node * together), longest_s)
-    say(
-        f"{counted(len(jobs), 'job')}, the largest of {counted(max(job.nodes for job in jobs), 'node')} for "
-        f"up to {duration(max(job.limit_s for job in jobs))}; at most {counted(limits.max_jobs, 'job')} and "
-        f"{counted(limits.max_nodes, 'node')} at a time; done in {duration(earliest_s)} at the earliest; "
-        f"used so far: {hours(used)} GPU hours"
-    )
+    largest, longest = max(job.nodes for job in jobs), duration(max(job.limit_s for job in jobs))
+    shape = f"{counted(len(jobs), 'job')}, the largest of {counted(largest, 'node')} for up to {longest}"
+    most = f"{counted(limits.max_jobs, 'job')} and {counted(limits.max_nodes, 'node')} at a time"
+    done = f"done in {duration(earliest_s)} at the earliest; used so far: {hours(used)} GPU hours"
+    say(f"{shape}; at most {most}; {done}")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from ultrabench.cli.sweep.launch import follow, settled
 from ultrabench.cli.sweep.live import counts_line
-from ultrabench.cli.tables import err, print_json, say, show, table, warn
+from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ClusterError, ConfigError, require_known
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.open_sweep import open_sweep
+from ultrabench.launchers.launcher import Launcher
+from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
 from ultrabench.launchers.settle import open_allocations
 from ultrabench.processes import own_name
 from ultrabench.result import Status
@@ -48,7 +49,8 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
             say(f"not on {node}: {why} (retry.forgive=[{node}] uses it again)")
     if dry_run:
         return 0
-    return _continue(folder, state, plan, retry=[a.key for a in chosen], stderr=as_json)
+    keys = [a.key for a in chosen]
+    return follow(*_reopen(folder, state, plan, keys, None), detach=False, ask=True, stderr=as_json)
 
 
 def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
@@ -92,9 +94,8 @@ def run_pause(folder: SweepFolder) -> None:
     # The file is written after the journal, because the resume that removes it needs the event.
     write_whole(folder.pause, "ultrabench sweep resume takes this file away\n")
     _end(folder, state, plan, queued_only=True)
-    say(
-        f"paused: runs under way end, nothing begins; go on with: ultrabench sweep resume {folder.display_name}"
-    )
+    again = f"ultrabench sweep resume {folder.display_name}"
+    say(f"paused: runs under way end, nothing begins; go on with: {again}")
 
 
 def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -> int:
@@ -103,7 +104,7 @@ def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -
     folder.pause.unlink(missing_ok=True)
     if state.paused:
         JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1, on=False))
-    return _continue(folder, state, plan, detach=detach, max_gpu_hours=max_gpu_hours)
+    return follow(*_reopen(folder, state, plan, (), max_gpu_hours), detach=detach, ask=True, stderr=False)
 
 
 def run_cancel(folder: SweepFolder) -> None:
@@ -119,14 +120,13 @@ def run_cancel(folder: SweepFolder) -> None:
     except ClusterError as error:
         followed = living_launchers(folder, writer.path)
         if not followed:
-            raise ClusterError(
-                f"{error}. The cancel is written down, but nobody follows it: run it again"
-            ) from error
+            advice = "The cancel is written down, but nobody follows it: run it again"
+            raise ClusterError(f"{error}. {advice}") from error
         say(f"{error}. {followed[0]} follows this sweep and tries again until it is done")
         return
     state = fold(read_journal(folder.journal))
     now = progress(folder.name, plan.runs, state, plan.config.hardware.device)
-    err().print(counts_line(now, busy=False))
+    say(counts_line(now, busy=False))
     say("cancelled; results stay, and the same launch command goes on from here")
 
 
@@ -142,28 +142,22 @@ def _open(folder: SweepFolder) -> tuple[SweepState, Plan]:
     return state, make_plan(config_from_tree((state.config or first) | place))
 
 
-def _continue(
-    folder: SweepFolder,
-    state: SweepState,
-    plan: Plan,
-    *,
-    retry: Sequence[AttemptKey] = (),
-    stderr: bool = False,
-    detach: bool = False,
-    max_gpu_hours: float | None = None,
-) -> int:
-    """Continues a sweep with the configuration of its latest launch; returns the exit code.
+def _reopen(
+    folder: SweepFolder, state: SweepState, plan: Plan, retry: Sequence[AttemptKey], budget: float | None
+) -> tuple[OpenSweep, Launcher, str]:
+    """A sweep opened with the configuration of its latest launch, its launcher, and its name in commands.
 
     Args:
-        max_gpu_hours: budget of the sweep; None means that of the latest launch.
+        retry: failed attempts to repeat even if the retry policy would not repeat them.
+        budget: the GPU hours that the sweep may use; None means the budget of the latest launch.
     """
     launched, display_name = state.launched or Launched(generation=0, config={}), folder.display_name
-    budget = launched.max_gpu_hours if max_gpu_hours is None else max_gpu_hours
+    budget = launched.max_gpu_hours if budget is None else budget
     if launched.work_dir and Path(launched.work_dir).is_dir():
         os.chdir(launched.work_dir)  # a command of the user may name files of this folder
     launcher = choose_launcher(plan.config, folder)
     sweep = open_sweep(plan, reuse="any", warn=warn, say=say, retry=retry, max_gpu_hours=budget)
-    return follow(sweep, launcher, budget, display_name, stderr=stderr, detach=detach)
+    return sweep, launcher, display_name
 
 
 def _end(folder: SweepFolder, state: SweepState, plan: Plan, *, queued_only: bool) -> None:

@@ -2,18 +2,18 @@
 
 import shlex
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from types import FrameType
 
 import typer
 
 from ultrabench.cli.sweep.consent import ask_for_budget
 from ultrabench.cli.sweep.live import Display, panel
-from ultrabench.cli.tables import hours, out, say, warn
+from ultrabench.cli.tables import hours, say, show, warn
 from ultrabench.errors import counted
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import not_accepted
@@ -51,15 +51,14 @@ def run_launch(
     if detach and config.launcher.name == "local":
         require_runs(make_plan(config))
         return _leave_in_background(folder)
-    launcher, plan = choose_launcher(config, folder), make_plan(config)
-    require_runs(plan)
+    launcher, plan = choose_launcher(config, folder), require_runs(make_plan(config))
     if config.launcher.name != "local":
         if untried := not_accepted(config):
             warn(untried)
         state = fold(read_journal(folder.journal, warn)) if find_sweep_json(folder) else SweepState()
         max_gpu_hours = ask_for_budget(plan, state, launcher.limits, max_gpu_hours, yes)
     sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
-    return follow(sweep, launcher, max_gpu_hours, folder.display_name, detach=detach, ask=not yes)
+    return follow(sweep, launcher, folder.display_name, detach=detach, ask=not yes, stderr=False)
 
 
 def folder_of(config: SweepConfig) -> SweepFolder:
@@ -73,21 +72,14 @@ def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] 
 
 
 def follow(
-    sweep: OpenSweep,
-    launcher: Launcher,
-    max_gpu_hours: float | None,
-    display_name: str,
-    *,
-    stderr: bool = False,
-    detach: bool = False,
-    ask: bool = True,
+    sweep: OpenSweep, launcher: Launcher, display_name: str, *, detach: bool, ask: bool, stderr: bool
 ) -> int:
     """Follows an open sweep to its end, or leaves it after the first submission; returns the exit code.
 
     Args:
         display_name: the name of the sweep in commands for the user.
-        stderr: whether the final table goes to stderr, because stdout holds a JSON document.
         ask: whether the user may be asked to replace jobs of others.
+        stderr: whether the final table goes to stderr, because stdout holds a JSON document.
     """
     config, runs = sweep.config, sweep.plan.runs
     before = {key.run_id for key in sweep.state().attempts}
@@ -95,9 +87,9 @@ def follow(
     taken = _asked_to_take_over(sweep, launcher) if ask else []
     caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
     try:
-        _handle(_terminate, caught)
+        _handle(_stop, caught)
         with Display(config.name, runs, config.hardware.device) as display:
-            reconciler = Reconciler(sweep, launcher, display.show, max_gpu_hours, display.say)
+            reconciler = Reconciler(sweep, launcher, display.show, display.say)
             reconciler.settler.withdraw(taken, f"taken over by {own_name()}")
             state = reconciler.once()[0] if detach else reconciler.run()
     except KeyboardInterrupt as stop:
@@ -105,13 +97,12 @@ def follow(
         return _interrupted(sweep, launcher, number, display_name)
     _handle(signal.SIG_DFL, caught)  # the rest takes only a moment
     if detach and reconciler.submitted:
-        say(
-            f"submitted {counted(reconciler.submitted, 'job')} and left; whoever follows submits what comes "
-            f"after: ultrabench sweep resume {display_name}, by the same user on any login node of the cluster"
-        )
+        again = f"ultrabench sweep resume {display_name}, by the same user on any login node of the cluster"
+        left = f"submitted {counted(reconciler.submitted, 'job')} and left"
+        say(f"{left}; whoever follows submits what comes after: {again}")
         return 0
     now = progress(config.name, runs, state, config.hardware.device)
-    out(stderr).print(panel(now, busy=False))
+    show(panel(now, busy=False), stderr=stderr)
     say(*other_launches(state, {run.run_id for run in runs}, before))
     if reconciler.stopped:
         if state.cancelled and config.launcher.name == "local":
@@ -175,12 +166,8 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
     return sorted(a.name for a in others) if typer.confirm(text, err=True) else []
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(number)
-
-
-def _give_up(number: int, frame: FrameType | None) -> None:
-    _handle(signal.SIG_IGN, ENDING)  # comes first, so that a third Ctrl-C cannot interrupt this
+def _stop(number: int, frame: FrameType | None) -> None:
+    _handle(signal.SIG_IGN, ENDING)  # comes first, so that another signal cannot interrupt what follows
     raise KeyboardInterrupt(number)
 
 
@@ -206,7 +193,7 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name
     else:
         when = "interrupted"
         try:
-            _handle(_give_up, ENDING)
+            _handle(_stop, ENDING)
             say("stopping what runs on this machine")
             interrupt(sweep, launcher)
         except KeyboardInterrupt:
@@ -225,11 +212,7 @@ def _leave_in_background(folder: SweepFolder) -> int:
     command = [sys.executable, "-P", "-m", "ultrabench.cli.main", *words]
     path = folder.path / "launcher.log"
     with path.open("ab") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    say(
-        f"launching in the background (process {process.pid}, output in {path})",
-        f"look with: ultrabench sweep status {folder.display_name} --watch",
-    )
+        process = Popen(command, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    say(f"launching in the background (process {process.pid}, output in {path})")
+    say(f"look with: ultrabench sweep status {folder.display_name} --watch")
     return 0

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from ultrabench.analysis.cells import memory, percent
-from ultrabench.cli.tables import duration, err, hours, style_of, table
+from ultrabench.cli.tables import duration, hours, out, style_of, table
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER, RunResult, Status
@@ -24,7 +24,7 @@ class Display(Live):
     """Shows the progress of a sweep on stderr while its `with` block runs; the table only on a terminal."""
 
     def __init__(self, sweep: str, planned: Sequence[Candidate], device: str) -> None:
-        self._console = err()
+        self._console = out(stderr=True)
         super().__init__(console=self._console, transient=True)
         self._sweep, self._planned, self._device = sweep, planned, device
         self._by_id = {run.run_id: run for run in planned}
@@ -113,11 +113,8 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
     elif busy and now.left and not now.running:
         yield Text("  running  starting the next allocation")
     if now.best:
-        rows = []
-        for run, rate in now.best:
-            mfu = run.mfu(rate)
-            shown = None if mfu is None else percent(mfu)
-            rows.append((run.shape.name, run.nodes, run.layout.label(), f"{rate:,.0f}", shown))
+        best = ((run, run.layout.label(), rate) for run, rate in now.best)
+        rows = [(*run.cell, label, f"{rate:,.0f}", percent(run.mfu(rate))) for run, label, rate in best]
         yield table("best so far", "model", ">nodes", "layout", ">tokens/s/GPU", ">MFU", rows=rows)
     if now.failures:
         yield Text("last failures and OOMs")

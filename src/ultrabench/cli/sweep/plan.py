@@ -22,7 +22,7 @@ from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
-from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import with_loss_outliers
 from ultrabench.sweep.running.price import MARGIN, START_S, Price, planned_jobs, reckon
@@ -34,8 +34,7 @@ COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fi
 
 def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int | None) -> None:
     """Prints the counts of a plan by cell and rule, its price, and the layouts to try first."""
-    plan = make_plan(load_config(overrides))
-    require_runs(plan)
+    plan = require_runs(make_plan(load_config(overrides)))
     try:
         require_program(plan.config)
     except ConfigError as error:
@@ -58,24 +57,18 @@ def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[s
     for cell in summary["cells"]:
         cost = price.runs.get((cell["model"], cell["nodes"]), (0, 0.0))[1]
         cell["predicted_gpu_hours"] = round(cost, 4)
-    beside = {
-        what: {"count": number, "predicted_gpu_hours": round(cost, 4)}
-        for what, (number, cost) in price.extra.items()
-    }
+    extra = ((what, number, round(cost, 4)) for what, (number, cost) in price.extra.items())
+    beside = {what: {"count": number, "predicted_gpu_hours": cost} for what, number, cost in extra}
     return summary | {"predicted_gpu_hours": round(price.gpu_hours, 4), "beside_runs": beside, "notes": notes}
 
 
-def _page(
-    plan: Plan, price: Price, summary: dict[str, Any], best: list[dict[str, Any]]
-) -> Iterator[RenderableType]:
+def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) -> Iterator[RenderableType]:
     """The tables of a plan: its price by cell, rejected and refused candidates, and layouts to try first."""
     cells = {(c["model"], c["nodes"]): [c[key] for key in COUNTS.values()] for c in summary["cells"]}
     yield price_table(plan, price, tuple(COUNTS), cells)
     if large := summary["runs"] - summary["predicted_to_fit"]:
-        yield (
-            f"{large:,} of the runs are predicted to need more memory than a rank has: they come last, and "
-            "their price is that of their start"
-        )
+        order = "they come last, and their price is that of their start"
+        yield f"{large:,} of the runs are predicted to need more memory than a rank has: {order}"
     if rejected := summary["rejected"]:
         examples = {c.rule: c.reason for c in reversed(plan.candidates)}
         rows = [(rule, f"{count:,}", examples[rule]) for rule, count in rejected.items()]
@@ -109,7 +102,7 @@ def _priced_for(config: SweepConfig, price: Price) -> str:
     return f"priced for launcher={launcher.name}: {jobs} of {share}; the time limit of a job is {limit}"
 
 
-def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
+def recommend(plan: Plan, top: int) -> list[Row]:
     """The `top` best runs of each cell, first by measured and then by predicted tokens/s/GPU.
 
     A run that is not measured must be predicted to fit. A measured run that may not win its cell, such as a
@@ -117,7 +110,7 @@ def recommend(plan: Plan, top: int) -> list[dict[str, Any]]:
     """
     rates, best = _measured(plan), []
     for (model, nodes), runs in plan.cells.items():
-        rows: list[dict[str, Any]] = []
+        rows: list[Row] = []
         for run in runs:
             tokens = run.spec.tokens_per_step / run.layout.world_size
             predicted = tokens / run.prediction.step_time_s if run.fits else None
@@ -142,18 +135,16 @@ def _measured(plan: Plan) -> dict[str, float | None]:
     return measured_rates(plan.runs, state, doubtful(plan.runs, state, device))
 
 
-def _nothing_fits(plan: Plan, best: list[dict[str, Any]]) -> Iterator[str]:
+def _nothing_fits(plan: Plan, best: list[Row]) -> Iterator[str]:
     """A line for each cell without a fitting or recommended run, with the memory of its smallest layout."""
     limit = plan.config.hardware.mem_bytes / GIB
     named = {(row["model"], row["nodes"]) for row in best}
     for (model, nodes), runs in sorted(plan.cells.items()):
         if (model, nodes) not in named and not any(run.fits for run in runs):
             smallest = min(runs, key=lambda run: run.prediction.peak_mem_bytes)
-            needed = f"{smallest.prediction.peak_mem_bytes / GIB:,.0f} GiB of {limit:.0f}"
-            yield (
-                f"{model} on {counted(nodes, 'node')}: nothing is predicted to fit; the smallest layout, "
-                f"{smallest.layout.label()}, needs {needed}"
-            )
+            needed = f"needs {smallest.prediction.peak_mem_bytes / GIB:,.0f} GiB of {limit:.0f}"
+            told = f"nothing is predicted to fit; the smallest layout, {smallest.layout.label()}, {needed}"
+            yield f"{model} on {counted(nodes, 'node')}: {told}"
 
 
 def print_script(overrides: list[str]) -> None:
@@ -165,11 +156,9 @@ def print_script(overrides: list[str]) -> None:
     config = load_config(overrides)
     if config.launcher.name != "slurm":
         raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")
-    plan = make_plan(config)
-    require_runs(plan)
+    plan = require_runs(make_plan(config))
     jobs = [*planned_jobs(plan, next_attempts(plan, SweepState()), SweepState())]
     first = shapes(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
-    made = allocations(
-        plan, folder_of(config), first, token=uuid.uuid4().hex, by={}, kernel_digest=config.kernel.digest()
-    )
+    token, digest = uuid.uuid4().hex, config.kernel.digest()
+    made = allocations(plan, folder_of(config), first, token=token, by={}, kernel_digest=digest)
     sys.stdout.write(array_script(made, config))
