@@ -84,8 +84,10 @@ def _workload(cell: Cell) -> tuple[object, ...]:
 _ALWAYS_TOLD = ("ok", "pending", "rejected", "skipped")
 
 
-def percent(fraction: float) -> str:
-    """A fraction as a percentage such as `43.2 %`; one below 1 % has two significant digits."""
+def percent(fraction: float | None) -> str | None:
+    """A percentage such as `43.2 %`, with two significant digits below 1 %; None when it is unknown."""
+    if fraction is None:
+        return None
     value = 100 * fraction
     return f"{value:.1f} %" if value >= 1 else f"{value:.2g} %"
 

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 
 from ultrabench.analysis.rows import Row, Warn, sweep_rows
 from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_KEY
-from ultrabench.errors import SweepFolderError
-from ultrabench.store.folder import SweepFolder
+from ultrabench.errors import ConfigError, SweepFolderError
+from ultrabench.store.folder import SweepFolder, find_sweep
 
 
 def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
@@ -23,6 +23,25 @@ def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
     """
     rows: list[Row] = [row for folder in folders for row in sweep_rows(folder, warn)]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, Path, pa.Table]:
+    """The name, the default path of a figure, and the result table of a sweep or a parquet file.
+
+    Args:
+        source: name or folder of a sweep, or path of a parquet file; None means the newest in `results`.
+
+    Raises:
+        ConfigError: `source` is a file that is no parquet file.
+        SweepFolderError: there is no such sweep, or it cannot be read.
+    """
+    if source is not None and source.endswith(".parquet"):
+        path = Path(source)
+        return path.stem, path.with_suffix(".png"), read_parquet(path)
+    if source is not None and (Path(source).is_file() or source.endswith(".csv")):
+        raise ConfigError(f"{source} is no parquet file; name a sweep or a file of ultrabench collect")
+    folder = find_sweep(source, results)
+    return folder.name, folder.path / "heatmap.png", collect([folder], warn)
 
 
 def parquet(table: pa.Table) -> bytes:
@@ -51,9 +70,8 @@ def read_parquet(path: Path) -> pa.Table:
     if version is None:
         raise SweepFolderError(f"{path} is no result table; make one: ultrabench collect -o FILE.parquet")
     if version > RESULTS_SCHEMA_VERSION:
-        raise SweepFolderError(
-            f"{path} has schema {version}; this ultrabench reads up to {RESULTS_SCHEMA_VERSION}: upgrade it"
-        )
+        rule = f"this ultrabench reads up to {RESULTS_SCHEMA_VERSION}: upgrade it"
+        raise SweepFolderError(f"{path} has schema {version}; {rule}")
     return _conform(table, path)
 
 
@@ -77,9 +95,8 @@ def _conform(table: pa.Table, path: Path) -> pa.Table:
         try:
             arrays.append(given.cast(column.type))
         except pa.ArrowException as error:
-            raise SweepFolderError(
-                f"{path}: column {column.name} holds {given.type}, needs {column.type}; collect it again"
-            ) from error
+            failure = f"{path}: column {column.name} holds {given.type}, needs {column.type}"
+            raise SweepFolderError(f"{failure}; collect it again") from error
     own = [name for name in table.column_names if name not in SCHEMA.names]
     schema = pa.schema([*SCHEMA, *(table.schema.field(name) for name in own)], metadata=SCHEMA.metadata)
     return pa.table([*arrays, *(table[name] for name in own)], schema=schema)

@@ -64,10 +64,9 @@ def _unranked(rows: Sequence[Row]) -> str:
 
 def _no_valid_layout(rejected: Sequence[Row]) -> str:
     """The text that names the rule that rejects most layouts, with an example of its reason."""
-    rules = Counter(row["rule"] for row in rejected)
-    rule = min(rules, key=lambda name: (-rules[name], str(name)))
+    rule, number = Counter(row["rule"] for row in rejected).most_common(1)[0]
     example = next((row["reason"] for row in rejected if row["rule"] == rule), None)
-    return f"no valid layout: {example or rule} ({rule}, {rules[rule]} of {len(rejected)})"
+    return f"no valid layout: {example or rule} ({rule}, {number} of {len(rejected)})"
 
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
@@ -122,13 +121,11 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
     rows, frame = _final(table, rank_by)
     rest = frame[frame["status"] != "rejected"]
     rest = rest.iloc[(rest["status"] == "ok").argsort(kind="stable")].drop_duplicates(_RUN, keep="last")
-    rest = rest.assign(
-        tier=[_TIERS.get(rows[i]["status"], 1) for i in rest.index],
-        goodness=_sign(rank_by) * rest[rank_by].fillna(0.0),
-        best=False,
-        as_good_as_best=False,
-    )
-    runs = pd.concat([_winners(rows, frame, rank_by).assign(tier=-1), rest]).drop_duplicates(_RUN)
+    tier = [_TIERS.get(rows[i]["status"], 1) for i in rest.index]
+    goodness = _sign(rank_by) * rest[rank_by].fillna(0.0)
+    rest = rest.assign(tier=tier, goodness=goodness, best=False, as_good_as_best=False)
+    winners = _winners(rows, frame, rank_by, include_suspects=False).assign(tier=-1)
+    runs = pd.concat([winners, rest]).drop_duplicates(_RUN)
     oks = runs[runs["status"] == "ok"]
     if len(oks) and oks[rank_by].isna().all():
         raise ConfigError(f"no ok run has a value in {rank_by}; rank by another of docs/results-schema.md")
@@ -156,9 +153,7 @@ def _final(table: pa.Table, rank_by: str) -> tuple[list[Row], pd.DataFrame]:
     return final.to_pylist(), frame
 
 
-def _winners(
-    rows: Sequence[Row], frame: pd.DataFrame, rank_by: str, include_suspects: bool = False
-) -> pd.DataFrame:
+def _winners(rows: Sequence[Row], frame: pd.DataFrame, rank_by: str, include_suspects: bool) -> pd.DataFrame:
     """One row for each run that may win: its repeat nearest to the median. The best run of a cell is first.
 
     The new columns are `ranked_by`, the column that is compared in the cell, `goodness`, where larger is

@@ -32,12 +32,8 @@ Warn = Callable[[str], None]
 FLOPS_FORMULA = "matmul-v1"
 """Name of the formula that counts the FLOPs of a token; docs/results-schema.md explains it."""
 
-_PREDICTED = {
-    "predicted_step_time_s": "step_time_s",
-    "predicted_peak_mem_bytes": "peak_mem_bytes",
-    "p_oom": "p_oom",
-}
-"""Column -> name of the same value in the prediction that a claim holds."""
+_PREDICTED = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
+"""Columns that a claim's prediction gives, where their names have no `predicted_`."""
 _OF_TRAINING = frozenset({"gbs", "seq_len", "recompute", "compile", *MODEL, *AXES, *_PREDICTED})
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
 _SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled"}
@@ -122,8 +118,8 @@ def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
         why = "which had not enough memory with a smaller micro-batch or a higher ZeRO stage"
         reason = f"dominated by {dominated_by}, {why}"
         return row | {"status": Status.SKIPPED.value, "reason": reason, "dominated_by": dominated_by}
-    if candidate["decision"] in (Status.REJECTED, Status.SKIPPED):
-        row |= {"status": candidate["decision"], "rule": candidate["rule"], "reason": candidate["reason"]}
+    if candidate["decision"] == Status.REJECTED:
+        row |= {"status": Status.REJECTED.value, "rule": candidate["rule"], "reason": candidate["reason"]}
     return row
 
 
@@ -145,7 +141,7 @@ def _attempted(base: Row, attempt: AttemptState, state: SweepState) -> Row:
         base
         | attempt.key._asdict()
         | {"allocation": attempt.allocation}
-        | _known({column: attempt.predicted.get(name) for column, name in _PREDICTED.items()})
+        | _known({name: attempt.predicted.get(name.removeprefix("predicted_")) for name in _PREDICTED})
         | (_circumstances(allocation) if allocation else {})
         | {"job_id": attempt.job.job_id if attempt.job else None if told is None else str(told)}
         | (_measured(attempt.result, base.get("gpus")) if attempt.result else {})

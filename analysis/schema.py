@@ -34,9 +34,8 @@ VERSION_KEY = b"ultrabench.schema_version"
 
 TEXT, INT, FLOAT, BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 FLOATS, TEXTS, TIME = pa.list_(pa.float64()), pa.list_(pa.string()), pa.timestamp("us", tz="UTC")
-BANDWIDTHS = pa.list_(
-    pa.struct({"operation": TEXT, "scope": TEXT, **dict.fromkeys(MEASURED, FLOAT), "bytes": INT})
-)
+LINK = pa.struct({"operation": TEXT, "scope": TEXT, **dict.fromkeys(MEASURED, FLOAT), "bytes": INT})
+BANDWIDTHS = pa.list_(LINK)
 
 
 def column(name: str, kind: pa.DataType, description: str) -> pa.Field:

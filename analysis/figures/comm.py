@@ -71,8 +71,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     for axes, operation in zip(panels, OPERATIONS, strict=False):
         held = rates[rates["operation"] == operation]
         if len(held):
-            order = sizes.values()
-            sns.lineplot(held, x="at", y="GB_per_s", hue="buffer", hue_order=order, ax=axes, **_LINE)
+            sns.lineplot(held, x="at", y="GB_per_s", hue="buffer", hue_order=sizes.values(), ax=axes, **_LINE)
             lines = axes.get_legend_handles_labels()
             axes.get_legend().remove()
         axes.set_title(_TITLES[operation], fontsize=11, fontweight="bold", loc="left")
@@ -102,11 +101,8 @@ def _size(size: int) -> str:
 
 def notes(table: pa.Table) -> str:
     """The note under the figure: what its lines and bands mean, and where they were measured."""
-    gpus, per_node = (
-        "/".join(map(str, table[name].drop_null().unique().to_pylist()))
-        for name in ("gpu_name", "gpus_per_node")
-    )
-    return (
-        "Lines: median; bands: 5th to 95th percentile, of the slowest rank. Bus bandwidth as nccl-tests "
-        f"defines it. {gpus or 'unknown device'}, {per_node} a node. {made_with(table)}"
-    )
+    found = (table[name].drop_null().unique().to_pylist() for name in ("gpu_name", "gpus_per_node"))
+    gpus, per_node = ("/".join(map(str, values)) for values in found)
+    where = f"{gpus or 'unknown device'}, {per_node} a node"
+    lines = "Lines: median; bands: 5th to 95th percentile, of the slowest rank."
+    return f"{lines} Bus bandwidth as nccl-tests defines it. {where}. {made_with(table)}"

@@ -101,10 +101,8 @@ def _lines(cell: Cell, compared_with: str | None) -> list[Line]:
 
 def _speed(cell: Cell) -> str:
     """The headline of a cell: its MFU, or its tokens/s/GPU where no peak rate is known."""
-    if cell.mfu is not None:
-        return percent(cell.mfu)
     rate = cell.tokens_per_s_per_gpu
-    return "ok" if rate is None else count(rate, "tok/s")
+    return percent(cell.mfu) or ("ok" if rate is None else count(rate, "tok/s"))
 
 
 def _hatch(axes: Axes, grid: Grid, square: Rectangle) -> None:
@@ -236,8 +234,7 @@ def _note_lines(cells: Sequence[Cell], notes: str, compared_with: str | None, ro
     if any(cell.compare_ratio is not None for cell in cells):
         sentences.append(f"1.00x: as many tokens/s/GPU as the best of {compared_with or 'the other'}.")
     if close := sum(bool(cell.as_good_as_best) for cell in cells):
-        sentences.append(
-            f"In {close} of {counted(len(cells), 'cell')} other layouts are as good within the 95 % interval."
-        )
+        where = f"In {close} of {counted(len(cells), 'cell')}"
+        sentences.append(f"{where} other layouts are as good within the 95 % interval.")
     columns = int((room - 0.3) * 17)
     return [line for text in sentences for line in textwrap.wrap(text, columns, break_on_hyphens=False)]

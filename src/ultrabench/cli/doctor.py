@@ -9,9 +9,7 @@ def doctor(
     overrides: Overrides,
     write: bool = typer.Option(False, "--write", help="Write ultrabench/cluster/NAME.yaml by asking Slurm."),
     name: str = typer.Option("mine", help="Name of the configuration to write."),
-    partition: str | None = typer.Option(
-        None, help="Partition to write it for; by default launcher.partition or the site's."
-    ),
+    partition: str | None = typer.Option(None, help="Its partition; else launcher.partition or the site's."),
     force: bool = typer.Option(False, "--force", help="Let --write overwrite."),
     wait: float = typer.Option(300.0, min=0.0, help="Seconds to wait for the job on a node; 0: no job."),
     deep: bool = typer.Option(False, "--deep", help="Then do an acceptance run: 1-2 nodes, <= 3 GPU hours."),

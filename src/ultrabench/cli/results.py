@@ -2,7 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,17 +10,13 @@ from ultrabench.cli.options import RESULTS, Json, RankBy, ResultsDir, Source
 from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known
 from ultrabench.store.folder import find_sweep, write_whole
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 FIGURES = {"comm": "bandwidth over node counts"}
 """Kind of figure, whose module in analysis/figures/ has that name, and what it shows."""
 KINDS = "; ".join(f"{kind}: {shows}" for kind, shows in FIGURES.items())
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write.")]
 Kind = Annotated[str, typer.Argument(metavar="KIND", help=KINDS)]
 Sweeps = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[SWEEP]...", help="Names or folders of sweeps; by default the newest."),
+    list[str] | None, typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: the newest.")
 ]
 
 
@@ -54,13 +50,14 @@ def heatmap(
 ) -> None:
     """Draw the best layout of each model and number of nodes, as .png, .svg or .pdf."""
     from ultrabench.analysis.cells import compare, notes
+    from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
-    from ultrabench.cli.tables import print_json, say
+    from ultrabench.cli.tables import print_json, say, warn
 
-    name, default, table = open_results(source, results_dir)
+    name, default, table = open_results(source, results_dir, warn)
     cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), None
     if other is not None:
-        label, _, others = open_results(other, results_dir)
+        label, _, others = open_results(other, results_dir, warn)
         cells = compare(cells, rank(others, rank_by=rank_by, include_suspects=include_suspects))
     if json_:
         print_json([cell.to_json() for cell in cells])
@@ -81,10 +78,11 @@ def heatmap(
 def plot(kind: Kind, source: Source = None, output: Output = None, results_dir: ResultsDir = RESULTS) -> None:
     """Draw another figure of the results, as .png, .svg or .pdf."""
     require_known("figure", FIGURES, kind)
+    from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.figures.picture import render
-    from ultrabench.cli.tables import say
+    from ultrabench.cli.tables import say, warn
 
-    name, default, table = open_results(source, results_dir)
+    name, default, table = open_results(source, results_dir, warn)
     path = output or default.with_name(f"{kind}.png")
     module = import_module(f"ultrabench.analysis.figures.{kind}")
     drawn = module.points(table)
@@ -98,17 +96,3 @@ def _write(path: Path, data: bytes) -> None:
         write_whole(path, data)
     except OSError as error:
         raise SweepFolderError(f"cannot write {path}: {error.strerror}; choose another -o FILE") from error
-
-
-def open_results(source: str | None, results: Path) -> "tuple[str, Path, pa.Table]":
-    """The name, the default path of a figure, and the result table of a sweep or a parquet file."""
-    from ultrabench.analysis.collect import collect, read_parquet
-    from ultrabench.cli.tables import warn
-
-    if source is not None and source.endswith(".parquet"):
-        path = Path(source)
-        return path.stem, path.with_suffix(".png"), read_parquet(path)
-    if source is not None and (Path(source).is_file() or source.endswith(".csv")):
-        raise ConfigError(f"{source} is no parquet file; name a sweep or a file of ultrabench collect")
-    folder = find_sweep(source, results)
-    return folder.name, folder.path / "heatmap.png", collect([folder], warn)

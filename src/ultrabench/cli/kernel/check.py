@@ -27,12 +27,11 @@ def run_check(arguments: list[str], dump: str | None, as_json: bool) -> int:
     if ranks > max(cores, 8):
         room = f"{ranks} processes at a time need about {ranks * RANK_BYTES / GIB:.0f} GiB of memory"
         warn(f"{room}; with {cores} cores it takes minutes")
-    if as_json:
-        result = check(spec)
-        print_json(to_dict(result))
-        return int(not result.passed)
     say(f"checking {spec.layout.label()} on {counted(ranks, 'process')} against one")
     result = check(spec)
+    if as_json:
+        print_json(to_dict(result))
+        return int(not result.passed)
     found = {"loss": result.loss_diff, "gradients": result.grad_diff, "parameters": result.param_diff}
     rows = [(what, "-" if d is None else f"{d:.3g}", f"{TOLERANCE:g}") for what, d in found.items()]
     title = f"{spec.layout.label()}, {spec.shape.name}"
@@ -64,13 +63,9 @@ def check_spec(arguments: list[str], dump: str | None = None) -> CheckSpec:
     needed = 2 * STATE_BYTES * shape.num_params
     held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > held:
-        why = (
-            f"{STATE_BYTES} bytes for each of its {shape.num_params:,} parameters, in layout and one process"
-        )
+        why = f"{STATE_BYTES} bytes for each of {shape.num_params:,} parameters, in layout and one process"
         needs = f"model={shape.name} needs at least {needed / GIB:,.0f} GiB: {why}"
-        raise ConfigError(
-            f"{needs}; this machine has {held / GIB:,.0f} GiB: choose a smaller one, as model=tiny"
-        )
+        raise ConfigError(f"{needs}; this machine has {held / GIB:,.0f} GiB: use a smaller, as model=tiny")
     return spec
 
 

@@ -24,11 +24,9 @@ PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 def run_dryrun(arguments: list[str], as_json: bool) -> None:
     """Prints memory, FLOPs and collectives of a step for the first rank of each pipeline stage."""
     spec, hardware = dryrun_spec(arguments)
-    layout, world = spec.layout, spec.layout.world_size
-    say(
-        f"dry run of {layout.label()} on {counted(world, 'rank')}, {spec.kernel.precision}, seq_len "
-        f"{spec.workload.seq_len}: the first rank of each of {layout.pp} pipeline stages"
-    )
+    layout, seq_len = spec.layout, spec.workload.seq_len
+    run = f"{layout.label()} on {counted(layout.world_size, 'rank')}, {spec.kernel.precision}"
+    say(f"dry run of {run}, seq_len {seq_len}: the first rank of each of {layout.pp} pipeline stages")
     costs: list[RankCost] = []
     for cost in dry_run(spec):
         costs.append(cost)
@@ -103,12 +101,9 @@ def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
         rows.append((cost.pp_rank, *parts, *tera))
     numbers = (f">{part}" for part in (*PARTS, "model TFLOP", "hardware TFLOP"))
     fits = "fits" if worst.peak_bytes <= hardware.mem_bytes else "does NOT fit"
-    show(
-        table(title, "pp", *numbers, rows=rows),
-        _collectives(costs),
-        f"largest peak {worst.peak_bytes / GIB:.2f} GiB (stage {worst.pp_rank}) {fits} into "
-        f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}, without what allocator, NCCL and CUDA take",
-    )
+    peak = f"largest peak {worst.peak_bytes / GIB:.2f} GiB (stage {worst.pp_rank}) {fits} into"
+    held = f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}, without what allocator, NCCL and CUDA take"
+    show(table(title, "pp", *numbers, rows=rows), _collectives(costs), f"{peak} {held}")
 
 
 def _collectives(costs: list[RankCost]) -> Table:

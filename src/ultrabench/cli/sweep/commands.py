@@ -26,6 +26,7 @@ MaxGpuHours = Annotated[
     float | None, typer.Option(min=0.0, callback=_finite, help="The most GPU hours the sweep may use in all.")
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Submit the jobs and return at once.")]
+PlanFile = Annotated[Path | None, typer.Option("-o", "--output", help="Write all candidates as parquet.")]
 Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]
 InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="The same as --sweep.")]
 InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder of its sweep; by default any.")]
@@ -41,9 +42,7 @@ def _say_at_once(message: str) -> None:
 def plan(
     overrides: Overrides,
     json_: Json = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write every candidate to a parquet file.")
-    ] = None,
+    output: PlanFile = None,
     top: int | None = typer.Option(None, min=1, help="Name the K layouts to try first per cell."),
     show_script: bool = typer.Option(False, "--show-script", help="Print only the first Slurm job's script."),
 ) -> None:

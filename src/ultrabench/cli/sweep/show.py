@@ -206,10 +206,8 @@ def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, st
         if 0 < int(given) <= len(runs):
             given, sweep = runs[int(given) - 1]["run_id"], str(folder.path)
         elif runs:
-            raise SweepFolderError(
-                f"no rank {given} in {folder.name}, which has {len(runs)}; give more than {MOST_RANK_DIGITS} "
-                "digits of a run id, or a rank of: ultrabench sweep top"
-            )
+            advice = f"give more than {MOST_RANK_DIGITS} digits of an id, or a rank of: ultrabench sweep top"
+            raise SweepFolderError(f"no rank {given} in {folder.name}, which has {len(runs)}; {advice}")
     every = [] if sweep else [SweepFolder(head.parent) for head in sorted(results.glob("*/sweep.json"))]
     matches: list[tuple[SweepFolder, str, Callable[[], SweepState]]] = []
     for folder in every or [find_sweep(sweep, results)]:

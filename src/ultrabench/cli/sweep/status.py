@@ -72,8 +72,6 @@ def _standing(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str
 def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
     above = [Text(standing, style="yellow")] if standing else []
     # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
-    lines = [
-        f"{counted(nodes, 'node')}: {', '.join(f'{n} {name}' for name, n in counts.items())}"
-        for nodes, counts in now.by_nodes.items()
-    ]
+    by_nodes = ((counted(nodes, "node"), counts.items()) for nodes, counts in now.by_nodes.items())
+    lines = (f"{nodes}: {', '.join(f'{n} {name}' for name, n in counts)}" for nodes, counts in by_nodes)
     return Group(*above, panel(now, busy=standing is None, bar=bar), *map(Text, lines))

@@ -5,10 +5,10 @@ from pathlib import Path
 from rich.text import Text
 
 from ultrabench.analysis.cells import doubts, layout_words, memory, percent
+from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
-from ultrabench.cli.results import open_results
-from ultrabench.cli.tables import print_json, say, show, style_of, table
+from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER
 
@@ -21,7 +21,7 @@ FIRST = 10
 
 def show_top(source: str | None, first: int | None, by: str, as_json: bool, results: Path) -> None:
     """Prints the first runs of each cell; by default 10 in a table, and all as JSON."""
-    name, _, rows = open_results(source, results)
+    name, _, rows = open_results(source, results, warn)
     cells = [runs for runs in leaderboard(rows, rank_by=by) if runs]
     if as_json:
         print_json([row for runs in cells for row in runs[: first or len(runs)]])
@@ -46,7 +46,7 @@ def numbers(row: Row) -> dict[str, str | Text | None]:
     interval = "" if sure is None else f" +- {percent(sure)}"
     return {
         "layout": " ".join(layout_words(row)),
-        "MFU": None if row["mfu"] is None else percent(row["mfu"]),
+        "MFU": percent(row["mfu"]),
         "tokens/s/GPU": None if rate is None else f"{rate:,.0f}",
         "memory": memory(row["peak_mem_reserved_bytes"]),
         "step": None if step_s is None else f"{step_s:.4g} s{interval}",
