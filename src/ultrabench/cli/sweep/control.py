@@ -124,8 +124,7 @@ def run_cancel(folder: SweepFolder) -> None:
             raise ClusterError(f"{error}. {advice}") from error
         say(f"{error}. {followed[0]} follows this sweep and tries again until it is done")
         return
-    state = fold(read_journal(folder.journal))
-    now = progress(folder.name, plan.runs, state, plan.config.hardware.device)
+    now = progress(folder.name, plan.runs, fold(read_journal(folder.journal)), plan.config.hardware.device)
     say(counts_line(now, busy=False))
     say("cancelled; results stay, and the same launch command goes on from here")
 
