@@ -118,8 +118,8 @@ def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
         why = "which had not enough memory with a smaller micro-batch or a higher ZeRO stage"
         reason = f"dominated by {dominated_by}, {why}"
         return row | {"status": Status.SKIPPED.value, "reason": reason, "dominated_by": dominated_by}
-    if candidate["decision"] == Status.REJECTED:
-        row |= {"status": Status.REJECTED.value, "rule": candidate["rule"], "reason": candidate["reason"]}
+    if candidate["decision"] in (Status.REJECTED, Status.SKIPPED):
+        row |= {"status": candidate["decision"], "rule": candidate["rule"], "reason": candidate["reason"]}
     return row
 
 
