@@ -60,12 +60,12 @@ def check_spec(arguments: list[str], dump: str | None = None) -> CheckSpec:
     if layout.world_size > MOST_RANKS:
         needs = f"{layout.label()} needs {layout.world_size} processes"
         raise ConfigError(f"{needs}; the check runs up to {MOST_RANKS}: choose smaller degrees")
-    needed = 2 * STATE_BYTES * shape.num_params
-    held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > held:
-        why = f"{STATE_BYTES} bytes for each of {shape.num_params:,} parameters, in layout and one process"
-        needs = f"model={shape.name} needs at least {needed / GIB:,.0f} GiB: {why}"
-        raise ConfigError(f"{needs}; this machine has {held / GIB:,.0f} GiB: use a smaller, as model=tiny")
+    needed_gib = 2 * STATE_BYTES * shape.num_params / GIB
+    held_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    if needed_gib > held_gib:
+        each = f"{STATE_BYTES} bytes for each of its {shape.num_params:,} parameters"
+        needs = f"model={shape.name} needs at least {needed_gib:,.0f} GiB: {each}, in layout and one process"
+        raise ConfigError(f"{needs}; this machine has {held_gib:,.0f} GiB: use a smaller one: model=tiny")
     return spec
 
 
