@@ -38,8 +38,7 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
             if stop.reason:
                 leader.send({"ending": stop.reason})
                 stop.reason = None
-            messages, _ = listener.wait(POLL_S)
-            for _, message in messages:
+            for _, message in listener.wait(POLL_S)[0]:
                 patience_s = LOST_BEATS * node.allocation.heartbeat_s
                 if message.get("do") == "end":
                     return

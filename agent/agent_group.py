@@ -6,7 +6,6 @@ import signal
 import socket
 import time
 from functools import partial
-from pathlib import Path
 from statistics import median
 from types import FrameType
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from ultrabench.agent.connection import POLL_S, Listener, Message, Peers
 from ultrabench.agent.ranks.node import Cleaned, Node
 from ultrabench.agent.ranks.rank_progress import NOTHING_FOUND, AttemptProgress
+from ultrabench.rank_report import read_part
 from ultrabench.record import from_dict
 from ultrabench.run import Task
 
@@ -125,7 +125,10 @@ class AgentGroup:
         """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent."""
         self._node.disk.beat()
         messages, pause_s = self._listener.wait(seconds)
-        self.progress.allow_pause(pause_s)
+        for (
+            rank
+        ) in self.progress.ranks:  # the time in which this agent was stopped is no time without progress
+            rank.moved = min(time.monotonic(), rank.moved + pause_s)
         for peer, message in messages:
             self._take(int(peer.facts["node"]), message)
         self.progress.add(self._node.rank_events())
@@ -160,10 +163,8 @@ def free_port(host: str) -> int:
     until the program binds it. The embedded kernel does not need it: its rank 0 binds port 0 and
     reports which port it got.
     """
-    first_given = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    usable = range(LOWEST_PORT, first_given)
+    first_given, *_ = read_part("/proc/sys/net/ipv4/ip_local_port_range", 0, 64).split() or [b"0"]
+    usable = range(LOWEST_PORT, int(first_given))
     for port in random.sample(usable, min(PORT_TRIES, len(usable))):
         with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port

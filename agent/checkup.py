@@ -50,14 +50,13 @@ def look(folder: Path) -> dict[str, Any]:
         OSError: `folder` cannot be written.
     """
     identity = identify_node(os.environ)
-    try:
+    request: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
         request = json.loads((folder / "request.json").read_text())
-    except (OSError, ValueError):
-        request = {}
     owner = identity.owner("checkup")
     return {
         "host": identity.host,
-        "job_id": identity.job_id,
+        "job_id": identity.job and identity.job.job_id,
         "token": request.get("token"),
         "won_own_claim": claim(folder / "claims", "node", owner),
         "won_taken_claim": claim(folder / "claims", "login", owner),

@@ -22,9 +22,9 @@ POLL_S = 0.05
 SEND_TIMEOUT_S = 5.0
 """Seconds to wait for the other side to read a message; then the connection counts as broken."""
 HELLO_BYTES = 2**16
-"""Longest message, in bytes, that is accepted before the other side has sent the secret."""
+"""Longest message, in bytes, that is accepted from a stranger or from the leader, whose orders are short."""
 MESSAGE_BYTES = 2**26
-"""Longest message, in bytes, that is accepted from an agent."""
+"""Longest message, in bytes, that is accepted from an agent that has sent its facts with the secret."""
 MAX_STRANGERS = 256
 """Largest number of open connections that have not sent the secret; beyond it the oldest is closed."""
 SHORTEST_PAUSE_S = 0.5
@@ -34,15 +34,13 @@ SHORTEST_PAUSE_S = 0.5
 class Connection:
     """One TCP connection between two agents; each message is a JSON object on a line of its own."""
 
-    def __init__(self, tcp: socket.socket, max_bytes: int = MESSAGE_BYTES) -> None:
+    def __init__(self, tcp: socket.socket) -> None:
         self._socket = tcp
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self._unfinished = b""
-        self.max_bytes = max_bytes
-        """Longest message in bytes; a longer one closes the connection."""
         self.facts: dict[str, Any] = {}
-        """What the agent on the other side reported about its node."""
+        """What the agent on the other side reported about its node; empty for the leader and for strangers."""
         self.closed = False
         self.last_heard = time.monotonic()
         """Time of the last message from the other side, by the monotonic clock of this host."""
@@ -69,7 +67,7 @@ class Connection:
         except OSError:
             data = b""
         *lines, rest = (self._unfinished + data).split(b"\n")
-        if not data or len(rest) > self.max_bytes:
+        if not data or len(rest) > (MESSAGE_BYTES if self.facts else HELLO_BYTES):
             self.close()
             return []
         self.last_heard = time.monotonic()
@@ -83,11 +81,10 @@ class Connection:
 
 
 def _message(line: bytes) -> Message:
-    try:
-        message = json.loads(line)
-    except (RecursionError, ValueError):
-        return {}
-    return message if isinstance(message, dict) else {}
+    with contextlib.suppress(RecursionError, ValueError):
+        if isinstance(message := json.loads(line), dict):
+            return message
+    return {}
 
 
 def wait_readable(connections: Iterable[Connection], seconds: float) -> list[Connection]:
@@ -147,7 +144,7 @@ class Rendezvous:
             beat()
             with contextlib.suppress(OSError):  # until nobody else calls
                 while True:
-                    self._callers.append(Connection(self._server.accept()[0], HELLO_BYTES))
+                    self._callers.append(Connection(self._server.accept()[0]))
             strangers = [caller for caller in self._callers if not caller.facts]
             for stranger in strangers[:-MAX_STRANGERS]:
                 stranger.close()
@@ -171,7 +168,7 @@ class Rendezvous:
             facts, secret = message.get("facts", {}), str(message.get("secret")).encode(errors="replace")
             node = facts.get("node") if isinstance(facts, dict) else None
             if hmac.compare_digest(secret, self._secret) and type(node) is int and node in missing:
-                stranger.facts, stranger.max_bytes = facts, MESSAGE_BYTES
+                stranger.facts = facts
                 missing.remove(node)
             else:
                 stranger.close()
@@ -188,13 +185,10 @@ def connect_to_leader(file: Path, facts: dict[str, Any], secret: str, timeout_s:
     """
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
-        try:
+        with contextlib.suppress(LookupError, OSError, TypeError, ValueError):  # until the leader listens
             address = json.loads(file.read_text())
-            tcp = socket.create_connection((address["host"], address["port"]), timeout=5.0)
-        except (LookupError, OSError, TypeError, ValueError):
-            time.sleep(POLL_S)
-            continue
-        leader = Connection(tcp)
-        leader.send({"secret": secret, "facts": facts})
-        return leader
+            leader = Connection(socket.create_connection((address["host"], address["port"]), timeout=5.0))
+            leader.send({"secret": secret, "facts": facts})
+            return leader
+        time.sleep(POLL_S)
     raise ClusterError(f"node {facts['node']} found no leader in {file} within {timeout_s:g} s")

@@ -20,7 +20,7 @@ from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import RunSpec, Task, env_id
 from ultrabench.store.allocation import inside
 from ultrabench.store.claim import claim, owner
-from ultrabench.store.events import Claimed, Event, Failed, Phase, Preflight, Result, Started
+from ultrabench.store.events import Claimed, Event, Failed, Phase, Preflight, Result, Start, Started
 from ultrabench.store.journal import JournalWriter
 
 SLOWEST_GAP_FACTOR = 10.0
@@ -45,7 +45,7 @@ class Leader:
     def __init__(self, node: Node, group: AgentGroup, journal: JournalWriter) -> None:
         self._node = node
         self._allocation = node.allocation
-        self._identity = node.identity
+        self._start = node.identity.job or Start()
         self._me = node.identity.owner(node.allocation.name)
         self._group = group
         self._journal = journal
@@ -56,8 +56,7 @@ class Leader:
     def run(self) -> str:
         """Runs every task that nobody else has claimed; returns why the allocation ends."""
         self._write_lost_tasks()
-        first = self._allocation.tasks[0]
-        reason = self._unfit() or self._not_now(first) or self._preflight()
+        reason = self._unfit() or self._not_now(self._allocation.tasks[0]) or self._preflight()
         for task in self._allocation.tasks:
             if reason := reason or self._not_now(task):
                 return reason
@@ -76,10 +75,10 @@ class Leader:
 
         The source is Slurm, so that a result that the earlier start has written counts more.
         """
-        for task in self._allocation.tasks if self._identity.restart else ():
+        for task in self._allocation.tasks if self._start.restart else ():
             held = self._node.disk.retry(partial(owner, self._node.folder.claims, str(task.key))) or {}
             if held.get("allocation") == self._allocation.name and held.get("job") != self._me["job"]:
-                reason = f"job {self._identity.job_id} was requeued while it ran"
+                reason = f"job {self._start.job_id} was requeued while it ran"
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
     def _unfit(self) -> str | None:
@@ -116,8 +115,7 @@ class Leader:
             if result.status != Status.OK:
                 return f"the preflight failed: {result.reason}"
             found |= {"probe": result.probe, "environment": self._group.progress.environment}
-        restart = self._identity.restart
-        self._write(Preflight(allocation=self._allocation.name, restart=restart, found=found))
+        self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=found))
         return None
 
     def _not_now(self, task: Task) -> str | None:
@@ -131,12 +129,12 @@ class Leader:
             return "the sweep is paused"
         if not inside(self._allocation.window, time.time()):
             return f"outside the window {self._allocation.window}"
-        return self._other_sources(self._identity.host, self._node.disk.retry(self._node.digest))
+        return self._other_sources(self._node.identity.host, self._node.disk.retry(self._node.digest))
 
     def _run(self, task: Task) -> None:
         name = {**task.key._asdict(), "allocation": self._allocation.name}
-        predicted = {"step_time_s": task.predicted_step_time_s}
-        self._write(Claimed(**name, job=self._identity.job, spec=to_dict(task.spec), predicted=predicted))
+        job, predicted = self._node.identity.job, {"step_time_s": task.predicted_step_time_s}
+        self._write(Claimed(**name, job=job, spec=to_dict(task.spec), predicted=predicted))
         self._write(Started(**name, scratch=str(self._node.scratch)))
         result = self._measure(task, self._allocation.tasks.index(task))
         self._write_result(task, result)

@@ -18,17 +18,10 @@ class NodeIdentity:
     node: int
     """Index of the node in the allocation."""
     host: str
-    job_id: str | None = None
-    """The id of the Slurm job, such as 123 or 123_4; None for local processes."""
-    restart: int = 0
-    """How often Slurm has started this job before."""
+    job: Start | None = None
+    """The start of the Slurm job that the agent runs in; None for local processes."""
     array_task: str | None = None
     """The index in the job array; None outside of arrays."""
-
-    @property
-    def job(self) -> Start | None:
-        """The start of the job that the agent runs in; None for local processes."""
-        return None if self.job_id is None else Start(job_id=self.job_id, restart=self.restart)
 
     def owner(self, allocation: str) -> dict[str, Any]:
         """The owner that claims record: the allocation, and the host and job that run it."""
@@ -37,7 +30,7 @@ class NodeIdentity:
     @property
     def rendezvous_file(self) -> str:
         """Name of the file with the address of the leader, different for each start of the job."""
-        return f"leader-{self.job_id}.{self.restart}.json" if self.job_id else "leader.json"
+        return f"leader-{self.job.job_id}.{self.job.restart}.json" if self.job else "leader.json"
 
     def folder(self, argument: str) -> Path:
         """The folder of the allocation; `argument` is its path, without the index in a job array."""
@@ -63,15 +56,14 @@ def identify_node(environ: Mapping[str, str], simulated: bool = False) -> NodeId
     hostname = socket.gethostname().split(".")[0]
     # submitit sets this for its local processes, which may have been started inside a Slurm job.
     local = environ.get("SUBMITIT_LOCAL_GLOBALID")
-    job_id = environ.get("SLURM_JOB_ID") if local is None else None
-    if job_id is None:
+    if local is not None or "SLURM_JOB_ID" not in environ:
         node = int(local or 0)
         return NodeIdentity(node=node, host=f"local-{node}" if simulated else hostname)
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job_id = f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
     return NodeIdentity(
         node=int(environ.get("SLURM_NODEID", 0)),
         host=environ.get("SLURMD_NODENAME") or hostname,
-        job_id=f"{array}_{task}" if array and task else job_id,
-        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        job=Start(job_id=job_id, restart=int(environ.get("SLURM_RESTART_COUNT") or 0)),
         array_task=task,
     )

@@ -10,9 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER, file_size, read_text
 from ultrabench.agent.ranks.rank_progress import RankEvent
@@ -32,12 +31,11 @@ STACK_DEPTH = 40
 NAME_CHARS = 300
 """Longest name of a function, a group or a collective, in characters."""
 
-_FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-_PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+\.py|<\w+>):(\d+)\)$")
+_FAULTHANDLER_FRAME = re.compile(r'^  File "(?P<path>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_PY_SPY_FRAME = re.compile(r"^    (?P<function>\S.*) \((?P<path>.+\.py|<\w+>):(?P<line>\d+)\)$")
 
 
-@dataclass(slots=True, kw_only=True)
-class _Subject:
+class _Subject(NamedTuple):
     """A rank that is examined."""
 
     rank: int
@@ -89,7 +87,9 @@ def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
     for rank, family in families.items():
         report = run / f"rank{rank}.report"
         promised = _dumping_process(report)
-        pid = promised if promised in family else _python_of(family)
+        # The process that was started may be a shell.
+        pythons = (pid for pid in family if read_text(f"/proc/{pid}/comm").startswith("python"))
+        pid = promised if promised in family else next(pythons, family[0])
         wchan = read_text(f"/proc/{pid}/wchan").strip().strip("0")
         found = {"state": _lasting(pid, family, looks), "wchan": wchan}
         asked = promised == pid and found["state"] not in "TZ" and tag_of(pid) == tag
@@ -140,8 +140,7 @@ def main_stack(text: str) -> list[str]:
             threads.append([])
         found = (_PY_SPY_FRAME if spy else _FAULTHANDLER_FRAME).match(line)
         if found and threads:
-            function, path, number = found.groups() if spy else (found[3], found[1], found[2])
-            threads[-1].append(f"{function} ({path}:{number})"[-NAME_CHARS:])
+            threads[-1].append(f"{found['function']} ({found['path']}:{found['line']})"[-NAME_CHARS:])
     return threads[0 if spy else -1][:STACK_DEPTH] if threads else []
 
 
@@ -174,11 +173,6 @@ def _lasting(pid: int, family: list[int], looks: list[dict[int, str]]) -> str:
         return "T"
     states = {look[pid] for look in looks}
     return states.pop() if len(states) == 1 else "?"
-
-
-def _python_of(family: list[int]) -> int:
-    """The first Python process of a rank, since the started process may be a shell."""
-    return next((pid for pid in family if read_text(f"/proc/{pid}/comm").startswith("python")), family[0])
 
 
 def _state(pid: int) -> str:

@@ -154,11 +154,6 @@ def by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] | None:
     return (BY_NAME["exception"], quoted(exceptions[-1])) if exceptions else None
 
 
-def by_signal(number: int) -> Cause:
-    """The cause of an end by a signal that ultrabench did not send."""
-    return next((cause for cause in BY_NAME.values() if number in cause.signals), BY_NAME["signal"])
-
-
 def last_line(text: str) -> str:
     """The last line of a log that is not empty and not part of a stack."""
     lines = last_words(text) or text.splitlines()

@@ -2,12 +2,11 @@
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ultrabench.rank_report import PROFILE, read_part
+from ultrabench.rank_report import read_part
 from ultrabench.store.folder import write_whole
 
 EVIDENCE_FOLDER = "hang_evidence"
@@ -91,12 +90,6 @@ def join_tails(run: Path, to: Path, ranks: range) -> None:
     write_whole(to / "node0.log", "".join(tails))
 
 
-def copy_profile(run: Path, to: Path) -> None:
-    """Copies the profiles of the ranks, if there are any."""
-    if (run / PROFILE).is_dir():
-        shutil.copytree(run / PROFILE, to / PROFILE, dirs_exist_ok=True)
-
-
 def read_tail(path: Path, size: int) -> str:
     """The last `size` bytes of a text file; empty if there is no file."""
     return read_part(path, max(0, file_size(path) - size), size).decode(errors="replace")
@@ -128,7 +121,6 @@ def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
 
 def file_size(path: str | Path) -> int:
     """Size of a file in bytes; 0 if there is no file."""
-    try:
+    with contextlib.suppress(OSError):
         return os.stat(path).st_size
-    except OSError:
-        return 0
+    return 0

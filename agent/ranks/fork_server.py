@@ -48,11 +48,9 @@ class ForkServer:
     def _start(self) -> None:
         self._link, theirs = Pipe()
         fd = theirs.fileno()
-        command = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module, str(fd)]
+        words = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module, str(fd)]
         with self._log.open("ab") as log, theirs:
-            self._process = Popen(
-                command, env=self._env, stdin=DEVNULL, stdout=log, stderr=log, pass_fds=[fd]
-            )
+            self._process = Popen(words, env=self._env, stdin=DEVNULL, stdout=log, stderr=log, pass_fds=[fd])
         self._alive, self._ready = set[int](), False
 
     @property
@@ -89,8 +87,7 @@ class ForkServer:
             # Linux kills the ranks when their server dies. A server that never became ready has forked
             # none, and its log tells why it died.
             code = -signal.SIGKILL if self._ready else self._process.returncode
-            for rank in sorted(self._alive):
-                yield rank, code
+            yield from ((rank, code) for rank in sorted(self._alive))
             self._alive.clear()
 
     def stop(self) -> None:
@@ -142,10 +139,10 @@ def _numa_nodes(sysfs: Path, allowed: Cpus) -> dict[int, Cpus]:
 def _numa_node_of(sysfs: Path, bus_id: str) -> int:
     """The NUMA node of a PCI device; -1 if Linux does not know it."""
     domain, _, rest = bus_id.strip().lower().partition(":")
-    try:  # sysfs writes 0000:1b:00.0 where NVML writes 00000000:1B:00.0
+    with contextlib.suppress(OSError, ValueError):
+        # sysfs writes 0000:1b:00.0 where NVML writes 00000000:1B:00.0
         return int((sysfs / f"bus/pci/devices/{int(domain, 16):04x}:{rest}/numa_node").read_text())
-    except (OSError, ValueError):
-        return -1
+    return -1
 
 
 def serve(module: str, link: Connection) -> None:

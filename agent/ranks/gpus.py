@@ -116,10 +116,9 @@ def _processes(handle: Any) -> list[Any]:
 
 def _ask(query: Callable[..., T], *words: Any) -> T | None:
     """The driver's answer; None where there is no driver, or it has no answer for this GPU."""
-    try:
+    with contextlib.suppress(pynvml.NVMLError):
         return query(*words)
-    except pynvml.NVMLError:
-        return None
+    return None
 
 
 class GpuGauge:

@@ -21,7 +21,7 @@ from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, ForkServer, cpu_te
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.errors import ClusterError
-from ultrabench.rank_report import NewLines, Progress, parse_line, parse_log_line, read_progress
+from ultrabench.rank_report import PROFILE, NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import Task, fill_in
 from ultrabench.store.allocation import Allocation
@@ -137,7 +137,6 @@ class Node:
         run = self._run = self.scratch / str(task.key)
         (run / cleanup.EVIDENCE_FOLDER).mkdir(parents=True)
         write_whole(run / "spec.json", json.dumps(to_dict(task), indent=1))
-        self._progress, self._exits, self._evidence = {}, {}, iter(())
         self._sources = self._sources_of(task)
         self._gauge.clear()
         self._oom_kills = oom_kills()
@@ -252,7 +251,7 @@ class Node:
         Args:
             keep_all: keep the logs of all ranks, as of a failed run.
         """
-        self._sources, self._exits, self._evidence = [], {}, iter(())
+        self._sources, self._progress, self._exits, self._evidence = [], {}, {}, iter(())
         problem = None
         try:
             self.disk.retry(partial(self._keep_logs, keep_all), LOGS_RETRY_S)
@@ -268,7 +267,8 @@ class Node:
             cleanup.copy_logs(self._run, to, int(task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node == 0 and not task.probe:
             cleanup.join_tails(self._run, to, self.ranks)
-        cleanup.copy_profile(self._run, to)
+        if (self._run / PROFILE).is_dir():
+            shutil.copytree(self._run / PROFILE, to / PROFILE, dirs_exist_ok=True)
 
     def close(self) -> None:
         """Kills every process, the fork server too, and removes the node-local folder."""
@@ -285,14 +285,11 @@ def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
     Sources: docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), cgroup-v1/memory.html
     (memory.oom_control).
     """
-    counters = []
-    for line in cleanup.read_text(proc / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            counters.append(cgroups / path.lstrip("/") / "memory.events")
-        elif "memory" in controllers.split(","):
-            counters.append(cgroups / "memory" / path.lstrip("/") / "memory.oom_control")
-    for file in (*counters, proc / "vmstat"):
+    groups = [line.split(":", 2) for line in cleanup.read_text(proc / "self/cgroup").splitlines()]
+    v2 = [f"{cgroups}{path}/memory.events" for _, names, path in groups if not names]
+    with_memory = (path for _, names, path in groups if "memory" in names.split(","))
+    v1 = [f"{cgroups}/memory{path}/memory.oom_control" for path in with_memory]
+    for file in (*v2, *v1, f"{proc}/vmstat"):
         if match := re.search(r"^oom_kill (\d+)$", cleanup.read_text(file), re.MULTILINE):
             return int(match[1])
     return 0

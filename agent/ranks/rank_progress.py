@@ -90,12 +90,6 @@ class RankProgress:
         steps = [s for s in marked if s["measured"]] if marked else self.steps[measure.warmup_steps :]
         return [s["seconds"] for s in steps if "seconds" in s]
 
-    def move(self, now: float) -> None:
-        """Records that the rank makes progress at `now`."""
-        gaps = self.gaps_s if self.steps else self.first_gaps_s
-        gaps[self.kind] = max(gaps.get(self.kind, 0.0), now - self.moved)
-        self.moved = now
-
 
 class AttemptProgress:
     """The progress of all ranks of one attempt, from the events that their nodes send."""
@@ -123,18 +117,20 @@ class AttemptProgress:
         for event in events:
             try:
                 self._take(event, now)
+                fault = event.get("line", {}).get("fault")
             except Exception as error:  # it must fail this run only, not the allocation
-                self._note_fault(event, f"something that cannot be used: {type(error).__name__}: {error}")
-
-    def _note_fault(self, event: RankEvent, what: str) -> None:
-        self.fault = self.fault or f"rank {event['rank']} reported {what}"
+                fault = f"something that cannot be used: {type(error).__name__}: {error}"
+            if fault:
+                self.fault = self.fault or f"rank {event['rank']} reported {fault}"
 
     def _take(self, event: RankEvent, now: float) -> None:
         rank = self.ranks[event["rank"]]
         if "found" in event:
             rank.found = event["found"]
             return
-        rank.move(now)
+        gaps = rank.gaps_s if rank.steps else rank.first_gaps_s
+        gaps[rank.kind] = max(gaps.get(rank.kind, 0.0), now - rank.moved)
+        rank.moved = now
         if "code" in event:
             rank.code, rank.tail = event["code"], event.get("tail", "")
             rank.oom_killed = event.get("oom_killed", False) and not rank.killed_by_us
@@ -142,16 +138,9 @@ class AttemptProgress:
             rank.microbatches, rank.step, rank.part = event["microbatches"], event["step"], event["part"]
         else:
             self._take_line(rank, event["line"], now)
-            if "fault" in event["line"]:
-                self._note_fault(event, event["line"]["fault"])
         self.spoke = self.spoke or "code" not in event
         if rank.code or rank.error:
             rank.failed_at = rank.failed_at or time.monotonic()
-
-    def allow_pause(self, pause_s: float) -> None:
-        """Excludes `pause_s` seconds, in which the agent was stopped, from every time without progress."""
-        for rank in self.ranks:
-            rank.moved = min(time.monotonic(), rank.moved + pause_s)
 
     def _take_line(self, rank: RankProgress, line: dict[str, Any], now: float) -> None:
         event = line.get("event")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ultrabench.agent.diagnose.root_cause import fingerprint
+from ultrabench.agent.diagnose.outcome import fingerprint
 
 STACK = """Traceback (most recent call last):
   File "{root}/{name}", line {number}, in step
