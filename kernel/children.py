@@ -7,10 +7,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ultrabench.processes import die_with_parent
 
+ENDING_S = 0.5
+"""Seconds in which the memory of a killed process is freed, so that its end is known."""
 _fork = multiprocessing.get_context("fork")
 
 
@@ -44,7 +47,12 @@ def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dic
                 name = waiting.pop(answered)
                 error, found[name] = _answer(answered, children[name])
                 if error is not None:
-                    raise ChildError(f"{name}: {error}")
+                    # The peers of a process that is killed fail at once, and may be heard before it has ended.
+                    time.sleep(ENDING_S)
+                    killed = [n for n, child in children.items() if (child.exitcode or 0) < 0]
+                    raise ChildError(
+                        f"{killed[0]}: {_end(children[killed[0]])}" if killed else f"{name}: {error}"
+                    )
     finally:
         for child in children.values():
             child.kill()
@@ -62,12 +70,16 @@ def _run(body: Callable[[], Any], sender: Connection, parent: int) -> None:
         sender.send((traceback.format_exception_only(error)[-1].strip(), None))
 
 
-def _answer(receiver: Any, child: multiprocessing.process.BaseProcess) -> tuple[str | None, Any]:
+def _answer(receiver: Any, child: BaseProcess) -> tuple[str | None, Any]:
     """The error and the value that a child has sent; how the child ended if it sent nothing."""
     try:
         error, value = receiver.recv()
     except (EOFError, OSError):
         child.join()
-        code = child.exitcode or 0
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}", None
+        return _end(child), None
     return error, value
+
+
+def _end(child: BaseProcess) -> str:
+    code = child.exitcode or 0
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
