@@ -133,8 +133,9 @@ def step_time_s(ranks: list[tuple[Stage, ...]], spec: RunSpec, hardware: Hardwar
     attention = 12 * shape.hidden_size * spec.workload.seq_len
     tp_inside = layout.tp <= hardware.gpus_per_node
     tp_link = (hardware.link_bytes_per_s if tp_inside else hardware.node_link_bytes_per_s) * LINK_EFFICIENCY
-    # Sequence parallelism: per layer 6 all-gathers and 4 reduce-scatters (see `kernel/tp.py`).
-    tp_layer_s = 10 * (layout.tp - 1) / layout.tp * tokens * shape.hidden_size * word / tp_link
+    # Sequence parallelism: 4 all-gathers and 4 reduce-scatters per layer are waited for. The 2 that gather
+    # tokens again in backward run beside products.
+    tp_layer_s = 8 * (layout.tp - 1) / layout.tp * tokens * shape.hidden_size * word / tp_link
     floor = LAYER_FLOOR_S * (2 if layout.tp > 1 else 1)
     per_rank = []
     for stages in ranks:
