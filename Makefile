@@ -9,7 +9,7 @@ FAULTS ?= 200
 SEED ?= 7
 KINDS ?=
 # The parts of `make test`.
-PARTS := unit-and-parity local-a-to-f local-g-to-z slurm-n-and-t slurm-others
+PARTS := unit parity local-a-to-f local-g-to-z slurm-n-and-t slurm-others
 
 .PHONY: quickstart test check env format parity slurm-test chaos bench slurm-bench clean $(PARTS)
 
@@ -33,11 +33,13 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Most tests wait for processes and deadlines, so that five parts of them run at once; each is printed at its end.
+# Most tests wait for processes and deadlines, so that six parts of them run at once; each is printed at its end.
 test: check
-	$(MAKE) --jobs=5 --keep-going --output-sync=target --no-print-directory $(PARTS)
-unit-and-parity: env
-	$(BIN)/pytest tests/unit tests/parity
+	$(MAKE) --jobs=6 --keep-going --output-sync=target --no-print-directory $(PARTS)
+unit: env
+	$(BIN)/pytest tests/unit
+parity: env
+	$(BIN)/pytest tests/parity
 local-a-to-f: env
 	$(BIN)/pytest tests/local/test_[a-f]*.py
 local-g-to-z: env

@@ -93,13 +93,3 @@ def test_no_file_names_a_path_of_somebodys_machine():
 def test_sources_are_ascii():
     odd = [str(p.relative_to(ROOT)) for p in SOURCES if not p.read_bytes().isascii()]
     assert odd == []
-
-
-def test_the_trainer_can_be_read_in_an_afternoon():
-    page = (ROOT / "docs/kernel.md").read_text(encoding="utf-8")
-    told = {ROOT / "kernel" / name for name in re.findall(r"\]\(\.\./kernel/(\w+\.py)\)", page)}
-    trainer = told | {ROOT / "kernel/data.py", ROOT / "kernel/replicas.py"}
-    assert {
-        ROOT / "kernel" / f"{name}.py" for name in ("model", "dp", "tp", "cp", "pp", "step", "worker")
-    } <= told
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in trainer) < 1500
