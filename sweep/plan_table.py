@@ -1,7 +1,7 @@
 """Writes and reads plan.parquet: one row for each candidate, with decision, reason and prediction."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.layout import AXES, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import from_dict
+from ultrabench.record import from_dict, values_of
 from ultrabench.run import RunSpec
 from ultrabench.store.folder import write_whole
 from ultrabench.store.state import SweepState
@@ -52,7 +52,7 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
             "rule": c.rule,
             "reason": c.reason,
             "decision": "run" if c.runs else "rejected",
-            **{f"predicted_{name}": value for name, value in asdict(c.prediction).items()},
+            **{f"predicted_{name}": value for name, value in values_of(c.prediction).items()},
             "predicted_to_fit": c.fits,
             "p_oom": None,
             "predicted_gpu_hours": c.gpu_hours,

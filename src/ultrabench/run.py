@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from ultrabench.allowed import at_least, between, require_allowed
@@ -11,7 +11,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import content_id, to_dict
+from ultrabench.record import content_id, to_dict, values_of
 
 Size = Annotated[int, between(1, 2**30)]
 """A seq_len or gbs; larger ones are typing errors and would overflow byte counts."""
@@ -35,11 +35,6 @@ class Workload:
 ADDED_LATER: dict[str, Any] = {}
 """Dotted name -> default of each field that was added to the identity after version 1. A field with its
 default is left out of the hash, so that old run_ids stay valid."""
-
-
-def _values(record: ModelShape | Workload | Layout) -> dict[str, Any]:
-    """The fields of a record of plain values; `asdict` copies each value and takes six times as long."""
-    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +61,9 @@ class RunSpec:
         """The JSON value that run_id hashes: defaults are written out, the name of the model is left out."""
         options = ("name", "version", "precision", "compile", "attention", "recompute")
         out: dict[str, Any] = {
-            "shape": {k: v for k, v in _values(self.shape).items() if k != "name"},
-            "workload": _values(self.workload),
-            "layout": _values(self.layout),
+            "shape": {k: v for k, v in values_of(self.shape).items() if k != "name"},
+            "workload": values_of(self.workload),
+            "layout": values_of(self.layout),
             "kernel": {k: getattr(self.kernel, k) for k in options},
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
