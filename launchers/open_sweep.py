@@ -118,6 +118,11 @@ class OpenSweep:
         return give_up(self.folder.claims, name)
 
 
+def folder_of(config: SweepConfig) -> SweepFolder:
+    """The folder of the sweep of a configuration."""
+    return SweepFolder(Path(config.results_dir).absolute() / config.name)
+
+
 def open_sweep(
     plan: Plan,
     *,
@@ -143,7 +148,7 @@ def open_sweep(
     require_local(config)
     if reuse not in (None, "same", "any"):
         raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
-    folder = SweepFolder(Path(config.results_dir).absolute() / config.name)
+    folder = folder_of(config)
     known_as = find_sweep_json(folder)
     if known_as is not None:
         require_same(known_as, config, folder.path)

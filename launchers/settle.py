@@ -88,7 +88,7 @@ class Settler:
     def __init__(self, sweep: OpenSweep, launcher: Launcher, say: Say = lambda note: None) -> None:
         """`say` is called with each message for the user."""
         self._sweep, self._launcher, self._say = sweep, launcher, say
-        self._specs = {c.run_id: to_dict(c.spec) for c in sweep.plan.runs}
+        self._runs = {run.run_id: run for run in sweep.plan.runs}
         self.watchdog = AgentWatchdog(sweep.folder, sweep.config.launcher)
         self.claimed: set[str] = set()
         """Allocations that agents own, even if they have not written anything yet."""
@@ -264,8 +264,9 @@ class Settler:
         source = "slurm" if self._launcher.by["cluster"] else "launcher"
         result = RunResult(status=end.status, reason=end.reason, cause=end.cause)
         for key in keys:
-            attempt, spec = state.attempts.get(key), self._specs.get(key.run_id, {})
+            attempt, run = state.attempts.get(key), self._runs.get(key.run_id)
             if attempt is None or attempt.result is None:
+                spec = to_dict(run.spec) if run else {}
                 failed = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
                 self._sweep.journal.write(failed)
 

@@ -20,7 +20,7 @@ from ultrabench.hardware import GIB
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.check import FAIL, Check, failed, first_problem, passed
 from ultrabench.launchers.launcher import Say
-from ultrabench.launchers.open_sweep import open_sweep
+from ultrabench.launchers.open_sweep import folder_of, open_sweep
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt
 from ultrabench.layout import AXES
@@ -164,7 +164,7 @@ class _Acceptance:
         Raises:
             ClusterError: the cluster or this machine cannot be used.
         """
-        folder = SweepFolder(Path(config.results_dir) / config.name)
+        folder = folder_of(config)
         launcher, left = choose_launcher(config, folder), self._left_gpu_hours
         plan = require_runs(make_plan(config))
         sweep = open_sweep(plan, reuse="any", warn=self._say, say=self._say, max_gpu_hours=left)

@@ -148,7 +148,7 @@ def planned_jobs(
     cells = controls(plan) if config.launcher.control and config.launcher.pack != 1 else {}
     known = [*state.attempts, *(t.key for t in left.todo)]
     known += [key for held in state.allocations.values() for key in held.tasks]
-    repeats = {run.run_id: count(next_repeat(run.run_id, known, config.repeats)) for run in cells.values()}
+    repeats: dict[str, Iterator[int]] = {}
     best = best_step_times_s(plan, state)
     seen = set[int]()
     for group in pack(left.todo, config, cells):
@@ -159,6 +159,8 @@ def planned_jobs(
         control = cells.get(group[0].candidate.cell)
         control_id = control.run_id if control else None
         if control and all(t.key.run_id != control_id for t in group):
+            if control.run_id not in repeats:
+                repeats[control.run_id] = count(next_repeat(control.run_id, known, config.repeats))
             key = AttemptKey(control.run_id, next(repeats[control.run_id]), 0)
             group.append(PlannedAttempt(candidate=control, key=key))
         group = sorted(group, key=lambda t: t.key.run_id != control_id)  # the control run comes first

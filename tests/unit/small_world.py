@@ -196,7 +196,7 @@ class Stage:
             _, busy = reconciler.once()
             memory = {k: v for k, v in vars(reconciler).items() if isinstance(v, PLAIN)}
             settler = vars(reconciler.settler).items()
-            memory["settler"] = {k: v for k, v in settler if isinstance(v, PLAIN) and k != "_specs"}
+            memory["settler"] = {k: v for k, v in settler if isinstance(v, PLAIN) and k != "_runs"}
             process = Process(name, seq=journal.seq, memory=memory) if busy else Process(name, over=True)
         except Halt:
             process = replace(process, answers=tuple(tape.answers), known=tape.known)

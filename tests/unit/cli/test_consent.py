@@ -41,7 +41,8 @@ def after(used):
 
 
 def ask(given=None, *, plan=PLAN, used=0.0, yes=False, cluster=CLUSTER):
-    return ask_for_budget(plan, after(used), cluster, given, yes)
+    state = after(used)
+    return ask_for_budget(plan, reckon(plan, state, cluster.max_limit_s), state, cluster, given, yes)
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_a_budget_that_the_first_job_would_break_is_refused_unless_jobs_are_unde
     with pytest.raises(ConfigError, match="the first job needs"):
         ask(0.0)
     under_way = SweepState(allocations={"a": AllocationState(name="a")})
-    assert ask_for_budget(PLAN, under_way, CLUSTER, 0.0, False) == 0.0
+    assert ask_for_budget(PLAN, reckon(PLAN, under_way), under_way, CLUSTER, 0.0, False) == 0.0
 
 
 @pytest.mark.parametrize(("given", "used", "budget"), [(None, 3.0, 3.0), (7.0, 3.0, 7.0)])

@@ -12,7 +12,7 @@ from ultrabench.launchers.settle import open_allocations
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.plan import CellKey, Plan
-from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, reckon
+from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours
 
 
 def price_table(
@@ -38,7 +38,9 @@ def price_table(
     return made
 
 
-def ask_for_budget(plan: Plan, state: SweepState, limits: JobLimits, given: float | None, yes: bool) -> float:
+def ask_for_budget(
+    plan: Plan, price: Price, state: SweepState, limits: JobLimits, given: float | None, yes: bool
+) -> float:
     """Shows the price of what is left to do and asks; returns the GPU hours that the sweep may use in all.
 
     Any budget that is given will do while jobs of the sweep are under way, because these leave something to do.
@@ -47,7 +49,7 @@ def ask_for_budget(plan: Plan, state: SweepState, limits: JobLimits, given: floa
         ConfigError: there is no terminal to ask on and no --max-gpu-hours, or the budget is too small.
         typer.Abort: the answer is no.
     """
-    price, used = reckon(plan, state, limits.max_limit_s), committed_gpu_hours(plan, state, ())
+    used = committed_gpu_hours(plan, state, ())
     if not price.jobs:
         return given if given is not None else max(used, 1e-9)
     _print_price(plan, price, limits, used)

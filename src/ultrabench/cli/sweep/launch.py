@@ -5,7 +5,6 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
-from pathlib import Path
 from subprocess import DEVNULL, Popen
 from types import FrameType
 
@@ -18,7 +17,7 @@ from ultrabench.errors import counted
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import not_accepted
 from ultrabench.launchers.launcher import Launcher
-from ultrabench.launchers.open_sweep import OpenSweep, open_sweep, require_program
+from ultrabench.launchers.open_sweep import OpenSweep, folder_of, open_sweep, require_program
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt
 from ultrabench.processes import own_name
@@ -30,10 +29,9 @@ from ultrabench.store.kernel_secrets import hide
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, require_runs
 from ultrabench.sweep.running.attempts import Launch, next_attempts
-from ultrabench.sweep.running.price import BUDGET_FACTOR, committed_gpu_hours, reckon
+from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, reckon
 from ultrabench.sweep.running.progress import progress, standing_attempts
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
@@ -51,19 +49,16 @@ def run_launch(
     if detach and config.launcher.name == "local":
         require_runs(make_plan(config))
         return _leave_in_background(folder)
-    launcher, plan = choose_launcher(config, folder), require_runs(make_plan(config))
+    launcher, plan, price = choose_launcher(config, folder), require_runs(make_plan(config)), None
     if config.launcher.name != "local":
         if untried := not_accepted(config):
             warn(untried)
         state = fold(read_journal(folder.journal, warn)) if find_sweep_json(folder) else SweepState()
-        max_gpu_hours = ask_for_budget(plan, state, launcher.limits, max_gpu_hours, yes)
+        price = reckon(plan, state, launcher.limits.max_limit_s)
+        max_gpu_hours = ask_for_budget(plan, price, state, launcher.limits, max_gpu_hours, yes)
     sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
-    return follow(sweep, launcher, folder.display_name, detach=detach, ask=not yes, stderr=False)
-
-
-def folder_of(config: SweepConfig) -> SweepFolder:
-    """The folder of the sweep of a configuration."""
-    return SweepFolder(Path(config.results_dir).absolute() / config.name)
+    price = price if sweep.plan is plan else None
+    return follow(sweep, launcher, folder.display_name, price, detach=detach, ask=not yes, stderr=False)
 
 
 def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
@@ -72,18 +67,26 @@ def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] 
 
 
 def follow(
-    sweep: OpenSweep, launcher: Launcher, display_name: str, *, detach: bool, ask: bool, stderr: bool
+    sweep: OpenSweep,
+    launcher: Launcher,
+    display_name: str,
+    price: Price | None = None,
+    *,
+    detach: bool,
+    ask: bool,
+    stderr: bool,
 ) -> int:
     """Follows an open sweep to its end, or leaves it after the first submission; returns the exit code.
 
     Args:
         display_name: the name of the sweep in commands for the user.
+        price: the price of what is left, if it is known already.
         ask: whether the user may be asked to replace jobs of others.
         stderr: whether the final table goes to stderr, because stdout holds a JSON document.
     """
     config, runs = sweep.config, sweep.plan.runs
     before = {key.run_id for key in sweep.state().attempts}
-    say(*_first_lines(sweep))
+    say(*_first_lines(sweep, price or reckon(sweep.plan, sweep.state())))
     taken = _asked_to_take_over(sweep, launcher) if ask else []
     caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
     try:
@@ -123,14 +126,13 @@ def _say_stopped(reconciler: Reconciler, state: SweepState, display_name: str) -
         say(f"go on with: ultrabench sweep resume {display_name} --max-gpu-hours {needed:.3g}")
 
 
-def _first_lines(sweep: OpenSweep) -> Iterator[str]:
+def _first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     """The lines that a launch prints before it submits anything."""
-    config, runs, state = sweep.config, sweep.plan.runs, sweep.state()
-    cost = hours(reckon(sweep.plan, state).gpu_hours)
+    config, runs, cost = sweep.config, sweep.plan.runs, hours(price.gpu_hours)
     yield f"{config.name}: {counted(len(runs), 'run')}, {cost} GPU hours predicted, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "none of them is predicted to fit into the memory of a rank"
-    if config.profile and settled(sweep.plan, state, sweep.accepts):
+    if config.profile and settled(sweep.plan, sweep.state(), sweep.accepts):
         yield "profile=true, but all is measured: only new runs are profiled; add repeats=N or name=NAME"
     for other in living_launchers(sweep.folder, sweep.journal.path):
         yield f"{other} follows this sweep, too; both may go on: no run is made twice"

@@ -9,12 +9,11 @@ from typing import Any
 from rich.console import RenderableType
 
 from ultrabench.cli.sweep.consent import price_table
-from ultrabench.cli.sweep.launch import folder_of
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
-from ultrabench.launchers.open_sweep import require_program
+from ultrabench.launchers.open_sweep import folder_of, require_program
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
