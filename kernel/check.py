@@ -101,8 +101,7 @@ def _trained(
 ) -> dict[str, Any]:
     """Trains some steps; returns what this process holds then.
 
-    These are `losses` of all steps, `grads` by name after the first backward, `params` by name at the end,
-    and `parts`, by name the cuts that lead from the full parameter to this process' part.
+    These are `losses` of all steps, `grads` by name after the first backward, and `params` by name at the end.
     """
     losses, grads = [], dict[str, Tensor]()
     for step in range(1, steps + 1):

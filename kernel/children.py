@@ -49,10 +49,8 @@ def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dic
                 if error is not None:
                     # The peers of a process that is killed fail at once, and may be heard before it has ended.
                     time.sleep(ENDING_S)
-                    killed = [n for n, child in children.items() if (child.exitcode or 0) < 0]
-                    raise ChildError(
-                        f"{killed[0]}: {_end(children[killed[0]])}" if killed else f"{name}: {error}"
-                    )
+                    killed = ((n, _end(c)) for n, c in children.items() if (c.exitcode or 0) < 0)
+                    raise ChildError(": ".join(next(killed, (name, error))))
     finally:
         for child in children.values():
             child.kill()

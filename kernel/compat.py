@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 
@@ -27,12 +26,9 @@ def group_name(argument: Any) -> str | None:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory on this rank of `tensor`, which may be a DTensor or the result of a collective."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.elem
-    return tensor.untyped_storage()
+    """The memory on this rank of `tensor`, which may be a DTensor."""
+    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return own.untyped_storage()
 
 
 _collectives = torch.ops._c10d_functional

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -59,7 +58,7 @@ def watched_memory(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[
     """Lets dispatch modes see the memory of a step as it is.
 
     It calls `resized` with every storage that is resized, which is how fully_shard frees and takes memory,
-    and hides from dispatch modes how torch makes meshes of ranks, and how DTensor computes full shapes.
+    and hides from dispatch modes how torch makes meshes of ranks.
     """
     inner = torch.UntypedStorage.resize_
 
@@ -68,8 +67,7 @@ def watched_memory(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[
         resized(storage)
         return out
 
-    hidden = [(DeviceMesh, "__getitem__"), (DeviceMesh, "_concatenate"), (mesh, "init_device_mesh"),
-              (ShardingPropagator, "_propagate_tensor_meta_non_cached")]  # fmt: skip
+    hidden = [(DeviceMesh, "__getitem__"), (DeviceMesh, "_concatenate"), (mesh, "init_device_mesh")]
     with ExitStack() as stack:
         for owner, name in hidden:
             outside = _disable_current_modes()(getattr(owner, name))

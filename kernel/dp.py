@@ -32,8 +32,7 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.fl
 def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) -> None:
     """Wraps `model` in place, a group for each layer and one for the rest.
 
-    Also at degree 1: the wrapping is what gives bf16 compute on fp32 masters, and what brings
-    gradients of tensor-parallel norms into the placement of their parameters.
+    It is wrapped at degree 1, too, since that gives bf16 compute on fp32 masters.
     """
     axes = ("dp_replicate", "dp_shard") if mesh["dp_replicate"].size() > 1 else ("dp_shard",)
     policy = MixedPrecisionPolicy()

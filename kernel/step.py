@@ -145,7 +145,7 @@ class TrainStep:
                 self.progress()
         sum_norm_gradients(self.params.items(), self.tp.group)
         none = torch.zeros((), device=self.device)
-        return sum((local(loss.detach()) for loss in losses), none)
+        return sum((loss.detach() for loss in losses), none)
 
     def update(self, loss: Tensor) -> Tensor:
         """Clips by the norm of the whole gradient, updates the parameters, and clears the gradients.

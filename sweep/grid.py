@@ -84,14 +84,14 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
 
 
 def refusal(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
-    """Why `kernel` cannot run `layout`, or None when it can."""
+    """Why `kernel` cannot run `layout`, which no structural rule rejects; None when it can."""
     if kernel.kind != "embedded":
         return next(_of_command(kernel, layout, shape), None)
     return next(_of_embedded(kernel, layout, shape, seq_len), None)
 
 
 def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
-    """The reasons why our own kernel cannot run a layout."""
+    """The reasons why our own kernel cannot run a layout that no structural rule rejects."""
     pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
     # Context parallelism gives each rank two chunks of the sequence, all of the same length.
     if layout.cp > 1 and seq_len % (2 * layout.cp):
@@ -114,9 +114,9 @@ def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_le
     # With zbv and ZeRO-3, torch silently loses some gradients of the sharded parameters.
     if schedule == "zbv" and zero_stage == 3:
         yield "zbv with zero_stage=3 loses gradients in torch; take zero_stage 0 or 1, or another schedule"
-    # Tensor parallelism splits heads, feed-forward and vocabulary, and sequence parallelism the tokens.
-    cut = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    sizes = {name: getattr(shape, name) for name in cut} | {"seq_len/cp": seq_len // layout.cp}
+    # Tensor parallelism also splits feed-forward and vocabulary, and sequence parallelism the tokens.
+    sizes = {name: getattr(shape, name) for name in ("intermediate_size", "vocab_size")}
+    sizes["seq_len/cp"] = seq_len // layout.cp
     for name, size in sizes.items():
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"
