@@ -11,7 +11,7 @@ KINDS ?=
 # The parts of `make test`.
 PARTS := unit parity local-a-to-f local-g-to-z slurm-n-and-t slurm-others
 
-.PHONY: quickstart test check env format parity slurm-test chaos bench slurm-bench clean $(PARTS)
+.PHONY: quickstart test check env format slurm-test chaos bench slurm-bench clean $(PARTS)
 
 env: $(VENV)/installed
 

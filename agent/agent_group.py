@@ -125,9 +125,8 @@ class AgentGroup:
         """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent."""
         self._node.disk.beat()
         messages, pause_s = self._listener.wait(seconds)
-        for (
-            rank
-        ) in self.progress.ranks:  # the time in which this agent was stopped is no time without progress
+        # The time in which this agent was stopped is no time without progress.
+        for rank in self.progress.ranks:
             rank.moved = min(time.monotonic(), rank.moved + pause_s)
         for peer, message in messages:
             self._take(int(peer.facts["node"]), message)
