@@ -31,7 +31,7 @@ def test_both_stages_leave_a_trace_and_a_summary_after_the_measured_steps(bench)
         used = seen["compute_s"] + seen["exposed_communication_s"] + seen["idle_s"]
         assert used == pytest.approx(seen["step_time_s"], rel=1e-6)
         names = [kernel["name"] for kernel in seen["top"]]
-        assert "aten::mm" in names
+        assert any(name.startswith("aten::") for name in names), "which ones depends on the load"
         assert any(name.startswith("gloo:") for name in names), "activations are sent"
         *kinds, peak = seen["memory_bytes"].values()
         assert min(kinds) > 0
