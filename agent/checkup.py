@@ -91,7 +91,7 @@ def _digest(request: dict[str, Any]) -> dict[str, str | None]:
 def _probe() -> dict[str, Any]:
     """What torch reports, in a process of its own: {torch: facts} or {torch: None, torch_error}."""
     try:
-        facts = run_module("ultrabench.kernel.environment", timeout_s=PROBE_TIMEOUT_S)
+        facts = run_module("ultrabench.kernel.rank.environment", timeout_s=PROBE_TIMEOUT_S)
         return {"torch": json.loads(facts), "torch_error": None}
     except (ClusterError, ValueError) as error:
         return {"torch": None, "torch_error": str(error)[:300]}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ultrabench.kernel.counts import CollectiveCounts
+from ultrabench.kernel.dryrun.counts import CollectiveCounts
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.step import TrainStep
 from ultrabench.kernel_config import KernelConfig

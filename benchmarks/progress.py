@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from ultrabench.kernel.progress import device_progress
+from ultrabench.kernel.rank.progress import device_progress
 from ultrabench.rank_report import PARTS, Report, read_progress
 
 STEP_S = 0.010

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ultrabench.kernel.failure import ReplicasDifferError
 from ultrabench.kernel.mesh import local
+from ultrabench.kernel.rank.failure import ReplicasDifferError
 from ultrabench.kernel.step import TrainStep
 from ultrabench.kernel.tp import cut_dim
 

@@ -102,7 +102,7 @@ class RankCost:
 
 def check(spec: CheckSpec) -> CheckResult:
     """Compares the training of a layout with that of a single process."""
-    answer, *_ = _answers("ultrabench.kernel.check", spec)
+    answer, *_ = _answers("ultrabench.kernel.check.parity", spec)
     return from_dict(CheckResult, answer)
 
 
@@ -112,7 +112,7 @@ def dry_run(spec: RunSpec) -> Iterator[RankCost]:
     Raises:
         ConfigError: the kernel cannot build or train this layout.
     """
-    for answer in _answers("ultrabench.kernel.dryrun", spec):
+    for answer in _answers("ultrabench.kernel.dryrun.rank_cost", spec):
         if "error" in answer:
             raise ConfigError(f"{spec.layout.label()} cannot be dry-run: {answer['error']}")
         yield from_dict(RankCost, answer)

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from ultrabench.device_rates import SHORT, long_probe
-from ultrabench.kernel import environment, failure, memory, stack_dump
-from ultrabench.kernel.counts import ExecutedFlops
+from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
-from ultrabench.kernel.probe import probe
-from ultrabench.kernel.profile import look_inside
-from ultrabench.kernel.progress import device_progress
+from ultrabench.kernel.rank import environment, failure, memory, stack_dump
+from ultrabench.kernel.rank.probe import probe
+from ultrabench.kernel.rank.profile import look_inside
+from ultrabench.kernel.rank.progress import device_progress
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
 from ultrabench.rank_report import PARTS, PROFILE, Report

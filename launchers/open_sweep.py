@@ -250,7 +250,7 @@ def probe_machine(peak: bool) -> dict[str, Any]:
     Raises:
         ClusterError: the probe failed.
     """
-    words = ["ultrabench.kernel.environment", *(["--peak"] if peak else [])]
+    words = ["ultrabench.kernel.rank.environment", *(["--peak"] if peak else [])]
     try:
         found: dict[str, Any] = json.loads(run_module(*words, timeout_s=PROBE_TIMEOUT_S))
     except (ClusterError, ValueError) as error:

@@ -72,7 +72,7 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
     """Result column -> its value; None for a value that was not measured or cannot be read.
 
     Args:
-        probe: what `ultrabench.kernel.probe.probe` returns, or the `probe` event of a report.
+        probe: what `ultrabench.kernel.rank.probe.probe` returns, or the `probe` event of a report.
 
     Returns:
         The rates of the slowest device, and for each operation in its largest size the median bus

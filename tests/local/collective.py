@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ultrabench.kernel import stack_dump
+from ultrabench.kernel.rank import stack_dump
 from ultrabench.rank_report import Report
 
 

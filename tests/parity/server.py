@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.parity.planted import FAULTS
-from ultrabench.kernel.check import run_check
+from ultrabench.kernel.check.parity import run_check
 from ultrabench.kernel.children import ChildError, run_forked
-from ultrabench.kernel.counts import CollectiveCounts
-from ultrabench.kernel.dryrun import measure_step, rank_cost
+from ultrabench.kernel.dryrun.counts import CollectiveCounts
+from ultrabench.kernel.dryrun.rank_cost import measure_step, rank_cost
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.requests import CheckSpec
 from ultrabench.kernel.step import TrainStep

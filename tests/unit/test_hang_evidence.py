@@ -21,7 +21,7 @@ from ultrabench.processes import TAG_VARIABLE, descendants
 DUMPING = """
 import threading, time
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()  # may be the one that is interrupted
-from ultrabench.kernel import stack_dump
+from ultrabench.kernel.rank import stack_dump
 from ultrabench.rank_report import Report
 stack_dump.dump_on_signals(Report.from_environment())
 def inner():

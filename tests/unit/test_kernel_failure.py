@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ultrabench.kernel.failure import NonFiniteLossError, ReplicasDifferError, kind_of, one_line
+from ultrabench.kernel.rank.failure import NonFiniteLossError, ReplicasDifferError, kind_of, one_line
 
 
 @pytest.mark.parametrize(

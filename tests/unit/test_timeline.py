@@ -2,7 +2,7 @@
 
 import pytest
 
-from ultrabench.kernel.timeline import Span, length, most_allocated, summarize, union
+from ultrabench.kernel.rank.timeline import Span, length, most_allocated, summarize, union
 
 MICRO = 1e-6
 

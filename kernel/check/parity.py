@@ -1,6 +1,6 @@
 """Checks that a layout trains correctly: it compares forked ranks with a single process, in fp64.
 
-`python -P -m ultrabench.kernel.check` reads a CheckSpec from stdin and writes a CheckResult. It imports torch
+`python -P -m ultrabench.kernel.check.parity` reads a CheckSpec from stdin and writes a CheckResult. It imports torch
 but never computes, because children that are forked after a matrix product in the parent hang.
 """
 

@@ -1,6 +1,6 @@
 """Finds what a step would cost: runs the real kernel without data and without other ranks.
 
-`python -P -m ultrabench.kernel.dryrun` reads a RunSpec from stdin and writes one RankCost per line, for the
+`python -P -m ultrabench.kernel.dryrun.rank_cost` reads a RunSpec from stdin and writes one RankCost per line, for the
 first rank of each pipeline stage. The process imports torch, but only its forked children compute.
 """
 
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ultrabench.kernel.children import ChildError, run_forked
-from ultrabench.kernel.compat_fake import ShardedTensors, fake_world, watched_memory
-from ultrabench.kernel.counts import CollectiveCounts, ExecutedFlops, LiveBytes
 from ultrabench.kernel.dp import MASTER_DTYPE
+from ultrabench.kernel.dryrun.counts import CollectiveCounts, ExecutedFlops, LiveBytes
+from ultrabench.kernel.dryrun.fake_world import ShardedTensors, fake_world, watched_memory
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.step import TrainStep
 from ultrabench.record import from_dict

@@ -1,4 +1,4 @@
-"""Facts about this machine: `python -P -m ultrabench.kernel.environment [--peak]` prints them as JSON."""
+"""Facts about this machine: `python -P -m ultrabench.kernel.rank.environment [--peak]` prints them as JSON."""
 
 import json
 import multiprocessing

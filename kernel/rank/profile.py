@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ultrabench.kernel.memory import peak, reset_peak
+from ultrabench.kernel.rank.memory import peak, reset_peak
+from ultrabench.kernel.rank.timeline import most_allocated, summarize
 from ultrabench.kernel.step import TrainStep
-from ultrabench.kernel.timeline import most_allocated, summarize
 
 STEPS = 2
 """Number of steps in the trace; one step before them warms up the profiler, and one more follows."""

@@ -1,0 +1,1 @@
+"""Checks that layouts train as a single process does."""
