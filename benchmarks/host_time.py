@@ -51,7 +51,7 @@ def seconds(tp: int, recompute: str) -> tuple[float, int]:
         return out
 
     once()
-    with CollectiveCounts(trainer.mesh, trainer.other_groups) as counts:
+    with CollectiveCounts(trainer.mesh, trainer.cp_group) as counts:
         once()
     taken = []
     for _ in range(ROUNDS):

@@ -1,5 +1,6 @@
 """All uses of torch that are private or differ between the supported versions."""
 
+import datetime
 import json
 from typing import Any
 
@@ -29,6 +30,15 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """The memory on this rank of `tensor`, which may be a DTensor."""
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return own.untyped_storage()
+
+
+def use_timeout(timeout: datetime.timedelta) -> None:
+    """Sets the time-out of all process groups that are made from now on, also of those that torch makes itself.
+
+    `init_device_mesh` takes no time-out for the groups of its axes, which else would be NCCL's 10 minutes.
+    """
+    c10d = dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
 
 
 _collectives = torch.ops._c10d_functional

@@ -1,7 +1,7 @@
 """Builds the mesh of ranks, and tells which part of a full parameter a rank holds."""
 
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -25,13 +25,24 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (layout.pp, replicate, shard, layout.tp), mesh_dim_names=AXES)
 
 
-def cp_group(layout: Layout, device_type: str) -> ProcessGroup | None:
-    """The group of ranks that share the tokens of this rank's sequences; None if this rank holds them all."""
+def cp_group(layout: Layout) -> dist.ProcessGroup | None:
+    """The group of ranks that share the tokens of this rank's sequences; None if this rank holds them all.
+
+    All ranks have to call it. Like a mesh, it takes the group of all ranks for a ring of all ranks, and with
+    NCCL it makes all rings in one call: NCCL can only split a communicator if all its ranks do.
+    """
     if layout.cp == 1:
         return None
-    names = ("outer", "cp", "inner")
-    sizes = (layout.pp * layout.dp, layout.cp, layout.tp)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=names).get_group("cp")
+    world = dist.group.WORLD
+    assert world is not None
+    if layout.cp == layout.world_size:
+        return world
+    firsts = (rank for rank in range(layout.world_size) if layout.coordinates(rank).cp == 0)
+    rings = [list(range(first, first + layout.cp * layout.tp, layout.tp)) for first in firsts]
+    if world.bound_device_id is not None:
+        return dist.split_group(split_ranks=rings, group_desc="mesh_cp")
+    own, _ = dist.new_subgroups_by_enumeration(rings, group_desc="mesh_cp")  # type: ignore[no-untyped-call]
+    return own  # type: ignore[no-any-return]
 
 
 def dp_part(param: Tensor) -> Part:

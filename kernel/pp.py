@@ -103,30 +103,37 @@ class Pipeline:
         return losses
 
 
-def tied_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
-    """The group of the two ranks that hold this rank's part of a tied embedding.
+def tied_peer(layout: Layout, pp_rank: int) -> int | None:
+    """The rank of the pp axis that holds the other copy of a tied embedding.
 
-    It is None if this rank holds both copies or none. Only the two members call this collectively.
+    It is None if `pp_rank` holds both copies or none.
     """
-    at = layout.coordinates(rank)
-    ends = [pp for pp in range(layout.pp) if {0, layout.num_stages - 1} & set(layout.stages_of(pp))]
-    if at.pp not in ends or len(ends) == 1:
-        return None
-    group: dist.ProcessGroup = dist.new_group(
-        [layout.rank(at._replace(pp=pp)) for pp in ends], use_local_synchronization=True
-    )
-    return group
+    ends = {pp for pp in range(layout.pp) if {0, layout.num_stages - 1} & set(layout.stages_of(pp))}
+    return sum(ends) - pp_rank if pp_rank in ends and len(ends) == 2 else None
 
 
-def sum_tied_gradients(models: Sequence[Decoder], group: dist.ProcessGroup | None) -> None:
-    """Gives both copies of a tied embedding the sum of their gradients.
+def swap(tensor: Tensor, peer: int, pp_group: dist.ProcessGroup) -> Tensor:
+    """Sends `tensor` to `peer` of the pp axis, and returns what it sends; only these two ranks call it.
 
-    It needs one all-reduce of V*H/(tp*shards) elements between the ranks of the first and the last stage.
+    A group of the two would hang with NCCL, which makes a group only if all ranks take part.
+    """
+    theirs = torch.empty_like(tensor)
+    send = dist.P2POp(dist.isend, tensor, group=pp_group, group_peer=peer)
+    receive = dist.P2POp(dist.irecv, theirs, group=pp_group, group_peer=peer)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    return theirs
+
+
+def sum_tied_gradients(models: Sequence[Decoder], peer: int | None, pp_group: dist.ProcessGroup) -> None:
+    """Gives both copies of a tied embedding the sum of their gradients, with the same bits.
+
+    The ranks of the first and the last stage send each other V*H/(tp*shards) elements.
     """
     tables = [t.weight.grad for m in models for t in (m.embedding, m.head) if t is not None]
     grads = [local(grad) for grad in tables if grad is not None]
-    if group is not None:
-        dist.all_reduce(grads[0], group=group)
+    if peer is not None:
+        grads[0] += swap(grads[0], peer, pp_group)
     elif len(grads) == 2:
         grads[0] += grads[1]
         grads[1].copy_(grads[0])

@@ -13,7 +13,7 @@ from ultrabench.kernel.data import load, sample_indices
 from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch
 from ultrabench.kernel.mesh import cp_group, local, num_shards, take
 from ultrabench.kernel.model import Decoder
-from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_group
+from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
 from ultrabench.kernel.recompute import apply_compile, apply_recompute
 from ultrabench.kernel.tp import Ranks, apply_tp, cut_dim, part_of, sum_norm_gradients
 from ultrabench.run import RunSpec
@@ -62,12 +62,12 @@ class TrainStep:
         self.clip_norm, self.progress, self.backend = clip_norm, progress, backend
         self.at = layout.coordinates(dist.get_rank())
         self.spans = cp.spans(spec.workload.seq_len, layout.cp, self.at.cp)
-        self.cp_group = cp_group(layout, device.type)
+        self.cp_group = cp_group(layout)
         stages = held_stages(spec.shape, layout, self.at.pp)
         self.tp = Ranks(mesh.get_group("tp"))
         self.models = [self._build(stage) for stage in stages]
         self.tied = spec.shape.tie_word_embeddings and layout.pp > 1
-        self.tied_group = tied_group(layout, dist.get_rank()) if self.tied else None
+        self.tied_peer = tied_peer(layout, self.at.pp) if self.tied else None
         self.holds_loss = any(stage.has_head for stage in stages)
         self.params = {name: p for model in self.models for name, p in model.named_parameters()}
         self.parts = {name: part_of(name, param, self.tp.group) for name, param in self.params.items()}
@@ -108,11 +108,6 @@ class TrainStep:
         model.reshard()
         return model
 
-    @property
-    def other_groups(self) -> dict[str, dist.ProcessGroup | None]:
-        """The groups of this rank, by name, that are not groups of the mesh; None where it has no such group."""
-        return {"tied": self.tied_group, "cp": self.cp_group}
-
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of this rank in `step`: gas*mbs x S/cp tokens each, on the device."""
         indices = sample_indices(self.layout, self.at.dp)
@@ -131,7 +126,7 @@ class TrainStep:
         if self.layout.pp > 1:
             losses = self.pipeline.run(inputs, targets)
             if self.tied:
-                sum_tied_gradients(self.models, self.tied_group)
+                sum_tied_gradients(self.models, self.tied_peer, self.mesh.get_group("pp"))
         else:
             (model,) = self.models
             assert isinstance(model, FSDPModule)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ultrabench.device_rates import SHORT, long_probe
+from ultrabench.kernel.compat import use_timeout
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
@@ -35,7 +36,7 @@ from ultrabench.step_time import ci95_rel
 
 DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(PARTS))
 PATIENCE = datetime.timedelta(hours=12)
-"""Time-out of the process group; it is longer than any run, since the deadlines of the agent detect hangs."""
+"""Time-out of all process groups; it is longer than any run, since the deadlines of the agent detect hangs."""
 STORE_POLL_S = 0.005
 
 
@@ -130,6 +131,7 @@ def run(task: Task, report: Report) -> None:
     """Runs the task on this rank, from joining the process group to leaving it."""
     report.phase("process_group")
     device = torch.device(task.device)
+    environment.set_defaults()
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -147,6 +149,7 @@ def run(task: Task, report: Report) -> None:
 
 def _join(report: Report, device: torch.device) -> None:
     """Makes the default process group: NCCL for GPUs, gloo for CPUs."""
+    use_timeout(PATIENCE)
     backend, pin = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     path, store = os.environ.get("ULTRABENCH_STORE"), None
@@ -159,7 +162,7 @@ def _join(report: Report, device: torch.device) -> None:
         store = dist.TCPStore(host, port, size, is_master, PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
         if is_master:
             report.write("store", port=store.port)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE, device_id=pin)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=pin)
 
 
 def _probe(task: Task, device: torch.device, report: Report) -> None:

@@ -6,7 +6,7 @@ DTensor, in forward and backward.
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -61,10 +61,10 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     spans the whole world, they share one group, so collectives over the world count for that axis.
     """
 
-    def __init__(self, mesh: DeviceMesh, named: Mapping[str, dist.ProcessGroup | None]) -> None:
+    def __init__(self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.found = defaultdict[str, list[int]](lambda: [0, 0])
-        groups = {**{axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}, **named}
+        groups = {**{axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}, "cp": cp_group}
         self._axis: dict[Any, str] = {str(g.group_name): axis for axis, g in groups.items() if g}
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:

@@ -50,7 +50,7 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
             options["fused"] = True  # makes no temporaries, as on GPUs
         prepare(trainer)
         batch = trainer.batch(1)
-        counts = CollectiveCounts(mesh, trainer.other_groups)
+        counts = CollectiveCounts(mesh, trainer.cp_group)
         executed = ExecutedFlops()
         live.beside = (counts, executed)
         live.reset_peak()

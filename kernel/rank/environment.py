@@ -18,14 +18,28 @@ PEAK_S = 3.0
 CPU_NAME = ("/proc/cpuinfo", r"^model name[^:]*: *(.*\S)")
 DRIVER_VERSION = ("/proc/driver/nvidia/version", r"^NVRM version:.*? (\d+\.\S+)")
 """A file and a pattern: NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."""
-LEFT_OUT_OF_ENV_ID = ("CUDA_VISIBLE_DEVICES", "CUDA_MODULE_LOADING")  # launchers and torch set them
+STEERING = ("CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH")
+"""Beginnings of the variables that configure CUDA, NCCL, Transformer Engine and torch."""
+LEFT_OUT_OF_ENV_ID = re.compile(
+    r"CUDA_(VISIBLE_DEVICES|MODULE_LOADING)|TORCHELASTIC_\w+|TORCH_(HOME|TRACE|LOGS_OUT|WARM_POOL)|"
+    r"\w+_(DIR|DIRECTORY|CACHE_PATH)|(TORCH\w*|NCCL_DEBUG|\w+_DUMP)_FILE"
+)
+"""Variables that launchers and torch set, and paths of caches and logs; they may differ from job to job."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The variables that configure the allocator of GPUs: the name of today, and the older one."""
+
+
+def set_defaults() -> None:
+    """Lets segments of the allocator grow where the user has not configured it; call it before CUDA is used."""
+    if torch.version.cuda is not None and not os.environ.keys() & {*ALLOCATOR}:
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def facts() -> dict[str, Any]:
-    """The facts of this process: its devices, versions, and the variables that configure CUDA and NCCL."""
+    """The facts of this process: its devices, versions, and the variables that configure its libraries."""
     cuda = torch.cuda.is_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None  # type: ignore[no-untyped-call]
-    steering = {n: v for n, v in sorted(os.environ.items()) if n.startswith(("NCCL_", "CUDA_"))}
+    steering = {n: v for n, v in sorted(os.environ.items()) if n.startswith(STEERING)}
     return {
         "gpus": torch.cuda.device_count() if cuda else 0,
         "gpu_name": torch.cuda.get_device_name() if cuda else _first_match(*CPU_NAME) or "cpu",
@@ -34,7 +48,7 @@ def facts() -> dict[str, Any]:
         "nccl_version": nccl,
         "driver_version": _first_match(*DRIVER_VERSION),
         "omp_num_threads": torch.get_num_threads(),
-        "variables": {n: v for n, v in steering.items() if n not in LEFT_OUT_OF_ENV_ID},
+        "variables": {n: v for n, v in steering.items() if not LEFT_OUT_OF_ENV_ID.fullmatch(n)},
     }
 
 
@@ -75,6 +89,7 @@ def core_flops_per_s(seconds: float = PEAK_S) -> float:
 
 
 if __name__ == "__main__":
+    set_defaults()
     out = {**facts(), "cores": len(os.sched_getaffinity(0))}
     if "--peak" in sys.argv:
         out["core_flops_per_s"] = core_flops_per_s()

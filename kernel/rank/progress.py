@@ -25,6 +25,7 @@ def device_progress(device: torch.device, count: Callable[[], None]) -> Callable
         pending.append(event)
 
     def poll() -> None:
+        torch.cuda.set_device(device)  # the thread would begin a context on GPU 0, which takes memory there
         while not pause.wait(POLL_S):
             while pending and pending[0].query():  # type: ignore[no-untyped-call]
                 pending.popleft()

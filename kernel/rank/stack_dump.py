@@ -41,14 +41,20 @@ def _answer(asked: int, target: Path) -> None:
     while number := os.read(asked, 1):
         if number[0] != signal.SIGUSR2:
             continue
-        found = {"groups": compat.last_collectives(), "memory": _device_memory()}
+        memory = _device_memory()
+        found = {"groups": compat.last_collectives(), "memory": memory}
         new = target.with_name(f"{target.name}.new")
         new.write_text(json.dumps(found))
         new.rename(target)
 
 
 def _device_memory() -> dict[str, int]:
-    """Bytes of the caching allocator; the driver is not asked, since it may hang."""
+    """Bytes of the caching allocator; the driver is not asked, since it may hang.
+
+    From then on this thread uses the GPU whose memory the process holds. It would look at GPU 0 otherwise, and
+    begin a context there when it asks which collectives have ended.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
+    torch.cuda.set_device(max(range(torch.cuda.device_count()), key=torch.cuda.memory_reserved))
     return {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}

@@ -46,11 +46,12 @@ ALLOWED = (
     "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES*", "_LMFILES_*", "LMOD_*", "__LMOD_*",
     "_ModuleTable*", "BASH_ENV", "BASH_FUNC_module*", "BASH_FUNC_ml*", "BASH_FUNC__module_raw*",
     "NCCL_*", "FI_*", "UCX_*", "GLOO_*", "OFI_*",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH*", "CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_*",
 )  # fmt: skip
 """Names of variables that jobs inherit; * stands for any ending.
 
 Programs need them to be found, `module` needs them (in bash it is a function in the environment), or they
-configure collectives. All others are left out: access tokens of a login shell do not belong in a job, and
+configure collectives and torch. All others are left out: access tokens of a login shell do not belong in a job, and
 sbatch would take SLURM_* and SBATCH_* of an enclosing job for options.
 """
 

@@ -172,8 +172,8 @@ def env_id(environment: dict[str, Any], kernel: KernelConfig, kernel_digest: str
     """Hash of the environment in which a result was made; results are reused only where it is equal.
 
     Args:
-        environment: gpu_name, torch_version, cuda_version, nccl_version, driver_version and the declared
-            NCCL_*/CUDA_* variables, as the kernel reports them.
+        environment: gpu_name, torch_version, cuda_version, nccl_version, driver_version and the variables
+            that configure CUDA, NCCL, Transformer Engine and torch, as the kernel reports them.
     """
     facts = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version")
     values = {fact: environment.get(fact) for fact in facts}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from ultrabench.kernel import cp, model, recompute, step, tp
+from ultrabench.layout import Layout
 
 
 def drop_tp_all_reduce() -> None:
@@ -92,6 +93,19 @@ def drop_microbatch() -> None:
     model.head_loss = head_loss
 
 
+def group_of_two() -> None:
+    """The first and the last rank make a group for themselves."""
+    right = step.cp_group
+
+    def cp_group(layout: Layout) -> Any:
+        ends = [0, layout.world_size - 1]
+        if dist.get_rank() in ends:
+            dist.new_group(ends, use_local_synchronization=True)
+        return right(layout)
+
+    step.cp_group = cp_group
+
+
 def on_rank_1(act: Callable[[], object]) -> None:
     """Rank 1 does something in its first step."""
     right = step.TrainStep.accumulate
@@ -118,6 +132,6 @@ FAULTS = {
     fault.__name__: fault
     for fault in (
         drop_tp_all_reduce, wrong_divisor, untied_sum, ring_sees_the_future, lost_key_gradients,
-        unsummed_rows, reversed_tokens, stale_recompute, drop_microbatch, dead_rank, frozen_rank,
+        unsummed_rows, reversed_tokens, stale_recompute, drop_microbatch, group_of_two, dead_rank, frozen_rank,
     )
 }  # fmt: skip

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.parity.groups import compare_groups
 from tests.parity.planted import FAULTS
 from ultrabench.kernel.check.parity import run_check
 from ultrabench.kernel.children import ChildError, run_forked
@@ -54,7 +55,7 @@ def count(spec: CheckSpec, rank: int, folder: Path) -> Any:
     trainer = TrainStep(in_precision(spec, "fp32"), torch.device("cpu"), build_mesh(spec.layout, "cpu"))
     batch = trainer.batch(1)
     trainer.update(trainer.accumulate(*batch))
-    with CollectiveCounts(trainer.mesh, trainer.other_groups) as counts:
+    with CollectiveCounts(trainer.mesh, trainer.cp_group) as counts:
         trainer.update(trainer.accumulate(*batch))
     return dict(counts.found)
 
@@ -123,6 +124,7 @@ def answer_in_a_copy(question: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    compare_groups()
     for line in sys.stdin:
         question = json.loads(line)
         (answer_in_a_copy if question["fault"] else answer)(question)

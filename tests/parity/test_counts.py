@@ -78,9 +78,13 @@ def test_pipeline(counted: Callable[[str], list[Counts]]) -> None:
 
 
 def test_tied_pipeline(counted: Callable[[str], list[Counts]]) -> None:
-    """The tied embedding's gradient is summed once a step."""
-    for counts in counted(f"pp=2 gas={GAS} tied"):
-        assert counts["tied all_reduce"] == [1, 4 * TINY.embedding_params]
+    """Once a step both ends send each other their gradient of the tied embedding, which no other rank sees."""
+    sent = GAS * 4 * 64 * TINY.hidden_size
+    for rank, counts in enumerate(counted(f"pp=3 gas={GAS} tied")):
+        tied = [1, 4 * TINY.embedding_params] if rank != 1 else [0, 0]
+        passed = 1 if rank != 1 else 2
+        calls = [passed * GAS + tied[0], passed * sent + tied[1]]
+        assert counts == {"pp send": calls, "pp recv": calls, "pp all_reduce": NORM}
 
 
 def test_zero3_pipeline(counted: Callable[[str], list[Counts]]) -> None:

@@ -49,6 +49,12 @@ def test_what_torch_gets_wrong_without_a_word_is_caught(server: Server) -> None:
     assert result.missing_gradients
 
 
+def test_a_group_that_only_some_ranks_make_is_caught(server: Server) -> None:
+    """With gloo it trains all the same; with NCCL the other ranks would be waited for."""
+    result = server.check(spec_of("dp=3"), "group_of_two")
+    assert result.error == "comparison: AssertionError: ranks make different groups"
+
+
 def test_dead_rank_fails_the_check(server: Server) -> None:
     """The peers of a rank that left would wait; the check does not."""
     result = server.check(spec_of("dp=2"), "dead_rank")

@@ -14,7 +14,8 @@ NAMES = st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True)
     ["PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "TMPDIR", "SLURM_CONF", "NCCL_DEBUG",
      "NCCL_IB_HCA", "FI_PROVIDER", "UCX_TLS", "GLOO_SOCKET_IFNAME", "MODULEPATH", "LMOD_CMD", "CUDA_HOME",
      "BASH_ENV", "BASH_FUNC_module%%", "BASH_FUNC_module()", "BASH_FUNC_ml%%", "LOADEDMODULES", "_LMFILES_",
-     "_ModuleTable001_", "__LMOD_REF_COUNT_PATH"],
+     "_ModuleTable001_", "__LMOD_REF_COUNT_PATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_LOGS",
+     "TORCHINDUCTOR_MAX_AUTOTUNE", "CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_FLASH_ATTN"],
 )  # fmt: skip
 def test_what_programs_need_goes_along(name):
     assert inherited({name: "x"}) == {name: "x"}
@@ -23,7 +24,7 @@ def test_what_programs_need_goes_along(name):
 @pytest.mark.parametrize(
     "name",
     ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "GITHUB_TOKEN", "SLURM_JOB_ID",
-     "SLURM_NODEID", "SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "PYTHONPATH",
+     "SLURM_NODEID", "SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "PYTHONPATH", "CUDA_VISIBLE_DEVICES",
      "LD_PRELOAD", "MY_PATH", "PATHS", "path", "XNCCL_DEBUG", "NCCL", "BASH_FUNC_ls%%", "SUBMITIT_LOCAL_GLOBALID"],
 )  # fmt: skip
 def test_everything_else_stays(name):
