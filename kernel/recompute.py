@@ -6,7 +6,6 @@ cheap rest (norms, rotations, activation functions, casts) again.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -15,20 +14,33 @@ from ultrabench.kernel.compat import EXPENSIVE
 from ultrabench.kernel.model import Decoder
 
 
-def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def apply_recompute(model: Decoder, recompute: str) -> None:
     """Makes the layers of `model` recompute, in place; `apply_dp`, which gathers parameters, comes later."""
     if recompute == "none":
         return
-    # There is no dropout, so the state of random generators need not be kept.
-    again: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if recompute == "selective":
-        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep))
+    # Dynamo would take torch's `noop_context_fn` for a selection that keeps everything.
+    options = {"context_fn": _selection} if recompute == "selective" else {}
     for layer in model.layers.values():
-        layer.forward = partial(again, layer.forward)
+        layer.forward = _recomputed(layer.forward, options)
+
+
+def _recomputed(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """`function`, whose results backward computes again; a closure, since Dynamo skips functools.partial."""
+
+    def again(*args: Any) -> Any:
+        # There is no dropout, so the state of random generators need not be kept.
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    return again
+
+
+def _selection() -> Any:
+    """Two contexts, for forward and for its repetition, that keep the results of the operators in EXPENSIVE."""
+    return create_selective_checkpoint_contexts(_keep)  # type: ignore[no-untyped-call]
+
+
+def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_compile(model: Decoder, backend: str) -> None:
