@@ -27,6 +27,8 @@ class Cell:
     """Axis -> value of the best run; empty where there is no best run."""
     mfu: float | None = None
     """MFU of the best run, a fraction."""
+    flops_formula: str | None = None
+    """The formula by which MFU counts the FLOPs of a token."""
     source_mfu: float | None = None
     """MFU of a published measurement as its publisher computed it, a fraction."""
     tokens_per_s_per_gpu: float | None = None

@@ -75,7 +75,14 @@ _PANEL = ("hardware", "kernel", "precision", "seq_len", "gbs")
 _KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _RUN = ["cell", "run_id"]
-_WINNER = ("mfu", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes", "peak_source")
+_WINNER = (
+    "mfu",
+    "flops_formula",
+    "source_mfu",
+    "tokens_per_s_per_gpu",
+    "peak_mem_reserved_bytes",
+    "peak_source",
+)
 _OTHERS = (
     "run_id", "status", "rule", "reason", "suspect", "stopped", "step_time_ci95_rel", "sweep", "allocation",
     "control", "control_ratio", "attempt", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes",
@@ -141,12 +148,22 @@ def _sign(rank_by: str) -> int:
 
 
 def _final(table: pa.Table, rank_by: str) -> tuple[list[Row], pd.DataFrame]:
-    """The final rows of runs that train a model, and the same rows as a frame with the number of the cell."""
+    """The final rows of runs that train a model, and the same rows as a frame with the number of the cell.
+
+    Raises:
+        ConfigError: `rank_by` is no numeric column, or MFU follows from several formulas.
+    """
     numeric = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     require_known("column to rank by", numeric, rank_by)
     wanted = dict.fromkeys((*_KEY, *AXES, *_WINNER, *_OTHERS, "is_final", rank_by))
     trained = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
     final = table.select([*wanted]).filter(trained)
+    formulas = sorted({*final["flops_formula"].to_pylist()} - {None})
+    if len(formulas) > 1:
+        mixed = f"MFU is by {' and '.join(formulas)} in these results, which makes it incomparable"
+        raise ConfigError(
+            f"{mixed}; launch the sweeps again with one measure.flops_formula, or show each alone"
+        )
     frame = final.to_pandas()
     in_order = frame.sort_values(_KEY, na_position="first")
     frame["cell"] = in_order.groupby(_KEY, dropna=False, sort=False).ngroup()

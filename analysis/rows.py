@@ -20,7 +20,7 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
-from ultrabench.sweep.plan_table import place_of, read_rows, runs_of, shapes_of
+from ultrabench.sweep.plan_table import formula_of, place_of, read_rows, runs_of, shapes_of
 from ultrabench.sweep.running.attempts import left_out
 from ultrabench.sweep.running.outliers import control_times, impossible, suspect_attempts, with_loss_outliers
 
@@ -28,9 +28,6 @@ Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
 
 Warn = Callable[[str], None]
-
-FLOPS_FORMULA = "matmul-v1"
-"""Name of the formula that counts the FLOPs of a token; docs/results-schema.md explains it."""
 
 _PREDICTED = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
 """Columns that a claim's prediction gives, where their names have no `predicted_`."""
@@ -63,13 +60,13 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
     attempts = state.by_run()
     final = {attempt.key for attempt in final_attempts(state).values()}
     control, suspects = control_times(state), suspect_attempts(state, device=sweep.hardware.device)
-    shapes = shapes_of(sweep, state)
+    shapes, formula = shapes_of(sweep, state), formula_of(sweep, state)
     dominated = left_out(runs_of(sweep, (row for row in plan if row["model"] in shapes), state), state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
         row = _attempted(base, attempt, state) | {"is_final": attempt.key in final}
         # A run that is invalid only because of its loss keeps the speeds that its agent measured.
-        row |= _speed(row, told.attempts[attempt.key].result, shape)
+        row |= _speed(row, told.attempts[attempt.key].result, shape, formula)
         time_s, control_s = row.get("step_time_s"), control.get(attempt.allocation or "")
         row["control_ratio"] = control_s / time_s if time_s and control_s else None
         doubts = (suspects.get(attempt.key), impossible(row.get("mfu")))
@@ -175,7 +172,7 @@ def _measured(result: RunResult, gpus: int | None) -> Row:
     return _known(row)
 
 
-def _speed(row: Row, result: RunResult | None, shape: ModelShape | None) -> Row:
+def _speed(row: Row, result: RunResult | None, shape: ModelShape | None, formula: str) -> Row:
     """The columns from `step_time_s` to `hfu` of an ok result with measured steps; empty for other results.
 
     mfu = FLOPs of a token * tokens_per_s_per_gpu / peak. A column is absent where its inputs are unknown.
@@ -194,8 +191,8 @@ def _speed(row: Row, result: RunResult | None, shape: ModelShape | None) -> Row:
         "tokens_per_s_per_gpu": tokens_per_s / gpus,
     }
     if shape is not None:
-        rate = shape.flops_per_token(row["seq_len"]) * tokens_per_s / gpus
-        out |= {"model_flops_per_s_per_gpu": rate, "flops_formula": FLOPS_FORMULA}
+        rate = shape.flops_per_token(row["seq_len"], formula) * tokens_per_s / gpus
+        out |= {"model_flops_per_s_per_gpu": rate, "flops_formula": formula}
         out["mfu"] = rate / peak if peak else None
     if result.hardware_flops_per_step is not None and peak:
         out["hfu"] = result.hardware_flops_per_step / step_time_s / gpus / peak

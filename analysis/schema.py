@@ -103,7 +103,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("tokens_per_s_per_gpu", FLOAT, "tokens_per_s / gpus."),
         column("mfu", FLOAT, "model_flops_per_s_per_gpu / peak_flops_per_s, a fraction."),
         column("hfu", FLOAT, "Executed FLOPs over the peak, a fraction; null if not counted."),
-        column("flops_formula", TEXT, "FLOPs of a token; matmul-v1: 6*N_matmul + 12*L*h*seq_len."),
+        column("flops_formula", TEXT, "FLOPs of a token; palm: 6*N_matmul + 12*L*heads*head_dim*seq_len; megatron: 6*L for 12*L."),
         column("peak_flops_per_s", FLOAT, "Dense peak rate of one rank."),
         column("peak_source", TEXT, "Where the peak comes from; measured: by this machine itself."),
         column("source_mfu", FLOAT, "MFU as its publisher computed it, a fraction."),

@@ -42,7 +42,7 @@ def seconds(tp: int, recompute: str) -> tuple[float, int]:
     model.unshard()
     layer = model.layers["0"]
     x_BsH = torch.randn(1, SEQ_LEN // tp, SHAPE.hidden_size, requires_grad=True)
-    half = SHAPE.head_dim // 2
+    half = SHAPE.head_width // 2
     cos, sin = torch.ones(SEQ_LEN, 1, half), torch.zeros(SEQ_LEN, 1, half)
 
     def once() -> Tensor:

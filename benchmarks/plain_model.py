@@ -15,8 +15,8 @@ class Block(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        h, kv = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
-        self.width, self.norm1, self.norm2 = shape.head_dim, nn.RMSNorm(h), nn.RMSNorm(h)
+        h, kv = shape.hidden_size, shape.kv_width
+        self.width, self.norm1, self.norm2 = shape.head_width, nn.RMSNorm(h), nn.RMSNorm(h)
         self.q, self.k, self.v, self.o = (nn.Linear(h, n, bias=False) for n in (h, kv, kv, h))
         f = shape.intermediate_size
         self.gate, self.up = nn.Linear(h, f, bias=False), nn.Linear(h, f, bias=False)
@@ -47,7 +47,8 @@ class Plain(nn.Module):
         if shape.tie_word_embeddings:
             self.head.weight = self.embedding.weight
         angle = torch.outer(
-            torch.arange(seq_len), shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+            torch.arange(seq_len),
+            shape.rope_theta ** (-torch.arange(0, shape.head_width, 2) / shape.head_width),
         ).repeat(1, 2)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)

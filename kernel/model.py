@@ -5,6 +5,7 @@ V vocabulary; the suffix of a tensor's name is its shape (`x_BSH`).
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,20 +54,38 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The normalised x, with its shape and dtype."""
-        if x_BSH.is_cuda:  # on GPUs torch has one kernel, which keeps as little
-            return functional.rms_norm(x_BSH, x_BSH.shape[-1:], self.weight, self.eps)
-        out: Tensor = _RmsNorm.apply(x_BSH, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        if x.is_cuda:  # on GPUs torch has one kernel, which keeps as little
+            return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        out: Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return out
+
+
+def rope_frequencies(shape: ModelShape, half: Tensor) -> Tensor:
+    """The angle by which each pair of channels is rotated from one position to the next, D/2 each.
+
+    They are theta^(-2i/D). A llama3 scaling divides those that turn less than low_freq_factor times in the
+    original context by its factor, keeps those that turn more than high_freq_factor times, and goes from one to
+    the other linearly in the number of turns.
+
+    Args:
+        half: 0, 2, ... D-2.
+    """
+    frequency = shape.rope_theta ** (-half / shape.head_width)
+    if (scaling := shape.rope_scaling) is None:
+        return frequency
+    turns = frequency * scaling.original_max_position_embeddings / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(frequency / scaling.factor, frequency, kept.clamp(0, 1))
 
 
 def rope_tables(spans: Sequence[range], shape: ModelShape, like: Tensor) -> tuple[Tensor, Tensor]:
     """The cosine and sine of the rotation of every position, S x 1 x D/2 each (arXiv 2104.09864)."""
     wide = torch.promote_types(like.dtype, torch.float32)
-    half = torch.arange(0, shape.head_dim, 2, device=like.device, dtype=wide)
+    half = torch.arange(0, shape.head_width, 2, device=like.device, dtype=wide)
     position = torch.cat([torch.arange(s.start, s.stop, device=like.device, dtype=wide) for s in spans])
-    angle = torch.outer(position, shape.rope_theta ** (-half / shape.head_dim))[:, None, :]
+    angle = torch.outer(position, rope_frequencies(shape, half))[:, None, :]
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
@@ -107,18 +126,22 @@ class Attention(Block):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        h, kv_width = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
-        self.head_dim = shape.head_dim
+        h = shape.hidden_size
+        self.head_width = shape.head_width
         self.core = causal_attention
-        self.q = nn.Linear(h, h, bias=False)
-        self.k = nn.Linear(h, kv_width, bias=False)
-        self.v = nn.Linear(h, kv_width, bias=False)
-        self.out = nn.Linear(h, h, bias=False)
+        self.q = nn.Linear(h, shape.q_width, bias=False)
+        self.k = nn.Linear(h, shape.kv_width, bias=False)
+        self.v = nn.Linear(h, shape.kv_width, bias=False)
+        self.out = nn.Linear(shape.q_width, h, bias=False)
+        self.q_norm = RmsNorm(shape.head_width, shape.rms_norm_eps) if shape.qk_norm else None
+        self.k_norm = RmsNorm(shape.head_width, shape.rms_norm_eps) if shape.qk_norm else None
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The x_BSH after attention; the number of heads comes from the projections, which may be shards."""
         products = self.columns(x_BSH, self.q.weight, self.k.weight, self.v.weight)
-        q, k, v = (x.view(*x.shape[:-1], -1, self.head_dim) for x in products)
+        q, k, v = (x.view(*x.shape[:-1], -1, self.head_width) for x in products)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q_BNSD, k_BKSD = (rotate(t, cos, sin).transpose(1, 2) for t in (q, k))
         mixed = self.core(q_BNSD, k_BKSD, v.transpose(1, 2))
         return self.row(mixed.transpose(1, 2).flatten(2), self.out.weight)

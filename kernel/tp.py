@@ -156,7 +156,11 @@ def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
 
 
 def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
-    """Sums the gradients of norms over tp: one all-reduce of 2*L*H/shards elements, L the layers of the stage."""
+    """Sums the gradients of norms over tp, since each rank has other tokens or, for those of q and k, other heads.
+
+    It is one all-reduce of 2*L*(H + D)/shards elements, L the layers of the stage; without the norms of q and k,
+    which have D weights each, 2*L*H/shards.
+    """
     grads = [local(p.grad) for name, p in params if cut_dim(name) is None and p.grad is not None]
     if group.size() == 1 or not grads:
         return

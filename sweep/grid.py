@@ -93,6 +93,9 @@ def refusal(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: in
 def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
     """The reasons why our own kernel cannot run a layout that no structural rule rejects."""
     pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
+    # A window that is as long as the sequence hides nothing.
+    if shape.sliding_window is not None and shape.sliding_window < seq_len:
+        yield f"sliding_window={shape.sliding_window} is in use with seq_len={seq_len}; attention has no window"
     # Context parallelism gives each rank two chunks of the sequence, all of the same length.
     if layout.cp > 1 and seq_len % (2 * layout.cp):
         yield f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"

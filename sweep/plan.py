@@ -32,6 +32,8 @@ class Candidate:
     prediction: Prediction
     peak_flops_per_s: float | None = None
     """Peak rate of one rank, which mfu is relative to; None where it is unknown."""
+    flops_formula: str
+    """The formula that counts the FLOPs of a token."""
 
     @property
     def shape(self) -> ModelShape:
@@ -81,7 +83,7 @@ class Candidate:
         """The mfu at this token rate, a fraction; None where the peak rate is unknown."""
         if self.peak_flops_per_s is None:
             return None
-        flops_per_token = self.shape.flops_per_token(self.spec.workload.seq_len)
+        flops_per_token = self.shape.flops_per_token(self.spec.workload.seq_len, self.flops_formula)
         return tokens_per_s_per_gpu * flops_per_token / self.peak_flops_per_s
 
 
@@ -184,6 +186,7 @@ def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) 
             reason=reason,
             prediction=predict(spec, config.hardware, peak, config.measure.priced_steps),
             peak_flops_per_s=None if probes or peak.source == GUESSED else peak.flops_per_s,
+            flops_formula=config.measure.flops_formula,
         )
 
 

@@ -100,6 +100,11 @@ def shapes_of(sweep: SweepJson, state: SweepState) -> dict[str, ModelShape]:
     return {shape.name: shape for shape in (*sweep.models, *launched)}
 
 
+def formula_of(sweep: SweepJson, state: SweepState) -> str:
+    """The formula that counts the FLOPs of a token, as the latest launch gave it."""
+    return str((state.config or sweep.config).get("measure", {}).get("flops_formula", "palm"))
+
+
 def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterator[Candidate]:
     """The runs among the rows of plan.parquet, which leave out what all runs of the sweep share.
 
@@ -110,6 +115,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
         SweepFolderError: neither sweep.json nor the latest launch has the shape of a model.
     """
     shapes, trains = shapes_of(sweep, state), sweep.kernel.kind != "probe"
+    formula = formula_of(sweep, state)
     for row in rows:
         if row["decision"] != "run":
             continue
@@ -128,4 +134,5 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             ),
             prediction=Prediction(**{f.name: row[f"predicted_{f.name}"] for f in fields(Prediction)}),
             peak_flops_per_s=peak.flops_per_s if peak else None,
+            flops_formula=formula,
         )

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import PP_SCHEDULES, Layout
-from ultrabench.model_shape import ModelShape
+from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, RunSpec, Workload
 from ultrabench.store.events import (
@@ -69,6 +69,12 @@ def layouts(draw, *, most=8, zero_stages=(0, 1, 2, 3)):
     )
 
 
+LONG = RopeScaling(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)  # fmt: skip
+"""As Llama 3.1 has it."""
+
+
 @st.composite
 def shapes(draw):
     """Any model that ModelShape accepts."""
@@ -84,6 +90,10 @@ def shapes(draw):
         tie_word_embeddings=draw(st.booleans()),
         rope_theta=draw(st.floats(1.0, 1e7)),
         rms_norm_eps=draw(st.floats(1e-9, 1e-3)),
+        head_dim=draw(st.none() | st.integers(1, 128).map(lambda n: 2 * n)),
+        qk_norm=draw(st.booleans()),
+        rope_scaling=draw(st.none() | st.just(LONG)),
+        sliding_window=draw(st.none() | st.integers(1, 8192)),
     )
 
 

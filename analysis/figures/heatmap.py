@@ -231,6 +231,8 @@ def _scale_end(cells: Sequence[Cell]) -> float:
 def _note_lines(cells: Sequence[Cell], notes: str, compared_with: str | None, room: float) -> list[str]:
     """The lines under the figure, wrapped to `room` inches; names are not cut at their hyphens."""
     sentences = [notes]
+    if formulas := {cell.flops_formula for cell in cells if cell.mfu is not None} - {None}:
+        sentences.append(f"FLOPs of MFU by the formula {', '.join(map(str, formulas))}.")
     if any(cell.compare_ratio is not None for cell in cells):
         sentences.append(f"1.00x: as many tokens/s/GPU as the best of {compared_with or 'the other'}.")
     if close := sum(bool(cell.as_good_as_best) for cell in cells):

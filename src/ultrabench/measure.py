@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from ultrabench.allowed import Count, Positive, above, between, require_allowed
+from ultrabench.allowed import Count, Positive, above, between, one_of, require_allowed
 from ultrabench.errors import ConfigError
+from ultrabench.model_shape import FLOPS_FORMULAS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Measure:
     log_mib_per_rank: Positive
     """MiB of each rank's log that are kept when a run fails, half of them from its beginning. The same limit
     holds for each file of evidence of a hang."""
+    flops_formula: Annotated[str, one_of(*FLOPS_FORMULAS)]
+    """The formula that counts the FLOPs of a token, which MFU follows from; the latest launch's formula counts."""
 
     @property
     def priced_steps(self) -> int:

@@ -1,9 +1,38 @@
 """The shape of a Llama-style decoder, with the field names of a Hugging Face `config.json`."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from ultrabench.allowed import Count, require_allowed
+from ultrabench.allowed import Allowed, Count, Positive, at_least, require_allowed
 from ultrabench.errors import ConfigError
+
+FLOPS_FORMULAS = {"palm": 12, "megatron": 6}
+"""Formula -> FLOPs of attention for each pair of a token and a position, in each channel of the query heads.
+
+The two products of attention (scores and values) are 4 FLOPs forward and 8 backward. palm counts all positions
+(PaLM, arXiv 2204.02311, appendix B), as torchtitan and nanotron do. megatron counts the half that the causal mask
+leaves (num_floating_point_operations of Megatron-LM).
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How rotations are stretched for sequences longer than those of the pre-training, as Llama 3.1 does."""
+
+    rope_type: Annotated[str, Allowed("llama3", "llama3".__eq__)]
+    factor: Annotated[float, at_least(1.0)]
+    """Frequencies with less than low_freq_factor turns in the original context are divided by this."""
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    """Frequencies with more than this number of turns in the original context stay as they are."""
+    original_max_position_embeddings: Count
+    """Tokens of the original context."""
+
+    def __post_init__(self) -> None:
+        require_allowed(self, "rope_scaling.")
+        if self.high_freq_factor <= self.low_freq_factor:
+            low = f"low_freq_factor={self.low_freq_factor:g}"
+            raise ConfigError(f"rope_scaling.high_freq_factor={self.high_freq_factor:g}; must be above {low}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,36 +53,54 @@ class ModelShape:
     """Whether embedding and lm_head are one matrix, which is then counted once."""
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
+    head_dim: Count | None = None
+    """Width of one attention head where it is given; None means hidden_size / num_attention_heads."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised in each head, before their rotation, as in Qwen3."""
+    rope_scaling: RopeScaling | None = None
+    sliding_window: Count | None = None
+    """Number of positions that a token attends to, its own included; None means all earlier ones."""
 
     def __post_init__(self) -> None:
         require_allowed(self, f"model {self.name}: ")
         heads = f"num_attention_heads={self.num_attention_heads}"
-        if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
-            cut = f"hidden_size={self.hidden_size} into heads of an even width"
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            cut = f"hidden_size={self.hidden_size} into heads of an even width, or give head_dim"
             raise ConfigError(f"model {self.name}: {heads} must cut {cut}")
+        if self.head_width % 2:
+            rotated = "rotations need an even width of heads"
+            raise ConfigError(f"model {self.name}: head_dim={self.head_width}; {rotated}: choose another")
         if self.num_attention_heads % self.num_key_value_heads:
             groups = f"num_key_value_heads={self.num_key_value_heads}"
             raise ConfigError(f"model {self.name}: {groups} must divide {heads}")
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+    def head_width(self) -> int:
+        """Width of one attention head: head_dim where it is given."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def q_width(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.num_key_value_heads * self.head_width
 
     @property
     def layer_matmul_params(self) -> int:
         """Number of parameters of one decoder layer that take part in matrix products.
 
-        The q and out projections have h*h each, k and v h*(kv/heads)*h each, and gate, up and down h*f each.
+        The q and out projections have h*q_width each, k and v h*kv_width each, and gate, up and down h*f each.
         """
-        h = self.hidden_size
-        kv_width = self.num_key_value_heads * self.head_dim
-        return 2 * h * h + 2 * h * kv_width + 3 * h * self.intermediate_size
+        return self.hidden_size * (2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate_size)
 
     @property
     def layer_params(self) -> int:
-        """Number of all parameters of one decoder layer: its matrices and two RMSNorm weights."""
-        return self.layer_matmul_params + 2 * self.hidden_size
+        """Number of all parameters of one decoder layer: its matrices and the weights of its RMSNorms."""
+        return self.layer_matmul_params + 2 * self.hidden_size + 2 * self.head_width * self.qk_norm
 
     @property
     def embedding_params(self) -> int:
@@ -77,11 +124,18 @@ class ModelShape:
         """Number of parameters in matrix products: those of the layers and the lm_head, not the embedding."""
         return self.num_hidden_layers * self.layer_matmul_params + self.embedding_params
 
-    def flops_per_token(self, seq_len: int) -> int:
+    def attention_flops(self, seq_len: int, formula: str = "palm") -> int:
+        """FLOPs of attention in one layer, forward and backward, for one token of a sequence of `seq_len`.
+
+        They are f * q_width * seq_len, with the factor f of the formula in FLOPS_FORMULAS.
+        """
+        return FLOPS_FORMULAS[formula] * self.q_width * seq_len
+
+    def flops_per_token(self, seq_len: int, formula: str = "palm") -> int:
         """Model FLOPs of forward and backward for one token of a sequence of `seq_len`.
 
-        The sum has two terms. 6*N is a multiply and an add for each of N parameters forward, and twice that
-        backward. 12*L*h*seq_len are the two products of attention (scores and values), once forward and twice
-        backward, not halved for the causal mask (PaLM, arXiv 2204.02311, appendix B). N is num_matmul_params.
+        The sum is 6*N + L*attention_flops. 6*N is a multiply and an add for each of N parameters forward, and
+        twice that backward. N is num_matmul_params.
         """
-        return 6 * self.num_matmul_params + 12 * self.num_hidden_layers * self.hidden_size * seq_len
+        attention = self.num_hidden_layers * self.attention_flops(seq_len, formula)
+        return 6 * self.num_matmul_params + attention

@@ -102,8 +102,8 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
 
 
 def canonical_json(value: Any) -> str:
-    """The only JSON text of `value`: its keys are sorted, and it has no spaces and no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """The only JSON text of `value`, a record or JSON: its keys are sorted, and it has no spaces and no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=values_of)
 
 
 def content_id(value: Any) -> str:

@@ -32,7 +32,9 @@ class Workload:
         require_allowed(self)
 
 
-ADDED_LATER: dict[str, Any] = {}
+ADDED_LATER: dict[str, Any] = {
+    "shape.head_dim": None, "shape.qk_norm": False, "shape.rope_scaling": None, "shape.sliding_window": None,
+}  # fmt: skip
 """Dotted name -> default of each field that was added to the identity after version 1. A field with its
 default is left out of the hash, so that old run_ids stay valid."""
 
@@ -155,6 +157,7 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     words = {**values["shape"], **values["workload"], **values["layout"], **key._asdict(), **{
         "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
         "recompute": spec.kernel.recompute, "steps": measure.warmup_steps + measure.max_steps,
+        "head_dim": spec.shape.head_width,
         "pipeline_batch": spec.layout.mbs * (spec.layout.gas if spec.layout.pp > 1 else 1),
     }}  # fmt: skip
 

@@ -3,14 +3,14 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.layout import AXES, TEXT_AXES, Layout
-from ultrabench.model_shape import ModelShape
+from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redacted
@@ -175,7 +175,7 @@ def load_model(name: str) -> ModelShape:
     if not isinstance(values, dict):
         raise ConfigError(f"{known[name]} is no model: it holds no mapping of sizes; see configs/model/")
     try:
-        return from_dict(ModelShape, {"name": name, **values}, where=f"model {name}")
+        return _shape({"name": name, **values}, f"model {name}")
     except ConfigError as error:
         raise ConfigError(f"{known[name]}: {error}") from error
 
@@ -183,24 +183,22 @@ def load_model(name: str) -> ModelShape:
 MODEL_TYPES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "sliding_window": None},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
 }
 """model_type -> the values that transformers uses for absent keys. Only models of these types can be trained.
 
-Source: LlamaConfig and MistralConfig of transformers, which also give the values of DEFAULTS.
+Source: LlamaConfig, MistralConfig and Qwen3Config of transformers, which also give the values of DEFAULTS.
 """
 DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 PLAIN: dict[str, Any] = {
-    "hidden_act": "silu", "partial_rotary_factor": 1.0, "num_experts_per_tok": 0,
+    "hidden_act": "silu", "rope_type": "llama3", "partial_rotary_factor": 1.0, "num_experts_per_tok": 0,
     **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "qkv_bias", "use_qk_norm", "qk_norm"), False),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"), 0),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "num_nextn_predict_layers", "n_embd", "no_rope_layers"), 0),
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "parallel_residual"), False),
 }  # fmt: skip
-"""Keys that change the model, each with the value that ultrabench can train; a key may be absent or null.
-
-rope_scaling is not listed: it changes numbers in the table of rotations, but neither sizes nor FLOPs.
-"""
+"""Keys that change the model, each with the value that ultrabench can train; a key may be absent or null."""
 
 
 def read_checkpoint_config(given: str) -> ModelShape:
@@ -226,32 +224,53 @@ def read_checkpoint_config(given: str) -> ModelShape:
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """The shape of the model in a config.json; keys that change neither its size nor its FLOPs are ignored.
+    """The shape of the model in a config.json; keys that do not change the model are ignored.
 
     Raises:
         ConfigError: a key makes the model one that ultrabench does not train; the message names the key.
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        known = f"the decoder of {' and '.join(MODEL_TYPES)} only, without biases, norms of q and k, experts"
+        known = f"the decoders of {', '.join(MODEL_TYPES)} only, without biases and experts"
         advice = "for its sizes alone write them to ./ultrabench/model/NAME.yaml"
         raise ConfigError(f"model={where}: model_type {kind!r}; ultrabench trains {known}: {advice}")
-    rope = values.get("rope_parameters")
-    given = {**DEFAULTS, **MODEL_TYPES[kind], **(rope if isinstance(rope, dict) else {}), **values}
+    rope = _rope(values)
+    given = {**DEFAULTS, **MODEL_TYPES[kind], **values, **rope}
     given = {k: v for k, v in given.items() if v is not None}
-    keys = [k for k in (*SIZES, *DEFAULTS, "num_key_value_heads") if k in given]
-    sizes = {"num_key_value_heads": given.get("num_attention_heads")} | {k: given[k] for k in keys}
-    shape = from_dict(ModelShape, {"name": name, **sizes}, where=f"model={where}")
     if given.get("use_sliding_window") is False:
         given.pop("sliding_window", None)
-    layers = ["full_attention"] * shape.num_hidden_layers
-    plain = {**PLAIN, "head_dim": shape.head_dim, "sliding_window": None, "layer_types": layers}
-    for key, value in plain.items():
+    _require_plain(given, where)
+    keys = (*SIZES, *DEFAULTS, "num_key_value_heads", "head_dim", "sliding_window")
+    sizes = {"num_key_value_heads": given.get("num_attention_heads"), "qk_norm": kind == "qwen3"}
+    sizes |= {k: given[k] for k in keys if k in given}
+    if "rope_type" in given:
+        sizes["rope_scaling"] = {f.name: rope[f.name] for f in fields(RopeScaling) if f.name in rope}
+    return _shape({"name": name, **sizes}, f"model={where}")
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of rotations in a config.json; newer ones call them rope_parameters."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = rope if isinstance(rope, dict) else {"rope_type": rope}
+    kind = rope.get("rope_type") or rope.get("type")
+    return {**rope, "rope_type": None if kind == "default" else kind}
+
+
+def _require_plain(given: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for the first key that makes a model which ultrabench does not train."""
+    layers = given.get("layer_types")
+    full = ["full_attention"] * (len(layers) if isinstance(layers, list) else 1)
+    for key, value in {**PLAIN, "layer_types": full}.items():
         if given.get(key, value) != value:
             found = f"model={where}: {key} is {json.dumps(given[key])}"
             wanted = "full_attention everywhere" if key == "layer_types" else json.dumps(value)
             raise ConfigError(f"{found}; ultrabench trains models whose {key} is {wanted}")
-    return shape
+
+
+def _shape(values: Mapping[str, Any], where: str) -> ModelShape:
+    """The shape that `values` describe, without a head_dim that is the usual one, so that run_ids do not differ."""
+    shape = from_dict(ModelShape, values, where=where)
+    return replace(shape, head_dim=None) if shape.q_width == shape.hidden_size else shape
 
 
 def _as_list(values: Any) -> list[Any]:

@@ -109,15 +109,17 @@ def activation_bytes(stage: Stage, pp_rank: int, spec: RunSpec) -> float:
     """Bytes of activations that one rank of `stage` keeps for backward, without recomputation.
 
     T = mbs*seq_len/cp tokens. With flash attention, sequence parallelism and two bytes for each number, a
-    layer keeps T/tp * (k_h*h + k_f*f), where k_h = 10 + 2*(1 + 2*kv/a) and k_f = 8. The logits are left out,
-    because only one chunk of them exists at a time (see `kernel/loss.py`).
+    layer keeps 4*h for the inputs and outputs of its norms, q, k, v and the output of attention, q and k once
+    more where they are normalised, and 4*f, for each of T/tp tokens. The logits are left out, because only one
+    chunk of them exists at a time (see `kernel/loss.py`).
     """
     layout, shape = spec.layout, spec.shape
     h, f = shape.hidden_size, shape.intermediate_size
     scale = BYTES[spec.kernel.precision] / 2
     tokens = layout.mbs * spec.workload.seq_len / layout.cp
-    k_h = 10 + 2 * (1 + 2 * shape.num_key_value_heads / shape.num_attention_heads)
-    layer = tokens / layout.tp * (k_h * h + 8 * f)
+    qkv = shape.q_width + 2 * shape.kv_width
+    normed = (shape.q_width + shape.kv_width) * shape.qk_norm
+    layer = 2 * tokens / layout.tp * (4 * h + qkv + normed + shape.q_width + 4 * f)
     return scale * in_flight(layout, pp_rank) * stage.num_layers * layer
 
 
@@ -130,7 +132,7 @@ def step_time_s(ranks: list[tuple[Stage, ...]], spec: RunSpec, hardware: Hardwar
     """
     layout, shape, word = spec.layout, spec.shape, BYTES[spec.kernel.precision]
     tokens = layout.mbs * spec.workload.seq_len / layout.cp
-    attention = 12 * shape.hidden_size * spec.workload.seq_len
+    attention = shape.attention_flops(spec.workload.seq_len)
     tp_inside = layout.tp <= hardware.gpus_per_node
     tp_link = (hardware.link_bytes_per_s if tp_inside else hardware.node_link_bytes_per_s) * LINK_EFFICIENCY
     # Sequence parallelism: 4 all-gathers and 4 reduce-scatters per layer are waited for. The 2 that gather

@@ -98,7 +98,7 @@ def test_zero3_pipeline(counted: Callable[[str], list[Counts]]) -> None:
 def test_ring(counted: Callable[[str], list[Counts]]) -> None:
     """cp.py: keys and values cp-1 times forward and as often backward, their gradients cp times."""
     cp = 4
-    pair = 2 * 4 * (TINY.num_key_value_heads * TINY.head_dim) * 64 // cp
+    pair = 2 * 4 * TINY.kv_width * 64 // cp
     calls = LAYERS * (3 * cp - 2)
     for counts in counted(f"cp={cp}"):
         assert counts["cp send"] == counts["cp recv"] == [calls, calls * pair]

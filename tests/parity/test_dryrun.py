@@ -21,7 +21,7 @@ TRIES = 3
 
 CASES = [
     "dp=1", "dp=2 gas=3", "dp=2 zero_stage=1 gas=3", "dp=2 zero_stage=2 gas=3", "dp=3 zero_stage=3 gas=2",
-    "tp=2 gas=2", "dp=2 tp=2 zero_stage=3 tied", "dp=2 zero_stage=3 full", "tp=2 selective",
+    "tp=2 gas=2 qwen", "dp=2 tp=2 zero_stage=3 tied", "dp=2 zero_stage=3 full", "tp=2 selective",
     "pp=2 gas=2 tied", "pp=4 gas=4", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "dp=2 pp=2 zero_stage=3 gas=3",
     "dp=2 zero_stage=2 gas=6", "dp=2 pp=2 zero_stage=1 gas=12", "pp=2 gas=8 interleaved", "pp=2 gas=11 zbv",
     "pp=2 gas=11 afab", "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "dp=2 tp=2 pp=2 zero_stage=1 gas=2",
@@ -57,7 +57,7 @@ def test_a_dry_run_equals_a_real_step(server: Server, case: str) -> None:
 def flops_of_one_rank_a_stage(spec: CheckSpec) -> int:
     """6 for each parameter in a matrix product, and 14*L*h*s for attention, computed anew in backward."""
     shape, layout, run = spec.shape, spec.layout, spec.run
-    attention = 14 * shape.num_hidden_layers * shape.hidden_size * run.workload.seq_len
+    attention = 14 * shape.num_hidden_layers * shape.q_width * run.workload.seq_len
     return run.tokens_per_step * (6 * shape.num_matmul_params + attention) // (layout.dp * layout.tp)
 
 

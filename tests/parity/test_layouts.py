@@ -1,6 +1,7 @@
 """Every form of parallelism and every pair of forms gives what one process gives, in fp64."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -8,15 +9,20 @@ from tests.parity.conftest import Server
 from ultrabench.kernel.requests import TINY, TOLERANCE, CheckSpec
 from ultrabench.kernel_config import RECOMPUTE
 from ultrabench.layout import PP_SCHEDULES, Layout, default_schedule, default_virtual_stages
-from ultrabench.model_shape import ModelShape
+from ultrabench.model_shape import ModelShape, RopeScaling
 
 pytestmark = pytest.mark.parity
 
 SHALLOW = dataclasses.replace(TINY, num_hidden_layers=2)
 """What is trained where no pipeline cuts the layers."""
-CHANGES: dict[str, dict[str, int | bool]] = {
+LONG = RopeScaling(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True}, "mha": {"num_key_value_heads": 4}, "deep": {"num_hidden_layers": 8},
+    "qwen": {"head_dim": 32, "qk_norm": True}, "long": {"rope_scaling": LONG},
 }  # fmt: skip
+"""Word of a case -> what it changes in the model; qwen has wide heads and norms of queries and keys."""
 
 CASES = [
     # One process, wrapped: the forms at degree 1.
@@ -26,19 +32,19 @@ CASES = [
     "dp=2 zero_stage=0 gas=4", "dp=3 zero_stage=0 gas=2", "dp=3 zero_stage=1 gas=2",
     "dp=3 zero_stage=3 mbs=2", "dp=4 zero_stage=2 gas=2", "dp=2 zero_stage=3 tied",
     # Tensor parallel alone, grouped and plain heads.
-    "tp=2", "tp=2 gas=2 mbs=2", "tp=2 mha", "tp=4 mha", "tp=2 tied gas=2",
+    "tp=2", "tp=2 gas=2 mbs=2 qwen", "tp=2 mha", "tp=4 mha", "tp=2 tied gas=2",
     # Pipelines alone; gas = pp - 1 only fills them as afab.
     "pp=2 gas=2", "pp=2 gas=4 mbs=2", "pp=2 gas=1", "pp=2 gas=2 afab", "pp=4 gas=4", "pp=4 gas=3",
     "pp=3 gas=3", "pp=2 gas=2 tied", "pp=4 gas=4 tied", "pp=3 gas=2 tied",
     # dp x tp.
     "dp=2 tp=2 zero_stage=0", "dp=2 tp=2 zero_stage=1 gas=2", "dp=2 tp=2 zero_stage=2 gas=2",
-    "dp=2 tp=2 zero_stage=3 mbs=2", "dp=3 tp=2 zero_stage=1", "dp=2 tp=2 zero_stage=3 tied",
+    "dp=2 tp=2 zero_stage=3 mbs=2 qwen", "dp=3 tp=2 zero_stage=1", "dp=2 tp=2 zero_stage=3 tied",
     # dp x pp.
     "dp=2 pp=2 zero_stage=0 gas=2", "dp=2 pp=2 zero_stage=1 gas=2", "dp=2 pp=2 zero_stage=3 gas=4",
     "dp=3 pp=2 zero_stage=1 gas=2", "dp=2 pp=2 zero_stage=1 gas=2 tied",
     "dp=3 pp=2 zero_stage=3 gas=1 tied", "dp=2 pp=3 zero_stage=0 gas=3 tied",
     # tp x pp.
-    "tp=2 pp=2 gas=2", "tp=2 pp=2 gas=1 mbs=2", "tp=2 pp=2 gas=2 tied",
+    "tp=2 pp=2 gas=2 qwen", "tp=2 pp=2 gas=1 mbs=2", "tp=2 pp=2 gas=2 tied",
     # All three.
     "dp=2 tp=2 pp=2 zero_stage=0 gas=2", "dp=2 tp=2 pp=2 zero_stage=1 gas=4",
     "dp=2 tp=2 pp=2 zero_stage=3 gas=2", "dp=2 tp=2 pp=2 zero_stage=1 gas=2 tied",
@@ -49,21 +55,21 @@ CASES = [
     "dp=2 pp=2 zero_stage=0 gas=2 interleaved", "dp=2 pp=2 zero_stage=1 gas=2 interleaved",
     "dp=2 pp=2 zero_stage=3 gas=4 interleaved", "dp=2 pp=2 zero_stage=0 gas=4 zbv",
     "dp=2 pp=2 zero_stage=1 gas=4 zbv", "dp=2 pp=2 zero_stage=1 gas=2 zbv tied",
-    "tp=2 pp=2 gas=2 interleaved", "tp=2 pp=2 gas=4 zbv", "tp=2 pp=2 gas=2 zbv tied",
+    "tp=2 pp=2 gas=2 interleaved", "tp=2 pp=2 gas=4 zbv qwen long", "tp=2 pp=2 gas=2 zbv tied",
     "dp=2 tp=2 pp=2 zero_stage=1 gas=2 zbv", "dp=2 tp=2 pp=2 zero_stage=3 gas=2 interleaved",
     # A ring alone and with every other form.
-    "cp=2", "cp=2 gas=2 mbs=2 mha", "cp=4", "cp=2 tied",
+    "cp=2 long", "cp=2 gas=2 mbs=2 mha qwen", "cp=4", "cp=2 tied",
     "dp=2 cp=2 zero_stage=0 gas=2", "dp=2 cp=2 zero_stage=1 gas=2", "dp=2 cp=2 zero_stage=2 gas=2",
     "dp=2 cp=2 zero_stage=3 gas=2", "cp=2 zero_stage=3 gas=2", "tp=2 cp=2 gas=2", "cp=2 pp=2 gas=2",
     "cp=2 pp=2 gas=2 interleaved", "cp=2 pp=2 gas=4 zbv", "dp=2 tp=2 cp=2 zero_stage=1 gas=2",
     "dp=2 cp=2 pp=2 zero_stage=3 gas=2", "tp=2 cp=2 pp=2 gas=2 zbv",
     # Computing anew in backward.
     "full gas=2", "selective gas=2", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
-    "tp=2 full", "tp=2 selective", "pp=2 gas=2 full", "pp=2 gas=4 interleaved selective",
+    "tp=2 full qwen", "tp=2 selective qwen", "pp=2 gas=2 full", "pp=2 gas=4 interleaved selective",
     "pp=2 gas=4 zbv full", "cp=2 full", "cp=2 selective",
     "dp=2 tp=2 zero_stage=1 gas=2 full", "dp=2 tp=2 pp=2 zero_stage=1 gas=2 selective",
     # Compiled layers.
-    "dp=2 zero_stage=3 gas=2 compile", "tp=2 compile", "pp=2 gas=2 compile", "cp=2 full compile",
+    "dp=2 zero_stage=3 gas=2 compile", "tp=2 compile qwen long", "pp=2 gas=2 compile", "cp=2 full compile",
 ]  # fmt: skip
 
 
@@ -74,7 +80,7 @@ def spec_of(case: str, shallow: ModelShape = SHALLOW) -> CheckSpec:
     pp, gas = numbers.get("pp", 1), numbers.get("gas", 1)
     shape = TINY if pp > 1 else shallow
     for word in CHANGES.keys() & set(words):
-        shape = dataclasses.replace(shape, **CHANGES[word])  # type: ignore[arg-type]
+        shape = dataclasses.replace(shape, **CHANGES[word])
     schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
     virtual = default_virtual_stages(schedule)
     layout = Layout(**{"dp": 1, "virtual_stages": virtual, **numbers}, pp_schedule=schedule)  # type: ignore[arg-type]

@@ -42,10 +42,16 @@ def test_speed_and_mfu_by_hand(tmp_path):
         "predicted_step_time_s": 0.4, "predicted_peak_mem_bytes": 2000,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected)
-    words = {"flops_formula": "matmul-v1", "job_id": "4711", "git_commit": "abc", "kernel_digest": "digest"}
+    words = {"flops_formula": "palm", "job_id": "4711", "git_commit": "abc", "kernel_digest": "digest"}
     assert {name: row[name] for name in words} == words
     assert (row["step_times_s"], row["step_time_ci95_rel"]) == ([0.3, 0.1, 0.2], None)
     assert row["started_at"].isoformat() == "1970-01-01T00:00:00+00:00"
+    # The formula of the latest launch counts: Megatron's halves the attention.
+    launch = Launched(generation=1, config={"measure": {"flops_formula": "megatron"}})
+    JournalWriter(folder.journal, "launcher").write(launch)
+    (row,) = rows_of(folder)
+    halved = (6 * 98_304 + 6 * 2 * 64 * 128) * 10_240
+    assert (row["flops_formula"], row["mfu"]) == ("megatron", pytest.approx(halved / 989e12))
 
 
 @pytest.mark.parametrize("core_rate", [1e9, None])

@@ -19,6 +19,7 @@ def cell(model="1B", nodes=1, **values):
         "run_id": "a" * 16, "status": "ok", "reason": None, "mfu": 0.4321, "tokens_per_s_per_gpu": 41234.0,
         "layout": {"dp": 128, "tp": 32, "pp": 16, "zero_stage": 1, "mbs": 256, "gas": 256, "pp_schedule": "afab"},
         "peak_mem_reserved_bytes": int(41.8 * GIB), "num_runs": 3, "num_params": 1_340_000_000,
+        "flops_formula": "palm",
     }  # fmt: skip
     return Cell(model=model, nodes=nodes, **machine | defaults | values)
 
@@ -97,7 +98,7 @@ def test_svg_holds_the_words():
     for expected in (
         "Best layout per cell: quick & <dirty>", "43.2 %", "dp128 tp32 pp16 z1", "mbs256 gas256 afab",
         "41.8 GiB", "all 12 oom", "1.34 G params", "1.23 ktok/s", "1.08x of old", "MFU (% of peak)",
-        "ok", "0.12 %", "1 MiB", "measured", "In 1 of 6 cells other layouts are as good within the 95 % interval.",
+        "ok", "0.12 %", "1 MiB", "measured", "FLOPs of MFU by the formula palm.", "In 1 of 6 cells other layouts are as good within the 95 % interval.",
     ):  # fmt: skip
         assert any(expected in word for word in words), (expected, words)
 

@@ -64,6 +64,15 @@ def test_what_makes_another_cell(other, count):
     assert len(cells_of(row("a", 5.0), row("b", 6.0, **other))) == count
 
 
+def test_mfu_of_two_formulas_is_not_ranked_together():
+    (cell,) = cells_of(row("a", 5.0, flops_formula="palm"), row("b", flops_formula=None))
+    assert cell.flops_formula == "palm"
+    mixed = [row("a", 5.0, flops_formula="palm"), row("b", 6.0, nodes=2, flops_formula="megatron")]
+    for rank_them in (rank, leaderboard):
+        with pytest.raises(ConfigError, match="MFU is by megatron and palm in these results"):
+            rank_them(pa.Table.from_pylist(mixed, schema=SCHEMA))
+
+
 def test_as_good_as_best_follows_the_intervals():
     given = (("best", 100.0, 0.02), ("close", 97.0, 0.02), ("off", 95.0, 0.02), ("unsure", 60.0, 0.8))
     (cell,) = cells_of(*(row(name, speed, step_time_ci95_rel=rel) for name, speed, rel in given))

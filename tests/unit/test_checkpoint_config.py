@@ -1,32 +1,52 @@
 """A Hugging Face config.json is a model as it is; what would be another model is refused by its key."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ultrabench.errors import ConfigError
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
+from ultrabench.sweep.grid import refusal
 
-LLAMA = {  # as the hub has it for an 8B model of 2024
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
+# The files of config.json as their publishers have them on the hub.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
-    "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "transformers_version": "4.43.0",
-    "vocab_size": 128256,
-}
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+QWEN8 = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+QWEN06 = {
+    **QWEN8, "hidden_size": 1024, "intermediate_size": 3072, "max_window_layers": 28, "num_attention_heads": 16,
+    "num_hidden_layers": 28, "tie_word_embeddings": True,
+}  # fmt: skip
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.42.0.dev0", "use_cache": True,
+    "vocab_size": 32768,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -35,17 +55,19 @@ def _alone(tmp_path, monkeypatch):
     monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "nobody"))
 
 
-def write(path, change=(), without=()):
-    values = {k: v for k, v in {**LLAMA, **dict(change)}.items() if k not in without}
+def write(path, change=(), without=(), base=LLAMA):
+    values = {k: v for k, v in {**base, **dict(change)}.items() if k not in without}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(values))
     return str(path)
 
 
-def test_a_config_json_is_a_model_as_it_is():
-    shape = load_model(write("Llama-3.1-8B/config.json"))
-    assert (shape.name, shape.num_params) == ("Llama-3.1-8B", 8_030_261_248)
-    assert (shape.rope_theta, shape.rms_norm_eps) == (500000.0, 1e-5)
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [(LLAMA, "llama3.1-8b"), (QWEN8, "qwen3-8b"), (QWEN06, "qwen3-0.6b"), (MISTRAL, "mistral-7b")],
+)
+def test_a_config_json_is_a_model_as_it_is(values, name):
+    assert load_model(write(f"{name}/config.json", base=values)) == load_model(name)
 
 
 @pytest.mark.parametrize(
@@ -78,17 +100,43 @@ def test_what_is_absent_is_what_transformers_takes():
     assert load_model(write("c.json", {**mistral, "num_key_value_heads": None})).num_key_value_heads == 32
     assert (
         load_model(
-            write("d.json", {"rope_parameters": {"rope_theta": 7.0}}, without=("rope_theta",))
+            write(
+                "d.json",
+                {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+                without=("rope_theta",),
+            )
         ).rope_theta
         == 7
     )
     assert load_model(write("e.json", {"tie_word_embeddings": True})).tie_word_embeddings
+    qwen = load_model(
+        write("f.json", {"model_type": "qwen3", "hidden_size": 2048}, without=("num_key_value_heads",))
+    )
+    assert (qwen.num_key_value_heads, qwen.head_dim, qwen.qk_norm) == (32, 128, True)
+
+
+def test_rotations_in_the_words_of_any_version():
+    scaling = LLAMA["rope_scaling"]
+    usual = load_model(write("m.json"))
+    old = {k: v for k, v in scaling.items() if k != "rope_type"} | {"type": "llama3"}
+    new = scaling | {"rope_theta": 500000.0}
+    assert load_model(write("m.json", {"rope_scaling": old})) == usual
+    assert (
+        load_model(write("m.json", {"rope_parameters": new}, without=("rope_scaling", "rope_theta"))) == usual
+    )
+    assert usual.rope_scaling.factor == 8
+    plain = load_model(write("m.json", {"rope_scaling": None}))
+    assert (
+        replace(usual, rope_scaling=None)
+        == plain
+        == load_model(write("m.json", {"rope_scaling": {"type": "default"}}))
+    )
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"head_dim": 128}, {"sliding_window": None}, {"layer_types": ["full_attention"] * 32}, {"num_experts": 0},
+        {"head_dim": 128}, {"sliding_window": None}, {"max_window_layers": 3}, {"layer_types": ["full_attention"] * 32}, {"num_experts": 0},
         {"sliding_window": 4096, "use_sliding_window": False}, {"partial_rotary_factor": 1}, {"dtype": "float32"},
     ],
 )  # fmt: skip
@@ -105,20 +153,29 @@ def test_what_changes_nothing_is_taken(change):
         ),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
-        ({"head_dim": 256}, "head_dim is 256; ultrabench trains models whose head_dim is 128"),
         (
-            {"sliding_window": 4096},
-            "sliding_window is 4096; ultrabench trains models whose sliding_window is null",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            'rope_type is "yarn"; ultrabench trains models whose rope_type is "llama3"',
         ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear"'),
+        ({"rope_scaling": "dynamic"}, 'rope_type is "dynamic"'),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks factor, low_freq_factor"),
+        (
+            {"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 4}},
+            "must be above low_freq_factor=4",
+        ),
+        ({"rope_scaling": {**LLAMA["rope_scaling"], "factor": 0.5}}, "rope_scaling.factor=0.5; must be >= 1"),
+        ({"head_dim": 127}, "head_dim=127; rotations need an even width of heads"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is "),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"num_local_experts": 8}, "num_local_experts is 8"),
         ({"n_routed_experts": 64}, "n_routed_experts is 64"),
         ({"kv_lora_rank": 512}, "kv_lora_rank is 512"),
         (
-            {"model_type": "qwen3"},
-            "model_type 'qwen3'; ultrabench trains the decoder of llama and mistral only",
+            {"model_type": "qwen3_moe"},
+            "model_type 'qwen3_moe'; ultrabench trains the decoders of llama, mistral, qwen3 only",
         ),
+        ({"model_type": "qwen2"}, "model_type 'qwen2'"),
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"model_type": None}, "model_type None"),
         ({"model_type": ["llama"]}, "model_type ['llama']"),
@@ -134,9 +191,12 @@ def test_what_would_be_another_model_is_refused_by_name(change, line):
     assert "\n" not in str(raised.value)
 
 
-def test_a_mistral_that_names_no_window_has_one():
-    with pytest.raises(ConfigError, match="sliding_window is 4096"):
-        load_model(write("m.json", {"model_type": "mistral"}))
+def test_a_window_is_refused_where_it_hides_positions():
+    shape = load_model(write("m.json", {"model_type": "mistral"}))
+    assert shape.sliding_window == 4096
+    kernel, layout = KernelConfig(name="embedded"), Layout(dp=1)
+    assert refusal(kernel, layout, shape, 4096) is None
+    assert refusal(kernel, layout, shape, 4097).startswith("sliding_window=4096 is in use with seq_len=4097")
 
 
 @pytest.mark.parametrize(

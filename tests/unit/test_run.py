@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.strategies import results, run_specs
+from tests.strategies import LONG, results, run_specs
 from ultrabench import run
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
@@ -91,6 +91,9 @@ def test_run_id_is_the_same_in_every_process():
     [
         replace(SPEC, shape=replace(SPEC.shape, rope_theta=5e5)),
         replace(SPEC, shape=replace(SPEC.shape, num_key_value_heads=4)),
+        replace(SPEC, shape=replace(SPEC.shape, head_dim=32)),
+        replace(SPEC, shape=replace(SPEC.shape, qk_norm=True)),
+        replace(SPEC, shape=replace(SPEC.shape, rope_scaling=LONG)),
         replace(SPEC, shape=replace(SPEC.shape, tie_word_embeddings=False)),
         replace(SPEC, workload=replace(SPEC.workload, seed=1)),
         replace(SPEC, workload=replace(SPEC.workload, seq_len=256)),
@@ -120,11 +123,24 @@ def test_defaults_are_written_out_before_hashing():
     assert from_dict(RunSpec, values).run_id == SPEC.run_id
 
 
+def test_models_of_the_first_version_keep_their_ids():
+    sizes = (
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rms_norm_eps",
+    )
+    counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    assert SPEC.identity()["shape"] == {name: getattr(SPEC.shape, name) for name in (*sizes, *counts)}
+
+
 def test_a_field_added_later_keeps_old_ids(monkeypatch):
     old = SPEC.run_id
     cp2 = replace(SPEC, layout=Layout(dp=1, tp=2, cp=2, mbs=2, gas=4))
     with_cp = cp2.run_id
-    monkeypatch.setattr(run, "ADDED_LATER", {"layout.cp": 1})
+    monkeypatch.setattr(run, "ADDED_LATER", {**run.ADDED_LATER, "layout.cp": 1})
     assert "cp" not in SPEC.identity()["layout"]
     assert SPEC.run_id != old  # as if `cp` had never been hashed
     assert cp2.identity()["layout"]["cp"] == 2

@@ -12,8 +12,10 @@ from ultrabench.sweep.config.load import load_model
 
 def stage_of_each_block(shape, pp):
     """The documented rule, written with a running cost and exact fractions."""
-    h, kv_share = shape.hidden_size, Fraction(shape.num_key_value_heads, shape.num_attention_heads)
-    decoder = (2 + 2 * kv_share) * h * h + 3 * h * shape.intermediate_size
+    h = shape.hidden_size
+    width = shape.head_dim or Fraction(h, shape.num_attention_heads)
+    heads = shape.num_attention_heads + shape.num_key_value_heads
+    decoder = 2 * heads * width * h + 3 * h * shape.intermediate_size
     head = Fraction(shape.vocab_size * h)
     blocks = [("embedding", Fraction(0))]
     blocks += [(f"layer{i}", decoder) for i in range(shape.num_hidden_layers)]

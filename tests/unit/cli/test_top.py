@@ -46,6 +46,7 @@ def test_top_shows_the_numbers_of_each_run_in_peoples_units(ultrabench, results)
     assert "slower" in next(line for line in table.splitlines() if SLOW.run_id in line)
     assert f"{len(CELL) - 3} more" in table
     assert "suspect and wins no cell" in err
+    assert "FLOPs of MFU by the formula palm" in err
 
 
 @pytest.mark.parametrize("words", [["--by", "mfuu"], ["nobody"], ["none.parquet"]])

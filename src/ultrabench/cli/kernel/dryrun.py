@@ -70,7 +70,7 @@ def dryrun_spec(arguments: list[str]) -> tuple[RunSpec, Hardware]:
 def _model_flops(spec: RunSpec, cost: RankCost) -> float:
     """FLOPs of one step on the rank of this cost, counted as in ModelShape.flops_per_token."""
     shape, layout = spec.shape, spec.layout
-    attention = 12 * shape.hidden_size * spec.workload.seq_len
+    attention = shape.attention_flops(spec.workload.seq_len)
     held = held_stages(shape, layout, cost.pp_rank)
     per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention for s in held)
     return per_token * spec.tokens_per_step / (layout.dp * layout.cp * layout.tp)

@@ -28,7 +28,9 @@ def show_top(source: str | None, first: int | None, by: str, as_json: bool, resu
         return
     for runs in cells:
         _print_cell(name, runs, first or FIRST)
-    say(*doubts(rows), "more about a run: ultrabench sweep show RANK")
+    formulas = {row["flops_formula"] for runs in cells for row in runs} - {None}
+    told = (f"FLOPs of MFU by the formula {name}" for name in formulas)
+    say(*doubts(rows), *told, "more about a run: ultrabench sweep show RANK")
 
 
 def _print_cell(name: str, runs: list[Row], first: int) -> None:

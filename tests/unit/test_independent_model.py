@@ -1,0 +1,88 @@
+"""The decoder gives the logits and gradients of the models of transformers, which share no code with it.
+
+Layouts are compared with the decoder on one process, so a fault of the decoder itself (no rotation, a wrong mask)
+is in both; only another implementation shows it. Both models are made from the same config.json.
+"""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ultrabench.kernel.model import Decoder, cross_entropy
+from ultrabench.stages import split_stages
+from ultrabench.sweep.config.load import shape_of
+
+SEQ_LEN, VOCAB = 24, 64
+SMALL = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "attention_dropout": 0.0,
+}  # fmt: skip
+SCALED = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+CONFIGS = {
+    "llama": {"model_type": "llama"},
+    "llama-scaled": {
+        "model_type": "llama",
+        "rope_scaling": SCALED,
+        "rope_theta": 100.0,
+        "rms_norm_eps": 1e-3,
+    },
+    "llama-tied": {
+        "model_type": "llama",
+        "head_dim": 12,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_theta": 1000.0},
+    "qwen3-tied": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, "rope_scaling": SCALED},
+    "mistral": {"model_type": "mistral", "sliding_window": SEQ_LEN},
+}
+THEIRS = {
+    "embedding": "model.embed_tokens", "head": "lm_head", "layers": "model.layers", "norm": "model.norm",
+    "attention": "self_attn", "q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj",
+    "ffn": "mlp", "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+"""Our name of a module -> theirs, where they differ."""
+
+
+def their_name(name):
+    return ".".join(THEIRS.get(part, part) for part in name.split("."))
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Whatever transformers computes in fp32 at any precision (norms, rotations, softmax) is computed in fp64."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def gradients(model, logits, targets):
+    cross_entropy(logits, targets).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_decoder_is_the_model_of_its_config_json(name, wide):
+    values = SMALL | CONFIGS[name]
+    shape = shape_of(values, name, name)
+    torch.manual_seed(0)
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN + 1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    ours = Decoder(shape, split_stages(shape, 1)[0], [range(SEQ_LEN)]).double()
+    for param in ours.parameters():
+        torch.nn.init.normal_(param, 0.5, 0.2)
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**values), attn_implementation="eager"
+    ).double()
+    weights = {their_name(key): value for key, value in ours.state_dict().items()}
+    theirs.load_state_dict(weights)
+    logits, expected = ours(inputs), theirs(inputs).logits
+    assert (logits - expected).abs().max() < 1e-10
+    found, wanted = gradients(ours, logits, targets), gradients(theirs, expected, targets)
+    assert {their_name(key) for key in found} == set(wanted)
+    for key, grad in found.items():
+        assert (grad - wanted[their_name(key)]).abs().max() < 1e-10, key
