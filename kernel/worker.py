@@ -35,6 +35,8 @@ from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel
 
 DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(PARTS))
+STOPS = (None, "interval", "max_steps")
+"""Whether to go on measuring, to stop since the interval is narrow, or since it did not become narrow."""
 PATIENCE = datetime.timedelta(hours=12)
 """Time-out of all process groups; it is longer than any run, since the deadlines of the agent detect hangs."""
 STORE_POLL_S = 0.005
@@ -46,7 +48,9 @@ class Timing:
     def __init__(self, task: Task, trainer: TrainStep, report: Report) -> None:
         self.task, self.trainer, self.report = task, trainer, report
         self.measure, self.device = task.measure, trainer.device
+        self.measuring = False
         self.step_times_s: list[float] = []
+        """Seconds of each measured step."""
         self.loss_final: float | None = None
         self.done_steps = 0
 
@@ -67,21 +71,32 @@ class Timing:
     def _record(self, number: int, seconds: float, loss: float) -> None:
         if not math.isfinite(loss):
             raise failure.NonFiniteLossError(f"loss is {loss} at step {number}")
-        measured, tokens = number > self.measure.warmup_steps, self.task.spec.tokens_per_step
-        self.report.write("step", tokens=tokens, step=number, seconds=seconds, loss=loss, measured=measured)
+        told = {"tokens": self.task.spec.tokens_per_step, "step": number, "seconds": seconds, "loss": loss}
+        self.report.write("step", **told, measured=self.measuring)
         self.done_steps = number
-        if measured:
+        if self.measuring:
             self.step_times_s.append(seconds)
         if number == self.measure.loss_step:
             self.loss_final = loss
 
-    def ci_reached(self) -> bool:
-        """Whether the median step time is known precisely enough; rank 0 decides for all ranks."""
-        width = ci95_rel(self.step_times_s)
-        reached = width is not None and width <= self.measure.target_ci95_rel
-        flag = torch.tensor([float(reached)], device=self.device)
-        dist.broadcast(flag, src=0)
-        return bool(flag.item())
+    def _of_rank_0(self, value: float) -> float:
+        """The `value` of rank 0 on all ranks, which have to decide alike although their clocks differ."""
+        told = torch.tensor([value], device=self.device)
+        dist.broadcast(told, src=0)
+        return float(told)
+
+    def stopped(self) -> str | None:
+        """Why no more steps are measured, one of STOPS; rank 0 decides for all ranks."""
+        times, measure, stop = self.step_times_s, self.measure, STOPS.index(None)
+        if len(times) < measure.min_steps:
+            return None
+        if sum(times) >= measure.min_s:
+            width = ci95_rel(times)
+            if width is not None and width <= measure.target_ci95_rel:
+                stop = STOPS.index("interval")
+            elif len(times) >= measure.max_steps:
+                stop = STOPS.index("max_steps")
+        return STOPS[int(self._of_rank_0(stop))]
 
     def _flops_of_a_step(self) -> float:
         """Runs one step; returns the FLOPs of all ranks in it."""
@@ -98,7 +113,8 @@ class Timing:
         self.report.phase("warmup")
         counted = self.measure.warmup_steps > 1 and not self.task.spec.kernel.compile
         flops = self._flops_of_a_step() if counted else None
-        while self.done_steps < self.measure.warmup_steps:
+        begin, steps, seconds = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
+        while self.done_steps < steps or self._of_rank_0(time.perf_counter() - begin) < seconds:
             self.step()
         # If one rank collected garbage during a measured step, all other ranks would wait for it.
         gc.collect()
@@ -107,10 +123,10 @@ class Timing:
         # Peaks are reported already here, so that a run that is stopped early has them too.
         self.report.write("memory", **memory.peak(self.device))
         self.report.phase("measure")
-        reached = False
-        while not reached and len(self.step_times_s) < self.measure.max_steps:
+        self.measuring, stopped = True, None
+        while stopped is None:
             self.step()
-            reached = len(self.step_times_s) >= self.measure.min_steps and self.ci_reached()
+            stopped = self.stopped()
         gc.enable()
         self.report.write("memory", **memory.peak(self.device))
         require_equal_replicas(self.trainer)
@@ -119,8 +135,8 @@ class Timing:
             look_inside(self.trainer, self.done_steps + 1, Path(self.report.path).parent / PROFILE)
         self.report.write(
             "done",
-            stopped="interval" if reached else "max_steps",
-            ci_reached=reached,
+            stopped=stopped,
+            ci_reached=stopped == "interval",
             loss_final=self.loss_final,
             hardware_flops_per_step=flops,
             omp_num_threads=torch.get_num_threads(),

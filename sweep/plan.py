@@ -184,7 +184,7 @@ def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) 
             spec=spec,
             rule=rule,
             reason=reason,
-            prediction=predict(spec, config.hardware, peak, config.measure.priced_steps),
+            prediction=predict(spec, config.hardware, peak, config.measure),
             peak_flops_per_s=None if probes or peak.source == GUESSED else peak.flops_per_s,
             flops_formula=config.measure.flops_formula,
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from ultrabench.allowed import Count, Positive, one_of, require_allowed
+from ultrabench.allowed import Count, Positive, at_least, one_of, require_allowed
 from ultrabench.errors import ConfigError, require_known
 
 GIB = 2**30
@@ -52,6 +52,10 @@ class Hardware:
     """Bytes per second between nodes for each accelerator, in one direction."""
     precision: str = "bf16"
     """Precision of kernels whose configuration gives none."""
+    warmup_s: Annotated[float, at_least(0.0)] = 0.0
+    """Seconds of steps after which the clocks of the accelerator are steady; measure.warmup_s where that is null."""
+    min_s: Annotated[float, at_least(0.0)] = 0.0
+    """Seconds of steps in which the clocks of the accelerator average out; measure.min_s where that is null."""
     simulated: bool = False
     """Whether several nodes of this type are processes of one host."""
 

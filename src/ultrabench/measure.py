@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from ultrabench.allowed import Count, Positive, above, between, one_of, require_allowed
+from ultrabench.allowed import Count, Positive, above, at_least, between, one_of, require_allowed
 from ultrabench.errors import ConfigError
 from ultrabench.model_shape import FLOPS_FORMULAS
 
@@ -13,11 +13,17 @@ class Measure:
     """How runs are measured. It is no part of a run's identity; the usual values are in configs/measure/."""
 
     warmup_steps: Count
-    """Number of steps before the measured ones."""
+    """Smallest number of steps before the measured ones."""
+    warmup_s: Annotated[float, at_least(0.0)] = 0.0
+    """Shortest time of the warm-up in seconds, without the first step. In configuration files null means that of
+    the hardware, which is 0 for programs of the user."""
     min_steps: int
     """Smallest number of measured steps; 6 or more are needed for an interval."""
     max_steps: int
-    """Largest number of measured steps."""
+    """Number of measured steps after which a run no longer waits for a narrower interval."""
+    min_s: Annotated[float, at_least(0.0)] = 0.0
+    """Shortest time of the measured steps together, in seconds. No number of steps ends a run before. In
+    configuration files null means that of the hardware, as for `warmup_s`."""
     target_ci95_rel: Positive
     """A run stops when the half-width of the 95 % interval of its median step time, relative to that median,
     is below this."""
@@ -41,10 +47,11 @@ class Measure:
     flops_formula: Annotated[str, one_of(*FLOPS_FORMULAS)]
     """The formula that counts the FLOPs of a token, which MFU follows from; the latest launch's formula counts."""
 
-    @property
-    def priced_steps(self) -> int:
-        """Number of steps that the price of a run is computed from."""
-        return self.warmup_steps + (self.min_steps + self.max_steps) // 2
+    def priced_s(self, step_time_s: float) -> float:
+        """Seconds of all steps of a run for its price, if a step takes `step_time_s`."""
+        measured_steps = (self.min_steps + self.max_steps) // 2
+        warmup_s = max(self.warmup_steps * step_time_s, self.warmup_s)
+        return warmup_s + max(measured_steps * step_time_s, self.min_s)
 
     def __post_init__(self) -> None:
         require_allowed(self, "measure.")

@@ -17,9 +17,11 @@ from ultrabench.store.kernel_secrets import redacted
 from ultrabench.sweep.config.compose import compose_tree, files, read_yaml, search_path
 from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, SweepConfig, moved_to_sbatch
 
-UNCHANGED = ("results_dir", "measure", "models", "retry", "repeats", "profile")
+UNCHANGED = ("results_dir", "models", "retry", "repeats", "profile")
 """Keys of a composed configuration whose values are taken as they are."""
-KEYS = frozenset({*UNCHANGED, "hardware", "cluster", "kernel", "launcher", "sweep", "name", "names"})
+KEYS = frozenset(
+    {*UNCHANGED, "hardware", "cluster", "kernel", "measure", "launcher", "sweep", "name", "names"}
+)
 """Keys of a composed configuration."""
 WORKLOAD = ("seq_len", "gbs", "seed")
 """Keys of `sweep` that have one value; the others list the values of an axis."""
@@ -93,14 +95,17 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         shown, secrets = redacted(env)
         tree = tree | {"kernel": tree["kernel"] | {"env": shown}}
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
-    kernel = {"name": names["kernel"], "precision": hardware.precision}
+    kernel = _filled({"name": names["kernel"], **tree["kernel"]}, {"precision": hardware.precision})
+    ours = kernel.get("kind", "embedded") == "embedded"
+    seconds = {key: getattr(hardware, key) if ours else 0.0 for key in ("warmup_s", "min_s")}
     workload = {k: v for k, v in tree["sweep"].items() if k in WORKLOAD}
     values = {
         **{key: tree[key] for key in UNCHANGED if key in tree},
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "hardware": hardware,
-        "kernel": kernel | {k: v for k, v in tree["kernel"].items() if v is not None},
+        "kernel": {k: v for k, v in kernel.items() if v is not None},
+        "measure": _filled(tree["measure"], seconds),
         "launcher": _launcher(tree["launcher"], cluster),
         "workload": from_dict(Workload, workload, where="sweep"),
         "axes": _axes({k: v for k, v in tree["sweep"].items() if k not in WORKLOAD}),
@@ -108,6 +113,11 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         "secrets": secrets,
     }
     return from_dict(SweepConfig, values, where="")
+
+
+def _filled(values: dict[str, Any], by_hardware: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, with those of `by_hardware` for its keys that are null or absent."""
+    return values | {key: value for key, value in by_hardware.items() if values.get(key) is None}
 
 
 def read_hardware(values: Mapping[str, Any]) -> Hardware:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
+from ultrabench.measure import Measure
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, held_stages
 
@@ -36,8 +37,8 @@ class Prediction:
     """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
 
 
-def predict(spec: RunSpec, hardware: Hardware, peak: Peak, steps: int) -> Prediction:
-    """The predicted memory and time of a run of `steps` steps."""
+def predict(spec: RunSpec, hardware: Hardware, peak: Peak, measure: Measure) -> Prediction:
+    """The predicted memory and time of a run that is measured as `measure` says."""
     begin_s = start_s(hardware, spec.nodes)
     if spec.kernel.kind == "probe":
         settings = long_probe(hardware.device, 0, 1)
@@ -54,7 +55,7 @@ def predict(spec: RunSpec, hardware: Hardware, peak: Peak, steps: int) -> Predic
         step_time_s=time_s,
         peak_mem_bytes=int(memory),
         memory_share=memory / hardware.mem_bytes,
-        duration_s=begin_s + steps * time_s * (memory <= hardware.mem_bytes),
+        duration_s=begin_s + measure.priced_s(time_s) * (memory <= hardware.mem_bytes),
     )
 
 

@@ -140,6 +140,9 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["kernel=command"], "kernel.command has no value; give it: kernel.command=..."),
         (["kernel=command", "kernel.command=[]"], "kernel.command is empty; give the program"),
         (["measure.min_steps=2"], "needs 6 <= min_steps <= max_steps"),
+        (["measure.min_s=-1"], "measure.min_s=-1.0; must be >= 0 and finite"),
+        (["kernel=command", "kernel.command=[x]", "measure.min_s=20"],
+         "measure.min_s=20 with kernel=command; only ultrabench's own training counts seconds"),
         (["measure.warmup_steps=0"], "measure.warmup_steps=0; must be >= 1"),
         (["sweep.nodes=[1"], "sweep.nodes=[1"),
         (["name=${nowhere}"], "nowhere"),
@@ -150,6 +153,21 @@ def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
         load_config(overrides)
     assert line in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        ([], (0, 0)),
+        (["hardware=h100x8"], (5, 10)),
+        (["hardware=h100x8", "measure=quick", "measure.warmup_s=0", "hardware.min_s=30"], (0, 30)),
+        (["hardware=cpu", "measure.min_s=1.5"], (0, 1.5)),
+        (["hardware=h100x8", "kernel=command", "kernel.command=[x]"], (0, 0)),
+    ],
+)
+def test_seconds_of_measuring_are_those_of_the_hardware_unless_given(overrides, seconds):
+    measure = load_config(["model=tiny", *overrides]).measure
+    assert (measure.warmup_s, measure.min_s) == seconds
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.configs import measure as measure_of
 from tests.strategies import layouts, shapes
 from ultrabench.hardware import Peak
 from ultrabench.kernel_config import KernelConfig
@@ -20,7 +21,7 @@ PLAYBOOK = ("1B", "3B", "8B", "80B", "469B")
 real_shapes = st.sampled_from(PLAYBOOK).map(load_model)
 
 
-def predicted(layout, shape, *, seq_len=4096, precision="bf16", nodes=1):
+def predicted(layout, shape, *, seq_len=4096, precision="bf16", nodes=1, measure=None):
     spec = RunSpec(
         shape=shape,
         workload=Workload(seq_len=seq_len, gbs=layout.gbs),
@@ -29,7 +30,7 @@ def predicted(layout, shape, *, seq_len=4096, precision="bf16", nodes=1):
         nodes=nodes,
         gpus_per_node=layout.world_size // nodes,
     )
-    return predict(spec, GPUS, PEAK, steps=30)
+    return predict(spec, GPUS, PEAK, measure or measure_of())
 
 
 @given(layout=layouts(), shape=shapes(), precision=st.sampled_from(("bf16", "fp32", "fp64")))

@@ -1,0 +1,36 @@
+"""When enough steps have been measured."""
+
+import pytest
+
+from tests.configs import measure
+from ultrabench.kernel.worker import Timing
+
+MEASURE = measure(min_steps=6, max_steps=20, min_s=3.0, target_ci95_rel=0.05)
+UNEVEN = [0.1, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("step_times_s", "stopped"),
+    [
+        ([1.0] * 5, None),  # too few for an interval
+        ([1.0] * 6, "interval"),
+        ([0.1] * 29, None),  # a narrow interval, but too short
+        ([0.1] * 31, "interval"),
+        (UNEVEN * 4, None),
+        (UNEVEN * 10, "max_steps"),
+        ([0.001, 0.002] * 30, None),  # more than max_steps, but too short
+        ([0.01, 0.03] * 151, "max_steps"),
+    ],
+)
+def test_steps_and_seconds_decide(step_times_s, stopped):
+    timing = object.__new__(Timing)
+    timing.measure, timing.step_times_s, timing._of_rank_0 = MEASURE, step_times_s, lambda value: value
+    assert timing.stopped() == stopped
+
+
+@pytest.mark.parametrize(
+    ("words", "step_time_s", "seconds"),
+    [({}, 2.0, 20), ({"warmup_s": 5.0, "min_s": 10.0}, 0.1, 15), ({"warmup_s": 5.0, "min_s": 10.0}, 2.0, 21)],
+)
+def test_the_price_counts_steps_and_seconds(words, step_time_s, seconds):
+    assert measure(warmup_steps=2, min_steps=6, max_steps=10, **words).priced_s(step_time_s) == seconds
