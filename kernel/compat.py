@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,33 @@ def use_timeout(timeout: datetime.timedelta) -> None:
     """
     c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
+
+
+class ShardState(NamedTuple):
+    """How fully_shard holds the parameters of a module."""
+
+    shards: int
+    copies: int
+    """Number of ranks of all shards and their replicas."""
+    resharded: bool
+    """Whether the parameters are sharded now."""
+    reduces: bool
+    """Whether the next backward reduces their gradients."""
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Those of the parameters that the optimizer updates, and of the gathered ones in products."""
+
+
+def shard_state(module: Any) -> ShardState:
+    """The state of a module that fully_shard has wrapped and that has run."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    shards, param = group.mesh_info.shard_mesh_size, group.fsdp_params[0]
+    dtypes = param.sharded_param.dtype, param._unsharded_param.dtype
+    return ShardState(shards, group.mesh_info.mesh.size(), not group.is_unsharded, group.reduce_grads, dtypes)
+
+
+def graphs_compiled() -> int:
+    """The number of graphs that torch.compile has made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 _collectives = torch.ops._c10d_functional

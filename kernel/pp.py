@@ -76,16 +76,16 @@ class Pipeline:
         tokens = torch.empty((b, s), dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(dtype, torch.float32)
         loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
-        self._stages = list[Stage]()
+        self.stages = list[Stage]()
         for index, model in zip(layout.stages_of(pp_mesh.get_local_rank()), models, strict=True):
             taken = tokens if index == 0 else x
             given = loss if index == count - 1 else x
             stage = Stage(model, index, count, device, input_args=taken, output_args=given, group=group)
             stage.progress, stage.ranks = progress, ranks
-            self._stages.append(stage)
+            self.stages.append(stage)
         # Schedules of torch for several stages on a rank take a list.
-        self._schedule = get_schedule_class(SCHEDULES[layout.pp_schedule])(
-            self._stages if layout.virtual_stages > 1 else self._stages[0],
+        self.schedule = get_schedule_class(SCHEDULES[layout.pp_schedule])(
+            self.stages if layout.virtual_stages > 1 else self.stages[0],
             n_microbatches=layout.gas,
             # The last stage returns the loss of a micro-batch; the loss of the step is their mean.
             loss_fn=lambda loss, _: loss / layout.gas,
@@ -95,11 +95,11 @@ class Pipeline:
     def run(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         """Runs forward and backward of all micro-batches; returns their losses if it has the last stage."""
         losses = list[Tensor]()
-        first, last = (any(getattr(s, f"is_{end}") for s in self._stages) for end in ("first", "last"))
-        for stage in self._stages:
+        first, last = (any(getattr(s, f"is_{end}") for s in self.stages) for end in ("first", "last"))
+        for stage in self.stages:
             stage.targets = iter(targets.split(self._mbs))  # type: ignore[no-untyped-call]
         more = {"target": targets, "losses": losses} if last else {}
-        self._schedule.step(*((inputs,) if first else ()), **more, return_outputs=False)
+        self.schedule.step(*((inputs,) if first else ()), **more, return_outputs=False)
         return losses
 
 

@@ -21,7 +21,7 @@ def apply_recompute(model: Decoder, recompute: str) -> None:
     # Dynamo would take torch's `noop_context_fn` for a selection that keeps everything.
     options = {"context_fn": _selection} if recompute == "selective" else {}
     for layer in model.layers.values():
-        layer.forward = _recomputed(layer.forward, options)
+        vars(layer).update(forward=_recomputed(layer.forward, options), recompute=recompute)
 
 
 def _recomputed(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -41,6 +41,11 @@ def _selection() -> Any:
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute_of(layer: Any) -> str:
+    """What a layer recomputes, by the wrapper around its forward."""
+    return str(layer.recompute) if "forward" in vars(layer) else "none"
 
 
 def apply_compile(model: Decoder, backend: str) -> None:

@@ -27,6 +27,7 @@ from ultrabench.kernel.rank import environment, failure, memory, stack_dump
 from ultrabench.kernel.rank.probe import probe
 from ultrabench.kernel.rank.profile import look_inside
 from ultrabench.kernel.rank.progress import device_progress
+from ultrabench.kernel.rank.ran import require_as_asked, watched
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
 from ultrabench.rank_report import PARTS, PROFILE, Report
@@ -87,15 +88,12 @@ class Timing:
 
     def stopped(self) -> str | None:
         """Why no more steps are measured, one of STOPS; rank 0 decides for all ranks."""
-        times, measure, stop = self.step_times_s, self.measure, STOPS.index(None)
+        times, measure = self.step_times_s, self.measure
         if len(times) < measure.min_steps:
             return None
-        if sum(times) >= measure.min_s:
-            width = ci95_rel(times)
-            if width is not None and width <= measure.target_ci95_rel:
-                stop = STOPS.index("interval")
-            elif len(times) >= measure.max_steps:
-                stop = STOPS.index("max_steps")
+        width, enough = ci95_rel(times), sum(times) >= measure.min_s
+        narrow = width is not None and width <= measure.target_ci95_rel
+        stop = 0 if not enough else 1 if narrow else 2 * (len(times) >= measure.max_steps)
         return STOPS[int(self._of_rank_0(stop))]
 
     def _flops_of_a_step(self) -> float:
@@ -109,7 +107,9 @@ class Timing:
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
         self.report.phase("first_step")
-        self.step()
+        with watched(self.trainer) as seen:
+            self.step()
+        self.report.write("ran", options=require_as_asked(self.trainer, seen))
         self.report.phase("warmup")
         counted = self.measure.warmup_steps > 1 and not self.task.spec.kernel.compile
         flops = self._flops_of_a_step() if counted else None

@@ -29,6 +29,8 @@ LIMIT_SHARE = 0.9
 FRAMES = 3
 """Number of innermost frames that count in a fingerprint; those of installed packages do not count."""
 
+INVALID_KINDS = {"non_finite": "non_finite_loss", "replicas": "replicas_differ", "option": "option_ignored"}
+"""Kind of an error of our own kernel -> the cause that makes the run invalid."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
 _TEXTS = {
@@ -100,6 +102,7 @@ def classify(
         loss_final=_loss(rank0, measure),
         loss_step=measure.loss_step,
         hardware_flops_per_step=done.get("hardware_flops_per_step"),
+        ran=rank0.ran,
         peak_mem_allocated_bytes=_largest(progress.ranks, "allocated_bytes"),
         peak_mem_reserved_bytes=_largest(progress.ranks, "reserved_bytes"),
         peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),
@@ -252,8 +255,8 @@ def _of_error(rank: RankProgress) -> tuple[Cause, str]:
     """The cause of an error that the rank reported; its text may be more exact than its kind."""
     kind, message = rank.error.get("kind"), rank.error.get("message") or "(no message)"
     found, _ = by_text(rank.last_text) or (BY_NAME["exception"], "")
-    if kind in ("non_finite", "replicas"):
-        found = BY_NAME["non_finite_loss" if kind == "non_finite" else "replicas_differ"]
+    if kind in INVALID_KINDS:
+        found = BY_NAME[INVALID_KINDS[kind]]
     elif kind == "oom" and found.status != Status.OOM:
         found = BY_NAME["cpu_oom"]
     elif kind == "comm" and found.name == "exception":

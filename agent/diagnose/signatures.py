@@ -64,6 +64,7 @@ BY_NAME = {cause.name: cause for cause in (
            r"^(?!.*ibv_).*(?:C|c)annot allocate memory"),
     Cause("non_finite_loss", Status.INVALID, "the loss is no number"),
     Cause("replicas_differ", Status.INVALID, "copies of the same parameters differ"),
+    Cause("option_ignored", Status.INVALID, "an option was ignored"),
     Cause("disk_full", Status.CRASH, "a disk is full",
            r"No space left on device|Disk quota exceeded|database or disk is full"),
     Cause("missing_library", Status.CRASH, "a library is missing or does not fit",

@@ -41,6 +41,8 @@ class RankProgress:
     steps: list[dict[str, Any]] = field(default_factory=list)
     """The report lines of its first MAX_STEPS steps."""
     memory: dict[str, Any] = field(default_factory=dict)
+    ran: dict[str, str] = field(default_factory=dict)
+    """The options that it read back from the objects of its first step; empty before."""
     done: dict[str, Any] = field(default_factory=dict)
     """The report line by which it says that it is done; empty before."""
     error: dict[str, Any] = field(default_factory=dict)
@@ -154,6 +156,8 @@ class AttemptProgress:
                 rank.steps.append(line)
         elif event == "memory":
             rank.memory |= line
+        elif event == "ran":
+            rank.ran = line.get("options", {})
         elif event == "done":
             rank.done = line
         elif event == "error":

@@ -24,6 +24,7 @@ from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.data import load
 from ultrabench.kernel.mesh import build_mesh, local, take
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
+from ultrabench.kernel.rank.ran import require_as_asked, watched
 from ultrabench.kernel.requests import TOLERANCE, CheckResult, CheckSpec
 from ultrabench.kernel.step import BETAS, LEARNING_RATE, WEIGHT_DECAY, TrainStep
 from ultrabench.processes import die_with_parent
@@ -85,9 +86,11 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.layout.world_size)
     mesh = build_mesh(spec.layout, "cpu")
     trainer = TrainStep(spec.run, _CPU, mesh, clip_norm=spec.clip, backend="aot_eager")
-    found = _trained(
-        spec.steps, trainer.params, lambda step: trainer.accumulate(*trainer.batch(step)), trainer.update
-    )
+    with watched(trainer) as seen:
+        found = _trained(
+            spec.steps, trainer.params, lambda step: trainer.accumulate(*trainer.batch(step)), trainer.update
+        )
+    require_as_asked(trainer, seen, spec.steps)
     found["parts"] = trainer.parts
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

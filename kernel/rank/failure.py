@@ -12,9 +12,14 @@ class ReplicasDifferError(RuntimeError):
     """Ranks that must hold the same parameters hold different ones."""
 
 
+class IgnoredOptionError(RuntimeError):
+    """A step ran with another option than the one that was asked for."""
+
+
 KINDS: dict[str, tuple[tuple[type[BaseException], ...], tuple[str, ...]]] = {
     "non_finite": ((NonFiniteLossError,), ()),
     "replicas": ((ReplicasDifferError,), ()),
+    "option": ((IgnoredOptionError,), ()),
     "oom": ((torch.OutOfMemoryError, MemoryError),
             ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")),
     "comm": ((dist.DistError, ConnectionError),
@@ -25,7 +30,7 @@ KINDS: dict[str, tuple[tuple[type[BaseException], ...], tuple[str, ...]]] = {
 
 
 def kind_of(error: BaseException) -> str:
-    """The kind of a failure: oom, comm, non_finite, replicas or exception.
+    """The kind of a failure: oom, comm, non_finite, replicas, option or exception.
 
     The causes of the exception are searched too, since the pipeline wraps what a stage raises.
     """

@@ -28,7 +28,7 @@ CAUSES = (
     "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "port_taken", "bus_error",
     "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "preempted", "unmeasured",
-    "wrong_gpu", "replicas_differ", "bad_report",
+    "wrong_gpu", "replicas_differ", "option_ignored", "bad_report",
 )  # fmt: skip
 """All values of `RunResult.cause`; docs/failures.md explains each of them."""
 
@@ -67,6 +67,8 @@ class RunResult:
     """Loss at the step that all layouts of a cell have in common."""
     loss_step: int | None = None
     """The step at which `loss_final` was taken."""
+    ran: dict[str, str] = field(default_factory=dict)
+    """Option -> its value in the first step of rank 0, read back from what trained; empty for other programs."""
     hardware_flops_per_step: float | None = None
     """Floating-point operations of one step, all ranks together; None where they were not counted."""
     peak_mem_allocated_bytes: int | None = None

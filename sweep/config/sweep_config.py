@@ -203,9 +203,8 @@ class SweepConfig:
         if self.profile and self.kernel.kind != "embedded":
             advice = "only ultrabench's own kernel looks inside itself: use what the program has for that"
             raise ConfigError(f"profile=true with kernel={self.kernel.name}; {advice}")
-        seconds = {key: getattr(self.measure, key) for key in ("warmup_s", "min_s")}
-        if self.kernel.kind != "embedded" and any(seconds.values()):
-            given = ", ".join(f"measure.{key}={value:g}" for key, value in seconds.items() if value)
+        if self.kernel.kind != "embedded" and (self.measure.warmup_s or self.measure.min_s):
+            given = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
             advice = "only ultrabench's own training counts seconds: give measure.warmup_steps and measure.max_steps"
             raise ConfigError(f"{given} with kernel={self.kernel.name}; {advice}")
         for one, other in combinations(self.models, 2):

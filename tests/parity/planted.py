@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from ultrabench.kernel import cp, model, recompute, step, tp
+from ultrabench.kernel import cp, model, pp, recompute, step, tp
 from ultrabench.layout import Layout
 
 
@@ -106,6 +106,35 @@ def group_of_two() -> None:
     step.cp_group = cp_group
 
 
+def no_recompute() -> None:
+    """Layers keep everything."""
+    step.apply_recompute = lambda *_: None
+
+
+def other_schedule() -> None:
+    """All forwards run first."""
+    pp.SCHEDULES["1f1b"] = pp.SCHEDULES["afab"]
+
+
+def gathered_parameters() -> None:
+    """Parameters stay gathered after forward."""
+    right = step.apply_dp
+    step.apply_dp = lambda decoder, mesh, zero_stage, *more: right(decoder, mesh, 1, *more)
+
+
+def no_compile() -> None:
+    """Layers are marked as compiled, but torch compiles nothing."""
+    step.apply_compile = lambda decoder, _: [
+        setattr(layer, "_compiled_call_impl", layer._call_impl) for layer in decoder.layers.values()
+    ]
+
+
+def half_the_micro_batches() -> None:
+    """Half of the samples train."""
+    right = step.load
+    step.load = lambda indices, *args: right(indices[: len(indices) // 2], *args)
+
+
 def on_rank_1(act: Callable[[], object]) -> None:
     """Rank 1 does something in its first step."""
     right = step.TrainStep.accumulate
@@ -132,6 +161,7 @@ FAULTS = {
     fault.__name__: fault
     for fault in (
         drop_tp_all_reduce, wrong_divisor, untied_sum, ring_sees_the_future, lost_key_gradients,
-        unsummed_rows, reversed_tokens, stale_recompute, drop_microbatch, group_of_two, dead_rank, frozen_rank,
+        unsummed_rows, reversed_tokens, stale_recompute, drop_microbatch, no_recompute, other_schedule, gathered_parameters,
+        no_compile, half_the_micro_batches, group_of_two, dead_rank, frozen_rank,
     )
 }  # fmt: skip

@@ -13,6 +13,7 @@ from tests.patience import Deadline, slowness, wait_until
 from ultrabench.processes import descendants
 
 pytestmark = pytest.mark.parity
+FAILURE = "ultrabench.kernel.rank.failure.IgnoredOptionError"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,23 @@ def test_planted_fault_is_caught(server: Server, fault: str, case: str) -> None:
     assert not result.passed
     assert result.grad_diff is not None
     assert result.grad_diff > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "told"),
+    [
+        ("no_recompute", "full", "recompute=full was asked for, none ran"),
+        ("other_schedule", "pp=2 gas=2", "pp_schedule=1f1b was asked for, afab ran"),
+        ("gathered_parameters", "zero_stage=3", "zero_stage=3 was asked for, 0 ran"),
+        ("no_compile", "compile", "compile=True was asked for, False ran"),
+        ("half_the_micro_batches", "gas=4", "gas=4 was asked for, 2 ran"),
+    ],
+)
+def test_ignored_option_is_caught(server: Server, fault: str, case: str, told: str) -> None:
+    """Training is correct or nearly so; what ran is not what was asked for."""
+    error = server.check(spec_of(case), fault).error
+    assert error is not None
+    assert error.partition(": ")[2] == f"{FAILURE}: {told}"
 
 
 def test_what_torch_gets_wrong_without_a_word_is_caught(server: Server) -> None:

@@ -1,7 +1,9 @@
 """Ranks as an agent starts them: forked from a warm server, a store's port passed on, a report each."""
 
+import dataclasses
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +83,35 @@ def lines_of(report: Path) -> Lines:
     return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
-@pytest.mark.parametrize(("case", "precision"), [("dp=2 zero_stage=1 gas=2", "fp32"), ("pp=2 gas=2", "bf16")])
-def test_a_run_from_start_to_end(forks: ForkServer, tmp_path: Path, case: str, precision: str) -> None:
-    """Every event of a healthy run, in order, on both ranks."""
+@pytest.mark.parametrize(
+    ("case", "precision", "seconds"), [("dp=2 zero_stage=1 gas=2", "fp32", 0.0), ("pp=2 gas=2", "bf16", 0.4)]
+)
+def test_a_run_from_start_to_end(
+    forks: ForkServer, tmp_path: Path, case: str, precision: str, seconds: float
+) -> None:
+    """Every event of a healthy run, in order, on both ranks; warm-up and measuring last at least `seconds`."""
     task = task_of(case, precision)
+    task = replace(task, measure=replace(task.measure, warmup_s=seconds, min_s=seconds))
     codes, lines = run_ranks(forks, task, tmp_path)
     assert codes == [0, 0]
     for rank, seen in enumerate(lines):
         phases = [line["name"] for line in seen if line["event"] == "phase"]
         assert phases == ["process_group", "build", "first_step", "warmup", "measure", "teardown"]
         steps = [line for line in seen if line["event"] == "step"]
-        assert [line["step"] for line in steps] == list(range(1, 11))
-        assert [line["measured"] for line in steps] == [False] * 2 + [True] * 8
+        measured = [line["seconds"] for line in steps if line["measured"]]
+        warmup = len(steps) - len(measured)
+        assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+        assert [line["measured"] for line in steps] == [False] * warmup + [True] * len(measured)
+        if seconds:
+            assert sum(measured) >= seconds * (rank == 0)
+            assert steps[warmup]["time"] - steps[0]["time"] >= seconds
+            assert min(len(measured) - 8, warmup - 2) >= 0
+        else:
+            assert (warmup, len(measured)) == (2, 8)
+        (ran,) = [line["options"] for line in seen if line["event"] == "ran"]
+        options = {**dataclasses.asdict(task.spec.layout), "precision": precision, "recompute": "none"}
+        unknown = {"pp", "pp_schedule", "virtual_stages"} if task.spec.layout.pp == 1 else set()
+        assert ran == {k: v for k, v in options.items() if k not in unknown} | {"compile": False}
         assert all(line["tokens"] == task.spec.tokens_per_step for line in steps)
         assert steps[-1]["loss"] < steps[0]["loss"]
         (done,) = [line for line in seen if line["event"] == "done"]
@@ -107,8 +126,8 @@ def test_a_run_from_start_to_end(forks: ForkServer, tmp_path: Path, case: str, p
         assert memory["allocated_bytes"] is None
         assert 2**26 < memory["reserved_bytes"] < GIB
         progress = read_progress(tmp_path / f"report{rank}")
-        assert progress.microbatches >= 10 * task.spec.layout.gas
-        assert (progress.step, progress.part) == (10, "optimizer")
+        assert progress.microbatches >= len(steps) * task.spec.layout.gas
+        assert (progress.step, progress.part) == (len(steps), "optimizer")
         assert sum(line["event"] == "environment" for line in seen) == (rank == 0)
         timeouts = json.loads((tmp_path / f"report{rank}.timeouts").read_text())
         assert timeouts.keys() >= {"default_pg", "mesh_tp", "mesh_dp_replicate"}

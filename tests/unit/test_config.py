@@ -142,7 +142,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["measure.min_steps=2"], "needs 6 <= min_steps <= max_steps"),
         (["measure.min_s=-1"], "measure.min_s=-1.0; must be >= 0 and finite"),
         (["kernel=command", "kernel.command=[x]", "measure.min_s=20"],
-         "measure.min_s=20 with kernel=command; only ultrabench's own training counts seconds"),
+         "measure.warmup_s=0, measure.min_s=20 with kernel=command; only ultrabench's own training counts seconds"),
         (["measure.warmup_steps=0"], "measure.warmup_steps=0; must be >= 1"),
         (["sweep.nodes=[1"], "sweep.nodes=[1"),
         (["name=${nowhere}"], "nowhere"),

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from ultrabench.kernel.rank.failure import NonFiniteLossError, ReplicasDifferError, kind_of, one_line
+from ultrabench.kernel.rank.failure import (
+    IgnoredOptionError,
+    NonFiniteLossError,
+    ReplicasDifferError,
+    kind_of,
+    one_line,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +22,7 @@ from ultrabench.kernel.rank.failure import NonFiniteLossError, ReplicasDifferErr
         (torch.distributed.DistBackendError("NCCL error in: x.cpp"), "comm"),
         (NonFiniteLossError("loss is nan at step 3"), "non_finite"),
         (ReplicasDifferError("copies of the same parameters differ"), "replicas"),
+        (IgnoredOptionError("recompute=full was asked for, none ran"), "option"),
         (ValueError("what"), "exception"),
     ],
 )

@@ -88,6 +88,8 @@ GONE = "the agent of node 2 (gpu03) is gone"
         ([PEER, logged("MemoryError"), PEER], "oom", "rank 1 on gpu02: MemoryError"),
         ([PEER, failing("non_finite", "loss is nan")], "invalid", "gpu03: loss is nan"),
         ([PEER, failing("replicas", "copies differ")], "invalid", "gpu03: copies differ"),
+        ([PEER, failing("option", "tp=2 was asked for, 1 ran")], "invalid",
+         "an option was ignored, rank 1 on gpu03: tp=2 was asked for, 1 ran"),
         ([PEER, failing("exception", "ValueError: no")], "crash", "gpu03: ValueError: no"),
         ([PEER, logged("", code=-9)], "crash",
          "killed from outside, rank 1 on gpu03: killed by SIGKILL, which ultrabench did not send: (empty log)"),
