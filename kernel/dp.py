@@ -1,23 +1,28 @@
-"""Data parallelism and ZeRO: fully_shard around every layer and around the rest, at any degree.
+"""Data parallelism and ZeRO: fully_shard around embedding, layers, and norm with head, at any degree.
 
-The stages differ only in the mesh axis that dp lies on and in when they gather and reduce. With
-G groups (the layers of this stage, and the rest) and gas micro-batches, a step moves
+The stages differ only in the mesh axis that dp lies on and in when they gather and reduce. With G groups in a
+pipeline stage (the embedding, each of L layers, and norm with head) and gas micro-batches, a step moves
 
 | stage | all-gathers | reduce-scatters | all-reduces |
 |---|---|---|---|
-| 3 | 2*G*gas | G*gas | 0 |
+| 3 | (G+L)*gas | G*gas | 0 |
 | 2 | G | G*gas | 0 |
 | 1 | G | G | 0 |
 | 0 | 0 | 0 | G |
 
-Under a pipeline the schedule reduces once a step: stage 3 gathers G*(1+gas) times and
-reduce-scatters G times, stages 1 and 0 are as above. The ranks of a context-parallel ring hold other
-tokens of the same parameters, so the axis of dp spans dp*cp ranks.
+Stage 3 gathers a layer again for its backward. The head needs no second gather, since its backward follows its
+forward, and the embedding none, since its backward reads no parameters. A tied embedding is one group with
+norm and head, which stays gathered from forward to backward.
+
+Under a pipeline gradients are reduced once a step. Stage 3 then gathers each layer 1+gas times, the embedding
+gas times and the head once, and reduce-scatters G times; stages 1 and 0 are as above. The ranks of a
+context-parallel ring hold other tokens of the same parameters, so the axis of dp spans dp*cp ranks.
 """
 
 from itertools import pairwise
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -30,7 +35,7 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.fl
 
 
 def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) -> None:
-    """Wraps `model` in place, a group for each layer and one for the rest.
+    """Wraps `model` in place, in the groups that the table of this module counts.
 
     It is wrapped at degree 1, too, since that gives bf16 compute on fp32 masters.
     """
@@ -38,13 +43,27 @@ def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) 
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layers = list(model.layers.values())
-    for module in (*layers, model):
-        fully_shard(module, mesh=mesh[axes], reshard_after_forward=zero_stage == 3, mp_policy=policy)
-    for layer, following in pairwise(layers):
-        # Asked for as soon as the layer before begins, not when it has launched all its work.
-        assert isinstance(layer, FSDPModule)
-        layer.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
+
+    def group(*modules: nn.Module | None, twice: bool) -> list[FSDPModule]:
+        """Makes one group of those modules that exist; `twice` frees its parameters until backward."""
+        held = [module for module in modules if module is not None]
+        made = (
+            fully_shard(held, mesh=mesh[axes], reshard_after_forward=twice, mp_policy=policy) if held else []
+        )
+        return made[:1]
+
+    twice = zero_stage == 3
+    layers = [one for layer in model.layers.values() for one in group(layer, twice=twice)]
+    first = [] if model.is_tied else group(model.embedding, twice=twice)
+    last = [] if model.is_tied else group(model.norm, model.head, twice=False)
+    root = group(
+        model, twice=False
+    )  # it holds what no other group does: nothing, or a tied embedding and norm
+    for embedding in first:
+        embedding.set_unshard_in_backward(False)
+    for one, following in pairwise([*(first or root), *layers, *last]):
+        # Asked for as soon as the group before begins, not when it has launched all its work.
+        one.set_modules_to_forward_prefetch([following])
 
 
 def begin_microbatch(model: FSDPModule, zero_stage: int, *, last: bool) -> None:

@@ -179,6 +179,21 @@ class Layer(nn.Module):
         return out
 
 
+class Head(nn.Linear):
+    """The product with the weights of the vocabulary."""
+
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """The loss from x_BSH, weights and targets; tensor parallelism cuts these weights along the vocabulary."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape.hidden_size, shape.vocab_size, bias=False)
+        self.loss = head_loss
+
+    def forward(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """The mean loss if it gets targets, otherwise the logits B x S x V."""
+        return super().forward(x_BSH) if targets_BS is None else self.loss(x_BSH, self.weight, targets_BS)
+
+
 class Decoder(nn.Module):
     """The blocks of one pipeline stage; if there is only one stage, it is the whole model.
 
@@ -190,19 +205,23 @@ class Decoder(nn.Module):
         """`spans` are the positions of a sequence that this rank holds."""
         super().__init__()
         self.shape, self.spans = shape, spans
-        self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss
         numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         h = shape.hidden_size
         self.embedding = nn.Embedding(shape.vocab_size, h) if stage.has_embedding else None
         self.layers = nn.ModuleDict({str(n): Layer(shape) for n in numbers})
         self.norm = RmsNorm(h, shape.rms_norm_eps) if stage.has_norm else None
-        self.head = nn.Linear(h, shape.vocab_size, bias=False) if stage.has_head else None
+        self.head = Head(shape) if stage.has_head else None
         self.tie()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head are one parameter: the shape ties them and both are in this stage."""
+        return self.shape.tie_word_embeddings and None not in (self.embedding, self.head)
 
     def tie(self) -> None:
         """Makes embedding and head one parameter, if both are in this stage and the shape ties them."""
-        if self.shape.tie_word_embeddings and self.embedding is not None and self.head is not None:
-            self.head.weight = self.embedding.weight
+        if self.is_tied:
+            self.head.weight = self.embedding.weight  # type: ignore[union-attr]
 
     def forward(self, x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         """The output of this stage for tokens (B x S) or for the x_BSH of the previous stage.
@@ -215,9 +234,7 @@ class Decoder(nn.Module):
         for layer in self.layers.values():
             x = layer(x, cos, sin)
         x = x if self.norm is None else self.norm(x)
-        if self.head is None:
-            return x
-        out: Tensor = self.head(x) if targets_BS is None else self.loss(x, self.head.weight, targets_BS)
+        out: Tensor = x if self.head is None else self.head(x, targets_BS)
         return out
 
     def initial_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:

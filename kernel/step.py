@@ -102,10 +102,11 @@ class TrainStep:
             apply_compile(model, self.backend)
         apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision)
         initialise(model, sizes, spec.workload.seed, self.device, self.tp.group)
-        assert isinstance(model, FSDPModule)
         # The first gather gives the shards their final memory, which the optimizer must refer to.
-        model.unshard()
-        model.reshard()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
         return model
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -150,15 +151,19 @@ class TrainStep:
         Returns:
             The mean loss of the global batch, the same on all ranks.
         """
-        grads = {n: local(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
+        found = {n: local(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
+        grads = {name: grad for name, grad in found.items() if grad.numel()}
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
         both[0] = loss / self.holders if self.holds_loss else 0.0
-        for name, grad in grads.items():
-            both[1] += torch.linalg.vector_norm(grad).double().square() * self.weights[name]
+        # These functions take all parameters in a few kernels, as torch.nn.utils.clip_grad_norm_ does.
+        norms = torch._foreach_norm([*grads.values()])
+        torch._foreach_mul_(norms, [self.weights[name] ** 0.5 for name in grads])
+        both[1] = torch.stack(norms).double().square().sum()
         dist.all_reduce(both)
         factor = (self.clip_norm / (both[1].sqrt() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([*grads.values()], factor.to(norms[0].dtype))
         for name, grad in grads.items():
-            self.shards[name].grad = grad.mul_(factor.to(grad.dtype))
+            self.shards[name].grad = grad
         self.optimizer.step()
         self.optimizer.zero_grad()
         for param in self.params.values():

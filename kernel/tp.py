@@ -144,7 +144,8 @@ def apply_tp(model: Decoder, ranks: Ranks) -> None:
                 block.row = partial(_Row.apply, ranks)
     if model.embedding is not None:
         model.embedding.forward = partial(_look_up, ranks, model.embedding)  # type: ignore[method-assign]
-    model.loss = partial(_loss, ranks)
+    if model.head is not None:
+        model.head.loss = partial(_loss, ranks)
     model.tie()
 
 

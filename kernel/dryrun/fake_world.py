@@ -80,12 +80,10 @@ class ShardedTensors:
     """The buffers that fully_shard holds for `models`; `on_gradient` is called for each new gradient."""
 
     def __init__(self, models: Sequence[nn.Module], on_gradient: Callable[[Tensor], None]) -> None:
-        self._params = []
-        for module in (m for model in models for m in model.modules() if isinstance(m, FSDPModule)):
-            module.unshard()  # makes the parameters that accumulate gradients
-            module.reshard()
-            group = module._get_fsdp_state()._fsdp_param_group
-            self._params += group.fsdp_params if group else []
+        modules = (m for model in models for m in model.modules() if isinstance(m, FSDPModule))
+        # Norm and head have one state, as they are one group.
+        groups = [state._fsdp_param_group for state in dict.fromkeys(m._get_fsdp_state() for m in modules)]
+        self._params = [param for group in groups if group for param in group.fsdp_params]
         for param in self._params:
             param._unsharded_param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda full: on_gradient(full.grad)

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.parity
 Counts = dict[str, list[int]]
 """`axis operation` -> calls and payload bytes of one step of one rank."""
 LAYERS = SHALLOW.num_hidden_layers
-GROUPS = LAYERS + 1
+GROUPS = LAYERS + 2
+TABLES = 4 * 2 * SHALLOW.embedding_params + 4 * SHALLOW.hidden_size
+"""Bytes of embedding, norm and head, which ZeRO-3 gathers once a micro-batch."""
 PARAM_BYTES = 4 * SHALLOW.num_params
 GAS = 4
 NORM = [1, 16]
@@ -39,7 +41,7 @@ ZERO = {
         "dp_shard all_reduce": NORM,
     },
     3: {
-        "dp_shard all_gather": [2 * GROUPS * GAS, 2 * PARAM_BYTES * GAS],
+        "dp_shard all_gather": [(GROUPS + LAYERS) * GAS, (2 * PARAM_BYTES - TABLES) * GAS],
         "dp_shard reduce_scatter": [GROUPS * GAS, PARAM_BYTES * GAS],
         "dp_shard all_reduce": NORM,
     },
@@ -88,11 +90,12 @@ def test_tied_pipeline(counted: Callable[[str], list[Counts]]) -> None:
 
 
 def test_zero3_pipeline(counted: Callable[[str], list[Counts]]) -> None:
-    """G*(1+gas) gathers and G reduce-scatters on a stage of G groups."""
+    """1+gas gathers a layer, gas of the embedding, one of the head; one reduce-scatter a group."""
     first, *_, last = counted(f"dp=2 pp=2 gas={GAS} zero_stage=3")
-    for counts, groups in ((first, 4), (last, 2)):
-        assert counts["dp_shard all_gather"][0] == groups * (1 + GAS)
-        assert counts["dp_shard reduce_scatter"][0] == groups
+    assert first["dp_shard all_gather"][0] == 3 * (1 + GAS) + GAS
+    assert first["dp_shard reduce_scatter"][0] == 3 + 1
+    assert last["dp_shard all_gather"][0] == 1 * (1 + GAS) + 1
+    assert last["dp_shard reduce_scatter"][0] == 1 + 1
 
 
 def test_ring(counted: Callable[[str], list[Counts]]) -> None:

@@ -21,16 +21,18 @@ LONG = RopeScaling(
 CHANGES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True}, "mha": {"num_key_value_heads": 4}, "deep": {"num_hidden_layers": 8},
     "qwen": {"head_dim": 32, "qk_norm": True}, "long": {"rope_scaling": LONG},
+    "few": {"vocab_size": 4},
 }  # fmt: skip
 """Word of a case -> what it changes in the model; qwen has wide heads and norms of queries and keys."""
 
 CASES = [
     # One process, wrapped: the forms at degree 1.
     "dp=1 gas=3 mbs=2", "dp=1 zero_stage=3 gas=2", "dp=1 gas=2 tied",
-    # Data parallel alone, every ZeRO stage, degrees that do not divide the parameters.
+    # Data parallel alone, every ZeRO stage, degrees that do not divide the parameters; with few tokens in the
+    # vocabulary one of three ranks holds no row of embedding and head.
     "dp=2 mbs=2", "dp=2 zero_stage=1 gas=4", "dp=2 zero_stage=2 gas=4", "dp=2 zero_stage=3 gas=4",
     "dp=2 zero_stage=0 gas=4", "dp=3 zero_stage=0 gas=2", "dp=3 zero_stage=1 gas=2",
-    "dp=3 zero_stage=3 mbs=2", "dp=4 zero_stage=2 gas=2", "dp=2 zero_stage=3 tied",
+    "dp=3 zero_stage=3 mbs=2 few", "dp=4 zero_stage=2 gas=2", "dp=2 zero_stage=3 tied",
     # Tensor parallel alone, grouped and plain heads.
     "tp=2", "tp=2 gas=2 mbs=2 qwen", "tp=2 mha", "tp=4 mha", "tp=2 tied gas=2",
     # Pipelines alone; gas = pp - 1 only fills them as afab.
