@@ -3,56 +3,97 @@
 With T tokens, the loss is the mean over t of log(sum_v exp(l_tv)) - l_t,target, and its gradient with respect
 to the logits is (softmax(l) - onehot) / T. Forward computes the logits of a chunk, turns them in place into
 that gradient, multiplies it into both gradients of the head, and frees it. This costs the same three matrix
-products as the plain head, but holds at most LOGITS logits at a time where the plain head keeps T*V.
+products as the plain head, but holds at most LOGITS logits at a time where the plain head keeps T*V. The
+gradients of the weights from several chunks are added in at least fp32.
 
-Under tensor parallelism a rank holds V/tp rows of the head, and each chunk needs two all-reduces over tp: of
-T maxima and of 2*T sums.
+Under tensor parallelism a rank holds V/tp rows of the head, and each softmax over at most WIDE_LOGITS logits
+needs two all-reduces over tp: of a maximum and of two sums for each of its tokens.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LOGITS = 2**28
-"""Largest number of logits in a chunk: 2048 tokens with a vocabulary of 131072, 1.5 GiB in bf16 and fp32."""
+LOGITS = 2**29
+"""Largest number of logits in a chunk: 4096 tokens with a vocabulary of 131072, 1 GiB in bf16."""
+WIDE_LOGITS = 2**27
+"""Largest number of logits whose softmax is computed at a time, 1 GiB in two copies of fp32."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """The gradient of the head from all micro-batches whose backward has not begun, as one sum.
+
+    Without it each of them keeps V*H elements, and a schedule that runs all forwards first keeps them gas
+    times. The first backward takes the whole sum, so that all these losses must have the same weight.
+    """
+
+    total: Tensor | None = None
 
 
 def head_loss(
-    x_BSH: Tensor, weight_VH: Tensor, targets_BS: Tensor, group: dist.ProcessGroup | None = None
+    x_BSH: Tensor,
+    weight_VH: Tensor,
+    targets_BS: Tensor,
+    pending: Pending | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The mean loss over the tokens of a micro-batch, in at least fp32.
 
     If the ranks of `group` share the vocabulary, each of them has all tokens and a part of the gradient of x.
     """
-    first = 0 if group is None else group.rank() * weight_VH.shape[0]
     x_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
-    loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, group, first)  # type: ignore[no-untyped-call]
+    loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, pending, group)  # type: ignore[no-untyped-call]
     return loss
+
+
+def _sum(total: Tensor | None, more: Tensor) -> Tensor:
+    """The sum of gradients; it is in at least fp32 from the second summand on, since bf16 loses small ones."""
+    return more if total is None else total.to(torch.promote_types(more.dtype, torch.float32)).add_(more)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, group: dist.ProcessGroup | None, first: int
+        ctx,
+        x_TH: Tensor,
+        weight_VH: Tensor,
+        targets_T: Tensor,
+        pending: Pending | None,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
-        tokens, wide = x_TH.shape[0], torch.promote_types(x_TH.dtype, torch.float32)
-        grad_x, grad_weight = torch.empty_like(x_TH), torch.zeros_like(weight_VH)
-        loss = torch.zeros((), dtype=wide, device=x_TH.device)
-        rows = max(1, LOGITS // weight_VH.shape[0])
+        (tokens, _), vocabulary = x_TH.shape, weight_VH.shape[0]
+        loss = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
+        grad_x, grad_weight = torch.empty_like(x_TH), None if pending is None else pending.total
+        targets_T = targets_T - (0 if group is None else group.rank() * vocabulary)
+        rows, wide_rows = (max(1, limit // vocabulary) for limit in (LOGITS, WIDE_LOGITS))
         for x, targets, into in zip(x_TH.split(rows), targets_T.split(rows), grad_x.split(rows), strict=True):  # type: ignore[no-untyped-call]
             logits = x @ weight_VH.t()
-            loss += _to_gradient(logits, targets - first, group)
+            for some, own in zip(logits.split(wide_rows), targets.split(wide_rows), strict=True):
+                loss += _to_gradient(some, own, group)
             torch.mm(logits, weight_VH, out=into)
-            grad_weight.addmm_(logits.t(), x)
-        ctx.tokens = tokens
+            grad_weight = _sum(grad_weight, logits.t() @ x)
+        if pending is not None:
+            pending.total, grad_weight = grad_weight, None
+        ctx.tokens, ctx.dtype, ctx.pending = tokens, x_TH.dtype, pending
         ctx.save_for_backward(grad_x, grad_weight)
         return loss / tokens
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[no-untyped-def]
-        # This is not done in place, since a split backward pass calls it twice.
-        grad_x, grad_weight = (t * (grad / ctx.tokens).to(t.dtype) for t in ctx.saved_tensors)
-        return grad_x, grad_weight, None, None, None
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        grad_x, grad_weight = ctx.saved_tensors
+        if ctx.pending is not None:
+            grad_weight, ctx.pending.total = ctx.pending.total, None
+        # A factor of one dim is not rounded to bf16, as one of no dims would be. The products are new tensors,
+        # since a split backward pass calls this twice.
+        scale = (grad / ctx.tokens)[None]
+        scaled = (
+            None if t is None else torch.mul(t, scale, out=torch.empty_like(t, dtype=ctx.dtype))
+            for t in (grad_x, grad_weight)
+        )
+        return *scaled, None, None, None
 
 
 def _to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:

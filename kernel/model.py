@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ultrabench.kernel.loss import head_loss
+from ultrabench.kernel.loss import Pending, head_loss
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
 
@@ -182,16 +182,20 @@ class Layer(nn.Module):
 class Head(nn.Linear):
     """The product with the weights of the vocabulary."""
 
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor, Tensor, Pending | None], Tensor]
     """The loss from x_BSH, weights and targets; tensor parallelism cuts these weights along the vocabulary."""
+    pending: Pending | None
+    """Where micro-batches add up their gradients, if a schedule runs many forwards first."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape.hidden_size, shape.vocab_size, bias=False)
-        self.loss = head_loss
+        self.loss, self.pending = head_loss, None
 
     def forward(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         """The mean loss if it gets targets, otherwise the logits B x S x V."""
-        return super().forward(x_BSH) if targets_BS is None else self.loss(x_BSH, self.weight, targets_BS)
+        if targets_BS is None:
+            return super().forward(x_BSH)
+        return self.loss(x_BSH, self.weight, targets_BS, self.pending)
 
 
 class Decoder(nn.Module):

@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ultrabench.kernel.compat import PeerlessWarmup
 from ultrabench.kernel.dp import COMPUTE_DTYPE
+from ultrabench.kernel.loss import Pending
 from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.tp import Ranks
@@ -83,6 +84,8 @@ class Pipeline:
             stage = Stage(model, index, count, device, input_args=taken, output_args=given, group=group)
             stage.progress, stage.ranks = progress, ranks
             self.stages.append(stage)
+            if model.head is not None and layout.pp_schedule == "afab":
+                model.head.pending = Pending()
         # Schedules of torch for several stages on a rank take a list.
         self.schedule = get_schedule_class(SCHEDULES[layout.pp_schedule])(
             self.stages if layout.virtual_stages > 1 else self.stages[0],

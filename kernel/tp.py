@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ultrabench.kernel.compat import all_gather, reduce_scatter, wait
-from ultrabench.kernel.loss import head_loss
+from ultrabench.kernel.loss import Pending, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, local
 from ultrabench.kernel.model import Block, Decoder, columns
 
@@ -121,10 +121,12 @@ def _look_up(ranks: Ranks, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor
     return out
 
 
-def _loss(ranks: Ranks, x_BsH: Tensor, weight_VH: Tensor, targets_BS: Tensor) -> Tensor:
+def _loss(
+    ranks: Ranks, x_BsH: Tensor, weight_VH: Tensor, targets_BS: Tensor, pending: Pending | None
+) -> Tensor:
     """The mean loss over all tokens, with V/tp rows of the head on this rank."""
     x_BSH = _Exchange.apply(ranks.gather, ranks.scatter, x_BsH)  # type: ignore[no-untyped-call]
-    return head_loss(x_BSH, weight_VH, targets_BS, ranks.group)
+    return head_loss(x_BSH, weight_VH, targets_BS, pending, ranks.group)
 
 
 def apply_tp(model: Decoder, ranks: Ranks) -> None:
