@@ -8,10 +8,12 @@ TORCH ?= torch==2.13.0
 FAULTS ?= 200
 SEED ?= 7
 KINDS ?=
+# Options of `make gpu-check`, such as GPU_CHECK="--only memory" or GPU_CHECK=--cpu.
+GPU_CHECK ?=
 # The parts of `make test`.
 PARTS := unit parity local-a-to-f local-g-to-z slurm-n-and-t slurm-others
 
-.PHONY: quickstart test check env format slurm-test chaos bench slurm-bench clean $(PARTS)
+.PHONY: quickstart test check env format slurm-test chaos bench gpu-check slurm-bench clean $(PARTS)
 
 env: $(VENV)/installed
 
@@ -62,6 +64,10 @@ bench: env
 	$(BIN)/python benchmarks/restart.py
 	$(BIN)/python benchmarks/progress.py
 	$(BIN)/python benchmarks/hang.py 10
+
+# The first hour with GPUs; see docs/first-gpu-hour.md.
+gpu-check: env
+	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK)
 
 chaos: env
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))

@@ -6,8 +6,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
@@ -17,7 +18,7 @@ from ultrabench.record import from_dict, to_dict
 from ultrabench.run import RunSpec, Workload
 
 TOLERANCE = 1e-10
-"""Largest difference that passes; rounding in fp64 gives 1e-13, the smallest real fault so far gave 1e-5."""
+"""Largest difference that passes in fp64; rounding gives 1e-13, the smallest real fault so far gave 1e-5."""
 
 SINGLE_THREADED = thread_variables(1)
 """Environment of the process that forks: without it the BLAS of numpy starts threads on import, and forks may hang."""
@@ -43,13 +44,22 @@ class CheckSpec:
     recompute: str = "none"
     compile: bool = False
     """Whether torch traces each layer as for compilation, without generating code."""
+    precision: Annotated[str, one_of("fp64", "fp32", "bf16")] = "fp64"
+    """Arithmetic of the layout; it is always compared with one process that trains in fp64."""
+    device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
+    """Device type of all processes: gloo and a process each on CPUs, NCCL and a GPU each on GPUs."""
     dump: str | None = None
     """Folder for the full gradients and parameters: check.pt of the ranks, reference.pt of the reference."""
+
+    def __post_init__(self) -> None:
+        require_allowed(self)
 
     @property
     def run(self) -> RunSpec:
         """The run whose training is checked."""
-        kernel = KernelConfig(name="check", precision="fp64", recompute=self.recompute, compile=self.compile)
+        kernel = KernelConfig(
+            name="check", precision=self.precision, recompute=self.recompute, compile=self.compile
+        )
         workload = Workload(seq_len=self.seq_len, gbs=self.layout.gbs, seed=self.seed)
         return RunSpec(
             shape=self.shape, workload=workload, layout=self.layout, kernel=kernel,
@@ -62,19 +72,27 @@ class CheckResult:
     """The differences between a layout and a single process; a difference that is not finite is None."""
 
     passed: bool = False
-    """Whether the layout ran, no gradient is missing and every difference is at most TOLERANCE."""
+    """Whether the layout ran, no gradient is missing and every difference is at most the allowed one."""
     loss_diff: float | None = None
-    """Largest difference of the loss over all steps and ranks."""
+    """L2 norm of the difference of the losses of all steps, on the worst rank."""
+    loss_allowed: float = TOLERANCE
     grad_diff: float | None = None
-    """Largest difference of a gradient's element after the first backward, before clipping."""
+    """L2 norm of the difference of a gradient after the first backward, before clipping; of all gradients it is
+    the one that is largest in relation to what is allowed."""
+    grad_allowed: float = TOLERANCE
+    """What is allowed for the gradient of `worst_parameter`: TOLERANCE in fp64, else a multiple of the rounding
+    error of one process in the same precision."""
     param_diff: float | None = None
-    """Largest difference of a parameter's element after the last optimizer step."""
+    """L2 norm of the difference of all parameters together after the last optimizer step."""
+    param_allowed: float = TOLERANCE
     worst_parameter: str | None = None
-    """The parameter with the largest gradient difference."""
+    """The parameter whose gradient differs most in relation to what is allowed."""
     missing_gradients: tuple[str, ...] = ()
     """The parameters that got no gradient, each as `rank 3: layers.0.ffn.up.weight`."""
     error: str | None = None
     """The last line of the traceback of a rank that failed; None if no rank failed."""
+    refused: str | None = None
+    """Why this machine cannot run the check; None if it can."""
     seconds: float = 0.0
 
 
@@ -101,9 +119,15 @@ class RankCost:
 
 
 def check(spec: CheckSpec) -> CheckResult:
-    """Compares the training of a layout with that of a single process."""
+    """Compares the training of a layout with that of a single process.
+
+    Raises:
+        ConfigError: this machine has too few GPUs.
+    """
     answer, *_ = _answers("ultrabench.kernel.check.parity", spec)
-    return from_dict(CheckResult, answer)
+    if (result := from_dict(CheckResult, answer)).refused:
+        raise ConfigError(f"{result.refused}; choose smaller degrees, or leave out --device cuda")
+    return result
 
 
 def dry_run(spec: RunSpec) -> Iterator[RankCost]:

@@ -86,7 +86,7 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
 def refusal(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
     """Why `kernel` cannot run `layout`, which no structural rule rejects; None when it can."""
     if kernel.kind != "embedded":
-        return next(_of_command(kernel, layout, shape), None)
+        return next(unsupported(kernel, layout, shape), None)
     return next(_of_embedded(kernel, layout, shape, seq_len), None)
 
 
@@ -128,7 +128,7 @@ def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_le
         yield f"zbv splits the backward pass, which torch cannot do with {option}"
 
 
-def _of_command(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
+def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
     """The reasons why a program of the user cannot run a layout, as kernel.supports says."""
     for word, allowed in kernel.supports.items():
         value = getattr(layout, word, getattr(shape, word, None))

@@ -145,7 +145,7 @@ class Task(OfAttempt):
 
 
 def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
-    """The user's command with each `{word}` replaced by the value of this run.
+    """The user's command with each `{word}` replaced by the value of this run, whole numbers without `.0`.
 
     If the first word is `python`, it is replaced by the Python that runs this. `${WORD}` is left as it is,
     because the command may be a shell that replaces it.
@@ -165,7 +165,8 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
         if match[1] not in words:
             kind = f"word in kernel.command of kernel={spec.kernel.name}"
             raise ConfigError(unknown_name(kind, match[0], words))
-        return str(words[match[1]])
+        value = words[match[1]]
+        return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
     filled = [re.sub(r"(?<!\$)\{(\w+)\}", word, part) for part in spec.kernel.command]
     return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.unit.cli.conftest import QUICK, as_json, record
+from tests.unit.cli.conftest import QUICK, as_json, one_line, record
 from ultrabench import __version__
 from ultrabench.record import to_dict
 from ultrabench.result import Status
@@ -231,3 +231,44 @@ def test_what_may_not_win_a_cell_is_named_as_best_by_no_command(ultrabench, swee
     assert not {row["run_id"] for row in top} & {run.run_id for run in outrun}
     doubted = set(as_json(ultrabench, "sweep", "status")["suspects"])
     assert doubted == {f"{run.run_id}.0.0" for run in outrun[:2]}
+
+
+def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, tmp_path):
+    for run in QUICK.runs[::7]:
+        told = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron")
+        layout, lacking = run.layout, " ".join(told["not_expressed"])
+        flags = dict(word.split("=", 1) for word in told["command"] if word.startswith("--") and "=" in word)
+        assert flags["--tensor-model-parallel-size"] == str(layout.tp)
+        assert (flags["--global-batch-size"], flags["--rotary-base"]) == ("8", "10000")
+        assert told["command"][:4] == [
+            "torchrun",
+            f"--nnodes={run.nodes}",
+            "--nproc-per-node=2",
+            "pretrain_gpt.py",
+        ]
+        assert ("supports zero_stage in [1]" in lacking) == (layout.zero_stage != 1 and layout.dp > 1)
+        assert "precision=fp32; its command has precision=bf16" in lacking
+        assert "rope_theta" not in lacking
+    code, out, _ = ultrabench("sweep", "show", OK, "--as", "torchtitan")
+    lines = out.splitlines()
+    assert (code, lines[0]) == (0, f"# run {OK}, tiny {QUICK.runs[0].layout.label()}, as kernel=torchtitan")
+    assert "# not expressed: kernel torchtitan supports hidden_size in [4096]; hidden_size=64" in lines
+    assert next(line for line in lines if not line.startswith("# ")) == "torchrun \\"
+    assert lines[-1] == "  activation-checkpoint:none"
+    (tmp_path / "ultrabench/kernel").mkdir(parents=True)
+    mine = "kind: command\nprecision: fp32\ncommand: ['./train', '--tp={tp} {pp}']\nenv: {LEVEL: a b}\n"
+    (tmp_path / "ultrabench/kernel/mine.yaml").write_text(mine)
+    run = next(run for run in QUICK.runs if run.layout.zero_stage == 3)
+    out = ultrabench("sweep", "show", run.run_id, "--as", "mine")[1]
+    assert out.splitlines()[-3:] == [
+        "LEVEL='a b' \\",
+        "  ./train \\",
+        f"  '--tp={run.layout.tp} {run.layout.pp}'",
+    ]
+    assert "# not expressed: zero_stage=3 is no word of its command" in out.splitlines()
+
+
+def test_a_run_that_the_plan_rejects_has_no_command(ultrabench, sweep):
+    rejected = next(c for c in QUICK.candidates if not c.runs)
+    told = one_line(ultrabench, "sweep", "show", rejected.run_id, "--as", "megatron")
+    assert told.startswith(f"run {rejected.run_id} of quick-cpu is not in the plan: ")

@@ -1,13 +1,15 @@
-"""`ultrabench kernel check` compares one layout on CPU processes with a single process."""
+"""`ultrabench kernel check` compares one layout on processes or GPUs of this machine with a single process."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ultrabench.cli.kernel.arguments import layout_of, read_arguments, require_possible
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
-from ultrabench.kernel.requests import TINY, TOLERANCE, CheckSpec, check
+from ultrabench.kernel.requests import TINY, CheckSpec, check
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.load import load_model
 
@@ -20,22 +22,27 @@ OPTIONS = ("seq_len", "seed", "steps", "recompute")
 """Arguments besides the model and the axes; they are fields of CheckSpec."""
 
 
-def run_check(arguments: list[str], dump: str | None, as_json: bool) -> int:
-    """Checks one layout on CPU processes; returns 0 when its results equal those of one process, else 1."""
-    spec = check_spec(arguments, dump)
+def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -> int:
+    """Checks one layout; returns 0 when its results equal those of one process, else 1."""
+    spec = check_spec(arguments, options)
     ranks, cores = spec.layout.world_size, len(os.sched_getaffinity(0))
-    if ranks > max(cores, 8):
+    if spec.device == "cpu" and ranks > max(cores, 8):
         room = f"{ranks} processes at a time need about {ranks * RANK_BYTES / GIB:.0f} GiB of memory"
         warn(f"{room}; with {cores} cores it takes minutes")
-    say(f"checking {spec.layout.label()} on {counted(ranks, 'process')} against one")
+    where = f"{counted(ranks, 'process' if spec.device == 'cpu' else 'GPU')} in {spec.precision}"
+    say(f"checking {spec.layout.label()} on {where} against one in fp64")
     result = check(spec)
     if as_json:
         print_json(to_dict(result))
         return int(not result.passed)
-    found = {"loss": result.loss_diff, "gradients": result.grad_diff, "parameters": result.param_diff}
-    rows = [(what, "-" if d is None else f"{d:.3g}", f"{TOLERANCE:g}") for what, d in found.items()]
-    title = f"{spec.layout.label()}, {spec.shape.name}"
-    show(table(title, "largest difference of", "is", "allowed", rows=rows))
+    found = {
+        "loss": (result.loss_diff, result.loss_allowed),
+        "gradients": (result.grad_diff, result.grad_allowed),
+        "parameters": (result.param_diff, result.param_allowed),
+    }
+    rows = [(what, "-" if d is None else f"{d:.3g}", f"{most:.3g}") for what, (d, most) in found.items()]
+    title = f"{spec.layout.label()}, {spec.shape.name}, {spec.precision} on {spec.device}"
+    show(table(title, "difference of", "is", "allowed", rows=rows))
     say(*(f"  {line}" for line in (*result.missing_gradients, result.error) if line))
     verdict = "the same" if result.passed else "NOT the same"
     if result.error and result.loss_diff is None:
@@ -45,8 +52,11 @@ def run_check(arguments: list[str], dump: str | None, as_json: bool) -> int:
     return int(not result.passed)
 
 
-def check_spec(arguments: list[str], dump: str | None = None) -> CheckSpec:
-    """The check that arguments such as `dp=2 tp=2` describe.
+def check_spec(arguments: list[str], options: Mapping[str, Any]) -> CheckSpec:
+    """The check that arguments such as `dp=2 tp=2` and the options of the command describe.
+
+    Args:
+        options: the fields device, precision, compile and dump of CheckSpec.
 
     Raises:
         ConfigError: a word is unknown, or the layout is impossible.
@@ -54,9 +64,12 @@ def check_spec(arguments: list[str], dump: str | None = None) -> CheckSpec:
     values = {"dp": 1} | read_arguments(arguments, ("model", *OPTIONS), "dp=2 tp=2 gas=4")
     shape = load_model(values["model"]) if "model" in values else TINY
     layout = layout_of(values)
-    given = {name: values[name] for name in OPTIONS if name in values}
-    spec = CheckSpec(layout=layout, shape=shape, dump=_folder(dump), **given)
+    fields = {**options, "dump": _folder(options["dump"]), **{n: values[n] for n in OPTIONS if n in values}}
+    spec = CheckSpec(layout=layout, shape=shape, **fields)
     require_possible(spec.run)
+    if spec.device == "cuda" and spec.precision != "bf16" and layout.cp > 1:
+        given = f"cp={layout.cp} in {spec.precision} on cuda"
+        raise ConfigError(f"{given}: a ring attends in 16 bits there; give --precision bf16")
     if layout.world_size > MOST_RANKS:
         needs = f"{layout.label()} needs {layout.world_size} processes"
         raise ConfigError(f"{needs}; the check runs up to {MOST_RANKS}: choose smaller degrees")

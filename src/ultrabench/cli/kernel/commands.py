@@ -19,13 +19,17 @@ Arguments = Annotated[
 @kernel_app.command()
 def check(
     arguments: Arguments,
+    device: str = typer.Option("cpu", help="cpu (processes, gloo) or cuda (a GPU each, NCCL)."),
+    precision: str = typer.Option("fp64", help="fp64, fp32 or bf16: the arithmetic of the layout."),
+    compile_: bool = typer.Option(False, "--compile", help="Compile the layers; on CPUs only trace them."),
     dump: str | None = typer.Option(None, help="Folder for the gradients and parameters of both."),
     json_: Json = False,
 ) -> int:
-    """Compare loss, gradients and parameters of a layout with one process in fp64; exit 1 above 1e-10."""
+    """Compare loss, gradients and parameters of a layout with one process in fp64; exit 1 if they differ."""
     from ultrabench.cli.kernel.check import run_check
 
-    return run_check(arguments, dump, json_)
+    given = {"device": device, "precision": precision, "compile": compile_, "dump": dump}
+    return run_check(arguments, given, json_)
 
 
 @kernel_app.command()

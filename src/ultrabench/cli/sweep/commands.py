@@ -151,13 +151,22 @@ def show(
     run_id: Run,
     in_sweep: InThis = None,
     sweep: InSweep = None,
+    as_: str | None = typer.Option(
+        None,
+        "--as",
+        metavar="FRAMEWORK",
+        help="Print how to train the run's layout with another framework: megatron or torchtitan.",
+    ),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Show everything about one run: its numbers, spec, prediction, attempts and evidence."""
-    from ultrabench.cli.sweep.show import show_run
+    from ultrabench.cli.sweep.show import show_as, show_run
 
-    show_run(run_id, in_sweep or sweep, json_, results_dir)
+    if as_ is None:
+        show_run(run_id, in_sweep or sweep, json_, results_dir)
+    else:
+        show_as(as_, run_id, in_sweep or sweep, json_, results_dir)
 
 
 @sweep_app.command()
