@@ -23,8 +23,14 @@ ONE_ULP = torch.finfo(torch.float32).eps
 def test_every_rank_asks_for_all_rings(monkeypatch: pytest.MonkeyPatch, on_nccl: bool) -> None:
     """With NCCL in one call, which splits the communicator of all ranks; with gloo in one for each ring."""
     asked: list[Any] = []
-    monkeypatch.setattr(dist, "split_group", lambda **given: asked.append(given["split_ranks"]))
-    monkeypatch.setattr(dist.distributed_c10d, "new_group", lambda ranks, **_: asked.append(ranks))
+    names = set[str]()
+
+    def make(**given: Any) -> None:
+        names.add(given["group_desc"])
+        asked.append(given.get("split_ranks") or given["ranks"])
+
+    monkeypatch.setattr(dist, "split_group", make)
+    monkeypatch.setattr(dist.distributed_c10d, "new_group", make)
     layout = Layout(dp=2, cp=2, tp=2)
     for rank in range(layout.world_size):
         dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
@@ -34,6 +40,7 @@ def test_every_rank_asks_for_all_rings(monkeypatch: pytest.MonkeyPatch, on_nccl:
         dist.destroy_process_group()
     rings = [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert asked == ([rings] if on_nccl else rings) * layout.world_size
+    assert names == {"mesh_cp"}  # by which evidence of a hang calls the ring cp
 
 
 @pytest.mark.parametrize(
