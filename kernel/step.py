@@ -160,7 +160,8 @@ class TrainStep:
         torch._foreach_mul_(norms, [self.weights[name] ** 0.5 for name in grads])
         both[1] = torch.stack(norms).double().square().sum()
         dist.all_reduce(both)
-        factor = (self.clip_norm / (both[1].sqrt() + 1e-6)).clamp(max=1.0)
+        self.gradient_norm = both[1].sqrt()
+        factor = (self.clip_norm / (self.gradient_norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([*grads.values()], factor.to(norms[0].dtype))
         for name, grad in grads.items():
             self.shards[name].grad = grad

@@ -73,7 +73,8 @@ class Timing:
         if not math.isfinite(loss):
             raise failure.NonFiniteLossError(f"loss is {loss} at step {number}")
         told = {"tokens": self.task.spec.tokens_per_step, "step": number, "seconds": seconds, "loss": loss}
-        self.report.write("step", **told, measured=self.measuring)
+        gradient_norm = float(self.trainer.gradient_norm)
+        self.report.write("step", **told, gradient_norm=gradient_norm, measured=self.measuring)
         self.done_steps = number
         if self.measuring:
             self.step_times_s.append(seconds)

@@ -103,6 +103,7 @@ def classify(
         loss_step=measure.loss_step,
         hardware_flops_per_step=done.get("hardware_flops_per_step"),
         ran=rank0.ran,
+        gradient_norm=rank0.steps[0].get("gradient_norm") if rank0.steps else None,
         peak_mem_allocated_bytes=_largest(progress.ranks, "allocated_bytes"),
         peak_mem_reserved_bytes=_largest(progress.ranks, "reserved_bytes"),
         peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),

@@ -48,6 +48,10 @@ LEAST = 0.7
 
 It leaves room for a slower training program, and still finds a network that runs at half its rate.
 """
+GRADIENT_TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-9}
+"""Precision -> largest relative difference of two gradient norms that count as equal; docs/doctor.md has the reasons."""
+EQUAL = {"loss": ("loss_final", TOLERANCE), "gradient": ("gradient_norm", GRADIENT_TOLERANCE)}
+"""Numbers of a result that must be equal in all layouts: word -> field and tolerances."""
 PUBLISHED = ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas")
 """What tells the published runs of one model apart: the number of nodes, and axes of the layout."""
 ALONE = {"nodes": [1], "tp": [1], "pp": [1], "cp": [1], "zero_stage": [0]}
@@ -98,7 +102,10 @@ def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
     if config.kernel.kind != "embedded":
         raise ConfigError(f"kernel={config.kernel.name} with --deep, which trains; use kernel=embedded")
     run = _Acceptance(config, say)
-    lines = {"same loss": run.same_loss, "out of memory": run.out_of_memory, "published speed": run.speed}
+    lines: dict[str, Callable[[], Check]] = {
+        f"same {word}": functools.partial(run.same, word) for word in EQUAL
+    }
+    lines |= {"out of memory": run.out_of_memory, "published speed": run.speed}
     checks: list[Check] = []
     for name, line in lines.items():
         say(f"acceptance run: {name}")
@@ -129,12 +136,17 @@ class _Acceptance:
         """Writes doctor.json; returns its path."""
         return write_acceptance(self._config, checks, self._folder, GPU_HOURS - self._left_gpu_hours)
 
-    def same_loss(self) -> Check:
-        """Checks that every layout has the same loss as one GPU."""
+    @functools.cached_property
+    def one(self) -> Outcome:
+        """The run of one GPU; the first access makes it."""
         mbs, batch = max(self._config.axes.layout["mbs"]), self._config.workload.gbs
         alone = ALONE | {"mbs": [mbs], "gas": [batch // mbs]}
         config = self._variant("one", sweep=alone, hardware={"gpus_per_node": 1})
-        return check_losses(self._run(config, lambda plan: plan.runs), self.layouts)
+        return self._run(config, lambda plan: plan.runs)
+
+    def same(self, word: str) -> Check:
+        """Checks that every layout has the same loss, or gradient, as one GPU."""
+        return check_equal(self.one, self.layouts, word)
 
     def out_of_memory(self) -> Check:
         """Checks that a run whose micro-batches do not fit is recognised as out of memory, and confirmed."""
@@ -272,22 +284,25 @@ def not_accepted(config: SweepConfig) -> str | None:
     return f"sweep.nodes up to {most}, and {names} {found} in {folder}; {remedy}"
 
 
-def check_losses(one: Outcome, layouts: Outcome) -> Check:
-    """Checks that every layout has the same loss as one GPU."""
+def check_equal(one: Outcome, layouts: Outcome, word: str) -> Check:
+    """Checks that every layout has the number `word`, one of EQUAL, of one GPU."""
+    field, tolerance = EQUAL[word]
     alone = one.result(one.runs[0])
-    if alone is None or alone.loss_final is None:
+    wanted = getattr(alone, field, None)
+    if alone is None or wanted is None:
         return failed(f"one GPU alone: {one.why(one.runs[0])}", f"see {one.see(one.runs[0])}")
-    wanted, allowed = alone.loss_final, TOLERANCE[one.runs[0].spec.kernel.precision]
+    allowed = tolerance[one.runs[0].spec.kernel.precision]
     off: dict[str, float] = {}
     for run in layouts.runs:
         result = layouts.result(run)
-        if result is None or result.status != Status.OK or result.loss_final is None:
+        if result is None or result.status != Status.OK or getattr(result, field) is None:
             return layouts.failed(run)
-        off[run.run_id] = abs(result.loss_final - wanted) / abs(wanted)
+        off[run.run_id] = abs(getattr(result, field) - wanted) / abs(wanted)
     worst = max(layouts.runs, key=lambda run: off[run.run_id])
     wrong, count = sum(difference > allowed for difference in off.values()), len(layouts.runs)
+    step = alone.loss_step if word == "loss" else 1
     return first_problem(
-        f"{count - wrong} of {count} layouts have the loss of one GPU at step {alone.loss_step}: {wanted:.6f}; largest "
+        f"{count - wrong} of {count} layouts have the {word} of one GPU at step {step}: {wanted:.6f}; largest "
         f"difference {off[worst.run_id]:.1g}, allowed {allowed:g}",
         (wrong, FAIL, f"a GPU or a link that computes wrongly, or a bug of torch: compare hosts in {layouts.see(worst)}",
          f"{worst.layout.label()} has another"),

@@ -69,6 +69,8 @@ class RunResult:
     """The step at which `loss_final` was taken."""
     ran: dict[str, str] = field(default_factory=dict)
     """Option -> its value in the first step of rank 0, read back from what trained; empty for other programs."""
+    gradient_norm: float | None = None
+    """Norm of the whole gradient of the first step, before clipping."""
     hardware_flops_per_step: float | None = None
     """Floating-point operations of one step, all ranks together; None where they were not counted."""
     peak_mem_allocated_bytes: int | None = None

@@ -169,8 +169,10 @@ def _number(by_name: Mapping[str, float], nodes: int) -> str:
     return f"{counted(len(by_name), 'allocation')} of {counted(nodes, 'node')}"
 
 
-TOLERANCE = {"bf16": 1e-2, "fp32": 1e-6, "fp64": 1e-9}
+TOLERANCE = {"bf16": 1e-3, "fp32": 1e-6, "fp64": 1e-9}
 """Precision -> largest relative difference of two losses that count as equal; the order of sums causes it."""
+PROGRAM_TOLERANCE = 1e-2
+"""The same for programs of the user, which may round losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,9 +271,9 @@ def _groups(losses: Mapping[AttemptKey, float], tolerance: float) -> list[LossGr
 
 
 def _tolerance(attempt: AttemptState) -> float:
-    """The tolerance of the precision; programs of the user have that of bf16, as they may round losses."""
+    """The tolerance of the losses of an attempt."""
     kernel = (attempt.spec or {})["kernel"]
-    return TOLERANCE[kernel["precision"] if kernel["kind"] == "embedded" else "bf16"]
+    return TOLERANCE[kernel["precision"]] if kernel["kind"] == "embedded" else PROGRAM_TOLERANCE
 
 
 def _workload(attempt: AttemptState) -> object:

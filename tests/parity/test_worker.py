@@ -132,6 +132,7 @@ def test_a_run_from_start_to_end(
         timeouts = json.loads((tmp_path / f"report{rank}.timeouts").read_text())
         assert timeouts.keys() >= {"default_pg", "mesh_tp", "mesh_dp_replicate"}
         assert {*timeouts.values()} == {12 * 3600}
+    assert 0.1 < lines[0][[line["event"] for line in lines[0]].index("step")]["gradient_norm"] < 100
     losses = [[line["loss"] for line in seen if line["event"] == "step"] for seen in lines]
     assert losses[0] == losses[1]
 

@@ -11,7 +11,7 @@ from ultrabench.launchers.doctor.acceptance import (
     Outcome,
     _differing,
     acceptance_folder,
-    check_losses,
+    check_equal,
     check_memory,
     check_speed,
     not_accepted,
@@ -65,10 +65,28 @@ def loss(value):
     ],
 )
 def test_losses(one, layouts, told):
-    check = check_losses(outcome(one), outcome(*layouts))
+    check = check_equal(outcome(one), outcome(*layouts), "loss")
     assert (check.status is CheckStatus.FAIL) == bool(told)
     assert (told or "2 layouts have the loss of one GPU") in check.told
     assert not told or "ultrabench sweep show " in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("word", "off", "fails"),
+    [
+        ("loss", 5e-5, False),  # the largest of honest layouts
+        ("loss", 1.4e-3, True),  # the copies of a tied embedding have their own gradients
+        ("gradient", 8e-4, False),
+        ("gradient", 3.9e-2, True),  # the same
+        ("gradient", 1.0, True),  # summed over dp instead of averaged, which AdamW hides from the loss
+    ],
+)
+def test_planted_faults_are_told_from_rounding_in_bf16(word, off, fails):
+    runs = make_plan(load_config(H100)).runs[:2]
+    end = replace(OK, loss_final=6 * (1 + off), gradient_norm=4 * (1 + off))
+    one, layouts = outcome(replace(OK, gradient_norm=4.0), runs=runs), outcome(end, end, runs=runs)
+    assert runs[0].spec.kernel.precision == "bf16"
+    assert (check_equal(one, layouts, word).status is CheckStatus.FAIL) == fails
 
 
 def test_an_oom_counts_when_it_is_confirmed():

@@ -56,11 +56,11 @@ def doubts(state, device="cuda"):
 def test_an_outlying_loss_is_invalid_and_says_what_the_others_have():
     state = losses(*[AGREED + 1e-4 * (n % 3) for n in range(11)], 7.12)
     (reason,) = invalid_attempts(state).values()
-    assert reason == "loss 7.12 at step 5; the other 11 layouts of this model and batch have 6.93 +- 0.0001"
+    assert reason == "loss 7.12 at step 5; the other 11 layouts of this model and batch have 6.9301 +- 0.0001"
     assert suspect_attempts(state, device="cuda") == {}
 
 
-@pytest.mark.parametrize(("kernel", "tolerance"), [(BF16, 1e-2), (FP32, 1e-6), (COMMAND, 1e-2)])
+@pytest.mark.parametrize(("kernel", "tolerance"), [(BF16, 1e-3), (FP32, 1e-6), (COMMAND, 1e-2)])
 def test_how_close_losses_must_be(kernel, tolerance):
     assert bad(losses(5.0, 5.0, 5.0 * (1 + 0.9 * tolerance), kernel=kernel)) == set()
     assert bad(losses(5.0, 5.0, 5.0 * (1 + 1.1 * tolerance), kernel=kernel)) == {2}
