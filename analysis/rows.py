@@ -99,7 +99,9 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "hardware": sweep.hardware.name,
         "kernel": kernel.name,
         "kernel_digest": sweep.kernel_digest,
-        **{k: getattr(kernel, k) for k in ("recompute", "precision", "compile")},
+        **{k: getattr(kernel, k) for k in ("recompute", "precision")},
+        # Our own kernel never compiles layers whose backward pass is split.
+        "compile": kernel.compile and (kernel.kind, place.get("pp_schedule")) != ("embedded", "zbv"),
         "git_commit": sweep.provenance.get("git_commit"),
         "peak_flops_per_s": peak and peak.flops_per_s,
         "peak_source": peak and peak.source,

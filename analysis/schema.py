@@ -78,7 +78,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("seq_len", INT, "Tokens of a sequence."),
         column("recompute", TEXT, "Activation recomputation: none, selective or full."),
         column("precision", TEXT, "Arithmetic of forward and backward."),
-        column("compile", BOOL, "Whether torch.compile was used."),
+        column("compile", BOOL, "Whether torch.compile was used; never with pp_schedule=zbv."),
     ),
     "Outcome": (
         column("status", TEXT, "How it ended; null while pending or running."),
@@ -110,6 +110,8 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("model_flops_per_s_per_gpu", FLOAT, "FLOPs of a token * tokens_per_s_per_gpu."),
         column("control", TEXT, "The run_id of the allocation's control layout."),
         column("control_ratio", FLOAT, "Speed over that of the allocation's control layout."),
+        column("graphs", INT, "Graphs that torch.compile made, the most of any rank; 0: layers ran eagerly."),
+        column("attention", TEXT, "Attention that ran: cudnn, flash, flash3 or math."),
         column("loss_final", FLOAT, "Loss at the step that all layouts of a cell have in common."),
         column("peak_mem_allocated_bytes", INT, "Largest of all ranks."),
         column("peak_mem_reserved_bytes", INT, "Largest of all ranks; on CPUs the resident set."),

@@ -2,13 +2,18 @@
 
 import datetime
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
+from torch.backends import cudnn
 from torch.distributed.tensor import DTensor
+from torch.nn import attention
+
+from ultrabench.errors import ConfigError
 
 
 def group_name(argument: Any) -> str | None:
@@ -63,11 +68,6 @@ def shard_state(module: Any) -> ShardState:
     return ShardState(shards, group.mesh_info.mesh.size(), not group.is_unsharded, group.reduce_grads, dtypes)
 
 
-def graphs_compiled() -> int:
-    """The number of graphs that torch.compile has made in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 _collectives = torch.ops._c10d_functional
 
 
@@ -97,15 +97,26 @@ EXPENSIVE = frozenset(
 """Operators whose results are worth their memory: matrix products, attention and sums over ranks."""
 
 
-def flash_forward(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention over one part of the keys, B x N x S x D, and the log of its softmax sums, B x N x S."""
+def attention_forward(
+    chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention over one part of the keys, B x N x S x D, and the log of its softmax sums.
+
+    The log has the shape B x N x S, with cuDNN B x N x S x 1.
+    """
+    if chosen == "cudnn":
+        out, log_sum, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q_BNSD, k_BKSD, v_BKSD, None, True, 0.0, causal
+        )
+        return out, log_sum
     flash = _aten._scaled_dot_product_flash_attention
     flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
     out, log_sum, *_ = (flash if q_BNSD.is_cuda else flash_on_cpu)(q_BNSD, k_BKSD, v_BKSD, 0.0, causal)
     return out, log_sum
 
 
-def flash_backward(
+def attention_backward(
+    chosen: str,
     grad: Tensor,
     q_BNSD: Tensor,
     out: Tensor,
@@ -116,17 +127,66 @@ def flash_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
-    if not q_BNSD.is_cuda:
-        flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = flash_on_cpu(grad, q_BNSD, k_BKSD, v_BKSD, out, log_sum, 0.0, causal)
-        return dq, dk, dv
+    tensors = (grad, q_BNSD, k_BKSD, v_BKSD, out, log_sum.contiguous())
+    lengths = (q_BNSD.shape[2], k_BKSD.shape[2])
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
-    unused = torch.zeros(2, dtype=torch.uint64, device=q_BNSD.device)
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-        grad.contiguous(), q_BNSD, k_BKSD, v_BKSD, out.contiguous(), log_sum.contiguous(), None, None,
-        q_BNSD.shape[2], k_BKSD.shape[2], 0.0, causal, unused, unused[:1],
-    )  # fmt: skip
+    if chosen == "cudnn":
+        unused = torch.zeros((), dtype=torch.int64, device=q_BNSD.device)
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            *tensors, unused, unused, None, None, None, *lengths, 0.0, causal
+        )
+    elif q_BNSD.is_cuda:
+        unused = torch.zeros(2, dtype=torch.uint64, device=q_BNSD.device)
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            *tensors, None, None, *lengths, 0.0, causal, unused, unused[:1]
+        )
+    else:
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal)
     return dq, dk, dv
+
+
+def has_cudnn_attention(device: torch.device) -> bool:
+    """Whether torch itself prefers cuDNN's attention on this GPU.
+
+    So it does on Hopper and Blackwell from cuDNN 9.15.1 on; before that sequences had to be multiples of 128
+    (ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
+    """
+    if torch.version.hip is not None:
+        return False
+    version: int = cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return torch.cuda.get_device_capability(device)[0] in (9, 10) and version > 91500
+
+
+def activate_flash3() -> None:
+    """Makes FlashAttention-3 the implementation behind torch's flash attention.
+
+    Raises:
+        ConfigError: this torch does not know it, or its package is not installed.
+    """
+    advice = (
+        "needs torch >= 2.11 and the package flash_attn_interface on the nodes; take kernel.attention=auto"
+    )
+    try:
+        attention.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"kernel.attention=flash3: {error}; it {advice}") from error
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group with this name."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that torch.compile was given; `function` itself if it was not compiled."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def compiler_of(backend: str) -> Callable[..., Any]:
+    """The function behind the name of a backend of torch.compile."""
+    from torch._dynamo import lookup_backend  # takes seconds to import
+
+    return lookup_backend(backend)
 
 
 class PeerlessWarmup:

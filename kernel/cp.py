@@ -17,14 +17,13 @@ the same again, and also the gradients of these elements cp times.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.compat import flash_backward, flash_forward
-from ultrabench.kernel.model import Attention, Decoder
+from ultrabench.kernel.compat import attention_backward, attention_forward, group_of
 
 
 def spans(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
@@ -40,20 +39,12 @@ def take(tokens_BS: Tensor, own: Sequence[range]) -> Tensor:
     return torch.cat([tokens_BS[:, span.start : span.stop] for span in own], dim=1)
 
 
-def apply_cp(model: Decoder, group: dist.ProcessGroup | None) -> None:
-    """Makes every layer of `model` attend around the ring `group`; does nothing if `group` is None."""
-    if group is None:
-        return
-    for layer in model.layers.values():
-        attention = layer.attention
-        assert isinstance(attention, Attention)
-        attention.core = partial(ring_attention, group)
+def ring_attention(group_name: str, chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D.
 
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def ring_attention(group: dist.ProcessGroup, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
-    """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D."""
-    out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, group)  # type: ignore[no-untyped-call]
+    `chosen` is the implementation of attention for each part.
+    """
+    out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, group_name, chosen)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -87,45 +78,83 @@ def _turns(pair: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[Tensor, sli
     """Sends keys and values round the ring; yields those of each rank with what `_meet` says of them."""
     for turn in range(group.size()):
         passing = Passing(pair, torch.empty_like(pair), group) if turn < group.size() - 1 else None
-        yield pair, *_meet(group.rank(), (group.rank() - turn) % group.size(), pair.shape[3])
+        yield pair, *_meet(group.rank(), (group.rank() - turn) % group.size(), pair.shape[2])
         if passing is not None:
             pair = passing.wait()
 
 
+def _pair(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    """Keys and values in one tensor to send, 2 x B x S x K x D: in this order attention need not copy them."""
+    return torch.stack((k_BKSD.transpose(1, 2), v_BKSD.transpose(1, 2)))
+
+
+def _ring_forward(q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str) -> tuple[Tensor, Tensor]:
+    """The output of attention over all parts, B x N x S x D, and the log of its softmax sums."""
+    out, total = torch.empty(0), torch.empty(0)
+    for pair, own, theirs, causal in _turns(_pair(k, v), group_of(group_name)):
+        keys, values = pair[:, :, theirs].transpose(2, 3)
+        part, log_sum = attention_forward(chosen, q[:, :, own], keys, values, causal=causal)
+        if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
+            wide = torch.promote_types(q.dtype, torch.float32)
+            out, total = part.to(wide, copy=True), log_sum.to(wide, copy=True)
+            continue
+        before = total[:, :, own]
+        now = torch.logaddexp(before, log_sum)
+        column = (*now.shape[:3], 1)
+        out[:, :, own] *= (before - now).exp().view(column)
+        out[:, :, own] += part * (log_sum - now).exp().view(column)
+        total[:, :, own] = now
+    return out.to(q.dtype), total.contiguous()
+
+
+def _ring_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, group_name: str, chosen: str
+) -> tuple[Tensor, Tensor]:
+    """The gradient of q, and those of k and v as `_pair` has them."""
+    pair, group = _pair(k, v), group_of(group_name)
+    grad_q = torch.zeros_like(q, dtype=total.dtype)
+    # The gradients of keys and values travel with them, and the last turn brings them to their rank.
+    grad_pair, homing = torch.zeros_like(pair, dtype=total.dtype), None
+    for each, own, theirs, causal in _turns(pair, group):
+        mine = (t[:, :, own] for t in (grad, q, out, total))
+        dq, dk, dv = attention_backward(chosen, *mine, *each[:, :, theirs].transpose(2, 3), causal=causal)
+        grad_pair = grad_pair if homing is None else homing.wait()
+        grad_pair[0, :, theirs] += dk.transpose(1, 2)
+        grad_pair[1, :, theirs] += dv.transpose(1, 2)
+        grad_q[:, :, own] += dq
+        homing = Passing(grad_pair, torch.empty_like(grad_pair), group)
+    assert homing is not None
+    return grad_q.to(q.dtype), homing.wait().to(q.dtype)
+
+
+# For torch.compile all turns of the ring are one operator, into which it does not look.
+_forward_op = torch.library.custom_op("ultrabench::ring_forward", _ring_forward, mutates_args=())
+_backward_op = torch.library.custom_op("ultrabench::ring_backward", _ring_backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str) -> tuple[Tensor, Tensor]:
+    sums = (*q.shape[:3], 1) if chosen == "cudnn" else q.shape[:3]
+    return torch.empty_like(q), q.new_empty(sums, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@_backward_op.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(_pair(k, v))
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        total = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        for pair, own, theirs, causal in _turns(torch.stack((k, v)), group):
-            part, log_sum = flash_forward(q[:, :, own], *pair[:, :, :, theirs], causal=causal)
-            before = total[:, :, own]
-            now = torch.logaddexp(before, log_sum.to(wide))
-            out[:, :, own] *= (before - now).exp()[..., None]
-            out[:, :, own] += part * (log_sum - now).exp()[..., None]
-            total[:, :, own] = now
-        ctx.group = group
-        out = out.to(q.dtype)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str) -> Tensor:  # type: ignore[no-untyped-def]
+        forward = _forward_op if torch.compiler.is_compiling() else _ring_forward
+        ctx.words = group_name, chosen
+        out, total = forward(q, k, v, *ctx.words)
         ctx.save_for_backward(q, k, v, out, total)
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
-        q, k, v, out, total = ctx.saved_tensors
-        wide = torch.promote_types(q.dtype, torch.float32)
-        grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
-        # The gradients of keys and values travel with them, and the last turn brings them to their rank.
-        grad_pair = torch.zeros((2, *k.shape), dtype=wide, device=q.device)
-        homing: Passing | None = None
-        for pair, own, theirs, causal in _turns(torch.stack((k, v)), ctx.group):
-            mine = (t[:, :, own] for t in (grad, q, out, total))
-            dq, dk, dv = flash_backward(*mine, *pair[:, :, :, theirs], causal=causal)
-            arrived = grad_pair if homing is None else homing.wait()
-            arrived[0, :, :, theirs] += dk
-            arrived[1, :, :, theirs] += dv
-            grad_q[:, :, own] += dq
-            homing = Passing(arrived, torch.empty_like(arrived), ctx.group)
-        assert homing is not None
-        grad_k, grad_v = homing.wait().to(q.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        backward = _backward_op if torch.compiler.is_compiling() else _ring_backward
+        grad_q, grad_pair = backward(grad, *ctx.saved_tensors, *ctx.words)
+        grad_k, grad_v = grad_pair.transpose(2, 3)
+        return grad_q, grad_k, grad_v, None, None

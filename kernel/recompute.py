@@ -6,11 +6,12 @@ cheap rest (norms, rotations, activation functions, casts) again.
 """
 
 from collections.abc import Callable
+from inspect import ismethod
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ultrabench.kernel.compat import EXPENSIVE
+from ultrabench.kernel.compat import EXPENSIVE, uncompiled
 from ultrabench.kernel.model import Decoder
 
 
@@ -45,10 +46,4 @@ def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 def recompute_of(layer: Any) -> str:
     """What a layer recomputes, by the wrapper around its forward."""
-    return str(layer.recompute) if "forward" in vars(layer) else "none"
-
-
-def apply_compile(model: Decoder, backend: str) -> None:
-    """Compiles each layer of `model`, in place."""
-    for layer in model.layers.values():
-        layer.compile(backend=backend)
+    return "none" if ismethod(uncompiled(layer.forward)) else str(layer.recompute)

@@ -89,6 +89,8 @@ class CheckResult:
     """The parameter whose gradient differs most in relation to what is allowed."""
     missing_gradients: tuple[str, ...] = ()
     """The parameters that got no gradient, each as `rank 3: layers.0.ffn.up.weight`."""
+    graphs: int = 0
+    """Graphs that a rank compiled in all steps, the largest number of all ranks."""
     error: str | None = None
     """The last line of the traceback of a rank that failed; None if no rank failed."""
     refused: str | None = None

@@ -9,12 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ultrabench.kernel import cp
+from ultrabench.kernel.attention import apply_attention, implementation
+from ultrabench.kernel.compile import GraphCounter, apply_compile
 from ultrabench.kernel.data import load, sample_indices
 from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch
 from ultrabench.kernel.mesh import cp_group, local, num_shards, take
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
-from ultrabench.kernel.recompute import apply_compile, apply_recompute
+from ultrabench.kernel.recompute import apply_recompute
 from ultrabench.kernel.tp import Ranks, apply_tp, cut_dim, part_of, sum_norm_gradients
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, held_stages
@@ -59,7 +61,10 @@ class TrainStep:
     ) -> None:
         layout = self.layout = spec.layout
         self.spec, self.device, self.mesh = spec, device, mesh
-        self.clip_norm, self.progress, self.backend = clip_norm, progress, backend
+        self.clip_norm, self.progress = clip_norm, progress
+        self.compiler = GraphCounter(backend) if spec.compiles else None
+        asked, width = spec.kernel, spec.shape.head_width
+        self.attention = implementation(asked.attention, asked.precision, width, device)
         self.at = layout.coordinates(dist.get_rank())
         self.spans = cp.spans(spec.workload.seq_len, layout.cp, self.at.cp)
         self.cp_group = cp_group(layout)
@@ -95,11 +100,11 @@ class TrainStep:
         sizes = {name: param.shape for name, param in model.named_parameters()}
         if MASTER_DTYPE[choice.precision] != torch.get_default_dtype():
             model.to(MASTER_DTYPE[choice.precision])  # tensors of a dry run do not permit this
-        cp.apply_cp(model, self.cp_group)
+        apply_attention(model, self.attention, self.cp_group)
         apply_tp(model, self.tp)
         apply_recompute(model, choice.recompute)
-        if choice.compile:
-            apply_compile(model, self.backend)
+        if self.compiler is not None:
+            apply_compile(model, self.compiler)
         apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision)
         initialise(model, sizes, spec.workload.seed, self.device, self.tp.group)
         # The first gather gives the shards their final memory, which the optimizer must refer to.
@@ -108,6 +113,11 @@ class TrainStep:
                 module.unshard()
                 module.reshard()
         return model
+
+    @property
+    def graphs(self) -> int:
+        """The number of graphs that were compiled so far; 0 where the layers run eagerly."""
+        return 0 if self.compiler is None else self.compiler.graphs
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of this rank in `step`: gas*mbs x S/cp tokens each, on the device."""

@@ -41,6 +41,8 @@ STOPS = (None, "interval", "max_steps")
 PATIENCE = datetime.timedelta(hours=12)
 """Time-out of all process groups; it is longer than any run, since the deadlines of the agent detect hangs."""
 STORE_POLL_S = 0.005
+MOST_COMPILING_STEPS = 10
+"""Largest number of steps by which compilation may prolong the warm-up."""
 
 
 class Timing:
@@ -50,6 +52,8 @@ class Timing:
         self.task, self.trainer, self.report = task, trainer, report
         self.measure, self.device = task.measure, trainer.device
         self.measuring = False
+        self.compiled = False
+        """Whether this rank compiled a graph in the last step."""
         self.step_times_s: list[float] = []
         """Seconds of each measured step."""
         self.loss_final: float | None = None
@@ -60,6 +64,7 @@ class Timing:
         number, synchronize = self.done_steps + 1, torch.get_device_module(self.device).synchronize
         self.report.enter(DATA, number)
         batch = self.trainer.batch(number)
+        graphs = self.trainer.graphs
         synchronize()
         start = time.perf_counter()
         self.report.enter(FORWARD_BACKWARD, number)
@@ -68,6 +73,7 @@ class Timing:
         mean_loss = self.trainer.update(mean_loss)
         synchronize()
         self._record(number, time.perf_counter() - start, float(mean_loss))
+        self.compiled = self.trainer.graphs > graphs
 
     def _record(self, number: int, seconds: float, loss: float) -> None:
         if not math.isfinite(loss):
@@ -97,6 +103,25 @@ class Timing:
         stop = 0 if not enough else 1 if narrow else 2 * (len(times) >= measure.max_steps)
         return STOPS[int(self._of_rank_0(stop))]
 
+    def _any_rank(self, here: bool) -> bool:
+        """Whether `here` is true on some rank."""
+        told = torch.tensor([float(here)], device=self.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return bool(told)
+
+    def _warm_up(self) -> None:
+        """Runs steps until the warm-up is over and no rank compiled a graph in the last one."""
+        begin, steps, seconds = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
+        while self.done_steps < steps or self._of_rank_0(time.perf_counter() - begin) < seconds:
+            self.step()
+        for left in range(MOST_COMPILING_STEPS, -1, -1):
+            if not self._any_rank(self.compiled):
+                return
+            if left:
+                self.step()
+        found = f"layers were still compiled in step {self.done_steps}, {self.trainer.graphs} graphs in all"
+        raise RuntimeError(f"{found}; take kernel.compile=false")
+
     def _flops_of_a_step(self) -> float:
         """Runs one step; returns the FLOPs of all ranks in it."""
         with ExecutedFlops() as executed:
@@ -114,9 +139,7 @@ class Timing:
         self.report.phase("warmup")
         counted = self.measure.warmup_steps > 1 and not self.task.spec.kernel.compile
         flops = self._flops_of_a_step() if counted else None
-        begin, steps, seconds = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
-        while self.done_steps < steps or self._of_rank_0(time.perf_counter() - begin) < seconds:
-            self.step()
+        self._warm_up()
         # If one rank collected garbage during a measured step, all other ranks would wait for it.
         gc.collect()
         gc.freeze()
@@ -141,6 +164,7 @@ class Timing:
             loss_final=self.loss_final,
             hardware_flops_per_step=flops,
             omp_num_threads=torch.get_num_threads(),
+            graphs=self.trainer.graphs,
         )
 
 

@@ -2,7 +2,7 @@
 which of them cannot exist."""
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 from ultrabench.errors import ConfigError
@@ -83,11 +83,16 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
             yield "no_empty_stage", empty
 
 
-def refusal(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> str | None:
-    """Why `kernel` cannot run `layout`, which no structural rule rejects; None when it can."""
+def refusal(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int, device: str) -> str | None:
+    """Why `kernel` cannot run `layout`, which no structural rule rejects; None when it can.
+
+    Args:
+        device: the torch device type that it would run on, cuda or cpu.
+    """
     if kernel.kind != "embedded":
         return next(unsupported(kernel, layout, shape), None)
-    return next(_of_embedded(kernel, layout, shape, seq_len), None)
+    attention = _of_attention(kernel, layout, device)
+    return next(chain(_of_embedded(kernel, layout, shape, seq_len), attention), None)
 
 
 def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
@@ -123,9 +128,24 @@ def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_le
     for name, size in sizes.items():
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"
-    if schedule == "zbv" and (kernel.compile or kernel.recompute == "selective"):
-        option = "compile=true" if kernel.compile else "recompute=selective"
-        yield f"zbv splits the backward pass, which torch cannot do with {option}"
+    if schedule == "zbv" and kernel.recompute == "selective":
+        yield "zbv splits the backward pass, which torch cannot do with recompute=selective"
+
+
+def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator[str]:
+    """The reasons why the attention of our own kernel cannot run on a device."""
+    asked, precision = kernel.attention, kernel.precision
+    if device == "cpu" and asked in ("cudnn", "flash3"):
+        yield f"attention={asked} needs an NVIDIA GPU; on CPUs take auto, flash or math"
+    # The parts of a ring are put together by their log-sums, which only fused kernels return.
+    if layout.cp > 1 and asked == "math":
+        yield f"attention=math cannot run with cp={layout.cp}, whose parts it cannot put together; take auto"
+    # The fused kernels of GPUs compute in 16 bit only.
+    if device == "cuda" and precision != "bf16":
+        if layout.cp > 1:
+            yield f"cp={layout.cp} needs precision=bf16 on GPUs; precision={precision}"
+        if asked not in ("auto", "math"):
+            yield f"attention={asked} needs precision=bf16 on GPUs; precision={precision}: take auto or math"
 
 
 def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:

@@ -195,7 +195,7 @@ def _rejections(config: SweepConfig, layout: Layout, shape: ModelShape) -> Itera
     yield from broken_rules(layout, shape)
     if reason := not_listed(config.axes, layout):
         yield "gas_not_listed", reason
-    if reason := refusal(config.kernel, layout, shape, config.workload.seq_len):
+    if reason := refusal(config.kernel, layout, shape, config.workload.seq_len, config.hardware.device):
         yield "kernel", reason
 
 

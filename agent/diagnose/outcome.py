@@ -104,6 +104,8 @@ def classify(
         hardware_flops_per_step=done.get("hardware_flops_per_step"),
         ran=rank0.ran,
         gradient_norm=rank0.steps[0].get("gradient_norm") if rank0.steps else None,
+        graphs=max((r.done["graphs"] for r in progress.ranks if "graphs" in r.done), default=None),
+        attention=rank0.ran.get("attention"),
         peak_mem_allocated_bytes=_largest(progress.ranks, "allocated_bytes"),
         peak_mem_reserved_bytes=_largest(progress.ranks, "reserved_bytes"),
         peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),

@@ -131,7 +131,7 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
             spec.steps, trainer.params, lambda step: trainer.accumulate(*trainer.batch(step)), trainer.update
         )
     require_as_asked(trainer, seen, spec.steps)
-    found["parts"] = trainer.parts
+    found |= {"parts": trainer.parts, "graphs": trainer.graphs}
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -200,6 +200,7 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
         torch.save(whole, Path(spec.dump) / "check.pt")
     missing = [f"rank {r}: {n}" for r, one in enumerate(ranks) for n in one["parts"] if n not in one["grad"]]
     found["passed"] &= not missing
+    found["graphs"] = max(one["graphs"] for one in ranks)
     return CheckResult(**found, missing_gradients=tuple(missing))
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from ultrabench.kernel.compat import ShardState, graphs_compiled, shard_state
+from ultrabench.kernel.compat import ShardState, shard_state, uncompiled
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.pp import SCHEDULES
@@ -77,7 +77,9 @@ def options_of(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1) -> d
         "zero_stage": _only(3 if s.resharded else sharded if s.shards > 1 else 0 for s in states),
         "precision": _only(_PRECISIONS.get(state.dtypes, state.dtypes) for state in states),
         "recompute": _only(map(recompute_of, layers)),
-        "compile": all(layer._compiled_call_impl for layer in layers) and graphs_compiled() > 0,
+        "compile": all(uncompiled(layer.forward) is not layer.forward for layer in layers)
+        and trainer.graphs > 0,
+        "attention": _only(getattr(layer.attention.core, "args", ("any",))[-1] for layer in layers),
     }
 
 
@@ -95,6 +97,7 @@ def require_as_asked(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1
     """
     ran, layout = options_of(trainer, seen, steps), trainer.layout
     asked, copies = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
+    asked |= {"compile": trainer.spec.compiles, "attention": trainer.attention}
     if layout.zero_stage < 3 and 1 in (copies, layout.gas):
         asked["zero_stage"] = min(layout.zero_stage, int(copies > 1))  # these stages do the same
     differing = [f"{k}={asked[k]} was asked for, {ran[k]} ran" for k in ran if ran[k] != asked[k]]

@@ -13,6 +13,8 @@ from ultrabench.errors import ConfigError
 KERNEL_VERSION = 2
 """Version of the embedded kernel, raised by hand when its numbers may change; it is part of run_id."""
 
+ATTENTION = ("auto", "cudnn", "flash", "flash3", "math")
+
 RECOMPUTE = ("none", "selective", "full")
 
 STEP_TIMES = ("seconds", "milliseconds", "tokens_per_s_per_gpu")
@@ -38,8 +40,10 @@ class KernelConfig:
     precision: Annotated[str, one_of("fp32", "bf16", "fp64")] = "fp32"
     """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights) or fp64."""
     compile: bool = False
-    """Whether each decoder block is compiled by torch.compile."""
-    attention: str = "sdpa"
+    """Whether the decoder layers are compiled by torch.compile; a configuration may say auto, true on GPUs."""
+    attention: Annotated[str, one_of(*ATTENTION)] = "auto"
+    """The implementation of attention: auto (the best that the device has), cudnn, flash (FlashAttention-2, on
+    CPUs torch's own), flash3 (FlashAttention-3) or math (plain softmax(QK^T)V)."""
     recompute: Annotated[str, one_of(*RECOMPUTE)] = "none"
     """What backward computes again instead of keeping: none, selective (all but matrix products
     and attention) or full (every decoder layer)."""

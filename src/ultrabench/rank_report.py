@@ -215,7 +215,7 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "gpus": _count, "omp_num_threads": _count, "variables": _variables,
     },
     "error": {"kind": _NAME, "message": _WORDS, "traceback": _WORDS, **_BYTES},
-    "done": {"stopped": _NAME, "hardware_flops_per_step": number},
+    "done": {"stopped": _NAME, "hardware_flops_per_step": number, "graphs": _count},
     "stack_dump": {"pid": _count},
 }  # fmt: skip
 """Event -> field that is used -> function that turns any value into a valid one of bounded size, or None."""

@@ -73,6 +73,10 @@ class RunResult:
     """Norm of the whole gradient of the first step, before clipping."""
     hardware_flops_per_step: float | None = None
     """Floating-point operations of one step, all ranks together; None where they were not counted."""
+    graphs: int | None = None
+    """Graphs that a rank compiled, the largest number of all ranks; 0 where its layers ran eagerly."""
+    attention: str | None = None
+    """The implementation of attention that ran: cudnn, flash, flash3 or math."""
     peak_mem_allocated_bytes: int | None = None
     """Largest peak of allocated bytes among all ranks."""
     peak_mem_reserved_bytes: int | None = None

@@ -70,6 +70,8 @@ class RunSpec:
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
         }
+        if self.kernel.attention == "auto":
+            out["kernel"]["attention"] = "sdpa"  # its first name, so that old run_ids stay valid
         for dotted, default in ADDED_LATER.items():
             group, _, name = dotted.partition(".")
             if out[group].get(name) == default:
@@ -80,6 +82,11 @@ class RunSpec:
     def run_id(self) -> str:
         """First 16 hex digits of the sha256 of `identity()`."""
         return content_id(self.identity())
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled; not under zbv, since torch cannot split the backward of a compiled layer."""
+        return self.kernel.compile and self.layout.pp_schedule != "zbv"
 
     @property
     def tokens_per_step(self) -> int:

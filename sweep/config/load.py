@@ -96,6 +96,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         tree = tree | {"kernel": tree["kernel"] | {"env": shown}}
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
     kernel = _filled({"name": names["kernel"], **tree["kernel"]}, {"precision": hardware.precision})
+    if kernel.get("compile") == "auto":
+        kernel["compile"] = hardware.device == "cuda"
+    elif not isinstance(given := kernel.get("compile", False), bool):
+        raise ConfigError(f"kernel.compile={given!r}; must be auto, true or false")
     ours = kernel.get("kind", "embedded") == "embedded"
     seconds = {key: getattr(hardware, key) if ours else 0.0 for key in ("warmup_s", "min_s")}
     workload = {k: v for k, v in tree["sweep"].items() if k in WORKLOAD}

@@ -48,8 +48,8 @@ def ring_sees_the_future() -> None:
 
 def lost_key_gradients() -> None:
     """What the ranks before found for a pair of keys and values does not go on with it."""
-    right = cp.flash_backward
-    cp.flash_backward = lambda *args, causal: [
+    right = cp.attention_backward
+    cp.attention_backward = lambda *args, causal: [
         grad if causal or i == 0 else grad * 0 for i, grad in enumerate(right(*args, causal=causal))
     ]
 
@@ -125,8 +125,13 @@ def gathered_parameters() -> None:
 def no_compile() -> None:
     """Layers are marked as compiled, but torch compiles nothing."""
     step.apply_compile = lambda decoder, _: [
-        setattr(layer, "_compiled_call_impl", layer._call_impl) for layer in decoder.layers.values()
+        setattr(layer, "forward", torch.compiler.disable(layer.forward)) for layer in decoder.layers.values()
     ]
+
+
+def any_attention() -> None:
+    """Torch chooses the implementation of attention."""
+    step.apply_attention = lambda *_: None
 
 
 def half_the_micro_batches() -> None:
@@ -162,6 +167,6 @@ FAULTS = {
     for fault in (
         drop_tp_all_reduce, wrong_divisor, untied_sum, ring_sees_the_future, lost_key_gradients,
         unsummed_rows, reversed_tokens, stale_recompute, drop_microbatch, no_recompute, other_schedule, gathered_parameters,
-        no_compile, half_the_micro_batches, group_of_two, dead_rank, frozen_rank,
+        no_compile, any_attention, half_the_micro_batches, group_of_two, dead_rank, frozen_rank,
     )
 }  # fmt: skip

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # so that not every rank that compiles imports it
 import torch.distributed as dist
 from torch import Tensor
 

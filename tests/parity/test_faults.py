@@ -68,6 +68,7 @@ def test_rounding_is_allowed(server: Server, case: str, precision: str) -> None:
         ("other_schedule", "pp=2 gas=2", "pp_schedule=1f1b was asked for, afab ran"),
         ("gathered_parameters", "zero_stage=3", "zero_stage=3 was asked for, 0 ran"),
         ("no_compile", "compile", "compile=True was asked for, False ran"),
+        ("any_attention", "gas=1", "attention=flash was asked for, any ran"),
         ("half_the_micro_batches", "gas=4", "gas=4 was asked for, 2 ran"),
     ],
 )

@@ -111,7 +111,10 @@ def test_a_run_from_start_to_end(
         (ran,) = [line["options"] for line in seen if line["event"] == "ran"]
         options = {**dataclasses.asdict(task.spec.layout), "precision": precision, "recompute": "none"}
         unknown = {"pp", "pp_schedule", "virtual_stages"} if task.spec.layout.pp == 1 else set()
-        assert ran == {k: v for k, v in options.items() if k not in unknown} | {"compile": False}
+        assert ran == {k: v for k, v in options.items() if k not in unknown} | {
+            "compile": False,
+            "attention": "flash",
+        }
         assert all(line["tokens"] == task.spec.tokens_per_step for line in steps)
         assert steps[-1]["loss"] < steps[0]["loss"]
         (done,) = [line for line in seen if line["event"] == "done"]
@@ -119,6 +122,7 @@ def test_a_run_from_start_to_end(
         assert done["ci_reached"] is False
         assert done["loss_final"] == steps[4]["loss"]
         assert done["omp_num_threads"] == 1
+        assert done["graphs"] == 0
         # Of the products of the matrices, and attention with its scores computed anew.
         per_token = 6 * TINY.num_matmul_params + 14 * TINY.num_hidden_layers * TINY.hidden_size * 64
         assert done["hardware_flops_per_step"] == task.spec.tokens_per_step * per_token

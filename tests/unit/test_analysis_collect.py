@@ -54,6 +54,14 @@ def test_speed_and_mfu_by_hand(tmp_path):
     assert (row["flops_formula"], row["mfu"]) == ("megatron", pytest.approx(halved / 989e12))
 
 
+def test_layers_with_a_split_backward_pass_are_never_compiled(tmp_path):
+    kernel = KernelConfig(name="embedded", compile=True, precision="bf16")
+    split = Layout(dp=4, pp=2, gas=4, pp_schedule="zbv", virtual_stages=2)
+    specs = [spec_of(Layout(dp=4, pp=2, gas=4, pp_schedule="1f1b"), kernel), spec_of(split, kernel)]
+    rows = rows_of(make_sweep(tmp_path / "s", [candidate(s) for s in specs], kernel=kernel))
+    assert [row["compile"] for row in rows] == [spec.compiles for spec in specs] == [True, False]
+
+
 @pytest.mark.parametrize("core_rate", [1e9, None])
 def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, core_rate):
     spec = spec_of(Layout(dp=4, gas=4), KernelConfig(name="embedded"), nodes=2, gpus_per_node=2)

@@ -195,8 +195,10 @@ def test_a_window_is_refused_where_it_hides_positions():
     shape = load_model(write("m.json", {"model_type": "mistral"}))
     assert shape.sliding_window == 4096
     kernel, layout = KernelConfig(name="embedded"), Layout(dp=1)
-    assert refusal(kernel, layout, shape, 4096) is None
-    assert refusal(kernel, layout, shape, 4097).startswith("sliding_window=4096 is in use with seq_len=4097")
+    assert refusal(kernel, layout, shape, 4096, "cpu") is None
+    assert refusal(kernel, layout, shape, 4097, "cpu").startswith(
+        "sliding_window=4096 is in use with seq_len=4097"
+    )
 
 
 @pytest.mark.parametrize(

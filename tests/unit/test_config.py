@@ -88,6 +88,15 @@ def test_the_kernel_takes_the_precision_of_the_hardware():
     assert load_config(["sweep=playbook"]).kernel.precision == "bf16"
 
 
+def test_the_kernel_compiles_on_gpus_unless_told_otherwise():
+    gpus = ["sweep=playbook", "sweep.nodes=[1]"]
+    assert load_config([]).kernel.compile is False
+    assert load_config(["kernel.compile=true"]).kernel.compile is True
+    assert load_config(gpus).kernel.compile is True
+    assert load_config([*gpus, "kernel.compile=false"]).kernel.compile is False
+    assert load_config([*gpus, "kernel=torchtitan", "model=llama3-8b"]).kernel.compile is False
+
+
 def test_a_resolved_configuration_is_the_configuration():
     config = load_config(["sweep=playbook", "model=8B", "repeats=3", "name=mine"])
     assert config_from_tree(config.resolved) == config
@@ -135,6 +144,8 @@ def test_every_option_of_every_group_says_what_it_is(group):
         *(([f"name={name}"], "and has at most 100 characters") for name in (".hidden", "-x", "50%", "x" * 101, "\"a\\tb\"")),
         (["hardware.gpu=RTX"], "a GPU comes with its rates"),
         (["hardware.gpus_per_node=0"], "hardware.gpus_per_node=0; must be >= 1"),
+        (["kernel.compile=maybe"], "kernel.compile='maybe'; must be auto, true or false"),
+        (["kernel.attention=sdpa"], "kernel.attention='sdpa'; must be auto, cudnn, flash, flash3 or math"),
         (["kernel.precision=fp8"], "kernel.precision='fp8'; must be fp32, bf16 or fp64"),
         (["kernel.recompute=some"], "kernel.recompute='some'; must be none, selective or full"),
         (["kernel=command"], "kernel.command has no value; give it: kernel.command=..."),

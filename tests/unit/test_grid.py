@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrabench.errors import ConfigError
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.run import Workload
 from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.config.sweep_config import Axes
-from ultrabench.sweep.grid import broken_rules, layouts
+from ultrabench.sweep.grid import broken_rules, layouts, refusal
 from ultrabench.sweep.plan import make_plan, require_runs
 from ultrabench.sweep.plan_table import plan_table
 
@@ -103,6 +104,24 @@ def test_what_the_kernel_refuses_is_a_stage_without_parameters(playbook):
     assert {c.rule for c in refused} == {"kernel"}
     assert all(": stage " in c.reason for c in refused)
     assert all(c.reason.endswith(" has no parameters") for c in refused)
+
+
+@pytest.mark.parametrize(
+    ("asked", "precision", "cp", "device", "reason"),
+    [
+        ("auto", "fp64", 2, "cpu", None), ("flash", "fp32", 2, "cpu", None), ("math", "fp32", 1, "cpu", None),
+        ("auto", "bf16", 2, "cuda", None), ("cudnn", "bf16", 2, "cuda", None), ("auto", "fp32", 1, "cuda", None),
+        ("cudnn", "bf16", 1, "cpu", "attention=cudnn needs an NVIDIA GPU; on CPUs take auto, flash or math"),
+        ("flash3", "bf16", 1, "cpu", "attention=flash3 needs an NVIDIA GPU; on CPUs take auto, flash or math"),
+        ("math", "bf16", 2, "cuda", "attention=math cannot run with cp=2, whose parts it cannot put together"),
+        ("auto", "fp32", 2, "cuda", "cp=2 needs precision=bf16 on GPUs; precision=fp32"),
+        ("flash", "fp64", 1, "cuda", "attention=flash needs precision=bf16 on GPUs; precision=fp64: take auto"),
+    ],
+)  # fmt: skip
+def test_attention_that_a_device_lacks_is_refused(asked, precision, cp, device, reason):
+    kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
+    found = refusal(kernel, Layout(dp=1, cp=cp), load_model("tiny"), 64, device)
+    assert found == reason if reason is None else found.startswith(reason)
 
 
 def test_too_few_micro_batches_for_1f1b_run_as_afab(playbook):

@@ -184,16 +184,17 @@ def test_a_preflight_names_the_rank_that_failed_and_not_those_that_waited_for_it
 def test_the_facts_of_an_ok_run():
     done = {"event": "done", "stopped": "interval", "hardware_flops_per_step": 4e9}
     progress = progress_of([
-        ok(done=done, memory={"allocated_bytes": 10, "reserved_bytes": 30}),
-        ok(memory={"allocated_bytes": 20, "reserved_bytes": 25}),
+        ok(done=done | {"graphs": 1}, ran={"attention": "cudnn"}, memory={"allocated_bytes": 10, "reserved_bytes": 30}),
+        ok(done=done | {"graphs": 2}, memory={"allocated_bytes": 20, "reserved_bytes": 25}),
     ])  # fmt: skip
     progress.environment = {"gpu_name": "cpu", "torch_version": "2.13.0", "omp_num_threads": 1}
     progress.first_step = progress.started + 1.5
     result = classify(progress, TASK, None)
     expected = {
         "status": Status.OK, "stopped": "interval", "ci_reached": True, "measured_by": "report",
-        "hardware_flops_per_step": 4e9, "peak_mem_allocated_bytes": 20, "peak_mem_reserved_bytes": 30,
-        "peak_mem_reserved_rank0_bytes": 30, "gpu_name": "cpu", "torch_version": "2.13.0", "omp_num_threads": 1,
+        "hardware_flops_per_step": 4e9, "graphs": 2, "attention": "cudnn",
+        "peak_mem_allocated_bytes": 20, "peak_mem_reserved_bytes": 30, "peak_mem_reserved_rank0_bytes": 30,
+        "gpu_name": "cpu", "torch_version": "2.13.0", "omp_num_threads": 1,
         "evidence": {}, "loss_final": pytest.approx(4.6), "init_time_s": pytest.approx(1.5),
         "step_times_s": pytest.approx([0.102, 0.103, 0.104, 0.105, 0.106, 0.107]),
     }  # fmt: skip
@@ -205,7 +206,8 @@ def test_what_is_not_known_is_none_and_steps_that_are_not_marked_count_after_the
     result = judged(ok(steps=[{"event": "step", "seconds": 0.1}] * 4))
     assert (result.status, result.step_times_s, result.stopped) == (Status.OK, (0.1, 0.1), "program")
     unknown = ("loss_final", "ci_reached", "peak_mem_allocated_bytes", "peak_mem_reserved_bytes",
-               "peak_mem_reserved_rank0_bytes", "hardware_flops_per_step", "gpu_name")  # fmt: skip
+               "peak_mem_reserved_rank0_bytes", "hardware_flops_per_step", "graphs", "attention",
+               "gpu_name")  # fmt: skip
     assert {name: getattr(result, name) for name in unknown} == dict.fromkeys(unknown)
 
 

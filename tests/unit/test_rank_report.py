@@ -61,7 +61,7 @@ def test_a_line_that_no_reader_can_take_in_makes_the_run_invalid(text):
 
 
 NOT_NUMBERS = [math.nan, math.inf, 10**400, "x", [1], {"a": 1}, True, -1]
-FIELDS = {"memory": ("allocated_bytes", "reserved_bytes"), "done": ("hardware_flops_per_step", "stopped"),
+FIELDS = {"memory": ("allocated_bytes", "reserved_bytes"), "done": ("hardware_flops_per_step", "stopped", "graphs"),
           "environment": ("omp_num_threads", "gpu_name", "variables"), "store": ("port",),
           "phase": ("name", "time"), "stack_dump": ("pid",), "other": ("x",)}  # fmt: skip
 

@@ -147,6 +147,15 @@ def test_a_field_added_later_keeps_old_ids(monkeypatch):
     assert cp2.run_id == with_cp
 
 
+def test_auto_attention_is_hashed_by_its_first_name():
+    assert SPEC.kernel.attention == "auto"
+    assert SPEC.identity()["kernel"]["attention"] == "sdpa"
+    math = replace(SPEC, kernel=replace(SPEC.kernel, attention="math"))
+    assert math.identity()["kernel"]["attention"] == "math"
+    with pytest.raises(ConfigError, match="attention='sdpa'; must be auto, cudnn, flash, flash3 or math"):
+        replace(SPEC.kernel, attention="sdpa")
+
+
 def test_every_field_added_later_exists():
     for dotted in run.ADDED_LATER:
         group, _, name = dotted.partition(".")

@@ -39,12 +39,12 @@ def layout_of(values: Mapping[str, Any]) -> Layout:
     return Layout(**{"virtual_stages": default_virtual_stages(schedule)} | axes)
 
 
-def require_possible(spec: RunSpec) -> None:
-    """Raises when the kernel of a run cannot run its layout.
+def require_possible(spec: RunSpec, device: str) -> None:
+    """Raises when the kernel of a run cannot run its layout on a device, cuda or cpu.
 
     Raises:
         ConfigError: the kernel cannot run the layout; the message says why.
     """
     _, broken = next(broken_rules(spec.layout, spec.shape), (None, None))
-    if reason := broken or refusal(spec.kernel, spec.layout, spec.shape, spec.workload.seq_len):
+    if reason := broken or refusal(spec.kernel, spec.layout, spec.shape, spec.workload.seq_len, device):
         raise ConfigError(f"{spec.layout.label()} cannot run: {reason}; choose another layout")

@@ -66,10 +66,7 @@ def check_spec(arguments: list[str], options: Mapping[str, Any]) -> CheckSpec:
     layout = layout_of(values)
     fields = {**options, "dump": _folder(options["dump"]), **{n: values[n] for n in OPTIONS if n in values}}
     spec = CheckSpec(layout=layout, shape=shape, **fields)
-    require_possible(spec.run)
-    if spec.device == "cuda" and spec.precision != "bf16" and layout.cp > 1:
-        given = f"cp={layout.cp} in {spec.precision} on cuda"
-        raise ConfigError(f"{given}: a ring attends in 16 bits there; give --precision bf16")
+    require_possible(spec.run, spec.device)
     if layout.world_size > MOST_RANKS:
         needs = f"{layout.label()} needs {layout.world_size} processes"
         raise ConfigError(f"{needs}; the check runs up to {MOST_RANKS}: choose smaller degrees")

@@ -63,7 +63,7 @@ def dryrun_spec(arguments: list[str]) -> tuple[RunSpec, Hardware]:
     spec = RunSpec(
         shape=shape, workload=workload, layout=layout, kernel=kernel, nodes=nodes, gpus_per_node=per_node
     )
-    require_possible(spec)
+    require_possible(spec, hardware.device)
     return spec, hardware
 
 

@@ -1,0 +1,59 @@
+"""Chooses the implementation of attention, and gives every layer the chosen one.
+
+Torch picks an implementation for each call by itself. A run names one and pins it, so that layouts with and
+without context parallelism run the same.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ultrabench.kernel.compat import activate_flash3, has_cudnn_attention
+from ultrabench.kernel.cp import ring_attention
+from ultrabench.kernel.model import Attention, Decoder, causal_attention
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+    "flash3": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH,
+}  # fmt: skip
+"""Our word for an implementation -> torch's; flash3 replaces the kernels of torch's flash attention."""
+
+
+def implementation(asked: str, precision: str, head_width: int, device: torch.device) -> str:
+    """The implementation that runs where `asked` is given: cudnn, flash, flash3 or math.
+
+    auto is flash on CPUs. On GPUs it is what torch prefers: cuDNN on Hopper and Blackwell where it is new enough,
+    else flash; these compute in 16 bit only, so that fp32 and fp64 take math.
+
+    Raises:
+        ConfigError: flash3 is asked for and not installed.
+    """
+    if asked == "flash3":
+        activate_flash3()
+    if asked != "auto":
+        return asked
+    if device.type == "cpu":
+        return "flash"
+    if precision != "bf16":
+        return "math"
+    return "cudnn" if head_width % 8 == 0 and head_width <= 128 and has_cudnn_attention(device) else "flash"
+
+
+def pinned_attention(chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    """What `causal_attention` computes, by the implementation `chosen`; raises where that one cannot."""
+    with sdpa_kernel(BACKENDS[chosen]):
+        return causal_attention(q_BNSD, k_BKSD, v_BKSD)
+
+
+def apply_attention(model: Decoder, chosen: str, group: ProcessGroup | None) -> None:
+    """Makes every layer of `model` attend by the implementation `chosen`, around the ring `group` if given."""
+    for layer in model.layers.values():
+        attention = layer.attention
+        assert isinstance(attention, Attention)
+        if group is None:
+            attention.core = partial(pinned_attention, chosen)
+        else:
+            attention.core = partial(ring_attention, group.group_name, chosen)

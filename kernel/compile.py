@@ -1,0 +1,36 @@
+"""Compiles the layers of a model with torch.compile, and counts the graphs that this takes.
+
+The layers of a rank have the same code, shapes and options, so that the graph of the first one serves all of
+them. Hooks of fully_shard stay outside. A layer that does not fit into one graph is an error, because its rest
+would run eagerly without a sign.
+"""
+
+from typing import Any
+
+import torch
+
+from ultrabench.kernel.compat import compiler_of
+from ultrabench.kernel.model import Decoder
+
+
+class GraphCounter:
+    """A backend of torch.compile that counts the graphs which it is given to compile.
+
+    All layers must share one, because graphs of different backends are kept apart.
+    """
+
+    def __init__(self, backend: str) -> None:
+        """`backend` is a name that torch.compile knows: inductor, or aot_eager for checks."""
+        self.graphs = 0
+        self._compiler = compiler_of(backend)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        """Compiles a graph with its backward."""
+        self.graphs += 1
+        return self._compiler(graph, inputs, **options)
+
+
+def apply_compile(model: Decoder, backend: GraphCounter) -> None:
+    """Compiles each layer of `model`, in place, with its recomputation and its collectives."""
+    for layer in model.layers.values():
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
