@@ -5,9 +5,11 @@ it ran under ultrabench; Megatron-LM's from NVIDIA/Megatron-LM#756 (April 2024).
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from ultrabench.cli.sweep.show import not_expressed
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import parse_log_line
@@ -75,6 +77,7 @@ def test_torchtitan_is_told_the_layout_and_trains_only_its_own_model():
         }.items()
     )
     assert (spec.layout.dp, spec.layout.gas) == (2, 4)
+    assert list(not_expressed(spec, plan.config.kernel)) == []
     flat, _ = flags(next(s for s in runs if s.layout.pp == 1), plan.config.measure)
     assert flat["training.local-batch-size"] == "1"
     assert not [word for word in words if "{" in word]
@@ -86,6 +89,14 @@ def test_megatron_is_told_layout_and_model():
     assert {s.shape.name for s in runs} == {"llama3-8b", "llama3-70b"}
     spec = next(s for s in runs if s.layout.pp == 2 and s.shape.name == "llama3-70b")
     told, words = flags(spec, plan.config.measure)
+    assert list(not_expressed(spec, plan.config.kernel)) == []
+    more = replace(spec.shape, qk_norm=True, tie_word_embeddings=True)
+    other = replace(spec, shape=more, layout=replace(spec.layout, zero_stage=3))
+    assert list(not_expressed(other, plan.config.kernel)) == [
+        "kernel megatron supports zero_stage in [1]; zero_stage=3",
+        "kernel megatron supports tie_word_embeddings in [False]; tie_word_embeddings=True",
+        "kernel megatron supports qk_norm in [False]; qk_norm=True",
+    ]
     expected = {"num-layers": 80, "hidden-size": 8192, "num-query-groups": 8, "tensor-model-parallel-size": 2}
     expected |= {
         "pipeline-model-parallel-size": 2,

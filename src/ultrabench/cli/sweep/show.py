@@ -87,7 +87,7 @@ def show_as(framework: str, given: str, sweep: str | None, as_json: bool, result
     )
     folder, run_id, look = _find(given, sweep, results)
     spec, config = _spec(folder, run_id, look()), load_config([f"kernel={framework}"])
-    lacking = list(_lacking(spec, config.kernel))
+    lacking = list(not_expressed(spec, config.kernel))
     there = replace(spec, kernel=replace(config.kernel, recompute=spec.kernel.recompute))
     words = fill_in(there, AttemptKey(run_id, 0, 0), config.measure)
     if config.kernel.command[0] == "python":
@@ -114,16 +114,18 @@ def _spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
     raise SweepFolderError(f"run {run_id} of {folder.name} is not in the plan: {reason}; name another run")
 
 
-def _lacking(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
-    """What the command of `kernel` does not say of a run: each word with a value that it does not support or
-    that is not among its words, and unlike the usual value."""
+def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
+    """What the command of `kernel` does not say of a run, a line for each word.
+
+    These are values that it does not support, and values other than the usual one of words that it does not use.
+    """
     yield from unsupported(kernel, spec.layout, spec.shape)
     told = {*re.findall(r"\{(\w+)\}", " ".join(kernel.command)), *kernel.supports, *IMPLIED}
     for record in (spec.layout, spec.shape):
-        usual = {field.name: field.default for field in fields(record)}
+        usual, shown = {field.name: field.default for field in fields(record)}, to_dict(record)
         for word, value in values_of(record).items():
             if word not in told and value != usual[word]:
-                yield f"{word}={value} is no word of its command"
+                yield f"{word}={shown[word]} is no word of its command"
     for word in ("precision", "recompute", "compile"):
         if word not in told and (ours := getattr(spec.kernel, word)) != getattr(kernel, word):
             yield f"{word}={ours}; its command has {word}={getattr(kernel, word)}"
