@@ -18,8 +18,9 @@ from ultrabench.kernel.tp import Ranks
 from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
 
-SCHEDULES = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
-"""Our name of a schedule -> its name in torch."""
+_TORCH = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+SCHEDULES = {word: get_schedule_class(name) for word, name in _TORCH.items()}
+"""Our name of a schedule -> its class in torch."""
 
 
 class Stage(PeerlessWarmup, PipelineStage):
@@ -87,7 +88,7 @@ class Pipeline:
             if model.head is not None and layout.pp_schedule == "afab":
                 model.head.pending = Pending()
         # Schedules of torch for several stages on a rank take a list.
-        self.schedule = get_schedule_class(SCHEDULES[layout.pp_schedule])(
+        self.schedule = SCHEDULES[layout.pp_schedule](
             self.stages if layout.virtual_stages > 1 else self.stages[0],
             n_microbatches=layout.gas,
             # The last stage returns the loss of a micro-batch; the loss of the step is their mean.

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ultrabench.kernel.compat import ShardState, shard_state, uncompiled
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
@@ -23,8 +22,6 @@ from ultrabench.kernel.recompute import recompute_of
 from ultrabench.kernel.step import TrainStep
 from ultrabench.record import values_of
 
-_WORDS = {get_schedule_class(name): word for word, name in SCHEDULES.items()}
-"""Class of torch -> our name of its schedule."""
 _PRECISIONS = {(MASTER_DTYPE[word], COMPUTE_DTYPE[word]): word for word in MASTER_DTYPE}
 """Dtypes of the parameters that the optimizer updates and of those in products -> our word."""
 
@@ -54,12 +51,9 @@ def options_of(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1) -> d
     """
     found = {"mbs": _only(size[0] for size, _ in seen), "gas": len(seen) // (steps * len(trainer.models))}
     if pipeline := getattr(trainer, "pipeline", None):
-        stages, schedule = pipeline.stages, _WORDS[type(pipeline.schedule)]
-        found |= {
-            "pp": stages[0].num_stages // len(stages),
-            "virtual_stages": len(stages),
-            "pp_schedule": schedule,
-        }
+        held, words = len(pipeline.stages), {kind: word for word, kind in SCHEDULES.items()}
+        found |= {"pp": pipeline.stages[0].num_stages // held, "virtual_stages": held}
+        found["pp_schedule"] = words[type(pipeline.schedule)]
     layers: list[Any] = [layer for model in trainer.models for layer in model.layers.values()]
     if not layers:
         return found

@@ -42,9 +42,10 @@ def test_an_acceptance_run_in_small(bench):
     checks = {
         c["name"]: c for c in json.loads(bench.run("doctor", "launcher=local", *SMALL, "--json", timeout=290))
     }
-    assert list(checks)[5:] == ["same loss", "out of memory", "published speed"]
+    assert list(checks)[5:] == ["same loss", "same gradient", "out of memory", "published speed"]
     assert {c["status"] for c in checks.values()} == {"pass"}
     assert "4 layouts have the loss of one GPU at step 5" in checks["same loss"]["told"]
+    assert "4 layouts have the gradient of one GPU at step 1" in checks["same gradient"]["told"]
     assert "allocate memory" in checks["out of memory"]["told"]
     assert "nothing is published" in checks["published speed"]["told"]
     (path,) = bench.folder.glob("results/*/doctor.json")
