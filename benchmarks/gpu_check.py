@@ -43,8 +43,15 @@ from ultrabench.sweep.plan_table import read_rows, runs_of
 
 PRECISIONS = {"cuda": ("fp32", "bf16"), "cpu": ("fp64",)}
 CHECKS = {
-    1: ("dp=1 gas=2",),
-    2: ("dp=2 gas=2", "dp=2 zero_stage=1 gas=2", "dp=2 zero_stage=3 gas=2", "tp=2 gas=2", "cp=2 gas=2"),
+    1: ("dp=1 gas=2", "dp=1 attention=cudnn", "dp=1 attention=flash"),
+    2: (
+        "dp=2 gas=2",
+        "dp=2 zero_stage=1 gas=2",
+        "dp=2 zero_stage=3 gas=2",
+        "tp=2 gas=2",
+        "cp=2 gas=2",
+        "cp=2 attention=flash",
+    ),
     4: ("pp=4 gas=4 model=tiny-gqa", "dp=2 tp=2 zero_stage=2 gas=2"),
     8: ("dp=2 tp=2 pp=2 zero_stage=1 gas=4", "dp=2 tp=2 cp=2 zero_stage=3 gas=2", "dp=8 zero_stage=3"),
 }
@@ -63,7 +70,7 @@ TORCHTITAN_8B = {"false": 5762.0, "true": 6667.0}
 """kernel.compile -> tokens/s/GPU of Llama 3.1 8B on 8 H100 (96 GB, 500 W), FSDP, seq_len 8192, batch 16, selective."""
 LOOK = {
     "machine": "the remedy in: ultrabench doctor launcher=local",
-    "check": "if fp32 passes and bf16 fails, a kernel for 16 bits; if only cp fails, attention; NCCL_DEBUG=INFO",
+    "check": "which attention fails, with cp or without; fp32 passes and bf16 fails: a kernel for 16 bits",
     "schedules": "the same layout with 1f1b: if that passes, the schedule; with pp=1, the pipeline",
     "compile": "the same line without --compile, then TORCH_LOGS=graph_breaks,recompiles",
     "links": "nvidia-smi topo -m and nvlink -s, then NCCL_DEBUG=INFO: P2P or NVLS off, a GPU on PCIe",
@@ -141,16 +148,18 @@ def check_line(at: Machine, layout: str, precision: str, *more: str) -> Line:
         missing = (
             f"{len(result['missing_gradients'])} gradients missing, " if result["missing_gradients"] else ""
         )
-        return result["passed"], f"{missing}{found}"
+        graphs = f", {result['graphs']} graphs" if "--compile" in more else ""
+        return result["passed"], f"{missing}{found}{graphs}"
 
     return " ".join([layout, precision, *more]), compare
 
 
 def check_lines(at: Machine, layouts: Iterator[str] | list[str], *more: str) -> Iterator[Line]:
-    """Layouts in all precisions; a ring of ranks attends in 16 bits only on GPUs."""
+    """Layouts in all precisions; the fused attention of GPUs, which a ring needs, computes in 16 bits only."""
     for layout in layouts:
-        for precision in PRECISIONS[at.device]:
-            if not ("cp=" in layout and at.device == "cuda" and precision != "bf16"):
+        fused = at.device == "cuda" and ("cp=" in layout or "attention=" in layout)
+        for precision in ("bf16",) if fused else PRECISIONS[at.device]:
+            if not (at.device == "cpu" and "cudnn" in layout):
                 yield check_line(at, layout, precision, *more)
 
 

@@ -42,6 +42,8 @@ class CheckSpec:
     clip: float = 0.5
     """Largest gradient norm; so small that gradients are always clipped, so that the norm is checked too."""
     recompute: str = "none"
+    attention: str = "auto"
+    """The implementation of attention of the layout; the single process always has the one that torch takes."""
     compile: bool = False
     """Whether torch traces each layer as for compilation, without generating code."""
     precision: Annotated[str, one_of("fp64", "fp32", "bf16")] = "fp64"
@@ -58,7 +60,11 @@ class CheckSpec:
     def run(self) -> RunSpec:
         """The run whose training is checked."""
         kernel = KernelConfig(
-            name="check", precision=self.precision, recompute=self.recompute, compile=self.compile
+            name="check",
+            precision=self.precision,
+            recompute=self.recompute,
+            compile=self.compile,
+            attention=self.attention,
         )
         workload = Workload(seq_len=self.seq_len, gbs=self.layout.gbs, seed=self.seed)
         return RunSpec(

@@ -85,9 +85,13 @@ def test_links_slower_than_expected_fail(monkeypatch):
 def test_steps_that_need_more_gpus_have_no_lines():
     steps = list(gpu_check.LOOK)
     assert [step for step in steps if names(step, machine(ranks=1))] == ["machine", "check"]
-    assert names("check", machine(ranks=1)) == ["dp=1 gas=2 fp32", "dp=1 gas=2 bf16"]
-    assert names("check", machine(ranks=2, device="cpu"))[-1] == "cp=2 gas=2 fp64"
-    assert names("check", machine(ranks=2))[-1] == "cp=2 gas=2 bf16", "a ring attends in 16 bits only"
+    on_one = ["dp=1 gas=2 fp32", "dp=1 gas=2 bf16", "dp=1 attention=cudnn bf16", "dp=1 attention=flash bf16"]
+    assert names("check", machine(ranks=1)) == on_one
+    assert names("check", machine(ranks=2, device="cpu"))[-2:] == [
+        "cp=2 gas=2 fp64",
+        "cp=2 attention=flash fp64",
+    ]
+    assert names("check", machine(ranks=2))[-2:] == ["cp=2 gas=2 bf16", "cp=2 attention=flash bf16"]
 
 
 def test_what_passed_is_kept_until_it_is_asked_for_again(monkeypatch, tmp_path):
