@@ -38,7 +38,7 @@ from ultrabench.kernel.mesh import build_mesh, local, take
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
 from ultrabench.kernel.rank.ran import require_as_asked, watched
 from ultrabench.kernel.requests import TOLERANCE, CheckResult, CheckSpec
-from ultrabench.kernel.step import BETAS, LEARNING_RATE, WEIGHT_DECAY, TrainStep
+from ultrabench.kernel.step import BETAS, WEIGHT_DECAY, TrainStep, learning_rate
 from ultrabench.processes import die_with_parent
 from ultrabench.record import from_dict, to_dict
 from ultrabench.stages import split_stages
@@ -48,8 +48,6 @@ TIMEOUT_S = {"cpu": 120.0, "cuda": 600.0}
 ROUNDING = {"loss": 8.0, "grad": 3.0, "param": 3.0}
 """Largest difference of a layout in units of the rounding error of one process in the same precision. Honest layouts
 have 1.0 to 1.3 for gradients, and up to 2.2 for the loss, which is only a few numbers."""
-SIGN = 2 * LEARNING_RATE
-"""The difference of one element whose update in a step has the other sign, which fp32 and bf16 may always have."""
 
 
 def run_check(spec: CheckSpec) -> CheckResult:
@@ -97,7 +95,8 @@ def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
     with torch.no_grad():
         for name, param in params.items():
             param.copy_(model.initial_value(name, param.shape, spec.seed, device))
-    optimizer = torch.optim.AdamW(params.values(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    rate = learning_rate(spec.shape)
+    optimizer = torch.optim.AdamW(params.values(), lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
     def accumulate(step: int) -> Tensor:
         everything = range(spec.layout.gbs)
@@ -186,7 +185,9 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
         rounding = {name: _diff(full, rounded[kind][name]) for name, full in right.items()}
         if kind == "param":
             diffs, rounding = ({"all": math.hypot(*each.values())} for each in (diffs, rounding))
-        least = SIGN if kind == "param" and spec.precision != "fp64" else TOLERANCE
+        # In fp32 and bf16 an update of one element may have the other sign.
+        sign = 2 * learning_rate(spec.shape)
+        least = sign if kind == "param" and spec.precision != "fp64" else TOLERANCE
         allowed = {name: max(least, ROUNDING[kind] * error) for name, error in rounding.items()}
         worst = max(diffs, key=lambda name: diffs[name] / allowed[name])
         found[f"{kind}_diff"] = diffs[worst] if math.isfinite(diffs[worst]) else None

@@ -8,6 +8,7 @@ import torch
 from ultrabench.kernel.mesh import take
 from ultrabench.kernel.model import Decoder, RmsNorm
 from ultrabench.kernel.requests import TINY
+from ultrabench.kernel.step import learning_rate
 from ultrabench.stages import split_stages
 
 TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
@@ -56,6 +57,12 @@ def test_rms_norm_equals_torch() -> None:
     )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_wide_models_are_trained_in_small_steps() -> None:
+    """In proportion to 1/h from a hidden size of 128 on, as rounding grows with the width of a sum."""
+    rates = [learning_rate(dataclasses.replace(TINY, hidden_size=h)) for h in (64, 128, 1024, 16384)]
+    assert rates == pytest.approx([3e-4, 3e-4, 3.75e-5, 2.34375e-6])
 
 
 def test_take_follows_the_cuts() -> None:
