@@ -45,13 +45,16 @@ class Deadline:
 
 
 def wait_until(
-    what: Callable[[], object], seconds: float, told: Callable[[], str] = lambda: "in vain"
+    what: Callable[[], object],
+    seconds: float,
+    told: Callable[[], str] = lambda: "in vain",
+    rest_s: float = 0.05,
 ) -> None:
-    """Waits until `what` holds; fails after the deadline with the message of `told`."""
+    """Waits until `what`, asked every `rest_s` seconds, holds; fails after the deadline with what `told` gives."""
     deadline = Deadline(seconds)
     while not what():
         assert not deadline.over(), f"waited {seconds:g} s of an idle machine: {told()}"
-        time.sleep(0.05)
+        time.sleep(rest_s)
 
 
 class Process(subprocess.Popen[str]):

@@ -10,11 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import pynvml
-
-T = TypeVar("T")
+from typing import Any, NamedTuple
 
 LIST_S = 10.0
 """Seconds to wait for an answer of the driver."""
@@ -24,6 +20,8 @@ FREE_S = 10.0
 """Seconds to wait until the driver has freed the memory of a killed process."""
 SLACK = 0.02
 """Share of a GPU's memory by which the driver's own use may grow during a run."""
+CLOCK_SM = 1
+"""The clock of the multiprocessors: nvml.h, NVML_CLOCK_SM."""
 SLOWDOWNS = {
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -89,11 +87,11 @@ def _listed() -> list[VisibleGpu]:
 
 def list_gpus() -> None:
     """Prints the fields of all GPUs of this host as JSON, for `_listed`."""
-    _ask(pynvml.nvmlInit)
+    _ask("nvmlInit")
     gpus = []
-    for number in range(_ask(pynvml.nvmlDeviceGetCount) or 0):
-        handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, number)
-        uuid, pci = _ask(pynvml.nvmlDeviceGetUUID, handle), _ask(pynvml.nvmlDeviceGetPciInfo, handle)
+    for number in range(_ask("nvmlDeviceGetCount") or 0):
+        handle = _ask("nvmlDeviceGetHandleByIndex", number)
+        uuid, pci = _ask("nvmlDeviceGetUUID", handle), _ask("nvmlDeviceGetPciInfo", handle)
         if uuid and pci:
             processes = [(p.pid, _described(p, number)) for p in _processes(handle)]
             gpus.append(VisibleGpu(str(number), uuid, pci.busId, processes))
@@ -102,7 +100,7 @@ def list_gpus() -> None:
 
 def _described(process: Any, number: int) -> str:
     """The process of a user, which is unknown if it belongs to another container, on the GPU with this number."""
-    program = Path(_ask(pynvml.nvmlSystemGetProcessName, process.pid) or "unknown program").name
+    program = Path(_ask("nvmlSystemGetProcessName", process.pid) or "unknown program").name
     user, used = "unknown user", process.usedGpuMemory
     with contextlib.suppress(OSError, KeyError):
         user = f"user {pwd.getpwuid(os.stat(f'/proc/{process.pid}').st_uid).pw_name}"
@@ -111,13 +109,15 @@ def _described(process: Any, number: int) -> str:
 
 
 def _processes(handle: Any) -> list[Any]:
-    return _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+    return _ask("nvmlDeviceGetComputeRunningProcesses", handle) or []
 
 
-def _ask(query: Callable[..., T], *words: Any) -> T | None:
-    """The driver's answer; None where there is no driver, or it has no answer for this GPU."""
+def _ask(query: str, *words: Any) -> Any:
+    """The driver's answer to a function of NVML; None without a driver, or where it has no answer."""
+    import pynvml  # 0.05 s of CPU, which an agent saves where no GPU is used
+
     with contextlib.suppress(pynvml.NVMLError):
-        return query(*words)
+        return getattr(pynvml, query)(*words)
     return None
 
 
@@ -126,9 +126,9 @@ class GpuGauge:
 
     def __init__(self, gpus: Sequence[VisibleGpu]) -> None:
         if gpus:
-            _ask(pynvml.nvmlInit)
-        handles = ((gpu.number, _ask(pynvml.nvmlDeviceGetHandleByUUID, gpu.uuid)) for gpu in gpus)
-        self._gpus = [(number, h, _ask(pynvml.nvmlDeviceGetMemoryInfo, h)) for number, h in handles if h]
+            _ask("nvmlInit")
+        handles = ((gpu.number, _ask("nvmlDeviceGetHandleByUUID", gpu.uuid)) for gpu in gpus)
+        self._gpus = [(number, h, _ask("nvmlDeviceGetMemoryInfo", h)) for number, h in handles if h]
         self._sampled = 0.0
         self.clear()
 
@@ -144,8 +144,8 @@ class GpuGauge:
             return
         self._sampled = time.monotonic()
         for _, handle, _ in self._gpus:
-            mhz = _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
-            mask = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+            mhz = _ask("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
+            mask = _ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
             self.clocks_hz += [mhz * 1e6] if mhz else []
             self.slowdowns |= {text for bit, text in SLOWDOWNS.items() if mask & bit}
 
@@ -159,7 +159,7 @@ class GpuGauge:
 
     def _held(self) -> str | None:
         for number, handle, before in self._gpus:
-            now = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+            now = _ask("nvmlDeviceGetMemoryInfo", handle)
             if before and now and now.used > before.used + SLACK * now.total:
                 pids = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no known process"
                 gib = (now.used - before.used) / 2**30

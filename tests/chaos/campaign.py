@@ -202,7 +202,7 @@ class Campaign:
     def _answer(self, *words: str) -> str:
         """The output of a command; empty if it fails or hangs, which is recorded as a problem."""
         try:
-            return self.bench.run(*words, code=None, timeout=ANSWER_S)
+            return self.bench.apart(*words, seconds=ANSWER_S).stdout
         except subprocess.TimeoutExpired:
             self.complain(f"{' '.join(words)} did not answer within {ANSWER_S:g} s")
             return ""

@@ -1,5 +1,7 @@
 """Runs real sweeps on this machine, through the command line."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -12,11 +14,14 @@ from typing import Any
 import pytest
 
 from tests import patience
+from ultrabench.cli import main as cli
 from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, tag_of
 
 PROGRAM = Path(__file__).parent / "program.py"
 DEADLINES = ("measure.deadline_floor_s", "measure.run_limit_s", "launcher.heartbeat_s", "launcher.grace_s")
 """Deadlines that a slow machine may exceed although nothing is wrong; tests give them for an idle machine."""
+READING = ("collect", "heatmap", "plot", "doctor", "status", "show", "top", "logs", "plan", "pause", "cancel")
+"""Commands that end soon and start no runs: tests run them in their own process, which has the imports."""
 PEAK = "++hardware.peak_flops_per_s={fp32:1e11,bf16:1e11}"
 """With a given rate no launch measures this machine, nor imports torch if kernel=command."""
 
@@ -29,6 +34,8 @@ class Bench:
     slowness: float = field(default_factory=patience.slowness)
     """How many times slower than an idle one this machine is; it is fixed, so that sweeps stay the same."""
     started: list[patience.Process] = field(default_factory=list)
+    apart_always: bool = False
+    """Whether every command gets a process of its own, since this one has other sources of ultrabench."""
 
     @property
     def witness(self) -> Path:
@@ -48,7 +55,27 @@ class Bench:
 
     def done(self, *words: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
         """Runs a command until it ends; returns both outputs and the exit code."""
+        reads = words[words[0] == "sweep"] in READING and "--deep" not in words
+        return self.here(*words) if reads and not self.apart_always else self.apart(*words, seconds=seconds)
+
+    def apart(self, *words: str, seconds: float) -> subprocess.CompletedProcess[str]:
+        """Runs a command in a process of its own, which is killed if it does not end in time."""
         return patience.run(self.command(*words), seconds, cwd=self.folder, env=self.environment())
+
+    def here(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command in this process, without the second that its imports take elsewhere."""
+        output, said = io.StringIO(), io.StringIO()
+        command = ["ultrabench", *(self._scaled(word) for word in words)]
+        with (
+            pytest.MonkeyPatch.context() as patch, contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(output), contextlib.redirect_stderr(said),
+        ):  # fmt: skip
+            patch.setattr(sys, "argv", command)
+            with pytest.raises(SystemExit) as left:
+                cli.main()
+        code = left.value.code
+        assert isinstance(code, int)
+        return subprocess.CompletedProcess(command, code, output.getvalue(), said.getvalue())
 
     def run(self, *words: str, code: int | None = 0, timeout: float = 240) -> str:
         done = self.done(*words, seconds=timeout)

@@ -40,6 +40,7 @@ def test_one_more_field_is_one_more_axis(changed, bench):
         "+sweep.shards=[1,2]",
     )
     words = bench.overrides("fine", *axes)
+    bench.apart_always = True
     plan = json.loads(bench.run("sweep", "plan", *words, "--json"))
     assert (plan["candidates"], plan["runs"]) == (2, 2)
     bench.run("sweep", "launch", *words)

@@ -55,7 +55,8 @@ class Cluster:
         return set(self.nodes().values()) == {"idle"} and not self.jobs()
 
     def wait_for(self, what: Callable[[], object], seconds: float = 30.0) -> None:
-        patience.wait_until(what, seconds, lambda: f"nodes {self.nodes()}, jobs {self.jobs()}")
+        # Most of what is asked starts commands of Slurm.
+        patience.wait_until(what, seconds, lambda: f"nodes {self.nodes()}, jobs {self.jobs()}", rest_s=0.25)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slurm
 
 def refused(sweeps: SlurmBench, *words: str, code: int) -> str:
     """What a launch says that must not come about."""
-    done = sweeps.done(*words)
+    done = sweeps.here(*words)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr.strip().splitlines()[-1]

@@ -6,6 +6,7 @@ beginning (a launcher: of its current look). Journals and claims are real files.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class Halt(BaseException):
     """The process stands before its next step, or is dead."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Process:
     """A launcher or the leading agent of a start of a job."""
 
@@ -39,6 +40,18 @@ class Process:
     memory: dict[str, Any] = field(default_factory=dict)
     """Of a launcher: what its reconciler remembers from one look to the next."""
     over: bool = False
+
+    @cached_property
+    def key(self) -> Any:
+        """Equal for processes with the same future."""
+        memory, known = _frozen(self.memory), frozenset(self.known.items())
+        return self.name, len(self.answers), known, self.seq, memory, self.over
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return frozenset((key, _frozen(held)) for key, held in value.items())
+    return frozenset(value) if isinstance(value, set) else value
 
 
 class Tape:
@@ -123,6 +136,8 @@ class TapedSweep(OpenSweep):
     tape: Tape
     folds: dict[bytes, SweepState]
     """Content of all journals -> their fold."""
+    told: dict[str, bytes]
+    """Content of the journals, in which meanwhile only its own has changed."""
     _held: SweepState = field(default_factory=SweepState)
 
     def state(self) -> SweepState:
@@ -142,8 +157,9 @@ class TapedSweep(OpenSweep):
         return self.tape.step(lambda: claim(name), word=f"gives up {name}", kind=f"claim {name}")
 
     def _read(self) -> SweepState:
-        files = sorted(self.folder.journal.iterdir())
-        content = b"".join(path.read_bytes() for path in files)
+        if self.tape.new and self.journal.path.exists():
+            self.told[f"journal/{self.journal.path.name}"] = self.journal.path.read_bytes()
+        content = b"".join(lines for _, lines in sorted(self.told.items()))
         if content not in self.folds:
             self.folds[content] = fold(read_journal(self.folder.journal))
         return self.folds[content]
@@ -168,7 +184,7 @@ class TapedSlurm(SmallSlurm):
 
         def take() -> JobsSeen:
             # Of what was read before, a reconciler uses no more than this once it has looked.
-            self._tape.known["state"] = sorted(asked.items())
+            self._tape.known["state"] = tuple(sorted(asked.items()))
             return SmallSlurm.observe(self, allocations)
 
         return self._tape.step(take, word="looks", kind="look")

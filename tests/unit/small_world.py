@@ -1,11 +1,10 @@
 """Two launchers, their jobs and the agents in them as values: every step of each can be taken, or cut short."""
 
-import copy
-import hashlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.unit.small_slurm import OTHERS, OURS, SmallJob, SmallSlurm
 from tests.unit.small_tape import PLAIN, WHOLE, Halt, Process, Tape, TapedJournal, TapedSlurm, TapedSweep
@@ -32,6 +31,8 @@ from ultrabench.store.state import SweepState
 
 UNSEEN = (lambda state, alive: None), (lambda note: None)
 """Arguments of a reconciler that shows and says nothing."""
+MOST_BLOCKS = 200_000
+"""Largest number of blocks of steps that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +54,45 @@ class World:
     story: tuple[str, ...] = ()
     """How it came to this; worlds with different stories can be the same."""
 
-    def digest(self) -> bytes:
+    def digest(self) -> int:
         """Equal for worlds with the same future."""
-        jobs = [(n, j.phase, j.restart) for n, j in sorted(self.jobs.items())]
-        processes = [
-            (
-                p.name,
-                len(p.answers),
-                sorted(p.known.items()),
-                p.seq,
-                sorted((k, _sorted(v)) for k, v in p.memory.items()),
-                p.over,
-            )
-            for group in (self.launchers, self.agents)
-            for _, p in sorted(group.items())
-        ]
-        # Half a line is there for nobody.
-        files = [
-            (path, content.rpartition(b"\n")[0] or content) for path, content in sorted(self.files.items())
-        ]
-        whole = (files, jobs, processes, sorted(self.witness), self.kills, self.hidden, self.hid)
-        return hashlib.blake2b(repr(whole).encode(), digest_size=16).digest()
+        processes = tuple(p.key for group in (self.launchers, self.agents) for _, p in sorted(group.items()))
+        witness = tuple(sorted(self.witness))
+        return hash((self.lines, self.queue, processes, witness, self.kills, self.hidden, self.hid))
+
+    @property
+    def lines(self) -> frozenset[tuple[str, bytes]]:
+        """What can be read in the files; half a line is there for nobody."""
+        return frozenset((path, _whole(content)) for path, content in self.files.items())
+
+    @property
+    def queue(self) -> frozenset[tuple[str, str, int]]:
+        """What Slurm knows of its jobs."""
+        return frozenset((name, job.phase, job.restart) for name, job in self.jobs.items())
 
 
-def _sorted(value: Any) -> Any:
+@functools.cache
+def _whole(content: bytes) -> bytes:
+    return content.rpartition(b"\n")[0] or content
+
+
+def _copied(value: Any) -> Any:
     if isinstance(value, dict):
-        return sorted((key, _sorted(held)) for key, held in value.items())
-    return sorted(value) if isinstance(value, set | frozenset) else value
+        return {key: _copied(held) for key, held in value.items()}
+    return set(value) if isinstance(value, set) else value
+
+
+class Block(NamedTuple):
+    """What a block of steps of one process has changed."""
+
+    files: dict[str, bytes]
+    jobs: dict[str, SmallJob]
+    process: Process
+    witness: list[str]
+    told: str
+    steps: int
+    over: bool = False
+    """Whether the process was an agent, and has done its work."""
 
 
 class Stage:
@@ -103,12 +116,12 @@ class Stage:
         self.claim: Callable[..., bool] = claim
         self.owns: Callable[..., bool] = owns
         self.reconciler = Reconciler
-        self.tape = Tape(Process(""), WHOLE)
-        """Of the launcher at work."""
         self.current = ""
         """Names the next allocation: whose it is and how many there were."""
         self._on_disk: dict[str, bytes] = {}
         self._folds: dict[bytes, SweepState] = {}
+        self._blocks: dict[Any, Block] = {}
+        """All that a process can see, and how far it goes -> what it does then: worlds differ in little."""
         kept = ("folder", "plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
         self._open = {name: getattr(sweep, name) for name in kept}
         self._template = vars(Reconciler(sweep, SmallSlurm({}), *UNSEEN))
@@ -183,12 +196,32 @@ class Stage:
 
     def launcher(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
         """A launcher's next block of steps, at most `most` of them before it dies; and how many they were."""
-        process, jobs, folder = world.launchers[name], dict(world.jobs), self.sweep.folder
+        process = world.launchers[name]
+        how = (most, self.most_jobs, self.coarse)
+        seen = (process.key, how, world.queue, world.lines)
+        made = self._blocks.get(seen)
+        if made is None:
+            made = self._remembered(seen, self._launch(world, process, most))
+        launchers = world.launchers | {name: made.process}
+        jobs, story = world.jobs | made.jobs, (*world.story, made.told)
+        files = world.files | made.files
+        return replace(world, files=files, jobs=jobs, launchers=launchers, story=story), made.steps
+
+    def _remembered(self, seen: Any, made: Block) -> Block:
+        if len(self._blocks) > MOST_BLOCKS:
+            self._blocks.clear()
+        self._blocks[seen] = made
+        return made
+
+    def _launch(self, world: World, process: Process, most: int) -> Block:
+        """Runs a launcher on the files of a world, until it has to wait for others or dies."""
+        name, jobs, folder = process.name, dict(world.jobs), self.sweep.folder
         self.show(world)
-        self.tape = tape = Tape(process, most)
+        tape = Tape(process, most)
         tape.coarse = self.coarse and bool(process.memory)
         journal = TapedJournal(folder.journal, process, tape)
-        sweep = TapedSweep(**self._open, journal=journal, tape=tape, folds=self._folds)  # type: ignore[arg-type]
+        told = {path: lines for path, lines in world.files.items() if path.startswith("journal/")}
+        sweep = TapedSweep(**self._open, journal=journal, tape=tape, folds=self._folds, told=told)  # type: ignore[arg-type]
         try:
             by = OTHERS if self.stranger and name in ("launcher-b", "launcher-d") else OURS
             reconciler = self._born(sweep, process, TapedSlurm(jobs, self.most_jobs, tape, by, self.double))
@@ -204,45 +237,56 @@ class Stage:
             process = Process(name, over=True)
         if most != WHOLE:
             process = Process(name, over=True)
-        launchers = world.launchers | {name: process}
-        told = (*world.story, tape.told(name))
-        made = replace(world, files=self._from_disk(process.name), jobs=jobs, launchers=launchers, story=told)
-        return made, tape.new
+        new = {name: job for name, job in jobs.items() if name not in world.jobs}
+        return Block(self._from_disk(process.name), new, process, [], tape.told(name), tape.new)
 
     def _born(self, sweep: TapedSweep, process: Process, slurm: TapedSlurm) -> Reconciler:
         """The reconciler of a launcher that has just started, or of one that begins to look again."""
         if not process.memory:
             return self.reconciler(sweep, slurm, *UNSEEN)
         made, settler = object.__new__(self.reconciler), object.__new__(Settler)
-        memory = copy.deepcopy(process.memory)
+        memory = _copied(process.memory)
         vars(settler).update(self.settler, _sweep=sweep, _launcher=slurm, **memory.pop("settler"))
         vars(made).update(self._template, sweep=sweep, launcher=slurm, settler=settler, **memory)
         return made
 
     def agent(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
-        """The same for the leading agent of a job."""
-        process, job, witness = world.agents[name], world.jobs[name], list(world.witness)
-        self.show(world)
-        tape = Tape(process, most)
-        journal = TapedJournal(self.sweep.folder.journal, process, tape)
-        jobs = world.jobs
-        try:
-            self._lead(job, journal, tape, witness)
-            jobs = jobs | {name: replace(job, phase="over")}
-        except Halt:
-            process = replace(process, answers=tuple(tape.answers), known=tape.known)
+        """The same for the leading agent of a job, which sees its own journal and the claims."""
+        process, job = world.agents[name], world.jobs[name]
+        own = f"journal/{process.name}.jsonl"
+        files = frozenset(f for f in world.files.items() if f[0] == own or f[0].startswith("claims/"))
+        seen = (process.key, most, name, job.restart, files)
+        made = self._blocks.get(seen)
+        if made is None:
+            made = self._remembered(seen, self._run(world, process, job, most))
         agents = {n: a for n, a in world.agents.items() if n != name}
-        if jobs is world.jobs:
-            agents[name] = process
-        made = replace(
+        jobs = world.jobs
+        if made.over:
+            jobs = jobs | {name: replace(job, phase="over")}
+        else:
+            agents[name] = made.process
+        told = replace(
             world,
-            files=self._from_disk(process.name),
+            files=world.files | made.files,
             jobs=jobs,
             agents=agents,
-            witness=tuple(witness),
-            story=(*world.story, tape.told(f"agent of {name}")),
+            witness=(*world.witness, *made.witness),
+            story=(*world.story, made.told),
         )
-        return made, tape.new
+        return told, made.steps
+
+    def _run(self, world: World, process: Process, job: SmallJob, most: int) -> Block:
+        """Runs an agent on the files of a world, until it has to wait for others or dies."""
+        self.show(world)
+        tape, witness, over = Tape(process, most), list[str](), False
+        journal = TapedJournal(self.sweep.folder.journal, process, tape)
+        try:
+            self._lead(job, journal, tape, witness)
+            over = True
+        except Halt:
+            process = replace(process, answers=tuple(tape.answers), known=tape.known)
+        told = tape.told(f"agent of {job.job_id}")
+        return Block(self._from_disk(process.name), {}, process, witness, told, tape.new, over)
 
     def _lead(self, job: SmallJob, journal: TapedJournal, tape: Tape, witness: list[str]) -> None:
         """What ultrabench.agent.lead does, as far as others can see it."""
@@ -281,12 +325,13 @@ class Stage:
         self._on_disk = files
 
     def _from_disk(self, writer: str) -> dict[str, bytes]:
-        """The files after a process has written its journal and made its claims, which never change."""
+        """What a process has added: the journal it has written, and claims, which never change."""
         root, own = self.sweep.folder.path, f"journal/{writer}.jsonl"
         claims = {f"claims/{entry.name}" for entry in os.scandir(root / "claims")}
         changed = {*(claims - self._on_disk.keys()), *([own] if (root / own).exists() else ())}
-        self._on_disk = self._on_disk | {path: (root / path).read_bytes() for path in changed}
-        return self._on_disk
+        found = {path: (root / path).read_bytes() for path in changed}
+        self._on_disk = self._on_disk | found
+        return found
 
 
 def _end_of(task: Task, status: Status) -> dict[str, Any]:

@@ -47,7 +47,6 @@ MISTAKES = [
      "cannot run: tp=16 does not divide num_key_value_heads=8; choose another"),
     ("kernel dryrun pp=4 zero_stage=2", "cannot run: zero_stage=2 with pp=4 would run as zero_stage=1"),
     ("kernel dryrun cp=8 seq_len=4100", "cannot run: 2*cp=16 does not divide seq_len=4100"),
-    ("sweep launch sweep=playbook", "hardware=h100x8 with launcher=local"),
     ("sweep launch results_dir=FILE/r", "FILE/r"),
     ("sweep launch --detach results_dir=FILE/r", "FILE/r"),
     ("sweep launch --reuse some", "--reuse some; must be same"),
@@ -174,6 +173,12 @@ def test_gpus_that_are_not_here_are_refused(ultrabench, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nodes_that_are_not_here_are_refused_before_anything_is_planned(ultrabench, monkeypatch):
+    monkeypatch.setattr("ultrabench.cli.sweep.launch.make_plan", lambda config: pytest.fail("it is planned"))
+    line = one_line(ultrabench, "sweep", "launch", "sweep=playbook")
+    assert "sweep.nodes up to 64 of hardware=h100x8 with launcher=local" in line
+
+
 def content(sweep):
     return sorted(p.read_bytes() for p in sweep.path.rglob("*") if p.is_file())
 
@@ -185,12 +190,11 @@ def test_a_mistake_beside_a_sweep_is_one_line(ultrabench, sweep, command, line):
     assert content(sweep) == before
 
 
-@pytest.mark.parametrize("command", READERS)
 @pytest.mark.parametrize(
-    ("text", "line"),
-    [("{", "cannot read "), ("[]", "sweep.json"), ("{}", "sweep.json"),
-     ('{"schema_version": 2}', "sweep.json lacks sweep")],
-    ids=["torn", "list", "empty", "bare"],
+    ("command", "text", "line"),
+    [*((command, "{", "cannot read ") for command in READERS),
+     *(("sweep status", text, line) for text, line in [
+         ("[]", "sweep.json"), ("{}", "sweep.json"), ('{"schema_version": 2}', "sweep.json lacks sweep")])],
 )  # fmt: skip
 def test_a_sweep_json_that_cannot_be_read(ultrabench, sweep, command, text, line):
     sweep.sweep_json.write_text(text)
@@ -199,10 +203,11 @@ def test_a_sweep_json_that_cannot_be_read(ultrabench, sweep, command, text, line
     assert content(sweep) == before
 
 
-@pytest.mark.parametrize(("schema", "version"), [(1, "0.1.0"), (3, "0.9")])
 @pytest.mark.parametrize(
-    "command", [*READERS, "sweep launch model=tiny --detach", "sweep pause", "sweep resume", "sweep retry"]
-)
+    ("command", "schema", "version"),
+    [("sweep status", 3, "0.9"), *((command, 1, "0.1.0") for command in (
+        *READERS, "sweep launch model=tiny --detach", "sweep pause", "sweep resume", "sweep retry"))],
+)  # fmt: skip
 def test_a_sweep_of_another_version_is_refused(ultrabench, sweep, command, schema, version):
     old = {"schema_version": schema, "sweep": "quick-cpu", "provenance": {"version": version}}
     sweep.sweep_json.write_text(json.dumps(old))

@@ -17,7 +17,7 @@ from ultrabench.errors import counted
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import not_accepted
 from ultrabench.launchers.launcher import Launcher
-from ultrabench.launchers.open_sweep import OpenSweep, folder_of, open_sweep, require_program
+from ultrabench.launchers.open_sweep import OpenSweep, folder_of, open_sweep, require_local, require_program
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt
 from ultrabench.processes import own_name
@@ -45,6 +45,7 @@ def run_launch(
     """Launches and follows a sweep; returns the exit code."""
     config = load_config(overrides)
     require_program(config)
+    require_local(config)  # before the plan, which may take seconds
     folder = folder_of(config)
     if detach and config.launcher.name == "local":
         require_runs(make_plan(config))
