@@ -2,14 +2,16 @@
 
 import datetime
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.backends import cudnn
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor
 from torch.nn import attention
 
@@ -199,6 +201,47 @@ class PeerlessWarmup:
         if self.device.type == "cpu":  # type: ignore[attr-defined]
             return []
         return super()._get_init_p2p_neighbors_ops()  # type: ignore[misc,no-any-return]
+
+
+class BuffersOnDemand:
+    """A base class before PipelineStage that holds each receive buffer only while it is needed.
+
+    By itself torch makes two buffers for every micro-batch of a step and keeps them for ever.
+    """
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with patch.object(self, "device", torch.device("meta")):
+            return super()._prepare_forward_infra(*args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with patch.object(self, "device", torch.device("meta")):
+            return super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_recv_ops(self, recv_infos: Sequence[Any]) -> Any:
+        _move_buffers(recv_infos, self.device)  # type: ignore[attr-defined]
+        return super()._get_recv_ops(recv_infos)  # type: ignore[misc]
+
+    def _retrieve_recv_activations(self, chunk: int) -> Any:
+        received = super()._retrieve_recv_activations(chunk)  # type: ignore[misc]
+        _move_buffers(self.args_recv_info[chunk], torch.device("meta"))  # type: ignore[attr-defined]
+        return received
+
+    def _retrieve_recv_grads(self, chunk: int) -> Any:
+        received = super()._retrieve_recv_grads(chunk)  # type: ignore[misc]
+        _move_buffers(self.grad_recv_info[chunk], torch.device("meta"))  # type: ignore[attr-defined]
+        return received
+
+
+def _move_buffers(recv_infos: Sequence[Any], device: torch.device) -> None:
+    """Replaces the buffers by new ones on `device`; those on the meta device only say size and type."""
+    for info in recv_infos:
+        if (old := getattr(info, "buffer", None)) is not None:
+            info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
+
+
+def whole_backward(of_stage: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """The gradients of a stage's inputs, after a backward pass from its outputs; torch's own arguments."""
+    return stage_backward(of_stage["stage_output"], of_stage["output_grads"], of_stage["input_values"])
 
 
 GROUP_NAMES = {"default_pg": "world", "undefined": "ranks"}

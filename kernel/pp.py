@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from ultrabench.kernel.compat import PeerlessWarmup
+from ultrabench.kernel.compat import BuffersOnDemand, PeerlessWarmup, whole_backward
 from ultrabench.kernel.dp import COMPUTE_DTYPE
 from ultrabench.kernel.loss import Pending
 from ultrabench.kernel.mesh import local
@@ -23,7 +23,7 @@ SCHEDULES = {word: get_schedule_class(name) for word, name in _TORCH.items()}
 """Our name of a schedule -> its class in torch."""
 
 
-class Stage(PeerlessWarmup, PipelineStage):
+class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
     """A stage that passes targets to the last part of the model, and reports finished micro-batches."""
 
     progress: Callable[[], None]
@@ -41,13 +41,22 @@ class Stage(PeerlessWarmup, PipelineStage):
         self.progress()
         return out
 
-    def backward_maybe_with_nosync(self, backward_type, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """Runs a backward pass, in which products compute only the gradients that it is for."""
+    def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):  # type: ignore[no-untyped-def]
+        """Runs a backward pass, in which products compute only the gradients that it is for.
+
+        The last whole one reduces the gradients of each group of parameters as soon as they are complete, beside
+        the backward of the groups before. By itself torch would reduce all of them after it.
+        """
         self.ranks.wants_inputs, self.ranks.wants_weights = (
             backward_type != "weight",
             backward_type != "input",
         )
-        return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        if not last_backward or backward_type != "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        self.submod.set_is_last_backward(True)
+        self.submod.set_reshard_after_backward(True)
+        self.submod.set_requires_gradient_sync(True)
+        return whole_backward(bwd_kwargs), None
 
     def backward_one_chunk(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Runs torch's backward of a micro-batch, then calls `progress`."""

@@ -142,7 +142,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts the storages that `func` made."""
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = storage_of(tensor)
                 self._settle()  # its id may have belonged to a freed storage
                 if id(storage) not in self._live:

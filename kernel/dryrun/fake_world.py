@@ -86,7 +86,7 @@ class ShardedTensors:
         self._params = [param for group in groups if group for param in group.fsdp_params]
         for param in self._params:
             param._unsharded_param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda full: on_gradient(full.grad)
+                lambda full: None if full.grad is None else on_gradient(full.grad)
             )
 
     def gathered(self) -> Iterator[Tensor]:

@@ -50,15 +50,29 @@ def join(rank: int, world_size: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
-def count(spec: CheckSpec, rank: int, folder: Path) -> Any:
-    """Counts the collectives of the second step: the first makes optimizer states and warms caches."""
+class Order(CollectiveCounts):
+    """The collectives inside the `with` block, and the look-up of tokens, in order."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.names = list[str]()
+
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        before = {name: calls for name, (calls, _) in self.found.items()}
+        super().see(func, args, kwargs, out)
+        self.names += [name for name, (calls, _) in self.found.items() if calls != before.get(name)]
+        self.names += ["look-up"] * (func is torch.ops.aten.embedding.default)
+
+
+def count(spec: CheckSpec, rank: int, folder: Path, *, order: bool = False) -> Any:
+    """Counts or lists the collectives of the second step: the first makes optimizer states and warms caches."""
     join(rank, spec.layout.world_size, folder)
     trainer = TrainStep(in_precision(spec, "fp32"), torch.device("cpu"), build_mesh(spec.layout, "cpu"))
     batch = trainer.batch(1)
     trainer.update(trainer.accumulate(*batch))
-    with CollectiveCounts(trainer.mesh, trainer.cp_group) as counts:
+    with Order(trainer.mesh, trainer.cp_group) as counts:
         trainer.update(trainer.accumulate(*batch))
-    return dict(counts.found)
+    return counts.names if order else dict(counts.found)
 
 
 def train_a_step(trainer: TrainStep) -> None:
@@ -106,6 +120,7 @@ def answer(question: dict[str, Any]) -> None:
     answers: dict[str, Callable[[], Any]] = {
         "check": lambda: to_dict(run_check(spec)),
         "counts": partial(of_ranks, count, spec),
+        "order": partial(of_ranks, partial(count, order=True), spec),
         "costs": partial(of_ranks, cost, spec),
         "dry costs": partial(of_ranks, dry, spec, firsts),
     }
