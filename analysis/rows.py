@@ -31,7 +31,9 @@ Warn = Callable[[str], None]
 
 _PREDICTED = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
 """Columns that a claim's prediction gives, where their names have no `predicted_`."""
-_OF_TRAINING = frozenset({"gbs", "seq_len", "recompute", "compile", *MODEL, *AXES, *_PREDICTED})
+_OF_TRAINING = frozenset(
+    {"zero_shards", "gbs", "seq_len", "recompute", "compile", *MODEL, *AXES, *_PREDICTED}
+)
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
 _SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled"}
 _MEASURED = {f.name for f in fields(RunResult)} & {*SCHEMA.names} - _SPEED_OR_OTHER_TYPE

@@ -74,6 +74,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
     ),
     "Layout": (
         *(column(name, TEXT if name in TEXT_AXES else INT, MEANINGS[name]) for name in AXES),
+        column("zero_shards", INT, "Ranks among which ZeRO sharded: dp_shard, else dp*cp; 1 for zero_stage=0."),
         column("gbs", INT, "Sequences of a global batch: dp * mbs * gas."),
         column("seq_len", INT, "Tokens of a sequence."),
         column("recompute", TEXT, "Activation recomputation: none, selective or full."),

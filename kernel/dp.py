@@ -69,4 +69,5 @@ def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) 
 def begin_microbatch(model: FSDPModule, zero_stage: int, *, last: bool) -> None:
     """Says before a micro-batch whether its backward reduces gradients and frees parameters."""
     model.set_requires_gradient_sync(last or zero_stage >= 2)
+    model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or zero_stage == 3)

@@ -15,14 +15,14 @@ Part = tuple[tuple[int, int, int], ...]
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh of `layout`; the axis of dp is dp_replicate for ZeRO-0, dp_shard for ZeRO-1, 2 and 3.
+    """The mesh of `layout`; ZeRO shards along dp_shard, and the ranks along dp_replicate hold the same shards.
 
     The ranks of a context-parallel group hold the same parameters and different tokens, as the ranks of dp
-    do, so both share one axis.
+    do, so both share these axes.
     """
-    copies = layout.dp * layout.cp
-    replicate, shard = (copies, 1) if layout.zero_stage == 0 else (1, copies)
-    return init_device_mesh(device_type, (layout.pp, replicate, shard, layout.tp), mesh_dim_names=AXES)
+    replicas = layout.dp * layout.cp // layout.zero_shards
+    sizes = (layout.pp, replicas, layout.zero_shards, layout.tp)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
 def cp_group(layout: Layout) -> dist.ProcessGroup | None:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -53,6 +54,7 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         )
         if not last_backward or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        assert isinstance(self.submod, FSDPModule)
         self.submod.set_is_last_backward(True)
         self.submod.set_reshard_after_backward(True)
         self.submod.set_requires_gradient_sync(True)

@@ -33,20 +33,35 @@ def require_countable(axes: Axes, models: int) -> None:
         raise ConfigError(f"the axes have {number:,} combinations; {rule}")
 
 
-def layouts(axes: Axes, gpus: int, workload: Workload) -> Iterator[Layout]:
+DERIVED = ("gas", "dp_shard", "pp_schedule", "virtual_stages")
+"""Axes whose values in a layout depend on those of other axes."""
+
+
+def layouts(axes: Axes, gpus: int, gpus_per_node: int, workload: Workload) -> Iterator[Layout]:
     """All different layouts with dp*tp*pp*cp = gpus and dp*mbs*gas = gbs.
 
     dp follows from the other degrees, and gas from gbs, dp and mbs. Structural rules are applied later.
     """
-    free = [name for name in axes.layout if name not in ("gas", "pp_schedule", "virtual_stages")]
+    free = [name for name in axes.layout if name not in DERIVED]
     for values in product(*(sorted(set(axes.layout[name])) for name in free)):
         at = dict(zip(free, values, strict=True))
         dp, ranks_left = divmod(gpus, at["tp"] * at["pp"] * at["cp"])
         gas, batch_left = divmod(workload.gbs, dp * at["mbs"]) if dp else (0, 1)
         if ranks_left or batch_left:
             continue
-        for schedule, virtual_stages in dict.fromkeys(_schedules(axes, at["pp"], gas)):
-            yield Layout(dp=dp, gas=gas, pp_schedule=schedule, virtual_stages=virtual_stages, **at)
+        in_node = max(1, gpus_per_node // at["tp"])
+        shards = [_shards(word, dp * at["cp"], in_node, at["zero_stage"]) for word in axes.layout["dp_shard"]]
+        schedules = _schedules(axes, at["pp"], gas)
+        for (schedule, virtual_stages), dp_shard in dict.fromkeys(product(schedules, shards)):
+            at |= {"pp_schedule": schedule, "virtual_stages": virtual_stages, "dp_shard": dp_shard}
+            yield Layout(dp=dp, gas=gas, **at)
+
+
+def _shards(word: int | str, copies: int, in_node: int, zero_stage: int) -> int:
+    """The dp_shard of a layout for a value of the axis; `node` means all where that is the same."""
+    if word == "node":
+        return in_node if zero_stage and in_node < copies else 0
+    return 0 if word == "all" else int(word)
 
 
 def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
@@ -72,6 +87,16 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     # ZeRO shards over dp*cp ranks; with only one such rank every stage would be the same as ZeRO-0.
     if layout.zero_stage > 0 and layout.dp * layout.cp == 1:
         yield "zero_needs_dp", f"zero_stage={layout.zero_stage} needs dp*cp > 1; dp=1, cp=1"
+    # Shards and replicas fill dp*cp ranks; one shard would be ZeRO-0, and as many as ranks are all of them.
+    copies, shards = layout.dp * layout.cp, f"dp_shard={layout.dp_shard}"
+    if layout.dp_shard and layout.zero_stage == 0:
+        yield "dp_shard_divides_dp", f"{shards} needs zero_stage > 0; zero_stage=0 shards nothing"
+    if layout.dp_shard == 1:
+        yield "dp_shard_divides_dp", f"{shards} shards nothing; take zero_stage=0"
+    if layout.dp_shard == copies:
+        yield "dp_shard_divides_dp", f"{shards} is all of dp*cp={copies}; leave dp_shard out, or write all"
+    if layout.dp_shard and copies % layout.dp_shard:
+        yield "dp_shard_divides_dp", f"{shards} does not divide dp*cp={copies}"
     # With fewer than pp-1 micro-batches a pipeline is never filled.
     if layout.gas < layout.pp - 1:
         yield "enough_micro_batches", f"gas={layout.gas} is less than pp-1={layout.pp - 1}"

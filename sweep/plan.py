@@ -176,7 +176,7 @@ def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) 
     # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
     workload = replace(config.workload, gbs=nodes * per_node) if probes else config.workload
     place = {"nodes": nodes, "gpus_per_node": per_node}
-    for layout in layouts(config.axes, nodes * per_node, workload):
+    for layout in layouts(config.axes, nodes * per_node, per_node, workload):
         rule, reason = next(_rejections(config, layout, shape), (None, None))
         spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=config.kernel, **place)
         yield Candidate(

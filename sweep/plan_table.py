@@ -36,7 +36,7 @@ def place_of(spec: RunSpec) -> Row:
         "nodes": spec.nodes,
         "gpus_per_node": spec.gpus_per_node,
         "gpus": spec.layout.world_size,
-        **{name: getattr(spec.layout, name) for name in (*AXES, "gbs")},
+        **{name: getattr(spec.layout, name) for name in (*AXES, "zero_shards", "gbs")},
         "seq_len": spec.workload.seq_len,
     }
 

@@ -68,6 +68,7 @@ def options_of(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1) -> d
         "tp": _only(tps),
         "cp": _only(cps),
         "dp": _only(state.copies // cps[0] for state in states),
+        "dp_shard": _only(state.shards if 1 < state.shards < state.copies else 0 for state in states),
         "zero_stage": _only(3 if s.resharded else sharded if s.shards > 1 else 0 for s in states),
         "precision": _only(_PRECISIONS.get(state.dtypes, state.dtypes) for state in states),
         "recompute": _only(map(recompute_of, layers)),

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
-from ultrabench.allowed import Count, allowed_of, one_of, require_allowed
+from ultrabench.allowed import Count, allowed_of, at_least, one_of, require_allowed
 from ultrabench.errors import ConfigError
 
 PP_SCHEDULES = ("none", "1f1b", "afab", "interleaved", "zbv")
@@ -54,6 +54,10 @@ class Layout:
         "z", "What dp*cp ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.",
         default=0,
     )  # fmt: skip
+    dp_shard: Annotated[int, at_least(0)] = axis(
+        "shard", "Ranks among which a ZeRO stage shards, the others hold replicas; 0: all dp*cp ranks.",
+        default=0, implied=(0,),
+    )  # fmt: skip
     mbs: Count = axis("mbs", "Sequences of a micro-batch on one dp rank.", default=1)
     gas: Count = axis("gas", "Micro-batches of one optimizer step (gradient accumulation).", default=1)
     pp_schedule: Annotated[str, one_of(*PP_SCHEDULES)] = axis(
@@ -75,6 +79,11 @@ class Layout:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def zero_shards(self) -> int:
+        """Number of ranks among which the ZeRO stage shards; 1 where it shards nothing."""
+        return (self.dp_shard or self.dp * self.cp) if self.zero_stage else 1
 
     @property
     def num_stages(self) -> int:

@@ -34,6 +34,7 @@ class Workload:
 
 ADDED_LATER: dict[str, Any] = {
     "shape.head_dim": None, "shape.qk_norm": False, "shape.rope_scaling": None, "shape.sliding_window": None,
+    "layout.dp_shard": 0,
 }  # fmt: skip
 """Dotted name -> default of each field that was added to the identity after version 1. A field with its
 default is left out of the hash, so that old run_ids stay valid."""

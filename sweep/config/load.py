@@ -31,15 +31,16 @@ CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 
 def _axes(sweep: dict[str, Any]) -> Axes:
     """The axes of a sweep; an axis that the sweep does not name has its neutral value only."""
-    given = {name: _as_list(values) for name, values in sweep.items() if values is not None}
+    given: dict[str, Any] = {name: _as_list(values) for name, values in sweep.items() if values is not None}
     require_known("field of sweep", ("nodes", *AXES[1:], "models", *WORKLOAD), *given)
     for name, values in given.items():
         kind = tuple[str, ...] if name in TEXT_AXES else tuple[int, ...]
-        given[name] = value_from(kind, values, f"sweep.{name}")
+        # Values of dp_shard are words and numbers, which Axes checks.
+        given[name] = tuple(values) if name == "dp_shard" else value_from(kind, values, f"sweep.{name}")
     if "nodes" not in given:
         raise ConfigError("sweep lacks nodes: give a list such as sweep.nodes=[1,2]")
     usual: dict[str, Any] = {f.name: (f.default,) for f in fields(Layout) if f.name not in ("dp", "gas")}
-    layout = usual | {"pp_schedule": ("auto",), "virtual_stages": (2,)} | given
+    layout = usual | {"pp_schedule": ("auto",), "virtual_stages": (2,), "dp_shard": ("all",)} | given
     return Axes(nodes=layout.pop("nodes"), layout=layout)
 
 

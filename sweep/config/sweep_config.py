@@ -143,8 +143,12 @@ _ALLOWED = ALLOWED | {
     "nodes": at_least(1),
     "pp_schedule": one_of("auto", *PP_SCHEDULES[1:]),
     "virtual_stages": at_least(2),
+    "dp_shard": Allowed(
+        "all, node or a number >= 2",
+        lambda value: value in ("all", "node") or (type(value) is int and value >= 2),
+    ),
 }
-"""Name -> values that a sweep may list; they differ from those of a layout in the last two."""
+"""Name -> values that a sweep may list; they differ from those of a layout in the last three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +161,7 @@ class Axes:
 
     gas is always gbs / (dp * mbs); when values of gas are given, layouts with another gas are left out.
     The pp_schedule auto means 1f1b, or afab where gas < pp. virtual_stages is used by interleaved only.
+    The dp_shard all means all dp*cp ranks, node those of them that are on one node.
     """
 
     def __post_init__(self) -> None:

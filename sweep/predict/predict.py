@@ -75,7 +75,7 @@ def static_bytes(stage: Stage, spec: RunSpec) -> float:
     layout, shape, word = spec.layout, spec.shape, BYTES[spec.kernel.precision]
     master = max(word, 4)
     n = stage.num_params(shape) / layout.tp
-    shards = layout.dp * layout.cp
+    shards = layout.zero_shards
     state, grads, working = 3 * master * n, master * n, word * n
     if layout.zero_stage >= 1:
         state /= shards
@@ -129,7 +129,8 @@ def step_time_s(ranks: list[tuple[Stage, ...]], spec: RunSpec, hardware: Hardwar
 
     t = gas*max_i(t_i) + (sum_i(t_i) - max_i(t_i)) / v + t_dp + t_optimizer, with t_i the time of one
     micro-batch on pipeline rank i. The slowest rank sets the pace. The second term is the bubble of
-    filling and draining the pipeline, which is v times smaller with v stages on a rank.
+    filling and draining the pipeline, which is v times smaller with v stages on a rank. t_dp gathers parameters
+    and reduces gradients among s shards, and all-reduces 4 n / s bytes among r replicas.
     """
     layout, shape, word = spec.layout, spec.shape, BYTES[spec.kernel.precision]
     tokens = layout.mbs * spec.workload.seq_len / layout.cp
@@ -150,12 +151,17 @@ def step_time_s(ranks: list[tuple[Stage, ...]], spec: RunSpec, hardware: Hardwar
     slowest = max(per_rank)
     bubble = (sum(per_rank) - slowest) / layout.virtual_stages
     params = max(sum(stage.num_params(shape) for stage in stages) for stages in ranks) / layout.tp
-    dp_ranks = layout.dp * layout.cp
-    dp_link = hardware.link_bytes_per_s if spec.nodes == 1 else hardware.node_link_bytes_per_s
+    shards = layout.zero_shards
+    replicas = max(1, layout.dp * layout.cp // shards)  # a layout that a rule rejects may have none
     gathers = layout.gas if layout.zero_stage == 3 else 1
-    dp_bytes = 2 * (dp_ranks - 1) / dp_ranks * params * (4 + word * (gathers - 1))
-    optimizer = 30 * params / (dp_ranks if layout.zero_stage else 1) / hardware.hbm_bytes_per_s
-    return layout.gas * slowest + bubble + dp_bytes / (dp_link * LINK_EFFICIENCY) + optimizer
+    sharded = 2 * (shards - 1) / shards * params * (4 + word * (gathers - 1))
+    replicated = 2 * (replicas - 1) / replicas * params / shards * 4
+    inside, outside = hardware.link_bytes_per_s, hardware.node_link_bytes_per_s
+    dp_link = inside if spec.nodes == 1 else outside
+    in_node = shards * layout.tp <= hardware.gpus_per_node and layout.dp_shard
+    dp_s = sharded / (inside if in_node else dp_link) + replicated / dp_link
+    optimizer = 30 * params / shards / hardware.hbm_bytes_per_s
+    return layout.gas * slowest + bubble + dp_s / LINK_EFFICIENCY + optimizer
 
 
 def probe_step_time_s(spec: RunSpec, hardware: Hardware, settings: ProbeSettings) -> float:

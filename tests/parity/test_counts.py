@@ -55,6 +55,14 @@ def test_zero(counted: Callable[[str], list[Counts]], zero_stage: int) -> None:
         assert counts == ZERO[zero_stage]
 
 
+def test_hybrid(counted: Callable[[str], list[Counts]]) -> None:
+    """The counts of ZeRO-3 among the shards, and one all-reduce a group and step of 1/shards of all bytes."""
+    for counts in counted(f"dp=4 dp_shard=2 gas={GAS} zero_stage=3"):
+        assert counts.pop("dp_replicate all_reduce") == [GROUPS, PARAM_BYTES // 2]
+        assert counts.pop("world all_reduce") == NORM
+        assert counts == {name: value for name, value in ZERO[3].items() if name != "dp_shard all_reduce"}
+
+
 @pytest.mark.parametrize("gas", [1, 2])
 def test_tensor_parallel(counted: Callable[[str], list[Counts]], gas: int) -> None:
     """6 gathers and 4 reduce-scatters a layer, 2 for embedding and head, B*S*H elements each.
@@ -96,6 +104,13 @@ def test_zero3_pipeline(counted: Callable[[str], list[Counts]]) -> None:
     assert first["dp_shard reduce_scatter"][0] == 3 + 1
     assert last["dp_shard all_gather"][0] == 1 * (1 + GAS) + 1
     assert last["dp_shard reduce_scatter"][0] == 1 + 1
+
+
+def test_order(server: Server) -> None:
+    """Layer 0 is requested before the look-up of tokens, and gradients are reduced before the last backward ends."""
+    first, *_, last = server.ask("order", spec_of("dp=2 pp=2 gas=2 zero_stage=3"))
+    assert first[:3] == ["dp_shard all_gather", "dp_shard all_gather", "look-up"]
+    assert last.index("dp_shard reduce_scatter") < max(i for i, name in enumerate(last) if name == "pp send")
 
 
 def test_ring(counted: Callable[[str], list[Counts]]) -> None:

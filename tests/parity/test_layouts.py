@@ -33,6 +33,8 @@ CASES = [
     "dp=2 mbs=2", "dp=2 zero_stage=1 gas=4", "dp=2 zero_stage=2 gas=4", "dp=2 zero_stage=3 gas=4",
     "dp=2 zero_stage=0 gas=4", "dp=3 zero_stage=0 gas=2", "dp=3 zero_stage=1 gas=2",
     "dp=3 zero_stage=3 mbs=2 few", "dp=4 zero_stage=2 gas=2", "dp=2 zero_stage=3 tied",
+    # Shards among some of the ranks, replicas on the others.
+    "dp=4 zero_stage=1 dp_shard=2 gas=2", "dp=4 zero_stage=2 dp_shard=2 gas=3", "dp=2 cp=2 zero_stage=3 dp_shard=2 gas=2",
     # Tensor parallel alone, grouped and plain heads.
     "tp=2", "tp=2 gas=2 mbs=2 qwen", "tp=2 mha", "tp=4 mha", "tp=2 tied gas=2",
     # Pipelines alone; gas = pp - 1 only fills them as afab.

@@ -189,12 +189,13 @@ small = st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple)
 axes = st.fixed_dictionaries({
     "tp": small, "pp": small, "cp": small, "mbs": small, "pp_schedule": st.just(("auto",)),
     "zero_stage": st.lists(st.integers(0, 3), min_size=1, max_size=5).map(tuple), "virtual_stages": st.just((2,)),
+    "dp_shard": st.just(("all",)),
 }).map(lambda layout: Axes(nodes=(1,), layout=layout))  # fmt: skip
 
 
 @given(axes=axes, gpus=st.sampled_from((4, 12, 24)), gbs=st.sampled_from((8, 12, 48)))
 def test_the_grid_is_every_combination_that_fits_once(axes, gpus, gbs):
-    found = list(layouts(axes, gpus, Workload(seq_len=8, gbs=gbs)))
+    found = list(layouts(axes, gpus, 4, Workload(seq_len=8, gbs=gbs)))
     assert len(found) == len(set(found))
     at = axes.layout
     by_hand = {
@@ -278,3 +279,28 @@ def test_a_grid_of_millions_is_refused_with_its_size_before_it_is_enumerated():
     ):
         make_plan(config)
     assert time.process_time() - began < 1.0
+
+
+def test_shards_are_all_ranks_those_of_a_node_or_a_number():
+    words = ["sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[2]", "sweep.tp=[2,8]", "sweep.pp=[1]"]
+    words += ["sweep.zero_stage=[0,3]", "sweep.mbs=[1]", "sweep.gas=null"]
+    candidates = make_plan(load_config([*words, "sweep.dp_shard=[node,all,3,8]"])).candidates
+    found = {(c.layout.tp, c.layout.zero_stage, c.layout.dp_shard): (c.rule, c.reason) for c in candidates}
+    rule = "dp_shard_divides_dp"
+    assert found == {
+        (2, 0, 0): (None, None), (2, 3, 0): (None, None), (2, 3, 4): (None, None),
+        (2, 0, 3): (rule, "dp_shard=3 needs zero_stage > 0; zero_stage=0 shards nothing"),
+        (2, 0, 8): (rule, "dp_shard=8 needs zero_stage > 0; zero_stage=0 shards nothing"),
+        (2, 3, 3): (rule, "dp_shard=3 does not divide dp*cp=8"),
+        (2, 3, 8): (rule, "dp_shard=8 is all of dp*cp=8; leave dp_shard out, or write all"),
+        (8, 0, 0): (None, None), (8, 3, 0): (None, None),
+        (8, 0, 3): (rule, "dp_shard=3 needs zero_stage > 0; zero_stage=0 shards nothing"),
+        (8, 0, 8): (rule, "dp_shard=8 needs zero_stage > 0; zero_stage=0 shards nothing"),
+        (8, 3, 1): (rule, "dp_shard=1 shards nothing; take zero_stage=0"),
+        (8, 3, 3): (rule, "dp_shard=3 does not divide dp*cp=2"),
+        (8, 3, 8): (rule, "dp_shard=8 does not divide dp*cp=2"),
+    }  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"sweep.dp_shard=\['nod'\]; each must be all, node or a number >= 2"
+    ):
+        load_config([*words, "sweep.dp_shard=[nod]"])

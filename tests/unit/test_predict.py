@@ -108,3 +108,11 @@ def test_zero_one_shards_the_optimizer():
     whole = predicted(Layout(dp=8), shape).peak_mem_bytes
     sharded = predicted(Layout(dp=8, zero_stage=1), shape).peak_mem_bytes
     assert whole - sharded == pytest.approx(12 * shape.num_params * 7 / 8)
+
+
+def test_shards_inside_a_node_need_more_bytes_than_all_and_less_time_between_nodes():
+    shape, everywhere = load_model("8B"), Layout(dp=16, zero_stage=3, gas=8)
+    inside = replace(everywhere, dp_shard=8)
+    all_of_them, in_node = (predicted(layout, shape, nodes=2) for layout in (everywhere, inside))
+    assert in_node.peak_mem_bytes - all_of_them.peak_mem_bytes == pytest.approx(16 * shape.num_params / 16)
+    assert in_node.step_time_s < all_of_them.step_time_s
