@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ultrabench.kernel.compat import activate_flash3, has_cudnn_attention
 from ultrabench.kernel.cp import ring_attention
 from ultrabench.kernel.model import Attention, Decoder, causal_attention
+from ultrabench.kernel_config import KernelConfig
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
@@ -22,8 +23,8 @@ BACKENDS = {
 """Our word for an implementation -> torch's; flash3 replaces the kernels of torch's flash attention."""
 
 
-def implementation(asked: str, precision: str, head_width: int, device: torch.device) -> str:
-    """The implementation that runs where `asked` is given: cudnn, flash, flash3 or math.
+def implementation(kernel: KernelConfig, head_width: int, device: torch.device) -> str:
+    """The implementation that runs where `kernel` asks for one: cudnn, flash, flash3 or math.
 
     auto is flash on CPUs. On GPUs it is what torch prefers: cuDNN on Hopper and Blackwell where it is new enough,
     else flash; these compute in 16 bit only, so that fp32 and fp64 take math.
@@ -31,15 +32,12 @@ def implementation(asked: str, precision: str, head_width: int, device: torch.de
     Raises:
         ConfigError: flash3 is asked for and not installed.
     """
-    if asked == "flash3":
+    if kernel.attention == "flash3":
         activate_flash3()
-    if asked != "auto":
-        return asked
-    if device.type == "cpu":
-        return "flash"
-    if precision != "bf16":
-        return "math"
-    return "cudnn" if head_width % 8 == 0 and head_width <= 128 and has_cudnn_attention(device) else "flash"
+    if kernel.attention != "auto" or device.type == "cpu":
+        return kernel.attention.replace("auto", "flash")
+    fits = head_width % 8 == 0 and head_width <= 128 and has_cudnn_attention(device)
+    return "math" if kernel.precision != "bf16" else "cudnn" if fits else "flash"
 
 
 def pinned_attention(chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
@@ -53,7 +51,6 @@ def apply_attention(model: Decoder, chosen: str, group: ProcessGroup | None) -> 
     for layer in model.layers.values():
         attention = layer.attention
         assert isinstance(attention, Attention)
-        if group is None:
-            attention.core = partial(pinned_attention, chosen)
-        else:
-            attention.core = partial(ring_attention, group.group_name, chosen)
+        attention.core = (
+            partial(ring_attention, group.group_name, chosen) if group else partial(pinned_attention, chosen)
+        )

@@ -99,52 +99,36 @@ EXPENSIVE = frozenset(
 """Operators whose results are worth their memory: matrix products, attention and sums over ranks."""
 
 
-def attention_forward(
-    chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Attention over one part of the keys, B x N x S x D, and the log of its softmax sums.
+def attention_forward(chosen: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention over one part of the keys, and the log of its softmax sums.
 
-    The log has the shape B x N x S, with cuDNN B x N x S x 1.
+    q is B x N x S x D like the output, k and v are B x K x S x D; the log is B x N x S, with cuDNN B x N x S x 1.
     """
     if chosen == "cudnn":
-        out, log_sum, *_ = _aten._scaled_dot_product_cudnn_attention(
-            q_BNSD, k_BKSD, v_BKSD, None, True, 0.0, causal
-        )
-        return out, log_sum
-    flash = _aten._scaled_dot_product_flash_attention
-    flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
-    out, log_sum, *_ = (flash if q_BNSD.is_cuda else flash_on_cpu)(q_BNSD, k_BKSD, v_BKSD, 0.0, causal)
-    return out, log_sum
+        found = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+    elif q.is_cuda:
+        found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    else:
+        found = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return found[0], found[1]
 
 
 def attention_backward(
-    chosen: str,
-    grad: Tensor,
-    q_BNSD: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    causal: bool,
+    chosen: str, grad: Tensor, q: Tensor, out: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
-    tensors = (grad, q_BNSD, k_BKSD, v_BKSD, out, log_sum.contiguous())
-    lengths = (q_BNSD.shape[2], k_BKSD.shape[2])
+    tensors, more = (grad, q, k, v, out, log_sum.contiguous()), (q.shape[2], k.shape[2], 0.0, causal)
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
+    unused = torch.zeros(2, dtype=torch.int64 if chosen == "cudnn" else torch.uint64, device=q.device)
     if chosen == "cudnn":
-        unused = torch.zeros((), dtype=torch.int64, device=q_BNSD.device)
-        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            *tensors, unused, unused, None, None, None, *lengths, 0.0, causal
-        )
-    elif q_BNSD.is_cuda:
-        unused = torch.zeros(2, dtype=torch.uint64, device=q_BNSD.device)
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            *tensors, None, None, *lengths, 0.0, causal, unused, unused[:1]
-        )
+        rest: tuple[Any, ...] = (unused[0], unused[1], None, None, None, *more)
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(*tensors, *rest)
+    elif q.is_cuda:
+        rest = (None, None, *more, unused, unused[:1])
+        grads = _aten._scaled_dot_product_flash_attention_backward(*tensors, *rest)
     else:
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal)
-    return dq, dk, dv
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal)
+    return grads  # type: ignore[no-any-return]
 
 
 def has_cudnn_attention(device: torch.device) -> bool:
@@ -153,10 +137,8 @@ def has_cudnn_attention(device: torch.device) -> bool:
     So it does on Hopper and Blackwell from cuDNN 9.15.1 on; before that sequences had to be multiples of 128
     (ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
     """
-    if torch.version.hip is not None:
-        return False
-    version: int = cudnn.version() or 0  # type: ignore[no-untyped-call]
-    return torch.cuda.get_device_capability(device)[0] in (9, 10) and version > 91500
+    new = torch.version.hip is None and (cudnn.version() or 0) > 91500  # type: ignore[no-untyped-call]
+    return new and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def activate_flash3() -> None:
@@ -165,13 +147,11 @@ def activate_flash3() -> None:
     Raises:
         ConfigError: this torch does not know it, or its package is not installed.
     """
-    advice = (
-        "needs torch >= 2.11 and the package flash_attn_interface on the nodes; take kernel.attention=auto"
-    )
     try:
         attention.activate_flash_attention_impl("FA3")
     except (AttributeError, ImportError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"kernel.attention=flash3: {error}; it {advice}") from error
+        advice = "it needs the package flash_attn_interface on the nodes; take kernel.attention=auto"
+        raise ConfigError(f"kernel.attention=flash3: {error}; {advice}") from error
 
 
 def group_of(name: str) -> dist.ProcessGroup:

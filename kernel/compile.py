@@ -21,13 +21,12 @@ class GraphCounter:
 
     def __init__(self, backend: str) -> None:
         """`backend` is a name that torch.compile knows: inductor, or aot_eager for checks."""
-        self.graphs = 0
-        self._compiler = compiler_of(backend)
+        self.graphs, self._backend = 0, backend
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         """Compiles a graph with its backward."""
         self.graphs += 1
-        return self._compiler(graph, inputs, **options)
+        return compiler_of(self._backend)(graph, inputs, **options)
 
 
 def apply_compile(model: Decoder, backend: GraphCounter) -> None:

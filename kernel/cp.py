@@ -130,6 +130,8 @@ def _ring_backward(
 # For torch.compile all turns of the ring are one operator, into which it does not look.
 _forward_op = torch.library.custom_op("ultrabench::ring_forward", _ring_forward, mutates_args=())
 _backward_op = torch.library.custom_op("ultrabench::ring_backward", _ring_backward, mutates_args=())
+RING_FORWARD = torch.ops.ultrabench.ring_forward.default
+"""The operator of a compiled ring, whose results include those of attention."""
 
 
 @_forward_op.register_fake

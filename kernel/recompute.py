@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ultrabench.kernel.compat import EXPENSIVE, uncompiled
+from ultrabench.kernel.cp import RING_FORWARD
 from ultrabench.kernel.model import Decoder
 
 
@@ -41,7 +42,8 @@ def _selection() -> Any:
 
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = op in EXPENSIVE or op is RING_FORWARD
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_of(layer: Any) -> str:

@@ -72,9 +72,8 @@ class TrainStep:
         layout = self.layout = spec.layout
         self.spec, self.device, self.mesh = spec, device, mesh
         self.clip_norm, self.progress = clip_norm, progress
-        self.compiler = GraphCounter(backend) if spec.compiles else None
-        asked, width = spec.kernel, spec.shape.head_width
-        self.attention = implementation(asked.attention, asked.precision, width, device)
+        self.compiler = GraphCounter(backend)
+        self.attention = implementation(spec.kernel, spec.shape.head_width, device)
         self.at = layout.coordinates(dist.get_rank())
         self.spans = cp.spans(spec.workload.seq_len, layout.cp, self.at.cp)
         self.cp_group = cp_group(layout)
@@ -117,7 +116,7 @@ class TrainStep:
         apply_attention(model, self.attention, self.cp_group)
         apply_tp(model, self.tp)
         apply_recompute(model, choice.recompute)
-        if self.compiler is not None:
+        if spec.compiles:
             apply_compile(model, self.compiler)
         apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision)
         initialise(model, sizes, spec.workload.seed, self.device, self.tp.group)
@@ -127,11 +126,6 @@ class TrainStep:
                 module.unshard()
                 module.reshard()
         return model
-
-    @property
-    def graphs(self) -> int:
-        """The number of graphs that were compiled so far; 0 where the layers run eagerly."""
-        return 0 if self.compiler is None else self.compiler.graphs
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of this rank in `step`: gas*mbs x S/cp tokens each, on the device."""

@@ -64,7 +64,7 @@ class Timing:
         number, synchronize = self.done_steps + 1, torch.get_device_module(self.device).synchronize
         self.report.enter(DATA, number)
         batch = self.trainer.batch(number)
-        graphs = self.trainer.graphs
+        graphs = self.trainer.compiler.graphs
         synchronize()
         start = time.perf_counter()
         self.report.enter(FORWARD_BACKWARD, number)
@@ -73,7 +73,7 @@ class Timing:
         mean_loss = self.trainer.update(mean_loss)
         synchronize()
         self._record(number, time.perf_counter() - start, float(mean_loss))
-        self.compiled = self.trainer.graphs > graphs
+        self.compiled = self.trainer.compiler.graphs > graphs
 
     def _record(self, number: int, seconds: float, loss: float) -> None:
         if not math.isfinite(loss):
@@ -119,7 +119,7 @@ class Timing:
                 return
             if left:
                 self.step()
-        found = f"layers were still compiled in step {self.done_steps}, {self.trainer.graphs} graphs in all"
+        found = f"layers were still compiled in step {self.done_steps}, {self.trainer.compiler.graphs} graphs in all"
         raise RuntimeError(f"{found}; take kernel.compile=false")
 
     def _flops_of_a_step(self) -> float:
@@ -137,8 +137,9 @@ class Timing:
             self.step()
         self.report.write("ran", options=require_as_asked(self.trainer, seen))
         self.report.phase("warmup")
-        counted = self.measure.warmup_steps > 1 and not self.task.spec.kernel.compile
-        flops = self._flops_of_a_step() if counted else None
+        # Torch hides the attention that a compiled layer computes again.
+        hidden = self.task.spec.compiles and self.task.spec.kernel.recompute != "none"
+        flops = None if hidden or self.measure.warmup_steps == 1 else self._flops_of_a_step()
         self._warm_up()
         # If one rank collected garbage during a measured step, all other ranks would wait for it.
         gc.collect()
@@ -164,7 +165,7 @@ class Timing:
             loss_final=self.loss_final,
             hardware_flops_per_step=flops,
             omp_num_threads=torch.get_num_threads(),
-            graphs=self.trainer.graphs,
+            graphs=self.trainer.compiler.graphs,
         )
 
 

@@ -130,7 +130,7 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
             spec.steps, trainer.params, lambda step: trainer.accumulate(*trainer.batch(step)), trainer.update
         )
     require_as_asked(trainer, seen, spec.steps)
-    found |= {"parts": trainer.parts, "graphs": trainer.graphs}
+    found |= {"parts": trainer.parts, "graphs": trainer.compiler.graphs}
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 

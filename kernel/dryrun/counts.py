@@ -38,6 +38,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.beside: tuple[Observer, ...] = ()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Yes: compiled layers run as they are, and the operators that they call are seen."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Lets DTensor turn its operators into operators on plain tensors, which then arrive here."""
         if any(issubclass(t, DTensor) for t in types):
@@ -93,8 +98,8 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
     """Counts the FLOPs of matrix products and attention inside the `with` block, in `flops`.
 
     Causal attention counts like full attention: two products of q.shape[2] x k.shape[2] x D for each head in
-    forward, and five in backward, which recomputes the scores (arXiv 2205.14135, algorithm 4). Operators
-    inside of a function that torch.compile has fused are not seen.
+    forward, and five in backward, which recomputes the scores (arXiv 2205.14135, algorithm 4). In compiled layers
+    these are still operators of torch, which inductor calls, except those in kernels that it generates.
     """
 
     def __init__(self) -> None:

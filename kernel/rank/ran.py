@@ -73,7 +73,7 @@ def options_of(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1) -> d
         "precision": _only(_PRECISIONS.get(state.dtypes, state.dtypes) for state in states),
         "recompute": _only(map(recompute_of, layers)),
         "compile": all(uncompiled(layer.forward) is not layer.forward for layer in layers)
-        and trainer.graphs > 0,
+        and trainer.compiler.graphs > 0,
         "attention": _only(getattr(layer.attention.core, "args", ("any",))[-1] for layer in layers),
     }
 

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ultrabench.errors import ConfigError
-from ultrabench.kernel import attention, cp
+from ultrabench.kernel import attention, cp, recompute
 from ultrabench.kernel.compat import attention_backward, attention_forward
+from ultrabench.kernel_config import KernelConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 B, S, N, K, D = 2, 16, 4, 2, 8
@@ -51,16 +53,19 @@ def test_what_runs(
 ) -> None:
     """On a GPU for which torch prefers cuDNN; without it auto is flash."""
     monkeypatch.setattr(attention, "has_cudnn_attention", lambda _: True)
-    assert attention.implementation(asked, precision, head_width, device) == runs
+    kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
+    assert attention.implementation(kernel, head_width, device) == runs
     monkeypatch.setattr(attention, "has_cudnn_attention", lambda _: False)
     without = "flash" if asked == "auto" and runs == "cudnn" else runs
-    assert attention.implementation(asked, precision, head_width, device) == without
+    assert attention.implementation(kernel, head_width, device) == without
 
 
 def test_flash3_that_is_not_installed_is_told_in_one_line() -> None:
     """The package flash_attn_interface exists for GPUs only."""
     with pytest.raises(ConfigError) as raised:
-        attention.implementation("flash3", "bf16", 128, GPU)
+        attention.implementation(
+            KernelConfig(name="embedded", attention="flash3", precision="bf16"), 128, GPU
+        )
     assert "kernel.attention=flash3: " in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -72,6 +77,11 @@ def test_the_operators_of_cudnn_take_our_arguments() -> None:
     assert (out.shape, log_sum.numel(), log_sum.dtype) == (q.shape, B * N * S, torch.float32)
     grads = attention_backward("cudnn", out, q, out, log_sum, k, k, causal=True)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+
+
+def test_selective_recomputation_keeps_a_compiled_ring() -> None:
+    """It holds the results of attention, which selective recomputation keeps."""
+    assert recompute._keep(None, cp.RING_FORWARD) == CheckpointPolicy.MUST_SAVE
 
 
 @pytest.fixture

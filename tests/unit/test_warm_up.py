@@ -15,7 +15,7 @@ class Compiling(Timing):
 
     def __init__(self, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
         task: Any = SimpleNamespace(measure=measure(warmup_steps=2), device="cpu")
-        trainer: Any = SimpleNamespace(device=torch.device("cpu"), graphs=0)
+        trainer: Any = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(graphs=0))
         report: Any = None
         super().__init__(task, trainer, report)
         self.last = last
@@ -26,7 +26,7 @@ class Compiling(Timing):
         """One more step."""
         self.done_steps += 1
         self.compiled = self.done_steps <= self.last
-        self.trainer.graphs += self.compiled  # type: ignore[misc]
+        self.trainer.compiler.graphs += self.compiled  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("last", "steps"), [(0, 2), (1, 2), (2, 3), (5, 6)])
