@@ -49,6 +49,6 @@ def test_both_stages_leave_a_trace_and_a_summary_after_the_measured_steps(bench)
 
 
 def test_a_program_of_the_users_has_its_own_profiler(bench):
-    done = bench.done("sweep", "launch", *bench.overrides("ok", "profile=true"))
+    done = bench.here("sweep", "launch", *bench.overrides("ok", "profile=true"))
     assert done.returncode == 2
     assert "kernel=command" in done.stderr

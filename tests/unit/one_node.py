@@ -7,12 +7,15 @@ import json
 import sys
 from pathlib import Path
 
-from tests.configs import measure as measure_of
+import yaml
+
+import ultrabench
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import gpus
 from ultrabench.agent.ranks.node import Cleaned, Node
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
+from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.processes import become_subreaper
 from ultrabench.record import to_dict
@@ -23,6 +26,10 @@ TINY = ModelShape(
     name="tiny", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=2, vocab_size=128, tie_word_embeddings=False,
 )  # fmt: skip
+# Composing the configuration would take longer than all else that this process does.
+MEASURE = Measure(
+    **yaml.safe_load((Path(ultrabench.__file__).parent / "configs/measure/default.yaml").read_text())
+)
 
 
 def task(code: str, device: str) -> Task:
@@ -32,7 +39,7 @@ def task(code: str, device: str) -> Task:
         kernel=KernelConfig(name="code", kind="command", command=("python", code)), nodes=1, gpus_per_node=1,
     )  # fmt: skip
     return Task(
-        run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=measure_of(), device=device, rank_mem_bytes=2**30,
+        run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=MEASURE, device=device, rank_mem_bytes=2**30,
         predicted_step_time_s=0.01, predicted_duration_s=1.0, limit_s=60.0,
     )  # fmt: skip
 
