@@ -26,8 +26,10 @@ def test_every_file_that_a_rank_imports_counts():
     code = (
         "import sys, importlib, pathlib\n"
         "import ultrabench\n"
-        "for path in sorted((pathlib.Path(ultrabench.__file__).parent / 'kernel').rglob('*.py')):\n"
-        "    importlib.import_module('ultrabench.kernel.' + path.stem if path.stem != '__init__' else 'ultrabench.kernel')\n"
+        "root = pathlib.Path(ultrabench.__file__).parent\n"
+        "for path in sorted((root / 'kernel').rglob('*.py')):\n"
+        "    parts = path.relative_to(root).with_suffix('').parts\n"
+        "    importlib.import_module('.'.join(('ultrabench', *parts)).removesuffix('.__init__'))\n"
         "print(*(m.__file__ for n, m in list(sys.modules.items()) if n.startswith('ultrabench.')))\n"
     )
     told = subprocess.run(

@@ -101,6 +101,11 @@ def test_static_memory_of_one_process_by_hand():
     needed = predicted(Layout(dp=1), shape, seq_len=1).peak_mem_bytes
     layer = (10 + 2 * 3) * shape.hidden_size + 8 * shape.intermediate_size
     assert needed == pytest.approx(18 * shape.num_params + layer)
+    # 32 heads of 128 channels are 4,096 for q, k, v and the output each; q and k are kept before their norms, too.
+    shape = replace(shape, head_dim=128, qk_norm=True)
+    needed = predicted(Layout(dp=1), shape, seq_len=1).peak_mem_bytes
+    layer = 2 * (4 * shape.hidden_size + (4 + 2) * 4096 + 4 * shape.intermediate_size)
+    assert needed == pytest.approx(18 * shape.num_params + layer)
 
 
 def test_zero_one_shards_the_optimizer():
