@@ -184,15 +184,19 @@ def test_a_preflight_names_the_rank_that_failed_and_not_those_that_waited_for_it
 def test_the_facts_of_an_ok_run():
     done = {"event": "done", "stopped": "interval", "hardware_flops_per_step": 4e9}
     progress = progress_of([
-        ok(done=done | {"graphs": 1}, ran={"attention": "cudnn"}, memory={"allocated_bytes": 10, "reserved_bytes": 30}),
+        ok(done=done | {"graphs": 1}, memory={"allocated_bytes": 10, "reserved_bytes": 30},
+           steps=steps_with(0, gradient_norm=2.5)),
         ok(done=done | {"graphs": 2}, memory={"allocated_bytes": 20, "reserved_bytes": 25}),
     ])  # fmt: skip
     progress.environment = {"gpu_name": "cpu", "torch_version": "2.13.0", "omp_num_threads": 1}
+    options = {"attention": "cudnn", "tp": 2, "compile": False}
+    progress.add([{"rank": 0, "line": parse_line(json.dumps({"event": "ran", "options": options}))}])
     progress.first_step = progress.started + 1.5
     result = classify(progress, TASK, None)
     expected = {
         "status": Status.OK, "stopped": "interval", "ci_reached": True, "measured_by": "report",
         "hardware_flops_per_step": 4e9, "graphs": 2, "attention": "cudnn",
+        "ran": {"attention": "cudnn", "tp": "2", "compile": "False"}, "gradient_norm": 2.5,
         "peak_mem_allocated_bytes": 20, "peak_mem_reserved_bytes": 30, "peak_mem_reserved_rank0_bytes": 30,
         "gpu_name": "cpu", "torch_version": "2.13.0", "omp_num_threads": 1,
         "evidence": {}, "loss_final": pytest.approx(4.6), "init_time_s": pytest.approx(1.5),
