@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -46,13 +47,20 @@ def test_every_check_is_a_command_that_the_cli_takes(monkeypatch):
 
 
 def test_sweeps_have_the_published_layouts(monkeypatch):
-    planned = {}
+    planned, status = {}, "ok"
 
     def sweep(self, name, *overrides):
         config = load_config([*overrides, f"hardware={self.hardware}", f"name={name}", "sweep.nodes=[1]"])
         planned[name] = make_plan(config).runs
-        row = {"run_id": "x", "tokens_per_s_per_gpu": 5200.0, "mfu": 0.3, "peak_flops_per_s": 989e12}
-        return [row, {**row, "mfu": None}], {}
+        row = {
+            "run_id": "x",
+            "tokens_per_s_per_gpu": 5200.0,
+            "mfu": 0.3,
+            "peak_flops_per_s": 989e12,
+            "suspect": None,
+        }
+        ends = {"status": status, "reason": "no room", "peak_mem_allocated_bytes": 1019}
+        return [row | ends, row | ends | {"mfu": None}], {"x": planned[name][0].spec}
 
     monkeypatch.setattr(gpu_check.Machine, "sweep", sweep)
     told = [
@@ -67,7 +75,16 @@ def test_sweeps_have_the_published_layouts(monkeypatch):
         "gpu-check-8B-compiled": both,
         "gpu-check-1B": {"dp8 tp1 pp1 z0 mbs2 gas16"},
     }
-    list(gpu_check.lines_of("memory", machine()))
+    status, cost = "ok", Mock(peak_bytes=1000)
+    monkeypatch.setattr(gpu_check, "dry_run", lambda spec: [cost])
+    ((_, memory),) = gpu_check.lines_of("memory", machine())
+    passed, found = memory()
+    assert passed
+    assert found.endswith("(+1.9%)")
+    cost.peak_bytes = 990
+    assert not memory()[0]
+    status = "oom"
+    assert memory() == (False, "x oom: no room; x oom: no room")
     assert {run.layout.label() for run in planned["gpu-check-memory"]} > {"dp8 tp1 pp1 z3 mbs1 gas2"}
 
 
@@ -119,14 +136,12 @@ def test_what_passed_is_kept_until_it_is_asked_for_again(monkeypatch, tmp_path):
 
 
 @pytest.mark.parity
-def test_lines_on_processes_of_this_machine(tmp_path):
-    words = ("--cpu", "--only", "check: tp=2", "--only", "memory", "--out", tmp_path / "out.json")
+def test_a_line_on_processes_of_this_machine(tmp_path):
+    words = ("--cpu", "--only", "check: dp=1 gas", "--out", tmp_path / "out.json")
     done = subprocess.run(
         (sys.executable, "benchmarks/gpu_check.py", *words), cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = json.loads((tmp_path / "out.json").read_text())["lines"]
-    assert {key: line["status"] for key, line in lines.items()} == {
-        "check: tp=2 gas=2 fp64": "pass", "memory: dp2 tp1 pp1 z3 mbs1 gas2, live bytes": "pass",
-    }  # fmt: skip
-    assert "GiB, dry run" in done.stdout
+    assert {key: line["status"] for key, line in lines.items()} == {"check: dp=1 gas=2 fp64": "pass"}
+    assert "of 1e-10" in done.stdout
