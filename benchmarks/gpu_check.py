@@ -52,7 +52,7 @@ CHECKS = {
         "cp=2 gas=2",
         "cp=2 attention=flash",
     ),
-    4: ("pp=4 gas=4 model=tiny-gqa", "dp=2 tp=2 zero_stage=2 gas=2"),
+    4: ("pp=4 gas=4 model=tiny-gqa", "dp=2 tp=2 zero_stage=2 gas=2", "dp=4 dp_shard=2 zero_stage=3 gas=2"),
     8: ("dp=2 tp=2 pp=2 zero_stage=1 gas=4", "dp=2 tp=2 cp=2 zero_stage=3 gas=2", "dp=8 zero_stage=3"),
 }
 """Number of ranks -> layouts; tiny-gqa has tied embeddings, of which middle stages of a pipeline hold none."""
