@@ -1,6 +1,7 @@
 """The shape of a Llama-style decoder, with the field names of a Hugging Face `config.json`."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 from ultrabench.allowed import Allowed, Count, Positive, at_least, require_allowed
@@ -35,7 +36,7 @@ class RopeScaling:
             raise ConfigError(f"rope_scaling.high_freq_factor={self.high_freq_factor:g}; must be above {low}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: plans ask for its sizes a million times
 class ModelShape:
     """All sizes of a model that decide its memory and its FLOPs."""
 
@@ -79,17 +80,17 @@ class ModelShape:
         """Width of one attention head: head_dim where it is given."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    @property
+    @cached_property
     def q_width(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.head_width
 
-    @property
+    @cached_property
     def kv_width(self) -> int:
         """Width of all key heads together, and of all value heads."""
         return self.num_key_value_heads * self.head_width
 
-    @property
+    @cached_property
     def layer_matmul_params(self) -> int:
         """Number of parameters of one decoder layer that take part in matrix products.
 
@@ -97,7 +98,7 @@ class ModelShape:
         """
         return self.hidden_size * (2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate_size)
 
-    @property
+    @cached_property
     def layer_params(self) -> int:
         """Number of all parameters of one decoder layer: its matrices and the weights of its RMSNorms."""
         return self.layer_matmul_params + 2 * self.hidden_size + 2 * self.head_width * self.qk_norm

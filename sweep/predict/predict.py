@@ -10,7 +10,7 @@ from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
 from ultrabench.run import RunSpec
-from ultrabench.stages import Stage, held_stages
+from ultrabench.stages import Stage, split_stages
 
 BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 """Precision -> bytes of one number."""
@@ -45,9 +45,14 @@ def predict(spec: RunSpec, hardware: Hardware, peak: Peak, measure: Measure) -> 
         begin_s += 2 * settings.device_s
         memory, time_s = 3.0 * max(settings.sizes_bytes), probe_step_time_s(spec, hardware, settings)
     else:
-        ranks = [held_stages(spec.shape, spec.layout, rank) for rank in range(spec.layout.pp)]
+        cut = split_stages(spec.shape, spec.layout.num_stages)
+        ranks = [tuple(cut[n] for n in spec.layout.stages_of(rank)) for rank in range(spec.layout.pp)]
+        layer = activation_bytes(spec)
         memory = max(
-            sum(static_bytes(stage, spec) + activation_bytes(stage, rank, spec) for stage in stages)
+            sum(
+                static_bytes(stage, spec) + in_flight(spec.layout, rank) * stage.num_layers * layer
+                for stage in stages
+            )
             for rank, stages in enumerate(ranks)
         )
         time_s = step_time_s(ranks, spec, hardware, peak)
@@ -106,8 +111,8 @@ def in_flight(layout: Layout, pp_rank: int) -> float:
     return min(layout.gas, most)
 
 
-def activation_bytes(stage: Stage, pp_rank: int, spec: RunSpec) -> float:
-    """Bytes of activations that one rank of `stage` keeps for backward, without recomputation.
+def activation_bytes(spec: RunSpec) -> float:
+    """Bytes of activations that a rank keeps of one layer and micro-batch, without recomputation.
 
     T = mbs*seq_len/cp tokens. With flash attention, sequence parallelism and two bytes for each number, a
     layer keeps 4*h for the inputs and outputs of its norms, q, k, v and the output of attention, q and k once
@@ -120,8 +125,7 @@ def activation_bytes(stage: Stage, pp_rank: int, spec: RunSpec) -> float:
     tokens = layout.mbs * spec.workload.seq_len / layout.cp
     qkv = shape.q_width + 2 * shape.kv_width
     normed = (shape.q_width + shape.kv_width) * shape.qk_norm
-    layer = 2 * tokens / layout.tp * (4 * h + qkv + normed + shape.q_width + 4 * f)
-    return scale * in_flight(layout, pp_rank) * stage.num_layers * layer
+    return scale * (2 * tokens / layout.tp * (4 * h + qkv + normed + shape.q_width + 4 * f))
 
 
 def step_time_s(ranks: list[tuple[Stage, ...]], spec: RunSpec, hardware: Hardware, peak: Peak) -> float:
