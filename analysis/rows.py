@@ -31,9 +31,7 @@ Warn = Callable[[str], None]
 
 _PREDICTED = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
 """Columns that a claim's prediction gives, where their names have no `predicted_`."""
-_OF_TRAINING = frozenset(
-    {"zero_shards", "gbs", "seq_len", "recompute", "compile", *MODEL, *AXES, *_PREDICTED}
-)
+_OF_TRAINING = frozenset({"zero_shards", "gbs", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED})
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
 _SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled"}
 _MEASURED = {f.name for f in fields(RunResult)} & {*SCHEMA.names} - _SPEED_OR_OTHER_TYPE
@@ -101,7 +99,7 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "hardware": sweep.hardware.name,
         "kernel": kernel.name,
         "kernel_digest": sweep.kernel_digest,
-        **{k: getattr(kernel, k) for k in ("recompute", "precision")},
+        "precision": kernel.precision,
         # Our own kernel never compiles layers whose backward pass is split.
         "compile": kernel.compile and (kernel.kind, place.get("pp_schedule")) != ("embedded", "zbv"),
         "git_commit": sweep.provenance.get("git_commit"),
@@ -116,7 +114,7 @@ def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
     """The status columns of a candidate without an attempt: rejected, skipped, or null while it waits."""
     row: Row = {"status": None, "is_final": True}
     if dominated_by is not None:
-        why = "which had not enough memory with a smaller micro-batch or a higher ZeRO stage"
+        why = "which had not enough memory with a smaller micro-batch, a higher ZeRO stage or more recomputation"
         reason = f"dominated by {dominated_by}, {why}"
         return row | {"status": Status.SKIPPED.value, "reason": reason, "dominated_by": dominated_by}
     if candidate["decision"] in (Status.REJECTED, Status.SKIPPED):

@@ -77,7 +77,6 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("zero_shards", INT, "Ranks among which ZeRO sharded: dp_shard, else dp*cp; 1 for zero_stage=0."),
         column("gbs", INT, "Sequences of a global batch: dp * mbs * gas."),
         column("seq_len", INT, "Tokens of a sequence."),
-        column("recompute", TEXT, "Activation recomputation: none, selective or full."),
         column("precision", TEXT, "Arithmetic of forward and backward."),
         column("compile", BOOL, "Whether torch.compile was used; never with pp_schedule=zbv."),
     ),

@@ -250,7 +250,7 @@ def speed_8b(at: Machine) -> Iterator[Line]:
         "sweep.pp=[1]",
         "sweep.cp=[1]",
         "sweep.zero_stage=[3]",
-        "kernel.recompute=selective",
+        "sweep.recompute=[selective]",
     ]
     for compiled, published in TORCHTITAN_8B.items():
         words = (*batch, *degrees, f"kernel.compile={compiled}")

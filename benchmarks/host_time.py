@@ -32,8 +32,8 @@ ROUNDS, TIMES = 15, 20
 
 def seconds(tp: int, recompute: str) -> tuple[float, int]:
     """The lowest CPU seconds of one layer in ROUNDS rounds, forward and backward, and its number of collectives over tp."""
-    layout = Layout(tp=tp, dp=1)
-    kernel = KernelConfig(name="embedded", precision="fp32", recompute=recompute)
+    layout = Layout(tp=tp, dp=1, recompute=recompute)
+    kernel = KernelConfig(name="embedded", precision="fp32")
     spec = RunSpec(shape=SHAPE, workload=Workload(seq_len=SEQ_LEN, gbs=1), layout=layout, nodes=1, gpus_per_node=tp,
                    kernel=kernel)  # fmt: skip
     dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
@@ -65,7 +65,7 @@ def seconds(tp: int, recompute: str) -> tuple[float, int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for recompute in ("none", "selective", "full"):
+    for recompute in ("none", "attention", "selective", "full"):
         base, _ = seconds(1, recompute)
         for tp in (1, 2, 8):
             found, collectives = seconds(tp, recompute)

@@ -89,14 +89,19 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 _aten = torch.ops.aten
-EXPENSIVE = frozenset(
-    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default,
-     _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_efficient_attention.default,
-     _aten._scaled_dot_product_cudnn_attention.default,
-     _aten._scaled_dot_product_flash_attention_for_cpu.default,
-     torch.ops._c10d_functional.reduce_scatter_tensor.default}
-)  # fmt: skip
-"""Operators whose results are worth their memory: matrix products, attention and sums over ranks."""
+SELECTED = {
+    _aten.mm.default: (0, 2, 4),
+    _collectives.reduce_scatter_tensor.default: (0, 1),
+    _aten._scaled_dot_product_flash_attention.default: (0,),
+    _aten._scaled_dot_product_efficient_attention.default: (0,),
+    _aten._scaled_dot_product_cudnn_attention.default: (0,),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: (0,),
+}
+"""Operator -> which of its calls in a layer have a result that recompute=selective keeps.
+
+Of the products with q, k, v, out, gate, up and down these are every second one, as in torchtitan, but not down,
+which no backward needs. Both sums over ranks are kept, since they would be sent again.
+"""
 
 
 def attention_forward(chosen: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

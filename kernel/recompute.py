@@ -1,51 +1,78 @@
 """Makes backward compute parts of each layer again, so that forward need not keep their results.
 
-full: a layer keeps only its input, and backward runs its forward again (arXiv 1604.06174).
-selective: a layer keeps the outputs of matrix products, attention and collectives, and backward computes the
-cheap rest (norms, rotations, activation functions, casts) again.
+full: a layer keeps only its input, and backward runs its forward again (arXiv 1604.06174); everyN does so with
+every N-th layer of the model.
+selective: a layer keeps what SELECTED names, compiled also the whole output of a ring, and backward computes the rest again.
+attention: backward runs attention again from q, k and v (arXiv 2205.05198, section 5).
 """
 
-from collections.abc import Callable
-from inspect import ismethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ultrabench.kernel.compat import EXPENSIVE, uncompiled
+from ultrabench.kernel.compat import SELECTED, uncompiled
 from ultrabench.kernel.cp import RING_FORWARD
-from ultrabench.kernel.model import Decoder
+from ultrabench.kernel.model import Decoder, Layer
+from ultrabench.layout import Layout
 
 
-def apply_recompute(model: Decoder, recompute: str) -> None:
+def apply_recompute(model: Decoder, layout: Layout) -> None:
     """Makes the layers of `model` recompute, in place; `apply_dp`, which gathers parameters, comes later."""
-    if recompute == "none":
-        return
-    # Dynamo would take torch's `noop_context_fn` for a selection that keeps everything.
-    options = {"context_fn": _selection} if recompute == "selective" else {}
-    for layer in model.layers.values():
-        vars(layer).update(forward=_recomputed(layer.forward, options), recompute=recompute)
+    for number, layer in _layers(model):
+        word = _word(layout, number)
+        if word == "attention":
+            layer.attention.core = _recomputed(layer.attention.core, word)
+        elif word != "none":
+            layer.forward = _recomputed(layer.forward, word)  # type: ignore[method-assign]
 
 
-def _recomputed(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def recompute_of(models: Iterable[Decoder], layout: Layout) -> str:
+    """layout.recompute if every layer is wrapped as it says, else what the layers do, such as `full and none`."""
+    ran, wanted = list[str](), list[str]()
+    for number, layer in (pair for model in models for pair in _layers(model)):
+        wrapped = (getattr(f, "recompute", None) for f in (uncompiled(layer.forward), layer.attention.core))
+        ran.append(next(filter(None, wrapped), "none"))
+        wanted.append(_word(layout, number))
+    return layout.recompute if ran == wanted else " and ".join(sorted(set(ran)))
+
+
+def _layers(model: Decoder) -> Iterator[tuple[int, Layer]]:
+    """The layers of a stage, with their numbers in the whole model."""
+    for number, layer in model.layers.items():
+        assert isinstance(layer, Layer)
+        yield int(number), layer
+
+
+def _word(layout: Layout, number: int) -> str:
+    """What the layer `number` computes again, counted from 0: none, attention, selective or full."""
+    if layout.full_every:
+        return "none" if (number + 1) % layout.full_every else "full"
+    return layout.recompute
+
+
+def _recomputed(function: Callable[..., Any], word: str) -> Callable[..., Any]:
     """`function`, whose results backward computes again; a closure, since Dynamo skips functools.partial."""
+    # Dynamo would take torch's `noop_context_fn` for a selection that keeps everything.
+    options: dict[str, Any] = {"context_fn": _selection} if word == "selective" else {}
 
     def again(*args: Any) -> Any:
         # There is no dropout, so the state of random generators need not be kept.
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
+    vars(again).update(recompute=word, __wrapped__=function)
     return again
 
 
 def _selection() -> Any:
-    """Two contexts, for forward and for its repetition, that keep the results of the operators in EXPENSIVE."""
-    return create_selective_checkpoint_contexts(_keep)  # type: ignore[no-untyped-call]
+    """Two contexts, for forward and for its repetition, that keep the results in SELECTED."""
+    calls = Counter[tuple[bool, Any]]()
 
+    def keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        number = calls[context.is_recompute, op]
+        calls[context.is_recompute, op] += 1
+        kept = number in SELECTED.get(op, ()) or op is RING_FORWARD
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in EXPENSIVE or op is RING_FORWARD
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def recompute_of(layer: Any) -> str:
-    """What a layer recomputes, by the wrapper around its forward."""
-    return "none" if ismethod(uncompiled(layer.forward)) else str(layer.recompute)
+    return create_selective_checkpoint_contexts(keep)  # type: ignore[no-untyped-call]

@@ -41,7 +41,6 @@ class CheckSpec:
     steps: int = 3
     clip: float = 0.5
     """Largest gradient norm; so small that gradients are always clipped, so that the norm is checked too."""
-    recompute: str = "none"
     attention: str = "auto"
     """The implementation of attention of the layout; the single process always has the one that torch takes."""
     compile: bool = False
@@ -60,11 +59,7 @@ class CheckSpec:
     def run(self) -> RunSpec:
         """The run whose training is checked."""
         kernel = KernelConfig(
-            name="check",
-            precision=self.precision,
-            recompute=self.recompute,
-            compile=self.compile,
-            attention=self.attention,
+            name="check", precision=self.precision, compile=self.compile, attention=self.attention
         )
         workload = Workload(seq_len=self.seq_len, gbs=self.layout.gbs, seed=self.seed)
         return RunSpec(

@@ -115,7 +115,7 @@ class TrainStep:
             model.to(MASTER_DTYPE[choice.precision])  # tensors of a dry run do not permit this
         apply_attention(model, self.attention, self.cp_group)
         apply_tp(model, self.tp)
-        apply_recompute(model, choice.recompute)
+        apply_recompute(model, self.layout)
         if spec.compiles:
             apply_compile(model, self.compiler)
         apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision)

@@ -138,7 +138,7 @@ class Timing:
         self.report.write("ran", options=require_as_asked(self.trainer, seen))
         self.report.phase("warmup")
         # Torch hides the attention that a compiled layer computes again.
-        hidden = self.task.spec.compiles and self.task.spec.kernel.recompute != "none"
+        hidden = self.task.spec.compiles and self.task.spec.layout.recompute != "none"
         flops = None if hidden or self.measure.warmup_steps == 1 else self._flops_of_a_step()
         self._warm_up()
         # If one rank collected garbage during a measured step, all other ranks would wait for it.

@@ -144,6 +144,8 @@ def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_le
     rounds = max(1, layout.gas // pp)
     if schedule == "interleaved" and layout.gas % rounds:
         yield f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={layout.gas}, pp={pp}"
+    if layout.full_every > shape.num_hidden_layers:
+        yield f"recompute={layout.recompute} recomputes none of num_hidden_layers={shape.num_hidden_layers}"
     # With zbv and ZeRO-3, torch silently loses some gradients of the sharded parameters.
     if schedule == "zbv" and zero_stage == 3:
         yield "zbv with zero_stage=3 loses gradients in torch; take zero_stage 0 or 1, or another schedule"
@@ -153,8 +155,9 @@ def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_le
     for name, size in sizes.items():
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"
-    if schedule == "zbv" and kernel.recompute == "selective":
-        yield "zbv splits the backward pass, which torch cannot do with recompute=selective"
+    # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
+    if schedule == "zbv" and layout.recompute not in ("none", "attention"):
+        yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"
 
 
 def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator[str]:

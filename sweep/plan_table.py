@@ -127,7 +127,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             spec=RunSpec(
                 shape=shapes[row["model"]],
                 workload=replace(sweep.workload, seq_len=row["seq_len"], gbs=row["gbs"]),
-                layout=Layout(**{name: row[name] for name in AXES}),
+                layout=Layout(**{name: row[name] for name in AXES if name in row}),
                 kernel=sweep.kernel,
                 nodes=row["nodes"],
                 gpus_per_node=row["gpus_per_node"],

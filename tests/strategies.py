@@ -66,6 +66,7 @@ def layouts(draw, *, most=8, zero_stages=(0, 1, 2, 3)):
         gas=draw(st.integers(1, 2 * most)),
         pp_schedule=schedule,
         virtual_stages={"interleaved": draw(st.integers(2, 3)), "zbv": 2}.get(schedule, 1),
+        recompute=draw(st.sampled_from(("none", "attention", "selective", "every2", "every3", "full"))),
     )
 
 

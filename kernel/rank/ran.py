@@ -7,6 +7,7 @@ found, and so is one that torch ignored.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -71,10 +72,10 @@ def options_of(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1) -> d
         "dp_shard": _only(state.shards if 1 < state.shards < state.copies else 0 for state in states),
         "zero_stage": _only(3 if s.resharded else sharded if s.shards > 1 else 0 for s in states),
         "precision": _only(_PRECISIONS.get(state.dtypes, state.dtypes) for state in states),
-        "recompute": _only(map(recompute_of, layers)),
+        "recompute": recompute_of(trainer.models, trainer.layout),
         "compile": all(uncompiled(layer.forward) is not layer.forward for layer in layers)
         and trainer.compiler.graphs > 0,
-        "attention": _only(getattr(layer.attention.core, "args", ("any",))[-1] for layer in layers),
+        "attention": _only(getattr(unwrap(layer.attention.core), "args", ("any",))[-1] for layer in layers),
     }
 
 

@@ -15,8 +15,6 @@ KERNEL_VERSION = 2
 
 ATTENTION = ("auto", "cudnn", "flash", "flash3", "math")
 
-RECOMPUTE = ("none", "selective", "full")
-
 STEP_TIMES = ("seconds", "milliseconds", "tokens_per_s_per_gpu")
 """Groups of a regular expression that tell, in a line of a log, how long a step took."""
 
@@ -44,9 +42,6 @@ class KernelConfig:
     attention: Annotated[str, one_of(*ATTENTION)] = "auto"
     """The implementation of attention: auto (the best that the device has), cudnn, flash (FlashAttention-2, on
     CPUs torch's own), flash3 (FlashAttention-3) or math (plain softmax(QK^T)V)."""
-    recompute: Annotated[str, one_of(*RECOMPUTE)] = "none"
-    """What backward computes again instead of keeping: none, selective (all but matrix products
-    and attention) or full (every decoder layer)."""
     command: tuple[str, ...] = ()
     """Program and arguments; `{tp}` and other words in braces are replaced by values of the run."""
     env: dict[str, str] = field(default_factory=dict)

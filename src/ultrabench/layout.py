@@ -1,10 +1,11 @@
 """A training layout: the degrees of parallelism and how the batch is cut."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
-from ultrabench.allowed import Count, allowed_of, at_least, one_of, require_allowed
+from ultrabench.allowed import Allowed, Count, allowed_of, at_least, one_of, require_allowed
 from ultrabench.errors import ConfigError
 
 PP_SCHEDULES = ("none", "1f1b", "afab", "interleaved", "zbv")
@@ -16,6 +17,11 @@ interleaved  1f1b with several stages on each rank, every pp-th (arXiv 2104.0447
 zbv          weight gradients fill the bubble; two stages on each rank, the first and the last on
              rank 0 (arXiv 2401.10241)
 """
+RECOMPUTE = Allowed(
+    "none, attention, selective, full, or every2, every3 and so on to every99",
+    re.compile("none|attention|selective|full|every([2-9]|[1-9][0-9])").fullmatch,
+)
+"""What backward computes again; docs/kernel.md says what each word keeps. everyN is full for each N-th layer."""
 
 
 class Coordinates(NamedTuple):
@@ -65,6 +71,10 @@ class Layout:
         default="none", implied=("none", "1f1b"),
     )  # fmt: skip
     virtual_stages: Count = axis("x", "Pipeline stages on each rank.", default=1, implied=(1,))
+    recompute: Annotated[str, RECOMPUTE] = axis(
+        "recompute-", "What backward computes again: none, attention, selective, full, or every2: each 2nd layer.",
+        default="none", implied=("none",),
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         require_allowed(self)
@@ -95,6 +105,11 @@ class Layout:
         if self.pp_schedule == "zbv":
             return pp_rank, self.num_stages - 1 - pp_rank
         return tuple(range(pp_rank, self.num_stages, self.pp))
+
+    @property
+    def full_every(self) -> int:
+        """n if backward computes every n-th layer of the model again in full; 0 if it does so with none."""
+        return {"full": 1}.get(self.recompute, int("0" + self.recompute.partition("every")[2]))
 
     @property
     def gbs(self) -> int:
@@ -159,18 +174,20 @@ def default_virtual_stages(pp_schedule: str) -> int:
     return 2 if pp_schedule in ("interleaved", "zbv") else 1
 
 
-MAY_DIFFER = ("mbs", "gas", "zero_stage", "pp_schedule")
+MAY_DIFFER = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
 """Axes in which two layouts may differ for `dominates`; it does not compare the memory of other axes."""
 
 
 def dominates(oom: Layout, other: Layout) -> bool:
     """Whether `other` needs at least as much memory as `oom`, for the same model and number of nodes.
 
-    This holds when all axes but those of MAY_DIFFER are equal, and `other` has no smaller micro-batch and no
-    higher ZeRO stage. With 1F1B, min(gas, pp) micro-batches are in flight, and mbs * min(gas, pp) never gets
+    This holds when all axes but those of MAY_DIFFER are equal, and `other` has no smaller micro-batch, no higher
+    ZeRO stage, and the same or less recomputation: full needs least and none needs most, while the memory of the
+    other words depends on the model. With 1F1B, min(gas, pp) micro-batches are in flight, and mbs * min(gas, pp) never gets
     smaller when mbs doubles and gas halves. Published measurements agree: of the 816 runs of the Ultra-Scale
     Playbook that ran out of memory, 547 are dominated by another one, and none of the 1,236 pairs of layouts
     with the same degrees contradicts.
     """
     same = all(getattr(oom, name) == getattr(other, name) for name in AXES if name not in MAY_DIFFER)
-    return same and other.mbs >= oom.mbs and other.zero_stage <= oom.zero_stage and oom != other
+    less = oom.recompute in (other.recompute, "full") or other.recompute == "none"
+    return same and less and other.mbs >= oom.mbs and other.zero_stage <= oom.zero_stage and oom != other

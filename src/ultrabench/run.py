@@ -62,12 +62,13 @@ class RunSpec:
 
     def identity(self) -> dict[str, Any]:
         """The JSON value that run_id hashes: defaults are written out, the name of the model is left out."""
-        options = ("name", "version", "precision", "compile", "attention", "recompute")
+        options = ("name", "version", "precision", "compile", "attention")
         out: dict[str, Any] = {
             "shape": {k: v for k, v in values_of(self.shape).items() if k != "name"},
             "workload": values_of(self.workload),
-            "layout": values_of(self.layout),
-            "kernel": {k: getattr(self.kernel, k) for k in options},
+            "layout": {k: v for k, v in values_of(self.layout).items() if k != "recompute"},
+            # Version 1 hashed it as an option of the kernel.
+            "kernel": {k: getattr(self.kernel, k) for k in options} | {"recompute": self.layout.recompute},
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
         }
@@ -164,8 +165,7 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     values = to_dict(spec)
     words = {**values["shape"], **values["workload"], **values["layout"], **key._asdict(), **{
         "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
-        "recompute": spec.kernel.recompute, "steps": measure.warmup_steps + measure.max_steps,
-        "head_dim": spec.shape.head_width,
+        "steps": measure.warmup_steps + measure.max_steps, "head_dim": spec.shape.head_width,
         "pipeline_batch": spec.layout.mbs * (spec.layout.gas if spec.layout.pp > 1 else 1),
     }}  # fmt: skip
 

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ultrabench
 from ultrabench.errors import ConfigError, unknown_name
-from ultrabench.sweep.config.sweep_config import moved_to_sbatch
+from ultrabench.sweep.config.sweep_config import moved
 
 GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
 _NO_OVERRIDE = "{!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
@@ -34,8 +34,8 @@ def _unknown_option(group: str, name: str) -> str:
 def unknown_override(key: str) -> str:
     """One line for an override whose key does not exist; it names the most similar key that does."""
     group = key.partition(".")[0]
-    if moved := moved_to_sbatch(key):
-        return str(moved)
+    if error := moved(key):
+        return str(error)
     if key.startswith("launcher.sbatch"):
         return f"{key}: options of sbatch are added; write +launcher.sbatch.NAME=VALUE"
     if group == "model":

@@ -15,7 +15,7 @@ from ultrabench.record import from_dict, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redacted
 from ultrabench.sweep.config.compose import compose_tree, files, read_yaml, search_path
-from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, SweepConfig, moved_to_sbatch
+from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, SweepConfig, moved
 
 UNCHANGED = ("results_dir", "models", "retry", "repeats", "profile")
 """Keys of a composed configuration whose values are taken as they are."""
@@ -90,7 +90,9 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     names, cluster = tree["names"], tree["cluster"]
     if strangers := sorted(set(cluster) - CLUSTER_KEYS, key=str):
         unknown = unknown_name(f"key of cluster={names['cluster']}", strangers[0], CLUSTER_KEYS)
-        raise moved_to_sbatch(str(strangers[0])) or ConfigError(unknown)
+        raise moved(str(strangers[0])) or ConfigError(unknown)
+    if error := next(filter(None, (moved(f"kernel.{key}") for key in tree["kernel"])), None):
+        raise error
     secrets: dict[str, str] = {}
     if isinstance(env := tree["kernel"].get("env"), dict):
         shown, secrets = redacted(env)
@@ -154,7 +156,7 @@ def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig
     """
     given = {k: None if v == "" else v for k, v in values.items()}
     for key, value in given.items():
-        if value is not None and (error := moved_to_sbatch(f"launcher.{key}")):
+        if value is not None and (error := moved(f"launcher.{key}")):
             raise error
         if key in TEXTS and type(value) is int:
             given[key] = str(value)  # an account may be 1234

@@ -25,8 +25,10 @@ _OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "nt
 """Options of sbatch that ultrabench sets itself and that a user must not change."""
 
 
-def moved_to_sbatch(key: str) -> ConfigError | None:
-    """The error for a `key` that is an option of sbatch and no setting of ultrabench; None for others."""
+def moved(key: str) -> ConfigError | None:
+    """The error for a `key` that is a setting elsewhere: an option of sbatch or an axis; None for others."""
+    if key == "kernel.recompute":
+        return ConfigError(f"{key} is an axis of layouts; write sweep.recompute=[full]")
     name = key.removeprefix("launcher.")
     if name not in ("reservation", "constraint"):
         return None

@@ -49,10 +49,7 @@ def predict(spec: RunSpec, hardware: Hardware, peak: Peak, measure: Measure) -> 
         ranks = [tuple(cut[n] for n in spec.layout.stages_of(rank)) for rank in range(spec.layout.pp)]
         layer = activation_bytes(spec)
         memory = max(
-            sum(
-                static_bytes(stage, spec) + in_flight(spec.layout, rank) * stage.num_layers * layer
-                for stage in stages
-            )
+            sum(static_bytes(stage, spec) + held_bytes(stage, rank, spec.layout, layer) for stage in stages)
             for rank, stages in enumerate(ranks)
         )
         time_s = step_time_s(ranks, spec, hardware, peak)
@@ -111,13 +108,17 @@ def in_flight(layout: Layout, pp_rank: int) -> float:
     return min(layout.gas, most)
 
 
-def activation_bytes(spec: RunSpec) -> float:
-    """Bytes of activations that a rank keeps of one layer and micro-batch, without recomputation.
+def activation_bytes(spec: RunSpec) -> tuple[float, float]:
+    """Bytes of activations that a rank keeps of one layer and micro-batch: without and with recomputation.
 
     T = mbs*seq_len/cp tokens. With flash attention, sequence parallelism and two bytes for each number, a
     layer keeps 4*h for the inputs and outputs of its norms, q, k, v and the output of attention, q and k once
     more where they are normalised, and 4*f, for each of T/tp tokens. The logits are left out, because only one
     chunk of them exists at a time (see `kernel/loss.py`).
+
+    A layer that is recomputed in full keeps its input, h. A selective one keeps its input, the products q, v and
+    gate, the output of attention, and with tp > 1 both sums over tp. Core attention alone saves next to nothing.
+    Backward holds everything of the one layer that it computes again.
     """
     layout, shape = spec.layout, spec.shape
     h, f = shape.hidden_size, shape.intermediate_size
@@ -125,7 +126,43 @@ def activation_bytes(spec: RunSpec) -> float:
     tokens = layout.mbs * spec.workload.seq_len / layout.cp
     qkv = shape.q_width + 2 * shape.kv_width
     normed = (shape.q_width + shape.kv_width) * shape.qk_norm
-    return scale * (2 * tokens / layout.tp * (4 * h + qkv + normed + shape.q_width + 4 * f))
+    whole = 4 * h + qkv + normed + shape.q_width + 4 * f
+    selected = (3 if layout.tp > 1 else 1) * h + 2 * shape.q_width + shape.kv_width + f
+    kept = h if layout.full_every else {"selective": selected}.get(layout.recompute, whole)
+    number = scale * 2 * tokens / layout.tp
+    return number * whole, number * kept
+
+
+def held_bytes(stage: Stage, pp_rank: int, layout: Layout, layer: tuple[float, float]) -> float:
+    """Bytes of activations that one rank of `stage` keeps for backward, `layer` being its `activation_bytes`."""
+    whole, kept = layer
+    again = recomputed_layers(stage, layout)
+    held = in_flight(layout, pp_rank) * (stage.num_layers * whole - again * (whole - kept))
+    return held + (whole - kept) / layout.virtual_stages * (again > 0)
+
+
+def recomputed_layers(stage: Stage, layout: Layout) -> int:
+    """Number of layers of `stage` of which backward computes something again."""
+    if layout.recompute == "none":
+        return 0
+    every, last = layout.full_every or 1, stage.first_layer + stage.num_layers
+    return last // every - stage.first_layer // every
+
+
+def recomputed_work(spec: RunSpec) -> tuple[float, int]:
+    """What backward computes again in one layer: FLOPs for each token, and collectives over tp.
+
+    full: a forward of the layer, of which the last product is left out at tp=1, since nothing needs its result.
+    selective: the products with k, out and up, with tp > 1 also down, and in a ring all parts of attention but one.
+    """
+    layout, shape = spec.layout, spec.shape
+    attention = shape.attention_flops(spec.workload.seq_len) / 3
+    down = shape.hidden_size * shape.intermediate_size
+    products = shape.hidden_size * (shape.kv_width + shape.q_width) + down * (2 if layout.tp > 1 else 1)
+    if layout.full_every:
+        return 2 * (shape.layer_matmul_params - (0 if layout.tp > 1 else down)) + attention, 4
+    work = {"selective": (2 * products + attention * (1 - 1 / layout.cp), 2), "attention": (attention, 0)}
+    return work.get(layout.recompute, (0.0, 0))
 
 
 def step_time_s(ranks: list[tuple[Stage, ...]], spec: RunSpec, hardware: Hardware, peak: Peak) -> float:
@@ -143,14 +180,16 @@ def step_time_s(ranks: list[tuple[Stage, ...]], spec: RunSpec, hardware: Hardwar
     tp_link = (hardware.link_bytes_per_s if tp_inside else hardware.node_link_bytes_per_s) * LINK_EFFICIENCY
     # Sequence parallelism: 4 all-gathers and 4 reduce-scatters per layer are waited for. The 2 that gather
     # tokens again in backward run beside products.
-    tp_layer_s = 8 * (layout.tp - 1) / layout.tp * tokens * shape.hidden_size * word / tp_link
+    tp_call_s = (layout.tp - 1) / layout.tp * tokens * shape.hidden_size * word / tp_link
     floor = LAYER_FLOOR_S * (2 if layout.tp > 1 else 1)
+    flops_again, calls_again = recomputed_work(spec)
     per_rank = []
     for stages in ranks:
         layers = sum(stage.num_layers for stage in stages)
         matmul = sum(stage.matmul_params(shape) for stage in stages)
-        flops = tokens * (6 * matmul + layers * attention) / layout.tp
-        compute = flops / (SUSTAINED_GEMM * peak.flops_per_s) + layers * tp_layer_s
+        again = sum(recomputed_layers(stage, layout) for stage in stages)
+        flops = tokens * (6 * matmul + layers * attention + again * flops_again) / layout.tp
+        compute = flops / (SUSTAINED_GEMM * peak.flops_per_s) + (8 * layers + calls_again * again) * tp_call_s
         per_rank.append(max(compute, (layers + len(stages)) * floor))
     slowest = max(per_rank)
     bubble = (sum(per_rank) - slowest) / layout.virtual_stages

@@ -123,8 +123,9 @@ def test_ring(counted: Callable[[str], list[Counts]]) -> None:
 
 
 def test_recompute(counted: Callable[[str], list[Counts]]) -> None:
-    """A layer that runs forward again gathers and scatters again: 2 of each, but for the last sum."""
+    """A layer that runs forward again gathers and scatters again: 2 of each; a selective one keeps the sums."""
     (full, *_), (selective, *_) = counted("tp=2 full"), counted("tp=2 selective")
     (plain, *_) = counted("tp=2")
     assert full["tp all_gather"][0] == plain["tp all_gather"][0] + 2 * LAYERS
+    assert full["tp reduce_scatter"][0] == plain["tp reduce_scatter"][0] + 2 * LAYERS
     assert selective["tp reduce_scatter"] == plain["tp reduce_scatter"]

@@ -11,7 +11,8 @@ from tests.parity.test_layouts import TINY, spec_of
 from ultrabench.kernel.requests import CheckSpec, RankCost
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
-from ultrabench.stages import held_stages
+from ultrabench.stages import held_stages, split_stages
+from ultrabench.sweep.predict.predict import recomputed_layers, recomputed_work
 
 pytestmark = pytest.mark.parity
 
@@ -21,9 +22,9 @@ TRIES = 3
 """Buffers that gloo's thread releases late, on a loaded machine, only add to a peak: the smallest of so many counts."""
 
 CASES = [
-    "dp=1", "dp=2 gas=3", "dp=2 zero_stage=1 gas=3", "dp=2 zero_stage=2 gas=3", "dp=3 zero_stage=3 gas=2",
+    "dp=1", "dp=2 gas=3 attention", "dp=2 zero_stage=1 gas=3", "dp=2 zero_stage=2 gas=3", "dp=3 zero_stage=3 gas=2",
     "tp=2 gas=2 qwen", "dp=2 tp=2 zero_stage=3 tied", "dp=2 zero_stage=3 full", "tp=2 selective",
-    "pp=2 gas=2 tied", "pp=4 gas=4", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "dp=2 pp=2 zero_stage=3 gas=3",
+    "pp=2 gas=2 tied", "pp=4 gas=4 every2", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "dp=2 pp=2 zero_stage=3 gas=3",
     "dp=2 zero_stage=2 gas=6", "dp=2 pp=2 zero_stage=1 gas=12", "pp=2 gas=8 interleaved", "pp=2 gas=11 zbv",
     "pp=2 gas=11 afab", "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "dp=2 tp=2 pp=2 zero_stage=1 gas=2",
 ]  # fmt: skip
@@ -56,7 +57,7 @@ def test_a_dry_run_equals_a_real_step(server: Server, case: str) -> None:
             break
     for dry, wet in pairs:
         assert dry.peak_bytes == pytest.approx(wet.peak_bytes, rel=PEAK)
-    if spec.recompute == "none" and spec.layout.cp == 1:  # a ring leaves out what is masked as a whole
+    if spec.layout.cp == 1:  # a ring leaves out what is masked as a whole
         assert sum(dry.hardware_flops for dry in dry_run) == flops_of_one_rank_a_stage(spec)
 
 
@@ -64,7 +65,24 @@ def flops_of_one_rank_a_stage(spec: CheckSpec) -> int:
     """6 for each parameter in a matrix product, and 14*L*h*s for attention, computed anew in backward."""
     shape, layout, run = spec.shape, spec.layout, spec.run
     attention = 14 * shape.num_hidden_layers * shape.q_width * run.workload.seq_len
-    return run.tokens_per_step * (6 * shape.num_matmul_params + attention) // (layout.dp * layout.tp)
+    again = sum(recomputed_layers(stage, layout) for stage in split_stages(shape, layout.num_stages))
+    more = again * recomputed_work(run)[0]
+    return run.tokens_per_step * (6 * shape.num_matmul_params + attention + more) // (layout.dp * layout.tp)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_recomputation_keeps_what_docs_say(server: Server, tp: int) -> None:
+    """Numbers of each token by the table of docs/kernel.md, in bf16; the log-sums of attention are in the tolerance."""
+    h, q, kv, f, layers, tokens = 64, 64, 32, 128, TINY.num_hidden_layers, 16 * 64 // tp
+    whole, half = 4 * h + 2 * q + 2 * kv + 4 * f, h + 2 * q + kv + f + (2 * h if tp > 1 else 0)
+    kept = {"attention": whole, "selective": half, "every2": (whole + h) / 2, "full": h}
+    (plain,) = costs(server, "dry costs", spec_of(f"tp={tp} mbs=16", TINY))
+    for word, numbers in kept.items():
+        (found,) = costs(server, "dry costs", spec_of(f"tp={tp} mbs=16 {word}", TINY))
+        saved = 2 * tokens * layers * (whole - numbers)
+        assert plain.activation_bytes - found.activation_bytes == pytest.approx(
+            saved, abs=0.01 * plain.activation_bytes
+        )
 
 
 def test_8b_on_64_gpus_fits_this_machine() -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from tests.parity.conftest import Server
 from ultrabench.kernel.requests import TINY, TOLERANCE, CheckSpec
-from ultrabench.kernel_config import RECOMPUTE
-from ultrabench.layout import PP_SCHEDULES, Layout, default_schedule, default_virtual_stages
+from ultrabench.layout import PP_SCHEDULES, RECOMPUTE, Layout, default_schedule, default_virtual_stages
 from ultrabench.model_shape import ModelShape, RopeScaling
 
 pytestmark = pytest.mark.parity
@@ -68,9 +67,9 @@ CASES = [
     "cp=2 pp=2 gas=2 interleaved", "cp=2 pp=2 gas=4 zbv", "dp=2 tp=2 cp=2 zero_stage=1 gas=2",
     "dp=2 cp=2 pp=2 zero_stage=3 gas=2", "tp=2 cp=2 pp=2 gas=2 zbv",
     # Computing anew in backward.
-    "full gas=2", "selective gas=2", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
-    "tp=2 full qwen", "tp=2 selective qwen", "pp=2 gas=2 full", "pp=2 gas=4 interleaved selective",
-    "pp=2 gas=4 zbv full", "cp=2 full", "cp=2 selective",
+    "attention gas=2", "every2 gas=2", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
+    "tp=2 full qwen", "tp=2 selective qwen", "pp=2 gas=2 every2", "pp=2 gas=4 interleaved selective",
+    "pp=2 gas=4 zbv attention", "cp=2 full", "cp=2 selective", "cp=2 attention",
     "dp=2 tp=2 zero_stage=1 gas=2 full", "dp=2 tp=2 pp=2 zero_stage=1 gas=2 selective",
     # Compiled layers; zbv runs them eagerly.
     "dp=2 zero_stage=3 gas=2 full compile", "tp=2 selective compile qwen long", "pp=2 gas=4 interleaved compile",
@@ -88,9 +87,13 @@ def spec_of(case: str, shallow: ModelShape = SHALLOW) -> CheckSpec:
         shape = dataclasses.replace(shape, **CHANGES[word])
     schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
     virtual = default_virtual_stages(schedule)
-    layout = Layout(**{"dp": 1, "virtual_stages": virtual, **numbers}, pp_schedule=schedule)  # type: ignore[arg-type]
-    recompute = next((w for w in words if w in RECOMPUTE), "none")
-    return CheckSpec(layout=layout, shape=shape, recompute=recompute, compile="compile" in words)
+    recompute = next(filter(RECOMPUTE.holds, words), "none")
+    layout = Layout(
+        **{"dp": 1, "virtual_stages": virtual, **numbers},
+        pp_schedule=schedule,
+        recompute=recompute,  # type: ignore[arg-type]
+    )
+    return CheckSpec(layout=layout, shape=shape, compile="compile" in words)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -57,6 +57,16 @@ def test_dominance_is_an_order(a, b, c):
             assert dominates(a.layout, c.layout)
 
 
+@pytest.mark.parametrize(
+    ("oom", "other", "needs_more"),
+    [("full", "every2", True), ("full", "none", True), ("selective", "none", True), ("none", "full", False),
+     ("selective", "every2", False), ("every2", "every3", False), ("none", "attention", False)],
+)  # fmt: skip
+def test_what_recomputes_less_needs_more(oom, other, needs_more):
+    layout = SAME[0].layout
+    assert dominates(replace(layout, recompute=oom), replace(layout, recompute=other)) is needs_more
+
+
 def test_larger_micro_batches_and_lower_zero_stages_are_left_out():
     assert left_out(state_of(m8z1=SURE)) == {80, 160, 161, 320, 321}
     assert left_out(state_of(m8z0=SURE)) == {160, 320}

@@ -112,6 +112,7 @@ def test_what_cannot_be_is_refused_in_one_line(words, line):
             "dp1 tp2 pp4 cp2 z1 mbs1 gas3 afab",
         ),
         (Layout(dp=1, pp=2, gas=2, pp_schedule="1f1b"), "dp1 tp1 pp2 z0 mbs1 gas2"),
+        (Layout(dp=1, recompute="every2"), "dp1 tp1 pp1 z0 mbs1 gas1 recompute-every2"),
     ],
 )
 def test_label(layout, label):

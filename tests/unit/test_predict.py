@@ -16,6 +16,7 @@ from ultrabench.sweep.predict.predict import predict
 
 GPUS = load_config(["hardware=h100x8"]).hardware
 PEAK = Peak(flops_per_s=989e12, source="table")
+WORDS = ("none", "attention", "selective", "every2", "full")
 PLAYBOOK = ("1B", "3B", "8B", "80B", "469B")
 
 real_shapes = st.sampled_from(PLAYBOOK).map(load_model)
@@ -106,6 +107,16 @@ def test_static_memory_of_one_process_by_hand():
     needed = predicted(Layout(dp=1), shape, seq_len=1).peak_mem_bytes
     layer = 2 * (4 * shape.hidden_size + (4 + 2) * 4096 + 4 * shape.intermediate_size)
     assert needed == pytest.approx(18 * shape.num_params + layer)
+
+
+@given(layout=layouts(), shape=real_shapes)
+def test_recomputation_takes_time_and_full_needs_least_memory(layout, shape):
+    by = {word: predicted(replace(layout, recompute=word), shape) for word in WORDS}
+    memory = {word: found.peak_mem_bytes for word, found in by.items()}
+    assert memory["full"] <= min(memory.values())
+    assert memory["none"] == memory["attention"] == max(memory.values())
+    for word, found in by.items():
+        assert by["none"].step_time_s <= found.step_time_s <= by["full"].step_time_s + 1e-9, word
 
 
 def test_zero_one_shards_the_optimizer():

@@ -99,6 +99,7 @@ def test_run_id_is_the_same_in_every_process():
         replace(SPEC, workload=replace(SPEC.workload, seq_len=256)),
         replace(SPEC, layout=replace(SPEC.layout, zero_stage=1)),
         replace(SPEC, layout=replace(SPEC.layout, mbs=4, gas=1)),
+        replace(SPEC, layout=replace(SPEC.layout, recompute="full")),
         replace(SPEC, kernel=KernelConfig(name="embedded", precision="bf16")),
         replace(SPEC, kernel=KernelConfig(name="embedded", version=99)),
         replace(SPEC, kernel=KernelConfig(name="mine", kind="command", command=("a",))),
@@ -134,6 +135,12 @@ def test_models_of_the_first_version_keep_their_ids():
     )
     counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     assert SPEC.identity()["shape"] == {name: getattr(SPEC.shape, name) for name in (*sizes, *counts)}
+
+
+def test_recomputation_keeps_the_ids_that_it_had_as_an_option_of_the_kernel():
+    full = replace(SPEC, layout=replace(SPEC.layout, recompute="full")).identity()
+    assert full["kernel"]["recompute"] == "full"
+    assert "recompute" not in full["layout"]
 
 
 def test_a_field_added_later_keeps_old_ids(monkeypatch):

@@ -42,7 +42,7 @@ MISTAKES = [
     ("kernel dryrun nodes=2 tp=3", "tp*pp*cp=3 does not divide the 16 GPUs of 2 nodes of 8"),
     ("kernel dryrun dp=3", "dp3 tp1 pp1 z0 mbs1 gas1 has 3 ranks; 1 node of 8 have 8"),
     ("kernel dryrun precision=int8", "kernel.precision='int8'; must be fp32, bf16 or fp64"),
-    ("kernel dryrun recompute=some", "kernel.recompute='some'; must be none, selective or full"),
+    ("kernel dryrun recompute=some", "recompute='some'; must be none, attention, selective, full, or every2"),
     ("kernel dryrun nodes=2 tp=16",
      "cannot run: tp=16 does not divide num_key_value_heads=8; choose another"),
     ("kernel dryrun pp=4 zero_stage=2", "cannot run: zero_stage=2 with pp=4 would run as zero_stage=1"),

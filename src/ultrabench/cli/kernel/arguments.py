@@ -8,7 +8,7 @@ from ultrabench.layout import AXES, TEXT_AXES, Layout, default_schedule, default
 from ultrabench.run import RunSpec
 from ultrabench.sweep.grid import broken_rules, refusal
 
-TEXTS = TEXT_AXES | {"attention", "model", "hardware", "precision", "recompute"}
+TEXTS = TEXT_AXES | {"attention", "model", "hardware", "precision"}
 """Arguments whose value is a text; the value of any other is a whole number."""
 
 

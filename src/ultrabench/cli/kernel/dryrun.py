@@ -16,7 +16,7 @@ from ultrabench.stages import held_stages
 from ultrabench.sweep.config.load import load_config
 
 DEFAULTS: dict[str, Any] = {
-    "model": "llama3-8b", "hardware": "h100x8", "nodes": 1, "seq_len": 4096, "recompute": "none",
+    "model": "llama3-8b", "hardware": "h100x8", "nodes": 1, "seq_len": 4096,
 }  # fmt: skip
 PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
@@ -50,7 +50,7 @@ def dryrun_spec(arguments: list[str]) -> tuple[RunSpec, Hardware]:
     config = load_config([f"{key}={given[key]}" for key in ("model", "hardware")])
     (shape,), hardware = config.models, config.hardware
     precision = given.get("precision", hardware.precision)
-    kernel = KernelConfig(name="embedded", precision=precision, recompute=given["recompute"])
+    kernel = KernelConfig(name="embedded", precision=precision)
     nodes, pp, per_node = given["nodes"], given.get("pp", 1), hardware.gpus_per_node
     if nodes < 1:
         raise ConfigError(f"nodes={nodes}; must be >= 1")

@@ -88,7 +88,7 @@ def show_as(framework: str, given: str, sweep: str | None, as_json: bool, result
     folder, run_id, look = _find(given, sweep, results)
     spec, config = _spec(folder, run_id, look()), load_config([f"kernel={framework}"])
     lacking = list(not_expressed(spec, config.kernel))
-    there = replace(spec, kernel=replace(config.kernel, recompute=spec.kernel.recompute))
+    there = replace(spec, kernel=config.kernel)
     words = fill_in(there, AttemptKey(run_id, 0, 0), config.measure)
     if config.kernel.command[0] == "python":
         words[:1] = ["torchrun", f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.gpus_per_node}"]
@@ -126,7 +126,7 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
         for word, value in values_of(record).items():
             if word not in told and value != usual[word]:
                 yield f"{word}={shown[word]} is no word of its command"
-    for word in ("precision", "recompute", "compile"):
+    for word in ("precision", "compile"):
         if word not in told and (ours := getattr(spec.kernel, word)) != getattr(kernel, word):
             yield f"{word}={ours}; its command has {word}={getattr(kernel, word)}"
 
