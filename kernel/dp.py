@@ -59,11 +59,16 @@ def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) 
     root = group(
         model, twice=False
     )  # it holds what no other group does: nothing, or a tied embedding and norm
+    order = [*(first or root), *layers, *last]
+    for one, following in pairwise(order):
+        # Asked for as soon as the group before begins, not when it has launched all its work. By itself torch
+        # would guess the order of backward, and guess wrong where a pipeline mixes micro-batches.
+        one.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([one])
+    root[0].set_modules_to_backward_prefetch(order[-1:])
     for embedding in first:
         embedding.set_unshard_in_backward(False)
-    for one, following in pairwise([*(first or root), *layers, *last]):
-        # Asked for as soon as the group before begins, not when it has launched all its work.
-        one.set_modules_to_forward_prefetch([following])
+        embedding.set_modules_to_backward_prefetch([embedding])  # nothing comes before it
 
 
 def begin_microbatch(model: FSDPModule, zero_stage: int, *, last: bool) -> None:

@@ -106,6 +106,13 @@ def test_zero3_pipeline(counted: Callable[[str], list[Counts]]) -> None:
     assert last["dp_shard reduce_scatter"][0] == 1 + 1
 
 
+def test_zero1_pipeline(counted: Callable[[str], list[Counts]]) -> None:
+    """Each group of a stage is gathered and reduced once."""
+    first, *_, last = counted(f"dp=2 pp=2 gas={GAS} zero_stage=1")
+    for counts, groups in ((first, 3 + 1), (last, 1 + 1)):
+        assert counts["dp_shard all_gather"][0] == counts["dp_shard reduce_scatter"][0] == groups
+
+
 def test_order(server: Server) -> None:
     """Layer 0 is requested before the look-up of tokens, and gradients are reduced before the last backward ends."""
     first, *_, last = server.ask("order", spec_of("dp=2 pp=2 gas=2 zero_stage=3"))
