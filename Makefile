@@ -13,7 +13,7 @@ GPU_CHECK ?=
 # The parts of `make test`.
 PARTS := unit parity local-a-to-f local-g-to-z slurm-n-and-t slurm-others
 
-.PHONY: quickstart test check env format slurm-test chaos bench gpu-check slurm-bench clean $(PARTS)
+.PHONY: quickstart test check env format slurm-test chaos mutations bench gpu-check slurm-bench clean $(PARTS)
 
 env: $(VENV)/installed
 
@@ -71,6 +71,10 @@ gpu-check: env
 
 chaos: env
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
+
+# Plants every fault of docs/mutations.md and writes the page anew; `make test` plants a part of them.
+mutations: env
+	$(BIN)/python -m tests.mutations -o docs/mutations.md
 
 slurm-bench: env
 	$(BIN)/python benchmarks/submit.py

@@ -31,11 +31,14 @@ class Server:
         # The end of its input ends the server.
         self._process.communicate()
 
-    def ask(self, what: str, spec: CheckSpec, fault: str | None = None) -> Any:
-        """The JSON value that answers a question about `spec`: its check, counts, costs or dry costs."""
+    def ask(self, what: str, spec: CheckSpec | str, fault: str | None = None) -> Any:
+        """The JSON value that answers a question about `spec`, such as its check, counts, costs or dry costs.
+
+        To `call` something, `spec` is the full name of a function without arguments.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        question = {"ask": what, "spec": to_dict(spec), "fault": fault}
+        question = {"ask": what, "spec": spec if isinstance(spec, str) else to_dict(spec), "fault": fault}
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.dryrun.counts import CollectiveCounts
 from ultrabench.kernel.dryrun.rank_cost import measure_step, rank_cost
 from ultrabench.kernel.mesh import build_mesh
+from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.requests import CheckSpec
 from ultrabench.kernel.step import TrainStep
 from ultrabench.processes import die_with_parent
@@ -99,6 +101,23 @@ def dry(spec: CheckSpec, rank: int, folder: Path) -> Any:
     return rank_cost(in_precision(spec, "bf16"), rank)
 
 
+def compare_replicas(spec: CheckSpec, rank: int, folder: Path) -> Any:
+    """Trains a step, and compares the ranks that hold copies of the same parameters."""
+    join(rank, spec.layout.world_size, folder)
+    trainer = TrainStep(in_precision(spec, "fp32"), torch.device("cpu"), build_mesh(spec.layout, "cpu"))
+    trainer.update(trainer.accumulate(*trainer.batch(1)))
+    require_equal_replicas(trainer)
+
+
+def call(name: str) -> Any:
+    """What a function, such as `tests.unit.test_kernel_data.test_x`, returns in a process of its own."""
+    module, _, function = name.rpartition(".")
+    try:
+        return run_forked({name: getattr(import_module(module), function)}, TIMEOUT_S)[name]
+    except ChildError as error:
+        return str(error)
+
+
 Rank = Callable[[CheckSpec, int, Path], Any]
 
 
@@ -115,12 +134,16 @@ def of_ranks(rank_body: Rank, spec: CheckSpec, every: int = 1) -> list[Any] | st
 
 def answer(question: dict[str, Any]) -> None:
     """Prints the answer to one question."""
+    if question["ask"] == "call":
+        print(json.dumps(call(question["spec"])), flush=True)
+        return
     spec = from_dict(CheckSpec, question["spec"])
     firsts = spec.layout.world_size // spec.layout.pp
     answers: dict[str, Callable[[], Any]] = {
         "check": lambda: to_dict(run_check(spec)),
         "counts": partial(of_ranks, count, spec),
         "order": partial(of_ranks, partial(count, order=True), spec),
+        "replicas": partial(of_ranks, compare_replicas, spec),
         "costs": partial(of_ranks, cost, spec),
         "dry costs": partial(of_ranks, dry, spec, firsts),
     }
@@ -143,4 +166,6 @@ if __name__ == "__main__":
     compare_groups()
     for line in sys.stdin:
         question = json.loads(line)
+        if question["ask"] == "call":  # copies need not import its module again
+            import_module(question["spec"].rpartition(".")[0])
         (answer_in_a_copy if question["fault"] else answer)(question)

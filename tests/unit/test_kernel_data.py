@@ -28,6 +28,7 @@ def test_tokens_depend_on_seed_step_and_index_only() -> None:
     assert inputs.shape == targets.shape == (4, 16)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert torch.equal(batch(range(2, 3))[0][0], inputs[2])
+    assert len({tuple(tokens.tolist()) for tokens in inputs}) == 4
     assert not torch.equal(batch(range(4), step=2)[0], inputs)
     assert not torch.equal(batch(range(4), seed=2)[0], inputs)
     assert int(inputs.min()) >= 0

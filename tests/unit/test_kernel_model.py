@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ultrabench.kernel.mesh import take
-from ultrabench.kernel.model import Decoder, RmsNorm
+from ultrabench.kernel.model import INIT_STD, Decoder, RmsNorm
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel.step import learning_rate
 from ultrabench.stages import split_stages
@@ -30,7 +30,7 @@ def test_stages_hold_the_parameters_of_the_model(shape, pp) -> None:  # type: ig
 
 
 def test_initial_values_depend_on_seed_and_name() -> None:
-    """Not on the stage, and not on the default dtype."""
+    """Not on the stage, and not on the default dtype; every matrix has other ones."""
     cpu = torch.device("cpu")
     whole = Decoder(TINY, split_stages(TINY, 1)[0], [range(64)])
     last = Decoder(TINY, split_stages(TINY, 2)[1], [range(64)])
@@ -39,6 +39,10 @@ def test_initial_values_depend_on_seed_and_name() -> None:
     assert torch.equal(last.initial_value("head.weight", size, 0, cpu), value)
     assert not torch.equal(whole.initial_value("head.weight", size, 1, cpu), value)
     assert not torch.equal(whole.initial_value("embedding.weight", size, 0, cpu), value)
+    names = [name for name, param in whole.named_parameters() if param.dim() == 2]
+    values = {tuple(whole.initial_value(name, size, 0, cpu).flatten().tolist()) for name in names}
+    assert len(values) == len(names), "matrices start with the same values"
+    assert torch.tensor([*values]).std() == pytest.approx(INIT_STD, rel=0.1)
     tied = Decoder(TIED, split_stages(TIED, 2)[1], [range(64)])
     embedding = whole.initial_value("embedding.weight", size, 0, cpu)
     assert torch.equal(tied.initial_value("head.weight", size, 0, cpu), embedding)
