@@ -341,7 +341,7 @@ def no_recompute(right):
 @planted(step, "apply_recompute")
 def full_for_selective(right):
     """Layers keep only their input, whatever is asked for."""
-    return lambda decoder, *_: right(decoder, "full")
+    return lambda decoder, layout: right(decoder, replace(layout, recompute="full"))
 
 
 @planted(pp, "SCHEDULES")
