@@ -32,7 +32,7 @@ MARGIN = 2.0
 KINDS = {"grad": "gradients", "param": "parameters", "loss": "losses"}
 PARITY, IGNORED, DEATH, GROUPS = "parity check", "option_ignored", "end of a rank", "group sequence"
 MODELS, REPLICAS, COUNTS, COST, UNIT = (
-    "transformers", "comparison of replicas", "counted collectives", "dry run against real ranks", "unit test",
+    "transformers", "comparison of replicas", "counted collectives", "dry run", "unit test",
 )  # fmt: skip
 
 
@@ -133,7 +133,10 @@ def counted(server: Server, where: str, fault: str | None) -> Found:
 
 
 def cost(server: Server, where: str, fault: str | None) -> Found:
-    """The comparison of a dry run with real ranks."""
+    """A test of test_dryrun.py, or its comparison of a dry run with the real ranks of a layout."""
+    name, *words = where.split()
+    if test := vars(test_dryrun).get(name):
+        return tried(COST, test, Faulty(server, fault), *map(int, words))
     return tried(COST, test_dryrun.test_a_dry_run_equals_a_real_step, Faulty(server, fault), where)
 
 
@@ -210,6 +213,8 @@ MORE = (
         ("untied_sum", REPLICAS, "pp=2 gas=2 tied"),
         ("wrong_targets", PARITY, "pp=2 gas=2"),
         ("weights_twice", PARITY, "pp=2 gas=2 zbv"),
+        ("nothing_kept", COUNTS, "test_recompute"),
+        ("every_layer", COST, "test_recomputation_keeps_what_docs_say 1"),
         ("plain_attention", IGNORED, "gas=1"),
         ("keys_like_queries", UNIT, INITIAL),
         ("all_layers_alike", UNIT, INITIAL),
@@ -271,8 +276,8 @@ pass. `make mutations` plants all of them and writes this page; `make test` plan
 | caught | {caught} of {rows} |
 | checks that pass without a fault | {passing} of {checks} |
 
-The parity check compares a layout with one process that has the same decoder, data and initial values, so that it
-cannot see faults of these. `transformers` is the comparison of the decoder on one process with the six models of
+The parity check compares a layout with one process that has the same decoder, data and initial values, and passes
+with most faults of these, because both have them. `transformers` is the comparison of the decoder on one process with the six models of
 [`test_independent_model.py`](../tests/unit/test_independent_model.py); unit tests see those of data and initial
 values. fp32 and bf16 are the precision of a layout, else it is fp64. What is shown is the largest difference in
 relation to what is allowed, what was asked for and ran, or the assertion that fails.

@@ -329,6 +329,18 @@ def stale_recompute(right):
     return checkpoint
 
 
+@planted(recompute, "SELECTED")
+def nothing_kept(right):
+    """Selective recomputation keeps no results."""
+    return {}
+
+
+@planted(recompute, "_word")
+def every_layer(right):
+    """Every N-th layer means all layers, for those who apply it and for those who read back what ran."""
+    return lambda layout, number: "full" if layout.full_every else right(layout, number)
+
+
 # Options that are ignored: training is correct or nearly so.
 
 
