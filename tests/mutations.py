@@ -269,7 +269,7 @@ pass. `make mutations` plants all of them and writes this page; `make test` plan
 | command | `{command}` |
 | commit | {commit} |
 | torch | {torch} |
-| hardware | {cores} cores, no GPU |
+| hardware | {cores} CPU cores |
 | date | {date} |
 | duration | {minutes:.0f} minutes |
 | faults | {faults}, in {rows} rows |
@@ -277,10 +277,10 @@ pass. `make mutations` plants all of them and writes this page; `make test` plan
 | checks that pass without a fault | {passing} of {checks} |
 
 The parity check compares a layout with one process that has the same decoder, data and initial values, and passes
-with most faults of these, because both have them. `transformers` is the comparison of the decoder on one process with the six models of
-[`test_independent_model.py`](../tests/unit/test_independent_model.py); unit tests see those of data and initial
-values. fp32 and bf16 are the precision of a layout, else it is fp64. What is shown is the largest difference in
-relation to what is allowed, what was asked for and ran, or the assertion that fails.
+with most faults of these, because both have them. `transformers` is the comparison of the decoder on one process
+with the six models of [`test_independent_model.py`](../tests/unit/test_independent_model.py); unit tests see faults
+of data and initial values. fp32 and bf16 are the precision of a layout, else it is fp64. What is shown is the
+largest difference in relation to what is allowed, what was asked for and ran, or the assertion that fails.
 
 No check sees another value of what defines the training: the betas and the weight decay of AdamW and the largest
 gradient norm are constants of [`step.py`](../kernel/step.py), and both sides take them from there. And no check on
@@ -308,7 +308,15 @@ def report(rows: Rows, passing: Passing, command: str, seconds: float) -> str:
     for mutation, found in rows:
         fault = FAULTS[mutation.fault]
         by = mutation.by if found.by == mutation.by else f"**not by {mutation.by}: {found.by or 'passes'}**"
-        table.append((fault.text.rstrip("."), f"`{fault.place}`", mutation.where, by, found.shown))
+        table.append(
+            (
+                f"`{mutation.fault}`: {fault.text.rstrip('.')}",
+                f"`{fault.place}`",
+                mutation.where,
+                by,
+                found.shown,
+            )
+        )
     honest = [(by, where, found.shown if found.by is None else f"**{found.by}**: {found.shown}")
               for (by, where), found in passing.items()]  # fmt: skip
     return PAGE.format(
