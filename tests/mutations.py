@@ -213,6 +213,7 @@ MORE = (
         ("untied_sum", REPLICAS, "pp=2 gas=2 tied"),
         ("wrong_targets", PARITY, "pp=2 gas=2"),
         ("weights_twice", PARITY, "pp=2 gas=2 zbv"),
+        ("shards_everywhere", IGNORED, "dp=4 zero_stage=1 dp_shard=2 gas=2"),
         ("nothing_kept", COUNTS, "test_recompute"),
         ("every_layer", COST, "test_recomputation_keeps_what_docs_say 1"),
         ("plain_attention", IGNORED, "gas=1"),

@@ -368,6 +368,17 @@ def gathered_parameters(right):
     return lambda decoder, mesh, zero_stage, *more: right(decoder, mesh, 1, *more)
 
 
+@planted(step, "apply_dp")
+def shards_everywhere(right):
+    """All ranks of dp share the parameters, where dp_shard says how many do."""
+
+    def apply_dp(decoder, mesh, *args):
+        names = ("dp_replicate", "dp_shard")
+        right(decoder, init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=names), *args)
+
+    return apply_dp
+
+
 @planted(step, "begin_microbatch")
 def zero2_as_1(right):
     """Gradients are reduced in the last micro-batch only."""
