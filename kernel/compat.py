@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.backends import cudnn
+from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor
 from torch.nn import attention
@@ -174,6 +175,21 @@ def compiler_of(backend: str) -> Callable[..., Any]:
     from torch._dynamo import lookup_backend  # takes seconds to import
 
     return lookup_backend(backend)
+
+
+def require_split_backward() -> None:
+    """Ends a schedule that computes gradients of inputs and of weights apart where torch loses some of them.
+
+    Up to torch 2.11 the backward of weights cannot begin at a function that is written in Python, and adds the
+    gradients of all its results as if it had one.
+
+    Raises:
+        RuntimeError: this torch is too old.
+    """
+    if not hasattr(_backward, "_autograd_grad_for_inputs"):
+        raise RuntimeError(
+            f"zbv needs torch 2.13: {torch.__version__} loses gradients; take another schedule"
+        )
 
 
 class PeerlessWarmup:

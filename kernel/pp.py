@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from ultrabench.kernel.compat import BuffersOnDemand, PeerlessWarmup, whole_backward
+from ultrabench.kernel.compat import BuffersOnDemand, PeerlessWarmup, require_split_backward, whole_backward
 from ultrabench.kernel.dp import COMPUTE_DTYPE
 from ultrabench.kernel.loss import Pending
 from ultrabench.kernel.mesh import local
@@ -80,6 +80,8 @@ class Pipeline:
         ranks: Ranks,
     ) -> None:
         layout, dtype = spec.layout, COMPUTE_DTYPE[spec.kernel.precision]
+        if layout.pp_schedule == "zbv":
+            require_split_backward()
         self._mbs, count, group = layout.mbs, layout.num_stages, pp_mesh.get_group()
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.

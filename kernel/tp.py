@@ -77,7 +77,7 @@ class _Columns(torch.autograd.Function):
         if gathered is not None:
             x_TH = gathered().flatten(0, 1)
             grad_weights = [grad.flatten(0, 1).t() @ x_TH for grad in grads]
-        return None, scattered and scattered(), *grad_weights
+        return None, None if scattered is None else scattered(), *grad_weights
 
 
 class _Row(torch.autograd.Function):
