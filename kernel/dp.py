@@ -47,18 +47,16 @@ def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) 
     def group(*modules: nn.Module | None, twice: bool) -> list[FSDPModule]:
         """Makes one group of those modules that exist; `twice` frees its parameters until backward."""
         held = [module for module in modules if module is not None]
-        made = (
-            fully_shard(held, mesh=mesh[axes], reshard_after_forward=twice, mp_policy=policy) if held else []
-        )
-        return made[:1]
+        if not held:
+            return []
+        return fully_shard(held, mesh=mesh[axes], reshard_after_forward=twice, mp_policy=policy)[:1]
 
     twice = zero_stage == 3
     layers = [one for layer in model.layers.values() for one in group(layer, twice=twice)]
     first = [] if model.is_tied else group(model.embedding, twice=twice)
     last = [] if model.is_tied else group(model.norm, model.head, twice=False)
-    root = group(
-        model, twice=False
-    )  # it holds what no other group does: nothing, or a tied embedding and norm
+    # The root holds what no other group does: nothing, or a tied embedding with norm.
+    root = group(model, twice=False)
     order = [*(first or root), *layers, *last]
     for one, following in pairwise(order):
         # Asked for as soon as the group before begins, not when it has launched all its work. By itself torch

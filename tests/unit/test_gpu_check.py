@@ -69,7 +69,7 @@ def test_sweeps_have_the_published_layouts(monkeypatch):
     assert [passed for passed, _ in told] == [True, False, False]
     assert told[0][1].startswith("5,200 tokens/s/GPU, MFU 30.0%; published 5,762, 33.2% (torchtitan")
     runs = {name: {run.layout.label() for run in found} for name, found in planned.items()}
-    both = {"dp8 tp1 pp1 z3 mbs1 gas2", "dp8 tp1 pp1 z3 mbs2 gas1"}
+    both = {"dp8 tp1 pp1 z3 mbs1 gas2 recompute-selective", "dp8 tp1 pp1 z3 mbs2 gas1 recompute-selective"}
     assert runs == {
         "gpu-check-8B-eager": both,
         "gpu-check-8B-compiled": both,

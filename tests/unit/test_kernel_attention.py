@@ -1,6 +1,7 @@
 """Implementations of attention: they agree, are chosen by the device, and get tensors that they need not copy."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,7 +82,9 @@ def test_the_operators_of_cudnn_take_our_arguments() -> None:
 
 def test_selective_recomputation_keeps_a_compiled_ring() -> None:
     """It holds the results of attention, which selective recomputation keeps."""
-    assert recompute._keep(None, cp.RING_FORWARD) == CheckpointPolicy.MUST_SAVE
+    forward, _ = recompute._selection()
+    asked = SimpleNamespace(is_recompute=False)
+    assert forward.policy_fn(asked, cp.RING_FORWARD) == CheckpointPolicy.MUST_SAVE
 
 
 @pytest.fixture

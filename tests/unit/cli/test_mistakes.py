@@ -87,7 +87,7 @@ MISTAKES = [
     ("sweep plan hardware=here/big.yaml", "put the file into ./ultrabench/hardware/ and write hardware=big"),
     ("sweep plan model.hidden_size=4", "write ultrabench/model/NAME.yaml and give model=NAME"),
     ("sweep plan +sweep.foo=1",
-     "(known: cp, gas, gbs, mbs, models, nodes, pp, pp_schedule, seed, seq_len, tp,"),
+     "(known: cp, dp_shard, gas, gbs, mbs, models, nodes, pp, pp_schedule, recompute,"),
     ("sweep plan -o FILE/plan.parquet", "cannot write FILE/plan.parquet"),
     ("sweep plan -o nowhere/plan.parquet", "cannot write nowhere/plan.parquet"),
     ("sweep plan --top 0", "--top"),

@@ -25,10 +25,10 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     promised = {"model", "nodes", "candidates", "valid", "runs", "predicted_to_fit", "predicted_gpu_hours"}
     assert all(set(c) == promised for c in plan["cells"])
     beside = {what: told["count"] for what, told in plan["beside_runs"].items()}
-    assert beside == {"repeats of the best": 56, "starts of jobs": 212}
+    assert beside == {"repeats of the best": 56, "starts of jobs": 215}
     parts = [part["predicted_gpu_hours"] for part in (*plan["cells"], *plan["beside_runs"].values())]
     assert sum(parts) == pytest.approx(plan["predicted_gpu_hours"], rel=1e-3)
-    told = "priced for launcher=local: 212 jobs of about 10 predicted minutes each"
+    told = "priced for launcher=local: 215 jobs of about 10 predicted minutes each"
     assert plan["notes"][-1].startswith(told)
     assert list(tmp_path.iterdir()) == []
 
