@@ -1,7 +1,7 @@
 """Plants faults into the kernel, one after the other, and shows which check catches each.
 
 `python -m tests.mutations [--only NAME] [--json] [-o docs/mutations.md]` ends with 1 if a fault is not caught, or if
-a check fails without one. Faults are those of tests/parity/planted.py; they are planted in forked copies of the
+a check fails without one. Faults are those of tests/parity/planted*.py; they are planted in forked copies of the
 server of the parity tests.
 """
 

@@ -1,4 +1,4 @@
-"""Faults that are planted into the kernel of a process, by name.
+"""Faults of parallelism, recomputation and the dry run, and the names of all faults: FAULTS.
 
 Each is a function from what is right to what takes its place; `planted` says where. docs/mutations.md shows which
 check catches which fault.
@@ -7,9 +7,7 @@ check catches which fault.
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,51 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import stage
 
-from ultrabench.kernel import cp, data, model, pp, recompute, step, tp
+from tests.parity import planted_model, planted_options  # noqa: F401  their faults are in FAULTS, too
+from tests.parity.fault import FAULTS, changed, planted
+from ultrabench.kernel import cp, model, pp, recompute, step, tp
 from ultrabench.kernel.dryrun import counts, rank_cost
 from ultrabench.layout import Layout
 
-
-@dataclass(frozen=True)
-class Fault:
-    """What takes the place of the attribute `name` of a module or class; a call plants it."""
-
-    owner: Any
-    name: str
-    instead_of: Callable[[Any], Any]
-
-    def __call__(self) -> None:
-        setattr(self.owner, self.name, self.instead_of(getattr(self.owner, self.name)))
-
-    @property
-    def place(self) -> str:
-        """The module and the name in it, such as `cp._meet`."""
-        owner = self.owner
-        full = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
-        return f"{full}.{self.name}".removeprefix("ultrabench.kernel.")
-
-    @property
-    def text(self) -> str:
-        """What is wrong, in one line."""
-        return (self.instead_of.__doc__ or "").splitlines()[0]
-
-
-FAULTS: dict[str, Fault] = {}
-
-
-def planted(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Adds the function to FAULTS, planted in the attribute `name` of a module or class."""
-
-    def add(instead_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        FAULTS[instead_of.__name__] = Fault(owner, name, instead_of)
-        return instead_of
-
-    return add
-
-
-def changed(module: ModuleType, **names: Any) -> SimpleNamespace:
-    """A module with other values for some names."""
-    return SimpleNamespace(**{**vars(module), **names})
+__all__ = ["FAULTS"]
 
 
 # Tensor parallelism.
@@ -339,231 +299,6 @@ def nothing_kept(right):
 def every_layer(right):
     """Every N-th layer means all layers, for those who apply it and for those who read back what ran."""
     return lambda layout, number: "full" if layout.full_every else right(layout, number)
-
-
-# Options that are ignored: training is correct or nearly so.
-
-
-@planted(step, "apply_recompute")
-def no_recompute(right):
-    """Layers keep everything."""
-    return lambda *_: None
-
-
-@planted(step, "apply_recompute")
-def full_for_selective(right):
-    """Layers keep only their input, whatever is asked for."""
-    return lambda decoder, layout: right(decoder, replace(layout, recompute="full"))
-
-
-@planted(pp, "SCHEDULES")
-def other_schedule(right):
-    """Under 1f1b all forwards run first."""
-    return right | {"1f1b": right["afab"]}
-
-
-@planted(step, "apply_dp")
-def gathered_parameters(right):
-    """Parameters stay gathered after forward."""
-    return lambda decoder, mesh, zero_stage, *more: right(decoder, mesh, 1, *more)
-
-
-@planted(step, "apply_dp")
-def shards_everywhere(right):
-    """All ranks of dp share the parameters, where dp_shard says how many do."""
-
-    def apply_dp(decoder, mesh, *args):
-        names = ("dp_replicate", "dp_shard")
-        right(decoder, init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=names), *args)
-
-    return apply_dp
-
-
-@planted(step, "begin_microbatch")
-def zero2_as_1(right):
-    """Gradients are reduced in the last micro-batch only."""
-    return lambda decoder, zero_stage, *, last: right(decoder, min(zero_stage, 1), last=last)
-
-
-@planted(step, "apply_dp")
-def no_bf16(right):
-    """Layers compute in the precision of the optimizer."""
-    return lambda decoder, mesh, zero_stage, precision: right(decoder, mesh, zero_stage, "fp32")
-
-
-@planted(step, "apply_compile")
-def no_compile(right):
-    """Layers are marked as compiled, but torch compiles nothing."""
-    return lambda decoder, _: [
-        setattr(layer, "forward", torch.compiler.disable(layer.forward)) for layer in decoder.layers.values()
-    ]
-
-
-@planted(step, "apply_attention")
-def any_attention(right):
-    """Torch chooses the implementation of attention."""
-    return lambda *_: None
-
-
-@planted(step, "apply_attention")
-def plain_attention(right):
-    """The plain implementation of attention runs, which keeps all scores."""
-    return lambda decoder, _, group: right(decoder, "math", group)
-
-
-@planted(step, "load")
-def half_the_micro_batches(right):
-    """Half of the samples train, and each of them reduces gradients."""
-    begin = step.begin_microbatch
-    step.begin_microbatch = lambda decoder, zero_stage, **_: begin(decoder, zero_stage, last=True)
-    return lambda indices, *args: right(indices[: len(indices) // 2], *args)
-
-
-# The model itself: common to a layout and to the process with which it is compared.
-
-
-@planted(model, "rotate")
-def no_rope(right):
-    """Queries and keys are not rotated."""
-    return lambda x, cos, sin: x
-
-
-@planted(model, "rotate")
-def neighbours_rotate(right):
-    """The pairs that rotate together are (2i, 2i + 1) instead of (i, i + D/2)."""
-
-    def rotate(x, cos, sin):
-        a, b = x[..., ::2], x[..., 1::2]
-        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-
-    return rotate
-
-
-@planted(model, "rope_frequencies")
-def no_rope_scaling(right):
-    """The llama3 scaling of the rotation is ignored."""
-    return lambda shape, half: right(replace(shape, rope_scaling=None), half)
-
-
-@planted(model, "rope_frequencies")
-def fixed_rope_theta(right):
-    """The base of the rotation is always 10,000."""
-    return lambda shape, half: right(replace(shape, rope_theta=10000.0), half)
-
-
-def sdpa_with(change):
-    """For `functional`: attention of changed arguments."""
-
-    def instead_of(right):
-        def attention(q, k, v, **options):
-            tensors, more = change(q, k, v)
-            return right.scaled_dot_product_attention(*tensors, **(options | more))
-
-        return changed(right, scaled_dot_product_attention=attention)
-
-    return instead_of
-
-
-@planted(model, "functional")
-def not_causal(right):
-    """Each token attends to all tokens."""
-    return sdpa_with(lambda q, k, v: ((q, k, v), {"is_causal": False}))(right)
-
-
-@planted(model, "functional")
-def wrong_scale(right):
-    """Scores of attention are divided by D instead of its root."""
-    return sdpa_with(lambda q, k, v: ((q, k, v), {"scale": 1 / q.shape[-1]}))(right)
-
-
-@planted(model, "functional")
-def reordered_groups(right):
-    """Query head n reads key head n mod K instead of n K / N."""
-
-    def tiled(q, k, v):
-        return (q, *(t.repeat(1, q.shape[1] // t.shape[1], 1, 1) for t in (k, v))), {"enable_gqa": False}
-
-    return sdpa_with(tiled)(right)
-
-
-@planted(model, "functional")
-def gelu(right):
-    """The activation function is GELU instead of SiLU."""
-    return changed(right, silu=right.gelu)
-
-
-@planted(model.RmsNorm, "__init__")
-def fixed_eps(right):
-    """The eps of all norms is 1e-6, whatever the shape says."""
-    return lambda self, width, eps: right(self, width, 1e-6)
-
-
-@planted(model.RmsNorm, "forward")
-def no_qk_norm(right):
-    """Queries and keys are not normalised."""
-    return lambda self, x: x if x.dim() == 4 else right(self, x)
-
-
-@planted(model.FeedForward, "forward")
-def gate_for_up(right):
-    """The activation function is applied to `up` instead of `gate`."""
-
-    def forward(self, x):
-        up, gate = self.columns(x, self.gate.weight, self.up.weight)
-        return self.row(model.functional.silu(gate) * up, self.down.weight)
-
-    return forward
-
-
-@planted(model.Decoder, "tie")
-def not_tied(right):
-    """Embedding and head are two parameters although the shape ties them."""
-    return lambda self: None
-
-
-@planted(model.Decoder, "initial_value")
-def keys_like_queries(right):
-    """Keys of a layer start with the values of its queries."""
-    return lambda self, name, *args: right(self, name.replace("attention.k", "attention.q"), *args)
-
-
-@planted(model.Decoder, "initial_value")
-def all_layers_alike(right):
-    """All layers start with the values of the first."""
-
-    def initial_value(self, name, *args):
-        return right(self, ".".join("0" if part.isdigit() else part for part in name.split(".")), *args)
-
-    return initial_value
-
-
-@planted(model.Decoder, "initial_value")
-def wide_values(right):
-    """Initial values are ten times too large."""
-    return lambda self, name, *args: right(self, name, *args) * 10
-
-
-@planted(data, "sample")
-def same_sample(right):
-    """All samples of a step are the same."""
-    return lambda seed, step, index, *args: right(seed, step, 0, *args)
-
-
-@planted(data, "sample")
-def same_data(right):
-    """All steps train on the same tokens."""
-    return lambda seed, step, *args: right(seed, 1, *args)
-
-
-@planted(data, "load")
-def copied_targets(right):
-    """A target is the token itself instead of the next one."""
-
-    def load(*args):
-        inputs, _ = right(*args)
-        return inputs, inputs
-
-    return load
 
 
 # The dry run.
