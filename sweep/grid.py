@@ -182,7 +182,7 @@ def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iter
         value = getattr(layout, word, getattr(shape, word, None))
         if value is None:
             yield f"kernel.supports names {word!r}, which is no word of a layout or a model"
-        alike = word == "zero_stage" and layout.dp == 1  # with dp=1 no stage shards anything
+        alike = word == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
         if value not in allowed and not alike:
             yield f"kernel {kernel.name} supports {word} in {list(allowed)}; {word}={value}"
 

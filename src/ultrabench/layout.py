@@ -179,15 +179,19 @@ MAY_DIFFER = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
 
 
 def dominates(oom: Layout, other: Layout) -> bool:
-    """Whether `other` needs at least as much memory as `oom`, for the same model and number of nodes.
+    """Whether `other` needs at least as much memory as `oom`, for the same model, nodes and global batch.
 
     This holds when all axes but those of MAY_DIFFER are equal, and `other` has no smaller micro-batch, no higher
-    ZeRO stage, and the same or less recomputation: full needs least and none needs most, while the memory of the
-    other words depends on the model. With 1F1B, min(gas, pp) micro-batches are in flight, and mbs * min(gas, pp) never gets
-    smaller when mbs doubles and gas halves. Published measurements agree: of the 816 runs of the Ultra-Scale
-    Playbook that ran out of memory, 547 are dominated by another one, and none of the 1,236 pairs of layouts
-    with the same degrees contradicts.
+    ZeRO stage, the same or less recomputation, and the same schedule or AFAB in place of 1F1B. Full
+    recomputation needs least memory and none needs most, while that of the other words depends on the model.
+    1F1B keeps min(gas, pp) micro-batches in flight and AFAB keeps gas; as mbs * gas is the same, neither
+    mbs * min(gas, pp) nor mbs * gas gets smaller when mbs grows. Published measurements agree: of the 816 runs
+    of the Ultra-Scale Playbook that ran out of memory, 547 are dominated by another one, and none of the 1,236
+    pairs of layouts with the same degrees contradicts.
     """
     same = all(getattr(oom, name) == getattr(other, name) for name in AXES if name not in MAY_DIFFER)
+    schedules = (oom.pp_schedule, other.pp_schedule)
+    in_flight = schedules[0] == schedules[1] or schedules == ("1f1b", "afab")
     less = oom.recompute in (other.recompute, "full") or other.recompute == "none"
-    return same and less and other.mbs >= oom.mbs and other.zero_stage <= oom.zero_stage and oom != other
+    no_less = other.mbs >= oom.mbs and other.zero_stage <= oom.zero_stage
+    return same and in_flight and less and no_less and oom != other

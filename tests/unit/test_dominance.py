@@ -1,6 +1,7 @@
 """What lack of memory says about other layouts, and when it says nothing."""
 
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,16 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running import attempts
 
-PLAN = make_plan(load_config(["sweep=playbook", "sweep.models=[1B]", "sweep.nodes=[1,2]"]))
+PLAN = make_plan(
+    load_config(
+        [
+            "sweep=playbook",
+            "sweep.models=[1B]",
+            "sweep.nodes=[1]",
+            "sweep.pp_schedule=[1f1b,afab,interleaved,zbv]",
+        ]
+    )
+)
 RUNS = PLAN.runs
 
 
@@ -55,6 +65,14 @@ def test_dominance_is_an_order(a, b, c):
         assert b.prediction.peak_mem_bytes >= a.prediction.peak_mem_bytes
         if dominates(b.layout, c.layout):
             assert dominates(a.layout, c.layout)
+
+
+def test_only_afab_in_place_of_1f1b_is_sure_to_need_as_much():
+    pairs = [(a, b) for a, b in permutations(RUNS, 2) if dominates(a.layout, b.layout)]
+    schedules = {(a.layout.pp_schedule, b.layout.pp_schedule) for a, b in pairs}
+    same = {(word, word) for word in ("none", "1f1b", "afab", "interleaved", "zbv")}
+    assert schedules == same | {("1f1b", "afab")}
+    assert all(b.prediction.peak_mem_bytes >= a.prediction.peak_mem_bytes for a, b in pairs)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_megatron_is_told_layout_and_model():
     told, words = flags(spec, plan.config.measure)
     assert list(not_expressed(spec, plan.config.kernel)) == []
     more = replace(spec.shape, qk_norm=True, tie_word_embeddings=True)
-    other = replace(spec, shape=more, layout=replace(spec.layout, zero_stage=3))
+    other = replace(spec, shape=more, layout=replace(spec.layout, zero_stage=3, dp=1, cp=2, gas=8))
     assert list(not_expressed(other, plan.config.kernel)) == [
         "kernel megatron supports zero_stage in [1]; zero_stage=3",
         "kernel megatron supports tie_word_embeddings in [False]; tie_word_embeddings=True",

@@ -180,11 +180,11 @@ class Started(OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase(OfAttempt):
-    """Event: all ranks of an attempt have reached a new phase."""
+    """Event: rank 0 of an attempt has reached a new phase."""
 
     name: str
     at: float | None = None
-    """When the last rank reached the phase, in seconds since 1970, by the clock of the ranks."""
+    """When rank 0 reached it, in seconds since 1970, by its clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
