@@ -1,7 +1,7 @@
 """Chooses the implementation of attention, and gives every layer the chosen one.
 
 Torch picks an implementation for each call by itself. A run names one and pins it, so that layouts with and
-without context parallelism run the same.
+without context parallelism run the same implementation.
 """
 
 from functools import partial
@@ -26,8 +26,8 @@ BACKENDS = {
 def implementation(kernel: KernelConfig, head_width: int, device: torch.device) -> str:
     """The implementation that runs where `kernel` asks for one: cudnn, flash, flash3 or math.
 
-    auto is flash on CPUs. On GPUs it is what torch prefers: cuDNN on Hopper and Blackwell where it is new enough,
-    else flash; these compute in 16 bit only, so that fp32 and fp64 take math.
+    auto is flash on CPUs. On GPUs it is cuDNN on Hopper and Blackwell where it is new enough and head_width is a
+    multiple of 8 up to 128, else flash; these compute in 16 bit only, so that fp32 and fp64 take math.
 
     Raises:
         ConfigError: flash3 is asked for and not installed.
@@ -35,7 +35,7 @@ def implementation(kernel: KernelConfig, head_width: int, device: torch.device) 
     if kernel.attention == "flash3":
         activate_flash3()
     if kernel.attention != "auto" or device.type == "cpu":
-        return kernel.attention.replace("auto", "flash")
+        return "flash" if kernel.attention == "auto" else kernel.attention
     fits = head_width % 8 == 0 and head_width <= 128 and has_cudnn_attention(device)
     return "math" if kernel.precision != "bf16" else "cudnn" if fits else "flash"
 
@@ -51,6 +51,6 @@ def apply_attention(model: Decoder, chosen: str, group: ProcessGroup | None) -> 
     for layer in model.layers.values():
         attention = layer.attention
         assert isinstance(attention, Attention)
-        attention.core = (
-            partial(ring_attention, group.group_name, chosen) if group else partial(pinned_attention, chosen)
-        )
+        attention.core = partial(pinned_attention, chosen)
+        if group is not None:
+            attention.core = partial(ring_attention, group.group_name, chosen)

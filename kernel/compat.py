@@ -43,7 +43,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 def use_timeout(timeout: datetime.timedelta) -> None:
     """Sets the time-out of all process groups that are made from now on, also of those that torch makes itself.
 
-    `init_device_mesh` takes no time-out for the groups of its axes, which else would be NCCL's 10 minutes.
+    `init_device_mesh` takes no time-out for the groups of its axes, and NCCL's own would be 10 minutes.
     """
     c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
@@ -108,11 +108,12 @@ which no backward needs. Both sums over ranks are kept, since they would be sent
 def attention_forward(chosen: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention over one part of the keys, and the log of its softmax sums.
 
-    q is B x N x S x D like the output, k and v are B x K x S x D; the log is B x N x S, with cuDNN B x N x S x 1.
+    q is B x N x S x D like the output, k and v are B x K x S x D, and the log is B x N x S.
     """
     if chosen == "cudnn":
         found = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
-    elif q.is_cuda:
+        return found[0], found[1].squeeze(3)
+    if q.is_cuda:
         found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     else:
         found = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
@@ -123,27 +124,29 @@ def attention_backward(
     chosen: str, grad: Tensor, q: Tensor, out: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
-    tensors, more = (grad, q, k, v, out, log_sum.contiguous()), (q.shape[2], k.shape[2], 0.0, causal)
+    tensors, more = (grad, q, k, v, out), (q.shape[2], k.shape[2], 0.0, causal)
+    log_sum = log_sum.contiguous()
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
     unused = torch.zeros(2, dtype=torch.int64 if chosen == "cudnn" else torch.uint64, device=q.device)
     if chosen == "cudnn":
         rest: tuple[Any, ...] = (unused[0], unused[1], None, None, None, *more)
-        grads = _aten._scaled_dot_product_cudnn_attention_backward(*tensors, *rest)
+        # The log of cuDNN is B x N x S x 1.
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(*tensors, log_sum.unsqueeze(3), *rest)
     elif q.is_cuda:
         rest = (None, None, *more, unused, unused[:1])
-        grads = _aten._scaled_dot_product_flash_attention_backward(*tensors, *rest)
+        grads = _aten._scaled_dot_product_flash_attention_backward(*tensors, log_sum, *rest)
     else:
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal)
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, log_sum, 0.0, causal)
     return grads  # type: ignore[no-any-return]
 
 
 def has_cudnn_attention(device: torch.device) -> bool:
     """Whether torch itself prefers cuDNN's attention on this GPU.
 
-    So it does on Hopper and Blackwell from cuDNN 9.15.1 on; before that sequences had to be multiples of 128
+    It does on Hopper and Blackwell from cuDNN 9.15.1 on; before that sequences had to be multiples of 128
     (ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
     """
-    new = torch.version.hip is None and (cudnn.version() or 0) > 91500  # type: ignore[no-untyped-call]
+    new = torch.version.hip is None and (cudnn.version() or 0) >= 91501  # type: ignore[no-untyped-call]
     return new and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
@@ -193,7 +196,7 @@ def require_split_backward() -> None:
 
 
 class PeerlessWarmup:
-    """A base class before PipelineStage that skips the first messages between neighbours under gloo.
+    """A mixin, listed before PipelineStage, that skips the first messages between neighbours under gloo.
 
     A rank of the V-shaped schedules is its own neighbour, and gloo cannot send to itself.
     """
@@ -205,7 +208,7 @@ class PeerlessWarmup:
 
 
 class BuffersOnDemand:
-    """A base class before PipelineStage that holds each receive buffer only while it is needed.
+    """A mixin, listed before PipelineStage, that holds each receive buffer only while it is needed.
 
     By itself torch makes two buffers for every micro-batch of a step and keeps them for ever.
     """

@@ -90,41 +90,40 @@ def _pair(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
 
 def _ring_forward(q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str) -> tuple[Tensor, Tensor]:
     """The output of attention over all parts, B x N x S x D, and the log of its softmax sums."""
-    out, total = torch.empty(0), torch.empty(0)
+    out, log_sum = torch.empty(0), torch.empty(0)
     for pair, own, theirs, causal in _turns(_pair(k, v), group_of(group_name)):
         keys, values = pair[:, :, theirs].transpose(2, 3)
-        part, log_sum = attention_forward(chosen, q[:, :, own], keys, values, causal=causal)
+        part, part_log_sum = attention_forward(chosen, q[:, :, own], keys, values, causal=causal)
         if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
             wide = torch.promote_types(q.dtype, torch.float32)
-            out, total = part.to(wide, copy=True), log_sum.to(wide, copy=True)
+            out, log_sum = part.to(wide, copy=True), part_log_sum.to(wide, copy=True)
             continue
-        before = total[:, :, own]
-        now = torch.logaddexp(before, log_sum)
-        column = (*now.shape[:3], 1)
-        out[:, :, own] *= (before - now).exp().view(column)
-        out[:, :, own] += part * (log_sum - now).exp().view(column)
-        total[:, :, own] = now
-    return out.to(q.dtype), total.contiguous()
+        old_log_sum = log_sum[:, :, own]
+        new_log_sum = torch.logaddexp(old_log_sum, part_log_sum)
+        out[:, :, own] *= (old_log_sum - new_log_sum).exp()[..., None]
+        out[:, :, own] += part * (part_log_sum - new_log_sum).exp()[..., None]
+        log_sum[:, :, own] = new_log_sum
+    return out.to(q.dtype), log_sum.contiguous()
 
 
 def _ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, group_name: str, chosen: str
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, chosen: str
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q, and those of k and v as `_pair` has them."""
     pair, group = _pair(k, v), group_of(group_name)
-    grad_q = torch.zeros_like(q, dtype=total.dtype)
+    grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
     # The gradients of keys and values travel with them, and the last turn brings them to their rank.
-    grad_pair, homing = torch.zeros_like(pair, dtype=total.dtype), None
+    grad_pair, returning = torch.zeros_like(pair, dtype=log_sum.dtype), None
     for each, own, theirs, causal in _turns(pair, group):
-        mine = (t[:, :, own] for t in (grad, q, out, total))
+        mine = (t[:, :, own] for t in (grad, q, out, log_sum))
         dq, dk, dv = attention_backward(chosen, *mine, *each[:, :, theirs].transpose(2, 3), causal=causal)
-        grad_pair = grad_pair if homing is None else homing.wait()
+        grad_pair = grad_pair if returning is None else returning.wait()
         grad_pair[0, :, theirs] += dk.transpose(1, 2)
         grad_pair[1, :, theirs] += dv.transpose(1, 2)
         grad_q[:, :, own] += dq
-        homing = Passing(grad_pair, torch.empty_like(grad_pair), group)
-    assert homing is not None
-    return grad_q.to(q.dtype), homing.wait().to(q.dtype)
+        returning = Passing(grad_pair, torch.empty_like(grad_pair), group)
+    assert returning is not None
+    return grad_q.to(q.dtype), returning.wait().to(q.dtype)
 
 
 # For torch.compile all turns of the ring are one operator, into which it does not look.
@@ -136,8 +135,7 @@ RING_FORWARD = torch.ops.ultrabench.ring_forward.default
 
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str) -> tuple[Tensor, Tensor]:
-    sums = (*q.shape[:3], 1) if chosen == "cudnn" else q.shape[:3]
-    return torch.empty_like(q), q.new_empty(sums, dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @_backward_op.register_fake
@@ -149,14 +147,14 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str) -> Tensor:  # type: ignore[no-untyped-def]
         forward = _forward_op if torch.compiler.is_compiling() else _ring_forward
-        ctx.words = group_name, chosen
-        out, total = forward(q, k, v, *ctx.words)
-        ctx.save_for_backward(q, k, v, out, total)
+        ctx.options = group_name, chosen
+        out, log_sum = forward(q, k, v, *ctx.options)
+        ctx.save_for_backward(q, k, v, out, log_sum)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         backward = _backward_op if torch.compiler.is_compiling() else _ring_backward
-        grad_q, grad_pair = backward(grad, *ctx.saved_tensors, *ctx.words)
+        grad_q, grad_pair = backward(grad, *ctx.saved_tensors, *ctx.options)
         grad_k, grad_v = grad_pair.transpose(2, 3)
         return grad_q, grad_k, grad_v, None, None

@@ -1,22 +1,26 @@
 """Data parallelism and ZeRO: fully_shard around embedding, layers, and norm with head, at any degree.
 
-The stages differ only in the mesh axis that dp lies on and in when they gather and reduce. With G groups in a
-pipeline stage (the embedding, each of L layers, and norm with head) and gas micro-batches, a step moves
+The values of zero_stage differ only in the mesh axis that dp lies on and in when they gather and reduce. With G
+groups in a pipeline stage (the embedding, each of L layers, and norm with head) and gas micro-batches, a step
+moves
 
-| stage | all-gathers | reduce-scatters | all-reduces |
+| zero_stage | all-gathers | reduce-scatters | all-reduces |
 |---|---|---|---|
 | 3 | (G+L)*gas | G*gas | 0 |
 | 2 | G | G*gas | 0 |
 | 1 | G | G | 0 |
 | 0 | 0 | 0 | G |
 
-Stage 3 gathers a layer again for its backward. The head needs no second gather, since its backward follows its
+ZeRO-3 gathers a layer again for its backward. The head needs no second gather, since its backward follows its
 forward, and the embedding none, since its backward reads no parameters. A tied embedding is one group with
 norm and head, which stays gathered from forward to backward.
 
-Under a pipeline gradients are reduced once a step. Stage 3 then gathers each layer 1+gas times, the embedding
-gas times and the head once, and reduce-scatters G times; stages 1 and 0 are as above. The ranks of a
-context-parallel ring hold other tokens of the same parameters, so the axis of dp spans dp*cp ranks.
+Under a pipeline gradients are reduced once a step. ZeRO-3 then gathers each layer 1+gas times, the embedding
+gas times and the head once, and reduce-scatters G times; zero_stage 1 and 0 are as above.
+
+The ranks of a context-parallel ring hold other tokens of the same parameters, so the shards and their replicas
+are dp*cp ranks. With dp_shard below dp*cp the table counts calls among the shards along the mesh axis dp_shard;
+G all-reduces a step along dp_replicate follow.
 """
 
 from itertools import pairwise
@@ -44,29 +48,31 @@ def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) 
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-    def group(*modules: nn.Module | None, twice: bool) -> list[FSDPModule]:
-        """Makes one group of those modules that exist; `twice` frees its parameters until backward."""
+    def group(*modules: nn.Module | None, reshard: bool) -> list[FSDPModule]:
+        """Makes one group of those modules that exist; `reshard` frees its parameters from forward to backward."""
         held = [module for module in modules if module is not None]
         if not held:
             return []
-        return fully_shard(held, mesh=mesh[axes], reshard_after_forward=twice, mp_policy=policy)[:1]
+        return fully_shard(held, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy)[:1]
 
-    twice = zero_stage == 3
-    layers = [one for layer in model.layers.values() for one in group(layer, twice=twice)]
-    first = [] if model.is_tied else group(model.embedding, twice=twice)
-    last = [] if model.is_tied else group(model.norm, model.head, twice=False)
+    reshard = zero_stage == 3
+    layers = [one for layer in model.layers.values() for one in group(layer, reshard=reshard)]
+    first = [] if model.is_tied else group(model.embedding, reshard=reshard)
+    last = [] if model.is_tied else group(model.norm, model.head, reshard=False)
     # The root holds what no other group does: nothing, or a tied embedding with norm.
-    root = group(model, twice=False)
+    root = group(model, reshard=False)
     order = [*(first or root), *layers, *last]
     for one, following in pairwise(order):
-        # Asked for as soon as the group before begins, not when it has launched all its work. By itself torch
-        # would guess the order of backward, and guess wrong where a pipeline mixes micro-batches.
+        # Each group requests the parameters of the next one as soon as it begins. Torch would request them in
+        # forward only when all work of the group is launched, and in backward in an order that it guesses, which
+        # is wrong where a pipeline mixes micro-batches.
         one.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([one])
     root[0].set_modules_to_backward_prefetch(order[-1:])
     for embedding in first:
         embedding.set_unshard_in_backward(False)
-        embedding.set_modules_to_backward_prefetch([embedding])  # nothing comes before it
+        # With an empty list torch would guess; naming itself requests nothing, since its gather is off.
+        embedding.set_modules_to_backward_prefetch([embedding])
 
 
 def begin_microbatch(model: FSDPModule, zero_stage: int, *, last: bool) -> None:

@@ -27,7 +27,7 @@ class Pending:
     """The gradient of the head from all micro-batches whose backward has not begun, as one sum.
 
     Without it each of them keeps V*H elements, and a schedule that runs all forwards first keeps them gas
-    times. The first backward takes the whole sum, so that all these losses must have the same weight.
+    times. The first backward takes the whole sum, so all these losses must have the same weight.
     """
 
     total: Tensor | None = None
@@ -86,8 +86,8 @@ class _HeadLoss(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         if ctx.pending is not None:
             grad_weight, ctx.pending.total = ctx.pending.total, None
-        # A factor of one dim is not rounded to bf16, as one of no dims would be. The products are new tensors,
-        # since a split backward pass calls this twice.
+        # A factor with one dim makes torch multiply in fp32; a 0-dim factor would be rounded to bf16 first. The
+        # products are new tensors, since a split backward pass calls this twice.
         scale = (grad / ctx.tokens)[None]
         scaled = (
             None if t is None else torch.mul(t, scale, out=torch.empty_like(t, dtype=ctx.dtype))

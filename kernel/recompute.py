@@ -2,7 +2,8 @@
 
 full: a layer keeps only its input, and backward runs its forward again (arXiv 1604.06174); everyN does so with
 every N-th layer of the model.
-selective: a layer keeps what SELECTED names, compiled also the whole output of a ring, and backward computes the rest again.
+selective: a layer keeps the results that SELECTED names and, if it is compiled, the whole output of a ring;
+backward computes the rest again.
 attention: backward runs attention again from q, k and v (arXiv 2205.05198, section 5).
 """
 

@@ -11,11 +11,12 @@ from ultrabench.kernel.step import TrainStep
 from ultrabench.kernel.tp import cut_dim
 
 ROUNDINGS = 16
-"""Mean difference of two copies of a norm that is still rounding, in units of eps of their mean size.
+"""Largest allowed mean difference of two copies of an RMSNorm's weight, in units of eps times their mean size.
 
-4,096 weights of size 1 under AdamW, with gradients that are sums over up to 8 ranks in opposite orders, were
-less than 0.01 eps apart after 100 steps at a learning rate of 3e-4, in fp32 as in fp64. With gradients of
-which each copy had one rank's part only they were 840 eps of fp32 apart after 6 steps at 3e-5.
+Copies in which only rounding differs stay far below it: 4,096 weights of size 1 under AdamW, with gradients
+that were summed over up to 8 ranks in opposite orders, differed by less than 0.01 after 100 steps at a learning
+rate of 3e-4, in fp32 as in fp64. With a planted fault, in which each copy kept only its own rank's part of the
+gradient, they differed by 840 in fp32 after 6 steps at a learning rate of 3e-5.
 """
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,7 +28,7 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     tied embedding: checksums of the bits are equal, since all copies got the same sums. Ranks along tp hold
     copies of norms. Their gradients are sums over tp and dp, in an order that NCCL may choose differently in
     every group, so that with tp they may differ by ROUNDINGS, along tp and along dp_replicate. All ranks have
-    to call it. It needs all-reduces of 16 bytes per parameter, and of 2 numbers per element of a norm.
+    to call it. Its all-reduces have 16 bytes per parameter tensor, and 2 numbers per element of a norm's weight.
 
     Raises:
         ReplicasDifferError: on every rank if any copy differs; it names the differences on this rank.

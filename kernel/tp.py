@@ -161,8 +161,9 @@ def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
 def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
     """Sums the gradients of norms over tp, since each rank has other tokens or, for those of q and k, other heads.
 
-    It is one all-reduce of 2*L*(H + D)/shards elements, L the layers of the stage; without the norms of q and k,
-    which have D weights each, 2*L*H/shards.
+    It is one all-reduce of (2*L*(H + D) + H)/shards elements on the stage with the final norm, and without + H on
+    the others. L is the number of layers of the stage, and shards is zero_shards of the layout. Without the norms
+    of q and k, which have D weights each, + D is left out.
     """
     grads = [local(p.grad) for name, p in params if cut_dim(name) is None and p.grad is not None]
     if group.size() == 1 or not grads:

@@ -1,8 +1,8 @@
 """Runs one rank: `python -P -m ultrabench.kernel.worker`, or `main()` in a forked process.
 
-The environment holds the variables of torchrun, ULTRABENCH_SPEC (the file of a Task as JSON),
-ULTRABENCH_REPORT and, if an agent passes on the port of the store, ULTRABENCH_STORE. All results are written
-to the report.
+The environment holds the variables of torchrun and three paths: ULTRABENCH_SPEC, the file of a Task as JSON;
+ULTRABENCH_REPORT, the file to which all results are written; and, if there is an agent, ULTRABENCH_STORE, the file
+in which the agent writes the port of rank 0's store.
 """
 
 import datetime
@@ -37,7 +37,8 @@ from ultrabench.step_time import ci95_rel
 
 DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(PARTS))
 STOPS = (None, "interval", "max_steps")
-"""Whether to go on measuring, to stop since the interval is narrow, or since it did not become narrow."""
+"""Why measuring ended, by the number that rank 0 broadcasts: 0 to go on, 1 if the confidence interval is narrow
+enough, 2 if max_steps were measured."""
 PATIENCE = datetime.timedelta(hours=12)
 """Time-out of all process groups; it is longer than any run, since the deadlines of the agent detect hangs."""
 STORE_POLL_S = 0.005
@@ -100,7 +101,7 @@ class Timing:
             return None
         width, enough = ci95_rel(times), sum(times) >= measure.min_s
         narrow = width is not None and width <= measure.target_ci95_rel
-        stop = 0 if not enough else 1 if narrow else 2 * (len(times) >= measure.max_steps)
+        stop = 0 if not enough else 1 if narrow else 2 if len(times) >= measure.max_steps else 0
         return STOPS[int(self._of_rank_0(stop))]
 
     def _any_rank(self, here: bool) -> bool:
@@ -119,7 +120,8 @@ class Timing:
                 return
             if left:
                 self.step()
-        found = f"layers were still compiled in step {self.done_steps}, {self.trainer.compiler.graphs} graphs in all"
+        steps, graphs = self.done_steps, self.trainer.compiler.graphs
+        found = f"layers were still compiled in step {steps}, {graphs} graphs in all"
         raise RuntimeError(f"{found}; take kernel.compile=false")
 
     def _flops_of_a_step(self) -> float:

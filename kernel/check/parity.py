@@ -1,8 +1,8 @@
 """Checks that a layout trains correctly: it compares forked ranks with a single process that trains in fp64.
 
-`python -P -m ultrabench.kernel.check.parity` reads a CheckSpec from stdin and writes a CheckResult. It imports torch
-but never computes and never uses a GPU: children that are forked after a matrix product in the parent hang, and
-CUDA does not work in a child of a process that has used it.
+`python -P -m ultrabench.kernel.check.parity` reads a CheckSpec from stdin and writes a CheckResult. It imports
+torch but never computes and never uses a GPU: children that are forked after a matrix product in the parent hang,
+and CUDA does not work in a child of a process that has used it.
 
 How much of a difference is allowed: in fp64 at most TOLERANCE. In fp32 and bf16 rounding alone makes differences
 that depend on the model, so they are measured. The single process trains the plain model in that precision as
@@ -46,8 +46,10 @@ from ultrabench.stages import split_stages
 TIMEOUT_S = {"cpu": 120.0, "cuda": 600.0}
 """Device type -> seconds for all of a training; on GPUs compiling the layers takes most of them."""
 ROUNDING = {"loss": 8.0, "grad": 3.0, "param": 3.0}
-"""Largest difference of a layout in units of the rounding error of one process in the same precision. Honest layouts
-have 1.0 to 1.3 for gradients, and up to 2.2 for the loss, which is only a few numbers."""
+"""Largest difference of a layout in units of the rounding error of one process in the same precision.
+
+Correct layouts show 1.0 to 1.3 for gradients, and up to 2.2 for the loss, which is only a few numbers.
+"""
 
 
 def run_check(spec: CheckSpec) -> CheckResult:

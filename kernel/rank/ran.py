@@ -1,8 +1,9 @@
-"""Reads from what trained with which options its steps ran, in the words of layout and kernel.
+"""Reads from the objects that trained which options their steps really ran with.
 
-No value comes from the configuration: it is read from the classes and attributes of modules, the state of
-fully_shard, the sizes and dtypes of tensors, and a count of forwards. So an option that was lost on its way is
-found, and so is one that torch ignored.
+Options are read from the classes and attributes of modules, the state of fully_shard, the sizes and dtypes of
+tensors, and a count of forwards. Only the sizes of the model and its sequences are taken from the run; the options
+that were asked for are only compared with. So an option that was lost on its way is found, and so is one that
+torch ignored.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,8 +64,9 @@ def options_of(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1) -> d
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, which is cut over tp, too.
     cps = [seq_len // (size[1] * tps[0] ** (len(size) - 2)) for size, _ in seen]
     states = [state for _, held in seen for state in held]
-    # Stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
+    # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
     sharded = 2 if not pipeline and found["gas"] > 1 and all(state.reduces for state in states) else 1
+    wrapped = all(uncompiled(layer.forward) is not layer.forward for layer in layers)
     return found | {
         "tp": _only(tps),
         "cp": _only(cps),
@@ -73,8 +75,7 @@ def options_of(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1) -> d
         "zero_stage": _only(3 if s.resharded else sharded if s.shards > 1 else 0 for s in states),
         "precision": _only(_PRECISIONS.get(state.dtypes, state.dtypes) for state in states),
         "recompute": recompute_of(trainer.models, trainer.layout),
-        "compile": all(uncompiled(layer.forward) is not layer.forward for layer in layers)
-        and trainer.compiler.graphs > 0,
+        "compile": wrapped and trainer.compiler.graphs > 0,
         "attention": _only(getattr(unwrap(layer.attention.core), "args", ("any",))[-1] for layer in layers),
     }
 
@@ -99,6 +100,6 @@ def require_as_asked(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1
     differing = [f"{k}={asked[k]} was asked for, {ran[k]} ran" for k in ran if ran[k] != asked[k]]
     told: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(told, "; ".join(differing))
-    for text in filter(None, told):
+    if text := next(filter(None, told), None):
         raise IgnoredOptionError(text)
     return ran

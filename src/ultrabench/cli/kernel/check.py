@@ -18,7 +18,7 @@ RANK_BYTES = 1e8
 """Bytes of memory of each process of the check, without torch's libraries, which all processes share."""
 STATE_BYTES = 40
 """Bytes for each parameter in fp64: the parameter, its gradient, a copy to compare, two moments of AdamW."""
-OPTIONS = ("seq_len", "seed", "steps", "attention")
+ARGUMENTS = ("seq_len", "seed", "steps", "attention")
 """Arguments besides the model and the axes; they are fields of CheckSpec."""
 
 
@@ -29,8 +29,8 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     if spec.device == "cpu" and ranks > max(cores, 8):
         room = f"{ranks} processes at a time need about {ranks * RANK_BYTES / GIB:.0f} GiB of memory"
         warn(f"{room}; with {cores} cores it takes minutes")
-    where = f"{counted(ranks, 'process' if spec.device == 'cpu' else 'GPU')} in {spec.precision}"
-    say(f"checking {spec.layout.label()} on {where} against one in fp64")
+    places = f"{counted(ranks, 'process' if spec.device == 'cpu' else 'GPU')} in {spec.precision}"
+    say(f"checking {spec.layout.label()} on {places} against one process in fp64")
     result = check(spec)
     if as_json:
         print_json(to_dict(result))
@@ -47,8 +47,8 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     verdict = "the same" if result.passed else "NOT the same"
     if result.error and result.loss_diff is None:
         verdict = "not decided"
-    where = f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
-    say(f"{verdict} ({result.seconds:.1f} s){where}")
+    worst = f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
+    say(f"{verdict} ({result.seconds:.1f} s){worst}")
     return int(not result.passed)
 
 
@@ -61,10 +61,10 @@ def check_spec(arguments: list[str], options: Mapping[str, Any]) -> CheckSpec:
     Raises:
         ConfigError: a word is unknown, or the layout is impossible.
     """
-    values = {"dp": 1} | read_arguments(arguments, ("model", *OPTIONS), "dp=2 tp=2 gas=4")
+    values = {"dp": 1} | read_arguments(arguments, ("model", *ARGUMENTS), "dp=2 tp=2 gas=4")
     shape = load_model(values["model"]) if "model" in values else TINY
     layout = layout_of(values)
-    fields = {**options, "dump": _folder(options["dump"]), **{n: values[n] for n in OPTIONS if n in values}}
+    fields = {**options, "dump": _folder(options["dump"]), **{n: values[n] for n in ARGUMENTS if n in values}}
     spec = CheckSpec(layout=layout, shape=shape, **fields)
     require_possible(spec.run, spec.device)
     if layout.world_size > MOST_RANKS:
@@ -74,7 +74,7 @@ def check_spec(arguments: list[str], options: Mapping[str, Any]) -> CheckSpec:
     held_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     if needed_gib > held_gib:
         each = f"{STATE_BYTES} bytes for each of its {shape.num_params:,} parameters"
-        needs = f"model={shape.name} needs at least {needed_gib:,.0f} GiB: {each}, in layout and one process"
+        needs = f"model={shape.name} needs at least {needed_gib:,.0f} GiB: {each}, once in the layout and once in one process"
         raise ConfigError(f"{needs}; this machine has {held_gib:,.0f} GiB: use a smaller one: model=tiny")
     return spec
 
