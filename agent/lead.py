@@ -24,7 +24,7 @@ from ultrabench.store.events import Claimed, Event, Failed, Phase, Preflight, Re
 from ultrabench.store.journal import JournalWriter
 
 SLOWEST_GAP_FACTOR = 10.0
-"""A run hangs only after this many times its own longest time without progress so far."""
+"""A run counts as hung only after this many times its own longest time without progress so far."""
 PEER_GRACE_S = 2.0
 """Seconds for the other ranks to report their failures after the first failure."""
 RACE_STEPS = 2
@@ -184,13 +184,12 @@ class Leader:
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
 
     def _may_fit(self, task: Task) -> bool:
-        """False for a task that needs more memory than a run that surely had too little.
+        """False for a task that needs at least as much memory as a run that surely had too little.
 
         This allocation leaves it out; the launcher decides whether it is run elsewhere.
         """
-        shape, layout = task.spec.shape, task.spec.layout
-        misfits = (spec for spec, result in self._results if result.confirmed and spec.shape == shape)
-        return not any(dominates(spec.layout, layout) for spec in misfits)
+        misfits = (spec for spec, r in self._results if r.confirmed and spec.shape == task.spec.shape)
+        return not any(dominates(spec.layout, task.spec.layout) for spec in misfits)
 
     def _write_result(self, task: Task, result: RunResult, source: str = "agent") -> None:
         name = {**task.key._asdict(), "allocation": self._allocation.name}

@@ -103,7 +103,10 @@ def count(number: float, unit: str = "") -> str:
 
 
 def layout_words(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The layout of a result row as two texts: how the ranks are spread, and how the batch is cut."""
+    """The layout of a result row as two texts: the degrees and ZeRO, and everything from mbs on.
+
+    The second one has the batch, the schedule and recomputation.
+    """
     batch = AXES.index("mbs")
     return " ".join(labels(row, AXES[:batch])), " ".join(labels(row, AXES[batch:]))
 

@@ -100,8 +100,7 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "kernel": kernel.name,
         "kernel_digest": sweep.kernel_digest,
         "precision": kernel.precision,
-        # Our own kernel never compiles layers whose backward pass is split.
-        "compile": kernel.compile and (kernel.kind, place.get("pp_schedule")) != ("embedded", "zbv"),
+        "compile": kernel.compiles(place.get("pp_schedule")),
         "git_commit": sweep.provenance.get("git_commit"),
         "peak_flops_per_s": peak and peak.flops_per_s,
         "peak_source": peak and peak.source,

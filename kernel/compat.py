@@ -124,8 +124,7 @@ def attention_backward(
     chosen: str, grad: Tensor, q: Tensor, out: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
-    tensors, more = (grad, q, k, v, out), (q.shape[2], k.shape[2], 0.0, causal)
-    log_sum = log_sum.contiguous()
+    tensors, log_sum, more = (grad, q, k, v, out), log_sum.contiguous(), (q.shape[2], k.shape[2], 0.0, causal)
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
     unused = torch.zeros(2, dtype=torch.int64 if chosen == "cudnn" else torch.uint64, device=q.device)
     if chosen == "cudnn":

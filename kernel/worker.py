@@ -120,8 +120,7 @@ class Timing:
                 return
             if left:
                 self.step()
-        steps, graphs = self.done_steps, self.trainer.compiler.graphs
-        found = f"layers were still compiled in step {steps}, {graphs} graphs in all"
+        found = f"step {self.done_steps} still compiled layers, {self.trainer.compiler.graphs} graphs in all"
         raise RuntimeError(f"{found}; take kernel.compile=false")
 
     def _flops_of_a_step(self) -> float:

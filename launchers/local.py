@@ -94,7 +94,7 @@ class LocalLauncher:
 
     def _vanished(self, held: AllocationState) -> JobEnd:
         reason = f"the agents of {held.name} vanished"
-        return JobEnd(reason=reason, certain=True, elapsed_s=self._held_s(held))
+        return JobEnd(reason=reason, certain=True, held_s=self._held_s(held))
 
     def _held_s(self, held: AllocationState) -> float:
         """Seconds from the time an allocation was written to its latest sign of life."""

@@ -151,7 +151,7 @@ class Reconciler:
             change = f"the training program changed under the sweep (kernel_digest {launched} -> {now})"
             self.stopped = f"{change}; launch again to go on with the new one"
             return
-        if self.settler.claimed_already((a.key for job in actions.submit for a in job.attempts), state):
+        if self.settler.settle_claimed((a.key for job in actions.submit for a in job.attempts), state):
             return  # the next rounds first settle the claimed attempts
         for node, why in actions.avoid.items():
             self._say_once(f"{node} is not used again: {why}")
@@ -167,7 +167,7 @@ class Reconciler:
         )  # fmt: skip
         for allocation in made:
             allocation.write()
-            self.settler.plan(allocation)
+            self.settler.record_planned(allocation)
             journal.write(Submitting(allocation=allocation.name, token=token))
         try:
             submitted = self.launcher.submit(made, avoid, self.say)

@@ -24,7 +24,7 @@ LATE = 1.5
 
 
 class AgentWatchdog:
-    """Tells which agents still touch their journals, and which have stopped, by the looks of this launcher.
+    """Tells at each look of this launcher which agents still touch their journals, and which have stopped.
 
     A time stamp that changes is a sign of life, whatever clock made it. A pause of the launcher itself (a
     stuck file server, a sleeping laptop) says nothing about the agents, so only a short part of it counts.
@@ -37,7 +37,7 @@ class AgentWatchdog:
         self._seen: dict[str, tuple[float, float, float]] = {}
         """Allocation -> its latest time stamp, the time of the latest look, and the seconds without a change."""
         self._told_s: dict[str, float] = {}
-        """Allocation -> how many seconds it had been silent when it was last reported as frozen."""
+        """Allocation -> seconds of silence that count no more, since they were reported, or it was not running."""
         self.frozen: dict[str, str] = {}
         """Allocation that was found frozen -> the message about it."""
 
@@ -164,8 +164,8 @@ class Settler:
         """
         if end.certain or self.watchdog.silent(held.name):
             return True
-        note = f"{end.reason}, but the agents of {held.name} have touched their journal: it is over when they"
-        self._say(f"{note} have not for {self.watchdog.patience_s:.0f} s")
+        note = f"{end.reason}, but the agents of {held.name} touched their journal lately"
+        self._say(f"{note}; it counts as over after {self.watchdog.patience_s:.0f} s of silence")
         return False
 
     def _abandoned(self, held: AllocationState) -> JobEnd | None:
@@ -214,10 +214,10 @@ class Settler:
         end = told or JobEnd(reason=f"the agents of {name} ended ({held.ended})")
         self._lose(owned, state, name, end)
         if told is not None:
-            self._tell_end(held, told.reason, told.elapsed_s, "launcher")
+            self._tell_end(held, told.reason, told.held_s, "launcher")
         self.settled.add((name, held.start))  # last, since the writes above may have failed
 
-    def plan(self, allocation: Allocation) -> None:
+    def record_planned(self, allocation: Allocation) -> None:
         """Records the content of an allocation, before it is submitted or if only its files are known."""
         planned = AllocationPlanned(
             allocation=allocation.name, nodes=allocation.nodes, by=allocation.by, limit_s=allocation.limit_s,
@@ -225,11 +225,12 @@ class Settler:
         )  # fmt: skip
         self._sweep.journal.write(planned)
 
-    def claimed_already(self, keys: Iterable[AttemptKey], state: SweepState) -> bool:
-        """Whether some of these attempts are claimed although no living allocation holds them.
+    def settle_claimed(self, keys: Iterable[AttemptKey], state: SweepState) -> bool:
+        """Settles those of the attempts that are claimed although no living allocation holds them.
 
         Only the allocation that claimed an attempt may run it. If the journal does not know that allocation,
-        it is read from its files and followed from then on; if that fails, the attempt is lost.
+        it is read from its files and followed from then on; if that fails, the attempt is recorded as lost.
+        Returns whether any of the attempts was claimed.
         """
         found = False
         for key in keys:
@@ -247,7 +248,7 @@ class Settler:
                         raise
                 else:
                     if allocation.name == name:
-                        self.plan(allocation)
+                        self.record_planned(allocation)
                         continue
             reason = f"allocation {name} had claimed this run and ended without a result"
             self._lose([key], state, name, JobEnd(reason=reason))
@@ -271,10 +272,9 @@ class Settler:
                 self._sweep.journal.write(failed)
 
     def _tell_end(self, held: AllocationState, reason: str, held_s: float | None, source: str) -> None:
-        end = AllocationEnded(
-            allocation=held.name, job=held.start, reason=reason, source=source, held_s=held_s
+        self._sweep.journal.write(
+            AllocationEnded(allocation=held.name, job=held.start, reason=reason, source=source, held_s=held_s)
         )
-        self._sweep.journal.write(end)
 
 
 def open_allocations(state: SweepState) -> dict[str, AllocationState]:
@@ -300,5 +300,5 @@ def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
     held_s = launcher.cancel(mine)
     state = sweep.state()
     for name in sorted(mine.keys() & open_allocations(state).keys()):
-        end = JobEnd(reason=f"the agents of {name} were ended", elapsed_s=held_s.get(name), certain=True)
+        end = JobEnd(reason=f"the agents of {name} were ended", held_s=held_s.get(name), certain=True)
         settler.settle(state.allocations[name], end, state)

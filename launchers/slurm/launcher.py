@@ -252,7 +252,7 @@ class SlurmLauncher:
                 return None
             return JobEnd(reason=f"squeue has forgotten job {job.job_id}, sacct says {job.state}")
         reason = f"Slurm ended job {job.job_id}: {job.state}{job.because}"
-        return JobEnd(status=job.meaning.status or Status.LOST, reason=reason, elapsed_s=job.elapsed_s)
+        return JobEnd(status=job.meaning.status or Status.LOST, reason=reason, held_s=job.elapsed_s)
 
     def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends all jobs of the arrays that hold `allocations`; their agents record how the runs ended."""

@@ -62,6 +62,10 @@ class KernelConfig:
         if self.kind == "command" and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
 
+    def compiles(self, pp_schedule: str | None) -> bool:
+        """Whether layers are compiled; ours are not under zbv, since torch cannot split their backward then."""
+        return self.compile and (self.kind, pp_schedule) != ("embedded", "zbv")
+
     def digest(self) -> str:
         """First 16 hex digits of a hash of the code that runs.
 

@@ -57,7 +57,7 @@ class Layout:
     pp: Count = axis("pp", "Pipeline-parallel degree.", default=1)
     cp: Count = axis("cp", "Context-parallel degree.", default=1, implied=(1,))
     zero_stage: Annotated[int, one_of(0, 1, 2, 3)] = axis(
-        "z", "What dp*cp ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.",
+        "z", "What dp*cp ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
         default=0,
     )  # fmt: skip
     dp_shard: Annotated[int, at_least(0)] = axis(
@@ -109,7 +109,8 @@ class Layout:
     @property
     def full_every(self) -> int:
         """n if backward computes every n-th layer of the model again in full; 0 if it does so with none."""
-        return {"full": 1}.get(self.recompute, int("0" + self.recompute.partition("every")[2]))
+        every = self.recompute.removeprefix("every")
+        return 1 if every == "full" else int(every) if every.isdecimal() else 0
 
     @property
     def gbs(self) -> int:

@@ -66,8 +66,8 @@ class ModelShape:
         require_allowed(self, f"model {self.name}: ")
         heads = f"num_attention_heads={self.num_attention_heads}"
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            cut = f"hidden_size={self.hidden_size} into heads of an even width, or give head_dim"
-            raise ConfigError(f"model {self.name}: {heads} must cut {cut}")
+            rule = f"does not divide hidden_size={self.hidden_size}; change one of them or give head_dim"
+            raise ConfigError(f"model {self.name}: {heads} {rule}")
         if self.head_width % 2:
             rotated = "rotations need an even width of heads"
             raise ConfigError(f"model {self.name}: head_dim={self.head_width}; {rotated}: choose another")

@@ -202,8 +202,8 @@ def _loss(value: Any) -> float | None:
 
 
 _NAME, _WORDS = partial(_text, 200), partial(_text, 2**14)
-_BYTES: dict[str, Callable[[Any], Any]] = dict.fromkeys(("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "torch_bytes",
-                        "data_bytes", "limit_bytes"), _count)  # fmt: skip
+_AMOUNTS = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "torch_bytes", "data_bytes")
+_BYTES: dict[str, Callable[[Any], Any]] = dict.fromkeys((*_AMOUNTS, "limit_bytes"), _count)
 FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "phase": {"name": _NAME, "time": number},
     "step": {"step": _count, "seconds": number, "loss": _loss, "gradient_norm": number, "measured": bool},

@@ -87,8 +87,8 @@ class RunSpec:
 
     @property
     def compiles(self) -> bool:
-        """Whether layers are compiled; not under zbv, since torch cannot split the backward of a compiled layer."""
-        return self.kernel.compile and self.layout.pp_schedule != "zbv"
+        """Whether layers are compiled."""
+        return self.kernel.compiles(self.layout.pp_schedule)
 
     @property
     def tokens_per_step(self) -> int:

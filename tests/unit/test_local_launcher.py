@@ -133,13 +133,12 @@ def test_what_vanished_is_paid_for_until_its_last_sign_of_life(folder, launcher)
         journal.write_text("")
         os.utime(journal, (1050 + n, 1050 + n))
     agents = tuple(LeadingAgent(host="here", journal=journal.name) for journal in journals)
-    assert gone_within(launcher, held(NAME, agents=agents)).ended_jobs[NAME].elapsed_s == 51.0
+    assert gone_within(launcher, held(NAME, agents=agents)).ended_jobs[NAME].held_s == 51.0
     # Clocks may be set back, and what never started has held nothing.
     for journal in journals:
         os.utime(journal, (900, 900))
-    assert gone_within(launcher, held(NAME, agents=agents)).ended_jobs[NAME].elapsed_s == 0.0
-    assert gone_within(launcher, held(NAME)).ended_jobs[NAME].elapsed_s == 0.0
+    assert gone_within(launcher, held(NAME, agents=agents)).ended_jobs[NAME].held_s == 0.0
+    assert gone_within(launcher, held(NAME)).ended_jobs[NAME].held_s == 0.0
     assert (
-        gone_within(launcher, held(NAME, agents=(LeadingAgent(host="here"),))).ended_jobs[NAME].elapsed_s
-        == 0.0
+        gone_within(launcher, held(NAME, agents=(LeadingAgent(host="here"),))).ended_jobs[NAME].held_s == 0.0
     )

@@ -117,7 +117,7 @@ def test_every_model_file_is_a_model(path):
     [
         ({"vocab_size": 0}, "vocab_size=0; must be >= 1"),
         ({"num_hidden_layers": -3}, "num_hidden_layers=-3; must be >= 1"),
-        ({"num_attention_heads": 5}, "num_attention_heads=5 must cut hidden_size=64 into heads"),
+        ({"num_attention_heads": 5}, "num_attention_heads=5 does not divide hidden_size=64; change one"),
         ({"num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim=1; rotations need an even width"),
         ({"head_dim": 15}, "head_dim=15; rotations need an even width of heads: choose another"),
         ({"head_dim": 0}, "head_dim=0; must be >= 1"),

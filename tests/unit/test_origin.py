@@ -214,7 +214,7 @@ def test_what_has_started_meanwhile_is_not_taken_over(watched):
 
 
 UNKNOWN = JobEnd(status=Status.LOST, reason="Slurm does not know job 57_0")
-ENDED = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", elapsed_s=50.0)
+ENDED = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", held_s=50.0)
 
 
 @pytest.mark.parametrize("gone", [UNKNOWN, ENDED])
@@ -233,7 +233,7 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
     assert watched.ended(made.name) is None
     assert statuses(watched.sweep) == {keys(made)[0]: None}
     assert len(watched.launcher.taken) == 1
-    note = f"{gone.reason}, but the agents of {made.name} have touched their journal: it is over when they"
+    note = f"{gone.reason}, but the agents of {made.name} touched their journal lately"
     assert sum(told.startswith(note) for told in watched.told) == 1
     for _ in range(3):
         watched.once(after=0.3 * patience_s)

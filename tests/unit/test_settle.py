@@ -38,7 +38,7 @@ from ultrabench.sweep.running.decide import MOST_BARREN, MOST_FRUITLESS, decide
 
 __all__ = ["sweep"]  # a fixture
 
-GONE = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", elapsed_s=77.0)
+GONE = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", held_s=77.0)
 
 # one allocation
 
@@ -75,7 +75,7 @@ def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
             with pytest.raises(OSError, match="Stale"):
                 settler.settle(state.allocations[NAME], GONE, state)
             with pytest.raises(OSError, match="Stale"):
-                settler.claimed_already([key], state)
+                settler.settle_claimed([key], state)
     assert (statuses(sweep), sweep.state().allocations[NAME].ended, settler.settled) == ({}, None, set())
     settler.settle(state.allocations[NAME], GONE, state)
     assert statuses(sweep) == {key: Status.NODE_FAIL}
@@ -102,9 +102,9 @@ def test_what_agents_own_is_not_given_up(sweep):
 def test_an_attempt_whose_owner_nobody_knows_is_lost(sweep, content):
     key, free = key_of(CONTROL), key_of(OTHERS[0])
     settler = Settler(sweep, Played())
-    assert not settler.claimed_already([key, free], sweep.state())
+    assert not settler.settle_claimed([key, free], sweep.state())
     (sweep.folder.claims / str(key)).write_bytes(content)
-    assert settler.claimed_already([free, key], sweep.state())
+    assert settler.settle_claimed([free, key], sweep.state())
     assert (statuses(sweep), written(sweep, "allocation_planned")) == ({key: Status.LOST}, [])
 
 
@@ -115,10 +115,10 @@ def test_an_owner_that_has_not_ended_is_not_called_dead(sweep):
     agents = Agents(sweep)
     claim(agents.claims, str(key), agents.me)
     settler = Settler(sweep, Played())
-    assert settler.claimed_already([key], sweep.state())
+    assert settler.settle_claimed([key], sweep.state())
     assert statuses(sweep) == {}
     agents.start().end()
-    assert settler.claimed_already([key], sweep.state())
+    assert settler.settle_claimed([key], sweep.state())
     assert statuses(sweep) == {key: Status.LOST}
 
 
@@ -129,7 +129,7 @@ def test_files_of_an_owner_that_cannot_be_used_do_no_harm(sweep, content):
     (sweep.folder.allocations / NAME).mkdir()
     if content is not None:
         (sweep.folder.allocations / NAME / "allocation.json").write_text(content)
-    assert Settler(sweep, Played()).claimed_already([key], sweep.state())
+    assert Settler(sweep, Played()).settle_claimed([key], sweep.state())
     assert statuses(sweep) == {key: Status.LOST}
 
 

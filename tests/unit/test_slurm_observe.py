@@ -154,7 +154,7 @@ def test_a_job_that_is_over_leaves_its_agents_a_moment_to_say_so(slurm, listed, 
     assert (seen.alive, seen.queued) == (frozenset(), frozenset())
     assert seen.ended_jobs[A].status == status
     assert seen.ended_jobs[A].reason == f"Slurm ended job 57_0: {state} (TimeLimit)"
-    assert seen.ended_jobs[A].elapsed_s == 77.0
+    assert seen.ended_jobs[A].held_s == 77.0
     slurm.ended()
     assert slurm.observe(after=1000).ended_jobs == {}, "what the agents said is enough"
 

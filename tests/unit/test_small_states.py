@@ -220,9 +220,7 @@ def test_a_second_job_that_does_not_leave_is_found_out(stage):
 
 @ONE_RUN
 def test_a_launcher_that_passes_over_claims_it_cannot_read_is_found_out(stage, monkeypatch):
-    monkeypatch.setattr(
-        "ultrabench.launchers.settle.Settler.claimed_already", lambda self, keys, state: False
-    )
+    monkeypatch.setattr("ultrabench.launchers.settle.Settler.settle_claimed", lambda self, keys, state: False)
     stage.in_turn, stage.most_kills, stage.most_hidden = True, 1, 1
     with pytest.raises(WrongError, match="has ended"):
         explore(stage)

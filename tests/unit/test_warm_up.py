@@ -42,6 +42,6 @@ def test_the_warm_up_goes_on_while_graphs_are_compiled(
 def test_compilation_without_an_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of a measurement."""
     with pytest.raises(
-        RuntimeError, match=r"still compiled in step 12, 12 graphs in all; take kernel.compile"
+        RuntimeError, match=r"step 12 still compiled layers, 12 graphs in all; take kernel.compile"
     ):
         Compiling(2 + MOST_COMPILING_STEPS, monkeypatch)._warm_up()

@@ -193,7 +193,7 @@ class Result(OfAttempt):
 
     allocation: str | None = None
     source: str = "agent"
-    """Who reports the result: agent, slurm or launcher."""
+    """How far the report is trusted: agent; slurm, a requeued agent or a launcher of a cluster; launcher."""
     spec: dict[str, Any] = field(default_factory=dict)
     """The RunSpec as JSON."""
     result: RunResult

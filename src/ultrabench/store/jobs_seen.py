@@ -49,7 +49,7 @@ class JobEnd:
     status: Status = Status.LOST
     """Status of the attempts that the allocation had claimed and did not finish."""
     reason: str
-    elapsed_s: float | None = None
+    held_s: float | None = None
     """Seconds for which the allocation held its nodes; None when unknown."""
     certain: bool = False
     """Whether its processes were found to be gone; False when only the batch system reports the end."""

@@ -131,7 +131,7 @@ class SweepState:
 _Rank = tuple[Any, ...]
 """Precedence of a line of the journal for a field; the largest counts."""
 _TRUST = {"agent": 2, "slurm": 1}
-"""Source of a failure -> its precedence; a higher one wins, and launchers have 0."""
+"""Source of a failure -> its precedence; a higher one wins, and that of a local launcher is 0."""
 
 
 def fold(lines: Iterable[events.Line]) -> SweepState:

@@ -40,11 +40,11 @@ from ultrabench.sweep.running.outliers import with_loss_outliers
 
 FOLLOW_S = 0.3
 MOST_RANK_DIGITS = 5
-"""Largest number of digits of a rank; a longer number is the beginning of a run id."""
+"""Largest number of digits of a place in `sweep top`; a longer number is the beginning of a run id."""
 HANG_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
 STEP_PARTS = ("compute", "communication", "exposed_communication", "idle")
 IMPLIED = ("name", "dp", "gas")
-"""Words of a run that no command needs: a framework derives dp and gas from the others."""
+"""Fields that no command needs: name, and dp and gas, which a framework derives from the others."""
 
 
 def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> None:
@@ -82,9 +82,8 @@ def show_as(framework: str, given: str, sweep: str | None, as_json: bool, result
         SweepFolderError: the run is unknown, or the plan rejects it.
     """
     commands = {name: read_yaml(path).get("command") for name, path in files("kernel").items()}
-    require_known(
-        "framework", [name for name, words in commands.items() if isinstance(words, list)], framework
-    )
+    known = [name for name, words in commands.items() if isinstance(words, list)]
+    require_known("framework", known, framework)
     folder, run_id, look = _find(given, sweep, results)
     spec, config = _spec(folder, run_id, look()), load_config([f"kernel={framework}"])
     lacking = list(not_expressed(spec, config.kernel))
@@ -133,7 +132,8 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
 
 def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
     """Lines with the numbers of a run in `sweep top`; none for a run that trains nothing."""
-    for row in (row for row in _runs(folder) if row["run_id"] == run_id):
+    rows = [row for row in _runs(folder) if row["run_id"] == run_id]
+    for row in rows:
         cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
         shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"]}
         for name, value in shown.items():
