@@ -1,4 +1,4 @@
-"""The cells of a ranking, each one model on one number of nodes, and the texts that describe them."""
+"""The cells of a ranking (model, nodes, hardware, kernel, precision and batch) and the texts that describe them."""
 
 from collections import Counter
 from collections.abc import Mapping

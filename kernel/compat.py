@@ -1,4 +1,7 @@
-"""All uses of torch that are private or differ between the supported versions."""
+"""Private parts of torch that training uses, and what differs between the supported versions.
+
+The dry run and the profiler use other private parts.
+"""
 
 import datetime
 import json
@@ -17,6 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import attention
 
 from ultrabench.errors import ConfigError
+
+foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+"""The norm of each tensor of a list, and each tensor times a factor, in place; few kernels for the whole list."""
 
 
 def group_name(argument: Any) -> str | None:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ultrabench.kernel import cp
 from ultrabench.kernel.attention import apply_attention, implementation
+from ultrabench.kernel.compat import foreach_mul_, foreach_norm
 from ultrabench.kernel.compile import GraphCounter, apply_compile
 from ultrabench.kernel.data import load, sample_indices
 from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch
@@ -174,13 +175,13 @@ class TrainStep:
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
         both[0] = loss / self.holders if self.holds_loss else 0.0
         # These functions take all parameters in a few kernels, as torch.nn.utils.clip_grad_norm_ does.
-        norms = torch._foreach_norm([*grads.values()])
-        torch._foreach_mul_(norms, [self.weights[name] ** 0.5 for name in grads])
+        norms = foreach_norm([*grads.values()])
+        foreach_mul_(norms, [self.weights[name] ** 0.5 for name in grads])
         both[1] = torch.stack(norms).double().square().sum()
         dist.all_reduce(both)
         self.gradient_norm = both[1].sqrt()
         factor = (self.clip_norm / (self.gradient_norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([*grads.values()], factor.to(norms[0].dtype))
+        foreach_mul_([*grads.values()], factor.to(norms[0].dtype))
         for name, grad in grads.items():
             self.shards[name].grad = grad
         self.optimizer.step()
