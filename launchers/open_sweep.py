@@ -32,7 +32,8 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 
-PROBE_TIMEOUT_S = 120.0
+PROBE_TIMEOUT_S = 600.0
+"""Seconds until the look at this machine ends; with twenty other processes on two cores it takes more than 120 s."""
 Accepts = Callable[[RunResult], bool]
 """Says whether a result with the status ok counts for a launch."""
 
