@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ultrabench.cli.sweep.show import not_expressed
+from ultrabench.cli.sweep.show_as import not_expressed
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import parse_log_line

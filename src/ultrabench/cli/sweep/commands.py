@@ -161,11 +161,13 @@ def show(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Show everything about one run: its numbers, spec, prediction, attempts and evidence."""
-    from ultrabench.cli.sweep.show import show_as, show_run
-
     if as_ is None:
+        from ultrabench.cli.sweep.show import show_run
+
         show_run(run_id, in_sweep or sweep, json_, results_dir)
     else:
+        from ultrabench.cli.sweep.show_as import show_as
+
         show_as(as_, run_id, in_sweep or sweep, json_, results_dir)
 
 

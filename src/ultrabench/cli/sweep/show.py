@@ -2,12 +2,9 @@
 
 import contextlib
 import json
-import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,21 +18,16 @@ from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.sweep.top import numbers
 from ultrabench.cli.tables import plain, print_json, say, show, style_of, table, warn
-from ultrabench.errors import SweepFolderError, counted, require_known
+from ultrabench.errors import SweepFolderError, counted
 from ultrabench.hardware import GIB
-from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import PROFILE
-from ultrabench.record import from_dict, to_dict, values_of
+from ultrabench.record import to_dict
 from ultrabench.result import SLOWER
-from ultrabench.run import AttemptKey, RunSpec, fill_in
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import AttemptState, Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
-from ultrabench.sweep.config.compose import files, read_yaml
-from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.grid import unsupported
-from ultrabench.sweep.plan_table import read_rows, runs_of
+from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.running.outliers import with_loss_outliers
 
 FOLLOW_S = 0.3
@@ -43,13 +35,11 @@ MOST_RANK_DIGITS = 5
 """Largest number of digits of a place in `sweep top`; a longer number is the beginning of a run id."""
 HANG_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
 STEP_PARTS = ("compute", "communication", "exposed_communication", "idle")
-IMPLIED = ("name", "dp", "gas")
-"""Fields that no command needs: name, and dp and gas, which a framework derives from the others."""
 
 
 def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> None:
     """Prints the numbers, plan row, attempts and evidence of one run."""
-    folder, run_id, look = _find(given, sweep, results)
+    folder, run_id, look = find_run(given, sweep, results)
     attempts = look().by_run().get(run_id, [])
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
     if as_json:
@@ -72,62 +62,6 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
             show(*_evidence(attempt.result.evidence, logs))
         for seen in _profiles(logs):
             show(*_profile(seen))
-
-
-def show_as(framework: str, given: str, sweep: str | None, as_json: bool, results: Path) -> None:
-    """Prints the command of another framework that trains the layout of one run, and what it cannot express.
-
-    Raises:
-        ConfigError: no file in configs/kernel/ gives a command for this framework.
-        SweepFolderError: the run is unknown, or the plan rejects it.
-    """
-    commands = {name: read_yaml(path).get("command") for name, path in files("kernel").items()}
-    known = [name for name, words in commands.items() if isinstance(words, list)]
-    require_known("framework", known, framework)
-    folder, run_id, look = _find(given, sweep, results)
-    spec, config = _spec(folder, run_id, look()), load_config([f"kernel={framework}"])
-    lacking = list(not_expressed(spec, config.kernel))
-    there = replace(spec, kernel=config.kernel)
-    words = fill_in(there, AttemptKey(run_id, 0, 0), config.measure)
-    if config.kernel.command[0] == "python":
-        words[:1] = ["torchrun", f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.gpus_per_node}"]
-    if as_json:
-        env, name = config.kernel.env, {"sweep": folder.name, "run_id": run_id, "framework": framework}
-        print_json({**name, "command": words, "env": env, "not_expressed": lacking})
-        return
-    variables = [f"{name}={shlex.quote(value)}" for name, value in config.kernel.env.items()]
-    show(f"# run {run_id}, {spec.shape.name} {spec.layout.label()}, as kernel={framework}")
-    show(*(f"# not expressed: {reason}" for reason in lacking))
-    show(" \\\n  ".join([*variables, *map(shlex.quote, words)]))
-
-
-def _spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
-    """The spec of a run, from the plan, or from an attempt if the plan has it no longer."""
-    rows = [row for row in read_rows(folder.plan) if row["run_id"] == run_id]
-    for run in runs_of(read_sweep_json(folder), rows, state):
-        return run.spec
-    for attempt in state.by_run().get(run_id, []):
-        if attempt.spec is not None:
-            return from_dict(RunSpec, attempt.spec)
-    reason = rows[0]["reason"] if rows else "it was never attempted"
-    raise SweepFolderError(f"run {run_id} of {folder.name} is not in the plan: {reason}; name another run")
-
-
-def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
-    """What the command of `kernel` does not say of a run, a line for each word.
-
-    These are values that it does not support, and values other than the usual one of words that it does not use.
-    """
-    yield from unsupported(kernel, spec.layout, spec.shape)
-    told = {*re.findall(r"\{(\w+)\}", " ".join(kernel.command)), *kernel.supports, *IMPLIED}
-    for record in (spec.layout, spec.shape):
-        usual, shown = {field.name: field.default for field in fields(record)}, to_dict(record)
-        for word, value in values_of(record).items():
-            if word not in told and value != usual[word]:
-                yield f"{word}={shown[word]} is no word of its command"
-    for word in ("precision", "compile"):
-        if word not in told and (ours := getattr(spec.kernel, word)) != getattr(kernel, word):
-            yield f"{word}={ours}; its command has {word}={getattr(kernel, word)}"
 
 
 def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
@@ -224,7 +158,7 @@ def _share(seconds: float, of: float) -> str:
 
 def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> None:
     """Prints the log of the latest attempt; with `follow`, goes on until the attempt has ended."""
-    folder, run_id, look = _find(given, sweep, results)
+    folder, run_id, look = find_run(given, sweep, results)
     offsets: dict[Path, int] = {}
     while True:
         attempts = look().by_run().get(run_id, [])
@@ -260,7 +194,9 @@ def _state_reader(folder: SweepFolder) -> Callable[[], SweepState]:
     return lambda: with_loss_outliers(known.add(reader.poll()))
 
 
-def _find(given: str, sweep: str | None, results: Path) -> tuple[SweepFolder, str, Callable[[], SweepState]]:
+def find_run(
+    given: str, sweep: str | None, results: Path
+) -> tuple[SweepFolder, str, Callable[[], SweepState]]:
     """The sweep folder and run_id that `given` means, and a function that returns the sweep's current state.
 
     `given` is the beginning of a run_id, or a rank in `sweep top`.
