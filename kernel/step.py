@@ -21,7 +21,7 @@ from ultrabench.kernel.recompute import apply_recompute
 from ultrabench.kernel.tp import Ranks, apply_tp, cut_dim, part_of, sum_norm_gradients
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.stages import Stage, held_stages
+from ultrabench.stages import Stage, stages_by_rank
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -78,7 +78,7 @@ class TrainStep:
         self.at = layout.coordinates(dist.get_rank())
         self.spans = cp.spans(spec.workload.seq_len, layout.cp, self.at.cp)
         self.cp_group = cp_group(layout)
-        stages = held_stages(spec.shape, layout, self.at.pp)
+        stages = stages_by_rank(spec.shape, layout)[self.at.pp]
         self.tp = Ranks(mesh.get_group("tp"))
         self.models = [self._build(stage) for stage in stages]
         self.tied = spec.shape.tie_word_embeddings and layout.pp > 1

@@ -63,7 +63,7 @@ def split_stages(shape: ModelShape, num_stages: int) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def held_stages(shape: ModelShape, layout: Layout, pp_rank: int) -> tuple[Stage, ...]:
-    """The stages that a rank of the pp axis holds, in their order in the model."""
+def stages_by_rank(shape: ModelShape, layout: Layout) -> list[tuple[Stage, ...]]:
+    """The stages that each rank of the pp axis holds, in their order in the model."""
     stages = split_stages(shape, layout.num_stages)
-    return tuple(stages[index] for index in layout.stages_of(pp_rank))
+    return [tuple(stages[index] for index in layout.stages_of(rank)) for rank in range(layout.pp)]

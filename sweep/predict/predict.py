@@ -10,7 +10,7 @@ from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
 from ultrabench.run import RunSpec
-from ultrabench.stages import Stage, split_stages
+from ultrabench.stages import Stage, stages_by_rank
 
 BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 """Precision -> bytes of one number."""
@@ -45,9 +45,7 @@ def predict(spec: RunSpec, hardware: Hardware, peak: Peak, measure: Measure) -> 
         begin_s += 2 * settings.device_s
         memory, time_s = 3.0 * max(settings.sizes_bytes), probe_step_time_s(spec, hardware, settings)
     else:
-        cut = split_stages(spec.shape, spec.layout.num_stages)
-        ranks = [tuple(cut[n] for n in spec.layout.stages_of(rank)) for rank in range(spec.layout.pp)]
-        layer = activation_bytes(spec)
+        ranks, layer = stages_by_rank(spec.shape, spec.layout), activation_bytes(spec)
         memory = max(
             sum(static_bytes(stage, spec) + held_bytes(stage, rank, spec.layout, layer) for stage in stages)
             for rank, stages in enumerate(ranks)

@@ -11,7 +11,7 @@ from tests.parity.test_layouts import TINY, spec_of
 from ultrabench.kernel.requests import CheckSpec, RankCost
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
-from ultrabench.stages import held_stages, split_stages
+from ultrabench.stages import split_stages, stages_by_rank
 from ultrabench.sweep.predict.predict import recomputed_layers, recomputed_work
 
 pytestmark = pytest.mark.parity
@@ -50,7 +50,7 @@ def test_a_dry_run_equals_a_real_step(server: Server, case: str) -> None:
             assert dry.collectives == wet.collectives
             if spec.layout.world_size == spec.layout.pp:  # no buffers of a pipeline stay, however many gas is
                 params = sum(
-                    s.num_params(spec.shape) for s in held_stages(spec.shape, spec.layout, dry.pp_rank)
+                    s.num_params(spec.shape) for s in stages_by_rank(spec.shape, spec.layout)[dry.pp_rank]
                 )
                 batch = 16 * spec.layout.gas * spec.layout.mbs * spec.seq_len  # its inputs and targets stay
                 assert dry.static_bytes == pytest.approx(12 * params, rel=0.01, abs=batch)

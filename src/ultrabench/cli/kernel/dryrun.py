@@ -12,7 +12,7 @@ from ultrabench.kernel.requests import RankCost, dry_run
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Workload
-from ultrabench.stages import held_stages
+from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.config.load import load_config
 
 DEFAULTS: dict[str, Any] = {
@@ -71,7 +71,7 @@ def _model_flops(spec: RunSpec, cost: RankCost) -> float:
     """FLOPs of one step on the rank of this cost, counted as in ModelShape.flops_per_token."""
     shape, layout = spec.shape, spec.layout
     attention = shape.attention_flops(spec.workload.seq_len)
-    held = held_stages(shape, layout, cost.pp_rank)
+    held = stages_by_rank(shape, layout)[cost.pp_rank]
     per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention for s in held)
     return per_token * spec.tokens_per_step / (layout.dp * layout.cp * layout.tp)
 
