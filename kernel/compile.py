@@ -1,8 +1,8 @@
 """Compiles the layers of a model with torch.compile, and counts the graphs that this takes.
 
 The layers of a rank have the same code, shapes and options, so that the graph of the first one serves all of
-them; with recompute=everyN there are two kinds of layers, and a graph for each. Hooks of fully_shard stay outside. A layer that does not fit into one graph is an error, because its rest
-would run eagerly without a sign.
+them; with recompute=everyN there are two kinds of layers, and a graph for each. Hooks of fully_shard stay
+outside. A layer that does not fit into one graph is an error, because its rest would run eagerly without a sign.
 """
 
 from typing import Any

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -157,34 +158,36 @@ INITIAL = "test_kernel_model.test_initial_values_depend_on_seed_and_name"
 TOKENS = "test_kernel_data.test_tokens_depend_on_seed_step_and_index_only"
 TRANSFORMERS = "one process"
 IN_TESTS = tuple(
-    Mutation(*row)
-    for row in (
-        ("drop_tp_all_reduce", PARITY, "tp=2 gas=2 fp32"),
-        ("drop_tp_all_reduce", PARITY, "dp=2 tp=2 zero_stage=1 bf16"),
-        ("unsummed_rows", PARITY, "tp=2 bf16"),
-        ("reversed_tokens", PARITY, "tp=2 bf16"),
-        ("wrong_divisor", PARITY, "dp=2 zero_stage=1 gas=2"),
-        ("wrong_divisor", PARITY, "dp=2 pp=2 zero_stage=3 gas=2 bf16"),
-        ("lost_gradients", PARITY, "dp=2 zero_stage=2 gas=2"),
-        ("drop_microbatch", PARITY, "dp=2 gas=4"),
-        ("drop_microbatch", PARITY, "pp=2 gas=4 bf16"),
-        ("local_norm", PARITY, "dp=2 zero_stage=1"),
-        ("skipped_update", REPLICAS, "dp=2"),
-        ("ring_sees_the_future", PARITY, "cp=2 bf16"),
-        ("lost_key_gradients", PARITY, "cp=2 bf16"),
-        ("untied_sum", PARITY, "pp=2 gas=2 tied fp32"),
-        ("untied_sum", PARITY, "pp=2 gas=2 zbv tied bf16"),
-        ("stale_recompute", PARITY, "full bf16"),
-        ("group_of_two", GROUPS, "dp=3"),
-        ("no_recompute", IGNORED, "full"),
-        ("other_schedule", IGNORED, "pp=2 gas=2"),
-        ("gathered_parameters", IGNORED, "zero_stage=3"),
-        ("full_for_selective", IGNORED, "selective"),
-        ("zero2_as_1", IGNORED, "dp=2 zero_stage=2 gas=2"),
-        ("no_bf16", IGNORED, "gas=1 bf16"),
-        ("no_compile", IGNORED, "compile"),
-        ("any_attention", IGNORED, "gas=1"),
-        ("half_the_micro_batches", IGNORED, "gas=4"),
+    starmap(
+        Mutation,
+        (
+            ("drop_tp_all_reduce", PARITY, "tp=2 gas=2 fp32"),
+            ("drop_tp_all_reduce", PARITY, "dp=2 tp=2 zero_stage=1 bf16"),
+            ("unsummed_rows", PARITY, "tp=2 bf16"),
+            ("reversed_tokens", PARITY, "tp=2 bf16"),
+            ("wrong_divisor", PARITY, "dp=2 zero_stage=1 gas=2"),
+            ("wrong_divisor", PARITY, "dp=2 pp=2 zero_stage=3 gas=2 bf16"),
+            ("lost_gradients", PARITY, "dp=2 zero_stage=2 gas=2"),
+            ("drop_microbatch", PARITY, "dp=2 gas=4"),
+            ("drop_microbatch", PARITY, "pp=2 gas=4 bf16"),
+            ("local_norm", PARITY, "dp=2 zero_stage=1"),
+            ("skipped_update", REPLICAS, "dp=2"),
+            ("ring_sees_the_future", PARITY, "cp=2 bf16"),
+            ("lost_key_gradients", PARITY, "cp=2 bf16"),
+            ("untied_sum", PARITY, "pp=2 gas=2 tied fp32"),
+            ("untied_sum", PARITY, "pp=2 gas=2 zbv tied bf16"),
+            ("stale_recompute", PARITY, "full bf16"),
+            ("group_of_two", GROUPS, "dp=3"),
+            ("no_recompute", IGNORED, "full"),
+            ("other_schedule", IGNORED, "pp=2 gas=2"),
+            ("gathered_parameters", IGNORED, "zero_stage=3"),
+            ("full_for_selective", IGNORED, "selective"),
+            ("zero2_as_1", IGNORED, "dp=2 zero_stage=2 gas=2"),
+            ("no_bf16", IGNORED, "gas=1 bf16"),
+            ("no_compile", IGNORED, "compile"),
+            ("any_attention", IGNORED, "gas=1"),
+            ("half_the_micro_batches", IGNORED, "gas=4"),
+        ),
     )
 )
 """What tests/parity/test_faults.py plants."""
@@ -194,9 +197,9 @@ OF_THE_MODEL = {
     "fixed_eps": "llama-scaled", "no_qk_norm": "qwen3", "gate_for_up": "llama", "not_tied": "llama-tied",
 }  # fmt: skip
 """Fault -> a model of tests/unit/test_independent_model.py that shows it; that test plants them, too."""
-MORE = (
-    Mutation(*row)
-    for row in (
+MORE = starmap(
+    Mutation,
+    (
         ("forgotten_head_norms", PARITY, "tp=2 qwen"),
         ("scatter_over_dp", PARITY, "dp=2 tp=2 zero_stage=1"),
         ("shifted_vocabulary", PARITY, "tp=2"),
@@ -227,7 +230,7 @@ MORE = (
         ("no_states", COST, "dp=2 gas=3"),
         ("unseen_gathers", COUNTS, "test_zero 1"),
         ("dead_rank", DEATH, "dp=2"),
-    )
+    ),
 )
 MUTATIONS = sorted(
     (*IN_TESTS, *(Mutation(fault, MODELS, TRANSFORMERS) for fault in OF_THE_MODEL), *MORE),

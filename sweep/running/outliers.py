@@ -172,7 +172,7 @@ def _number(by_name: Mapping[str, float], nodes: int) -> str:
 TOLERANCE = {"bf16": 1e-3, "fp32": 1e-6, "fp64": 1e-9}
 """Precision -> largest relative difference of two losses that count as equal; the order of sums causes it."""
 PROGRAM_TOLERANCE = 1e-2
-"""The same for programs of the user, which may round losses."""
+"""Largest relative difference of two losses of a user's program that count as equal; it may round them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
