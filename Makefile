@@ -11,9 +11,9 @@ KINDS ?=
 # Options of `make gpu-check`, such as GPU_CHECK="--only memory" or GPU_CHECK=--cpu.
 GPU_CHECK ?=
 # The parts of `make test`.
-PARTS := unit parity local-a-to-f local-g-to-z slurm-n-and-t slurm-others
+PARTS := check unit-cli unit-others parity local-a-to-f local-g-to-z slurm-n slurm-t slurm-others
 
-.PHONY: quickstart test check env format slurm-test chaos mutations bench gpu-check slurm-bench clean $(PARTS)
+.PHONY: quickstart gallery test unit env format slurm-test chaos mutations bench gpu-check slurm-bench clean $(PARTS)
 
 env: $(VENV)/installed
 
@@ -35,19 +35,26 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Most tests wait for processes and deadlines, so that six parts of them run at once; each is printed at its end.
-test: check
-	$(MAKE) --jobs=6 --keep-going --output-sync=target --no-print-directory $(PARTS)
+# Most tests wait for processes and deadlines, and mypy uses one core, so that all parts run at once; each is
+# printed at its end.
+test: env
+	$(MAKE) --jobs=9 --keep-going --output-sync=target --no-print-directory $(PARTS)
 unit: env
 	$(BIN)/pytest tests/unit
+unit-cli: env
+	$(BIN)/pytest tests/unit/cli
+unit-others: env
+	$(BIN)/pytest tests/unit/test_*.py
 parity: env
 	$(BIN)/pytest tests/parity
 local-a-to-f: env
 	$(BIN)/pytest tests/local/test_[a-f]*.py
 local-g-to-z: env
 	$(BIN)/pytest tests/local/test_[g-z]*.py
-slurm-n-and-t: env
-	$(BIN)/pytest tests/slurm/test_[nt]*.py
+slurm-n: env
+	$(BIN)/pytest tests/slurm/test_n*.py
+slurm-t: env
+	$(BIN)/pytest tests/slurm/test_t*.py
 slurm-others: env
 	$(BIN)/pytest tests/slurm/test_[!nt]*.py
 
@@ -61,6 +68,9 @@ format: env
 bench: env
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python benchmarks/predict.py
+	$(BIN)/python benchmarks/collect.py 1000 16000
+	$(BIN)/python benchmarks/figures.py 1000
 	$(BIN)/python benchmarks/restart.py
 	$(BIN)/python benchmarks/progress.py
 	$(BIN)/python benchmarks/hang.py 10
@@ -68,6 +78,10 @@ bench: env
 # The first hour with GPUs; see docs/first-gpu-hour.md.
 gpu-check: env
 	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK)
+
+# The pictures of docs/gallery.md, from results in examples/gallery.
+gallery: env
+	$(BIN)/python examples/gallery/draw.py
 
 chaos: env
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))

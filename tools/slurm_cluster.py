@@ -33,7 +33,7 @@ ACCOUNTING = {"mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-serve
 USABLE = ("idle", "mixed", "allocated", "completing")
 
 
-def wait(cluster: Cluster, what: str, test: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait(cluster: Cluster, what: str, test: Callable[[], bool], seconds: float = 600.0) -> None:
     """Wait until the test holds; write on stderr what is waited for.
 
     Raises:

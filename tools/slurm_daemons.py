@@ -124,7 +124,7 @@ class Cluster:
             found["mariadbd"] = [
                 "mariadbd", "--no-defaults", "--user=root", f"--datadir={at}/database", "--skip-name-resolve",
                 f"--socket={at}/mariadb.socket", "--bind-address=127.0.0.1", f"--port={self.port + 2}",
-                f"--pid-file={at}/mariadb.pid", "--innodb-flush-log-at-trx-commit=0",
+                f"--pid-file={at}/mariadb.pid", "--innodb-flush-log-at-trx-commit=0", f"--tmpdir={at}",
             ]  # fmt: skip
             found["slurmdbd"] = ["slurmdbd", "-D"]
         found["slurmctld"] = ["slurmctld", "-D", "-f", conf]
@@ -238,9 +238,18 @@ def make_database(cluster: Cluster) -> None:
     new = cluster.folder / "database.new"
     shutil.rmtree(new, ignore_errors=True)
     options = ("--no-defaults", "--user=root", "--skip-name-resolve", "--skip-test-db")
-    places = (f"--datadir={new}", f"--extra-file={cluster.folder}/database.sql")
-    if cluster.ask("mariadb-install-db", *options, *places, seconds=60) is None:
-        raise ClusterError(f"mariadb-install-db failed; its folder is {new}", 1)
+    # A server that starts removes the temporary tables of all others in the same --tmpdir, /tmp by default.
+    temporary = f"--tmpdir={cluster.folder}"
+    places = (f"--datadir={new}", f"--extra-file={cluster.folder}/database.sql", temporary)
+    command = ("mariadb-install-db", *options, *places)
+    try:
+        subprocess.run(
+            command, env=cluster.environment(), capture_output=True, text=True, timeout=600, check=True
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise ClusterError(
+            f"{error}; its folder is {new}; it said: {error.stdout} {error.stderr}", 1
+        ) from error
     new.rename(cluster.folder / "database")
 
 

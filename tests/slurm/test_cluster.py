@@ -96,7 +96,7 @@ def test_a_job_may_be_killed_with_its_node(slurm: Cluster) -> None:
         "-o",
         "/dev/null",
         "--wrap",
-        "srun sleep 60",
+        "srun sleep 600",
     )
     slurm.wait_for(lambda: slurm.nodes()["gpu02"] == "mixed")
     slurm.tool("node-down", "gpu02")
@@ -125,7 +125,7 @@ def test_up_mends_and_replaces(other: Cluster) -> None:
 
 
 def test_a_controller_that_starts_again_knows_its_jobs(other: Cluster) -> None:
-    job = other.run("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 60").strip()
+    job = other.run("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 600").strip()
     state = other.folder / "state/job_state"
     before = state.stat().st_mtime_ns if state.exists() else 0
     other.wait_for(lambda: state.exists() and state.stat().st_mtime_ns > before)
@@ -145,7 +145,7 @@ def test_down_leaves_nothing(slurm: Cluster, other: Cluster) -> None:
     other.wait_for(lambda: sum(" sleep\0" in line for line in mentions(folder)) == 3)
     other.wait_for(lambda: len(other.jobs()) == 2)
     other.tool("down")
-    client.wait(timeout=10)
+    other.wait_for(lambda: client.poll() is not None)
     assert mentions(folder) == []
     assert not folder.exists()
     assert not [path for path in Path("/run").rglob("*.sock*") if str(path.resolve()).startswith(str(folder))]

@@ -97,7 +97,7 @@ def test_other_sources_on_the_node(sweeps, tmp_path):
 
 
 def test_a_full_cluster_is_waited_for_and_told(sweeps, slurm):
-    slurm.run("sbatch", "-N8", "--exclusive", "-o", "/dev/null", "--mem=100M", "--wrap", "sleep 60")
+    slurm.run("sbatch", "-N8", "--exclusive", "-o", "/dev/null", "--mem=100M", "--wrap", "sleep 600")
     slurm.wait_for(lambda: set(slurm.nodes().values()) == {"allocated"})
     done = sweeps.done("doctor", *LITTLE, "--wait", "4")
     assert done.returncode == 1
@@ -108,7 +108,7 @@ def test_a_full_cluster_is_waited_for_and_told(sweeps, slurm):
 
 
 def test_ctrl_c_cancels_the_job(sweeps, slurm):
-    process = sweeps.start("doctor", *LITTLE, "launcher.setup=['sleep 60']")
+    process = sweeps.start("doctor", *LITTLE, "launcher.setup=['sleep 600']")
     slurm.wait_for(lambda: slurm.jobs())
     time.sleep(1)
     os.kill(process.pid, signal.SIGINT)

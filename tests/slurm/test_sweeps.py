@@ -117,10 +117,9 @@ def test_no_secret_of_the_environment_reaches_a_file_and_odd_values_reach_no_she
     quoted = odd.replace('"', '\\"')
     words += [f'+launcher.sbatch.comment="{quoted}"', "launcher.environment=[STEP_*]"]
     launcher = sweeps.start(*words)
-    sweeps.wait_for(lambda: sweeps.job_ids())
-    shown = subprocess.run(
-        ["scontrol", "show", "job", sweeps.job_ids()[0]], capture_output=True, text=True
-    ).stdout
+    queued: list[str] = []
+    sweeps.wait_for(lambda: queued or queued.extend(sweeps.job_ids()))
+    shown = subprocess.run(["scontrol", "show", "job", queued[0]], capture_output=True, text=True).stdout
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 0, output
     assert f"Comment={odd}" in shown

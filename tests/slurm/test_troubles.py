@@ -82,7 +82,6 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm):
 
 
 def test_a_time_limit_in_the_middle_of_a_run(sweeps):
-    os.environ["STEP_S"] = "0.1"
     more = ("sweep.nodes=1", "sweep.zero_stage=0", "launcher.allocation_minutes=5", "launcher.time_minutes=1")
     sweeps.run(*sweeps.launch("1:slow_first,2:fine,4:fine", *FEW[1:], *more))
     rows = sweeps.judge(runs=3, allowed=frozenset({"cancelled"}))
@@ -106,7 +105,6 @@ def test_slurm_commands_that_hang_fail_or_lose_their_answer(sweeps):
         '  echo "sbatch: error: Socket timed out" >&2; exit 1;; *) exec $REAL "$@";; esac',
     )
     sweeps.fake("squeue", 'case $N in [1-3]) exit 1;; 8) sleep 60;; esac\nexec $REAL "$@"')
-    os.environ["STEP_S"] = "0.1"
     sweeps.run(*sweeps.launch("fine", *FEW, "launcher.poll_s=2"), timeout=280)
     rows = sweeps.judge(runs=10)
     planned = sweeps.journal().count('"event":"allocation_planned"')
