@@ -1,5 +1,6 @@
 """Makes the result rows of one sweep: one for every attempt and for every candidate without an attempt."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -21,7 +22,7 @@ from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.plan_table import formula_of, place_of, read_rows, runs_of, shapes_of
-from ultrabench.sweep.running.attempts import left_out
+from ultrabench.sweep.running.attempts import left_out, not_promising
 from ultrabench.sweep.running.outliers import control_times, impossible, suspect_attempts, with_loss_outliers
 
 Row = dict[str, Any]
@@ -33,7 +34,7 @@ _PREDICTED = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
 """Columns that a claim's prediction gives, where their names have no `predicted_`."""
 _OF_TRAINING = frozenset({"zero_shards", "gbs", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED})
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
-_SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled"}
+_SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled", "evidence"}
 _MEASURED = {f.name for f in fields(RunResult)} & {*SCHEMA.names} - _SPEED_OR_OTHER_TYPE
 """Columns that are copied from a result."""
 
@@ -61,7 +62,9 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
     final = {attempt.key for attempt in final_attempts(state).values()}
     control, suspects = control_times(state), suspect_attempts(state, device=sweep.hardware.device)
     shapes, formula = shapes_of(sweep, state), formula_of(sweep, state)
-    dominated = left_out(runs_of(sweep, (row for row in plan if row["model"] in shapes), state), state)
+    runs = list(runs_of(sweep, (row for row in plan if row["model"] in shapes), state))
+    dominated = left_out(runs, state)
+    unpromising = not_promising((run for run in runs if run.run_id not in dominated), state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
         row = _attempted(base, attempt, state) | {"is_final": attempt.key in final}
@@ -77,7 +80,8 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
         base = _base(sweep, sweep.kernel, candidate | {"rule": None, "reason": None}, shape)
         tried = attempts.pop(candidate["run_id"], [])
         if not tried:
-            yield base | _not_attempted(candidate, dominated.get(candidate["run_id"]))
+            run_id = candidate["run_id"]
+            yield base | _not_attempted(candidate, dominated.get(run_id), unpromising.get(run_id))
         for attempt in tried:
             yield outcome(base, attempt, shape)
     for attempt in (attempt for tried in attempts.values() for attempt in tried):
@@ -98,6 +102,7 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "cluster": sweep.cluster,
         "hardware": sweep.hardware.name,
         "kernel": kernel.name,
+        "kernel_version": str(kernel.version),
         "kernel_digest": sweep.kernel_digest,
         "precision": kernel.precision,
         "compile": kernel.compiles(place.get("pp_schedule")),
@@ -109,13 +114,15 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
     }
 
 
-def _not_attempted(candidate: Row, dominated_by: str | None) -> Row:
+def _not_attempted(candidate: Row, dominated_by: str | None, unpromising: str | None) -> Row:
     """The status columns of a candidate without an attempt: rejected, skipped, or null while it waits."""
     row: Row = {"status": None, "is_final": True}
     if dominated_by is not None:
         why = "which had not enough memory with a smaller micro-batch, a higher ZeRO stage or more recomputation"
         reason = f"dominated by {dominated_by}, {why}"
         return row | {"status": Status.SKIPPED.value, "reason": reason, "dominated_by": dominated_by}
+    if unpromising is not None:
+        return row | {"status": Status.SKIPPED.value, "reason": unpromising}
     if candidate["decision"] in (Status.REJECTED, Status.SKIPPED):
         row |= {"status": candidate["decision"], "rule": candidate["rule"], "reason": candidate["reason"]}
     return row
@@ -164,6 +171,7 @@ def _circumstances(allocation: AllocationState) -> Row:
 def _measured(result: RunResult, gpus: int | None) -> Row:
     row: Row = {name: getattr(result, name) for name in _MEASURED} | summary(result.probe)
     row["bandwidths"] = bandwidths(result.probe) or None
+    row["evidence"] = json.dumps(result.evidence, sort_keys=True) if result.evidence else None
     if result.sm_clock_hz is not None or result.throttled is not None:
         row["throttled"] = result.throttled is not None
     if result.started_at is not None:

@@ -15,7 +15,8 @@ keep the version; a file of a newer version is refused.
 How the best of a cell (model, batch, nodes, hardware, kernel) is found: `ok` rows compete, without suspects
 and without those that were `stopped` as `slower_than_best`. Where each of them was measured beside one and the
 same `control`, they are ranked by `control_ratio`, which takes out what the nodes of an allocation were worth;
-where one of them was not, the whole cell is ranked by `tokens_per_s_per_gpu`. A run counts with the median of
+where one of them was not, the whole cell is ranked by `tokens_per_s_per_gpu`. Imported rows (with a `source`) that are
+suspect are in the cell of their model, even if they have another architecture or batch. A run counts with the median of
 its repeats, which are in different allocations. Runs are as good as the best where the intervals overlap; that
 of a run spans the 95 % intervals of all its repeats and, in a ratio, of the control. `heatmap --json` says
 `ranked_by` for each cell; `--rank-by COLUMN` ranks by another column.
@@ -52,6 +53,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("repeat", INT, "Independent measurement of the run; null if never attempted."),
         column("attempt", INT, "Try of that repeat; null if never attempted."),
         column("kernel", TEXT, "Name of the training program."),
+        column("kernel_version", TEXT, "Version of the training program; one that counts from 1, or its publisher's word."),
         column("kernel_digest", TEXT, "Hash of the program's sources."),
         column("cluster", TEXT, "Name of the site."),
         column("hardware", TEXT, "Name of the node type."),
@@ -71,6 +73,9 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("intermediate_size", INT, "Width of the feed-forward block."),
         column("vocab_size", INT, "Rows of the embedding."),
         column("tie_word_embeddings", BOOL, "Whether embedding and lm_head are one matrix."),
+        column("head_dim", INT, "Width of an attention head; null: hidden_size / num_attention_heads."),
+        column("qk_norm", BOOL, "Whether queries and keys are normalised in each head."),
+        column("sliding_window", INT, "Positions that a token attends to; null: all earlier ones."),
     ),
     "Layout": (
         *(column(name, TEXT if name in TEXT_AXES else INT, MEANINGS[name]) for name in AXES),
@@ -86,6 +91,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("rule", TEXT, "First rule that rejects the layout."),
         column("reason", TEXT, "One line of evidence for anything but ok."),
         column("cause", TEXT, "What failed, more exactly than the status: cuda_oom, segfault, ..."),
+        column("evidence", TEXT, "How each rank of a failure ended, its last words and the cause of a hang, as JSON."),
         column("fingerprint", TEXT, "Equal for the same failure wherever it happens."),
         column("confirmed", BOOL, "Whether the allocator's own record proves an oom."),
         column("suspect_hosts", TEXTS, "Hosts that a failure points at."),
@@ -132,6 +138,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("throttled", BOOL, "Whether a device was throttled over the measured steps."),
     ),
     "Provenance": (
+        column("source", TEXT, "Who measured an imported row, such as the name of its table; null for own runs."),
         column("started_at", TIME, "Start of the ranks."),
         column("duration_s", FLOAT, "From the start of the ranks until all of them were gone."),
         column("gpu_hours", FLOAT, "duration_s * gpus / 3600."),
@@ -161,12 +168,12 @@ def markdown() -> str:
     parts = [f"{heading} `python -m ultrabench.analysis.schema`.\n\n{about}"]
     for group, columns in GROUPS.items():
         named = [(c, c.metadata[b"description"].decode()) for c in columns]
-        lines = [f"| `{c.name}` | {_type_name(c.type)} | {meaning} |" for c, meaning in named]
+        lines = [f"| `{c.name}` | {type_name(c.type)} | {meaning} |" for c, meaning in named]
         parts.append("\n".join([f"## {group}\n", "| column | type | meaning |", "|---|---|---|", *lines, ""]))
     return "\n".join(parts)
 
 
-def _type_name(kind: pa.DataType) -> str:
+def type_name(kind: pa.DataType) -> str:
     """The type of a column in everyday words."""
     names = {INT: "integer", FLOAT: "number", BOOL: "true or false", TEXT: "text"}
     if pa.types.is_list(kind):

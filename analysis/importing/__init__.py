@@ -1,0 +1,1 @@
+"""Reads result tables of other programs into the columns of runs.parquet."""

@@ -1,0 +1,138 @@
+"""Completes an imported row: what follows from its other columns, and why it may be in doubt."""
+
+from collections.abc import Mapping
+from functools import cache
+
+from ultrabench.analysis.measured import shape_of
+from ultrabench.analysis.rows import Row
+from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION
+from ultrabench.errors import ConfigError
+from ultrabench.hardware import Hardware
+from ultrabench.layout import AXES
+from ultrabench.model_shape import ModelShape
+from ultrabench.record import content_id
+from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.sweep.config.load import load_model, read_hardware
+
+_IDENTITY = (
+    *MODEL, *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
+)  # fmt: skip
+"""Columns of which the run_id of an imported row is the hash."""
+_SIZES = tuple(name for name in MODEL if name not in ("model", "num_params", "num_active_params"))
+
+
+def completed(row: Row, models: Mapping[str, str]) -> tuple[Row, list[str]]:
+    """The row with all columns that follow from those that the table gave, and reasons to doubt it.
+
+    Sizes that the table lacks are those of the model that `models` names. The batch is dp*mbs*gas. Parameters
+    and FLOPs are counted by our formulas, tied weights once. `tokens_per_step` is no column; conditions use it.
+    """
+    doubts = _fill_model(row, models)
+    _fill_layout(row)
+    if row.get("gbs") != (made := _product(row, "dp", "mbs", "gas")) and made is not None:
+        if row.get("gbs") is not None:
+            doubts.append(f"other batch than its layout: gbs={row['gbs']}, dp*mbs*gas={made}")
+        row["gbs"] = made
+    row["tokens_per_step"] = _product(row, "gbs", "seq_len")
+    if row.get("peak_flops_per_s") is None:
+        row |= _peak(row.get("hardware"), row.get("precision"))
+    _fill_speed(row)
+    row |= {"schema_version": RESULTS_SCHEMA_VERSION, "attempt": 0, "is_final": True}
+    row["run_id"] = content_id({name: row.get(name) for name in _IDENTITY})
+    return row, doubts
+
+
+def _fill_model(row: Row, models: Mapping[str, str]) -> list[str]:
+    """Fills the sizes that the row lacks; returns in which sizes it differs from the model that it names."""
+    doubts = []
+    if (name := models.get(row.get("model", ""))) is not None:
+        row["model"] = name
+        for size in _SIZES:
+            usual = getattr(_model(name), size)
+            if row.setdefault(size, usual) != usual:
+                doubts.append(_other(row, size, usual))
+    if shape := _shape(row):
+        row |= {"num_params": shape.num_params, "num_active_params": shape.num_active_params}
+    return doubts
+
+
+def _other(row: Row, size: str, usual: object) -> str:
+    what = "vocabulary" if size == "vocab_size" else "architecture"
+    grouped = size == "num_key_value_heads" and row[size] < row["num_attention_heads"]
+    return f"other {what}: {size}={row[size]}{' (GQA)' * grouped}, {row['model']} has {usual}"
+
+
+_model = cache(load_model)
+
+
+def _shape(row: Row) -> ModelShape | None:
+    """The shape of the row's model; None where a size is unknown or sizes contradict each other."""
+    try:
+        return shape_of(row)
+    except ConfigError:
+        return None
+
+
+def _fill_layout(row: Row) -> None:
+    if row.get("gpus") is None:
+        row["gpus"] = _product(row, "nodes", "gpus_per_node") or _product(row, "dp", "tp", "pp", "cp")
+    _fill_quotient(row, "gpus_per_node", "gpus", "nodes")
+    _fill_quotient(row, "nodes", "gpus", "gpus_per_node")
+    _fill_quotient(row, "gas", "gbs", "dp", "mbs")
+    if row.get("pp") == 1:
+        row |= {"pp_schedule": "none", "virtual_stages": 1}
+    elif row.get("pp") and row.get("pp_schedule") is None:
+        row["pp_schedule"] = "interleaved" if (row.get("virtual_stages") or 1) > 1 else "1f1b"
+    if row.get("zero_stage") is not None:
+        row["zero_shards"] = row.get("dp_shard") or _product(row, "dp", "cp") if row["zero_stage"] else 1
+
+
+def _fill_quotient(row: Row, name: str, whole: str, *parts: str) -> None:
+    """Fills the column `name` with whole / parts, where it is unknown and the quotient is a whole number."""
+    product = _product(row, *parts)
+    if row.get(name) is None and row.get(whole) and product and row[whole] % product == 0:
+        row[name] = row[whole] // product
+
+
+def _fill_speed(row: Row) -> None:
+    """Fills step time, speeds and mfu of an ok row, as far as the table gives one of them."""
+    gpus, tokens = row.get("gpus"), row["tokens_per_step"]
+    if row.get("status") != "ok" or not gpus:
+        return
+    speed, time_s = row.get("tokens_per_s_per_gpu"), row.get("step_time_s")
+    if speed is None and (total := row.get("tokens_per_s")) is not None:
+        speed = total / gpus
+    if speed is None and time_s and tokens:
+        speed = tokens / time_s / gpus
+    if not speed:
+        return
+    row |= {"tokens_per_s_per_gpu": speed, "tokens_per_s": speed * gpus}
+    if time_s is None and tokens:
+        row["step_time_s"] = tokens / (speed * gpus)
+    if (shape := _shape(row)) and row.get("seq_len"):
+        rate = shape.flops_per_token(row["seq_len"]) * speed
+        row |= {"model_flops_per_s_per_gpu": rate, "flops_formula": "palm"}
+        row["mfu"] = rate / peak if (peak := row.get("peak_flops_per_s")) else None
+
+
+def _product(row: Row, *names: str) -> int | None:
+    """The product of columns; None where one of them is unknown."""
+    product = 1
+    for name in names:
+        if row.get(name) is None:
+            return None
+        product *= row[name]
+    return product
+
+
+@cache
+def _hardware(name: str) -> Hardware | None:
+    path = files("hardware").get(name)
+    return None if path is None else read_hardware({"name": name, **read_yaml(path)})
+
+
+def _peak(hardware: str | None, precision: str | None) -> Row:
+    """The columns with the dense rate of a node type in this precision; empty where one of them is unknown."""
+    known = _hardware(hardware) if hardware else None
+    rate = known.peak_flops_per_s.get(precision or "") if known else None
+    return {"peak_flops_per_s": rate, "peak_source": known.source} if known and rate else {}

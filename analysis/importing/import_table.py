@@ -1,0 +1,127 @@
+"""Makes result rows of the rows of a CSV file: as many as it has, in its order."""
+
+import csv
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from ultrabench.analysis.importing.derived import completed
+from ultrabench.analysis.importing.table_map import KINDS, UNITS, Source, TableMap
+from ultrabench.analysis.rows import Row
+from ultrabench.analysis.schema import BOOL, INT, SCHEMA, TEXT
+from ultrabench.errors import ConfigError, UltrabenchError, require_known, unknown_name
+from ultrabench.result import Status
+
+_NO_VALUE = frozenset({"", "nan", "null", "na", "n/a", "-"})
+"""Texts, in lower case, that mean that a value is unknown; in columns of numbers `none` does so, too."""
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """The rows of a table in our columns, with what an account of the import tells."""
+
+    table: pa.Table
+    doubts: Counter[tuple[str, str | None]]
+    """Reason of doubt without what follows its colon, and status -> rows; a row may have several reasons."""
+    unused: tuple[str, ...]
+    """Columns of the file that the map does not use."""
+
+
+def import_csv(path: Path, given: TableMap) -> Imported:
+    """The rows of a CSV file in our columns.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value of it cannot be used; the message names row and column.
+    """
+    header, told = _read(path)
+    used = [source.column for sources in given.columns.values() for source in sources]
+    require_known(f"column of {path}", header, *used)
+    rows, doubts, repeats = list[Row](), Counter[tuple[str, str | None]](), Counter[str]()
+    for number, texts in enumerate(told, start=2):
+        try:
+            row, reasons = completed(_converted(texts, given), given.models)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
+        reasons += [reason for reason, all_of in given.doubts.items() if all(c.holds(row) for c in all_of)]
+        row["suspect"] = "; ".join(filter(None, (row.get("suspect"), *reasons))) or None
+        row |= {"sweep": row.get("sweep") or path.stem, "source": row.get("source") or path.name}
+        row["repeat"] = repeats[row["run_id"]]
+        repeats[row["run_id"]] += 1
+        doubts.update((reason.partition(": ")[0], row.get("status")) for reason in reasons)
+        rows.append(row)
+    unused = tuple(name for name in header if name not in used)
+    try:
+        table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    except (pa.ArrowException, OverflowError) as error:
+        raise ConfigError(
+            f"{path} holds a number that is too large: {error}; correct it or its unit"
+        ) from error
+    return Imported(table=table, doubts=doubts, unused=unused)
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The names of the columns of a CSV file, and its rows as texts."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, restval="")
+            header, rows = list(reader.fieldnames or ()), list(reader)
+    except (OSError, ValueError, csv.Error) as error:
+        told = getattr(error, "strerror", None) or error
+        raise UltrabenchError(f"cannot read {path}: {told}; give a CSV file") from error
+    if longer := next((n for n, row in enumerate(rows, start=2) if None in row), None):
+        raise ConfigError(f"{path}, line {longer} has more than the {len(header)} columns of line 1; mend it")
+    return header, rows
+
+
+def _converted(texts: Mapping[str, str], given: TableMap) -> Row:
+    """Our columns that the table or a constant gives; unknown ones are absent."""
+    row: Row = {}
+    for name in {**given.columns, **given.constants}:
+        found = (_value(name, source, texts[source.column]) for source in given.columns.get(name, ()))
+        value = next((one for one in found if one is not None), given.constants.get(name))
+        if value is not None:
+            row[name] = value
+    if row.setdefault("status", "ok") not in {*Status}:
+        raise ConfigError(f"{unknown_name('status', row['status'], Status)}: give columns.status its values")
+    return row
+
+
+def _value(name: str, source: Source, text: str) -> Any:
+    """The value of our column `name` that the text of a table means; None where there is none."""
+    text = text.strip()
+    if source.pattern is not None:
+        match = re.search(source.pattern, text)
+        text = match[1] or "" if match else ""
+    known = {key.lower(): value for key, value in source.values.items()}
+    if text.lower() in known:
+        return known[text.lower()]
+    kind = KINDS[name]
+    if text.lower() in _NO_VALUE or (text.lower() == "none" and kind != TEXT):
+        return None
+    if known:
+        raise ConfigError(unknown_name(f"value of {source.column}", text, source.values))
+    if kind == TEXT:
+        return text
+    if kind == BOOL:
+        require_known(f"truth value of {source.column}", _TRUTH, text.lower())
+        return _TRUTH[text.lower()]
+    return _number(source, text, whole=kind == INT)
+
+
+def _number(source: Source, text: str, whole: bool) -> float | int:
+    try:
+        number = float(text.replace(",", "")) * UNITS.get(source.unit or "", 1.0)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or (whole and source.unit is None and not number.is_integer()):
+        raise ConfigError(
+            f"{source.column}={text!r} is no {'whole ' * whole}number; mend it or leave it empty"
+        )
+    return round(number) if whole else number

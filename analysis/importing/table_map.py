@@ -1,0 +1,153 @@
+"""Says how the columns of another program's table become ours: a YAML file, read into one record."""
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from ultrabench.allowed import one_of, require_allowed
+from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA, TEXT
+from ultrabench.errors import ConfigError, require_known
+from ultrabench.record import from_dict, value_from
+from ultrabench.sweep.config.compose import files, read_yaml
+
+UNITS = {
+    "%": 1e-2, "us": 1e-6, "ms": 1e-3, "min": 60.0, "h": 3600.0,
+    "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
+    "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "GiB/s": 2.0**30, "Gbit/s": 1.25e8, "GFLOP/s": 1e9, "TFLOP/s": 1e12,
+    "PFLOP/s": 1e15, "MHz": 1e6, "GHz": 1e9, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12,
+}  # fmt: skip
+"""Unit of a table -> how many of our units (s, bytes, bytes/s, FLOP/s, Hz, 1) it is."""
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt,
+}  # fmt: skip
+KINDS = {column.name: column.type for column in SCHEMA if column.type in (TEXT, INT, FLOAT, BOOL)}
+"""Our columns that a table can give, with their types; the others hold lists and times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a value of one of our columns comes from."""
+
+    column: str
+    """The column of the table."""
+    unit: Annotated[str, one_of(*UNITS)] | None = None
+    """The unit of the table; None means that it is ours."""
+    pattern: str | None = None
+    """A regular expression with one group; the value is the text of the group, or null where it is not found."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Text in the table -> our value or null; other texts are refused. Empty means that texts are taken as they are."""
+
+    def __post_init__(self) -> None:
+        require_allowed(self)
+        try:
+            groups = 1 if self.pattern is None else re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+        if groups != 1:
+            raise ConfigError(f"pattern={self.pattern!r} has {groups} groups; write one, such as '^([^_]+)_'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """A comparison of a column with a value; it does not hold where the column is null."""
+
+    column: str
+    comparison: str
+    value: str
+
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether it holds for a row of ours; columns of numbers are compared as numbers."""
+        found = row.get(self.column)
+        if found is None:
+            return False
+        if KINDS.get(self.column, INT) in (INT, FLOAT):
+            return _COMPARISONS[self.comparison](found, float(self.value))
+        return _COMPARISONS[self.comparison](str(found).lower(), self.value.lower())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableMap:
+    """How the rows of a table become rows of results."""
+
+    columns: dict[str, tuple[Source, ...]]
+    """Our column -> its sources; the first one that has a value counts."""
+    constants: dict[str, Any] = field(default_factory=dict)
+    """Our column -> its value where the sources have none."""
+    models: dict[str, str] = field(default_factory=dict)
+    """Name of a model in the table -> name for model=NAME, whose sizes the rows have unless they tell others."""
+    doubts: dict[str, tuple[Condition, ...]] = field(default_factory=dict)
+    """Reason to doubt a row -> conditions that all have to hold; it becomes part of the column `suspect`."""
+
+    def __post_init__(self) -> None:
+        require_known("column of results", KINDS, *self.columns, *self.constants)
+        for name, sources in self.columns.items():
+            for value in (v for source in sources for v in source.values.values()):
+                _require_kind(name, value)
+        for name, value in self.constants.items():
+            _require_kind(name, value)
+        conditions = [condition for given in self.doubts.values() for condition in given]
+        require_known("column of results", {*KINDS, "tokens_per_step"}, *(c.column for c in conditions))
+        if split := [reason for reason in self.doubts if "; " in reason]:
+            raise ConfigError(f"doubt {split[0]!r} holds '; ', which stands between reasons; use a comma")
+
+
+def read_map(path: Path) -> TableMap:
+    """The map in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value of it cannot be used; the message names the file.
+    """
+    values = read_yaml(path)
+    try:
+        if not isinstance(values, dict) or not isinstance(values.get("columns"), dict):
+            raise ConfigError("it has no mapping `columns` of our columns to those of the table")
+        columns = {name: _sources(given) for name, given in values["columns"].items()}
+        doubts = values.get("doubts") or {}
+        if not isinstance(doubts, dict):
+            raise ConfigError("doubts is no mapping of reasons to conditions")
+        doubts = {reason: [_condition(text) for text in _several(given)] for reason, given in doubts.items()}
+        return from_dict(TableMap, {**values, "columns": columns, "doubts": doubts}, where="")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; see docs/importing.md") from error
+
+
+def built_in(name: str) -> Path:
+    """The file with the map of a format that ultrabench knows.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    known = files("import")
+    require_known("format to import", known, name)
+    return known[name]
+
+
+def _require_kind(name: str, value: Any) -> None:
+    """Raises ConfigError for a value that our column cannot hold; null is always allowed."""
+    kinds = {TEXT: str, INT: int, FLOAT: float, BOOL: bool}
+    if value is not None:
+        value_from(kinds[KINDS[name]], value, name)
+
+
+def _sources(given: Any) -> list[Any]:
+    return [{"column": one} if isinstance(one, str) else one for one in _several(given)]
+
+
+def _several(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
+
+
+def _condition(text: Any) -> dict[str, str]:
+    parts = str(text).split()
+    if len(parts) != 3 or parts[1] not in _COMPARISONS:
+        raise ConfigError(f"condition {text!r}; write COLUMN, one of {' '.join(_COMPARISONS)}, and a value")
+    column, comparison, value = parts
+    try:
+        float(value if KINDS.get(column, INT) in (INT, FLOAT) else 0)
+    except ValueError:
+        raise ConfigError(f"condition {text!r}; {column} is a number: compare it with one") from None
+    return {"column": column, "comparison": comparison, "value": value}

@@ -1,0 +1,107 @@
+"""Turns rows of runs.parquet, ours or imported, into the records that predictions are fitted to and checked against."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pyarrow as pa
+
+from ultrabench.errors import ConfigError
+from ultrabench.layout import AXES
+from ultrabench.model_shape import ModelShape
+from ultrabench.record import from_dict
+from ultrabench.result import Status
+from ultrabench.run import RunSpec
+
+_NOT_RUN = (None, Status.SKIPPED, Status.REJECTED)
+_SHAPE = tuple(field.name for field in fields(ModelShape))
+
+_NEEDED = ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "seq_len", "kernel", "precision")
+"""Columns whose defaults would be a guess."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """One attempt of a run with what was measured; fields with the name of a column hold its value.
+
+    Bandwidths are bus bandwidths in bytes/s that the job measured itself, None where it did not.
+    """
+
+    run_id: str
+    spec: RunSpec
+    """Model, batch, layout, kernel and nodes; rotations of the model have their defaults, the seed is 0."""
+    hardware: str | None
+    peak_flops_per_s: float | None
+    sweep: str | None
+    source: str | None
+    kernel_version: str | None
+    """Version of the program as its publisher writes it; that of `spec.kernel` is 1 if it is no number."""
+    job_id: str | None
+    is_final: bool
+    status: str
+    suspect: str | None
+    """All reasons to doubt the row, joined by `; `."""
+    step_time_s: float | None
+    peak_mem_allocated_bytes: int | None
+    peak_mem_reserved_bytes: int | None
+    peak_mem_reserved_rank0_bytes: int | None
+    allreduce_busbw_bytes_per_s: float | None
+    allgather_busbw_bytes_per_s: float | None
+    reducescatter_busbw_bytes_per_s: float | None
+    allreduce_intra_node_busbw_bytes_per_s: float | None
+    allgather_intra_node_busbw_bytes_per_s: float | None
+    reducescatter_intra_node_busbw_bytes_per_s: float | None
+
+
+_COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "spec")
+
+
+def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], Counter[str]]:
+    """The attempts in a table that `read_parquet` or `collect` gives, in its order.
+
+    Candidates that were never attempted are left out, and so are runs that train no model. Rows that do not tell model, batch and layout in full
+    are left out, too; they are counted by reason in the second value.
+    """
+    runs, left_out = list[MeasuredRun](), Counter[str]()
+    for row in table.to_pylist():
+        if row["status"] in _NOT_RUN or row["model"] is None:
+            continue
+        try:
+            runs.append(MeasuredRun(spec=spec_of(row), **{name: row[name] for name in _COLUMNS}))
+        except ConfigError as error:
+            left_out[str(error)] += 1
+    return runs, left_out
+
+
+def spec_of(row: Mapping[str, Any]) -> RunSpec:
+    """The run that a row of results measured; columns that may be null have the defaults of the records.
+
+    Raises:
+        ConfigError: a column that the run needs is null, or the values contradict each other.
+    """
+    if unknown := [name for name in _NEEDED if row[name] is None]:
+        raise ConfigError(f"row lacks {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
+    known = {name: value for name, value in row.items() if value is not None}
+    layout = {name: known[name] for name in AXES if name in known}
+    work = {name: known[name] for name in ("seq_len", "gbs") if name in known}
+    options = {name: known[name] for name in ("precision", "compile", "attention") if name in known}
+    version = known.get("kernel_version", "")
+    kernel = {
+        "name": row["kernel"],
+        "version": int(version) if version.isdecimal() else 1,
+        **({} if row["kernel"] == "embedded" else {"kind": "command", "command": [row["kernel"]]}),
+    }
+    whole: dict[str, Any] = {name: known[name] for name in ("nodes", "gpus_per_node") if name in known}
+    records = {"layout": layout, "kernel": kernel | options, "workload": work}
+    return from_dict(RunSpec, {"shape": shape_of(row), **records, **whole}, where="row")
+
+
+def shape_of(row: Mapping[str, Any]) -> ModelShape:
+    """The model of a row of results; its rotations have the usual settings.
+
+    Raises:
+        ConfigError: a size is unknown, or sizes contradict each other.
+    """
+    known = {name: row[name] for name in _SHAPE if row.get(name) is not None}
+    return from_dict(ModelShape, {"name": row.get("model"), **known}, where="row.shape")

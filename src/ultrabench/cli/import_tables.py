@@ -1,0 +1,59 @@
+"""The command `ultrabench import`, which turns tables of other programs into result files."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ultrabench.cli.options import Json
+from ultrabench.cli.results import require_parquet, write_result
+from ultrabench.errors import ConfigError, counted
+
+Given = Annotated[
+    list[str],
+    typer.Argument(metavar="[nanotron] FILE.csv", show_default=False, help="A known format, and the table."),
+]
+Map = Annotated[
+    Path | None, typer.Option("--map", help="A YAML file that maps the columns of any other table.")
+]
+Imported = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="The file to write; default: NAME.parquet of FILE in this folder."),
+]
+
+
+def import_table(given: Given, map_: Map = None, output: Imported = None, json_: Json = False) -> None:
+    """Turn the result table of another program into a parquet file."""
+    from ultrabench.analysis.collect import parquet
+    from ultrabench.analysis.importing.import_table import import_csv
+    from ultrabench.analysis.importing.table_map import built_in, read_map
+    from ultrabench.cli.tables import print_json, say, show, table
+
+    *formats, file = given
+    if len(formats) + (map_ is not None) != 1:
+        forms = "ultrabench import nanotron FILE.csv, or ultrabench import --map map.yaml FILE.csv"
+        raise ConfigError(f"import {' '.join(given)} needs one format or one map: {forms}")
+    if output is not None:
+        require_parquet(output)
+    imported = import_csv(Path(file), read_map(map_ or built_in(formats[0])))
+    path = output or Path(Path(file).name).with_suffix(".parquet")
+    write_result(path, parquet(imported.table))
+    rows = imported.table.select(["status", "model", "suspect"]).to_pylist()
+    by_status = Counter(str(row["status"]) for row in rows)
+    by_model = Counter(str(row["model"]) for row in rows)
+    reasons = sorted({reason for reason, _ in imported.doubts})
+    doubts = {reason: {s: n for (r, s), n in imported.doubts.items() if r == reason} for reason in reasons}
+    suspects = sum(row["suspect"] is not None for row in rows)
+    if json_:
+        counts = {"rows": len(rows), "by_status": by_status, "by_model": by_model, "suspect": suspects}
+        print_json({**counts, "doubts": doubts, "unused_columns": imported.unused})
+    else:
+        told = [(reason, sum(found.values()), found.get("ok", 0)) for reason, found in doubts.items()]
+        show(table("rows", "status", ">rows", rows=by_status.items()), "")
+        show(table("models", "model", ">rows", rows=by_model.items()), "")
+        show(table("doubts", "reason", ">rows", ">ok rows", rows=told), "")
+        show(f"columns that were not used: {', '.join(imported.unused) or 'none'}")
+    say(
+        f"read {counted(len(rows), 'row')} of {file}, wrote {counted(len(rows), 'row')} to {path}; {suspects:,} in doubt"
+    )
