@@ -1,0 +1,1 @@
+"""Fits predictions to measured runs, and tells how good they are."""

@@ -1,0 +1,138 @@
+"""Measured runs beside all that a prediction of their step time needs."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ultrabench.analysis.measured import MeasuredRun
+from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.hardware import Hardware, Peak
+from ultrabench.result import Status
+from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.sweep.config.load import read_hardware, usual_profile
+from ultrabench.sweep.predict.network import Network, network
+from ultrabench.sweep.predict.profile import regime
+from ultrabench.sweep.predict.step_time import predict_step_time
+from ultrabench.sweep.predict.time_constants import TimeConstants
+
+INTRA_NODE = 300e9
+"""Bus bandwidth of an all-reduce in a node of H100 below which its NVLink is broken, in bytes per second."""
+OF_MEDIAN = 0.7
+"""Share of the median bandwidth of the same number of nodes below which a job's links are ill."""
+OTHER = "other "
+"""Begin of a doubt about the sizes of a row, which says nothing against what the row measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A measured run that a prediction can be compared with."""
+
+    run: MeasuredRun
+    hardware: Hardware
+    peak: Peak
+    links: Network
+    regime: str
+
+    def predict_s(self, constants: TimeConstants) -> float:
+        """The predicted step time of the run in seconds."""
+        return predict_step_time(self.run.spec, self.hardware, self.peak, self.links, constants).total
+
+    def log_error(self, constants: TimeConstants) -> float:
+        """log(measured / predicted) of the step time, for a run that has one."""
+        assert self.run.step_time_s is not None
+        return math.log(self.run.step_time_s / self.predict_s(constants))
+
+
+def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
+    """The final runs that a prediction can be compared with: those that ended ok or out of memory, doubted ones too.
+
+    The second value counts the others by reason.
+
+    Raises:
+        ConfigError: no configuration describes the hardware of a run.
+    """
+    found, left_out = list[Case](), Counter[str]()
+    known = {name: _hardware(name) for name in {run.hardware for run in runs}}
+    for run in runs:
+        if run.status not in (Status.OK, Status.OOM):
+            left_out[f"status {run.status}"] += 1
+        elif not run.is_final:
+            left_out["not final"] += 1
+        else:
+            hardware, spec = known[run.hardware], run.spec
+            peak = (
+                run.peak_flops_per_s or hardware.peak(spec.kernel.precision, spec.nodes, None, 1).flops_per_s
+            )
+            reduce, gather = run.allreduce_busbw_bytes_per_s, run.allgather_busbw_bytes_per_s
+            links = network(hardware, spec.nodes, reduce, gather)
+            found.append(
+                Case(
+                    run=run,
+                    hardware=hardware,
+                    peak=Peak(flops_per_s=peak, source="row"),
+                    links=links,
+                    regime=regime(spec, links),
+                )
+            )
+    return found, left_out
+
+
+def timed(given: Sequence[Case]) -> list[Case]:
+    """The cases with a step time."""
+    return [case for case in given if case.run.status == Status.OK and case.run.step_time_s]
+
+
+def healthy(given: Sequence[Case]) -> list[bool]:
+    """For each case whether its step time is sound: its job's own probe found the links as fast as they are elsewhere.
+
+    An all-reduce in a node of GPUs must exceed 300 GB/s, or 2/3 of slower links, and that of all ranks 0.7 of the
+    median of its number of nodes and kind of links (slow or fast). A job that measured nothing counts as healthy. A
+    run in doubt does not, unless it only has other sizes or another batch than others of its name: it is predicted
+    with its own.
+    """
+    rates: dict[tuple[str, int, bool], list[float]] = {}
+    for case in given:
+        if rate := case.run.allreduce_busbw_bytes_per_s:
+            rates.setdefault(_kind(case), []).append(rate)
+    usual = {kind: median(found) for kind, found in rates.items()}
+    return [_comparable(case.run) and _healthy(case, usual.get(_kind(case), 0.0)) for case in given]
+
+
+def _comparable(run: MeasuredRun) -> bool:
+    return all(reason.startswith(OTHER) for reason in (run.suspect or OTHER).split("; "))
+
+
+def _healthy(case: Case, usual: float) -> bool:
+    inside, all_ = case.run.allreduce_intra_node_busbw_bytes_per_s, case.run.allreduce_busbw_bytes_per_s
+    least = min(INTRA_NODE, 2 / 3 * case.hardware.link_bytes_per_s) if case.hardware.device == "cuda" else 0.0
+    return (inside is None or inside > least) and (all_ is None or all_ > OF_MEDIAN * usual)
+
+
+def _kind(case: Case) -> tuple[str, int, bool]:
+    return case.hardware.name, case.run.spec.nodes, case.links.slow
+
+
+def _hardware(name: str | None) -> Hardware:
+    known = files("hardware")
+    if name not in known:
+        advice = "give its rates in ./ultrabench/hardware/NAME.yaml"
+        raise ConfigError(f"{unknown_name('hardware of a row', name, known)}; {advice}")
+    return read_hardware(read_yaml(known[name]) | {"name": name})
+
+
+def default_profile(given: Sequence[Case]) -> str:
+    """The name of the profile for the program that these runs used: the one that its kernel names, or its namesake.
+
+    Raises:
+        ConfigError: there is none, or the runs used several programs.
+    """
+    programs, kernels = sorted({(c.run.spec.kernel.name, c.hardware.device) for c in given}), files("kernel")
+    for name, device in programs if len(programs) == 1 else ():
+        named = read_yaml(kernels[name]).get("profile") if name in kernels else name
+        if (found := usual_profile(str(named), device)) in files("profiles"):
+            return found
+    told = ", ".join(f"{name} on {device}" for name, device in programs)
+    known = f"a profile is known for one kernel of {', '.join(kernels)}"
+    raise ConfigError(f"the runs are of {told}; {known}: name one with --profile")

@@ -1,0 +1,113 @@
+"""Fits the constants of the step time to measured runs, starting from those of another profile."""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields, replace
+from statistics import quantiles
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ultrabench.analysis.predict.cases import Case
+from ultrabench.sweep.predict.profile import Quantiles
+from ultrabench.sweep.predict.time_constants import TimeConstants
+
+T = TypeVar("T")
+
+KNOWN = frozenset(
+    {
+        "gradient_bytes",
+        "zero_crossings",
+        "tp_calls",
+        "tp_recompute_calls",
+        "dp_bucket_bytes",
+        "hbm_efficiency",
+    }
+)
+"""Constants that no fit changes: the code of a framework tells them, or they only scale others."""
+FEW_RUNS = 15
+RIDGE = {True: 0.15, False: 0.3}
+"""Whether there are fewer runs than FEW_RUNS -> standard deviation of log(constant / prior)."""
+ERROR_SCALE = 0.1
+"""Error of a prediction, as a logarithm, from which a run pulls the fit less than in proportion."""
+FOLDS = 5
+SHRINK = 30
+"""Number of runs of a regime at which its quantiles count as much as those of all runs together."""
+
+
+def fit_time(given: Sequence[Case], prior: TimeConstants) -> TimeConstants:
+    """The constants that predict these runs best without moving further from `prior` than they show.
+
+    It minimises sum(soft_l1(log(measured / predicted) / 0.1)) + sum((log(constant / prior) / sd)**2), the soft-L1
+    loss being 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants that are 0
+    stay 0.
+    """
+    names = [f.name for f in fields(prior) if f.name not in KNOWN and _free(getattr(prior, f.name))]
+    ridge = RIDGE[len(given) < FEW_RUNS]
+    return fit_constants(
+        prior, names, lambda now: [case.log_error(now) for case in given], ERROR_SCALE, ridge
+    )
+
+
+def fit_constants(
+    prior: T, names: Sequence[str], log_errors: Callable[[T], Sequence[float]], scale: float, ridge: float
+) -> T:
+    """The constants, a dataclass, whose logarithmic errors are smallest near `prior`.
+
+    Args:
+        names: fields of `prior` that may change; they are positive.
+        scale: error from which a run pulls the fit less than in proportion.
+        ridge: standard deviation of log(constant / prior).
+    """
+    from scipy.optimize import least_squares  # it takes a second to import
+
+    start = np.log([getattr(prior, name) for name in names])
+
+    def constants(logs: np.ndarray) -> T:
+        now: dict[str, Any] = {name: math.exp(x) for name, x in zip(names, logs, strict=True)}
+        return replace(prior, **now)  # type: ignore[type-var]
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        errors = np.array(log_errors(constants(logs))) / scale
+        soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+        return np.concatenate([soft, (logs - start) / ridge])
+
+    return constants(least_squares(residuals, start, max_nfev=10, diff_step=1e-3).x)
+
+
+def _free(value: object) -> bool:
+    return isinstance(value, float) and value > 0
+
+
+def left_out_errors(
+    given: Sequence[Case], prior: TimeConstants, group: Callable[[int, Case], Hashable] | None = None
+) -> list[float]:
+    """log(measured / predicted) of each case, with constants that were fitted without the cases of its group.
+
+    Args:
+        group: index and case -> its group; None means that every fifth case is one.
+    """
+    groups = [group(n, case) if group else n % FOLDS for n, case in enumerate(given)]
+    fitted = {
+        own: fit_time([case for case, other in zip(given, groups, strict=True) if other != own], prior)
+        for own in dict.fromkeys(groups)
+    }
+    return [case.log_error(fitted[own]) for case, own in zip(given, groups, strict=True)]
+
+
+def intervals(given: Sequence[Case], errors: Sequence[float]) -> dict[str, Quantiles]:
+    """Regime -> 10 and 90 % quantile of its errors, those of k runs mixed with those of all by k / (k + 30)."""
+    whole = _quantiles(errors)
+    found = {"all": whole}
+    for name in sorted({case.regime for case in given}):
+        own = [error for case, error in zip(given, errors, strict=True) if case.regime == name]
+        share = len(own) / (len(own) + SHRINK)
+        mixed = (share * a + (1 - share) * b for a, b in zip(_quantiles(own), whole, strict=True))
+        found[name] = Quantiles(*mixed)
+    return found
+
+
+def _quantiles(errors: Sequence[float]) -> Quantiles:
+    """The 10 and 90 % quantiles, on both sides of 0; those of a single error are the error and 0."""
+    cuts = quantiles(errors, n=10, method="inclusive") if len(errors) > 1 else list(errors)
+    return Quantiles(min(0.0, cuts[0]), max(0.0, cuts[-1]))

@@ -1,0 +1,53 @@
+"""Fits the constants of nanotron's memory to the peaks that measured runs reserved on their first rank."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ultrabench.analysis.measured import MeasuredRun
+from ultrabench.analysis.predict.fit import FOLDS, fit_constants
+from ultrabench.analysis.predict.nanotron_version import nanotron_version
+from ultrabench.result import Status
+from ultrabench.sweep.predict.nanotron_memory import VERSIONS, NanotronMemory, nanotron_memory
+
+FREE = (
+    "layer_hidden", "work_hidden", "work_ffn", "work_gathered", "work_embedding", "logits", "gathered", "run_ahead",
+    "backward_slack", "optimizer_slack", "base_bytes",
+)  # fmt: skip
+"""Constants that the fit may change; layer_ffn is known from the code, and the limits come from which runs failed."""
+ERROR_SCALE, RIDGE = 0.04, 0.5
+"""Error of a prediction, as a logarithm, from which a run pulls the fit less; and the standard deviation of
+log(constant / prior)."""
+NOT_FULL = 73 * 2**30
+"""Reserved bytes above which the allocator of an 80 GiB device gives back what it would hold otherwise."""
+
+
+def usable(given: Iterable[MeasuredRun]) -> list[MeasuredRun]:
+    """The runs that tell something of memory: not those that failed, have no peak of rank 0, or nearly filled the device."""
+    return [
+        run for run in given if run.status == Status.OK and 0 < (run.peak_mem_reserved_rank0_bytes or 0) < NOT_FULL
+    ]  # fmt: skip
+
+
+def memory_errors(given: Sequence[MeasuredRun], constants: NanotronMemory) -> list[float]:
+    """log(measured / predicted) of the memory that rank 0 of usable runs reserved, each with its own version."""
+    versions = {version: replace(constants, version=version) for version in VERSIONS}
+    return [
+        math.log(run.peak_mem_reserved_rank0_bytes or 0)
+        - math.log(nanotron_memory(run.spec, versions[nanotron_version(run)])[0].peak_bytes)
+        for run in given
+    ]
+
+
+def fit_memory(given: Sequence[MeasuredRun], prior: NanotronMemory) -> NanotronMemory:
+    """The constants that predict the reserved memory of usable runs best without moving far from `prior`."""
+    return fit_constants(prior, FREE, lambda now: memory_errors(given, now), ERROR_SCALE, RIDGE)
+
+
+def memory_left_out(given: Sequence[MeasuredRun], prior: NanotronMemory) -> list[float]:
+    """The errors of usable runs with constants that were fitted without them: without every fifth run in turn."""
+    errors = [0.0] * len(given)
+    for fold in range(FOLDS):
+        fitted = fit_memory([run for n, run in enumerate(given) if n % FOLDS != fold], prior)
+        errors[fold::FOLDS] = memory_errors(given[fold::FOLDS], fitted)
+    return errors

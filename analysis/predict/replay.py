@@ -1,0 +1,219 @@
+"""Replays a finished sweep as if it were live, to measure what a strategy of search costs and what it misses."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ultrabench.analysis.predict.cases import Case
+from ultrabench.analysis.predict.nanotron_version import nanotron_version
+from ultrabench.layout import Layout, dominates
+from ultrabench.result import Status
+from ultrabench.sweep.grid import broken_rules
+from ultrabench.sweep.plan import CellKey
+from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
+from ultrabench.sweep.predict.predict import Prediction
+from ultrabench.sweep.predict.profile import Profile
+from ultrabench.sweep.predict.search import Tried, propose
+from ultrabench.sweep.running.attempts import MOST, WITHIN
+
+START_S = 60.0
+"""Seconds from the start of a run to its first step."""
+STEPS, FAILED_STEPS, CONFIRM_STEPS = 5, 1, 10
+"""Steps of a run, of a failed run, and of the two repeats of a contender in one process."""
+RACE, RACED_STEPS = 1.3, 2
+"""A run this many times slower than the best of its cell so far is stopped after this many steps."""
+TOP = 5
+"""Runs with the lowest predicted step time that the strategy predicted makes."""
+RANDOM_SHARE = 0.1
+"""Share of the hours of a cell that the strategy random uses."""
+MAX_P_OOM = 0.9
+"""P(OOM) above which the strategy adaptive makes no run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedRun:
+    """A measured run with what was predicted of it from its job's own probe."""
+
+    run_id: str
+    layout: Layout
+    prediction: Prediction
+    step_time_s: float | None
+    """None where the run failed."""
+    oom: bool
+    """Whether it failed for lack of memory."""
+
+    def cost(self, best_s: float = math.inf) -> float:
+        """GPU seconds of the run, when the best step time before it was `best_s`."""
+        if self.step_time_s is None:
+            return self._gpu_s(FAILED_STEPS * self.prediction.step_time_s)
+        return self._gpu_s((RACED_STEPS if self.step_time_s > RACE * best_s else STEPS) * self.step_time_s)
+
+    def confirmation(self) -> float:
+        """GPU seconds of the repeats of a contender."""
+        return self._gpu_s(CONFIRM_STEPS * (self.step_time_s or 0.0))
+
+    def _gpu_s(self, steps_s: float) -> float:
+        return (START_S + steps_s) * self.layout.world_size
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a strategy has made so far in one cell."""
+
+    runs: Sequence[ReplayedRun]
+    """All runs of the cell."""
+    made: list[ReplayedRun] = field(default_factory=list)
+    gpu_s: float = 0.0
+
+    @property
+    def best_s(self) -> float:
+        """The best step time found so far in seconds."""
+        return min((run.step_time_s for run in self.made if run.step_time_s), default=math.inf)
+
+    @property
+    def total_gpu_s(self) -> float:
+        """GPU seconds of all runs of the cell, none of them stopped early."""
+        return sum(run.cost() for run in self.runs)
+
+    def make(self, runs: Sequence[ReplayedRun]) -> None:
+        """Makes these runs at the same time."""
+        best_s = self.best_s
+        self.gpu_s += sum(run.cost(best_s) for run in runs)
+        self.made += runs
+
+    def tried(self) -> Tried:
+        """What the search knows of the cell."""
+        times_s = {run.run_id: run.step_time_s for run in self.made if run.step_time_s}
+        oom = {run.run_id for run in self.made if run.oom}
+        failed = {run.run_id for run in self.made} - oom - times_s.keys()
+        return Tried(times_s=times_s, oom=oom, failed=failed, max_p_oom=MAX_P_OOM)
+
+    def possible(self, run: ReplayedRun) -> bool:
+        """Whether no run without enough memory says that this one has not enough either."""
+        return not any(o.oom and dominates(o.layout, run.layout) for o in self.made)
+
+    def confirm(self) -> None:
+        """Repeats the contenders."""
+        near = [r for r in self.made if r.step_time_s and r.step_time_s <= WITHIN * self.best_s]
+        near.sort(key=lambda run: run.step_time_s or 0.0)
+        self.gpu_s += sum(run.confirmation() for run in near[:MOST])
+
+
+def _adaptive(cell: Replay, batch: int) -> None:
+    while found := propose(cell.runs, cell.tried(), batch):
+        cell.make(found)
+
+
+def _in_order(cell: Replay, batch: int, order: Sequence[ReplayedRun], enough: Callable[[], bool]) -> None:
+    left = list(order)
+    while left and not enough():
+        found = [run for run in left if cell.possible(run)][:batch]
+        cell.make(found)
+        left = [run for run in left if run not in found and cell.possible(run)]
+
+
+def _exhaustive(cell: Replay, batch: int) -> None:
+    order = sorted(cell.runs, key=lambda run: (run.prediction.p_oom > 0.5, run.cost()))
+    _in_order(cell, batch, order, lambda: False)
+
+
+def _random(cell: Replay, batch: int) -> None:
+    order = sorted(cell.runs, key=lambda run: hashlib.sha256(run.run_id.encode()).digest())
+    _in_order(cell, batch, order, lambda: cell.gpu_s >= RANDOM_SHARE * cell.total_gpu_s)
+
+
+def _predicted(cell: Replay, batch: int) -> None:
+    order = sorted(cell.runs, key=lambda run: (run.prediction.p_oom > 0.5, run.prediction.step_time_s))
+    _in_order(cell, batch, order, lambda: len(cell.tried().times_s) >= TOP)
+
+
+STRATEGIES: Mapping[str, Callable[[Replay, int], None]] = {
+    "adaptive": _adaptive, "exhaustive": _exhaustive, "random": _random, "predicted": _predicted,
+}  # fmt: skip
+
+
+def cells_of(cases: Sequence[Case], profile: Profile) -> dict[CellKey, list[ReplayedRun]]:
+    """The runs of each cell in which any layout works, without doubted ones and layouts that a structural rule rejects.
+
+    Of several measurements of a run the last one counts.
+    """
+    cells: dict[CellKey, dict[str, ReplayedRun]] = {}
+    for case in cases:
+        spec = case.run.spec
+        if not case.run.suspect and not any(broken_rules(spec.layout, spec.shape)):
+            cells.setdefault((spec.shape.name, spec.nodes), {})[spec.run_id] = _run(case, profile)
+    return {
+        cell: list(runs.values())
+        for cell, runs in sorted(cells.items())
+        if any(run.step_time_s for run in runs.values())
+    }
+
+
+def _run(case: Case, profile: Profile) -> ReplayedRun:
+    spec, limit = case.run.spec, case.hardware.mem_bytes
+    constants = memory_constants(profile.framework, profile.memory)
+    if isinstance(constants, NanotronMemory):
+        constants = replace(constants, version=nanotron_version(case.run))
+    stages = predict_memory(spec, constants)
+    peak, time_s = max(stage.peak_bytes for stage in stages), case.predict_s(profile.time)
+    low, high = profile.quantiles(case.regime)
+    prediction = Prediction(
+        step_time_s=time_s,
+        step_time_low_s=time_s * math.exp(low),
+        step_time_high_s=time_s * math.exp(high),
+        p_oom=p_oom(stages, limit, constants),
+        limited_by="compute",
+        peak_mem_bytes=int(peak),
+        memory_share=peak / limit,
+        duration_s=START_S + STEPS * time_s,
+    )
+    return ReplayedRun(
+        run_id=spec.run_id,
+        layout=spec.layout,
+        prediction=prediction,
+        step_time_s=case.run.step_time_s if case.run.status == Status.OK else None,
+        oom=case.run.status == Status.OOM,
+    )
+
+
+def replay(cells: Mapping[CellKey, Sequence[ReplayedRun]], strategy: str, batch: int) -> dict[str, Any]:
+    """The document of `ultrabench predict replay --json`.
+
+    Hours are shares of those of all runs. A regret of 0.02 means that the best layout found is 2 % slower than the
+    best of its cell; it is None where the strategy found none.
+    """
+    done = list(_replayed(cells, strategy, batch))
+    rows: list[dict[str, Any]] = []
+    for (model, nodes), cell in done:
+        best_s = min(run.step_time_s for run in cell.runs if run.step_time_s)
+        regret = cell.best_s / best_s - 1 if cell.best_s < math.inf else None
+        share = cell.gpu_s / cell.total_gpu_s
+        told: dict[str, Any] = {
+            "model": model,
+            "nodes": nodes,
+            "layouts": len(cell.runs),
+            "runs": len(cell.made),
+        }
+        rows.append({**told, "gpu_hours_share": share, "regret": regret})
+    spent, total = (sum(getattr(c, name) for _, c in done) for name in ("gpu_s", "total_gpu_s"))
+    runs = sum(row["runs"] for row in rows)
+    return {
+        "strategy": strategy,
+        "batch": batch,
+        "gpu_hours_share": spent / total,
+        "runs": runs,
+        "cells": rows,
+    }
+
+
+def _replayed(
+    cells: Mapping[CellKey, Sequence[ReplayedRun]], strategy: str, batch: int
+) -> Iterator[tuple[CellKey, Replay]]:
+    for key, runs in cells.items():
+        cell = Replay(runs)
+        STRATEGIES[strategy](cell, batch)
+        cell.confirm()
+        yield key, cell

@@ -1,0 +1,190 @@
+"""Compares predictions with measured runs: how far off they are, and what a search that trusts them would lose."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from ultrabench.analysis.predict.cases import Case, healthy, timed
+from ultrabench.analysis.predict.fit import fit_time, intervals
+from ultrabench.analysis.predict.nanotron_version import nanotron_version
+from ultrabench.layout import AXES
+from ultrabench.result import Status
+from ultrabench.sweep.predict.memory import MemoryConstants, memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
+from ultrabench.sweep.predict.profile import Profile, Quantiles
+from ultrabench.sweep.predict.time_constants import TimeConstants
+
+GROUPS: Mapping[str, Callable[[Case], Hashable]] = {
+    "model": lambda case: case.run.spec.shape.name,
+    "nodes": lambda case: case.run.spec.nodes,
+}
+"""What `--leave-out` can leave out -> the group of a case."""
+SLICES = {"model": "model", "nodes": "nodes", "kind of parallelism": "parallelism"}
+"""Name of a slice in the metrics -> column of the table."""
+CELL = ["model", "num_params", "gbs", "nodes"]
+"""Columns of the table whose values the runs of a cell share: they train the same model on the same nodes."""
+MIN_RANKED = 5
+"""Smallest number of runs with a step time of a cell whose order means something."""
+TOP = 5
+PRUNE = 0.9
+"""P(OOM) above which a plan leaves a layout out."""
+BORDERLINE = (46 / 80, 92 / 80)
+"""Allocated bytes / memory of the device between which P(OOM) is hard to tell."""
+HELD = 0.956
+"""Largest share of a device's memory that an allocator can hold: 76.5 of 80 GiB, CUDA and NCCL need the rest."""
+
+Fitted = tuple[TimeConstants, Mapping[str, Quantiles]]
+"""Constants and intervals."""
+
+
+def without_own_group(given: Sequence[Case], prior: TimeConstants, by: str) -> dict[Hashable, Fitted]:
+    """Group -> constants and intervals from the healthy runs of all other groups, the fit starting from `prior`.
+
+    The intervals come from the errors of those runs, each with the constants that were fitted without its group.
+    """
+    group = GROUPS[by]
+    known = [case for case, good in zip(given, healthy(given), strict=True) if good and timed([case])]
+    groups = sorted({group(case) for case in given}, key=str)
+    constants = {own: fit_time([case for case in known if group(case) != own], prior) for own in groups}
+    errors = [(case, case.log_error(constants[group(case)])) for case in known]
+    found: dict[Hashable, Fitted] = {}
+    for own in groups:
+        others = [(case, error) for case, error in errors if group(case) != own]
+        found[own] = constants[own], intervals(*zip(*others, strict=True))
+    return found
+
+
+def table(given: Sequence[Case], profile: Profile, fitted: Callable[[Case], Fitted]) -> pd.DataFrame:
+    """One row for each case: its layout, what was measured, and what `fitted` predicts with its interval."""
+    memory = memory_constants(profile.framework, profile.memory) if profile.memory else None
+    rows = [
+        _row(case, fitted(case)) | _memory(case, memory) | {"healthy": good}
+        for case, good in zip(given, healthy(given), strict=True)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _row(case: Case, fitted: Fitted) -> dict[str, Any]:
+    run, spec, (constants, interval) = case.run, case.run.spec, fitted
+    time_s, (low, high) = case.predict_s(constants), interval.get(case.regime, interval["all"])
+    layout = {name: getattr(spec.layout, name) for name in AXES}
+    return {
+        "run_id": run.run_id,
+        "job_id": run.job_id,
+        "model": spec.shape.name,
+        "num_params": spec.shape.num_params,
+        "gbs": spec.workload.gbs,
+        "nodes": spec.nodes,
+        **layout,
+        "parallelism": " ".join(axis for axis in ("dp", "tp", "pp", "cp") if layout[axis] > 1) or "one rank",
+        "status": str(run.status),
+        "regime": case.regime,
+        "step_time_s": run.step_time_s,
+        "predicted_step_time_s": time_s,
+        "predicted_low_s": time_s * math.exp(low),
+        "predicted_high_s": time_s * math.exp(high),
+        "peak_mem_reserved_bytes": run.peak_mem_reserved_rank0_bytes or run.peak_mem_reserved_bytes,
+    }
+
+
+def _memory(case: Case, constants: MemoryConstants | None) -> dict[str, float | None]:
+    """The columns about memory; that of rank 0 is compared where the row has no other."""
+    if constants is None:
+        return dict.fromkeys(("predicted_peak_mem_bytes", "allocated_share", "p_oom"))
+    if isinstance(constants, NanotronMemory):
+        constants = replace(constants, version=nanotron_version(case.run))
+    stages, size = predict_memory(case.run.spec, constants), case.hardware.mem_bytes
+    peaks = [min(stage.peak_bytes, HELD * size) for stage in stages]
+    return {
+        "predicted_peak_mem_bytes": peaks[0] if case.run.peak_mem_reserved_rank0_bytes else max(peaks),
+        "allocated_share": max(stage.allocated_bytes for stage in stages) / size,
+        "p_oom": p_oom(stages, size, constants),
+    }
+
+
+def metrics(rows: pd.DataFrame) -> dict[str, Any]:
+    """The metrics of docs/prediction.md for the healthy rows and for all, as JSON values.
+
+    Excluded rows do not count for step times; for memory and P(OOM) all rows do, because links do not change them.
+    """
+    return {"healthy": _metrics(rows.assign(timed=rows.healthy)), "all": _metrics(rows.assign(timed=True))}
+
+
+def _metrics(rows: pd.DataFrame) -> dict[str, Any]:
+    by = {
+        name: {str(value): _errors(own) for value, own in rows.groupby(column)}
+        for name, column in SLICES.items()
+    }
+    return _errors(rows) | {"by": by}
+
+
+def _errors(rows: pd.DataFrame) -> dict[str, Any]:
+    measured = rows[rows.status == Status.OK]
+    ok = measured[measured.timed & measured.step_time_s.notna()]
+    ratio = ok.step_time_s / ok.predicted_step_time_s
+    cells = [cell for _, cell in ok.groupby(CELL) if len(cell) >= MIN_RANKED]
+    inside = ok.step_time_s.between(ok.predicted_low_s, ok.predicted_high_s)
+    memory = measured[measured.predicted_peak_mem_bytes.notna() & measured.peak_mem_reserved_bytes.notna()]
+    return {
+        "rows": int(rows.timed.sum()),
+        "excluded": int((~rows.timed).sum()),
+        "more_than_twice": int((ratio > 2).sum()),
+        "step_time": _quantiles(ok.predicted_step_time_s, ok.step_time_s)
+        | {"spearman_in_cell": _mean(map(_rank_correlation, cells))},
+        "interval": {
+            "coverage": _mean(inside),
+            "regimes": {str(name): _mean(own) for name, own in inside.groupby(ok.regime)},
+        },
+        "memory": _quantiles(memory.predicted_peak_mem_bytes, memory.peak_mem_reserved_bytes),
+        "oom": _oom(rows[rows.p_oom.notna()]),
+        "planning": _planning(cells),
+    }
+
+
+def _quantiles(predicted: pd.Series, measured: pd.Series) -> dict[str, float | None]:
+    """The number of rows, and the median and 90 % quantile of |predicted / measured - 1|."""
+    error = (predicted / measured - 1).astype(float).abs()
+    return {
+        "rows": len(error),
+        "median_error": _known(float(error.median())),
+        "p90_error": _known(float(error.quantile(0.9))),
+    }
+
+
+def _rank_correlation(cell: pd.DataFrame) -> float:
+    return float(cell.predicted_step_time_s.rank().corr(cell.step_time_s.rank()))
+
+
+def _oom(rows: pd.DataFrame) -> dict[str, float | None]:
+    """How often P(OOM) > 0.5 tells right, also near the limit, and what P(OOM) > 0.9 prunes of both outcomes."""
+    failed, pruned = rows.status == Status.OOM, rows.p_oom > PRUNE
+    right = (rows.p_oom > 0.5) == failed
+    return {
+        "rows": len(rows),
+        "accuracy": _mean(right),
+        "borderline_accuracy": _mean(right[rows.allocated_share.between(*BORDERLINE)]),
+        "false_prune": _mean(pruned[~failed]),
+        "caught": _mean(pruned[failed]),
+    }
+
+
+def _planning(cells: Sequence[pd.DataFrame]) -> dict[str, float | None]:
+    """What a search that runs the fastest predicted layouts of each cell first would find."""
+    found, regret = [], []
+    for cell in cells:
+        order = cell.sort_values("predicted_step_time_s").step_time_s
+        found.append(order.iloc[:TOP].min() <= order.min())
+        regret.append(order.iloc[0] / order.min() - 1)
+    return {"best_in_top5": _mean(found), "top1_regret": _mean(regret)}
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    """The mean of the values that are known; None without any."""
+    return _known(float(pd.Series(list(values), dtype=float).mean()))
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)

@@ -1,0 +1,94 @@
+"""The closed form of the kernel's memory against dry runs of random layouts of random small models.
+
+`python benchmarks/memory.py [LAYOUTS] [SEED]` (200, 21) prints JSON lines {family, ranks, median, largest}, errors as
+fractions; a dry run takes about 10 s of a core. It imports torch, but only its forked children compute.
+"""
+
+import json
+import random
+import sys
+from collections import defaultdict
+from functools import partial
+from statistics import median
+
+from ultrabench.errors import ConfigError
+from ultrabench.kernel.children import run_forked
+from ultrabench.kernel.dryrun.rank_cost import rank_cost
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import Layout, default_virtual_stages
+from ultrabench.model_shape import ModelShape
+from ultrabench.run import RunSpec, Workload
+from ultrabench.sweep.config.load import load_profile
+from ultrabench.sweep.grid import broken_rules, refusal
+from ultrabench.sweep.predict.memory import memory_constants, predict_memory
+from ultrabench.sweep.predict.ultrabench_memory import static_bytes
+
+TIMEOUT_S = 3600.0
+RECOMPUTE = ("none", "none", "none", "attention", "selective", "full", "every2")
+
+
+def shape_of(pick: random.Random) -> ModelShape:
+    heads, width = pick.choice((4, 8, 16)), pick.choice((16, 32, 64))
+    hidden = heads * width if pick.random() < 0.8 else heads * 16 * pick.choice((2, 4))
+    return ModelShape(
+        name="random",
+        hidden_size=hidden,
+        num_hidden_layers=pick.randint(2, 6),
+        num_attention_heads=heads,
+        num_key_value_heads=pick.choice([k for k in (1, 2, 4, 8, 16) if k <= heads]),
+        intermediate_size=hidden * pick.choice((2, 3, 4)),
+        vocab_size=pick.choice((512, 2048, 8192, 32768)),
+        tie_word_embeddings=pick.random() < 0.4,
+        head_dim=width,
+        qk_norm=pick.random() < 0.25,
+    )
+
+
+def spec_of(pick: random.Random) -> RunSpec | None:
+    """A run that the kernel can do, or None when these numbers make no such run."""
+    dp, pp, cp = pick.choice((1, 2, 4, 8)), pick.choice((1, 1, 2, 4)), pick.choice((1, 1, 1, 1, 2, 4))
+    schedule = pick.choice(("1f1b", "1f1b", "afab", "interleaved", "zbv")) if pp > 1 else "none"
+    try:
+        layout = Layout(
+            dp=dp, tp=pick.choice((1, 1, 2, 4, 8)), pp=pp, cp=cp, zero_stage=pick.choice((0, 1, 2, 3, 3)),
+            dp_shard=pick.choice((0, 0, 0, 2)), mbs=pick.choice((1, 2, 4, 8)), gas=pick.randint(1, 6),
+            pp_schedule=schedule, virtual_stages=default_virtual_stages(schedule), recompute=pick.choice(RECOMPUTE),
+        )  # fmt: skip
+        kernel = KernelConfig(name="embedded", precision=pick.choice(("bf16", "bf16", "bf16", "fp32")))
+        shape, seq_len, ranks = shape_of(pick), pick.choice((128, 256, 512, 1024)), layout.world_size
+        work = Workload(seq_len=seq_len, gbs=layout.gbs)
+        spec = RunSpec(shape=shape, workload=work, layout=layout, kernel=kernel, nodes=ranks, gpus_per_node=1)
+    except ConfigError:
+        return None
+    broken = next(broken_rules(layout, shape), None) or refusal(kernel, layout, shape, seq_len, "cpu")
+    return None if broken else spec
+
+
+def family(layout: Layout) -> str:
+    ring = " cp" if layout.cp > 1 else ""
+    again = "" if layout.recompute in ("none", "attention") else " recomputed"
+    return (layout.pp_schedule if layout.pp > 1 else "no pipeline") + ring + again
+
+
+def main() -> None:
+    layouts, seed = (int(word) for word in (*sys.argv[1:], *("200", "21")[len(sys.argv) - 1 :]))
+    pick, errors = random.Random(seed), defaultdict[str, list[float]](list)
+    constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
+    while layouts:
+        if (spec := spec_of(pick)) is None:
+            continue
+        layouts -= 1
+        stages, static = predict_memory(spec, constants), static_bytes(spec)
+        for stage, stays in zip(stages, static, strict=True):
+            body = partial(rank_cost, spec, spec.layout.first_rank(stage.pp_rank))
+            cost = run_forked({"rank": body}, TIMEOUT_S)["rank"]
+            errors["static"].append(abs(stays / cost["static_bytes"] - 1))
+            errors[family(spec.layout)].append(abs(stage.allocated_bytes / cost["peak_bytes"] - 1))
+    for name, found in sorted(errors.items()):
+        print(
+            json.dumps({"family": name, "ranks": len(found), "median": median(found), "largest": max(found)})
+        )
+
+
+if __name__ == "__main__":
+    main()

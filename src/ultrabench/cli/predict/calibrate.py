@@ -1,0 +1,63 @@
+"""What `ultrabench predict calibrate` prints and writes."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ultrabench.analysis.collect import open_results
+from ultrabench.analysis.measured import measured_runs
+from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
+from ultrabench.analysis.predict.cases import Case, cases, default_profile
+from ultrabench.cli.results import write_result
+from ultrabench.cli.tables import print_json, say, show, table, warn
+from ultrabench.errors import ConfigError, counted
+from ultrabench.sweep.config.load import load_profile
+
+
+def open_cases(sources: Sequence[str | None], results_dir: Path) -> list[Case]:
+    """The runs of sweeps and files that predictions can be compared with; the others are counted on stderr."""
+    runs, left_out = [], 0
+    for source in sources:
+        found, unusable = measured_runs(open_results(source, results_dir, warn)[2])
+        runs += found
+        left_out += unusable.total()
+    given, others = cases(runs)
+    if not given:
+        raise ConfigError(f"no run of {counted(len(runs), 'row')} ended ok or out of memory")
+    told = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
+    say(f"{counted(len(given), 'run')}; left out: {told or 'none'}")
+    if left_out:
+        say(f"{counted(left_out, 'row')} lack sizes of their model, batch or layout")
+    return given
+
+
+def run_calibrate(
+    sources: Sequence[str | None], profile: str | None, output: Path, json_: bool, results_dir: Path
+) -> None:
+    """Fits a profile, writes its file and prints the errors on runs left out of the fit."""
+    if output.suffix != ".yaml":
+        raise ConfigError(f"{output} is no name of a profile; end it in .yaml")
+    given = open_cases(sources, results_dir)
+    base = load_profile(profile or default_profile(given))
+    found = calibrate(given, base, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_result(output, to_yaml(found.profile, base).encode())
+    if json_:
+        kept = {"profile": str(output), "prior": base.name, "runs": found.runs, "kept": found.kept}
+        print_json(kept | {"before": found.before, "after": found.after, "memory": found.memory})
+        return
+    told = {"step time": {"before": found.before, "after": found.after}, "memory of rank 0": found.memory}
+    rows = [
+        (what, name, *(f"{100 * errors[when][key]:.1f} %" for key in ("median_error", "p90_error")))
+        for what, errors in told.items()
+        if errors
+        for when, name in (("before", f"profile {base.name}"), ("after", "fitted"))
+    ]
+    title = f"error on runs left out of the fit ({counted(found.runs, 'healthy run')})"
+    show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
+    what = (
+        "fitted constants"
+        if found.kept
+        else f"the constants of {base.name}, since fitted ones are no better,"
+    )
+    say(f"wrote {what} to {output}; sweeps use it with profile={output.stem}")

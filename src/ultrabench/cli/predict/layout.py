@@ -1,0 +1,163 @@
+"""What `ultrabench predict LAYOUT` prints: memory and step time of one layout, by part."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from ultrabench.analysis.cells import count
+from ultrabench.analysis.collect import collect
+from ultrabench.analysis.measured import MeasuredRun, measured_runs
+from ultrabench.cli.tables import print_json, show, table, warn
+from ultrabench.errors import UltrabenchError, counted
+from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S
+from ultrabench.record import to_dict
+from ultrabench.result import Status
+from ultrabench.run import RunSpec
+from ultrabench.store.folder import SweepFolder
+from ultrabench.sweep.arguments import PREDICTED, read_run
+from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.plan import predictor
+from ultrabench.sweep.predict.stage_memory import PARTS
+
+BAR = 40
+"""Number of characters of the longest bar."""
+NEAREST = 3
+"""Number of measured runs that are shown."""
+
+
+def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
+    """Prints the predicted memory and step time of one layout, and measured runs like it."""
+    spec, config = read_run(arguments, PREDICTED)
+    found = document(spec, config)
+    found["nearest"] = [*_nearest(spec, config, results_dir)]
+    if as_json:
+        print_json(found)
+    else:
+        show(*_page(found, spec, config))
+
+
+def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
+    """The prediction of a run as the document of `ultrabench predict --json`, without measured runs."""
+    peak = config.hardware.peak(spec.kernel.precision, spec.nodes, None, os.cpu_count() or 1)
+    foresee = predictor(config, spec.nodes, peak)
+    stages, times = foresee.stages(spec), foresee.step_time(spec)
+    told = foresee.of_parts(spec, stages, times)
+    largest = max(stages, key=lambda stage: stage.peak_bytes)
+    rate = spec.tokens_per_step / told.step_time_s / spec.layout.world_size
+    flops = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)
+    return {
+        "label": spec.layout.label(),
+        "world_size": spec.layout.world_size,
+        "spec": to_dict(spec),
+        "profile": config.profile.name,
+        "peak_mem_bytes": told.peak_mem_bytes,
+        "rank_mem_bytes": config.hardware.mem_bytes,
+        "p_oom": told.p_oom,
+        "memory": {part: getattr(largest, part) for part in PARTS},
+        "stages": [stage._asdict() | {"peak_bytes": stage.peak_bytes} for stage in stages],
+        "step_time_s": told.step_time_s,
+        "step_time_low_s": told.step_time_low_s,
+        "step_time_high_s": told.step_time_high_s,
+        "time": times.parts(),
+        "limited_by": told.limited_by,
+        "tokens_per_s_per_gpu": rate,
+        "mfu": None if peak.source == GUESSED else rate * flops / peak.flops_per_s,
+    }
+
+
+def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator[RenderableType]:
+    """The tables of a prediction."""
+    unit, name = (GIB, "GiB") if found["peak_mem_bytes"] >= GIB else (2**20, "MiB")
+    stages, limit = found["stages"], f"{found['rank_mem_bytes'] / GIB:g} GiB"
+    largest = max(stages, key=lambda stage: stage["peak_bytes"])
+    at = f"pipeline rank {largest['pp_rank']}, {largest['phase']}" if len(stages) > 1 else largest["phase"]
+    yield f"{spec.shape.name}, {found['label']}, {counted(found['world_size'], 'GPU')} of {config.hardware.name}"
+    yield _bars(f"\nmemory at its peak ({at}), {name}", found["memory"], 1 / unit)
+    if len(stages) > 1:
+        rows = []
+        for parts, alike in groupby(
+            stages, lambda stage: [stage["phase"], *(stage[part] for part in (*PARTS, "peak_bytes"))]
+        ):
+            ranks = [stage["pp_rank"] for stage in alike]
+            names = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0]
+            rows.append((names, parts[0], *(f"{part / unit:.2f}" for part in parts[1:])))
+        heads = ("rank", "at", *(f">{part}" for part in (*PARTS, "peak")))
+        yield table(f"\nmemory of each pipeline rank, {name}", *heads, rows=rows)
+    likely = "likely to fit" if found["limited_by"] != "memory" else "unlikely to fit"
+    yield f"peak {found['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * found['p_oom']:.1f} %"
+    yield _bars("\nstep time, ms", found["time"], 1e3)
+    mfu = "" if found["mfu"] is None else f", MFU {100 * found['mfu']:.1f} %"
+    low, high = (f"{found[f'step_time_{end}_s']:.3g}" for end in ("low", "high"))
+    step = f"step {found['step_time_s']:.3g} s, 80 % of measured ones between {low} and {high} s"
+    rate = f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}"
+    yield f"{step}; {rate}; limited by {found['limited_by']}"
+    if found["mfu"] is None:
+        guessed = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
+        yield f"a core is taken to reach {guessed}; a sweep measures it first, so it predicts other times"
+    profile = config.profile
+    yield f"profile {profile.name} ({profile.framework}, {profile.date}): {profile.source}"
+    if nearest := found["nearest"]:
+        rows = []
+        for run in nearest:
+            ratio = f"{run['step_time_s'] / run['predicted_step_time_s']:.2f}"
+            numbers = (f"{run['step_time_s']:.3g}", ratio, f"{run['tokens_per_s_per_gpu']:,.0f}")
+            rows.append((run["sweep"], run["nodes"], run["layout"], *numbers, run["run_id"]))
+        heads = ("sweep", ">nodes", "layout", ">step s", ">/ predicted", ">tokens/s/GPU", "run")
+        yield table("\nmeasured runs that are most alike", *heads, rows=rows)
+
+
+def _bars(title: str, parts: dict[str, float], scale: float) -> RenderableType:
+    """A table with a bar for each part that is seen, whose lengths are relative to the largest."""
+    whole, longest = sum(parts.values()), max(parts.values())
+    rows = [
+        (
+            name,
+            f"{value * scale:,.2f}",
+            f"{100 * value / whole:.0f} %",
+            "\u2588" * round(BAR * value / longest),
+        )
+        for name, value in parts.items()
+        if value > 1e-4 * whole
+    ]
+    return table(title, "part", ">amount", ">share", "", rows=rows)
+
+
+def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[dict[str, Any]]:
+    """The measured runs of the same model and hardware whose layouts differ least, from all sweeps of a folder."""
+    runs: list[MeasuredRun] = []
+    for path in sorted(results_dir.glob("*/sweep.json")):
+        with contextlib.suppress(UltrabenchError):
+            runs += measured_runs(collect([SweepFolder(path.parent)], warn))[0]
+    same = [
+        run for run in runs
+        if run.status == Status.OK and run.is_final and not run.suspect and run.step_time_s
+        and run.spec.shape.name == spec.shape.name and run.hardware == config.hardware.name
+    ]  # fmt: skip
+    for run in sorted(same, key=lambda run: distance(run.spec, spec))[:NEAREST]:
+        assert run.step_time_s is not None
+        yield {
+            "sweep": run.sweep,
+            "run_id": run.run_id,
+            "nodes": run.spec.nodes,
+            "layout": run.spec.layout.label(),
+            "step_time_s": run.step_time_s,
+            "predicted_step_time_s": document(run.spec, config)["step_time_s"],
+            "tokens_per_s_per_gpu": run.spec.tokens_per_step / run.step_time_s / run.spec.layout.world_size,
+        }
+
+
+def distance(a: RunSpec, b: RunSpec) -> float:
+    """How much two runs differ: 1 for each factor of two in a degree, batch or number of nodes, and for other words."""
+    sizes = (
+        (getattr(a.layout, name), getattr(b.layout, name)) for name in ("dp", "tp", "pp", "cp", "mbs", "gas")
+    )
+    more = ((a.nodes, b.nodes), (a.workload.seq_len, b.workload.seq_len))
+    words = ("zero_stage", "dp_shard", "pp_schedule", "virtual_stages", "recompute")
+    other: float = sum(getattr(a.layout, name) != getattr(b.layout, name) for name in words)
+    return other + sum(math.fabs(math.log2(one / two)) for one, two in (*sizes, *more))

@@ -1,0 +1,54 @@
+"""What `ultrabench predict replay` prints and writes."""
+
+from pathlib import Path
+
+from ultrabench.analysis.predict.cases import default_profile
+from ultrabench.analysis.predict.replay import STRATEGIES, cells_of, replay
+from ultrabench.cli.predict.calibrate import open_cases
+from ultrabench.cli.results import write_result
+from ultrabench.cli.tables import print_json, say, show, table
+from ultrabench.errors import ConfigError, require_known
+from ultrabench.sweep.config.load import load_profile
+
+
+def run_replay(
+    source: str | None,
+    strategy: str,
+    batch: int,
+    profile: str | None,
+    output: Path | None,
+    json_: bool,
+    results_dir: Path,
+) -> None:
+    """Replays a finished sweep with a strategy, and prints its hours and regret by cell."""
+    require_known("strategy", STRATEGIES, strategy)
+    given = open_cases([source], results_dir)
+    used = load_profile(profile or default_profile(given))
+    if not used.memory:
+        raise ConfigError(f"profile {used.name} has no constants of memory; name another with --profile")
+    cells = cells_of(given, used)
+    if not cells:
+        raise ConfigError(
+            f"no cell of {source or 'the sweep'} has a layout that worked; replay a finished sweep"
+        )
+    found = replay(cells, strategy, batch)
+    if output is not None:
+        from ultrabench.analysis.figures.picture import render
+        from ultrabench.analysis.figures.replayed import figure
+
+        write_result(output, render(lambda: figure(found, str(source or "sweep")), output))
+    if json_:
+        print_json(found)
+        return
+    rows = [
+        (c["model"], c["nodes"], c["layouts"], c["runs"], f"{c['gpu_hours_share']:.1%}",
+         "none found" if c["regret"] is None else f"{c['regret']:.1%}")
+        for c in found["cells"]
+    ]  # fmt: skip
+    title = f"strategy {strategy}, batch {batch}, profile {used.name}"
+    show(table(title, "model", ">nodes", ">layouts", ">runs", ">GPU hours", ">regret", rows=rows), "")
+    near = sum(c["regret"] is not None and c["regret"] <= 0.02 for c in found["cells"])
+    say(
+        f"{found['runs']:,} runs, {found['gpu_hours_share']:.1%} of the GPU hours of all layouts; "
+        f"within 2 % of the best in {near} of {len(rows)} cells"
+    )

@@ -1,0 +1,135 @@
+"""Reads a layout from NAME=VALUE arguments, as the commands `kernel`, `predict` and `plot` take them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ultrabench.errors import ConfigError, counted, require_known
+from ultrabench.hardware import Hardware
+from ultrabench.layout import AXES, TEXT_AXES, Layout, default_schedule, default_virtual_stages
+from ultrabench.run import RunSpec, Workload
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.grid import broken_rules, refusal
+
+TEXTS = TEXT_AXES | {"attention", "model", "hardware", "precision", "kernel", "profile"}
+"""Arguments whose value is a text; the value of any other is a whole number."""
+
+PREDICTED: dict[str, Any] = {
+    "model": "llama3-8b", "hardware": "h100x8", "kernel": "embedded", "profile": None, "nodes": 1, "seq_len": 4096,
+}  # fmt: skip
+"""The arguments of a prediction beside those of layouts, with their usual values."""
+
+_ELSEWHERE = {
+    "gbs": "the batch follows: gbs = dp*mbs*gas; give mbs and gas",
+    "nodes": "the check runs dp*tp*pp*cp processes on this machine; give these degrees",
+    "precision": "it is an option: --precision bf16",
+    "device": "it is an option: --device cuda",
+    "compile": "it is an option: --compile",
+    "attention": "the dry run takes the default attention; leave it out",
+}
+"""Name that one of the commands does not take -> what to do instead."""
+
+
+def read_arguments(arguments: Sequence[str], options: Collection[str], example: str) -> dict[str, Any]:
+    """Name -> value of all arguments; a name is an axis of a layout or one of `options`.
+
+    Raises:
+        ConfigError: an argument is not NAME=VALUE, its name is unknown, or its value is no whole number.
+    """
+    known = (*AXES, *options)
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        name, eq, value = argument.partition("=")
+        if not eq:
+            raise ConfigError(f"{argument!r} is no NAME=VALUE; write for example {example}")
+        if name in _ELSEWHERE and name not in known:
+            raise ConfigError(f"{argument}: {_ELSEWHERE[name]}")
+        require_known("argument", known, name)
+        try:
+            values[name] = value if name in TEXTS else int(value)
+        except ValueError:
+            raise ConfigError(
+                f"{name}={value!r} is no whole number; a command takes one layout: {name}=2"
+            ) from None
+    return values
+
+
+def layout_of(values: Mapping[str, Any]) -> Layout:
+    """The layout that the axes among `values` give; schedule and stages have the usual defaults."""
+    axes = {name: values[name] for name in AXES if name in values}
+    schedule = axes.setdefault("pp_schedule", default_schedule(axes.get("pp", 1), axes.get("gas", 1)))
+    return Layout(**{"virtual_stages": default_virtual_stages(schedule)} | axes)
+
+
+def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[RunSpec, SweepConfig]:
+    """The run that arguments such as `model=llama3-8b nodes=8 tp=8` describe, and what they configure besides.
+
+    By default dp is the number of GPUs divided by the other degrees, gas equals pp, and the precision is
+    that of the hardware.
+
+    Args:
+        defaults: the arguments beside those of layouts, with their usual values; nodes and seq_len are among them.
+
+    Raises:
+        ConfigError: a word or a name is unknown, or the layout is impossible.
+    """
+    given = {
+        **defaults,
+        **read_arguments(arguments, (*defaults, "precision"), "model=llama3-8b nodes=8 tp=8"),
+    }
+    config = config_of(given)
+    return run_of(given, config), config
+
+
+def config_of(given: Mapping[str, Any]) -> SweepConfig:
+    """What the arguments of a run configure beside its layout: model, hardware, kernel, profile and precision."""
+    named = {
+        key: value for key, value in given.items() if key not in (*AXES, "nodes", "seq_len", "precision")
+    }
+    named["kernel.precision"] = given.get("precision")
+    return load_config([f"{key}={value}" for key, value in named.items() if value is not None])
+
+
+def run_of(given: Mapping[str, Any], config: SweepConfig) -> RunSpec:
+    """The run that the arguments describe, among which are nodes and seq_len.
+
+    Raises:
+        ConfigError: the layout is impossible.
+    """
+    (shape,), hardware = config.models, config.hardware
+    nodes, pp, per_node = given["nodes"], given.get("pp", 1), hardware.gpus_per_node
+    if nodes < 1:
+        raise ConfigError(f"nodes={nodes}; must be >= 1")
+    gpus, rest = nodes * per_node, max(1, given.get("tp", 1) * pp * given.get("cp", 1))
+    there = f"{counted(gpus, 'GPU')} of {counted(nodes, 'node')} of {per_node}"
+    if gpus % rest:
+        raise ConfigError(f"tp*pp*cp={rest} does not divide the {there}; choose degrees that do")
+    if (dp := given.get("dp", gpus // rest)) != gpus // rest:
+        advice = f"give dp={gpus // rest}, or leave dp out, or change nodes, tp, pp or cp"
+        raise ConfigError(f"dp={dp} with tp*pp*cp={rest} needs {dp * rest} GPUs, not the {there}: {advice}")
+    layout = layout_of({"dp": gpus // rest, "gas": max(1, pp)} | dict(given))
+    workload = Workload(seq_len=given["seq_len"], gbs=layout.gbs)
+    spec = RunSpec(
+        shape=shape,
+        workload=workload,
+        layout=layout,
+        kernel=config.kernel,
+        nodes=nodes,
+        gpus_per_node=per_node,
+    )
+    require_possible(spec, hardware.device, hardware)
+    return spec
+
+
+def require_possible(spec: RunSpec, device: str, hardware: Hardware | None = None) -> None:
+    """Raises when the kernel of a run cannot run its layout on a device, cuda or cpu.
+
+    Raises:
+        ConfigError: the kernel cannot run the layout; the message says why.
+    """
+    _, broken = next(broken_rules(spec.layout, spec.shape), (None, None))
+    seq_len = spec.workload.seq_len
+    if reason := broken or refusal(spec.kernel, spec.layout, spec.shape, seq_len, device, hardware):
+        plain = refusal(spec.kernel, Layout(dp=1), spec.shape, seq_len, device, hardware)
+        advice = "" if reason == plain else "; choose another layout"  # that reason holds for every layout
+        raise ConfigError(f"{spec.layout.label()} cannot run: {reason}{advice}")

@@ -1,0 +1,63 @@
+"""The memory of Megatron-LM's training by published formulas; nothing here was measured.
+
+Symbols: n parameters of the rank, h hidden size, q and kv widths of all queries and all keys, f feed-forward width,
+T tokens of a micro-batch.
+"""
+
+from dataclasses import dataclass
+
+from ultrabench.allowed import NonNegative, require_allowed
+from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
+from ultrabench.run import RunSpec
+from ultrabench.sweep.predict.stage_memory import FORWARD, MemoryLimit, StageMemory, in_flight, rank_sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronMemory:
+    """The constants of Megatron-LM's memory."""
+
+    logits: NonNegative
+    """Bytes for each logit: the product, its copy in fp32, softmax and gradient."""
+    fragmentation: NonNegative
+    """The part of the activations that the allocator holds beyond them."""
+    base_bytes: NonNegative
+    """Bytes that the allocator holds in any run."""
+    limit: MemoryLimit
+
+    def __post_init__(self) -> None:
+        require_allowed(self, "memory.")
+
+
+def megatron_layer_bytes(shape: ModelShape, layout: Layout, seq_len: int) -> tuple[float, float]:
+    """Bytes that a layer keeps of one micro-batch: without and with its recomputation.
+
+    With sequence parallelism, flash attention and SwiGLU each of T/tp tokens keeps in bf16 the inputs of both norms
+    and their outputs (4 h), q, k, v and the output of attention (2 q + 2 kv), gate, up and their product (3 f).
+    That is the inventory of arXiv 2205.05198, section 4.1, for this layer and without dropout. selective and
+    attention compute core attention again, of which flash attention keeps nothing. full keeps the input, h.
+    """
+    tokens = layout.mbs * seq_len / layout.cp / layout.tp
+    numbers = 4 * shape.hidden_size + 2 * shape.q_width + 2 * shape.kv_width + 3 * shape.intermediate_size
+    again = (numbers - shape.hidden_size) / layout.full_every if layout.full_every else 0.0
+    return 2 * tokens * numbers, 2 * tokens * (numbers - again)
+
+
+def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]:
+    """The memory of each rank of the pipeline axis at the end of forward.
+
+    Static bytes are 18 n, or 6 n + 12 n / dp with the distributed optimizer (zero_stage 1 and above). Beside the
+    micro-batches in flight there are the logits or, under recomputation, all activations of one layer.
+    """
+    shape, layout = spec.shape, spec.layout
+    whole, kept = megatron_layer_bytes(shape, layout, spec.workload.seq_len)
+    logits = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * shape.vocab_size
+    found = []
+    for rank, size in enumerate(rank_sizes(shape, layout.pp, False)):
+        n = size.params / layout.tp
+        held, head = in_flight(layout, rank) * kept * size.layers, logits if size.has_head else 0.0
+        buffers = whole if kept < whole else 0.0
+        reserve = c.base_bytes + c.fragmentation * held
+        state = 2 * n, 4 * n, 12 * n / layout.zero_shards
+        found.append(StageMemory(rank, FORWARD, *state, held, head, buffers, reserve))
+    return tuple(found)

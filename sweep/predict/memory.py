@@ -1,0 +1,53 @@
+"""Predicts the memory of a run, by part and by rank of its pipeline, and the chance that it does not fit."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ultrabench.record import from_dict
+from ultrabench.run import RunSpec
+from ultrabench.sweep.predict.megatron_memory import MegatronMemory, megatron_memory
+from ultrabench.sweep.predict.nanotron_memory import NanotronMemory, nanotron_memory
+from ultrabench.sweep.predict.stage_memory import StageMemory
+from ultrabench.sweep.predict.ultrabench_memory import UltrabenchMemory, ultrabench_memory
+
+MemoryConstants = UltrabenchMemory | NanotronMemory | MegatronMemory
+
+
+def memory_constants(framework: str, values: Mapping[str, Any]) -> MemoryConstants:
+    """The constants of a framework's form of memory: `memory` of a profile.
+
+    Raises:
+        ConfigError: a constant is unknown, is missing, or is no number.
+    """
+    if framework == "ultrabench":
+        return from_dict(UltrabenchMemory, values, where="memory")
+    if framework == "megatron":
+        return from_dict(MegatronMemory, values, where="memory")
+    return from_dict(NanotronMemory, values, where="memory")
+
+
+def predict_memory(
+    spec: RunSpec, constants: MemoryConstants, every_rank: bool = True
+) -> tuple[StageMemory, ...]:
+    """The memory of each rank of the pipeline axis, in its order; `StageMemory.phase` says what makes its peak.
+
+    Without `every_rank`, ranks that need no more than an earlier one may be left out, but never all of a pipeline but one.
+    """
+    if isinstance(constants, UltrabenchMemory):
+        return ultrabench_memory(spec, constants, every_rank)
+    if isinstance(constants, MegatronMemory):
+        return megatron_memory(spec, constants)
+    return nanotron_memory(spec, constants)
+
+
+def p_oom(stages: Sequence[StageMemory], mem_bytes: float, constants: MemoryConstants) -> float:
+    """The probability that a run with this memory does not fit into devices of `mem_bytes`.
+
+    P = Phi(ln(allocated / limit) / sigma), with the standard normal distribution Phi, the rank that allocates most,
+    and the limit and sigma of the constants. What the allocator holds besides does not count.
+    """
+    limit = constants.limit
+    share = limit.pipeline_share if len(stages) > 1 else limit.share
+    most = max(stage.allocated_bytes for stage in stages)
+    return 0.5 * math.erfc(-math.log(most / (share * mem_bytes)) / (limit.sigma * math.sqrt(2)))

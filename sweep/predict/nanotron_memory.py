@@ -1,0 +1,151 @@
+"""The memory of nanotron's training, with constants that are fitted to measured runs.
+
+Symbols: n parameters of the rank, h hidden size, f feed-forward width, V vocabulary, a heads, l layers of the rank,
+T tokens of a micro-batch, w micro-batches in flight. Weights are bf16; sums of gradients, masters and moments fp32.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+from ultrabench.allowed import NonNegative, one_of, require_allowed
+from ultrabench.layout import Layout
+from ultrabench.run import RunSpec
+from ultrabench.sweep.predict.stage_memory import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    MemoryLimit,
+    RankSize,
+    StageMemory,
+    in_flight,
+    rank_sizes,
+)
+
+VERSIONS = ("latest", "run-ahead", "before-fix", "old")
+"""The versions of nanotron and its environment, latest first, that the Ultra-Scale Playbook was measured with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NanotronMemory:
+    """The constants of nanotron's memory; bytes are for each number, token or parameter that the name says."""
+
+    layer_hidden: NonNegative
+    """Bytes for each token and hidden channel that a layer keeps: norms, q, k, v, residual and eager copies."""
+    layer_ffn: NonNegative
+    """Bytes for each token and feed-forward channel that a layer keeps."""
+    work_hidden: NonNegative
+    """Temporary bytes for each token and hidden channel in the backward of a layer."""
+    work_ffn: NonNegative
+    """Temporary bytes for each token and feed-forward channel in the backward of a layer."""
+    work_gathered: NonNegative
+    """Temporary bytes for each hidden channel of each token that tensor parallelism gathers."""
+    work_embedding: NonNegative
+    """Temporary bytes for each hidden channel of each token on the rank with the embedding."""
+    logits: NonNegative
+    """Bytes for each logit: the product, its copy in fp32, softmax and gradient."""
+    gathered: NonNegative
+    """Bytes for each hidden channel, layer and gathered token that runs of some versions do not free in time."""
+    run_ahead: NonNegative
+    """The part of the activations by which allocations run ahead of the device in the version run-ahead."""
+    backward_slack: NonNegative
+    """The part of all temporary bytes that the allocator cannot use again in backward."""
+    optimizer_slack: NonNegative
+    """The part of all temporary bytes that the allocator still holds when the optimizer runs."""
+    base_bytes: NonNegative
+    """Bytes that the allocator holds in any run."""
+    latest_limit: MemoryLimit
+    """When runs fail."""
+    before_fix_limit: MemoryLimit
+    """The limit of runs in the version before-fix."""
+    version: Annotated[str, one_of(*VERSIONS)] = "latest"
+    """What is predicted: latest, or what older measurements were made with.
+
+    before-fix and old cut stages by an older rule. In old, runs without a pipeline keep gathered tokens; in
+    run-ahead, runs with a pipeline do so for the micro-batches in flight beyond two.
+    """
+
+    def __post_init__(self) -> None:
+        require_allowed(self, "memory.")
+
+    @property
+    def ties_advance(self) -> bool:
+        """Whether stages are cut by the rule of later versions."""
+        return self.version in ("latest", "run-ahead")
+
+    @property
+    def limit(self) -> MemoryLimit:
+        """When runs of this version fail."""
+        return self.before_fix_limit if self.version == "before-fix" else self.latest_limit
+
+
+class _MicroBatch(NamedTuple):
+    """Bytes of one micro-batch on a rank."""
+
+    layer: float
+    """What a layer keeps for backward."""
+    work: float
+    """Temporary bytes in the backward of a layer."""
+    embedding: float
+    """Further temporary bytes on the rank with the embedding."""
+    logits: float
+    gathered: float
+    """Gathered tokens that a layer keeps in some versions."""
+
+
+def _micro_batch(spec: RunSpec, c: NanotronMemory) -> _MicroBatch:
+    shape, layout = spec.shape, spec.layout
+    h, f, tp = shape.hidden_size, shape.intermediate_size, layout.tp
+    tokens = layout.mbs * spec.workload.seq_len / layout.cp
+    own, gathers = tokens / tp, tp > 1
+    layer = own * (c.layer_hidden * h + c.layer_ffn * f + 4 * shape.num_attention_heads)
+    work = own * (c.work_hidden * h + c.work_ffn * f) + gathers * c.work_gathered * h * tokens
+    if every := layout.full_every:  # a layer that is computed again keeps its input
+        again = layer - 2 * h * own
+        layer, work = layer - again / every, work + again
+    logits, gathered = c.logits * own * shape.vocab_size, gathers * c.gathered * h * tokens
+    return _MicroBatch(layer, work, c.work_embedding * h * tokens, logits, gathered)
+
+
+def nanotron_memory(spec: RunSpec, c: NanotronMemory) -> tuple[StageMemory, ...]:
+    """The memory of each rank of the pipeline axis.
+
+    The peak is the largest of three phases. At the end of forward all micro-batches in flight are alive, with the
+    logits or the work of a layer. In backward one of them is gone, and without DDP 2 n of bf16 gradients have come.
+    In the optimizer ZeRO-1 makes 4 n to gather parameters. Static bytes are 18 n, 20 n with the bf16 buckets of DDP
+    (ZeRO-0 with dp > 1), or 6 n + 12 n / dp with ZeRO-1, which nanotron has in place of higher stages.
+    """
+    batch = _micro_batch(spec, c)
+    sizes = rank_sizes(spec.shape, spec.layout.pp, c.ties_advance)
+    return tuple(_rank_memory(spec.layout, c, batch, rank, size) for rank, size in enumerate(sizes))
+
+
+def _rank_memory(
+    layout: Layout, c: NanotronMemory, batch: _MicroBatch, rank: int, size: RankSize
+) -> StageMemory:
+    n, shards, flight = size.params / layout.tp, layout.zero_shards, in_flight(layout, rank)
+    one = batch.layer * size.layers
+    kept, gathered = flight * one, 0.0
+    if c.version == "old" and layout.pp == 1:
+        gathered = batch.gathered * size.layers
+    elif c.version == "run-ahead" and layout.pp > 1:
+        gathered = batch.gathered * size.layers * max(0.0, flight - 2) + c.run_ahead * one
+    work = batch.work + (batch.embedding if size.has_embedding else 0.0)
+    logits = batch.logits if size.has_head and batch.logits > work else 0.0
+    gradients, late = (6 * n, 0.0) if shards == 1 < layout.dp * layout.cp else (4 * n, 2 * n)
+    parameters = 4 * n if shards > 1 else 0.0
+    # The bytes of each phase beyond the static ones, and those that the allocator holds besides.
+    forward, backward = kept + (logits or work), late + kept - one + work
+    temporary = forward + gathered
+    behind = gathered * (layout.pp > 1) + c.backward_slack * temporary
+    held = (
+        max(forward + gathered, backward + behind, parameters + c.optimizer_slack * temporary) + c.base_bytes
+    )
+    weights, optimizer = 2 * n, 12 * n / shards
+    if forward >= backward and forward >= parameters:
+        buffers = 0.0 if logits else work
+        parts = FORWARD, weights, gradients, optimizer, kept, logits, buffers, held - forward
+    elif backward >= parameters:
+        parts = BACKWARD, weights, gradients + late, optimizer, kept - one, 0.0, work, held - backward
+    else:
+        parts = OPTIMIZER, weights, gradients, optimizer, 0.0, 0.0, parameters, held - parameters
+    return StageMemory(rank, *parts)

@@ -1,0 +1,81 @@
+"""The links that the collectives of a layout use: their rates and what a hop costs."""
+
+from dataclasses import dataclass
+
+from ultrabench.hardware import Hardware
+
+PROBE_BYTES = 2**28
+"""Size S of the collectives whose bus bandwidth a probe reports."""
+SLOW_HOP_S = 25e-6
+"""Seconds of a hop above which links count as slow; the two periods of the playbook's cluster lie at 10 and 80 us."""
+SHEET_ALLREDUCE = 0.9
+"""Share of the rate in a data sheet that a large all-reduce reaches; 8 H100 reach 436 of 450 GB/s in a node."""
+SHEET_ALLGATHER = 0.6
+"""Share of the rate in a data sheet that a large all-gather reaches; 8 H100 reach 263 of 450 GB/s in a node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Rates of the links that join `nodes` nodes; `network` makes one from a data sheet and a probe.
+
+    Bus bandwidths are those of nccl-tests, in bytes per second (see `ultrabench.device_rates`).
+    """
+
+    nodes: int
+    gpus_per_node: int
+    link_bytes_per_s: float
+    """Rate of a GPU to the others of its node in the data sheet, in one direction."""
+    node_link_bytes_per_s: float
+    """Rate of a GPU to other nodes in the data sheet, in one direction."""
+    allreduce_bytes_per_s: float
+    """Bus bandwidth of an all-reduce of all ranks."""
+    allgather_bytes_per_s: float
+    """Bus bandwidth of an all-gather of all ranks."""
+    hop_s: float = 0.0
+    """Seconds that a hop of a ring through all ranks needs beside the transfer of its bytes."""
+
+    @property
+    def allreduce_hop_s(self) -> float:
+        """Seconds that an all-reduce needs for each of its N ranks beside the transfer of its bytes."""
+        ranks = self.nodes * self.gpus_per_node
+        inside = SHEET_ALLREDUCE * self.link_bytes_per_s
+        return max(0.0, 2 * PROBE_BYTES * (1 / self.allreduce_bytes_per_s - 1 / inside) / ranks)
+
+    @property
+    def slow(self) -> bool:
+        """Whether latency, not bandwidth, decides how long collectives between nodes take."""
+        return self.nodes > 1 and self.hop_s > SLOW_HOP_S
+
+
+def network(
+    hardware: Hardware,
+    nodes: int,
+    allreduce_bytes_per_s: float | None = None,
+    allgather_bytes_per_s: float | None = None,
+) -> Network:
+    """The links of `nodes` nodes.
+
+    An all-gather of S bytes over N ranks takes t = S/busbw * (N-1)/N and has N-1 hops. What is left of t/(N-1)
+    when S/N bytes have travelled at the rate that the all-gather reaches inside a node is the time of a hop.
+
+    Args:
+        allreduce_bytes_per_s: bus bandwidth of all ranks, measured in the allocation; None where it was not
+            measured. Then it follows from the data sheet, and a hop takes no time.
+        allgather_bytes_per_s: the same of an all-gather.
+    """
+    link = min(hardware.link_bytes_per_s, hardware.node_link_bytes_per_s * hardware.gpus_per_node)
+    sheet = hardware.link_bytes_per_s if nodes == 1 else link
+    hop_s = 0.0
+    if allgather_bytes_per_s:
+        inside = SHEET_ALLGATHER * hardware.link_bytes_per_s
+        part = PROBE_BYTES / (nodes * hardware.gpus_per_node)
+        hop_s = max(0.0, part / allgather_bytes_per_s - part / inside)
+    return Network(
+        nodes=nodes,
+        gpus_per_node=hardware.gpus_per_node,
+        link_bytes_per_s=hardware.link_bytes_per_s,
+        node_link_bytes_per_s=hardware.node_link_bytes_per_s,
+        allreduce_bytes_per_s=allreduce_bytes_per_s or SHEET_ALLREDUCE * sheet,
+        allgather_bytes_per_s=allgather_bytes_per_s or SHEET_ALLGATHER * sheet,
+        hop_s=hop_s,
+    )

@@ -1,0 +1,249 @@
+"""Chooses the layouts of a cell that are worth measuring, from predictions and from what was measured so far.
+
+A Gaussian process over layouts corrects log(measured / predicted) of the step time; it is conditioned on one
+measurement after the other. The chance that a layout does not fit moves with the runs that did and did not.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+from typing import Protocol, TypeVar
+
+from ultrabench.layout import Layout, dominates
+from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction, too_large
+
+BIAS_SD = 0.15
+"""Standard deviation of the error of log step time that all layouts of a cell share."""
+SHAPE_SD = 0.15
+"""Standard deviation of the error that layouts share the more, the closer they are."""
+LENGTH = 1.5
+"""Distance between layouts at which they share exp(-1/2) of that error; a doubled degree is 1."""
+NOISE_SD = 0.03
+"""Standard deviation of log step time between measurements."""
+CLIP = 0.7
+"""Largest absolute value of log(measured / predicted) that is believed; what is beyond is an accident."""
+SURPRISE = 3.0
+"""Standard deviations beyond which a measurement is taken for an accident and counts as a less exact one."""
+SHARED = 0.5
+"""Part of the variance of predicted memory that the layouts of a cell share."""
+BETTER = 0.02
+"""A layout is worth a run for being faster than the best by this share."""
+CHANCE = 0.05
+"""The search of a cell goes on while any layout that is left has this chance to be that much faster."""
+ENOUGH = 2
+"""Number of measured layouts from which the search may end. A third is never demanded, for it may not exist."""
+
+_NORMAL = NormalDist()
+_SHIFTS = [step / 4 for step in range(-12, 13)]
+"""Errors of predicted memory that the layouts of a cell may share, in standard deviations."""
+
+
+class Run(Protocol):
+    """A candidate, or a measured run that is replayed."""
+
+    @property
+    def run_id(self) -> str:
+        """Its name."""
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout."""
+
+    @property
+    def prediction(self) -> Prediction:
+        """Its predicted memory and time."""
+
+
+_Run = TypeVar("_Run", bound=Run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """How the runs of a cell that were tried so far ended, by run_id."""
+
+    times_s: Mapping[str, float] = field(default_factory=dict)
+    """Step times of those that fit into memory, in seconds."""
+    oom: Set[str] = frozenset()
+    failed: Set[str] = frozenset()
+    """Those that gave no step time for another reason."""
+    pending: Set[str] = frozenset()
+    """Those that have not ended; their step times are taken as predicted."""
+    max_p_oom: float = 1.0
+    """P(OOM) above which no run is made."""
+
+
+@dataclass(slots=True)
+class Belief:
+    """What is expected of one run. `mean` and `variance` are those of log(measured / predicted) step time."""
+
+    run: Run
+    p_oom: float
+    place: tuple[float, ...]
+    words: tuple[str, str]
+    mean: float = 0.0
+    variance: float = BIAS_SD**2 + SHAPE_SD**2
+    shares: list[float] = field(default_factory=list)
+    """Covariance with each measurement, given those before it, in units of its standard deviation."""
+
+    @property
+    def log_time(self) -> float:
+        """Expected logarithm of the step time in seconds."""
+        return math.log(self.run.prediction.step_time_s) + self.mean
+
+    def p_better(self, best_s: float) -> float:
+        """Chance that the run fits and is faster than `best_s` seconds by the share BETTER."""
+        gap = math.log(best_s * (1 - BETTER)) - self.log_time
+        return (1 - self.p_oom) * _NORMAL.cdf(gap / math.sqrt(self.variance))
+
+    def improvement(self, best_s: float) -> float:
+        """Expected reduction of the logarithm of the best step time, `best_s` so far."""
+        sd = math.sqrt(self.variance)
+        gap = (math.log(best_s) - self.log_time) / sd
+        return (1 - self.p_oom) * sd * (gap * _NORMAL.cdf(gap) + _NORMAL.pdf(gap))
+
+
+def _belief(run: Run, p_oom: float) -> Belief:
+    layout = run.layout
+    replicas = layout.dp * layout.cp // layout.zero_shards if layout.zero_stage else 1
+    sizes = (layout.tp, layout.pp, layout.cp, layout.mbs, layout.virtual_stages, max(1, replicas))
+    place = (*(math.log2(size) for size in sizes), LENGTH * layout.zero_stage)
+    return Belief(run, p_oom, place, (layout.recompute, "zbv" * (layout.pp_schedule == "zbv")))
+
+
+def _covariance(a: Belief, b: Belief) -> float:
+    """Covariance of two errors; a word that differs is as far as LENGTH."""
+    squares = sum((x - y) ** 2 for x, y in zip(a.place, b.place, strict=True))
+    squares += LENGTH**2 * sum(x != y for x, y in zip(a.words, b.words, strict=True))
+    return BIAS_SD**2 + SHAPE_SD**2 * math.exp(-squares / (2 * LENGTH**2))
+
+
+def _learn(beliefs: Iterable[Belief], at: Belief, error: float) -> None:
+    """Conditions all beliefs on log(measured / predicted) = `error` of the run `at`.
+
+    This is one row of a Cholesky factorisation of the covariance of the measurements (Rasmussen and Williams,
+    Gaussian Processes for Machine Learning, algorithm 2.1), done when the measurement comes in.
+    """
+    known = tuple(at.shares)
+    sd = max(math.sqrt(at.variance + NOISE_SD**2), abs(error - at.mean) / SURPRISE)
+    surprise = (error - at.mean) / sd
+    for belief in beliefs:
+        told = sum(map(float.__mul__, belief.shares, known))
+        share = (_covariance(belief, at) - told) / sd
+        belief.shares.append(share)
+        belief.mean += share * surprise
+        belief.variance = max(0.0, belief.variance - share * share)
+
+
+def _chances(runs: Sequence[Run], tried: Tried) -> list[float]:
+    """P(OOM) of each run, given which runs of the cell did and did not fit.
+
+    A run does not fit when x + sqrt(SHARED)*s + sqrt(1 - SHARED)*e > 0, with x from its predicted P(OOM), its own
+    error e and the error s of the cell, both standard normal. Which s are likely follows from the runs tried.
+    """
+    shared, own = math.sqrt(SHARED), math.sqrt(1 - SHARED)
+    scores = [_NORMAL.inv_cdf(min(max(run.prediction.p_oom, 1e-6), 1 - 1e-6)) for run in runs]
+    weights = [_NORMAL.pdf(s) for s in _SHIFTS]
+    for run, score in zip(runs, scores, strict=True):
+        if run.run_id in tried.oom or run.run_id in tried.times_s:
+            sign = 1 if run.run_id in tried.oom else -1
+            told = (_NORMAL.cdf(sign * (score + shared * s) / own) for s in _SHIFTS)
+            weights = [weight * max(p, 1e-9) for weight, p in zip(weights, told, strict=True)]
+    total, likely = sum(weights), max(weights) / 1000
+    kept = [
+        (weight / total, shared * s) for weight, s in zip(weights, _SHIFTS, strict=True) if weight > likely
+    ]
+    return [sum(w * _NORMAL.cdf((score + s) / own) for w, s in kept) for score in scores]
+
+
+def beliefs_of(runs: Sequence[Run], tried: Tried) -> dict[str, Belief]:
+    """run_id -> what is expected of each run of a cell after those that were tried."""
+    chances = _chances(runs, tried)
+    found = {run.run_id: _belief(run, p) for run, p in zip(runs, chances, strict=True)}
+    for run_id, belief in found.items():
+        if run_id in tried.times_s:
+            error = math.log(tried.times_s[run_id] / belief.run.prediction.step_time_s)
+            _learn(found.values(), belief, max(-CLIP, min(CLIP, error)))
+    for run_id, belief in found.items():
+        if run_id in tried.pending:
+            _learn(found.values(), belief, belief.mean)
+    return found
+
+
+def _left(beliefs: Mapping[str, Belief], tried: Tried) -> list[Belief]:
+    """The beliefs about runs that were not tried and that no run that did not fit dominates."""
+    oom = [beliefs[run_id].run.layout for run_id in tried.oom if run_id in beliefs]
+    known = tried.times_s.keys() | tried.oom | tried.failed | tried.pending
+    left = (belief for run_id, belief in beliefs.items() if run_id not in known)
+    return [b for b in left if not any(dominates(layout, b.run.layout) for layout in oom)]
+
+
+def _best_s(beliefs: Mapping[str, Belief], tried: Tried) -> float:
+    """The best step time of a cell, measured or of a pending run expected, in seconds."""
+    expected = (math.exp(beliefs[run_id].log_time) for run_id in tried.pending if run_id in beliefs)
+    return min((*tried.times_s.values(), *expected), default=math.inf)
+
+
+def _choose(left: Sequence[Belief], best_s: float, successes: int, max_p_oom: float) -> Belief | None:
+    """The run to make next; None when no run is worth it."""
+    fitting = [belief for belief in left if belief.p_oom <= max_p_oom]
+    likely = [belief for belief in fitting if belief.p_oom <= LIKELY_OOM]
+    promising = max((belief.p_better(best_s) for belief in fitting), default=0.0)
+    if not fitting or (successes >= (ENOUGH if likely else 1) and promising < CHANCE):
+        return None
+    if not successes:
+        return min(likely or fitting, key=lambda b: (b.log_time if likely else b.p_oom, b.run.run_id))
+    return max(fitting, key=lambda b: (b.improvement(best_s), b.run.run_id))
+
+
+def propose(runs: Sequence[_Run], tried: Tried, count: int = 1) -> list[_Run]:
+    """The runs of a cell to make next, at most `count`; none when the search of the cell is over.
+
+    Runs that are pending, and those proposed before in the same call, count as measured with the step time that
+    is expected of them.
+
+    Args:
+        runs: all runs of the cell, also those that were tried.
+    """
+    beliefs, found = beliefs_of(runs, tried), list[_Run]()
+    known = {run.run_id: run for run in runs}
+    left, best_s = _left(beliefs, tried), _best_s(beliefs, tried)
+    successes = len(tried.times_s) + len(tried.pending)
+    while len(found) < count:
+        if (chosen := _choose(left, best_s, successes + len(found), tried.max_p_oom)) is None:
+            break
+        found.append(known[chosen.run.run_id])
+        left.remove(chosen)
+        best_s = min(best_s, math.exp(chosen.log_time))
+        _learn((*left, chosen), chosen, chosen.mean)
+    return found
+
+
+def foresee(runs: Sequence[_Run], tried: Tried, count: int = 1) -> Iterator[_Run]:
+    """The runs that a search is expected to make from now on, if all measurements are as predicted."""
+    times_s, oom = dict(tried.times_s), set(tried.oom)
+    now = replace(tried, times_s=times_s, oom=oom, failed=tried.failed | tried.pending, pending=frozenset())
+    while found := propose(runs, now, count):
+        for run in found:
+            if run.prediction.p_oom > LIKELY_OOM:
+                oom.add(run.run_id)
+            else:
+                times_s[run.run_id] = run.prediction.step_time_s
+        yield from found
+
+
+def reasons(runs: Sequence[Run], tried: Tried) -> dict[str, str]:
+    """run_id -> why a run that was not tried is left out, for the runs of which this is known by now."""
+    beliefs = beliefs_of(runs, tried)
+    left, best_s = _left(beliefs, tried), _best_s(beliefs, tried)
+    most = tried.max_p_oom
+    over = _choose(left, best_s, len(tried.times_s) + len(tried.pending), most) is None
+    return {b.run.run_id: _reason(b, best_s, most) for b in left if over or b.p_oom > most}
+
+
+def _reason(belief: Belief, best_s: float, max_p_oom: float) -> str:
+    if belief.p_oom > max_p_oom or best_s == math.inf:
+        return too_large(belief.run.prediction, belief.p_oom)
+    ratio = math.exp(belief.log_time) / best_s - 1
+    slower = f"{100 * abs(ratio):.0f} % {'slower' if ratio >= 0 else 'faster'} than the best"
+    return f"not promising: {slower}, P(better) {100 * belief.p_better(best_s):.1f} %"

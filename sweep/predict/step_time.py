@@ -1,0 +1,380 @@
+"""The time of one optimizer step in closed form, by part; docs/prediction.md derives each term.
+
+Symbols: h, f, V are the sizes of the model, s is the sequence length; T = mbs*s/cp are the tokens of a
+micro-batch on one rank, m = gas is the number of micro-batches, i the rank on the axis pp, t_i its time for one
+micro-batch, forward and backward:
+
+    t = m*max(t_i) + bubble + (m + pp - 1)*t_p2p + t_dp + t_optimizer + t_rest
+"""
+
+import math
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+from ultrabench.hardware import Hardware, Peak
+from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
+from ultrabench.run import RunSpec
+from ultrabench.stages import Stage, split_stages
+from ultrabench.sweep.predict.network import Network
+from ultrabench.sweep.predict.time_constants import TimeConstants
+
+BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+"""Precision -> bytes of one number."""
+NARROW_HEAD = 128
+"""Width of a head from which attention reaches its full rate."""
+
+
+class StepTime(NamedTuple):
+    """Seconds of one optimizer step by part; communication counts only where nothing hides it."""
+
+    gemm: float
+    """Matrix products of the slowest pipeline rank."""
+    attention: float
+    """Scores and values of attention on that rank."""
+    memory_bound: float
+    """Norms, activations, cross-entropy and the sum of gradients, whose time is that of the memory."""
+    launch: float
+    """What the GPU waits for its host to launch kernels."""
+    tp: float
+    """Collectives of tensor parallelism."""
+    cp: float
+    """Keys and values on their way round the ring."""
+    dp: float
+    """Gradients and parameters between data-parallel ranks."""
+    pp: float
+    """Exchanges between pipeline ranks."""
+    bubble: float
+    """What the slowest rank waits while the pipeline fills and drains."""
+    optimizer: float
+    """Clipping and the update of parameters."""
+    rest: float
+    """Everything else, once a step."""
+    dp_total: float
+    """Seconds of all collectives of data parallelism, of which `dp` is the exposed part; not a part of the sum."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self[:-1])
+
+    def parts(self) -> dict[str, float]:
+        """Part -> its seconds; they add up to `total`."""
+        return dict(zip(self._fields[:-1], self, strict=False))
+
+
+class _PipelineRank(NamedTuple):
+    """What one rank of the axis pp computes; ranks that compute the same are one, with their `num_ranks`."""
+
+    stages: int
+    layers: int
+    again: int
+    """Number of layers of which backward computes something again."""
+    heads: int
+    params: int
+    """Number of parameters of these stages, before tp divides them."""
+    num_ranks: int = 1
+
+
+@lru_cache(maxsize=4096)
+def _pipeline_ranks(
+    shape: ModelShape, pp: int, pp_schedule: str, virtual_stages: int, recompute: str, ties_advance: bool
+) -> tuple[_PipelineRank, ...]:
+    layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, recompute=recompute)
+    stages = split_stages(shape, layout.num_stages, ties_advance=ties_advance)
+    held = ([stages[index] for index in layout.stages_of(rank)] for rank in range(pp))
+    ranks = Counter(
+        _PipelineRank(
+            stages=len(own),
+            layers=sum(stage.num_layers for stage in own),
+            again=sum(recomputed_layers(stage, layout) for stage in own),
+            heads=sum(stage.has_head for stage in own),
+            params=sum(stage.num_params(shape) for stage in own),
+        )
+        for own in held
+    )
+    return tuple(rank._replace(num_ranks=count) for rank, count in ranks.items())
+
+
+def recomputed_layers(stage: Stage, layout: Layout) -> int:
+    """Number of layers of `stage` of which backward computes something again."""
+    if layout.recompute == "none":
+        return 0
+    every, last = layout.full_every or 1, stage.first_layer + stage.num_layers
+    return last // every - stage.first_layer // every
+
+
+class _Work(NamedTuple):
+    """What decides the time of a layer for one micro-batch, beside hardware and framework."""
+
+    shape: ModelShape
+    seq_len: int
+    tokens: float
+    """Tokens of a micro-batch on one rank, before tp divides them."""
+    tp: int
+    cp: int
+    recompute: str
+    compiled: bool
+    word: int
+    """Bytes of one number."""
+
+
+class _Parts(NamedTuple):
+    """Seconds of one layer or of the head, for one micro-batch."""
+
+    gemm: float
+    attention: float
+    memory_bound: float
+    tp: float
+    cp: float
+
+
+class _Block(NamedTuple):
+    """The times of a layer, what recomputation adds to them, and the times of the head."""
+
+    layer: _Parts
+    again: _Parts
+    head: _Parts
+
+
+@lru_cache(maxsize=65536)
+def _block(work: _Work, links: Network, peak: float, stream: float, c: TimeConstants) -> _Block:
+    """The times of the blocks that `work` describes; `stream` is the rate of the memory that kernels reach."""
+    shape, tokens, tp, h = work.shape, work.tokens, work.tp, work.shape.hidden_size
+    q, kv, f, logits = shape.q_width, shape.kv_width, shape.intermediate_size, shape.vocab_size / tp
+    qkv = _gemm_s(tokens, (q + 2 * kv) / tp, h, peak, c)
+    up, down = _gemm_s(tokens, 2 * f / tp, h, peak, c), _gemm_s(tokens, h, f / tp, peak, c)
+    forward = qkv + _gemm_s(tokens, h, q / tp, peak, c) + up + down
+    attention = _attention_s(work, peak, c)
+    traffic = tokens / tp * (c.hidden_bytes * h + c.ffn_bytes * f) / stream
+    traffic *= c.compiled_traffic if work.compiled else 1
+    call = _tp_call_s(tokens * h * work.word, tp, links, c)
+    kept_down = down if tp == 1 else 0.0
+    gemm_again = attention_again = tp_again = 0.0
+    if work.recompute == "attention":
+        attention_again = attention
+    elif work.recompute == "selective":
+        gemm_again = forward - kept_down - qkv * (q + kv) / (q + 2 * kv) - up / 2
+        attention_again, tp_again = attention * (1 - 1 / work.cp), call * c.tp_recompute_calls / 2
+    elif work.recompute != "none":
+        gemm_again, attention_again, tp_again = forward - kept_down, attention, call * c.tp_recompute_calls
+    moved_again = traffic * (c.recompute_traffic - 1) * (gemm_again > 0)
+    return _Block(
+        _Parts(3 * forward, 3.5 * attention, traffic, call * c.tp_calls, _ring_s(work, 3.5 * attention, links, c)),
+        _Parts(gemm_again, attention_again, moved_again, tp_again, 0.0),
+        _Parts(3 * _gemm_s(tokens, logits, h, peak, c), 0.0, c.logit_bytes * tokens * logits / stream, call * c.tp_end_calls, 0.0),
+    )  # fmt: skip
+
+
+def _gemm_s(m: float, n: float, k: float, peak: float, c: TimeConstants) -> float:
+    """Seconds of a product of M x K and K x N: 2MNK / (peak * e * M/(M+m0) * N/(N+n0) * K/(K+k0))."""
+    return 2 * (m + c.gemm_m0) * (n + c.gemm_n0) * (k + c.gemm_k0) / (peak * c.gemm_efficiency)
+
+
+def _attention_s(work: _Work, peak: float, c: TimeConstants) -> float:
+    """Seconds of the forward of attention in one layer: 4 FLOPs for each pair of tokens and query channel.
+
+    A token attends to s/2 tokens on average, and to w (1 - w/(2s)) within a window of w tokens.
+    """
+    shape = work.shape
+    window = min(work.seq_len, shape.sliding_window or work.seq_len)
+    pairs = window * (1 - window / (2 * work.seq_len)) * work.tokens
+    narrow = math.pow(min(1.0, shape.head_width / NARROW_HEAD), c.attention_width_power)
+    return 4 * shape.q_width / work.tp * pairs / (peak * c.attention_efficiency * narrow)
+
+
+def _tp_call_s(size: float, tp: int, links: Network, c: TimeConstants) -> float:
+    """Seconds of an all-gather or reduce-scatter of `size` bytes over tp ranks."""
+    if tp == 1:
+        return 0.0
+    moved = (tp - 1) / tp * size
+    if tp <= links.gpus_per_node:
+        return c.tp_call_s + moved / (links.link_bytes_per_s * c.tp_link_efficiency)
+    node = links.node_link_bytes_per_s * links.gpus_per_node * c.tp_node_link_efficiency
+    return _tp_hops_s(tp, links, c) + moved / node
+
+
+def _tp_hops_s(tp: int, links: Network, c: TimeConstants) -> float:
+    """Seconds of a collective over tp ranks on several nodes beside its transfer; 0 inside a node."""
+    return (tp - 1) * (c.tp_hop_s + c.tp_probe_hops * links.hop_s) if tp > links.gpus_per_node else 0.0
+
+
+def _ring_s(work: _Work, attention: float, links: Network, c: TimeConstants) -> float:
+    """Seconds for which a ring of cp ranks waits for keys and values in one layer.
+
+    Keys and values travel cp - 1 times in forward and as often in backward, and their gradients cp times, while
+    each rank computes attention with the part that it has.
+    """
+    if work.cp == 1:
+        return 0.0
+    inside = work.cp * work.tp <= links.gpus_per_node
+    rate = links.link_bytes_per_s if inside else links.node_link_bytes_per_s
+    size, calls = 2 * work.shape.kv_width / work.tp * work.tokens * work.word, 3 * work.cp - 2
+    waits = calls * size / (rate * c.tp_link_efficiency) - attention * (1 - 1 / work.cp)
+    return calls * c.tp_call_s + max(0.0, waits)
+
+
+class _Passes(NamedTuple):
+    """Seconds of a micro-batch on the ranks of a pipeline."""
+
+    rank: _PipelineRank
+    """The slowest rank."""
+    gpu_s: float
+    """Seconds that its GPU works."""
+    slowest_s: float
+    """Seconds that it needs, with what its GPU waits for the host."""
+    sum_s: float
+    """Seconds of all ranks together."""
+
+
+def _passes(
+    ranks: tuple[_PipelineRank, ...], block: _Block, move_s: float, host_s: float, c: TimeConstants
+) -> _Passes:
+    """The times of a micro-batch, with `move_s` for each parameter and `host_s` for each layer on the host."""
+    layer_s, again_s, head_s = map(sum, block)
+    slowest, all_s = None, 0.0
+    for rank in ranks:
+        gpu = layer_s * rank.layers + again_s * rank.again + head_s * rank.heads + move_s * rank.params
+        # A forward that is repeated is launched again; it is a third of forward and backward.
+        host = (rank.layers + rank.again / 3) * host_s + rank.stages * c.micro_batch_launch_s
+        pass_s = _smooth_max(gpu, host, c.smooth_power)
+        all_s += rank.num_ranks * pass_s
+        if slowest is None or pass_s > slowest[2]:
+            slowest = rank, gpu, pass_s
+    assert slowest is not None
+    return _Passes(*slowest, all_s)
+
+
+def predict_step_time(
+    spec: RunSpec, hardware: Hardware, peak: Peak, network: Network, constants: TimeConstants
+) -> StepTime:
+    """The predicted time of one optimizer step of a run, by part."""
+    layout, c, stream = spec.layout, constants, hardware.hbm_bytes_per_s * constants.hbm_efficiency
+    word, tokens = BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
+    shape, tp, gas, recompute = spec.shape, layout.tp, layout.gas, layout.recompute
+    work = _Work(shape, spec.workload.seq_len, tokens, tp, layout.cp, recompute, spec.compiles, word)
+    block = _block(work, network, peak.flops_per_s, stream, c)
+    ranks = _pipeline_ranks(
+        shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
+    )
+    move_s = c.accumulate_bytes / tp / stream
+    slowest, gpu_s, pass_s, all_s = _passes(ranks, block, move_s, _layer_launch_s(spec, network, c), c)
+    gemm, attention, memory_bound, tp_s, cp_s = (
+        gas * (a * slowest.layers + b * slowest.again + d * slowest.heads)
+        for a, b, d in zip(*block, strict=True)
+    )
+    params = max(rank.params for rank in ranks) / tp
+    layers = max(rank.layers for rank in ranks)
+    dp_s, dp_total_s = _data_parallel_s(spec, params, word, pass_s, network, c)
+    zero_s = c.zero_layer_s * layers * sum(_reduces_and_gathers(layout)) / 2 if layout.zero_stage else 0.0
+    held = (c.optimizer_bytes / layout.zero_shards + c.clip_bytes) * params / stream
+    bubble = {"interleaved": 1 / layout.virtual_stages, "zbv": c.zbv_bubble}.get(layout.pp_schedule, 1.0)
+    return StepTime(
+        gemm=gemm,
+        attention=attention,
+        memory_bound=memory_bound + gas * move_s * slowest.params,
+        launch=gas * (pass_s - gpu_s),
+        tp=tp_s,
+        cp=cp_s,
+        dp=dp_s + zero_s,
+        pp=_exchanges_s(spec, tokens * shape.hidden_size * word / tp, network, c),
+        bubble=(all_s - pass_s) * bubble,
+        optimizer=held + c.optimizer_layer_s * layers,
+        rest=c.rest_s,
+        dp_total=dp_total_s,
+    )
+
+
+def _smooth_max(a: float, b: float, power: float) -> float:
+    """(a**p + b**p)**(1/p), which is the larger number where they differ much, and more than both where not."""
+    low, high = (a, b) if a < b else (b, a)
+    return high * math.pow(1 + math.pow(low / high, power), 1 / power) if high else 0.0
+
+
+def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
+    """Seconds that the host needs for one layer, forward and backward."""
+    tp = spec.layout.tp
+    own = c.layer_launch_tp_s if tp > 1 else c.layer_launch_s
+    own *= c.compiled_launch if spec.compiles else 1
+    if not links.slow:
+        return own
+    hops = c.tp_calls * _tp_hops_s(tp, links, c)
+    return max(own, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops)
+
+
+def _exchanges_s(spec: RunSpec, size: float, links: Network, c: TimeConstants) -> float:
+    """Seconds in which pipeline ranks exchange `size` bytes for each micro-batch, forward and backward."""
+    layout = spec.layout
+    if layout.pp == 1:
+        return 0.0
+    if layout.world_size <= links.gpus_per_node:
+        rate, call = links.link_bytes_per_s * c.pp_link_efficiency, c.pp_call_s
+    else:
+        rate = links.node_link_bytes_per_s * c.pp_node_link_efficiency
+        call = c.pp_call_s + (c.pp_slow_call_s if links.slow else 0.0)
+    return (layout.gas + layout.pp - 1) * layout.virtual_stages * (call + 2 * size / rate)
+
+
+def _data_parallel_s(
+    spec: RunSpec, params: float, word: int, pass_s: float, links: Network, c: TimeConstants
+) -> tuple[float, float]:
+    """Seconds of the collectives of data parallelism in a step: exposed, and all.
+
+    Below ZeRO-1 one all-reduce sums the gradients. Above, they are scattered among the shards and their parts
+    summed over the replicas, and the parameters are gathered, twice for each micro-batch in ZeRO-3.
+    """
+    layout, gas = spec.layout, spec.layout.gas
+    ranks, shards = layout.dp * layout.cp, layout.zero_shards
+    gradients, stage = c.gradient_bytes * params, layout.zero_stage
+    if ranks == 1:
+        return 0.0, 0.0
+    if stage == 0:
+        total = 2 * _crossing_s(
+            gradients, ranks, layout.tp, links, c.dp_probe, links.allreduce_bytes_per_s, c
+        )
+        if c.dp_bucket_bytes and ranks * layout.tp > links.gpus_per_node:
+            hops = c.dp_bucket_hops * ranks / math.sqrt(_share(layout.tp, links))
+            total += gradients / c.dp_bucket_bytes * hops * links.allreduce_hop_s
+        window = 0.0 if links.slow else c.dp_overlap * pass_s * 2 / 3
+    else:
+        reduces, gathers = _reduces_and_gathers(layout)
+        scatter = _crossing_s(gradients, shards, layout.tp, links, c.dp_probe, links.allreduce_bytes_per_s, c)
+        gather = _crossing_s(
+            word * params, shards, layout.tp, links, c.dp_gather_probe, links.allgather_bytes_per_s, c
+        )  # fmt: skip
+        total = reduces * c.zero_crossings * scatter + gathers * gather
+        if shards < ranks:
+            total += 2 * _crossing_s(
+                gradients / shards, ranks // shards, layout.tp * shards, links, c.dp_probe,
+                links.allreduce_bytes_per_s, c,
+            )  # fmt: skip
+        window = c.zero_overlap * pass_s * (gas if stage == 3 or reduces > 1 else 1)
+    return max(total - window, c.dp_exposed * total), total
+
+
+def _reduces_and_gathers(layout: Layout) -> tuple[int, int]:
+    """How often a step reduces gradients and gathers parameters with a ZeRO stage."""
+    stage, gas = layout.zero_stage, layout.gas
+    return gas if stage >= 2 and layout.pp == 1 else 1, 2 * gas if stage == 3 else 1
+
+
+def _crossing_s(
+    size: float, ranks: int, stride: int, links: Network, probe: float, busbw: float, c: TimeConstants
+) -> float:
+    """Seconds in which `size` bytes cross the links once, in a ring of `ranks` ranks that are `stride` apart.
+
+    A ring in a node has the links of its GPUs. One between nodes has the share of the node's links that its
+    ranks on the node are of all, and adds `probe` of the time that the probe's rate `busbw` gives.
+    """
+    moved = (ranks - 1) / ranks * size
+    if ranks * stride <= links.gpus_per_node:
+        return moved / (links.link_bytes_per_s * c.tp_link_efficiency)
+    share = _share(stride, links)
+    node = links.node_link_bytes_per_s * links.gpus_per_node * c.dp_link_efficiency
+    return moved / (node * share) + probe * moved / (busbw * math.sqrt(share))
+
+
+def _share(stride: int, links: Network) -> float:
+    """The part of a node's GPUs that are in one group whose ranks are `stride` apart; others have groups of their own."""
+    return max(1, links.gpus_per_node // stride) / links.gpus_per_node

@@ -1,0 +1,116 @@
+"""The constants of the step time: what differs between training frameworks."""
+
+from dataclasses import dataclass
+
+from ultrabench.allowed import NonNegative, require_allowed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeConstants:
+    """How a training framework uses its hardware; the values, with their sources, are in configs/profiles/.
+
+    A share or an efficiency is a fraction of the rate in the hardware's data sheet. A cost in bytes is divided
+    by the rate of the memory. Seconds are those of forward and backward together unless told otherwise.
+    """
+
+    gemm_efficiency: NonNegative
+    """Share of the peak that a product of endlessly large matrices reaches."""
+    gemm_m0: NonNegative
+    """Rows M (tokens) at which a product reaches half of that; a product of M rows reaches M / (M + m0)."""
+    gemm_n0: NonNegative
+    """Columns N at which a product reaches half of its rate; one of N columns reaches N / (N + n0)."""
+    gemm_k0: NonNegative
+    """Inner size K at which a product reaches half of its rate; one of inner size K reaches K / (K + k0)."""
+    attention_efficiency: NonNegative
+    """Share of the peak that flash attention reaches with heads of 128 channels and a causal mask."""
+    attention_width_power: NonNegative
+    """Exponent p of the rate of narrower heads, which is (width / 128)**p of that."""
+    hidden_bytes: NonNegative
+    """Memory traffic of norms, rotations and residuals, for each token and hidden channel of a layer."""
+    ffn_bytes: NonNegative
+    """Memory traffic of the activation of the feed-forward block, for each token and intermediate channel."""
+    logit_bytes: NonNegative
+    """Memory traffic of the cross-entropy for each logit."""
+    hbm_efficiency: NonNegative
+    """Share of the memory's rate that such kernels reach."""
+    compiled_traffic: NonNegative
+    """Factor of hidden_bytes and ffn_bytes where layers are compiled."""
+    recompute_traffic: NonNegative
+    """Factor of hidden_bytes and ffn_bytes in a layer that backward computes again."""
+    accumulate_bytes: NonNegative
+    """Memory traffic of adding the gradients of a micro-batch to those before, for each parameter."""
+    smooth_power: NonNegative
+    """Power p of the smooth maximum (a**p + b**p)**(1/p) of the time of the GPU and the time of its host."""
+    layer_launch_s: NonNegative
+    """Seconds that the host needs to launch the kernels of one layer without tensor parallelism."""
+    layer_launch_tp_s: NonNegative
+    """Seconds that the host needs to launch the kernels of one layer with tensor parallelism."""
+    compiled_launch: NonNegative
+    """Factor of both where layers are compiled."""
+    micro_batch_launch_s: NonNegative
+    """Seconds that the host needs for a micro-batch beside its layers."""
+    slow_layer_launch_s: NonNegative
+    """Seconds of a layer that slow links between nodes cost the host at least, whatever the layout; 0: nothing."""
+    slow_layer_launch_tp_s: NonNegative
+    """Seconds that slow links cost the host in a layer for each of the tp ranks, in addition."""
+    tp_calls: NonNegative
+    """Collectives over tp that are waited for, in one layer; of 4 gathers and 4 sums some run beside products."""
+    tp_end_calls: NonNegative
+    """Collectives over tp that are waited for in embedding, head and loss together, in one micro-batch."""
+    tp_recompute_calls: NonNegative
+    """Collectives over tp that full recomputation adds in one layer."""
+    tp_link_efficiency: NonNegative
+    """Share of the links in a node that these collectives reach."""
+    tp_call_s: NonNegative
+    """Seconds of one of them beside its transfer."""
+    tp_node_link_efficiency: NonNegative
+    """Share of the links of a node to others that they reach when tp spans nodes."""
+    tp_hop_s: NonNegative
+    """Seconds of each of their tp - 1 hops between nodes."""
+    tp_probe_hops: NonNegative
+    """Share of the hop time of the probe that each of these hops takes in addition."""
+    dp_link_efficiency: NonNegative
+    """Share of the links that the collectives of data parallelism reach before anything from the probe."""
+    dp_probe: NonNegative
+    """Share of the time of the probe's all-reduce, scaled to the gradients, that is added to theirs."""
+    dp_gather_probe: NonNegative
+    """Share of the time of the probe's all-gather, scaled to the parameters, that is added to theirs."""
+    dp_bucket_bytes: NonNegative
+    """Bytes of gradients that ZeRO-0 reduces in one call; 0: calls take no time beside their transfers."""
+    dp_bucket_hops: NonNegative
+    """Share of the time of an all-reduce of the probe, for the ranks of a call, that each call takes in addition."""
+    dp_overlap: NonNegative
+    """Share of the last micro-batch's backward behind which the all-reduces of ZeRO-0 can hide."""
+    zero_overlap: NonNegative
+    """Share of forwards and backwards behind which the collectives of ZeRO-1 to 3 can hide; 0: nothing hides."""
+    dp_exposed: NonNegative
+    """Share of these collectives that is never hidden."""
+    zero_layer_s: NonNegative
+    """Seconds of the host for each layer of a rank whose ZeRO stage is above 0, for a reduction and a gathering."""
+    zero_crossings: NonNegative
+    """How often gradients cross the links under ZeRO: 1 where they are scattered, 2 where they are all-reduced."""
+    gradient_bytes: NonNegative
+    """Bytes of a number of the gradients that data parallelism sums."""
+    pp_call_s: NonNegative
+    """Seconds of one exchange between two pipeline ranks beside its transfers, for each micro-batch."""
+    pp_slow_call_s: NonNegative
+    """Seconds that slow links between nodes add to it."""
+    pp_link_efficiency: NonNegative
+    """Share of a link in a node that an exchange reaches."""
+    pp_node_link_efficiency: NonNegative
+    """Share of a link between nodes that an exchange reaches."""
+    zbv_bubble: NonNegative
+    """Share of the bubble of 1f1b that zbv leaves."""
+    optimizer_bytes: NonNegative
+    """Memory traffic of the optimizer for each parameter whose state the rank holds."""
+    clip_bytes: NonNegative
+    """Memory traffic of clipping and of zeroing gradients for each parameter of the rank."""
+    optimizer_layer_s: NonNegative
+    """Seconds of the host for each layer of a rank in the optimizer."""
+    rest_s: NonNegative
+    """Seconds of a step outside all of this."""
+    ties_advance: bool = False
+    """Whether stages are cut as later versions of nanotron do; see `split_stages`."""
+
+    def __post_init__(self) -> None:
+        require_allowed(self, "profile.time.")

@@ -1,0 +1,93 @@
+"""Plans of which nothing can run or fit, and what would make layouts fit into memory."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import GIB
+from ultrabench.model_shape import ModelShape
+from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.plan import PRUNED, Candidate, CellKey, Plan, make_plan
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"zero_stage": 3},
+    {"recompute": "full"},
+    {"zero_stage": 3, "recompute": "full"},
+)
+"""Axis -> the value that saves memory; the first of them that helps is named."""
+MOST_NODES = 1024
+"""Largest number of nodes that is tried."""
+
+
+def require_runs(plan: Plan) -> Plan:
+    """The plan, which has at least one run.
+
+    Raises:
+        ConfigError: every candidate is rejected; the message tells the rules, the most frequent one first. Where
+            only memory is lacking, it tells what would fit.
+    """
+    if plan.runs:
+        return plan
+    if lacking := " | ".join(nothing_fits(plan)):
+        raise ConfigError(f"{lacking}; max_p_oom=1 runs all of them nevertheless")
+    examples = {c.rule: c.reason for c in reversed(plan.candidates)}
+    rules = Counter(c.rule for c in plan.candidates).most_common()
+    told = "; ".join(f"{number:,} by {rule}, such as {examples[rule]}" for rule, number in rules)
+    found = counted(len(plan.candidates), "candidate")
+    raise ConfigError(f"{found}, none can run: {told}; change the axes or the model")
+
+
+def nothing_fits(plan: Plan, but: Collection[CellKey] = ()) -> Iterator[str]:
+    """A line for each cell in which no layout is predicted to fit: its smallest layout, and what would help.
+
+    Args:
+        but: cells of which nothing has to be told.
+    """
+    limit, cells = plan.config.hardware.mem_bytes / GIB, dict[CellKey, list[Candidate]]()
+    for candidate in plan.candidates:
+        if candidate.runs or candidate.rule == PRUNED:
+            cells.setdefault(candidate.cell, []).append(candidate)
+    for (model, nodes), found in sorted(cells.items()):
+        if (model, nodes) not in but and not any(c.fits for c in found):
+            smallest = min(found, key=lambda c: c.prediction.peak_mem_bytes)
+            told = (
+                f"nothing is predicted to fit into {limit:g} GiB; the smallest layout is {_layout(smallest)}"
+            )
+            helps = " or ".join(remedies(plan.config, smallest.shape, nodes)) or "a smaller model"
+            yield f"{model} on {counted(nodes, 'node')}: {told}; what would fit: {helps}"
+
+
+def remedies(config: SweepConfig, shape: ModelShape, nodes: int) -> Iterator[str]:
+    """What to change so that a layout is predicted to fit, each with the memory of the smallest such layout.
+
+    First come settings of layouts on the same nodes, then the least of 2, 4, 8 and so on times the nodes.
+    """
+    layouts = config.axes.layout
+    new = ({k: v for k, v in each.items() if v not in layouts[k]} for each in SETTINGS)
+    settings = dict.fromkeys(tuple(each.items()) for each in new if each)
+    for words in settings:
+        if smallest := _smallest(config, shape, nodes, dict(words)):
+            yield f"{' '.join(f'sweep.{k}=[{v}]' for k, v in words)} ({_layout(smallest)})"
+            break
+    for more in range(1, (MOST_NODES // nodes).bit_length()):
+        if smallest := _smallest(config, shape, nodes << more, {}):
+            yield f"sweep.nodes=[{nodes << more}] ({_layout(smallest)})"
+            break
+
+
+def _layout(run: Candidate) -> str:
+    return f"{run.layout.label()}, {run.prediction.peak_mem_bytes / GIB:,.1f} GiB"
+
+
+def _smallest(config: SweepConfig, shape: ModelShape, nodes: int, words: dict[str, Any]) -> Candidate | None:
+    """The fitting run of the smallest memory where axes have these values only; None where nothing fits."""
+    least = {"mbs": min(config.axes.layout["mbs"])}  # larger micro-batches need no less memory
+    layout = {**config.axes.layout, **{axis: (value,) for axis, value in (least | words).items()}}
+    axes = replace(config.axes, nodes=(nodes,), layout=layout)
+    try:
+        runs = make_plan(replace(config, models=(shape,), axes=axes)).runs
+    except ConfigError:
+        return None
+    return min((r for r in runs if r.fits), key=lambda run: run.prediction.peak_mem_bytes, default=None)

@@ -1,0 +1,81 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.unit.test_calibrate import BASE, TRUTH, measured
+from ultrabench.analysis.schema import SCHEMA
+from ultrabench.record import values_of
+from ultrabench.sweep.config.load import load_profile
+
+
+def row_of(case):
+    """The row of results of a case."""
+    run, spec = case.run, case.run.spec
+    records = values_of(spec.shape) | values_of(spec.layout) | values_of(spec.workload) | values_of(run)
+    more = {
+        "model": spec.shape.name,
+        "nodes": spec.nodes,
+        "gpus_per_node": spec.gpus_per_node,
+        "kernel": "embedded",
+    }
+    known = records | more | {"precision": "bf16", "kernel_version": "3", "schema_version": 1}
+    return {name: known.get(name) for name in SCHEMA.names}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A file of results of runs with known constants."""
+
+    def write(constants, count=8):
+        table = pa.Table.from_pylist([row_of(case) for case in measured(constants, count)], schema=SCHEMA)
+        pq.write_table(table, tmp_path / "runs.parquet")
+        return "runs.parquet"
+
+    return write
+
+
+def test_validate_prints_metrics_rows_and_a_figure(ultrabench, runs, tmp_path):
+    code, out, err = ultrabench(
+        "predict", "validate", runs(BASE.time), "--json", "--rows", "r.parquet", "-o", "f.svg"
+    )
+    found = json.loads(out)
+    assert code == 0
+    assert found["healthy"]["rows"] == found["all"]["rows"] == 8
+    assert found["all"]["step_time"]["median_error"] < 0.03
+    assert "8 runs; left out: none" in err
+    rows = pq.read_table(tmp_path / "r.parquet")
+    assert {"predicted_step_time_s", "predicted_low_s", "predicted_high_s", "p_oom", "regime"} <= set(
+        rows.column_names
+    )
+    assert (tmp_path / "f.svg").read_text().startswith("<?xml")
+    code, out, _ = ultrabench("predict", "validate", "runs.parquet")
+    assert code == 0
+    assert "healthy rows, profile ultrabench: 8 (0 excluded); memory and OOM of all" in out
+
+
+def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
+    pytest.importorskip("scipy")
+    code, out, _ = ultrabench("predict", "calibrate", runs(TRUTH), "--json")
+    found = json.loads(out)
+    assert (code, found["runs"], found["kept"], found["prior"]) == (0, 8, True, "ultrabench")
+    assert found["after"]["median_error"] < found["before"]["median_error"]
+    assert load_profile("mine").prior == "ultrabench"
+    _, out, _ = ultrabench("predict", "validate", "runs.parquet", "--profile", "mine", "--json")
+    assert json.loads(out)["all"]["step_time"]["median_error"] < found["before"]["median_error"] / 2
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("validate runs.parquet --leave-out kernel", "unknown group for --leave-out 'kernel'"),
+    ("validate runs.parquet --profile nanotrn", "unknown profile 'nanotrn'; did you mean nanotron?"),
+    ("validate runs.parquet --rows r.csv", "name a file that ends in .parquet"),
+    ("validate runs.parquet -o f.gif", "unknown kind of picture '.gif'"),
+    ("calibrate runs.parquet -o mine.yml", "mine.yml is no name of a profile; end it in .yaml"),
+    ("calibrate runs.parquet", "3 healthy runs with a step time; a fit needs at least 5"),
+])  # fmt: skip
+def test_a_mistake_is_one_line(ultrabench, runs, words, line):
+    runs(BASE.time, 3)
+    code, _, err = ultrabench("predict", *words.split())
+    assert code == 2
+    assert line in err.splitlines()[-1]

@@ -1,0 +1,66 @@
+"""`ultrabench predict LAYOUT`: one layout by part, in a table or as JSON."""
+
+import pytest
+
+from tests.unit.cli.conftest import QUICK, as_json, one_line
+from ultrabench.cli.predict.layout import distance
+
+WORDS = ("model=llama3-70b", "nodes=8", "tp=8", "pp=4", "zero_stage=1", "gas=16")
+PROMISED = {"peak_mem_bytes", "memory", "p_oom", "step_time_s", "time", "tokens_per_s_per_gpu", "mfu"}
+
+
+def test_predict_json_keeps_its_promise(ultrabench):
+    found = as_json(ultrabench, "predict", *WORDS)
+    assert found.keys() >= PROMISED
+    assert found["label"].startswith("dp2 tp8 pp4 z1 mbs1 gas16")
+    assert sum(found["memory"].values()) == pytest.approx(found["peak_mem_bytes"], rel=1e-6)
+    assert max(stage["peak_bytes"] for stage in found["stages"]) == pytest.approx(
+        found["peak_mem_bytes"], rel=1e-6
+    )
+    assert len(found["stages"]) == 4
+    assert sum(found["time"].values()) == pytest.approx(found["step_time_s"])
+    assert found["step_time_low_s"] < found["step_time_s"] < found["step_time_high_s"]
+    tokens = found["spec"]["workload"]["gbs"] * 4096 / found["step_time_s"] / 64
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(tokens)
+    assert 0 < found["mfu"] < 1
+
+
+def test_another_profile_and_kernel_predict_something_else(ultrabench):
+    ours, nanotron, megatron = (
+        as_json(ultrabench, "predict", "model=8B", "tp=2", "zero_stage=1", "gas=8", word)
+        for word in ("kernel=embedded", "profile=nanotron", "kernel=megatron")
+    )
+    assert [found["profile"] for found in (ours, nanotron, megatron)] == [
+        "ultrabench",
+        "nanotron",
+        "megatron",
+    ]
+    assert len({found["step_time_s"] for found in (ours, nanotron, megatron)}) == 3
+
+
+def test_predict_draws_bars_and_says_what_limits_the_layout(ultrabench):
+    out = ultrabench("predict", *WORDS)[1]
+    assert "llama3-70b, dp2 tp8 pp4" in out.splitlines()[0]
+    assert "memory at its peak (pipeline rank 0, " in out
+    assert any(line.startswith("gemm ") and line.endswith("\u2588" * 40) for line in out.splitlines())
+    assert "P(OOM) " in out
+    assert "tokens/s/GPU, MFU " in out
+    assert "; limited by " in out
+
+
+def test_predict_shows_measured_runs_that_are_like_the_layout(ultrabench, sweep):
+    measured = QUICK.runs[0]
+    words = [f"{n}={getattr(measured.layout, n)}" for n in ("tp", "pp", "mbs", "gas", "zero_stage")]
+    some = ("predict", "model=tiny", "hardware=cpu", f"nodes={measured.nodes}", "seq_len=64", *words)
+    (run,) = as_json(ultrabench, *some)["nearest"]
+    assert (run["run_id"], run["step_time_s"]) == (measured.run_id, pytest.approx(0.1))
+    told = ultrabench(*some)[1]
+    assert "measured runs that are most alike" in told
+    assert "a core is taken to reach 50 GFLOP/s; a sweep measures it first" in told
+    assert distance(measured.spec, measured.spec) == 0 < distance(measured.spec, QUICK.runs[1].spec)
+
+
+def test_a_layout_that_is_impossible_or_a_wrong_word_is_one_line(ultrabench):
+    assert "dp=3 with tp*pp*cp=1 needs 3 GPUs" in one_line(ultrabench, "predict", "dp=3")
+    assert "unknown profile 'mime'" in one_line(ultrabench, "predict", "profile=mime")
+    assert "No such command 'calibrat'" in one_line(ultrabench, "predict", "calibrat")

@@ -1,0 +1,96 @@
+"""The order of a pipeline's passes is that of torch's schedules; waits and micro-batches in flight follow from it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ultrabench.kernel.pp import SCHEDULES
+from ultrabench.layout import Layout
+from ultrabench.sweep.grid import schedule_refusals
+from ultrabench.sweep.predict.pipeline import COST, bubble_share, order, timeline
+from ultrabench.sweep.predict.ultrabench_memory import _counts
+
+KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "input", "BACKWARD_WEIGHT": "weight"}  # fmt: skip
+EVERY_SCHEDULE = pytest.mark.parametrize(
+    ("schedule", "v"), [("afab", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)]
+)
+
+
+def layouts(schedule, v):
+    """Layouts of a schedule with few and many micro-batches, also numbers that pp does not divide."""
+    for pp in (2, 3, 4):
+        for gas in sorted({pp - 1, pp, pp + 1, 2 * pp, 3 * pp + 1, 4 * pp}):
+            layout = Layout(dp=1, pp=pp, gas=gas, pp_schedule=schedule, virtual_stages=v)
+            if not [*schedule_refusals(layout)]:
+                yield layout
+
+
+class Recorder:
+    """A stage that runs nothing and writes down the passes that a schedule asks for."""
+
+    is_first = is_last = False
+    device = torch.device("cpu")
+
+    def __init__(self, layout, rank):
+        self.num_stages = self.group_size = layout.pp
+        self.stage_index = self.group_rank = rank
+        self.passes = []
+
+    def __getattr__(self, name):
+        return lambda *_, **__: []
+
+    def forward_one_chunk(self, number, *_, **__):
+        self.passes.append(("forward", number, 0))
+
+    def backward_one_chunk(self, number, **_):
+        self.passes.append(("backward", number, 0))
+
+
+def torch_order(layout):
+    """The passes of each rank in torch's schedule of a layout."""
+    make, gas = SCHEDULES[layout.pp_schedule], layout.gas
+    if layout.virtual_stages == 1:
+        stages = [Recorder(layout, rank) for rank in range(layout.pp)]
+        for stage in stages:
+            make(stage, n_microbatches=gas)._step_microbatches([()] * gas, [{}] * gas)
+        return [stage.passes for stage in stages]
+    here = {"group_size": layout.pp, "group_rank": 0, "num_stages": layout.num_stages}
+    first = [SimpleNamespace(**here, stage_index=n, submod=torch.nn.Identity()) for n in layout.stages_of(0)]
+    return [
+        [(KINDS[a.computation_type.name], a.microbatch_index, layout.stages_of(rank).index(a.stage_index))
+         for a in actions if a is not None]
+        for rank, actions in make(first, n_microbatches=gas).pipeline_order.items()
+    ]  # fmt: skip
+
+
+@EVERY_SCHEDULE
+def test_the_order_is_that_of_torch(schedule, v):
+    for layout in layouts(schedule, v):
+        assert order(layout) == torch_order(layout), layout
+
+
+@EVERY_SCHEDULE
+def test_the_bubble_is_the_time_for_which_the_ranks_wait(schedule, v):
+    for layout in layouts(schedule, v):
+        work = layout.gas * (COST["forward"] + COST["backward"])
+        step = max(done.end for done in timeline(layout))
+        assert bubble_share(layout) == pytest.approx(1 - work / step), layout
+
+
+def test_known_bubbles():
+    shares = {("1f1b", 1): 3 / 11, ("afab", 1): 3 / 11, ("interleaved", 2): 3 / 19, ("zbv", 2): 3 / 51}
+    for (schedule, v), share in shares.items():
+        layout = Layout(dp=1, pp=4, gas=8, pp_schedule=schedule, virtual_stages=v)
+        assert bubble_share(layout) == pytest.approx(share)
+
+
+@EVERY_SCHEDULE
+def test_predicted_memory_counts_the_micro_batches_in_flight(schedule, v):
+    for layout in layouts(schedule, v):
+        for rank, passes in enumerate(order(layout)):
+            flight, most = [0] * v, (0,) * v
+            for kind, _, chunk in passes:
+                flight[chunk] += {"forward": 1, "weight": 0}.get(kind, -1)
+                most = max(most, tuple(flight), key=sum)
+            assert most == _counts(layout, rank), (layout, rank)
