@@ -1,14 +1,17 @@
 """Enumerates the layouts of a sweep, all combinations of its axes that use all GPUs and the whole batch, and tells
 which of them cannot exist."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, product
-from math import prod
+from math import gcd, prod
 
 from ultrabench.errors import ConfigError
+from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout, default_schedule, default_virtual_stages
-from ultrabench.model_shape import ModelShape
+from ultrabench.model_shape import ModelShape, RopeScaling
+from ultrabench.record import values_of
 from ultrabench.run import Workload
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.sweep_config import Axes
@@ -92,14 +95,16 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     if layout.dp_shard and layout.zero_stage == 0:
         yield "dp_shard_divides_dp", f"{shards} needs zero_stage > 0; zero_stage=0 shards nothing"
     if layout.dp_shard == 1:
-        yield "dp_shard_divides_dp", f"{shards} shards nothing; take zero_stage=0"
+        why = f"{shards} shards nothing (dp_shard=node gives that where tp={layout.tp} fills a node)"
+        yield "dp_shard_divides_dp", f"{why}; take a smaller tp or dp_shard=all"
     if layout.dp_shard == copies:
         yield "dp_shard_divides_dp", f"{shards} is all of dp*cp={copies}; leave dp_shard out, or write all"
     if layout.dp_shard and copies % layout.dp_shard:
-        yield "dp_shard_divides_dp", f"{shards} does not divide dp*cp={copies}"
-    # With fewer than pp-1 micro-batches a pipeline is never filled.
+        told = f"{shards} does not divide dp*cp={copies} (dp={layout.dp}, cp={layout.cp})"
+        common = gcd(layout.dp_shard, copies)
+        yield "dp_shard_divides_dp", f"{told}; take dp_shard={common if 1 < common < copies else 'all'}"
     if layout.gas < layout.pp - 1:
-        yield "enough_micro_batches", f"gas={layout.gas} is less than pp-1={layout.pp - 1}"
+        yield "enough_micro_batches", next(schedule_refusals(layout))
     # Every pipeline stage holds at least one block.
     cut = f"pp*virtual_stages={layout.num_stages}" if layout.virtual_stages > 1 else f"pp={layout.pp}"
     for stage in split_stages(shape, layout.num_stages):
@@ -108,16 +113,40 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
             yield "no_empty_stage", empty
 
 
-def refusal(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int, device: str) -> str | None:
+def schedule_refusals(layout: Layout) -> Iterator[str]:
+    """The reasons why the micro-batches of a layout cannot run in the order of its pipeline schedule."""
+    gas, pp = layout.gas, layout.pp
+    # With fewer than pp-1 micro-batches a pipeline is never filled.
+    if gas < pp - 1:
+        yield f"gas={gas} is less than pp-1={pp - 1}"
+    # 1F1B fills the pipeline with pp micro-batches.
+    if layout.pp_schedule == "1f1b" and gas < pp:
+        yield f"1f1b needs gas >= pp; gas={gas}, pp={pp}"
+    # Torch cuts gas into gas // pp rounds of equal size.
+    rounds = max(1, gas // pp)
+    if layout.pp_schedule == "interleaved" and gas % rounds:
+        yield f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={gas}, pp={pp}"
+
+
+def refusal(
+    kernel: KernelConfig,
+    layout: Layout,
+    shape: ModelShape,
+    seq_len: int,
+    device: str,
+    hardware: Hardware | None = None,
+) -> str | None:
     """Why `kernel` cannot run `layout`, which no structural rule rejects; None when it can.
 
     Args:
         device: the torch device type that it would run on, cuda or cpu.
+        hardware: the nodes that it would run on; None where they are unknown.
     """
     if kernel.kind != "embedded":
         return next(unsupported(kernel, layout, shape), None)
     attention = _of_attention(kernel, layout, device)
-    return next(chain(_of_embedded(kernel, layout, shape, seq_len), attention), None)
+    accelerator = _of_accelerator(kernel, layout, shape.head_width, hardware) if hardware else ()
+    return next(chain(_of_embedded(kernel, layout, shape, seq_len), attention, accelerator), None)
 
 
 def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
@@ -125,7 +154,8 @@ def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_le
     pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
     # A window that is as long as the sequence hides nothing.
     if shape.sliding_window is not None and shape.sliding_window < seq_len:
-        yield f"sliding_window={shape.sliding_window} is in use with seq_len={seq_len}; attention has no window"
+        use = f"sliding_window={shape.sliding_window} is in use with seq_len={seq_len}"
+        yield f"{use}; attention has no window: take seq_len <= {shape.sliding_window} or another model"
     # Context parallelism gives each rank two chunks of the sequence, all of the same length.
     if layout.cp > 1 and seq_len % (2 * layout.cp):
         yield f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
@@ -137,13 +167,7 @@ def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_le
     # Torch's pipeline schedules reduce gradients once in each step, so ZeRO-2 would be just ZeRO-1.
     if zero_stage == 2 and pp > 1:
         yield f"zero_stage=2 with pp={pp} would run as zero_stage=1"
-    # 1F1B fills the pipeline with pp micro-batches.
-    if schedule == "1f1b" and layout.gas < pp:
-        yield f"1f1b needs gas >= pp; gas={layout.gas}, pp={pp}"
-    # Torch cuts gas into gas // pp rounds of equal size.
-    rounds = max(1, layout.gas // pp)
-    if schedule == "interleaved" and layout.gas % rounds:
-        yield f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={layout.gas}, pp={pp}"
+    yield from schedule_refusals(layout)
     if layout.full_every > shape.num_hidden_layers:
         yield f"recompute={layout.recompute} recomputes none of num_hidden_layers={shape.num_hidden_layers}"
     # With zbv and ZeRO-3, torch silently loses some gradients of the sharded parameters.
@@ -176,15 +200,55 @@ def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator
             yield f"attention={asked} needs precision=bf16 on GPUs; precision={precision}: take auto or math"
 
 
+def _of_accelerator(
+    kernel: KernelConfig, layout: Layout, head_width: int, hardware: Hardware
+) -> Iterator[str]:
+    """The reason why an accelerator cannot run the attention of our own kernel, if its architecture is known."""
+    sm, asked = hardware.compute_capability, kernel.attention
+    if hardware.architecture is None or kernel.precision != "bf16" or asked == "math":
+        return
+    if needed := _lacking("flash" if asked == "auto" else asked, sm, head_width):
+        other = "auto" if asked not in ("auto", "flash") and not _lacking("flash", sm, head_width) else "math"
+        has = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
+        yield f"attention={asked} needs {needed}; {has}: take {other}{' and cp=1' * (layout.cp > 1 and other == 'math')}"
+
+
+def _lacking(attention: str, compute_capability: int | None, head_width: int) -> str | None:
+    """What an implementation of attention needs and an accelerator lacks; None if nothing is known to be lacking.
+
+    These are torch's checks for training without dropout (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and
+    torch/nn/attention/_fa3.py). Not checked are cuDNN's heads of 129 to 256 on Hopper and Blackwell, which depend on
+    its version, and flash attention on AMD GPUs (compute_capability None), for which torch asks AOTriton.
+    """
+    if attention == "flash3" and compute_capability != 90:
+        return "sm_90"
+    if compute_capability is None:
+        return "an NVIDIA GPU" if attention == "cudnn" else None
+    if not 80 <= compute_capability <= 121:
+        return "sm_80 to sm_121"
+    most = 128 if attention == "cudnn" and compute_capability // 10 not in (9, 10) else 256
+    if head_width > most:
+        return f"head_dim <= {most}"
+    if attention == "cudnn" and head_width % 8:
+        return "a head_dim that is a multiple of 8"
+    if 192 < head_width <= 224 and (compute_capability in range(86, 90) or compute_capability >= 120):
+        return "head_dim <= 192 or > 224"
+    return None
+
+
 def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
-    """The reasons why a program of the user cannot run a layout, as kernel.supports says."""
-    for word, allowed in kernel.supports.items():
-        value = getattr(layout, word, getattr(shape, word, None))
-        if value is None:
-            yield f"kernel.supports names {word!r}, which is no word of a layout or a model"
+    """The reasons why a program of the user cannot run a layout, as kernel.supports and kernel.flags say."""
+    for word, allowed in (kernel.flags | kernel.supports).items():
+        value = getattr(layout, word, getattr(shape, word, layout))
+        if value is layout:
+            yield f"kernel.supports or kernel.flags names {word!r}, which is no word of a layout or a model"
+            continue
+        if isinstance(value, RopeScaling):
+            value = values_of(value)
         alike = word == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
-        if value not in allowed and not alike:
-            yield f"kernel {kernel.name} supports {word} in {list(allowed)}; {word}={value}"
+        if (value if word in kernel.supports else str(value)) not in allowed and not alike:
+            shown = ", ".join(map(str, allowed))
+            yield f"kernel {kernel.name} supports {word} in [{shown}]; {word}={value}"
 
 
 def not_listed(axes: Axes, layout: Layout) -> str | None:
@@ -193,14 +257,47 @@ def not_listed(axes: Axes, layout: Layout) -> str | None:
     return None if layout.gas in listed else f"gas={layout.gas} is not in sweep.gas={list(listed)}"
 
 
-def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> ConfigError:
-    """The error for axes that give no candidate."""
-    gpus, at = [n * gpus_per_node for n in axes.nodes], axes.layout
-    products = sorted({a * b * c for a, b, c in product(at["tp"], at["pp"], at["cp"])})
-    degrees = sorted({g // p for g in gpus for p in products if g % p == 0})
-    if not degrees:
-        given = ", ".join(f"sweep.{name}={list(at[name])}" for name in ("tp", "pp", "cp"))
-        none = f"no tp*pp*cp divides {' or '.join(map(str, gpus))} GPUs"
-        return ConfigError(f"{given}: {none}; choose divisors")
-    need = f"dp*mbs*gas with dp in {degrees}, mbs in {list(at['mbs'])}"
-    return ConfigError(f"sweep.gbs={workload.gbs} is no {need}; change sweep.gbs or sweep.mbs")
+def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:
+    """The reason why axes give no candidate, with the numbers that do not divide one another."""
+    gpus, at = [n * gpus_per_node for n in sorted({*axes.nodes})], axes.layout
+    degrees = {name: at[name] for name in ("tp", "pp", "cp")}
+    dps = {g // p for g in gpus for p in map(prod, product(*degrees.values())) if g % p == 0}
+    if not dps:
+        too_odd = (name for name, values in degrees.items() if all(g % v for g, v in product(gpus, values)))
+        name = next(too_odd, None)
+        factor = _values({name: degrees[name]}) if name else f"tp*pp*cp with {_values(degrees)}"
+        return f"{' or '.join(map(str, gpus))} GPUs are not divisible by {factor}"
+    given = {"dp": sorted(dps), "mbs": at["mbs"]}
+    if all(workload.gbs % (dp * mbs) for dp, mbs in product(*given.values())):
+        return f"gbs={workload.gbs} is not divisible by dp*mbs with {_values(given)}"
+    return f"gbs={workload.gbs} is not dp*mbs*gas with {_values(given | {'gas': at['gas']})}"
+
+
+def _values(axes: Mapping[str, Sequence[int]]) -> str:
+    """The values of axes as a text such as `tp=3, pp in [1, 2]`."""
+    texts = {
+        name: f"={values[0]}" if len(values) == 1 else f" in {[*values]}" for name, values in axes.items()
+    }
+    return ", ".join(map("".join, texts.items()))
+
+
+def without_candidates(
+    axes: Axes, gpus_per_node: int, workload: Workload, found: Collection[tuple[int, Layout]]
+) -> Iterator[tuple[str, int | str, str]]:
+    """Each value of an axis that no candidate has, as the name of the axis, the value and the reason.
+
+    Args:
+        found: number of nodes and layout of each candidate.
+    """
+    for nodes in sorted({*axes.nodes} - {nodes for nodes, _ in found}):
+        yield "nodes", nodes, why_none(replace(axes, nodes=(nodes,)), gpus_per_node, workload)
+    for name in ("tp", "pp", "cp", "mbs", "gas", "pp_schedule", "virtual_stages"):
+        listed = axes.layout.get(name, ())
+        for value in sorted({*listed} - {getattr(layout, name) for _, layout in found} - {"auto"}):
+            if name == "pp_schedule":
+                yield name, value, "no candidate has pp > 1"
+            elif name != "virtual_stages":
+                one = replace(axes, layout={**axes.layout, name: (value,)})
+                yield name, value, why_none(one, gpus_per_node, workload)
+            elif len(listed) > 1:  # a single value is usually the default, which only interleaved uses
+                yield name, value, "no candidate has pp_schedule=interleaved"

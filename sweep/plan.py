@@ -6,18 +6,30 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from ultrabench.errors import ConfigError, counted
+from ultrabench.errors import ConfigError
 from ultrabench.hardware import GUESSED, Peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey, RunSpec, fill_in
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.grid import broken_rules, layouts, not_listed, refusal, require_countable, why_none
-from ultrabench.sweep.predict.predict import Prediction, predict
+from ultrabench.sweep.grid import (
+    broken_rules,
+    layouts,
+    not_listed,
+    refusal,
+    require_countable,
+    why_none,
+    without_candidates,
+)
+from ultrabench.sweep.predict.memory import memory_constants
+from ultrabench.sweep.predict.network import network
+from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction, Predictor, too_large
 
 CellKey = tuple[str, int]
 """Model name and number of nodes. Hardware and kernel are the same in the whole sweep."""
+PRUNED = "memory"
+"""The rule of valid layouts that are not run, because they are predicted to run out of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +39,10 @@ class Candidate:
     run_id: str
     spec: RunSpec
     rule: str | None = None
-    """The first structural rule that rejects the layout, or `kernel` when the kernel refuses it."""
+    """The first structural rule that rejects the layout, `kernel` when the kernel refuses it, or PRUNED."""
     reason: str | None = None
-    prediction: Prediction
+    predicted: Prediction | None
+    """The prediction; None where a structural rule rejects the layout."""
     peak_flops_per_s: float | None = None
     """Peak rate of one rank, which mfu is relative to; None where it is unknown."""
     flops_formula: str
@@ -58,17 +71,23 @@ class Candidate:
     @property
     def valid(self) -> bool:
         """Whether no structural rule rejects the layout."""
-        return self.rule in (None, "kernel")
+        return self.rule in (None, "kernel", PRUNED)
 
     @property
     def runs(self) -> bool:
-        """Whether the layout is valid and the kernel can train it."""
+        """Whether the layout is valid, the kernel can train it, and it has a chance to fit into memory."""
         return self.rule is None
 
     @property
+    def prediction(self) -> Prediction:
+        """The prediction of a valid layout."""
+        assert self.predicted is not None
+        return self.predicted
+
+    @property
     def fits(self) -> bool:
-        """Whether the predicted memory is at most the memory of a rank."""
-        return self.prediction.memory_share <= 1
+        """Whether the run is more likely to fit into memory than not."""
+        return self.prediction.p_oom <= LIKELY_OOM
 
     @property
     def gpu_hours(self) -> float:
@@ -91,8 +110,8 @@ class Candidate:
 class Plan:
     """All candidates of a sweep, those that run first.
 
-    The runs are sorted by price, the cheapest first. Runs whose predicted memory is too large come after
-    the others, sorted by memory, the smallest first.
+    The runs are sorted by price, the cheapest first. Runs that are unlikely to fit into memory come after
+    the others, sorted by memory, the smallest first. Those with a P(OOM) above `max_p_oom` are no runs.
     """
 
     config: SweepConfig
@@ -114,18 +133,33 @@ class Plan:
     def summary(self) -> dict[str, Any]:
         """The document of `sweep plan --json`."""
         rejected = Counter(c.rule for c in self.candidates if not c.valid)
-        refused = Counter(c.reason for c in self.candidates if c.valid and not c.runs)
+        refused = Counter(c.reason for c in self.candidates if c.rule == "kernel")
         cells = [
             {"model": shape.name, "nodes": nodes}
             | _counts([c for c in self.candidates if c.shape is shape and c.nodes == nodes])
             for shape in self.config.models
             for nodes in sorted(set(self.config.axes.nodes))
         ]
+        config, workload = self.config, self.config.workload
         return {
-            "sweep": self.config.name,
+            "sweep": config.name,
+            "hardware": config.hardware.name,
+            "seq_len": workload.seq_len,
+            "gbs": workload.gbs,
+            "precision": config.kernel.precision,
+            "kernel": config.kernel.name,
             **_counts(self.candidates),
             "rejected": dict(sorted(rejected.items())),
             "refused_by_kernel": dict(sorted(refused.items())),
+            "without_candidates": [
+                {"axis": axis, "value": value, "reason": reason}
+                for axis, value, reason in without_candidates(
+                    config.axes,
+                    config.hardware.gpus_per_node,
+                    workload,
+                    [(c.nodes, c.layout) for c in self.candidates],
+                )
+            ],
             "cells": cells,
         }
 
@@ -135,6 +169,7 @@ def _counts(candidates: Sequence[Candidate]) -> dict[str, int]:
         "candidates": len(candidates),
         "valid": sum(c.valid for c in candidates),
         "runs": sum(c.runs for c in candidates),
+        "pruned": sum(c.rule == PRUNED for c in candidates),
         "predicted_to_fit": sum(c.runs and c.fits for c in candidates),
     }
 
@@ -156,7 +191,8 @@ def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cor
             peak = config.hardware.peak(config.kernel.precision, nodes, core_flops_per_s, cores)
             found += _candidates(config, shape, nodes, peak)
     if not found:
-        raise why_none(config.axes, config.hardware.gpus_per_node, config.workload)
+        none = why_none(config.axes, config.hardware.gpus_per_node, config.workload)
+        raise ConfigError(f"no candidate: {none}; choose divisors")
     if config.kernel.command:  # an unknown word is reported now, not later on the nodes
         fill_in(found[0].spec, AttemptKey(found[0].run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
@@ -176,37 +212,42 @@ def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) 
     # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
     workload = replace(config.workload, gbs=nodes * per_node) if probes else config.workload
     place = {"nodes": nodes, "gpus_per_node": per_node}
+    foresee = predictor(config, nodes, peak)
     for layout in layouts(config.axes, nodes * per_node, per_node, workload):
         rule, reason = next(_rejections(config, layout, shape), (None, None))
         spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=config.kernel, **place)
+        prediction = foresee.predict(spec) if rule in (None, "kernel") else None
+        if prediction and rule is None and prediction.p_oom > config.max_p_oom:
+            rule, reason = PRUNED, too_large(prediction, prediction.p_oom)
         yield Candidate(
             run_id=spec.run_id,
             spec=spec,
             rule=rule,
             reason=reason,
-            prediction=predict(spec, config.hardware, peak, config.measure),
+            predicted=prediction,
             peak_flops_per_s=None if probes or peak.source == GUESSED else peak.flops_per_s,
             flops_formula=config.measure.flops_formula,
         )
 
 
+def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:
+    """What predicts the runs of a sweep on this number of nodes, whose links are those of the data sheet."""
+    profile = config.profile
+    return Predictor(
+        hardware=config.hardware,
+        peak=peak,
+        measure=config.measure,
+        profile=profile,
+        memory=memory_constants(profile.framework, profile.memory),
+        links=network(config.hardware, nodes),
+    )
+
+
 def _rejections(config: SweepConfig, layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
     """Each rule that rejects a layout, with its reason; the rule is `kernel` where the kernel refuses it."""
+    hardware = config.hardware
     yield from broken_rules(layout, shape)
     if reason := not_listed(config.axes, layout):
         yield "gas_not_listed", reason
-    if reason := refusal(config.kernel, layout, shape, config.workload.seq_len, config.hardware.device):
+    if reason := refusal(config.kernel, layout, shape, config.workload.seq_len, hardware.device, hardware):
         yield "kernel", reason
-
-
-def require_runs(plan: Plan) -> Plan:
-    """The plan, which has at least one run.
-
-    Raises:
-        ConfigError: every candidate is rejected; the message tells the most common reason.
-    """
-    if not plan.runs:
-        reason, number = Counter(c.reason for c in plan.candidates).most_common(1)[0]
-        found = counted(len(plan.candidates), "candidate")
-        raise ConfigError(f"{found}, none can run; {number} because {reason}: change the axes")
-    return plan

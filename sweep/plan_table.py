@@ -11,21 +11,20 @@ import pyarrow.parquet as pq
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.layout import AXES, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import from_dict, values_of
+from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.store.folder import write_whole
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import SweepJson
-from ultrabench.sweep.plan import Candidate
+from ultrabench.sweep.plan import PRUNED, Candidate
 from ultrabench.sweep.predict.predict import Prediction
 
 Row = dict[str, Any]
 """Column name -> value."""
-RUNS = ("decision", "=", "run")
-"""Filter of parquet rows that keeps only the candidates that run."""
+PREDICTED = tuple(f.name for f in fields(Prediction))
+"""Fields of a prediction, which are null where a structural rule rejects the layout."""
 
-
-NULLABLE = pa.schema({"rule": pa.string(), "reason": pa.string(), "p_oom": pa.float64()})
+NULLABLE = pa.schema({"rule": pa.string(), "reason": pa.string()})
 """Types of the columns in which all values may be null, which would leave them without a type."""
 
 
@@ -51,16 +50,29 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
             "valid": c.valid,
             "rule": c.rule,
             "reason": c.reason,
-            "decision": "run" if c.runs else "rejected",
-            **{f"predicted_{name}": value for name, value in values_of(c.prediction).items()},
-            "predicted_to_fit": c.fits,
-            "p_oom": None,
-            "predicted_gpu_hours": c.gpu_hours,
+            "decision": "run" if c.runs else "skipped" if c.rule == PRUNED else "rejected",
+            **{_column(name): getattr(c.predicted, name, None) for name in PREDICTED},
+            "predicted_to_fit": c.fits if c.valid else None,
+            "predicted_gpu_hours": c.gpu_hours if c.valid else None,
         }
         for order, c in enumerate(candidates)
     ]
     table = pa.Table.from_pylist(rows)
     return table.cast(pa.unify_schemas([table.schema, NULLABLE]))
+
+
+def _column(name: str) -> str:
+    """The column of a field of `Prediction`."""
+    return name if name == "p_oom" else f"predicted_{name}"
+
+
+def _prediction(row: Row) -> Prediction:
+    """The prediction of a row; in plans of earlier versions, which tell no chances, it is taken as certain."""
+    time_s, fits = row["predicted_step_time_s"], row["predicted_memory_share"] <= 1
+    certain = {"step_time_low_s": time_s, "step_time_high_s": time_s, "p_oom": float(not fits)}
+    certain |= {"limited_by": "compute" if fits else "memory"}
+    told = {name: row.get(_column(name)) for name in PREDICTED}
+    return Prediction(**{name: certain[name] if value is None else value for name, value in told.items()})
 
 
 def write_plan(candidates: Iterable[Candidate], path: Path) -> None:
@@ -84,7 +96,8 @@ def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
         SweepFolderError: the file is missing or cannot be read.
     """
     try:
-        return list(pq.read_table(path, filters=[RUNS] if runs_only else None).to_pylist())
+        rows = pq.ParquetFile(path).read().to_pylist()  # read_table would import pandas, which takes longer
+        return [row for row in rows if row["decision"] == "run" or not runs_only]
     except FileNotFoundError:
         raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None
     except (OSError, pa.ArrowException) as error:
@@ -132,7 +145,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
                 nodes=row["nodes"],
                 gpus_per_node=row["gpus_per_node"],
             ),
-            prediction=Prediction(**{f.name: row[f"predicted_{f.name}"] for f in fields(Prediction)}),
+            predicted=_prediction(row),
             peak_flops_per_s=peak.flops_per_s if peak else None,
             flops_formula=formula,
         )

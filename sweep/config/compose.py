@@ -1,8 +1,11 @@
 """Turns Hydra overrides into plain values; the only module that imports Hydra."""
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +24,133 @@ from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.sweep.config.sweep_config import moved
 
 GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
-_NO_OVERRIDE = "{!r} is no override; write KEY=VALUE, such as sweep.nodes=[1,2]"
+FOLDERS = (*GROUPS, "profiles")
+"""Folders of configuration files: those of the groups, and the profiles of predictions."""
+_SIZES = r"hidden_|(^|_)layers|(^|_)heads|ffn_|vocab_|intermediate_"
+"""Pattern in the names of sizes of a model."""
 _NO_SETTING = "${{{0}}} is no setting; for a variable of the shell on the nodes write \\${{{0}}}"
-_SEVERAL_VALUES = "{0}={1}: several values are a list; write {0}=[{1}]"
+_PREFERRED = ("sweep", "kernel", "launcher", "measure", "retry", "cluster", "hardware")
+"""The order in which a group is preferred where several have a key of the same name."""
+_FOREIGN = {
+    r"micro_?batch|local_?batch": "sweep.mbs", r"batch": "sweep.gbs", r"schedule": "sweep.pp_schedule",
+    r"tensor|^tp_": "sweep.tp", r"pipeline|^pp_": "sweep.pp", r"context_p|^cp_": "sweep.cp",
+    r"data_?parallel|world_size|^dp_": "sweep.dp", r"accum": "sweep.gas", r"zero|fsdp": "sweep.zero_stage",
+    r"seq|context_len|block_size": "sweep.seq_len", r"recompute|activation_?checkpoint": "sweep.recompute",
+    r"dtype": "kernel.precision", r"iters|steps": "measure.max_steps", r"nodes": "sweep.nodes",
+}  # fmt: skip
+"""Pattern in the name of a setting of Megatron-LM, torchtitan or DeepSpeed -> the same setting here."""
 
 
-def _unknown_option(group: str, name: str) -> str:
+def unknown_option(group: str, name: str) -> str:
+    """One line for a group that has no option of this name; it tells of a file with another ending."""
+    others = [path for folder in _user_folders() if (path := folder / group / f"{name}.yml").is_file()]
+    if others:
+        return f"{group}={name}: {others[0]} is not read, since its name must end in .yaml; rename it"
     more = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
     return unknown_name(group, name, files(group)) + (more if group == "cluster" else "")
 
 
-def unknown_override(key: str) -> str:
-    """One line for an override whose key does not exist; it names the most similar key that does."""
-    group = key.partition(".")[0]
+def unknown_override(key: str, value: object = None) -> str:
+    """One line for an override whose key does not exist; it names the setting that was probably meant.
+
+    Args:
+        value: the value that was given, which is repeated in the form that the setting needs.
+    """
+    group, _, last = key.partition(".")[0], *key.rpartition(".")[1:]
     if error := moved(key):
         return str(error)
-    if key.startswith("launcher.sbatch"):
-        return f"{key}: options of sbatch are added; write +launcher.sbatch.NAME=VALUE"
-    if group == "model":
+    for prefix, what in (("launcher.sbatch", "options of sbatch"), ("kernel.env.", "variables")):
+        if key.startswith(prefix):
+            return f"{key}: {what} are added; write +{prefix.rstrip('.')}.NAME=VALUE"
+    if group == "model" or (group not in GROUPS and re.search(_SIZES, key)):
         advice = "write ultrabench/model/NAME.yaml and give model=NAME, or give model=PATH of a config.json"
         return f"unknown override {key!r}; the sizes of a model stand in its file: {advice}"
     known = _known_keys()
     if key in known:
-        return f"{key} is no setting of the {group} that is chosen; choose another with {group}=NAME"
-    for name in sorted(known):
-        if name.rpartition(".")[2] == key.rpartition(".")[2]:
-            return f"unknown override {key!r}; did you mean {name}?"
+        return f"{key} is no setting of the {group} that is chosen; {_where_it_is(key, value, known)}"
+    same = [name for name in known if name.rpartition(".")[2] == last]
+    longer = [name for name in known if name.startswith(f"launcher.{last}_")]  # launcher.time is time_minutes
+    if not same and key in (last, f"launcher.{last}") and len(longer) == 1:
+        same = longer
+    foreign = [name for pattern, name in _FOREIGN.items() if re.search(pattern, key.lower())]
+    if not same and foreign and group not in GROUPS:
+        advice = str(moved(foreign[0]) or "") or f"did you mean {_typed(foreign[0], value, known)}?"
+        return f"unknown override {key!r}; {advice}"
+    lasts = {name.rpartition(".")[2]: None for name in known}
+    if not same and last == key and (near := get_close_matches(key, lasts, 1, 0.75)):
+        same = [name for name in known if name.rpartition(".")[2] == near[0]]
+    if same:
+        meant = min(same, key=lambda name: (name.partition(".")[0] != group, name.count("."), _rank(name)))
+        have = _options_with(meant) if meant.startswith(("kernel.", "launcher.")) else []
+        also = f", with {have[0]}" if len(have) == 1 else ""
+        return f"unknown override {key!r}; did you mean {_typed(meant, value, known)}{also}?"
     beside = {name for name in known if name.startswith(f"{group}.")}
     return unknown_name("override", key, beside or {name for name in known if "." not in name})
 
 
-def _known_keys() -> set[str]:
-    """The keys in the files of the package, such as `sweep.nodes` and `retry.attempts.hang`."""
+def _rank(name: str) -> int:
+    group = name.partition(".")[0]
+    return _PREFERRED.index(group) if group in _PREFERRED else -1
+
+
+def _where_it_is(key: str, value: object, known: Mapping[str, bool]) -> str:
+    """The remedy for a known key that the chosen option of its group does not have."""
+    if key.startswith("sweep."):
+        return f"add it: {_typed(f'+{key}', value, known)}"
+    return f"add {' or '.join(_options_with(key))}"
+
+
+def _options_with(key: str) -> list[str]:
+    """The options of the package that have this key of their group, such as launcher=slurm."""
+    group = key.partition(".")[0]
+    paths = sorted((search_path()[-1] / group).glob("*.yaml"))
+    return [f"{group}={path.stem}" for path in paths if key in _keys_of(group, path)]
+
+
+def _typed(name: str, value: object, known: Mapping[str, bool]) -> str:
+    """The override that gives `name` this value, as a user can type it; only the name for a mapping or no value."""
+    if value is None or isinstance(value, dict):
+        return name
+    text = str(value)
+    override = f"{name}={as_list(text) if known[name.lstrip('+')] else text}"
+    return override if re.fullmatch(r"[\w.,=\[\]/:+@%-]*", override) else shlex.quote(override)
+
+
+def as_list(value: str) -> str:
+    """The values as one list that Hydra reads: `1 2`, `1,2` and `[1 2]` become `[1,2]`."""
+    return f"[{','.join(value.strip('[]').replace(',', ' ').split())}]"
+
+
+def _known_keys() -> dict[str, bool]:
+    """The keys in the files of the package, such as `sweep.nodes`, each with whether some file gives it a list."""
     folder = search_path()[-1]
-    known = _paths(yaml.safe_load((folder / "config.yaml").read_text())) | {*GROUPS}
+    known = dict.fromkeys(GROUPS, False) | _paths(yaml.safe_load((folder / "config.yaml").read_text()))
     for group in {*GROUPS} - {"model"}:
         for path in (folder / group).glob("*.yaml"):
-            values = yaml.safe_load(path.read_text())
-            known |= _paths({group: values.get(group, values)})  # a sweep may set other groups, too
-    return known - {"defaults"}
+            for key, is_list in _keys_of(group, path).items():
+                known[key] = known.get(key, False) or is_list
+    return {key: is_list for key, is_list in sorted(known.items()) if key != "defaults"}
 
 
-def _paths(values: dict[str, Any], above: str = "") -> set[str]:
-    """The dotted keys of a mapping and of those inside it."""
-    inner = ((key, value) for key, value in values.items() if isinstance(value, dict))
-    return {above + key for key in values}.union(*(_paths(value, f"{above}{key}.") for key, value in inner))
+def _keys_of(group: str, path: Path) -> dict[str, bool]:
+    """The keys that a file of a group sets; the file of a sweep may set other groups, too."""
+    values = yaml.safe_load(path.read_text()) or {}
+    return _paths({group: values.get(group, values)})
+
+
+def _paths(values: dict[str, Any], above: str = "") -> dict[str, bool]:
+    """The dotted keys of a mapping and of those inside it, each with whether its value is a list."""
+    keys = {above + key: isinstance(value, list) for key, value in values.items()}
+    for key, value in values.items():
+        keys |= _paths(value, f"{above}{key}.") if isinstance(value, dict) else {}
+    return keys
+
+
+def _no_override(word: str) -> str:
+    """One line for a word that is no override; it names the group that has a file of this name."""
+    group = next((group for group in ("sweep", *GROUPS) if word in files(group)), None)
+    advice = f"{group}={word}" if group else "KEY=VALUE without spaces, such as sweep.nodes=[1,2]"
+    return f"{word!r} is no override; write {advice}"
 
 
 def _unusable(override: str) -> str | None:
@@ -73,13 +158,32 @@ def _unusable(override: str) -> str | None:
     key, _, value = override.partition("=")
     group = key.lstrip("+")
     if not key.strip():
-        return _NO_OVERRIDE.format(override)
+        return _no_override(override)
+    if key[0] in "+~" and group.lstrip("~") in GROUPS:
+        group = group.lstrip("~")
+        return f"{override}: a sweep always has a {group}; choose another with {group}={value or 'NAME'}"
+    if override == f"{key}=" and group in GROUPS:
+        return f"{override} has no value; give a name (see ultrabench configs {group})"
+    if key.startswith("sweep.") and (ends := re.fullmatch(r"\[?(\d+)(?:-|:|\.\.)(\d+)\]?", value)):
+        low, high = int(ends[1]), int(ends[2])
+        within = [low << n for n in range((high // low).bit_length())] if low else range(min(high, 3) + 1)
+        return f"{override}: a range is written as a list, such as {key}=[{','.join(map(str, within))}]"
+    if group in GROUPS and re.fullmatch(r"\[[\w.,\s-]+\]", value):
+        return _several(group, value)
+    if (key.startswith("sweep.") or group == "model") and re.fullmatch(
+        r"\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", value
+    ):
+        return f"{override}: a list has commas; write {key}={as_list(value)}"
     if group in GROUPS and value.startswith(("[", "{")):
         advice = f"values go into {group}.KEY=VALUE or into a file, ultrabench/{group}/NAME.yaml"
         return f"{override}: {group} takes one name (known: see ultrabench configs {group}); {advice}"
     if group in GROUPS and ("/" in value or value.endswith((".yaml", ".yml"))):
-        name = f"put the file into ./ultrabench/{group}/ and write {group}={Path(value).stem}"
-        return f"{override}: {group} takes a name, not a path; {name}"
+        there = (
+            ""
+            if (stem := Path(value).stem) in files(group)
+            else f"put the file into ./ultrabench/{group}/ and "
+        )
+        return f"{override}: {group} takes a name, not a path; {there}write {group}={stem}"
     if key == "hardware.gpu":
         return f"{override}: a GPU comes with its rates, in a file; name that with hardware=NAME"
     if re.match(r"[+~]*hydra\b", key):
@@ -89,12 +193,33 @@ def _unusable(override: str) -> str | None:
     return None
 
 
+def _several(key: str, value: str) -> str:
+    """One line for an override with several values, such as hardware=a,b or sweep.tp=1,2."""
+    known, group = _known_keys(), key.partition(".")[0]
+    if key not in known and group != "model" and key[0] != "+":
+        return unknown_override(key, value)
+    if known.get(key):
+        return f"{key}={value}: several values are a list; write {_typed(key, value, known)}"
+    if group in ("launcher", "kernel", "+launcher", "+kernel"):  # such as two partitions, or a list of nodes
+        return f"{key}={value}: a value with a comma needs quotes: '{key}=\"{value}\"'"
+    each = [f"{key}={one}" for one in as_list(value)[1:-1].split(",")]
+    return f"{key}={value}: one sweep has one {key}; run the command once with each: {', '.join(each)}"
+
+
+def in_defaults(group: str) -> str:
+    """How the file of a sweep chooses an option of a group."""
+    return f"in a sweep file another {group} is chosen under defaults: '- override /{group}: NAME', with the slash"
+
+
 _SENTENCES: tuple[tuple[str, Callable[..., str]], ...] = (
-    (rf"Could not find '({'|'.join(GROUPS)})/([^'/]+)'", _unknown_option),
-    (r"Could not override '([^']+)'", unknown_override),
+    (rf"(?:Could not (?:find|override) 'sweep/|Multiple values for )({'|'.join(GROUPS)})\b", in_defaults),
+    (r"Could not load 'sweep/override /?(\w+)", in_defaults),
+    (r"Could not load 'sweep/([^']+)'", lambda name: f"defaults: {unknown_option('sweep', name)}"),
+    (rf"Could not find '({'|'.join(GROUPS)})/([^'/]+)'", unknown_option),
     (r"Missing mandatory value: .*\s+full_key: (\S+)", "{0} has no value; give it: {0}=...".format),
-    (r"Ambiguous value for argument '([^'=]+)=([^']*)'", _SEVERAL_VALUES.format),
+    (r"Ambiguous value for argument '([^'=]+)=([^']*)'", _several),
     (r"Interpolation key '([^']+)' not found", _NO_SETTING.format),
+    (r"Sweep parameters '([^'=]+)=([^']*)' requires", "{0}={1} is no list of values; write {0}=[A,B]".format),
 )
 """Pattern in a message of Hydra -> function that makes one line of its groups."""
 
@@ -103,23 +228,44 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line that explains `error`: what was given, which values are known, and what to do."""
     for pattern, sentence in _SENTENCES:
         if found := re.search(pattern, str(error)):
-            return sentence(*found.groups())
+            names = [o.removeprefix("sweep=") for o in overrides if o.startswith("sweep=")]
+            return of_sweep_file("".join(names[-1:]), found[1], overrides) + sentence(*found.groups())
+    if found := re.search(r"Could not override '([^']+)'", str(error)):
+        given = (o.lstrip("+~").partition("=") for o in overrides)
+        return unknown_override(found[1], next((v for k, _, v in given if k == found[1]), None))
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override, overrides)
     if isinstance(error, yaml.YAMLError):
-        return f"a configuration file is no YAML: {' '.join(str(error).split())}"
+        return f"a configuration file is no YAML: {' '.join(str(error).split())}; mend it there"
     line = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
     return f"cannot use the overrides {' '.join(overrides)!r}: {line}"
+
+
+def of_sweep_file(sweep: str, word: str, overrides: Sequence[str]) -> str:
+    """The prefix `FILE: ` for a message about a word of the user's file of a sweep; empty if an override has it."""
+    path = files("sweep").get(sweep)
+    if path is None or path.parent.parent == search_path()[-1] or any(word in o for o in overrides):
+        return ""
+    return f"{path}: " if re.search(rf"\b{re.escape(word)}\b", read_text(path)) else ""
 
 
 def _unreadable(override: str, overrides: Sequence[str]) -> str:
     """One line that explains an override that Hydra cannot parse."""
     key, equals, value = override.partition("=")
     if not equals:
-        return _NO_OVERRIDE.format(override)
+        return _no_override(override)
+    if (
+        re.fullmatch(r"[({\[]?[\w.;,\s-]+[)}\]]?", value)
+        and _known_keys().get(key)
+        and value.count("[") <= value.count("]")
+    ):
+        return f"{override}: a list has brackets and commas; write {key}={as_list(re.sub(r'[(){};]', ' ', value))}"
     if value.count("[") > value.count("]"):
-        whole = "".join(overrides[overrides.index(override) :]).partition("]")[0]
-        return f"{override} has no end: the shell cuts words at spaces; write a list without them: {whole}]"
+        whole = " ".join(overrides[overrides.index(override) :]).partition("]")[0]
+        items = as_list(whole.partition("=")[2])
+        return (
+            f"{override} has no end: the shell cuts words at spaces; write a list without them: {key}={items}"
+        )
     plain = value.replace('"', "")
     rule = "a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own"
     return f"""{override}: {rule}, such as '{key}="{plain}"'; a list is [A,B]"""
@@ -130,10 +276,15 @@ def search_path() -> list[Path]:
 
     They are `./ultrabench`, then $ULTRABENCH_CONFIG_DIR (by default ~/.config/ultrabench), then the package.
     """
-    user = os.environ.get("ULTRABENCH_CONFIG_DIR", "~/.config/ultrabench")
-    folders = [Path.cwd() / "ultrabench", Path(user).expanduser().absolute()]
-    used = [folder for folder in folders if any(next((folder / g).glob("*.yaml"), None) for g in GROUPS)]
+    used = [
+        folder for folder in _user_folders() if any(next((folder / g).glob("*.yaml"), None) for g in FOLDERS)
+    ]
     return [*used, (Path(ultrabench.__file__).parent / "configs").resolve()]
+
+
+def _user_folders() -> list[Path]:
+    user = os.environ.get("ULTRABENCH_CONFIG_DIR", "~/.config/ultrabench")
+    return [Path.cwd() / "ultrabench", Path(user).expanduser().absolute()]
 
 
 class UserFolders(SearchPathPlugin):
@@ -152,10 +303,30 @@ def files(group: str) -> dict[str, Path]:
 
 
 def describe(group: str) -> dict[str, str]:
-    """Name of each option of a group -> the first comment line of its file."""
-    comment = re.compile(r"^#(?! @package)\s*(.*)", re.MULTILINE)
-    found = {name: comment.search(read_text(path)) for name, path in files(group).items()}
-    return {name: match[1].strip() if match else "" for name, match in found.items()}
+    """Name of each option of a group -> the first comment line of its file, or why that cannot be used."""
+    return {name: _about(path) for name, path in files(group).items()}
+
+
+def _about(path: Path) -> str:
+    """The first comment line of a configuration file, or what is wrong with the file."""
+    try:
+        values = yaml.safe_load(text := read_text(path))
+    except (ConfigError, yaml.YAMLError) as error:
+        return f"unusable: {' '.join(str(error).split())}"
+    if not isinstance(values, dict | None):
+        return "unusable: it holds no settings, such as gpus_per_node: 8"
+    comment = re.search(r"^#(?! @package)\s*(.*)", text, re.MULTILINE)
+    return comment[1].strip() if comment else ""
+
+
+def usable(group: str) -> dict[Path, dict[str, Any]]:
+    """File -> its settings, without the files of a group that cannot be read or hold no settings."""
+    found: dict[Path, dict[str, Any]] = {}
+    for path in files(group).values():
+        with contextlib.suppress(ConfigError):
+            if isinstance(values := read_yaml(path), dict):
+                found[path] = values
+    return found
 
 
 def read_text(path: Path) -> str:
@@ -190,8 +361,19 @@ def _require_global(path: Path) -> None:
         raise ConfigError(f"{path} sets {nested[0]}: and so needs a first line: # @package _global_")
 
 
+def _usual_sweep(overrides: Sequence[str]) -> list[str]:
+    """The override that chooses `sweep=layouts` where the given hardware is no CPU and no sweep is given."""
+    given = {key.lstrip("+"): value for key, _, value in (o.partition("=") for o in overrides)}
+    path = files("hardware").get(given.get("hardware", ""))
+    if path is None or "sweep" in given or not isinstance(values := read_yaml(path), dict):
+        return []
+    return [] if values.get("device") == "cpu" else ["sweep=layouts"]
+
+
 def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     """The composed configuration as plain values; `names` holds the chosen option of each group.
+
+    Without an override `sweep=NAME`, hardware that is no CPU gets `layouts` instead of the sweep of config.yaml.
 
     Raises:
         ConfigError: an override cannot be used.
@@ -205,7 +387,8 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     Plugins.instance().register(UserFolders)
     try:
         with initialize_config_dir(config_dir=str(search_path()[-1]), version_base="1.3"):
-            composed = compose("config", overrides=list(overrides), return_hydra_config=True)
+            chosen = [*_usual_sweep(overrides), *overrides]
+            composed = compose("config", overrides=chosen, return_hydra_config=True)
             choices = dict(composed.hydra.runtime.choices)
             OmegaConf.set_struct(composed, False)
             composed.pop("hydra")

@@ -1,5 +1,6 @@
 """Makes a SweepConfig from a composed configuration, and a ModelShape from the config.json of a checkpoint."""
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,20 +12,34 @@ from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.layout import AXES, TEXT_AXES, Layout
 from ultrabench.model_shape import ModelShape, RopeScaling
-from ultrabench.record import from_dict, to_dict, value_from
+from ultrabench.record import from_dict, lacking, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redacted
-from ultrabench.sweep.config.compose import compose_tree, files, read_yaml, search_path
+from ultrabench.sweep.config.compose import (
+    as_list,
+    compose_tree,
+    files,
+    in_defaults,
+    of_sweep_file,
+    read_yaml,
+    search_path,
+    unknown_option,
+    unknown_override,
+    usable,
+)
 from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, SweepConfig, moved
+from ultrabench.sweep.predict.profile import Profile
 
-UNCHANGED = ("results_dir", "models", "retry", "repeats", "profile")
+UNCHANGED = ("results_dir", "models", "retry", "repeats", "trace", "max_p_oom")
 """Keys of a composed configuration whose values are taken as they are."""
 KEYS = frozenset(
-    {*UNCHANGED, "hardware", "cluster", "kernel", "measure", "launcher", "sweep", "name", "names"}
+    {*UNCHANGED, "hardware", "cluster", "kernel", "measure", "launcher", "sweep", "name", "names", "profile"}
 )
 """Keys of a composed configuration."""
 WORKLOAD = ("seq_len", "gbs", "seed")
-"""Keys of `sweep` that have one value; the others list the values of an axis."""
+"""Keys of `sweep` that say what one step trains on."""
+SEARCH = ("strategy", "batch")
+"""Keys of `sweep` that say which of its layouts are run."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses them."""
 
@@ -32,11 +47,18 @@ CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 def _axes(sweep: dict[str, Any]) -> Axes:
     """The axes of a sweep; an axis that the sweep does not name has its neutral value only."""
     given: dict[str, Any] = {name: _as_list(values) for name, values in sweep.items() if values is not None}
-    require_known("field of sweep", ("nodes", *AXES[1:], "models", *WORKLOAD), *given)
+    if error := next(filter(None, (moved(f"sweep.{name}") for name in given)), None):
+        raise error
+    require_known("field of sweep", ("nodes", *AXES[1:], "models", *WORKLOAD, *SEARCH), *given)
     for name, values in given.items():
-        kind = tuple[str, ...] if name in TEXT_AXES else tuple[int, ...]
-        # Values of dp_shard are words and numbers, which Axes checks.
-        given[name] = tuple(values) if name == "dp_shard" else value_from(kind, values, f"sweep.{name}")
+        if name == "gas" and "auto" in values:
+            raise ConfigError(
+                "sweep.gas=auto is no number; for whatever makes the batch write sweep.gas=null"
+            )
+        # Values of dp_shard are words and numbers, which Axes checks, as it checks words.
+        words = tuple(map(str, values)) if name in TEXT_AXES else tuple(values)
+        checked = name in TEXT_AXES or name == "dp_shard"
+        given[name] = words if checked else value_from(tuple[int, ...], values, f"sweep.{name}")
     if "nodes" not in given:
         raise ConfigError("sweep lacks nodes: give a list such as sweep.nodes=[1,2]")
     usual: dict[str, Any] = {f.name: (f.default,) for f in fields(Layout) if f.name not in ("dp", "gas")}
@@ -50,12 +72,18 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     Raises:
         ConfigError: a name, a value or a file cannot be used; the message is one line.
     """
+    named = [o for o in overrides if re.match(r"\+*(sweep\.models|model)=", o)]
+    if len({o.lstrip("+").partition("=")[0] for o in named}) > 1:
+        raise ConfigError(f"{' '.join(named)}: model=NAME means sweep.models=[NAME]; give only one of them")
     tree = compose_tree([_model_list(o) for o in overrides])
     sweep = tree.get("sweep")
-    names = _as_list(sweep.pop("models", [])) if isinstance(sweep, dict) else []
-    if not names:
-        raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
+    names = _as_list(sweep.pop("models", None) or []) if isinstance(sweep, dict) else []
     tree["models"] = [to_dict(load_model(str(name))) for name in names]
+    if isinstance(tree.get("profile"), bool):
+        given = f"profile={str(tree['profile']).lower()}"
+        raise ConfigError(
+            f"{given}; a profile is a file of constants that predict: to trace runs, write trace=true"
+        )
     try:
         return config_from_tree(tree)
     except ConfigError as error:
@@ -71,7 +99,8 @@ def _place(message: str, names: Mapping[str, str], overrides: Sequence[str]) -> 
             continue
         if path.parent.parent != search_path()[-1] and str(path) not in message:
             return f"{path}: "
-    return ""
+    found = re.search(r"'(\w+)'", message)
+    return of_sweep_file(names.get("sweep", ""), found[1], overrides) if found else ""
 
 
 def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
@@ -81,12 +110,11 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         ConfigError: a value cannot be used.
     """
     if strangers := sorted(set(tree) - KEYS):
-        raise ConfigError(unknown_name("override", strangers[0], KEYS - {"names", "models"}))
+        raise ConfigError(unknown_override(strangers[0], tree[strangers[0]]))
     tree = tree | {"cluster": tree.get("cluster") or {}}
     for group in ("sweep", "hardware", "kernel", "launcher", "measure", "retry", "cluster"):
         if not isinstance(given := tree.get(group), dict):
-            advice = f"in a sweep file another {group} is chosen under defaults: '- override /{group}: NAME'"
-            raise ConfigError(f"{group}: {given!r} holds no settings; {advice}")
+            raise ConfigError(f"{group}: {given!r} holds no settings; {in_defaults(group)}")
     names, cluster = tree["names"], tree["cluster"]
     if strangers := sorted(set(cluster) - CLUSTER_KEYS, key=str):
         unknown = unknown_name(f"key of cluster={names['cluster']}", strangers[0], CLUSTER_KEYS)
@@ -98,7 +126,9 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         shown, secrets = redacted(env)
         tree = tree | {"kernel": tree["kernel"] | {"env": shown}}
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
-    kernel = _filled({"name": names["kernel"], **tree["kernel"]}, {"precision": hardware.precision})
+    settings = {key: value for key, value in tree["kernel"].items() if key != "profile"}
+    kernel = _filled({"name": names["kernel"], **settings}, {"precision": hardware.precision})
+    profile = profile_of(tree, hardware.device)
     if kernel.get("compile") == "auto":
         kernel["compile"] = hardware.device == "cuda"
     elif not isinstance(given := kernel.get("compile", False), bool):
@@ -108,18 +138,41 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     workload = {k: v for k, v in tree["sweep"].items() if k in WORKLOAD}
     values = {
         **{key: tree[key] for key in UNCHANGED if key in tree},
+        "profile": profile,
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "hardware": hardware,
         "kernel": {k: v for k, v in kernel.items() if v is not None},
         "measure": _filled(tree["measure"], seconds),
         "launcher": _launcher(tree["launcher"], cluster),
+        **{k: v for k, v in tree["sweep"].items() if k in SEARCH and v is not None},
+        "axes": _axes({k: v for k, v in tree["sweep"].items() if k not in (*WORKLOAD, *SEARCH)}),
         "workload": from_dict(Workload, workload, where="sweep"),
-        "axes": _axes({k: v for k, v in tree["sweep"].items() if k not in WORKLOAD}),
-        "resolved": tree,
+        "resolved": tree | {"profile": to_dict(profile)},
         "secrets": secrets,
     }
     return from_dict(SweepConfig, values, where="")
+
+
+def profile_of(tree: Mapping[str, Any], device: str) -> Profile:
+    """The profile of a composed configuration: the one that it names or holds, else that of its kernel.
+
+    That of a kernel is NAME-cpu on CPUs, if there is such a file. A configuration that was written down holds the
+    whole profile, so that a sweep goes on as it began; one of another version, with other constants, is read again.
+    """
+    given = tree.get("profile")
+    if isinstance(given, dict):
+        with contextlib.suppress(ConfigError):
+            return from_dict(Profile, given, where="profile", skip_unknown=True)
+        given = given.get("name")
+    if given is None or isinstance(given, bool):  # a truth value meant in older versions what trace means
+        given = usual_profile(str(tree["kernel"].get("profile") or "ultrabench"), device)
+    return load_profile(str(given))
+
+
+def usual_profile(name: str, device: str) -> str:
+    """The name of the profile `name` for a torch device type: NAME-cpu on CPUs, if there is such a file."""
+    return f"{name}-{device}" if f"{name}-{device}" in files("profiles") else name
 
 
 def _filled(values: dict[str, Any], by_hardware: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,13 +189,12 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
         ConfigError: a value cannot be used, or no file has rates of the GPU.
     """
     if "gpu" in values and "source" not in values:
-        given = {path: read_yaml(path) for path in files("hardware").values()}
-        rows = {path: row for path, row in given.items() if isinstance(row, dict)}
-        rated = {path: row for path, row in rows.items() if {"gpu", "source"} <= row.keys()}
+        rated = {path: row for path, row in usable("hardware").items() if {"gpu", "source"} <= row.keys()}
         same = [path for path, row in rated.items() if row["gpu"] == values["gpu"]]
         if not same:
             unknown = unknown_name("hardware.gpu", values["gpu"], {row["gpu"] for row in rated.values()})
-            raise ConfigError(f"{unknown}: give its rates in the same file, with their source")
+            needed = ", ".join(lacking(Hardware, values))
+            raise ConfigError(f"{unknown}; for a GPU that no other file has, add to its file: {needed}")
         if len(same) > 1:
             raise ConfigError(f"{same[1]}: {same[0]} has rates of gpu={values['gpu']}, too; rename one")
         values = rated[same[0]] | {k: v for k, v in values.items() if v is not None}
@@ -179,20 +231,38 @@ def _flags(options: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def load_model(name: str) -> ModelShape:
-    """The shape of the model that `name` means: a name on the search path, or the path of a config.json.
+    """The shape of the model that `name` means: a name on the search path, or the path of a config.json or its folder.
 
     Raises:
         ConfigError: there is no such model, or its file lacks a value.
     """
-    if "/" in name or name.endswith(".json"):
-        return read_checkpoint_config(name)
     known = files("model")
-    require_known("model", known, name)
+    if "/" in name or name.endswith(".json") or (name not in known and Path(name).is_dir()):
+        return read_checkpoint_config(name)
+    if name not in known:
+        raise ConfigError(unknown_option("model", name))
     values = read_yaml(known[name])
     if not isinstance(values, dict):
         raise ConfigError(f"{known[name]} is no model: it holds no mapping of sizes; see configs/model/")
     try:
         return _shape({"name": name, **values}, f"model {name}")
+    except ConfigError as error:
+        raise ConfigError(f"{known[name]}: {error}") from error
+
+
+def load_profile(name: str) -> Profile:
+    """The profile of that name on the search path.
+
+    Raises:
+        ConfigError: there is no such profile, or a constant is missing or cannot be used.
+    """
+    known = files("profiles")
+    if name not in known:
+        advice = "`ultrabench predict calibrate` fits one to runs of yours"
+        raise ConfigError(f"{unknown_name('profile', name, known)}; {advice}")
+    values = read_yaml(known[name])
+    try:
+        return from_dict(Profile, {"name": name, **values}, where="profile")
     except ConfigError as error:
         raise ConfigError(f"{known[name]}: {error}") from error
 
@@ -206,6 +276,8 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
 
 Source: LlamaConfig, MistralConfig and Qwen3Config of transformers, which also give the values of DEFAULTS.
 """
+SIZES_ALONE = "for its sizes alone write them to ./ultrabench/model/NAME.yaml and give model=NAME"
+"""What a user can do with a model that ultrabench does not train."""
 DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 PLAIN: dict[str, Any] = {
@@ -233,7 +305,9 @@ def read_checkpoint_config(given: str) -> ModelShape:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read model={given}: {why}; give the path of a config.json") from error
+        raise ConfigError(
+            f"cannot read model={given}: {path}: {why}; give the path of a config.json, or a name (see ultrabench configs model)"
+        ) from error
     if not isinstance(values, dict):
         raise ConfigError(f"model={given} holds no sizes; it must be the config.json of a model")
     usual = path.parent.name if path.name == "config.json" else path.stem
@@ -249,8 +323,7 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         known = f"the decoders of {', '.join(MODEL_TYPES)} only, without biases and experts"
-        advice = "for its sizes alone write them to ./ultrabench/model/NAME.yaml"
-        raise ConfigError(f"model={where}: model_type {kind!r}; ultrabench trains {known}: {advice}")
+        raise ConfigError(f"model={where}: model_type {kind!r}; ultrabench trains {known}: {SIZES_ALONE}")
     rope = _rope(values)
     given = {**DEFAULTS, **MODEL_TYPES[kind], **values, **rope}
     given = {k: v for k, v in given.items() if v is not None}
@@ -281,7 +354,7 @@ def _require_plain(given: Mapping[str, Any], where: str) -> None:
         if given.get(key, value) != value:
             found = f"model={where}: {key} is {json.dumps(given[key])}"
             wanted = "full_attention everywhere" if key == "layer_types" else json.dumps(value)
-            raise ConfigError(f"{found}; ultrabench trains models whose {key} is {wanted}")
+            raise ConfigError(f"{found}; ultrabench trains models whose {key} is {wanted}: {SIZES_ALONE}")
 
 
 def _shape(values: Mapping[str, Any], where: str) -> ModelShape:
@@ -298,8 +371,10 @@ def _model_list(override: str) -> str:
     key, eq, value = override.partition("=")
     if key.lstrip("+") != "model" or not eq:
         return override
-    if value.startswith("[") or not value:
+    if not value:
         raise ConfigError(
-            f"{override}: model takes one name; for several use sweep.models={value or '[A,B]'}"
+            f"{override} has no value; name a model, such as model=8B (see ultrabench configs model)"
         )
+    if value.startswith("[") or ("," in value and "/" not in value and not {'"', "'"} & {*value}):
+        raise ConfigError(f"{override}: model takes one name; for several use sweep.models={as_list(value)}")
     return f"sweep.models=[{value}]" if '"' in value or "'" in value else f'sweep.models=["{value}"]'

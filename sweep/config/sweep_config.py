@@ -15,6 +15,7 @@ from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import CAUSES, RunResult, Status
 from ultrabench.run import Workload
+from ultrabench.sweep.predict.profile import Profile
 
 _HOUR = r"([01]\d|2[0-3]):[0-5]\d"
 WINDOW = Allowed("HH:MM-HH:MM, such as 19:00-07:00", re.compile(f"{_HOUR}-{_HOUR}").fullmatch)
@@ -29,6 +30,15 @@ def moved(key: str) -> ConfigError | None:
     """The error for a `key` that is a setting elsewhere: an option of sbatch or an axis; None for others."""
     if key == "kernel.recompute":
         return ConfigError(f"{key} is an axis of layouts; write sweep.recompute=[full]")
+    if key in ("dp", "sweep.dp"):
+        rule = "dp follows from the GPUs: dp = GPUs/(tp*pp*cp)"
+        return ConfigError(
+            f"{key} is no axis; {rule}: choose it with sweep.nodes, sweep.tp, sweep.pp and sweep.cp"
+        )
+    if key.rpartition(".")[2] in ("gpus", "num_gpus", "ngpus", "nproc_per_node"):
+        return ConfigError(
+            f"{key} is no setting; GPUs = nodes * hardware.gpus_per_node: give sweep.nodes=[1,2]"
+        )
     name = key.removeprefix("launcher.")
     if name not in ("reservation", "constraint"):
         return None
@@ -48,7 +58,7 @@ class LauncherConfig:
     """Largest number of runs of one allocation. None means as many as fit into allocation_minutes; 1 means
     that there is no control run."""
     allocation_minutes: Positive
-    """Minutes of predicted runs with which one allocation is filled."""
+    """Minutes of predicted runs, with the control run, with which one allocation is filled."""
     heartbeat_s: Annotated[float, at_least(0.5)]
     """Seconds between two signs of life that the agents of one allocation send each other."""
     preflight: bool
@@ -197,9 +207,17 @@ class SweepConfig:
     workload: Workload
     axes: Axes
     retry: RetryPolicy
+    strategy: Annotated[str, one_of("exhaustive", "adaptive")] = "exhaustive"
+    """Which runs of a cell are made: all, or those that are worth it after what was measured so far."""
+    batch: Count = 1
+    """Number of runs of a cell that the adaptive strategy makes at the same time."""
     repeats: Count = 1
-    profile: bool = False
+    trace: bool = False
     """Whether each run profiles some more steps after the measured ones."""
+    profile: Profile
+    """The constants of the predictions."""
+    max_p_oom: Annotated[float, between(0, 1)] = 1.0
+    """Runs with a larger predicted probability of running out of memory are left out; 1 leaves out none."""
     resolved: dict[str, Any] = field(default_factory=dict)
     """The composed configuration as JSON values, kept for the record; secrets are redacted."""
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
@@ -207,9 +225,16 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         require_allowed(self)
-        if self.profile and self.kernel.kind != "embedded":
+        if self.strategy == "adaptive" and self.kernel.kind == "probe":
+            raise ConfigError(
+                "sweep.strategy=adaptive with kernel=probe; a probe trains nothing: leave it out"
+            )
+        if not self.models:
+            raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
+        self.hardware.peak(self.kernel.precision, 1, None, 1)  # refuses a precision without a rate
+        if self.trace and self.kernel.kind != "embedded":
             advice = "only ultrabench's own kernel looks inside itself: use what the program has for that"
-            raise ConfigError(f"profile=true with kernel={self.kernel.name}; {advice}")
+            raise ConfigError(f"trace=true with kernel={self.kernel.name}; {advice}")
         if self.kernel.kind != "embedded" and (self.measure.warmup_s or self.measure.min_s):
             given = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
             advice = "only ultrabench's own training counts seconds: give measure.warmup_steps and measure.max_steps"

@@ -1,7 +1,7 @@
 """Pure functions that find which attempts a sweep still needs and which runs it leaves out."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import median
@@ -11,8 +11,9 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.config.sweep_config import RetryPolicy
+from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
 from ultrabench.sweep.plan import Candidate, CellKey, Plan
+from ultrabench.sweep.predict.search import Tried, foresee, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
 
@@ -42,6 +43,47 @@ def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
                 if not victims & fitted:
                     found |= dict.fromkeys(victims - asked - found.keys(), run.run_id)
     return found
+
+
+def outcomes(
+    runs: Iterable[Candidate], state: SweepState, max_p_oom: float
+) -> Iterator[tuple[list[Candidate], Tried]]:
+    """For each cell its runs, and how those that were tried ended, for the adaptive search.
+
+    The step time of a run is the median over all its measurements, also those that were stopped as slower.
+    """
+    tried, cells = state.by_run(), dict[CellKey, list[Candidate]]()
+    for run in runs:
+        cells.setdefault(run.cell, []).append(run)
+    for own in cells.values():
+        ends = {run.run_id: tried.get(run.run_id, []) for run in own}
+        timed = {i: [median(a.ok.step_times_s) for a in ends[i] if a.ok and a.ok.step_times_s] for i in ends}
+        times_s = {run_id: median(times) for run_id, times in timed.items() if times}
+        waits = {i for i in ends if any(a.result is None for a in ends[i])} - times_s.keys()
+        failed = {i: ends[i][-1].result for i in ends.keys() - times_s.keys() - waits if ends[i]}
+        oom = {i for i, result in failed.items() if result and result.status == Status.OOM}
+        gave_none = failed.keys() - oom
+        yield own, Tried(times_s=times_s, oom=oom, failed=gave_none, pending=waits, max_p_oom=max_p_oom)
+
+
+def not_promising(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
+    """run_id -> why the adaptive search leaves out a run, where that is known by now.
+
+    It is empty where the latest launch had another strategy.
+    """
+    if state.config.get("sweep", {}).get("strategy") != "adaptive":
+        return {}
+    most = float(state.config.get("max_p_oom", 1.0))
+    told = (reasons(own, tried) for own, tried in outcomes(runs, state, most))
+    return {run_id: reason for of_cell in told for run_id, reason in of_cell.items()}
+
+
+def expected(plan: Plan, state: SweepState) -> list[Candidate]:
+    """The runs that the adaptive search is expected to make, if all measurements are as predicted."""
+    dominated = left_out(plan.runs, state)
+    runs = (run for run in plan.runs if run.run_id not in dominated)
+    cells = outcomes(runs, state, plan.config.max_p_oom)
+    return [run for own, tried in cells for run in foresee(own, tried, plan.config.batch)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +158,9 @@ def next_attempts(
     following = _Following(state, state.by_run(), config.retry, launch, doubted)
     dominated = left_out(plan.runs, state)
     open_runs = [run for run in plan.runs if run.run_id not in dominated]
+    if config.strategy == "adaptive":
+        queued = {key.run_id for key in on_their_way if key.repeat < config.repeats}
+        open_runs = _searched(config, following, open_runs, queued)
     todo = following.wanted(open_runs, range(config.repeats))
     if config.measure.confirm > config.repeats:
         unsettled = {t.candidate.cell for t in todo}
@@ -136,6 +181,25 @@ def next_attempts(
         untried=untried,
         broken=broken(state, config.retry, launch.ended_s),
     )
+
+
+def _searched(
+    config: SweepConfig, following: "_Following", runs: Sequence[Candidate], on_their_way: Set[str]
+) -> list[Candidate]:
+    """The runs that the adaptive search has begun, and those that it proposes.
+
+    Those of a cell are proposed when all that it has begun has ended, so that they fill an allocation together
+    and follow from the same results, whoever launches.
+    """
+    tried, repeats = following.tried, config.repeats
+    begun = {r.run_id for r in runs if any(a.key.repeat < repeats for a in tried.get(r.run_id, ()))}
+    begun |= on_their_way
+    left = following.wanted([run for run in runs if run.run_id in begun], range(repeats))
+    busy = {todo.candidate.cell for todo in left}
+    for own, told in outcomes(runs, following.state, config.max_p_oom):
+        if own[0].cell not in busy:
+            begun |= {run.run_id for run in propose(own, told, config.batch)}
+    return [run for run in runs if run.run_id in begun]
 
 
 def contenders(runs: Iterable[Candidate], state: SweepState) -> frozenset[str]:

@@ -2,16 +2,25 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from itertools import count
 from statistics import median
 
+from ultrabench.errors import ConfigError, counted
+from ultrabench.measure import Measure
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, CellKey, Plan
-from ultrabench.sweep.running.attempts import MOST, AttemptsLeft, Launch, PlannedAttempt, next_attempts
+from ultrabench.sweep.running.attempts import (
+    MOST,
+    AttemptsLeft,
+    Launch,
+    PlannedAttempt,
+    expected,
+    next_attempts,
+)
 from ultrabench.sweep.running.outliers import step_time_s
 
 START_S = 120.0
@@ -23,10 +32,12 @@ ROUND_S = 300.0
 RUN_LIMIT_FACTOR = 3.0
 """A run may take this many times its predicted duration, if that is more than measure.run_limit_s."""
 
-CONTROL_SHARE = 0.1
-"""Largest share of an allocation's time for its control run; allocations are made long enough for that."""
-
-
+CONTROL_SHARE = 0.2
+"""Largest share of an allocation's predicted time for its control run; allocations are filled up to that."""
+ALLOCATION_START_S = {"cuda": 60.0, "cpu": 20.0}
+"""Device type -> expected seconds from the start of an allocation to its first run; used until measured."""
+TIME_LIMIT = "time_limit"
+"""The rule of runs for which no job may be long enough."""
 SAFE_SHARE = 0.7
 """Largest predicted share of a rank's memory for a control run, which must not run out of memory."""
 
@@ -34,6 +45,12 @@ SAFE_SHARE = 0.7
 def controls(plan: Plan) -> dict[CellKey, Candidate]:
     """CellKey -> its control run: the fastest by prediction of those that surely fit, else the smallest."""
     return {cell: min(runs, key=_rank) for cell, runs in plan.cells.items()}
+
+
+def _controls_used(plan: Plan) -> dict[CellKey, Candidate]:
+    """The control runs of the allocations; empty where these have none."""
+    launcher = plan.config.launcher
+    return controls(plan) if launcher.control and launcher.pack != 1 else {}
 
 
 def _rank(run: Candidate) -> tuple[float, float, str]:
@@ -74,40 +91,82 @@ def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig) -> 
     return ROUND_S * math.ceil((START_S + MARGIN * predicted + slowest) / ROUND_S)
 
 
+def least_limit_s(predicted_s: float, config: SweepConfig) -> float:
+    """The shortest time limit of an allocation, in seconds, in which runs of `predicted_s` seconds all begin.
+
+    It holds the start, the runs, and the time before the limit at which Slurm tells the allocation to end.
+    """
+    needed_s = ALLOCATION_START_S[config.hardware.device] + predicted_s
+    return needed_s + min(90.0, needed_s / 3)
+
+
+def within_limit(plan: Plan, max_limit_s: float = math.inf) -> Plan:
+    """The plan without runs that could never begin, because no job may be long enough; they are rejected.
+
+    Args:
+        max_limit_s: the longest time limit that the site allows; launcher.time_minutes may be shorter.
+
+    Raises:
+        ConfigError: no run is left.
+    """
+    given = plan.config.launcher.time_minutes
+    most_s, told = min(max_limit_s, 60.0 * (given or math.inf)), f"launcher.time_minutes={given}"
+    if most_s == max_limit_s:
+        told = f"partition, QOS and account allow a job {max_limit_s / 60:.0f} minutes"
+    cells, needed = _controls_used(plan), dict[str, int]()
+    for run in plan.runs:
+        together = {c.run_id: c.prediction.duration_s for c in (run, cells.get(run.cell, run))}
+        if (limit_s := least_limit_s(sum(together.values()), plan.config)) > most_s:
+            needed[run.run_id] = math.ceil(limit_s / 60)
+    what = "minutes with its control run" if cells else "minutes"
+    if needed and len(needed) == len(plan.runs):
+        advice = "allow more time, or take fewer steps with measure=quick"
+        least = f"the shortest job of {counted(len(needed), 'run')} needs {min(needed.values())} {what}"
+        raise ConfigError(f"{told}; {least}: {advice}")
+    reasons = {run_id: f"a job needs {minutes} {what}; {told}" for run_id, minutes in needed.items()}
+    out = [replace(c, rule=TIME_LIMIT, reason=reasons[c.run_id]) for c in plan.runs if c.run_id in reasons]
+    kept = (c for c in plan.candidates if c.run_id not in reasons)
+    return replace(plan, candidates=(*kept, *out)) if out else plan
+
+
 def pack(
-    todo: Iterable[PlannedAttempt], config: SweepConfig, cells: Mapping[CellKey, Candidate] = {}
+    todo: Iterable[PlannedAttempt],
+    config: SweepConfig,
+    cells: Mapping[CellKey, Candidate] = {},
+    max_limit_s: float = math.inf,
 ) -> list[list[PlannedAttempt]]:
     """The attempts in groups, in order; each group is for one allocation.
 
     All attempts of a group have the same number of nodes and the same repeat, and also the same model where
     allocations have a control run. A group is full when it holds launcher.allocation_minutes of predicted
-    duration or launcher.pack runs.
+    duration with its control run, or launcher.pack runs.
 
     Args:
         cells: the control run of each cell; a group is filled at least until its control run takes at most
             CONTROL_SHARE of its time.
+        max_limit_s: the longest time limit of an allocation, in which all runs of a group have to begin.
     """
     groups: list[list[PlannedAttempt]] = []
     latest: dict[tuple[object, ...], tuple[list[PlannedAttempt], float]] = {}
     longest_s, most = 60 * config.launcher.allocation_minutes, config.launcher.pack or math.inf
+    max_limit_s = min(max_limit_s, 60.0 * (config.launcher.time_minutes or math.inf))
     for item in todo:
-        run = item.candidate
+        run, control = item.candidate, cells.get(item.candidate.cell)
         kind = (run.nodes, item.key.repeat, run.shape.name if config.launcher.control else None)
+        control_s = control.prediction.duration_s if control else 0.0
+        own_s = 0.0 if control and control.run_id == run.run_id else run.prediction.duration_s
         group, filled_s = latest.get(kind, ([], 0.0))
-        least_s = cells[run.cell].prediction.duration_s / CONTROL_SHARE if run.cell in cells else 0.0
-        over_time = filled_s + run.prediction.duration_s > longest_s and filled_s >= least_s
-        if not group or over_time or len(group) >= most:
-            group, filled_s = [], 0.0
+        full = filled_s + own_s > longest_s and filled_s >= control_s / CONTROL_SHARE
+        if not group or full or least_limit_s(filled_s + own_s, config) > max_limit_s or len(group) >= most:
+            group, filled_s = [], control_s
             groups.append(group)
         group.append(item)
-        latest[kind] = group, filled_s + run.prediction.duration_s
+        latest[kind] = group, filled_s + own_s
     return groups
 
 
 BUDGET_FACTOR = 1.5
 """Default budget of a sweep, as a factor on its predicted price."""
-ALLOCATION_START_S = {"cuda": 60.0, "cpu": 20.0}
-"""Device type -> expected seconds from the start of an allocation to its first run; used until measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +189,11 @@ class PlannedJob:
         """Number of nodes of the allocation."""
         return self.attempts[0].candidate.nodes
 
+    @property
+    def predicted_s(self) -> float:
+        """Predicted seconds of all its runs, without its start."""
+        return sum(t.candidate.prediction.duration_s for t in self.attempts)
+
 
 def planned_jobs(
     plan: Plan,
@@ -145,13 +209,13 @@ def planned_jobs(
     """
     config = plan.config
     start_s = _start_s(plan, state, held_s)
-    cells = controls(plan) if config.launcher.control and config.launcher.pack != 1 else {}
+    cells = _controls_used(plan)
     known = [*state.attempts, *(t.key for t in left.todo)]
     known += [key for held in state.allocations.values() for key in held.tasks]
     repeats: dict[str, Iterator[int]] = {}
     best = best_step_times_s(plan, state)
     seen = set[int]()
-    for group in pack(left.todo, config, cells):
+    for group in pack(left.todo, config, cells, max_limit_s):
         nodes = group[0].candidate.nodes
         if nodes in left.untried and nodes in seen:
             continue
@@ -199,8 +263,14 @@ class Price:
     """All allocations that are left, with the repeats of the best runs."""
     runs: Mapping[CellKey, tuple[int, float]]
     """CellKey -> number and GPU hours of the attempts that are left."""
+    left: int
+    """Number of runs that have attempts left."""
     extra: Mapping[str, tuple[int, float]]
     """Number and GPU hours of control runs, repeats of the best and starts of jobs, where there are any."""
+    low_gpu_hours: float
+    """The GPU hours if all step times are at the low ends of their intervals."""
+    high_gpu_hours: float
+    """The GPU hours if all step times are at the high ends of their intervals."""
 
     @property
     def gpu_hours(self) -> float:
@@ -212,6 +282,10 @@ def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = mat
     """The price of what is left of a sweep; without `state`, the price of the whole sweep."""
     state = state or SweepState()
     todo = next_attempts(plan, state, launch=Launch(old=frozenset(state.attempts))).todo
+    if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
+        known, later = {t.key.run_id for t in todo}, expected(plan, state)
+        further = [PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in later]
+        todo = (*todo, *(t for t in further if t.key.run_id not in known))
     confirmations = _confirmations(plan, todo)
     whole = AttemptsLeft(todo=(*todo, *confirmations), waiting=0)
     asked = {t.key for t in whole.todo}
@@ -229,8 +303,23 @@ def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = mat
     return Price(
         jobs=jobs,
         runs={cell: _priced(items) for cell, items in runs.items()},
+        left=len({item.key.run_id for item in todo}),
         extra={what: (number, cost) for what, (number, cost) in extra.items() if number},
+        low_gpu_hours=_at_end(jobs, plan.config.measure, "step_time_low_s"),
+        high_gpu_hours=_at_end(jobs, plan.config.measure, "step_time_high_s"),
     )
+
+
+def _at_end(jobs: Iterable[PlannedJob], measure: Measure, end: str) -> float:
+    """GPU hours of jobs in which the steps of each run that fits take as long as its prediction's field `end` says."""
+    total = 0.0
+    for job in jobs:
+        total += job.gpu_hours
+        for run in (t.candidate for t in job.attempts if t.candidate.fits):
+            told = run.prediction
+            more_s = measure.priced_s(getattr(told, end)) - measure.priced_s(told.step_time_s)
+            total += more_s * run.layout.world_size / 3600
+    return total
 
 
 def _priced(runs: Collection[Candidate]) -> tuple[int, float]:
@@ -244,7 +333,9 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
     """
     repeats = plan.config.repeats
     cells = {t.candidate.cell for t in todo if t.key.repeat < repeats}
-    fitting = [[run for run in runs if run.fits] for cell, runs in plan.cells.items() if cell in cells]
+    searched = {t.key.run_id for t in todo} if plan.config.strategy == "adaptive" else None
+    open_cells = (runs for cell, runs in plan.cells.items() if cell in cells)
+    fitting = [[r for r in runs if r.fits and (not searched or r.run_id in searched)] for runs in open_cells]
     best = [nsmallest(MOST, runs, key=lambda run: run.prediction.step_time_s) for runs in fitting]
     return [
         PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, nth, 0))

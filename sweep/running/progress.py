@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ultrabench.result import Status
+from ultrabench.result import INTERRUPTED, Status
 from ultrabench.run import AttemptKey
+from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.running.attempts import left_out
+from ultrabench.sweep.running.attempts import left_out, not_promising
 from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attempts, with_loss_outliers
+
+LEFT = frozenset({"pending", "running", *INTERRUPTED})
+"""Statuses of runs that are not settled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +27,8 @@ class SweepProgress:
     by_status: dict[str, int]
     """Status -> number of runs that have it; running, pending and skipped are counted, too."""
     by_nodes: dict[int, dict[str, int]]
-    running: tuple[tuple[Candidate, str], ...]
-    """Runs that are running now, with their phase."""
+    running: tuple[tuple[Candidate, AttemptState], ...]
+    """Runs that are running now, with their attempts."""
     waiting: int
     """Number of allocations that were submitted and have not started."""
     attempts: int
@@ -33,17 +37,26 @@ class SweepProgress:
     eta_s: float | None
     """Seconds that are left: the predicted duration of the remaining runs, corrected by how long finished
     runs took, divided by the number of running allocations. None before the first result."""
+    runs_per_hour: float | None
+    """How many attempts began in an hour, by the latest ones; None before the third."""
     best: tuple[tuple[Candidate, float], ...]
     """The best run of each cell so far, with its tokens/s/GPU."""
+    wide: dict[str, float]
+    """run_id -> relative half 95 % interval of its step time, for ok runs whose interval missed its target."""
     suspects: dict[AttemptKey, str]
     """Attempts whose measurement is in doubt -> all reasons."""
     failures: tuple[tuple[Candidate, AttemptState], ...]
-    """The last five runs whose latest attempt failed, the newest last."""
+    """The last five runs whose latest attempt failed and was not interrupted, the newest last."""
 
     @property
     def left(self) -> int:
-        """Number of runs that are pending or running."""
-        return self.by_status.get("pending", 0) + self.by_status.get("running", 0)
+        """Number of runs that are pending, running or interrupted."""
+        return sum(self.by_status.get(status, 0) for status in LEFT)
+
+    @property
+    def interrupted(self) -> int:
+        """Number of runs whose latest attempt was interrupted."""
+        return sum(self.by_status.get(status, 0) for status in INTERRUPTED)
 
     @property
     def wasted_gpu_hours(self) -> float:
@@ -64,9 +77,17 @@ class SweepProgress:
             "attempts": self.attempts,
             "waiting_allocations": self.waiting,
             "running": [
-                {"run_id": r.run_id, "layout": r.layout.label(), "phase": p} for r, p in self.running
+                {
+                    "run_id": run.run_id,
+                    "layout": run.layout.label(),
+                    "phase": attempt.phase or "start",
+                    "steps": attempt.steps,
+                    "step_time_s": attempt.step_time_s,
+                }
+                for run, attempt in self.running
             ],
             "eta_s": self.eta_s,
+            "runs_per_hour": self.runs_per_hour,
             "suspects": {str(key): why for key, why in self.suspects.items()},
         }
 
@@ -80,17 +101,19 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
     state = with_loss_outliers(state)
     runs = {r.run_id: r for r in planned}
     final = {run_id: a for run_id, a in standing_attempts(state).items() if run_id in runs}
-    dominated = left_out(planned, state)
-    status = {run_id: "skipped" if run_id in dominated else "pending" for run_id in runs}
+    skipped = left_out(planned, state) | not_promising(planned, state)
+    status = {run_id: "skipped" if run_id in skipped else "pending" for run_id in runs}
     status |= {i: a.result.status.value if a.result else "running" for i, a in final.items()}
     doubts = doubtful(planned, state, device)
     useful, wasted = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
     by_nodes: dict[int, Counter[str]] = {}
     for run in planned:
         by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
-    failed = [(runs[i], a) for i, a in final.items() if a.result and not a.ok]
+    failed = [
+        (runs[i], a) for i, a in final.items() if a.result and not a.ok and a.result.status not in INTERRUPTED
+    ]
     failed.sort(key=lambda pair: pair[1].time or 0.0)
-    left_s = sum(runs[i].prediction.duration_s for i, s in status.items() if s in ("pending", "running"))
+    left_s = sum(runs[i].prediction.duration_s for i, s in status.items() if s in LEFT)
     ended = ((runs[i], a.ok.duration_s) for i, a in final.items() if a.ok)
     ratios = [duration_s / run.prediction.duration_s for run, duration_s in ended if duration_s]
     unended = [bool(a.agents) for a in state.allocations.values() if a.ended is None]
@@ -99,22 +122,43 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
         runs=len(runs),
         by_status=dict(sorted(Counter(status.values()).items())),
         by_nodes={n: dict(sorted(c.items())) for n, c in sorted(by_nodes.items())},
-        running=tuple((runs[i], final[i].phase or "start") for i, s in status.items() if s == "running"),
+        running=tuple((runs[i], final[i]) for i, s in status.items() if s == "running"),
         waiting=unended.count(False),
         attempts=len(state.attempts),
         useful_gpu_hours=useful,
         wasted_by_status=wasted,
         eta_s=left_s * median(ratios) / max(1, unended.count(True)) if ratios else None,
+        runs_per_hour=_runs_per_hour(state),
         best=_best(planned, measured_rates(planned, state, doubts)),
+        wide={
+            run_id: width
+            for run_id, a in final.items()
+            if a.ok and a.ok.ci_reached is False and (width := ci95_rel(a.ok.step_times_s)) is not None
+        },
         suspects=doubts,
         failures=tuple(failed[-5:]),
     )
+
+
+def _runs_per_hour(state: SweepState) -> float | None:
+    """Attempts begun in an hour, by the latest 20 of the hour before the newest one."""
+    begun = sorted(attempt.time for attempt in state.attempts.values() if attempt.time is not None)
+    latest = [time for time in begun[-20:] if time > begun[-1] - 3600]
+    if len(latest) < 3 or latest[-1] == latest[0]:
+        return None
+    return (len(latest) - 1) / (latest[-1] - latest[0]) * 3600
 
 
 def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
     """run_id -> the attempt that stands for the run: an ok one of any repeat, else the latest."""
     ordered = sorted(final_attempts(state).values(), key=lambda a: (a.ok is not None, a.key))
     return {attempt.key.run_id: attempt for attempt in ordered}
+
+
+def settled_runs(state: SweepState) -> dict[str, Status]:
+    """run_id -> status of each run whose standing attempt has ended without being interrupted."""
+    ended = ((run_id, a.result.status) for run_id, a in standing_attempts(state).items() if a.result)
+    return {run_id: status for run_id, status in ended if status not in INTERRUPTED}
 
 
 def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, float]]:

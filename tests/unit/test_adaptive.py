@@ -1,0 +1,135 @@
+"""A sweep with the adaptive strategy: what is due next, when a cell is over, and why the rest is left out."""
+
+from dataclasses import replace
+
+import pytest
+
+from ultrabench.analysis.rows import sweep_rows
+from ultrabench.errors import ConfigError
+from ultrabench.launchers.open_sweep import sweep_json_of
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.store.events import Claimed, Launched, Result
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import JournalWriter
+from ultrabench.store.state import AllocationState, AttemptState, SweepState
+from ultrabench.store.sweep_json import write_sweep_json
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.running.attempts import next_attempts, not_promising
+from ultrabench.sweep.running.price import reckon
+from ultrabench.sweep.running.progress import progress
+
+WORDS = ("sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[8]", "measure.confirm=1", "sweep.batch=3")
+PLAN = make_plan(load_config([*WORDS, "launcher=local", "kernel=megatron", "profile=nanotron"]))
+EXHAUSTIVE = replace(PLAN, config=replace(PLAN.config, strategy="exhaustive"))
+
+
+def state_of(runs, plan=PLAN):
+    """The state in which these runs took 1.1 times the predicted time, or had not enough memory if that is likely."""
+    made = SweepState(launched=Launched(generation=1, config=plan.config.resolved))
+    for todo in runs:
+        told, oom = todo.candidate.prediction, todo.candidate.prediction.p_oom > 0.5
+        ok = {"status": Status.OK, "step_times_s": (1.1 * told.step_time_s,) * 6}
+        result = RunResult(status=Status.OOM, confirmed=True) if oom else RunResult(**ok)
+        made.attempts[todo.key] = AttemptState(key=todo.key, result=result)
+    return made
+
+
+def search(plan=PLAN):
+    """The attempts of a whole sweep, in the batches in which they were proposed."""
+    batches, made = [], []
+    while todo := next_attempts(plan, state_of(made)).todo:
+        batches.append(todo)
+        made += todo
+        assert len(made) < 60, "the search does not end"
+    return batches, made
+
+
+def test_a_cell_is_over_after_few_runs_and_the_rest_has_reasons():
+    batches, made = search()
+    assert {len(batch) for batch in batches[:-1]} == {3}
+    assert 2 <= len(made) <= len(PLAN.runs) / 5
+    best = min((r for r in PLAN.runs if r.fits), key=lambda run: run.prediction.step_time_s)
+    assert made[0].candidate.run_id == best.run_id
+    state, tried = state_of(made), {t.key.run_id for t in made}
+    told = not_promising(PLAN.runs, state)
+    assert tried.isdisjoint(told)
+    assert all(reason.startswith(("not promising: ", "predicted ")) for reason in told.values())
+    counts = progress("s", PLAN.runs, state, "cuda").by_status
+    assert "pending" not in counts
+    assert counts["skipped"] == len(PLAN.runs) - len(made)
+    assert progress("s", PLAN.runs, state_of(batches[0]), "cuda").by_status["pending"]
+
+
+def test_a_cell_waits_for_its_batch_and_every_launch_proposes_the_same():
+    batches, _ = search()
+    first, second = batches[:2]
+    assert next_attempts(PLAN, SweepState()).todo == first
+    state = state_of(first[:1])
+    state.allocations["a"] = AllocationState(name="a", nodes=8, tasks=tuple(t.key for t in first))
+    left = next_attempts(PLAN, state, frozenset({"a"}))
+    assert left.todo == ()
+    assert left.waiting == 2
+    assert next_attempts(PLAN, state_of(first)).todo == second
+
+
+def test_strategies_can_change_in_the_middle_and_nothing_runs_twice():
+    batches, made = search()
+    state = state_of(batches[0])
+    keys = {t.key for t in next_attempts(EXHAUSTIVE, state).todo}
+    assert keys.isdisjoint(state.attempts)
+    assert {key.run_id for key in keys | state.attempts.keys()} >= {t.key.run_id for t in made}
+    whole = state_of(next_attempts(EXHAUSTIVE, SweepState()).todo)
+    assert next_attempts(PLAN, whole).over or all(
+        key.attempt for key in (t.key for t in next_attempts(PLAN, whole).todo)
+    )
+
+
+def test_a_failed_run_is_tried_again_before_the_cell_goes_on():
+    first = next_attempts(PLAN, SweepState()).todo
+    state = state_of(first)
+    state.attempts[first[0].key] = AttemptState(key=first[0].key, result=RunResult(status=Status.NODE_FAIL))
+    assert [t.key for t in next_attempts(PLAN, state).todo] == [first[0].key._replace(attempt=1)]
+
+
+def test_the_price_is_that_of_the_runs_that_are_expected():
+    (runs, hours), (all_runs, all_hours) = (reckon(p).runs["8B", 8] for p in (PLAN, EXHAUSTIVE))
+    assert 2 <= runs < all_runs / 5
+    assert 0 < hours < all_hours / 5
+
+
+def test_the_strategy_is_one_of_two_in_any_sweep_and_needs_something_to_train(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="strategy='greedy'; must be exhaustive or adaptive"):
+        load_config(["sweep.strategy=greedy"])
+    with pytest.raises(ConfigError, match="a probe trains nothing"):
+        load_config(["sweep=comm", "sweep.strategy=adaptive"])
+    (tmp_path / "ultrabench/sweep").mkdir(parents=True)
+    (tmp_path / "ultrabench/sweep/own.yaml").write_text(
+        "models: [tiny]\nnodes: [1]\nseq_len: 64\ngbs: 8\nmbs: [1]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    own = [load_config(["sweep=own", *words]) for words in ([], ["sweep.strategy=adaptive"])]
+    assert [(config.strategy, config.batch) for config in own] == [("exhaustive", 4), ("adaptive", 4)]
+
+
+def test_collected_rows_tell_why_a_run_was_left_out(tmp_path):
+    first = next_attempts(PLAN, SweepState()).todo
+    folder = SweepFolder(tmp_path)
+    folder.create()
+    write_sweep_json(folder, sweep_json_of(PLAN.config, {}))
+    write_plan(PLAN.candidates, folder.plan)
+    writer = JournalWriter(folder.journal, "agent")
+    writer.write(Launched(generation=1, config=PLAN.config.resolved))
+    for todo in search()[1]:
+        told = {"run_id": todo.key.run_id, "repeat": 0, "attempt": 0}
+        time_s = 1.1 * todo.candidate.prediction.step_time_s
+        result = RunResult(status=Status.OK, step_times_s=(time_s,) * 6)
+        writer.write(Claimed(**told, allocation="n1", spec=to_dict(todo.candidate.spec), predicted={}))
+        writer.write(Result(**told, source="agent", result=result))
+    rows = {row["run_id"]: row for row in sweep_rows(folder, print)}
+    assert rows[first[0].key.run_id]["status"] == "ok"
+    left = [rows[run.run_id] for run in PLAN.runs if rows[run.run_id]["status"] == "skipped"]
+    assert len(left) > len(PLAN.runs) / 2
+    assert all(row["reason"].startswith(("not promising: ", "predicted ")) for row in left)
