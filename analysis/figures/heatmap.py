@@ -1,37 +1,43 @@
-"""Draws a ranking as a heatmap: models by nodes, MFU as colour, and the best layout in each cell."""
+"""Draws a ranking as a heatmap: models by nodes, MFU or the ranked column as colour, the best layout in each cell."""
 
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
-from matplotlib.colors import Normalize
+from matplotlib.colors import Normalize, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
-from seaborn.utils import relative_luminance
+from matplotlib.patches import Polygon, Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ultrabench.analysis.cells import Cell, count, layout_words, memory, percent
+from ultrabench.analysis.cells import Cell, count, layout_words, memory, too_wide, tried, with_unit
 from ultrabench.analysis.figures.picture import GREY
+from ultrabench.analysis.ranking import LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import GIB
 
 Line = tuple[str, float, str]
-"""The text of a line, its font size and its font weight."""
+"""The text of a line, its font size in points and its font weight."""
 
 _DARK, _LIGHT = "#1b1b1b", "#ffffff"
 _NO_RESULT, _HATCH, _NO_RESULT_TEXT, _NO_MFU = "#f3f3f3", "#e2e2e2", "#3f3f3f", "#dfe6ee"
 _HATCH_GAP = 0.11
 """Inches between two diagonal lines of a hatch, along the edge of a square."""
-_PITCH, _REASON_PITCH = 0.185, 0.135
-"""Inches between two lines of text, in a square with a result and in one with a reason."""
-_BELOW_HEADLINE = 0.35
-"""Additional distance between the first two lines of a square with a result, in pitches."""
-_LONGEST_LINE = 22
-"""Number of characters of the small font that fit into the narrowest square."""
+_LARGE, _USUAL, _REASON, _FINE = 12.5, 7.6, 7.2, 6.2
+"""Font sizes in points: of the number, of what is known of the best run, of reasons, and of the fine print."""
+_PITCH = 0.0105
+"""Inches between two lines of text, for each point of their font sizes together."""
+_LONGEST_LINE, _LONGEST_FINE = 22, 27
+"""Number of characters of the usual and of the fine print that fit into the narrowest square."""
+_LEAST_HEIGHT, _AROUND = 1.15, 0.38
+"""Smallest height of a square, and its height above and below its lines, in inches."""
+_CORNER = 0.15
+"""Inches of the edges of the corner that marks another best layout."""
 _TOP, _TITLE_LINE, _NOTE_LINE = 0.2, 0.26, 0.17
 """Heights in inches of the margin above the title, of a line of the title and of a line of the notes."""
 _RIGHT, _HEADER, _AXIS = 1.15, 0.42, 0.62
@@ -47,62 +53,107 @@ _COLOURS = "viridis"
 class Grid:
     """A panel of the figure, with its rows (models) and its columns (numbers of nodes)."""
 
-    def __init__(self, cells: Sequence[Cell], width: float, height: float) -> None:
+    def __init__(self, cells: Sequence[Cell], width: float, compared_with: str | None) -> None:
         sizes = {_model(cell): cell.num_params or 0 for cell in cells}
         self.cells = cells
         self.models = sorted(sizes, key=lambda label: (sizes[label], label))
         """Name and size of each model, the smallest one first."""
         self.nodes = sorted({cell.nodes for cell in cells})
-        self.width, self.height = width, height if len(sizes) > 1 else 1.4
+        self.lines = [_lines(cell, width, compared_with) for cell in cells]
+        """The lines of text in the square of each cell."""
+        least = _LEAST_HEIGHT if len(sizes) > 1 else 1.4
+        self.width, self.height = width, max(least, *(_AROUND + _places(lines)[-1] for lines in self.lines))
         """Width and height of a square in inches; a single row is higher."""
         self.size = self.width * len(self.nodes), self.height * len(self.models)
         """Width and height of all squares in inches."""
 
 
-def paint(axes: Axes, grid: Grid, cell: Cell, end: float, compared_with: str | None) -> None:
-    """Draws the square of `cell` with its texts; a square is one unit wide and high.
+def paint(axes: Axes, grid: Grid, cell: Cell, lines: Sequence[Line], end: float) -> None:
+    """Draws the square of `cell` with its lines of text; a square is one unit wide and high.
 
     Args:
-        end: MFU in percent at the end of the colour scale.
-        compared_with: name of what compare_ratio is relative to.
+        end: value at the end of the colour scale, in percent for MFU.
     """
     x, y = grid.nodes.index(cell.nodes), grid.models.index(_model(cell))
     fill: Any = _NO_RESULT if cell.run_id is None else _NO_MFU
-    if cell.mfu is not None:
-        fill = matplotlib.colormaps[_COLOURS](100 * cell.mfu / end)
+    if (value := _scaled(cell)) is not None:
+        fill = matplotlib.colormaps[_COLOURS](value / end)
     square = Rectangle((x, y), 1, 1, facecolor=fill, linewidth=0)
     axes.add_patch(square)
     if cell.run_id is None:
         _hatch(axes, grid, square)
-        told = wrap_reason(cell.reason or "no result", grid.width)
-        lines: list[Line] = [(text, 7.2, "normal") for text in told]
-        ink, pitch, gap = _NO_RESULT_TEXT, _REASON_PITCH, 0.0
-    else:
-        lines = _lines(cell, compared_with)
-        ink, pitch, gap = _LIGHT if relative_luminance(fill) <= 0.2 else _DARK, _PITCH, _BELOW_HEADLINE
-    places = [n + gap * (n > 0) for n in range(len(lines))]
+    ink = _NO_RESULT_TEXT if cell.run_id is None else _LIGHT if _luminance(fill) <= 0.2 else _DARK
+    if cell.compare_layout:
+        wide, high = _CORNER / grid.width, _CORNER / grid.height
+        axes.add_patch(
+            Polygon([(x + 1, y), (x + 1 - wide, y), (x + 1, y + high)], facecolor=ink, linewidth=0)
+        )
+    places = _places(lines)
     # Each line is a text of its own, so that a viewer without the font still centres every line.
     for place, (text, size, weight) in zip(places, lines, strict=True):
-        at = y + 0.5 + (place - places[-1] / 2) * pitch / grid.height
+        at = y + 0.5 + (place - places[-1] / 2) / grid.height
         axes.text(x + 0.5, at, text, color=ink, fontsize=size, fontweight=weight, ha="center", va="center")
 
 
-def _lines(cell: Cell, compared_with: str | None) -> list[Line]:
-    """The lines of a square with a result."""
-    held = memory(cell.peak_mem_reserved_bytes)
-    small = [(text, 7.6, "normal") for text in (*layout_words(cell.layout), held) if text is not None]
+def _places(lines: Sequence[Line]) -> list[float]:
+    """Inches from the middle of the first line to the middle of each line."""
+    steps = [_PITCH * (above[1] + below[1]) for above, below in pairwise(lines)]
+    return [*accumulate(steps, initial=0.0)]
+
+
+def _lines(cell: Cell, width: float, compared_with: str | None) -> list[Line]:
+    """The lines of a square of `width` inches.
+
+    Args:
+        compared_with: name of what compare_ratio is relative to.
+    """
+    other = " ".join(layout_words(cell.compare_layout or {}, cell.varied_axes)).split()
+    below = [(text, _FINE, "normal") for text in _wrapped(["other:", *other], " ", _LONGEST_FINE) if other]
+    if cell.run_id is None:
+        return [
+            *((text, _REASON, "normal") for text in wrap_reason(cell.reason or "no result", width)),
+            *below,
+        ]
+    below = [*((text, _FINE, "normal") for text in _wrapped(tried(cell), ", ", _LONGEST_FINE)), *below]
+    words = (
+        _wrapped(text.split(), " ", _LONGEST_LINE) for text in layout_words(cell.layout, cell.varied_axes)
+    )
+    held = memory(cell.peak_mem_reserved_bytes, cell.peak_mem_reserved_rank0_bytes)
+    small = [(text, _USUAL, "normal") for text in (*chain(*words), held) if text is not None]
     if cell.compare_ratio is not None:
         ratio = f"{cell.compare_ratio:.2f}x"
         whole = f"{ratio} of {compared_with}"
         fits = compared_with and len(whole) <= _LONGEST_LINE
-        small.append((whole if fits else ratio, 7.6, "bold"))
-    return [(_speed(cell), 12.5, "bold"), *small]
+        small.append((whole if fits else ratio, _USUAL, "bold"))
+    if wide := too_wide(cell.ci_reached, cell.step_time_ci95_rel):
+        small.insert(0, (f"interval {wide}", _USUAL, "bold"))
+    return [(_headline(cell), _LARGE, "normal" if wide else "bold"), *small, *below]
 
 
-def _speed(cell: Cell) -> str:
-    """The headline of a cell: its MFU, or its tokens/s/GPU where no peak rate is known."""
+def _wrapped(words: Sequence[str], between: str, longest: int) -> list[str]:
+    """Lines of whole words of at most `longest` characters, where the words are not longer."""
+    lines = [""]
+    for word in words:
+        longer = f"{lines[-1]}{between}{word}" if lines[-1] else word
+        lines = [*lines[:-1], longer] if len(longer) <= longest or not lines[-1] else [*lines, word]
+    return [line for line in lines if line]
+
+
+def _luminance(colour: Any) -> float:
+    """Relative luminance of a colour, 0 for black and 1 for white (WCAG 2.2); seaborn's takes a second to import."""
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in to_rgb(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _headline(cell: Cell) -> str:
+    """The shown value of a cell, or its tokens/s/GPU where the value, such as MFU, is unknown."""
     rate = cell.tokens_per_s_per_gpu
-    return percent(cell.mfu) or ("ok" if rate is None else count(rate, "tok/s"))
+    return with_unit(cell.shown_column, cell.shown_value) or ("ok" if rate is None else count(rate, "tok/s"))
+
+
+def _scaled(cell: Cell) -> float | None:
+    """The shown value of a cell on the colour scale: MFU in percent, other columns in their own unit."""
+    return cell.shown_value and cell.shown_value * (100 if cell.shown_column.endswith("mfu") else 1)
 
 
 def _hatch(axes: Axes, grid: Grid, square: Rectangle) -> None:
@@ -134,7 +185,7 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     """
     if not cells:
         raise ConfigError("the table has no cells; plan a sweep, or draw links with: ultrabench plot comm")
-    grids = _grids(cells)
+    grids = _grids(cells, compared_with)
     left = max(1.25, 0.35 + 0.1 * max(min(len(cell.model), _NAME_WIDTH) for cell in cells))
     width = max(7.0, left + max(grid.size[0] for grid in grids) + _RIGHT)
     room = width - left
@@ -151,10 +202,10 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
         wide, high = grid.size
         down = top - _HEADER - high
         axes = picture.add_axes((left / width, down / height, wide / width, high / height))
-        for cell in grid.cells:
-            paint(axes, grid, cell, end, compared_with)
+        for cell, written in zip(grid.cells, grid.lines, strict=True):
+            paint(axes, grid, cell, written, end)
         _draw_labels(axes, grid, room)
-        if any(cell.mfu is not None for cell in grid.cells):
+        if any(cell.shown_value is not None for cell in grid.cells):
             bar = picture.add_axes(((left + wide + 0.25) / width, down / height, 0.18 / width, high / height))
             _draw_bar(bar, grid, end)
         top = down - _AXIS
@@ -162,24 +213,31 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     return picture
 
 
-def _grids(cells: Sequence[Cell]) -> list[Grid]:
+def _grids(cells: Sequence[Cell], compared_with: str | None) -> list[Grid]:
     """The panels of the figure; all cells of a panel have the same hardware, kernel and workload."""
     panels: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
         panels[cell.panel].append(cell)
     few = max(len({cell.nodes for cell in held}) for held in panels.values()) <= 2
-    height = 1.3 if any(cell.compare_ratio is not None for cell in cells) else 1.15
-    return [Grid(held, 2.0 if few else 1.5, height) for held in panels.values()]
+    return [Grid(held, 2.0 if few else 1.5, compared_with) for held in panels.values()]
 
 
 def _draw_bar(bar: Axes, grid: Grid, end: float) -> None:
     """Draws the colour bar of a panel."""
     colours = ScalarMappable(Normalize(0, end), _COLOURS)
-    scale = bar.figure.colorbar(colours, cax=bar, ticks=MaxNLocator(5, steps=[1, 2, 5, 10]))
+    column = grid.cells[0].shown_column
+    in_bytes, unit, name = column.endswith("_bytes"), 1.0, ""
+    if in_bytes:
+        unit, name = (GIB, " (GiB)") if end >= GIB else (2**20, " (MiB)")
+    ticks = [unit * tick for tick in MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, end / unit)]
+    shown = FuncFormatter(lambda value, _: f"{value / unit:,.4g}" if in_bytes else count(value))
+    scale = bar.figure.colorbar(colours, cax=bar, ticks=[t for t in ticks if t <= end], format=shown)
     scale.outline.set_visible(False)
     measured = "measured " * any(cell.peak_source == "measured" for cell in grid.cells)
     space = "\n" if grid.size[1] < 2 else " "
-    bar.set_ylabel(f"MFU (% of{space}{measured}peak)", fontsize=9, color=GREY)
+    label = {"mfu": f"MFU (% of{space}{measured}peak)", "source_mfu": f"source_mfu{space}(% of peak)"}
+    wins = f"{name}\nlowest wins" if column in LOWER_IS_BETTER else name
+    bar.set_ylabel(label.get(column, column) + wins, fontsize=9, color=GREY)
     bar.tick_params(labelsize=8, length=2, color=GREY)
 
 
@@ -222,8 +280,8 @@ def _panel_title(cell: Cell) -> str:
 
 
 def _scale_end(cells: Sequence[Cell]) -> float:
-    """Upper end of the colour scale in percent: the smallest round number that no cell exceeds."""
-    most = max((100 * cell.mfu for cell in cells if cell.mfu is not None), default=0.0)
+    """Upper end of the colour scale: the smallest round number that no cell exceeds."""
+    most = max((value for cell in cells if (value := _scaled(cell)) is not None), default=0.0)
     steps = [0.1, 0.2, 0.5, 1, 2, 5, *range(10, 201, 10)]
     return next((float(step) for step in steps if step >= most), most)
 
@@ -231,12 +289,30 @@ def _scale_end(cells: Sequence[Cell]) -> float:
 def _note_lines(cells: Sequence[Cell], notes: str, compared_with: str | None, room: float) -> list[str]:
     """The lines under the figure, wrapped to `room` inches; names are not cut at their hyphens."""
     sentences = [notes]
-    if formulas := {cell.flops_formula for cell in cells if cell.mfu is not None} - {None}:
+    if formulas := {cell.flops_formula for cell in cells if cell.shown_column == "mfu" and cell.mfu} - {None}:
         sentences.append(f"FLOPs of MFU by the formula {', '.join(map(str, formulas))}.")
     if any(cell.compare_ratio is not None for cell in cells):
         sentences.append(f"1.00x: as many tokens/s/GPU as the best of {compared_with or 'the other'}.")
+    pairs = {
+        (name, there or "unknown", getattr(cell, name) or "unknown")
+        for cell in cells
+        for name, there in cell.compare_differing.items()
+    }
+    if pairs:
+        told = ", ".join(f"{name} {there} instead of {here}" for name, there, here in sorted(pairs))
+        sentences.append(f"{compared_with or 'The other'} has {told}.")
+    if other := sum(cell.compare_layout is not None for cell in cells):
+        where = f"In {other} of {counted(len(cells), 'cell')}, which have a dark or light corner"
+        sentences.append(
+            f"{where}, the best layout of {compared_with or 'the other'} is another one, which `other` names."
+        )
     if close := sum(bool(cell.as_good_as_best) for cell in cells):
         where = f"In {close} of {counted(len(cells), 'cell')}"
         sentences.append(f"{where} other layouts are as good within the 95 % interval.")
+    if wide := [cell for cell in cells if cell.ci_reached is False and cell.step_time_ci95_rel is not None]:
+        most = max(wide, key=lambda cell: cell.step_time_ci95_rel or 0.0)
+        told = f"{too_wide(False, most.step_time_ci95_rel)} ({most.model} on {counted(most.nodes, 'node')})"
+        where = f"In {len(wide)} of {counted(len(cells), 'cell')}"
+        sentences.append(f"{where} the interval of the best is wider than its target, up to {told}.")
     columns = int((room - 0.3) * 17)
     return [line for text in sentences for line in textwrap.wrap(text, columns, break_on_hyphens=False)]

@@ -2,11 +2,13 @@
 
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 from ultrabench.errors import require_known
@@ -34,9 +36,32 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
     suffix = path.suffix.lower()
     require_known("kind of picture", _METADATA, suffix or path.name)
     buffer = io.BytesIO()
-    with matplotlib.rc_context(), warnings.catch_warnings():
+    with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
+        drawn = make()
+        _settle(drawn)
+        drawn.savefig(buffer, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
+    return buffer.getvalue()
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draws with our fonts and settings, whatever those of the user are, which are restored afterwards."""
+    with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
-        make().savefig(buffer, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
-    return buffer.getvalue()
+        yield
+
+
+def _settle(drawn: Figure) -> None:
+    """Lays the figure out and rounds all places, since the last digits of the solver's numbers vary."""
+    if (engine := drawn.get_layout_engine()) is None:
+        return
+    for _ in range(2):  # a panel that has become smaller may have other numbers at its axes
+        engine.execute(drawn)
+    drawn.set_layout_engine("none")
+    for part in drawn.subfigs:
+        box = part.bbox_relative
+        box.p0, box.p1 = np.round(box.p0, 4), np.round(box.p1, 4)
+    for axes in drawn.axes:
+        axes.set_position(np.round(axes.get_position().bounds, 4))

@@ -1,0 +1,136 @@
+"""Draws the bubble of pipeline schedules over the number of micro-batches, and what pipelines cost in measured runs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ultrabench.analysis.cells import made_with
+from ultrabench.analysis.figures.runs import final, measured
+from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
+from ultrabench.errors import ConfigError, counted
+from ultrabench.layout import AXES, Layout, default_schedule
+from ultrabench.sweep.grid import schedule_refusals
+from ultrabench.sweep.predict.pipeline import bubble_share
+
+_PIPELINE = ("dp", "pp", "gas", "pp_schedule", "virtual_stages")
+_ALIKE = ["panel", "gbs", "seq_len", "nodes", *(name for name in AXES if name not in _PIPELINE)]
+"""Columns that are equal in two runs of which one has a pipeline; dp is then pp times as large without it."""
+_NAMES = ["pp", "gas", "schedule", "virtual_stages", "nodes", "share"]
+_DASHES = ("--", "-.", (0, (6, 1)), (0, (1, 1, 4, 1)))
+_MARKERS = {"1f1b": "o", "afab": "s", "interleaved": "D", "zbv": "^"}
+
+
+def points(table: pa.Table) -> pd.DataFrame:
+    """Fractions of a step: a row for each value of a formula, whose nodes is 0, and for each pair of measured runs.
+
+    The two runs of a pair differ only in their pipeline, and one of them has none. Their share is
+    1 - step time without / step time with it: what the step is longer than its work.
+
+    Raises:
+        ConfigError: no run has a pipeline.
+    """
+    frame = final(table)
+    piped = frame[frame["pp"] > 1]
+    if not len(piped):
+        rule = "plan them with sweep.pp=[1,2], or draw one pipeline with: ultrabench plot schedule"
+        raise ConfigError(f"no run with pp > 1 among {counted(len(frame), 'row')}; {rule}")
+    pairs = _pairs(table).dropna(subset="share").rename(columns={"pp_schedule": "schedule"})[_NAMES]
+    lines = pd.DataFrame(_formulas(piped), columns=_NAMES)
+    return pd.concat([lines, pairs.sort_values(_NAMES)], ignore_index=True)
+
+
+def _pairs(table: pa.Table) -> pd.DataFrame:
+    """The measured runs with a pipeline that are not in doubt; `share` is missing for those without a like."""
+    frame = final(table)
+    if not ((frame["status"] == "ok") & (frame["tokens_per_s_per_gpu"] > 0)).any():
+        return frame.iloc[:0].assign(share=0.0)
+    runs = measured(table)
+    runs = runs[runs["good"]]
+    alone = runs[runs["pp"] == 1].groupby(_ALIKE, dropna=False)["step_time_s"].median().rename("alone_s")
+    piped = runs[runs["pp"] > 1].merge(alone.reset_index(), on=_ALIKE, how="left")
+    return piped.assign(share=1 - piped["alone_s"] / piped["step_time_s"])
+
+
+def _formulas(piped: pd.DataFrame) -> Iterator[tuple[int, int, str, int, int, float]]:
+    """The bubbles of 1F1B, which AFAB has too, interleaved and ZB-V over powers of two of micro-batches."""
+    for pp in sorted({*piped["pp"].astype(int)}):
+        held = piped[piped["pp"] == pp]
+        stages = sorted({*held.loc[held["pp_schedule"] == "interleaved", "virtual_stages"].astype(int)}) or [
+            2
+        ]
+        most = max(held["gas"].max(), 4 * pp)
+        for gas in (2**n for n in range(int(most).bit_length())):
+            for schedule, v in (("1f1b", 1), *(("interleaved", v) for v in stages), ("zbv", 2)):
+                name = default_schedule(pp, gas) if schedule == "1f1b" else schedule
+                layout = Layout(dp=1, pp=pp, gas=gas, pp_schedule=name, virtual_stages=v)
+                if not [*schedule_refusals(layout)]:
+                    yield layout.pp, gas, schedule, v, 0, bubble_share(layout)
+
+
+def notes(table: pa.Table) -> str:
+    """The note under the figure: what lines and points mean, and which runs are no points."""
+    pairs, frame = _pairs(table), final(table)
+    alone = int(pairs["share"].isna().sum())
+    left = int(((frame["pp"] > 1) & (frame["status"] == "ok")).sum()) - len(pairs)
+    return (
+        "Lines: idle time if all stages take the same time, backward twice that of forward, and messages none; xN: N "
+        f"stages on each rank.\nPoints ({len(pairs) - alone}): 1 - step time without pipeline / step time with it, at "
+        "equal nodes, batch, tp, cp, mbs, ZeRO stage and recomputation. Beside the bubble they hold messages, uneven "
+        "stages and what data parallelism costs less; below 0 the pipeline is faster.\nNot drawn: "
+        f"{counted(alone, 'measured run')} with pp > 1 that no run at pp=1 is like, and "
+        f"{counted(left, 'ok row')} with pp > 1 that are suspect, stopped early or repeats. {made_with(table)}"
+    )
+
+
+def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+    """A panel for each pp: lines of the formulas, and points of measured runs coloured by their number of nodes."""
+    lines, pairs = drawn[drawn["nodes"] == 0], drawn[drawn["nodes"] > 0]
+    nodes, degrees = looks(sorted(pairs["nodes"].unique()), ordered=True), sorted(drawn["pp"].unique())
+    against = " and what pipelines cost in measured runs (points)" if len(pairs) else ""
+    heading = f"Bubble of pipeline schedules (lines){against}: {title}"
+    whole, middle, panels = panel_grid(len(degrees), title=heading, notes=notes, sharey=True)
+    styles = _styles(lines)
+    for axes, pp in zip(panels, degrees, strict=True):
+        for series, held in lines[lines["pp"] == pp].groupby(["schedule", "virtual_stages"]):
+            axes.plot(held["gas"], 100 * held["share"], **styles[series], zorder=3)
+        for (schedule, many), held in pairs[pairs["pp"] == pp].groupby(["schedule", "nodes"]):
+            colour = nodes[many]["color"]
+            axes.scatter(held["gas"], 100 * held["share"], 22, color=colour, marker=_MARKERS[schedule],
+                         edgecolor="white", linewidth=0.4, zorder=4)  # fmt: skip
+        label(axes, f"pp={pp}", "micro-batches of a step (gas)", "share of the step (%)")
+        _scale(axes, drawn)
+    measured_with = [name for name in _MARKERS if (pairs["schedule"] == name).any()]
+    legend(middle, [
+        *(key(look.pop("label"), **look) for look in styles.values()),
+        *(key(f"measured, {name}", linestyle="", marker=_MARKERS[name], color="#5c5c5c") for name in measured_with),
+        *(key(counted(n, "node"), linestyle="", marker="o", color=nodes[n]["color"]) for n in nodes),
+    ])  # fmt: skip
+    return whole
+
+
+def _styles(lines: pd.DataFrame) -> dict[tuple[str, int], dict[str, Any]]:
+    """Schedule and stages on each rank -> the look of its line; the schedules differ without colour, too."""
+    several = sorted({*lines.loc[lines["schedule"] == "interleaved", "virtual_stages"]})
+    looks_: dict[tuple[str, int], dict[str, Any]] = {
+        ("1f1b", 1): {"color": "#1b1b1b", "linestyle": "-", "label": "1f1b, afab"}
+    }
+    for at, v in enumerate(several):
+        dash = _DASHES[at % len(_DASHES)]
+        looks_["interleaved", v] = {
+            "color": "#5c5c5c", "linestyle": dash, "label": f"interleaved x{v:g}"
+        }  # fmt: skip
+    return looks_ | {("zbv", 2): {"color": "#1b1b1b", "linestyle": ":", "label": "zbv"}}
+
+
+def _scale(axes: Axes, drawn: pd.DataFrame) -> None:
+    """Scales gas by powers of two, and the share to 100 %, from below 0 where a pipeline was faster."""
+    least, most = int(drawn["gas"].min()), int(drawn["gas"].max())
+    ticks = [2**n for n in range(least.bit_length() - 1, most.bit_length())]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.set_xlim(least / 1.25, most * 1.25)
+    axes.set_ylim(min(0.0, 110 * drawn["share"].min()), 104)

@@ -1,0 +1,108 @@
+"""The kinds of figures of `ultrabench plot`; each is drawn by the module of this folder that has its name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ultrabench.errors import ConfigError, require_known
+
+if TYPE_CHECKING:  # this module is imported for every --help
+    import pandas as pd
+    import pyarrow as pa
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a kind of figure shows, and over which axes it can be drawn."""
+
+    shows: str
+    axes: tuple[str, ...] = ()
+    """Values of --axis, the default first; empty for a figure without a choice of axis."""
+    of_layout: bool = False
+    """Whether it shows a layout, given as NAME=VALUE; results are then what was measured of it, or are not taken."""
+
+
+KINDS = {
+    "comm": Kind("bandwidth of collectives over node counts, of sweep=comm"),
+    "scatter": Kind("every measured run of every model: MFU and throughput over nodes"),
+    "scaling": Kind("best throughput, and its memory, over a degree", ("nodes", "dp", "tp", "pp", "cp")),
+    "pareto": Kind("throughput against peak memory, with the layouts that no other beats in both"),
+    "predicted": Kind("predicted against measured step time and memory of each run"),
+    "failures": Kind(
+        "how runs ended over nodes or a degree", ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas")
+    ),
+    "bubble": Kind(
+        "bubble of pipeline schedules over micro-batches, and what pipelines cost in measured runs"
+    ),
+    "schedule": Kind("timeline of a pipeline schedule: pp=4 gas=8 pp_schedule=1f1b", of_layout=True),
+    "memory": Kind(
+        "predicted memory of a layout by part: model=llama3-8b tp=8",
+        ("tp", "pp", "dp", "cp", "zero_stage", "recompute", "seq_len", "mbs", "gas", "stage"),
+        of_layout=True,
+    ),
+}
+
+
+def prepared(
+    kind: str,
+    table: "pa.Table | None",
+    *,
+    title: str,
+    axis: str | None = None,
+    layout: Mapping[str, Any] | None = None,
+) -> tuple["pd.DataFrame", Callable[[], "Figure"]]:
+    """The points of a figure of results, and the function that draws them.
+
+    Args:
+        kind: a name in KINDS.
+        table: a result table with all columns of the schema; None for a layout without results.
+        title: name of the sweep or file.
+        axis: one of the kind's axes; None for its default.
+        layout: for a kind that is of a layout, its values, such as {"pp": 4, "gas": 8}.
+
+    Raises:
+        ConfigError: no such kind or axis, or the table has nothing to draw.
+    """
+    require_known("figure", KINDS, kind)
+    axes, of_layout = KINDS[kind].axes, KINDS[kind].of_layout
+    if layout and not of_layout:
+        raise ConfigError(f"layout: the figure {kind} shows results; keep the rows with these values instead")
+    if axis is not None and not axes:
+        raise ConfigError(f"--axis {axis}: the figure {kind} has no choice of axis; leave --axis out")
+    if axis is not None:
+        require_known(f"axis of the figure {kind}", axes, axis)
+    module = import_module(f"ultrabench.analysis.figures.{kind}")
+    options = {"axis": axis or axes[0]} if axes else {}
+    points = module.points(*((layout or {},) if of_layout else ()), table, **options)
+    noted = points if of_layout else table
+    return points, lambda: module.figure(points, title=title, notes=module.notes(noted), **options)
+
+
+def runs_drawn(kind: str, points: "pd.DataFrame") -> int | None:
+    """How many runs a figure of these points shows; None for a figure of formulas, layouts or links."""
+    if kind == "failures":
+        return int(points["runs"].sum())
+    return len(points) if kind in ("scatter", "scaling", "pareto", "predicted") else None
+
+
+def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":
+    """The rows of a result table whose columns have these values, such as model=8B and nodes=4.
+
+    Raises:
+        ConfigError: there is no such column, or no row has the value.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for name, value in settings.items():
+        require_known("column", table.column_names, name)
+        column = table[name]
+        # Numbers in their order, not in that of their texts; null last.
+        numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+        known = [str(v) for v in pc.unique(column.combine_chunks().sort() if numeric else column).to_pylist()]
+        first = known if numeric else ()
+        require_known(f"value of {name} in these rows", known, str(value), first=first)
+        table = table.filter(pc.equal(pc.fill_null(column.cast("string"), "None"), str(value)))
+    return table

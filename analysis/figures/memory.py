@@ -1,0 +1,252 @@
+"""Draws the predicted memory of a layout by part, over the values of one axis or the ranks of its pipeline."""
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from ultrabench.analysis.figures.runs import final
+from ultrabench.analysis.figures.style import WIDTH, categories, key, label, legend, panel_grid
+from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import GIB
+from ultrabench.layout import AXES
+from ultrabench.run import RunSpec
+from ultrabench.sweep.arguments import PREDICTED, config_of, read_arguments, run_of
+from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.stage_memory import PARTS
+
+_ACROSS = {
+    "tp": "tensor-parallel degree (tp)",
+    "pp": "pipeline-parallel degree (pp)",
+    "dp": "data-parallel degree (dp), on the nodes that it needs",
+    "cp": "context-parallel degree (cp)",
+    "zero_stage": "ZeRO stage (zero_stage)",
+    "recompute": "recomputation (recompute)",
+    "seq_len": "tokens of a sequence (seq_len)",
+    "mbs": "sequences of a micro-batch (mbs)",
+    "gas": "micro-batches of a step (gas)",
+    "stage": "rank of the pipeline (pp_rank)",
+}
+_VALUES: dict[str, tuple[int | str, ...]] = {
+    "zero_stage": (0, 1, 2, 3),
+    "recompute": ("none", "attention", "selective", "every2", "full"),
+    "seq_len": tuple(2**n for n in range(10, 18)),
+    "mbs": tuple(2**n for n in range(6)),
+    "gas": tuple(2**n for n in range(8)),
+}
+"""Axis -> its values; those of degrees follow from the number of GPUs."""
+_FOLLOWS = {"tp": "dp", "pp": "dp", "cp": "dp", "dp": "nodes"}
+"""Axis -> the argument that changes with it."""
+_HATCHES = ("", "////", "", "\\\\\\\\", "....", "", "xxxx")
+_CUT = 2.2
+"""Largest height of the scale, as a multiple of the memory of a GPU."""
+_MOST_NAMES, _NUMBER_WIDTH = 18, 0.3
+"""Largest number of named bars, and inches that a bar with a number has."""
+_MARKS = {
+    "measured": ("measured, largest of all ranks", "o", "#1b1b1b"),
+    "measured_rank0": ("measured, rank 0", "s", "#1b1b1b"),
+    "oom": ("measured: out of memory", "X", "#1b1b1b"),
+}
+"""What is shown of a run -> its name, marker and colour."""
+
+
+def points(layout: Mapping[str, Any], table: pa.Table | None = None, *, axis: str) -> pd.DataFrame:
+    """One row for each bar, each measured run of its layout, and each value of the axis that cannot run.
+
+    The column `shown` is predicted, impossible, or for runs measured, measured_rank0, oom or suspect; `value` is the
+    name of the bar. Predicted rows have the bytes of each part, `bytes` is their sum or what was measured.
+
+    Args:
+        layout: arguments as `ultrabench predict` takes them.
+        table: results in which runs of these layouts are looked up.
+
+    Raises:
+        ConfigError: an argument is wrong, or no value of the axis can run.
+    """
+    words = [f"{name}={value}" for name, value in layout.items()]
+    given = PREDICTED | read_arguments(words, (*PREDICTED, "precision"), "model=llama3-8b tp=8")
+    config, runs = config_of(given), None if table is None else final(table)
+    rows = [row for own in _variants(given, config, axis) for row in _rows(own, config, runs, axis)]
+    if all(row["shown"] == "impossible" for row in rows):
+        first = f"{axis}={rows[0]['value']}: " if axis != "stage" else ""
+        raise ConfigError(f"no layout to draw: {first}{rows[0]['reason']}; choose another one")
+    fixed = {
+        name: at for name, at in given.items() if at is not None and name not in (axis, _FOLLOWS.get(axis))
+    }
+    of_all: dict[str, Any] = {
+        "model": config.models[0].name,
+        "gpu": config.hardware.gpu,
+        "mem_bytes": config.hardware.mem_bytes,
+        "device": config.hardware.device,
+        "profile": config.profile.name,
+        "looked": -1 if runs is None else len(runs),
+        "fixed": " ".join(f"{name}={value}" for name, value in fixed.items()),
+    }
+    return pd.DataFrame(rows).assign(**of_all)
+
+
+def _variants(given: dict[str, Any], config: SweepConfig, axis: str) -> Iterator[dict[str, Any]]:
+    """The arguments with each value of the axis."""
+    per_node = config.hardware.gpus_per_node
+    rest = prod(given.get(name, 1) for name in ("tp", "pp", "cp") if name != axis)
+    powers, most = [2**n for n in range(17)], given["nodes"] * per_node // max(1, rest)
+    whole = [n for n in powers if n * rest % per_node == 0][:8]
+    values: list[Any] = [
+        *_VALUES.get(axis, whole if axis == "dp" else [n for n in powers if n <= max(1, most)])
+    ]
+    values += [given[axis]] if axis in given and given[axis] not in values else []
+    if axis == "stage":
+        yield given
+        return
+    for value in values if axis == "recompute" else sorted(values):
+        own = {name: at for name, at in given.items() if name != _FOLLOWS.get(axis)} | {axis: value}
+        if axis == "dp":
+            own["nodes"] = max(1, -(-value * rest // per_node))
+        if axis == "pp" and value == 1:
+            own = {name: at for name, at in own.items() if name not in ("pp_schedule", "virtual_stages")}
+        yield own
+
+
+def _rows(
+    given: dict[str, Any], config: SweepConfig, runs: pd.DataFrame | None, axis: str
+) -> Iterator[dict[str, Any]]:
+    """The rows of one layout: its bar or, over ranks of the pipeline, its bars, and its measured runs."""
+    value = str(given.get(axis, ""))
+    try:
+        spec = run_of(given, config)
+    except ConfigError as error:
+        reason = str(error).rpartition("cannot run: ")[2].partition("; choose")[0]
+        yield {"value": value, "shown": "impossible", "reason": reason}
+        return
+    constants = memory_constants(config.profile.framework, config.profile.memory)
+    stages = predict_memory(spec, constants)
+    chance = p_oom(stages, config.hardware.mem_bytes, constants)
+    for stage in stages if axis == "stage" else [max(stages, key=lambda one: one.peak_bytes)]:
+        parts = {part: getattr(stage, part) for part in PARTS}
+        name = str(stage.pp_rank) if axis == "stage" else value
+        yield {"value": name, "shown": "predicted", "bytes": stage.peak_bytes, "p_oom": chance} | parts
+    if runs is not None and axis != "stage":
+        yield from _measured(runs, spec, config, value)
+
+
+def _measured(runs: pd.DataFrame, spec: RunSpec, config: SweepConfig, value: str) -> Iterator[dict[str, Any]]:
+    """The rows of measured runs of a layout; without AFAB they may have another gas, if both are above pp."""
+    layout, least = spec.layout, spec.layout.pp + 1
+    wanted = {name: getattr(layout, name) for name in AXES if name != "gas"} | {
+        "model": spec.shape.name, "hardware": config.hardware.name, "nodes": spec.nodes,
+        "seq_len": spec.workload.seq_len, "precision": spec.kernel.precision,
+    }  # fmt: skip
+    same = runs[runs["kernel"].isin((spec.kernel.name, config.profile.framework))]
+    for name, at in wanted.items():
+        same = same[(same[name] == at) | same[name].isna()]
+    above = (same["gas"] >= least) & (layout.gas >= least) & (layout.pp_schedule != "afab")
+    for run in same[above | (same["gas"] == layout.gas)].to_dict("records"):
+        whole, rank0 = (run[f"peak_mem_reserved_{which}bytes"] for which in ("", "rank0_"))
+        held, shown = (whole, "measured") if whole > 0 else (rank0, "measured_rank0")
+        if isinstance(run["suspect"], str):
+            yield {"value": value, "shown": "suspect"}
+        elif run["status"] == "oom":
+            yield {"value": value, "shown": "oom", "bytes": config.hardware.mem_bytes}
+        elif run["status"] == "ok" and held > 0:
+            yield {"value": value, "shown": shown, "bytes": held}
+
+
+def notes(drawn: pd.DataFrame) -> str:
+    """The note under the figure: the prediction, the measured runs, and the values that cannot run."""
+    first, bars = drawn.iloc[0], drawn[drawn["shown"] == "predicted"]
+    shown = [*drawn["shown"]]
+    odds = [f"{100 * share:.0f}" for share in sorted({bars["p_oom"].min(), bars["p_oom"].max()})]
+    told = [
+        f"Predicted with profile {first['profile']}; numbers are predicted peaks, and parts those at the moment of the peak. "
+        f"{first['gpu']} has {first['mem_bytes'] / GIB:,.4g} GiB. Probability that the run does not fit, P(OOM): "
+        f"{' to '.join(dict.fromkeys(odds))} %."
+    ]
+    if first["looked"] >= 0:
+        found = counted(sum(name in _MARKS for name in shown), "run")
+        told.append(
+            f"Points: {found} among {counted(first['looked'], 'row')} with the same kernel, hardware and layout (gas may "
+            f"differ where both are above pp); {shown.count('suspect')} more are suspect and not drawn."
+        )
+        if first["device"] == "cpu":
+            told.append(
+                "On CPUs a measured peak is the resident set of a process, with Python and torch in it."
+            )
+    if bars["bytes"].max() > _CUT * first["mem_bytes"]:
+        told.append(f"Bars are cut at {_CUT:g} times the memory; their numbers are whole.")
+    none = drawn[drawn["shown"] == "impossible"]
+    broken = [
+        f"Cannot run: {', '.join(none['value'][none['reason'] == reason])}: {reason}."
+        for reason in dict.fromkeys(none.get("reason", ()))
+    ]
+    return "\n".join(told + broken)
+
+
+def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
+    """A bar for each value of the axis, or each rank of the pipeline, with a line at the memory of the GPU."""
+    first, bars = drawn.iloc[0], drawn[drawn["shown"] == "predicted"].reset_index(drop=True)
+    memory, most = first["mem_bytes"], drawn["bytes"][drawn["shown"] != "oom"].max()
+    unit, name = (GIB, "GiB") if most >= GIB else (2**20, "MiB")
+    top = min(1.25 * most if 3 * most < memory else max(1.25 * most, 1.15 * memory), _CUT * memory) / unit
+    over = _ACROSS[axis].partition(" (")[0]
+    heading = f"Predicted memory of {first['model']} by part, over {over}"
+    heading += f"; measured: {title}" if drawn["shown"].isin([*_MARKS]).any() else ""
+    whole, middle, (axes,) = panel_grid(1, title=heading, notes=notes, height=3.6)
+    handles, below = list[Any](), pd.Series(0.0, bars.index)
+    for part, colour, hatch in zip(PARTS, sns.color_palette("colorblind", len(PARTS)), _HATCHES, strict=True):
+        look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
+        axes.bar(bars.index, bars[part] / unit, 0.7, below / unit, **look)
+        handles, below = [*handles, Patch(label=part, **look)], below + bars[part]
+    if memory / unit < top:
+        line: dict[str, Any] = {"color": "#1b1b1b", "linestyle": "--", "linewidth": 1.2}
+        axes.axhline(memory / unit, **line)
+        handles.append(key(f"{memory / unit:,.4g} {name} of {first['gpu']}", **line))
+    handles += _mark(axes, drawn, [*bars["value"]], unit)
+    label(axes, first["fixed"], _ACROSS[axis], f"memory ({name})")
+    _name_bars(axes, drawn, bars, top, unit)
+    axes.grid(axis="x", visible=False)
+    axes.set_ylim(0, top)
+    legend(middle, handles)
+    return whole
+
+
+def _mark(axes: Axes, drawn: pd.DataFrame, values: list[str], unit: float) -> list[Any]:
+    """Marks the measured runs, and returns their entries of the legend."""
+    keys = []
+    for shown, (name, marker, colour) in _MARKS.items():
+        held = drawn[drawn["shown"] == shown]
+        if len(held):
+            at = held["value"].map(values.index)
+            look: dict[str, Any] = {"color": colour, "marker": marker}
+            axes.scatter(at, held["bytes"] / unit, 30, **look, edgecolor="white", linewidth=0.6, zorder=4)
+            keys.append(key(name, linestyle="", **look))
+    return keys
+
+
+def _name_bars(axes: Axes, drawn: pd.DataFrame, bars: pd.DataFrame, top: float, unit: float) -> None:
+    """Names the bars below, and above them the peak and P(OOM), as far as there is room."""
+    wide, step = (WIDTH - 1) / max(5, len(bars)), -(-len(bars) // _MOST_NAMES)
+    names = [f"{int(value):,}" if value.isdecimal() else value for value in bars["value"]]
+    categories(axes, names)
+    axes.set_xticks(range(0, len(names), step), names[::step])
+    if wide < _NUMBER_WIDTH:
+        return
+    seen = drawn[drawn["shown"] != "oom"]
+    place: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7.5, "zorder": 3}
+    place["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+    for at, (value, held, chance) in enumerate(zip(bars["value"], bars["bytes"], bars["p_oom"], strict=True)):
+        odds = f"\nP(OOM)\n{100 * chance:.0f} %" if chance >= 0.005 and wide > 2 * _NUMBER_WIDTH else ""
+        near = (seen["value"] == value) & ((seen["bytes"] - held).abs() < 0.08 * top * unit)
+        high = min(seen["bytes"][near].max() / unit + 0.03 * top, 0.84 * top)
+        axes.text(
+            at,
+            high,
+            f"{held / unit:,.{2 if held < 10 * unit else 1 if held < 100 * unit else 0}f}{odds}",
+            **place,
+        )

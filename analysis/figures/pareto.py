@@ -1,0 +1,96 @@
+"""Draws throughput against peak memory: runs that no other run beats in both are the front, and are named."""
+
+import textwrap
+
+import pandas as pd
+import pyarrow as pa
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ultrabench.analysis.cells import layout_words
+from ultrabench.analysis.figures.picture import GREY
+from ultrabench.analysis.figures.runs import known, winnable
+from ultrabench.analysis.figures.runs import notes as notes
+from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
+from ultrabench.errors import counted
+from ultrabench.layout import AXES
+
+_LINES, _LINE_WIDTH = 15, 50
+"""Lines of text that fit beside a panel, and characters of a line."""
+
+
+def points(table: pa.Table) -> pd.DataFrame:
+    """The runs that may win and whose memory is known; `front` marks those that no run of the panel beats in both.
+
+    Raises:
+        ConfigError: the memory of no run is known.
+    """
+    todo = "a program reports it as docs/kernels.md tells"
+    runs = known(winnable(table), "memory_gib", "peak memory", todo)
+    order = ["memory_gib", "tokens_per_s_per_gpu"]
+    runs = runs.sort_values(order, ascending=[True, False], kind="stable")
+    before = runs.groupby("panel")["tokens_per_s_per_gpu"].transform(
+        lambda rate: rate.cummax().shift(fill_value=0)
+    )
+    return runs.assign(front=runs["tokens_per_s_per_gpu"] > before).sort_index()
+
+
+def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+    """A panel for each model, with the names of the layouts of its front beside it, the fastest one on top."""
+    names, nodes = list(drawn["panel"].unique()), sorted(drawn["nodes"].unique())
+    fronts = {name: drawn[(drawn["panel"] == name) & drawn["front"]] for name in names}
+    named = {name: _named(front.sort_values("memory_gib", kind="stable")) for name, front in fronts.items()}
+    unnamed = sum(map(len, fronts.values())) - sum(map(len, named.values()))
+    about = "Front: a run with as little memory is slower. Colours: nodes; nodes=N draws one number of nodes."
+    if unnamed:
+        about += f"\nThe front has no room for the names of {counted(unnamed, 'run')}."
+    heading = f"Throughput against memory, and the front of {counted(len(drawn), 'run')}: {title}"
+    whole, middle, panels = panel_grid(
+        len(names), title=heading, notes=f"{about}\n{drawn['left_out'].iloc[0]}{notes}", columns=1, height=2.6
+    )
+    styles = {
+        n: {**style, "linestyle": "", "markersize": 3.5} for n, style in looks(nodes, ordered=True).items()
+    }
+    for axes, name in zip(panels, names, strict=True):
+        for n, own in drawn[drawn["panel"] == name].groupby("nodes"):
+            axes.plot(own["memory_gib"], own["tokens_per_s_per_gpu"], alpha=0.7, **styles[n])
+        front = fronts[name].sort_values("memory_gib", kind="stable")
+        axes.plot(front["memory_gib"], front["tokens_per_s_per_gpu"], color="black", linewidth=0.9, zorder=1)
+        axes.set(xlim=(0, 1.05 * axes.dataLim.x1), ylim=(0, 1.06 * axes.dataLim.y1))
+        _name(axes, named[name])
+        label(axes, name, f"peak reserved memory, {drawn['memory_of'].iloc[0]} (GiB)", "tokens/s/GPU")
+    keys = [key(counted(n, "node"), **styles[n]) for n in nodes]
+    legend(middle, [*keys, key("front", color="black", linewidth=0.9)])
+    return whole
+
+
+def _named(front: pd.DataFrame) -> pd.DataFrame:
+    """Those runs of a front that have room for their name, evenly spread, with the column `text`."""
+    layouts = [
+        {str(name): value for name, value in run.items() if pd.notna(value)}
+        for run in front[[*AXES]].convert_dtypes().to_dict("records")
+    ]
+    words = [
+        f"{counted(nodes, 'node')}: {' '.join(layout_words(layout))}"
+        for nodes, layout in zip(front["nodes"], layouts, strict=True)
+    ]
+    wrapped = [textwrap.wrap(text, _LINE_WIDTH) for text in words]
+    room = min(len(front), _LINES // max(map(len, wrapped)))
+    kept = [round(n * (len(front) - 1) / max(1, room - 1)) for n in range(room)]
+    return front.assign(text=["\n".join(lines) for lines in wrapped]).iloc[kept]
+
+
+def _name(axes: Axes, named: pd.DataFrame) -> None:
+    """Writes the names beside the panel, with a line from each run to its name; the lines do not cross."""
+    lines = max(text.count("\n") + 1 for text in named["text"])
+    for place, run in enumerate(named.iloc[::-1].to_dict("records")):
+        axes.annotate(
+            run["text"],
+            xy=(run["memory_gib"], run["tokens_per_s_per_gpu"]),
+            xytext=(1.06, 1 - (place + 0.5) * lines / _LINES),
+            textcoords="axes fraction",
+            fontsize=6.5,
+            va="center",
+            zorder=0,
+            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "relpos": (0, 0.5)},
+        )

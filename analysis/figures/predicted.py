@@ -1,0 +1,114 @@
+"""Draws predicted against measured step times and memory, and for a profile their ratio in each regime."""
+
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from ultrabench.analysis.figures import runs as _runs
+from ultrabench.analysis.figures.picture import GREY
+from ultrabench.analysis.figures.runs import winnable
+from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
+from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import GIB
+
+_TIME, _MEMORY = ("step_time_s", "predicted_step_time_s"), ("memory_gib", "predicted_gib")
+"""Columns of what was measured and of what was predicted."""
+
+
+def points(table: pa.Table) -> pd.DataFrame:
+    """The runs that may win and that were predicted before they ran, with `predicted_gib`.
+
+    Raises:
+        ConfigError: no run has a prediction.
+    """
+    runs = winnable(table)
+    runs = runs.assign(predicted_gib=runs["predicted_peak_mem_bytes"] / GIB)
+    known = runs[runs[[_TIME[1], _MEMORY[1]]].notna().any(axis=1)]
+    if not len(known):
+        todo = "predict them with: ultrabench predict validate FILE.parquet -o FILE.png"
+        raise ConfigError(
+            f"{counted(len(runs), 'run')} here, none with a prediction, as imported rows are; {todo}"
+        )
+    return known
+
+
+def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+    """Panels of the step time and the memory of each run; a third one if `drawn` has the column `regime`."""
+    names = list(drawn["panel"].unique())
+    heading = f"Predicted against measured, {counted(len(drawn), 'run')}: {title}"
+    regimes = "regime" in drawn
+    whole, middle, panels = panel_grid(2 + regimes, title=heading, notes=notes, height=3.1)
+    styles = {
+        name: {**style, "linestyle": "", "markersize": 3.5}
+        for name, style in looks(names, ordered=False).items()
+    }
+    for axes, columns, shown in zip(
+        panels, (_TIME, _MEMORY), ("step time (s)", "peak memory (GiB)"), strict=False
+    ):
+        _scatter(axes, drawn, *columns, styles)
+        label(axes, shown.partition(" (")[0].capitalize(), f"measured {shown}", f"predicted {shown}")
+    if regimes:
+        _ratios(panels[2], drawn)
+    legend(middle, [*(key(name, **styles[name]) for name in names), key("equal", color=GREY, linewidth=0.8)])
+    return whole
+
+
+def notes(table: pa.Table) -> str:
+    """The note under the figure: how runs ended, and what measured memory is on CPUs."""
+    whole = (
+        "On CPUs measured memory is that of the process, with Python and torch, which predictions leave out."
+    )
+    told = _runs.notes(table)
+    return f"{whole}\n{told}" if "cpu" in table["hardware"].to_pylist() else told
+
+
+def validated(rows: pd.DataFrame, profile: str) -> Figure:
+    """The figure of the healthy runs that `ultrabench.analysis.predict.validate` has predicted with a profile."""
+    ok = rows[rows.healthy & (rows.status == "ok") & rows.step_time_s.notna()]
+    ok = ok.sort_values(["num_params", "model", "run_id", "step_time_s"])
+    in_gib = {
+        "memory_gib": ok.peak_mem_reserved_bytes / GIB,
+        "predicted_gib": ok.predicted_peak_mem_bytes / GIB,
+    }
+    return figure(
+        ok.assign(panel=ok.model, **{name: held.astype(float) for name, held in in_gib.items()}),
+        title=f"profile {profile}",
+        notes=f"{len(ok):,} of {counted(len(rows), 'row')}: ok, with a step time, and healthy.",
+    )
+
+
+def _scatter(
+    axes: Axes, drawn: pd.DataFrame, measured: str, predicted: str, styles: dict[Any, dict[str, Any]]
+) -> None:
+    """Draws a marker for each run and the line of equal values, on scales that grow by factors."""
+    known = drawn[(drawn[measured] > 0) & (drawn[predicted] > 0)]
+    axes.set(xscale="log", yscale="log")
+    if not len(known):
+        axes.text(
+            0.5, 0.5, "not recorded or not predicted", transform=axes.transAxes, ha="center", fontsize=9
+        )
+        return
+    both = known[[measured, predicted]]
+    ends = [both.min().min() / 1.2, both.max().max() * 1.2]
+    axes.plot(ends, ends, color=GREY, linewidth=0.8)
+    for name, own in known.groupby("panel"):
+        axes.plot(own[measured], own[predicted], alpha=0.65, **styles[name])
+    axes.set(xlim=ends, ylim=ends)
+    for scale in (axes.xaxis, axes.yaxis):
+        scale.set_major_locator(LogLocator(subs=(1, 2, 5) if ends[1] < 2000 * ends[0] else (1,)))
+        scale.set_major_formatter("{x:,.10g}")
+        scale.set_minor_formatter(FuncFormatter(lambda *_: ""))
+
+
+def _ratios(axes: Axes, drawn: pd.DataFrame) -> None:
+    """Draws the measured over the predicted step times of each regime as boxes."""
+    groups = {str(name): own[_TIME[0]] / own[_TIME[1]] for name, own in drawn.groupby("regime")}
+    names = [name.replace("_", "\n") for name in groups]
+    if groups:
+        axes.boxplot(list(groups.values()), tick_labels=names, whis=(10, 90), showfliers=False)
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    label(axes, "Step time by regime", "box: quartiles, whiskers: 10 to 90 %", "measured / predicted")

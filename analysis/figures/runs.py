@@ -1,0 +1,156 @@
+"""Chooses the runs that figures show: final rows of runs that train a model, and those that were measured."""
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from ultrabench.analysis import cells
+from ultrabench.analysis.cells import count
+from ultrabench.analysis.ranking import final_runs, usual_sizes
+from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import GIB
+from ultrabench.layout import AXES
+from ultrabench.sweep.running.outliers import may_win
+
+_SIZES = ("gbs", "num_params")
+_NUMBERS = (
+    "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes",
+    "peak_mem_reserved_rank0_bytes", "predicted_step_time_s", "predicted_peak_mem_bytes",
+)  # fmt: skip
+_TEXTS = ("run_id", "status", "suspect", "stopped", "flops_formula")
+_NEEDED = (
+    "source",
+    "model",
+    "hardware",
+    "kernel",
+    "precision",
+    "seq_len",
+    *_SIZES,
+    "nodes",
+    *AXES,
+    *_TEXTS,
+    *_NUMBERS,
+)
+
+
+def final(table: pa.Table) -> pd.DataFrame:
+    """The final rows of runs that train a model, in an order that does not depend on that of the table.
+
+    The new column `panel` names the model, and what else tells panels apart: hardware, kernel, precision or batch.
+    A suspect row of an imported table is in the panel of the other rows of its model, as in rankings.
+
+    Raises:
+        ConfigError: there are no such rows.
+    """
+    frame = final_runs(table).select([*_NEEDED]).to_pandas()
+    if not len(frame):
+        probes = len(table) and "probe" in table["kernel"].to_pylist()
+        todo = (
+            "draw its bandwidths with: ultrabench plot comm"
+            if probes
+            else "launch a sweep: ultrabench sweep launch"
+        )
+        raise ConfigError(f"{counted(len(table), 'row')} without a run that trains a model; {todo}")
+    frame = frame.sort_values([*_NEEDED], ignore_index=True)
+    frame["nodes"] = frame["nodes"].astype(int)
+    frame[[*_NUMBERS]] = frame[[*_NUMBERS]].astype(float).replace([np.inf, -np.inf], np.nan)
+    return _with_panels(frame)
+
+
+def measured(table: pa.Table) -> pd.DataFrame:
+    """One row for each run that ended ok: of its repeats the one nearest to their median speed.
+
+    The new column `good` tells whether the run may be the best: it is not suspect, and was not stopped as slower.
+
+    Raises:
+        ConfigError: no run of a model ended ok with a speed.
+    """
+    frame = final(table)
+    ok = frame[(frame["status"] == "ok") & (frame["tokens_per_s_per_gpu"] > 0)]
+    if not len(ok):
+        raise ConfigError(
+            f"no ok run with a speed among {counted(len(frame), 'row')}; see why: ultrabench plot failures"
+        )
+    ends = zip(ok["status"], ok["stopped"], ok["suspect"], strict=True)
+    good = [
+        may_win(status, stopped, doubt if isinstance(doubt, str) else None) for status, stopped, doubt in ends
+    ]
+    ok = ok.assign(good=good)
+    runs = ok.groupby(["panel", "run_id", "good"])["tokens_per_s_per_gpu"]
+    ok["off"] = (ok["tokens_per_s_per_gpu"] - runs.transform("median")).abs()
+    ok = ok.sort_values(["good", "off"], ascending=[False, True], kind="stable")
+    return ok.drop_duplicates(["panel", "run_id"]).sort_index().drop(columns="off")
+
+
+def winnable(table: pa.Table) -> pd.DataFrame:
+    """The measured runs that may be the best, with `memory_gib`, the peak of their reserved memory.
+
+    `memory_of` tells of which ranks: of rank 0 where no run has the largest of all ranks, as in imported tables.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    runs = measured(table)
+    good = runs[runs["good"]]
+    if not len(good):
+        rule = (
+            "suspect or stopped early, so that none may be the best; draw them with: ultrabench plot scatter"
+        )
+        raise ConfigError(f"{counted(len(runs), 'run')} here, all {rule}")
+    rank0 = good["peak_mem_reserved_bytes"].isna().all()
+    held = good["peak_mem_reserved_rank0_bytes" if rank0 else "peak_mem_reserved_bytes"]
+    return good.assign(memory_gib=held / GIB, memory_of="of rank 0" if rank0 else "largest of all ranks")
+
+
+def notes(table: pa.Table, crosses: bool = False) -> str:
+    """The note of figures of measured runs: those that cannot win, then how runs ended and the versions.
+
+    Args:
+        crosses: whether the figure draws runs that cannot win as crosses; else it leaves them out.
+    """
+    runs = measured(table)
+    doubted = int((~runs["good"]).sum())
+    how = "Drawn as crosses" if crosses else "Not drawn"
+    told = f"{how}: {doubted:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
+    return f"{told if doubted else ''}{cells.notes(table)}"
+
+
+def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> pd.DataFrame:
+    """The runs with a value in a column; the new column `left_out` is a sentence that counts the others.
+
+    Args:
+        name: what the column holds, in words.
+        todo: what to do if no run has it.
+
+    Raises:
+        ConfigError: no run has it.
+    """
+    kept = runs.dropna(subset=column)
+    if not len(kept):
+        raise ConfigError(f"{counted(len(runs), 'run')} here, none with its {name}; {todo}")
+    number = len(runs) - len(kept)
+    return kept.assign(left_out=f"Left out: {counted(number, 'run')} without {name}.\n" if number else "")
+
+
+def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the column `panel`, sorted by the sizes of the models."""
+    doubted, usual = usual_sizes(frame, _SIZES)
+    frame = frame.assign(
+        **{name: frame[name].where(~doubted | usual[name].isna(), usual[name]) for name in _SIZES}
+    )
+    panel = frame["model"].astype(str)
+    words = {
+        "hardware": "{}",
+        "kernel": "{}",
+        "precision": "{}",
+        "seq_len": "seq_len {:,.0f}",
+        "gbs": "gbs {:,.0f}",
+    }
+    varying = [name for name in (*words, "num_params") if frame.groupby("model")[name].nunique().max() > 1]
+    for name in varying:
+        text = {
+            value: count(value, "params") if name == "num_params" else words[name].format(value)
+            for value in frame[name].dropna().unique()
+        }
+        panel = panel + " | " + frame[name].map(text).fillna(f"unknown {name}")
+    return frame.assign(panel=panel).sort_values(["num_params", "panel"], kind="stable", ignore_index=True)

@@ -1,0 +1,87 @@
+"""Draws throughput and memory over one degree or the number of nodes: the best of each value, and all else equal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from ultrabench.analysis.figures.runs import known, winnable
+from ultrabench.analysis.figures.runs import notes as notes
+from ultrabench.analysis.figures.style import categories, key, label, legend, looks, panel_grid
+from ultrabench.errors import counted
+from ultrabench.layout import AXES
+
+_FOLLOW = {"nodes": "dp and gas", "dp": "nodes and gas"}
+"""Axis -> what follows from it where all else is equal; for other axes: dp and gas on equal nodes."""
+_COLUMNS = {"tokens_per_s_per_gpu": "tokens/s/GPU", "memory_gib": "peak memory (GiB)"}
+"""Column of a panel -> its name."""
+_THIN: dict[str, Any] = {"color": "#8a8a8a", "linewidth": 0.5, "alpha": 0.45}
+
+
+def points(table: pa.Table, axis: str) -> pd.DataFrame:
+    """One row for each run that may be the best of its cell, with the columns of `winnable` and three others.
+
+    `line` is the number of nodes, but 0 for the axis nodes; `best` marks the fastest run of a line and value of the
+    axis; runs with an equal number in `equal` differ only in the axis and what follows from it.
+    """
+    runs = known(winnable(table), axis, axis, "choose another --axis").astype({axis: int})
+    runs = runs.assign(line=0 if axis == "nodes" else runs["nodes"])
+    runs = runs.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")
+    runs["best"] = ~runs.duplicated(["panel", "line", axis])
+    differ = {axis, *_FOLLOW.get(axis, "dp and gas").split(" and ")}
+    same = [name for name in ("nodes", *AXES) if name not in differ]
+    # pp=1 is equal to 1f1b with one stage on each rank, whether the row tells the stages or not.
+    usual = {"pp_schedule": runs["pp_schedule"].replace("none", "1f1b")}
+    usual["virtual_stages"] = runs["virtual_stages"].fillna(1)
+    runs["equal"] = runs.assign(**usual).groupby(["panel", *same], dropna=False).ngroup()
+    return runs.sort_index()
+
+
+def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
+    """A pair of panels for each model: throughput, and the memory of the same runs."""
+    names, lines = list(drawn["panel"].unique()), sorted(drawn["line"].unique())
+    follows = _FOLLOW.get(axis, "dp and gas")
+    about = f"Thin lines: runs that differ only in {axis}, and in {follows} as follows from it."
+    about += f" Reserved memory: {drawn['memory_of'].iloc[0]}.\n{drawn['left_out'].iloc[0]}{notes}"
+    heading = f"Throughput and memory over {axis}, best and all else equal: {title}"
+    whole, middle, panels = panel_grid(2 * len(names), title=heading, notes=about)
+    styles = looks(lines, ordered=True)
+    pairs = ((name, column) for name in names for column in _COLUMNS)
+    for axes, (name, column) in zip(panels, pairs, strict=True):
+        _draw(axes, drawn[drawn["panel"] == name], column, axis, sorted(drawn[axis].unique()), styles)
+        label(axes, name, axis, _COLUMNS[column])
+    keys = [
+        key(f"best on {counted(n, 'node')}" if n else "best layout", markersize=4.5, **styles[n])
+        for n in lines
+    ]
+    legend(middle, [*keys, key("all else equal", color=_THIN["color"], linewidth=0.7)])
+    return whole
+
+
+def _draw(
+    axes: Axes,
+    held: pd.DataFrame,
+    column: str,
+    axis: str,
+    values: Sequence[int],
+    styles: dict[Any, dict[str, Any]],
+) -> None:
+    """Draws the lines of a panel, each from the smallest value of the axis to the largest."""
+    fastest = [axis, "tokens_per_s_per_gpu"]
+    told = held.dropna(subset=column).sort_values(fastest, ascending=[True, False], kind="stable")
+    told = told.assign(across=told[axis].map(list(values).index))
+    alike = told.drop_duplicates(["equal", axis]).groupby("equal")
+    axes.add_collection(
+        LineCollection([own[["across", column]].to_numpy() for _, own in alike if len(own) > 1], **_THIN),
+        autolim=False,
+    )
+    for line, own in told[told["best"]].groupby("line"):
+        axes.plot(own["across"], own[column], markersize=4.5, linewidth=1.4, **styles[line])
+    categories(axes, [int(value) for value in values])
+    axes.set_ylim(0, 1.06 * told[column].max() if len(told) else 1)
+    if not len(told):
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", fontsize=9)

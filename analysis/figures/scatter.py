@@ -1,0 +1,80 @@
+"""Draws every measured run: MFU over the number of nodes, with the throughput as the size of its marker."""
+
+import zlib
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from ultrabench.analysis.cells import count
+from ultrabench.analysis.figures import runs as _runs
+from ultrabench.analysis.figures.picture import GREY
+from ultrabench.analysis.figures.runs import known, measured
+from ultrabench.analysis.figures.style import categories, key, label, legend, panel_grid
+from ultrabench.errors import counted
+
+_LARGEST, _SMALLEST = 90.0, 5.0
+"""Areas of the largest and the smallest marker in square points; between them they are proportional to tokens/s."""
+_SPREAD = 0.36
+"""Largest distance of a run from the middle of its number of nodes."""
+
+
+def points(table: pa.Table) -> pd.DataFrame:
+    """One row for each measured run, with the columns `height` (MFU in percent, else tokens/s/GPU) and `beside`.
+
+    Tokens/s/GPU stand for MFU where no run has one, and where MFU follows from several formulas.
+    """
+    runs = measured(table)
+    one = runs["flops_formula"].nunique() <= 1 and runs["mfu"].notna().any()
+    runs = runs.assign(shown="MFU (%)" if one else "tokens/s/GPU")
+    runs["height"] = 100 * runs["mfu"] if one else runs["tokens_per_s_per_gpu"]
+    runs = known(runs, "height", runs["shown"].iloc[0], "draw another figure")
+    alone = 1 / runs.groupby(["panel", "nodes"])["run_id"].transform("size")
+    chance = runs["run_id"].map(lambda run_id: zlib.crc32(run_id.encode()) / 2**32 - 0.5)
+    runs["beside"] = 2 * _SPREAD * chance * (1 - alone)
+    return runs.sort_values("tokens_per_s", ascending=False, kind="stable")
+
+
+def notes(table: pa.Table) -> str:
+    """The note under the figure: how many runs are crosses, and how runs ended."""
+    return _runs.notes(table, crosses=True)
+
+
+def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+    """A panel for each model; the markers of runs that cannot win are crosses without colour."""
+    names, nodes = list(drawn.sort_index()["panel"].unique()), sorted(drawn["nodes"].unique())
+    shown, most = drawn["shown"].iloc[0], drawn["height"].max()
+    heading = f"{shown.partition(' ')[0]} and throughput of {counted(len(drawn), 'run')} over nodes: {title}"
+    whole, middle, panels = panel_grid(
+        len(names), title=heading, notes=drawn["left_out"].iloc[0] + notes, sharey=True
+    )
+    for axes, name in zip(panels, names, strict=True):
+        held = drawn[drawn["panel"] == name]
+        largest = held["tokens_per_s"].max()
+        at, area = (
+            held["nodes"].map(nodes.index) + held["beside"],
+            np.maximum(_LARGEST * held["tokens_per_s"] / largest, _SMALLEST),
+        )
+        good = held["good"]
+        axes.scatter(
+            at[~good], held["height"][~good], area[~good], color="#8a8a8a", marker="x", linewidth=0.7
+        )
+        axes.scatter(at[good], held["height"][good], area[good], held["height"][good], cmap="viridis", vmin=0, vmax=most,
+                     alpha=0.85, edgecolor="black", linewidth=0.3)  # fmt: skip
+        label(axes, name, f"nodes (largest marker: {count(largest, 'tokens/s')})", shown)
+        categories(axes, [int(n) for n in nodes])
+        axes.set_ylim(0, 1.06 * most)
+    bar = middle.colorbar(
+        ScalarMappable(Normalize(0, most), "viridis"), ax=panels, fraction=0.03, pad=0.01, format="{x:,.10g}"
+    )
+    bar.outline.set_visible(False)
+    bar.set_label(shown, fontsize=8.5, color=GREY)
+    bar.ax.tick_params(labelsize=8, color=GREY)
+    legend(middle, [
+        key("area: tokens/s of all GPUs, relative to the largest of the panel", linestyle="", marker="o", color="#3b528b"),
+        key("cannot win: suspect or stopped early", linestyle="", marker="x", color="#8a8a8a"),
+    ])  # fmt: skip
+    return whole

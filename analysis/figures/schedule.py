@@ -1,0 +1,130 @@
+"""Draws the timeline of a pipeline schedule: what each stage runs at which time, and when its rank is idle."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from ultrabench.analysis.figures.style import WIDTH, label, legend, panel_grid
+from ultrabench.errors import ConfigError, counted, require_known
+from ultrabench.sweep.arguments import layout_of, read_arguments
+from ultrabench.sweep.grid import schedule_refusals
+from ultrabench.sweep.predict.pipeline import timeline
+
+MOST_PASSES = 20_000
+"""Largest number of passes of one figure."""
+_WORDS = ("pp", "gas", "pp_schedule", "virtual_stages")
+_ROW, _TALLEST, _GAP = 0.3, 9.0, 0.25
+"""Inches of the row of a stage, inches of all rows at most, and the space between two ranks, in rows."""
+_SMALLEST_FONT, _LARGEST_FONT = 3.5, 8.0
+_LABEL = 0.13
+"""Smallest distance in inches of the names of two rows."""
+_IDLE: dict[str, Any] = {"facecolor": "white", "edgecolor": "#a8a8a8", "hatch": "/////", "linewidth": 0}
+_COLOURS = matplotlib.colormaps["viridis"]
+_HALVES = {"input": "backward: gradient of the input", "weight": "backward: gradient of weights"}
+
+
+def points(layout: Mapping[str, Any], table: pa.Table | None = None) -> pd.DataFrame:
+    """One row for each pass: rank, stage, kind, micro_batch, chunk, start, end, and the schedule's name.
+
+    Args:
+        layout: values of pp, gas, pp_schedule and virtual_stages; by default pp=4 and gas=2*pp.
+        table: None, as results tell nothing about the order.
+
+    Raises:
+        ConfigError: the layout cannot run, has too many passes, or a table is given.
+    """
+    if table is not None:
+        raise ConfigError("the figure schedule shows a layout, no results; leave the sweep or file out")
+    require_known("word of the figure schedule", _WORDS, *layout)
+    values = {"pp": 4} | read_arguments([f"{name}={value}" for name, value in layout.items()], (), "pp=4")
+    chosen = layout_of({"dp": 1, "gas": 2 * values["pp"]} | values)
+    if reason := next(schedule_refusals(chosen), None):
+        raise ConfigError(f"{chosen.label()} cannot run: {reason}; choose another layout")
+    number = (3 if chosen.pp_schedule == "zbv" else 2) * chosen.num_stages * chosen.gas
+    if number > MOST_PASSES:
+        rule = f"a figure holds {MOST_PASSES:,}: choose a smaller gas or pp"
+        raise ConfigError(f"pp={chosen.pp}, gas={chosen.gas} has {number:,} passes; {rule}")
+    return pd.DataFrame(timeline(chosen)).assign(schedule=chosen.pp_schedule)
+
+
+def notes(drawn: pd.DataFrame) -> str:
+    """The note under the figure: what is assumed of times, and the bubble relative to the work."""
+    ratio, several = drawn["end"].max() / _work(drawn) - 1, drawn["chunk"].max() > 0
+    return (
+        "All stages take the same time, backward twice that of forward, and messages none. "
+        f"{'White: the rank runs another of its stages. ' if several else ''}Idle time is {100 * ratio:.1f} % of the "
+        "time of work. The order is that of torch.distributed.pipelining."
+    )
+
+
+def _work(drawn: pd.DataFrame) -> float:
+    """The time for which each rank works."""
+    return float((drawn["end"] - drawn["start"]).sum() / drawn["rank"].nunique())
+
+
+def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+    """A row for each stage and a group of rows for each rank; hatched where the rank is idle."""
+    ranks, chunks, gas = (int(drawn[name].max()) + 1 for name in ("rank", "chunk", "micro_batch"))
+    step, rows = drawn["end"].max(), ranks * chunks + _GAP * (ranks - 1)
+    tall = min(_ROW * rows, _TALLEST)
+    name, share = drawn["schedule"].iloc[0], f"{100 * (1 - _work(drawn) / step):.1f} %"
+    where = f"{counted(gas, 'micro-batch')} on {counted(ranks, 'rank')}"
+    heading = f"Pipeline schedule {name}, {where}: the bubble is {share} of the step"
+    whole, middle, (axes,) = panel_grid(1, title=heading, notes=notes, height=tall + 0.7)
+    drawn = drawn.assign(row=drawn["rank"] * (chunks + _GAP) + drawn["chunk"])
+    for _, held in drawn.groupby("rank"):
+        since = np.append(0.0, held["end"])
+        gaps = zip(since, np.append(held["start"], step) - since, strict=True)
+        axes.broken_barh([gap for gap in gaps if gap[1] > 1e-9], (held["row"].min(), chunks), **_IDLE)
+    _draw_passes(axes, drawn, gas, (WIDTH - 1) / step, tall / rows)
+    label(axes, title, "time (1: forward of a micro-batch through the layers of a rank)", "")
+    every = -(-_LABEL // (tall / rows))
+    named = drawn.drop_duplicates("row")[:: max(1, round(every))]
+    names = [
+        f"rank {at.rank}" if chunks == 1 else f"rank {at.rank}, stage {at.stage}" for at in named.itertuples()
+    ]
+    axes.set_yticks(named["row"] + 0.5, names)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    axes.set(xlim=(0, step), ylim=(rows, 0))
+    legend(middle, _keys(drawn), "colour from dark to light, and number: micro-batch")
+    return whole
+
+
+def _draw_passes(axes: Axes, drawn: pd.DataFrame, gas: int, inch: float, row_inch: float) -> None:
+    """Draws a box for each pass, with its number where that fits; `inch` is the width of one unit of time."""
+    narrowest = (drawn["end"] - drawn["start"]).min() * inch
+    font = min(_LARGEST_FONT, 95 * narrowest / len(str(gas - 1)), 50 * row_inch)
+    for _, held in drawn.groupby("row"):
+        row = float(held["row"].iloc[0])
+        spans = [*zip(held["start"], held["end"] - held["start"], strict=True)]
+        passes = [*zip(held["kind"], held["micro_batch"], strict=True)]
+        colours = [_colour(kind, number, gas) for kind, number in passes]
+        edge = 0.5 if narrowest > 0.02 else 0.0
+        axes.broken_barh(spans, (row, 1), facecolors=colours, edgecolor="white", linewidth=edge)
+        if font < _SMALLEST_FONT:
+            continue
+        for (start, wide), (kind, number) in zip(spans, passes, strict=True):
+            ink = "black" if kind == "forward" else "white"
+            place: dict[str, Any] = {"ha": "center", "va": "center_baseline"}
+            axes.text(start + wide / 2, row + 0.5, str(number), color=ink, fontsize=font, **place)
+
+
+def _colour(kind: str, number: int, gas: int) -> Any:
+    """The colour of a micro-batch: pale in forward, dark in backward, and darker for the gradients of weights."""
+    colour = np.array(_COLOURS(0.7 * number / max(1, gas - 1))[:3])
+    return 0.35 * colour + 0.65 if kind == "forward" else colour * (0.6 if kind == "weight" else 1)
+
+
+def _keys(drawn: pd.DataFrame) -> list[Patch]:
+    """The entries of the legend."""
+    kinds = [kind for kind in ("forward", "backward", "input", "weight") if (drawn["kind"] == kind).any()]
+    boxes = [Patch(facecolor=_colour(kind, 1, 3), label=_HALVES.get(kind, kind)) for kind in kinds]
+    return [*boxes, Patch(**_IDLE, label="idle")]

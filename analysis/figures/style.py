@@ -1,0 +1,152 @@
+"""What figures have in common: the title, the notes, the grid of panels, and the looks of series and statuses."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.lines import Line2D
+
+from ultrabench.analysis.figures.picture import GREY
+from ultrabench.errors import ConfigError, counted
+
+WIDTH = 7.2
+"""Width of a figure in inches, at which two columns of panels stay readable on a phone."""
+MOST_PANELS = 60
+"""Largest number of panels of one figure."""
+PALE = "#d9d9d9"
+"""Colour of grid lines."""
+_TITLE_LINE, _NOTE_LINE, _MARGIN = 0.23, 0.15, 0.1
+"""Heights in inches of a line of the title, of a line of the notes, and of the space above and below."""
+_TITLE_WIDTH, _NAME_WIDTH, _NOTE_WIDTH, _LEGEND_WIDTH = 66, 72, 135, 100
+"""Numbers of characters that fit into the width of a figure."""
+_MARKERS = "osD^vPX*<>"
+_LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+
+class StatusLook(NamedTuple):
+    """How a status is shown: its name in plain words, its colour and its hatch."""
+
+    name: str
+    colour: str
+    hatch: str = ""
+
+
+STATUSES = {
+    "ok": StatusLook("ok", "#029e73"),
+    "suspect": StatusLook("ok, but suspect", "#8fd6be", "///"),
+    "oom": StatusLook("out of memory", "#de8f05", "xxx"),
+    "crash": StatusLook("crash", "#d55e00", "\\\\\\"),
+    "hang": StatusLook("hang", "#cc78bc", "..."),
+    "timeout": StatusLook("time-out", "#fbafe4", "ooo"),
+    "comm_error": StatusLook("communication error", "#ca9161", "+++"),
+    "node_fail": StatusLook("node failure", "#ece133", "***"),
+    "invalid": StatusLook("invalid result", "#0173b2", "---"),
+    "lost": StatusLook("lost", "#56b4e9", "|||"),
+    "preempted": StatusLook("preempted", "#949494", "x"),
+    "cancelled": StatusLook("cancelled", "#5f5f5f", "//"),
+    "skipped": StatusLook("skipped", "#e4e4e4", ".."),
+    "pending": StatusLook("waits or runs", "#ffffff"),
+}
+"""Status of a run, and suspect for a number in doubt -> its look, in the order in which figures stack them."""
+
+
+def panel_grid(
+    number: int, *, title: str, notes: str, columns: int = 2, height: float = 2.3, **options: Any
+) -> tuple[Figure, SubFigure, list[Axes]]:
+    """A figure with a title above and notes below, its middle part, and that part's panels row by row.
+
+    All texts have room of their own; the middle part takes a legend by `legend`.
+
+    Args:
+        number: panels that are wanted.
+        notes: lines of text, which are wrapped.
+        height: inches of a panel.
+        options: further options of `Figure.subplots`, such as sharey.
+
+    Raises:
+        ConfigError: there are more than MOST_PANELS panels.
+    """
+    if number > MOST_PANELS:
+        rule = f"a figure holds {MOST_PANELS}; draw fewer rows with COLUMN=VALUE, such as model=NAME"
+        raise ConfigError(f"{counted(number, 'panel')} to draw, {rule}")
+    columns = min(columns, number)
+    rows = -(-number // columns)
+    heading = textwrap.wrap(title, _TITLE_WIDTH, break_on_hyphens=False)
+    told = [
+        line
+        for text in notes.splitlines()
+        for line in textwrap.wrap(text, _NOTE_WIDTH, break_on_hyphens=False)
+    ]
+    parts = [_TITLE_LINE * len(heading) + _MARGIN, rows * height + 0.3, _NOTE_LINE * len(told) + _MARGIN]
+    whole = Figure(figsize=(WIDTH, sum(parts)), layout="constrained", facecolor="white")
+    above, middle, below = whole.subfigures(3, 1, squeeze=False, height_ratios=parts).flat
+    beside = 0.08 / WIDTH
+    above.text(beside, 1 - _MARGIN / parts[0], "\n".join(heading), fontsize=12, fontweight="bold", va="top")
+    below.text(
+        beside, _MARGIN / parts[2], "\n".join(told), fontsize=7, color=GREY, va="bottom", linespacing=1.35
+    )
+    panels = list(middle.subplots(rows, columns, squeeze=False, **options).flat)
+    for unused in panels[number:]:
+        unused.remove()
+    for axes in panels[:number]:
+        axes.tick_params(labelsize=8, color=GREY)
+        axes.yaxis.set_major_formatter("{x:,.10g}")
+        axes.grid(color=PALE, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return whole, middle, panels[:number]
+
+
+def label(axes: Any, name: str, across: str, up: str) -> None:
+    """Writes the name of a panel above it, on at most four lines, and what its axes show with their units."""
+    room = _NAME_WIDTH // axes.get_subplotspec().get_gridspec().ncols
+    lines = [line for part in name.split(" | ", 1) for line in textwrap.wrap(part, room, max_lines=2)]
+    axes.set_title("\n".join(lines), fontsize=9.5, fontweight="bold", loc="left")
+    axes.set_xlabel(across, fontsize=8.5, color=GREY)
+    axes.set_ylabel(up, fontsize=8.5, color=GREY)
+
+
+def categories(axes: Axes, values: Sequence[object]) -> None:
+    """Gives the values of an axis equal distances, with room for at least five."""
+    beside = max(0.6, (5 - len(values)) / 2)
+    names = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
+    axes.set_xticks(range(len(values)), names)
+    axes.set_xlim(-beside, len(values) - 1 + beside)
+
+
+def legend(middle: SubFigure, handles: Sequence[Any], title: str | None = None) -> None:
+    """Draws a legend above the panels, in as many columns as fit."""
+    names = [str(handle.get_label()) for handle in handles]
+    columns = max(1, min(len(names), _LEGEND_WIDTH // (max(map(len, names), default=0) + 6)))
+    options: dict[str, Any] = {"frameon": False, "fontsize": 8, "title_fontsize": 8, "alignment": "left"}
+    middle.legend(handles=handles, title=title, loc="outside upper left", ncols=columns, **options)
+
+
+def looks(values: Sequence[object], *, ordered: bool) -> dict[Any, dict[str, Any]]:
+    """Value -> colour, marker and line style, so that series differ without colour, too.
+
+    Args:
+        ordered: whether the values have an order, which the colours then follow from dark to light.
+    """
+    if ordered:
+        map_ = matplotlib.colormaps["viridis"]
+        colours: Sequence[Any] = [map_(0.9 * at / max(1, len(values) - 1)) for at in range(len(values))]
+    else:
+        colours = sns.color_palette("colorblind", 8)
+    return {
+        value: {
+            "color": colours[at % len(colours)],
+            "marker": _MARKERS[at % len(_MARKERS)],
+            "linestyle": _LINES[at % len(_LINES)],
+        }
+        for at, value in enumerate(values)
+    }
+
+
+def key(name: str, **look: Any) -> Line2D:
+    """An entry of a legend."""
+    return Line2D([], [], label=name, **look)

@@ -1,0 +1,129 @@
+"""Writes the folder of a sweep that has ended, as a launch would have left it, without running anything."""
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.run import RunSpec
+from ultrabench.store import events
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.sweep_json import SweepJson, write_sweep_json
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.grid import broken_rules, layouts
+from ultrabench.sweep.plan_table import place_of
+
+NODES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+PACKED = 100
+"""Attempts of one allocation, which has a journal file of its own."""
+
+
+def write_sweep(path: Path, attempts: int) -> SweepFolder:
+    """A sweep of 10 models on 10 numbers of nodes, the grid of the Ultra-Scale Playbook, with so many attempts.
+
+    Candidates are thinned so that each run has one attempt; where there are not enough, runs are repeated. A half
+    of the attempts is ok, a third ran out of memory, the others crashed. The predictions are the same numbers
+    everywhere.
+    """
+    config = load_config(["sweep=playbook"])
+    shapes = [
+        replace(shape, name=f"{shape.name}{'+' * more}", num_hidden_layers=shape.num_hidden_layers + more)
+        for shape in config.models
+        for more in (0, 1)
+    ]
+    plan = []
+    per_node = config.hardware.gpus_per_node
+    for shape, nodes in itertools.product(shapes, NODES):
+        for layout in layouts(config.axes, nodes * per_node, per_node, config.workload):
+            rule, reason = next(broken_rules(layout, shape), (None, None))
+            place = {"nodes": nodes, "gpus_per_node": per_node}
+            spec = RunSpec(
+                shape=shape, workload=config.workload, layout=layout, kernel=config.kernel, **place
+            )
+            plan.append((spec, rule, reason))
+    every = max(1, sum(rule is None for _, rule, _ in plan) // attempts)
+    # Of each cell at least some layouts are kept, since neighbours in the list are of one cell.
+    plan = plan[::every]
+    folder = SweepFolder(path)
+    folder.create()
+    common = {"sweep": path.name, "cluster": None, "hardware": config.hardware, "kernel": config.kernel}
+    origin = {"kernel_digest": "d" * 16, "provenance": {}, "config": {}}
+    write_sweep_json(folder, SweepJson(**common, **origin, models=tuple(shapes), workload=config.workload))
+    pq.write_table(pa.Table.from_pylist([*map(_row, itertools.count(), plan)]), folder.plan)
+    runs = itertools.cycle([spec for spec, rule, _ in plan if rule is None])
+    number = sum(rule is None for _, rule, _ in plan)
+    for first in range(0, attempts, PACKED):
+        name = f"agent-n1-{first}"
+        told = (
+            event
+            for n in range(first, min(first + PACKED, attempts))
+            for event in _told(next(runs), n // number, n, f"a{first}")
+        )
+        lines = (
+            events.encode(events.Line(event=event, writer=name, seq=seq, time=float(first)))
+            for seq, event in enumerate(told)
+        )
+        (folder.journal / f"{name}.jsonl").write_bytes(b"".join(lines))
+    return folder
+
+
+def _row(order: int, candidate: tuple[RunSpec, str | None, str | None]) -> dict[str, object]:
+    """The row of a candidate in plan.parquet."""
+    spec, rule, reason = candidate
+    predicted = {"step_time_s": 5.0, "peak_mem_bytes": 40 << 30, "memory_share": 0.5, "duration_s": 90.0}
+    return {
+        "order": order, "run_id": spec.run_id, **place_of(spec), "valid": rule is None, "rule": rule, "reason": reason,
+        "decision": "rejected" if rule else "run", **{f"predicted_{k}": v for k, v in predicted.items()},
+        "p_oom": 0.2, "predicted_to_fit": True, "predicted_gpu_hours": 0.1,
+    }  # fmt: skip
+
+
+def _told(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[events.Event]:
+    """The events of the n-th attempt of the sweep."""
+    key = {"run_id": spec.run_id, "repeat": repeat, "attempt": 0}
+    predicted = {"step_time_s": 5.0, "peak_mem_bytes": 40 << 30, "p_oom": 0.2}
+    yield events.Claimed(**key, allocation=allocation, spec=to_dict(spec), predicted=predicted)
+    yield events.Started(**key, allocation=allocation, scratch="/tmp/ultrabench-1")
+    for phase in ("build", "train"):
+        yield events.Phase(**key, name=phase)
+    # An MFU between 20 and 40 %, which the sine makes different without chance.
+    share = 0.3 + 0.1 * math.sin(n * 0.7)
+    gpus = spec.layout.world_size
+    step_s = spec.tokens_per_step * spec.shape.flops_per_token(spec.workload.seq_len) / gpus / share / 989e12
+    steps = tuple(step_s * (1 + 0.002 * math.sin(n + k)) for k in range(10))
+    known = {
+        "duration_s": 60.0, "started_at": 1.7e9 + 60 * n, "hostnames": ("n1", "n2"), "gpu_name": "NVIDIA H100 80GB HBM3",
+        "torch_version": "2.13.0", "env_id": "e" * 16, "kernel_digest": "d" * 16, "measured_by": "report",
+    }  # fmt: skip
+    if n % 6 < 3:
+        held = {"peak_mem_allocated_bytes": 30 << 30, "peak_mem_reserved_bytes": 41 << 30}
+        ok = {
+            "step_times_s": steps,
+            "ci_reached": True,
+            "stopped": "interval",
+            "loss_final": 11.0,
+            "loss_step": 5,
+        }
+        yield events.Result(
+            **key, result=RunResult(status=Status.OK, **known, **ok, **held), spec=to_dict(spec)
+        )
+        return
+    status, cause = (Status.OOM, "cuda_oom") if n % 6 < 5 else (Status.CRASH, "exception")
+    told = {"reason": f"rank {n % 8}: tried to allocate 2.00 GiB", "cause": cause, "fingerprint": "f" * 16}
+    evidence = {
+        "exits": {str(rank): 1 for rank in range(8)},
+        "tail": [f"line {k} of the log" for k in range(8)],
+    }
+    result = RunResult(status=status, **known, **told, evidence=evidence)
+    yield events.Failed(**key, result=result, spec=to_dict(spec))
+
+
+if __name__ == "__main__":
+    write_sweep(Path(sys.argv[1]), int(sys.argv[2]))

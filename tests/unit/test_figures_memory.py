@@ -1,0 +1,128 @@
+"""The figure of predicted memory: its bars are those of `ultrabench predict`, its points measured runs."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.published import PLAYBOOK, needs
+from tests.unit.test_figures_runs import row, table_of
+from ultrabench.analysis.figures.kinds import prepared
+from ultrabench.analysis.figures.memory import points
+from ultrabench.analysis.figures.picture import render
+from ultrabench.analysis.importing.import_table import import_csv
+from ultrabench.analysis.importing.table_map import built_in, read_map
+from ultrabench.cli.predict.layout import document
+from ultrabench.errors import ConfigError
+from ultrabench.hardware import GIB
+from ultrabench.sweep.arguments import PREDICTED, read_run
+from ultrabench.sweep.predict.stage_memory import PARTS
+
+_SVG = Path("x.svg")
+LAYOUT = {"model": "8B", "tp": 2, "pp": 2, "gas": 8}
+
+
+def predicted(**layout):
+    """What `ultrabench predict` says of a layout."""
+    return document(*read_run([f"{name}={value}" for name, value in layout.items()], PREDICTED))
+
+
+def bars(axis, **layout):
+    """The names and the peaks of the bars over an axis."""
+    drawn = points(layout, axis=axis)
+    return {bar.value: bar.bytes for bar in drawn.itertuples() if bar.shown == "predicted"}
+
+
+def test_a_bar_is_the_rank_that_needs_most_and_its_parts_are_those_of_predict():
+    drawn = points(LAYOUT, axis="tp").set_index("value")
+    told = predicted(**LAYOUT)
+    assert drawn.loc["2", "bytes"] == pytest.approx(told["peak_mem_bytes"], rel=1e-9)
+    assert drawn.loc["2", [*PARTS]].to_dict() == told["memory"]
+    assert drawn.loc["2", "p_oom"] == told["p_oom"]
+    assert [*drawn.index] == ["1", "2", "4"]
+
+
+def test_over_stages_every_rank_of_the_pipeline_has_a_bar():
+    assert [*bars("stage", **LAYOUT).values()] == [
+        stage["peak_bytes"] for stage in predicted(**LAYOUT)["stages"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axis", "layout", "names", "same_as"),
+    [
+        ("dp", {"tp": 8}, ["1", "2", "4", "8", "16", "32", "64", "128"], {"tp": 8, "nodes": 128}),
+        ("pp", {"tp": 2, "gas": 4, "pp_schedule": "zbv"}, ["1", "2", "4"], {"tp": 2, "pp": 4, "gas": 4, "pp_schedule": "zbv"}),
+        ("recompute", {"tp": 8, "recompute": "every3"}, ["none", "attention", "selective", "every2", "full", "every3"], {"tp": 8, "recompute": "every3"}),
+        ("mbs", {"tp": 8, "mbs": 3}, ["1", "2", "3", "4", "8", "16", "32"], {"tp": 8, "mbs": 32}),
+    ],
+)  # fmt: skip
+def test_what_follows_from_the_axis_changes_with_it(axis, layout, names, same_as):
+    found = bars(axis, **layout)
+    assert [*found] == names
+    assert int([*found.values()][-1]) == predicted(**same_as)["peak_mem_bytes"]
+
+
+def test_values_that_cannot_run_are_told_with_their_reasons():
+    _, make = prepared("memory", None, title="", axis="zero_stage", layout={"pp": 2, "nodes": 2})
+    (below,) = [
+        part.texts[0].get_text() for part in make().subfigs if "Predicted with" in str(part.texts[:1])
+    ]
+    assert "Cannot run: 2: zero_stage=2 with pp=2 would run as zero_stage=1." in below.replace("\n", " ")
+    with pytest.raises(ConfigError, match=r"no layout to draw: mbs=1: .*=3 does not divide the 8 GPUs"):
+        points({"tp": 3}, axis="mbs")
+
+
+RUNS = [
+    row("same", tp=2, pp=2, dp=2, gas=8, pp_schedule="1f1b", peak_mem_reserved_bytes=50 * GIB),
+    row("more gas", tp=2, pp=2, dp=2, gas=128, pp_schedule="1f1b", peak_mem_reserved_bytes=51 * GIB),
+    row("less gas", tp=2, pp=2, dp=2, gas=2, pp_schedule="1f1b", peak_mem_reserved_bytes=40 * GIB),
+    row("doubt", tp=2, pp=2, dp=2, gas=8, pp_schedule="1f1b", suspect="mfu 1.2 is above 1"),
+    row("oom", tp=1, pp=2, dp=4, gas=8, pp_schedule="1f1b", status="oom"),
+    row("rank 0", tp=4, pp=2, dp=1, gas=8, pp_schedule="1f1b", peak_mem_reserved_bytes=None,
+        peak_mem_reserved_rank0_bytes=20 * GIB),
+    row("other kernel", tp=2, pp=2, dp=2, gas=8, pp_schedule="1f1b", kernel="nanotron"),
+    row("other nodes", nodes=2, tp=2, pp=2, dp=4, gas=8, pp_schedule="1f1b"),
+]  # fmt: skip
+
+
+def test_measured_runs_of_the_layouts_are_marked_in_any_order_of_rows():
+    drawn = points(LAYOUT, table_of(*RUNS), axis="tp")
+    found = drawn[drawn["shown"] != "predicted"]
+    assert {*zip(found["value"], found["shown"], found["bytes"].fillna(0) / GIB, strict=True)} == {
+        ("2", "measured", 50), ("2", "measured", 51), ("1", "oom", 80), ("4", "measured_rank0", 20), ("2", "suspect", 0),
+    }  # fmt: skip
+    one, two = (
+        render(prepared("memory", table_of(*rows), title="s", axis="tp", layout=LAYOUT)[1], _SVG)
+        for rows in (RUNS, random.Random(1).sample(RUNS, len(RUNS)))
+    )
+    assert one == two
+    assert b"4 runs among 8 rows" in one
+    none = prepared("memory", table_of(RUNS[6]), title="s", axis="tp", layout=LAYOUT)[1]()
+    assert "; measured" not in none.subfigs[0].texts[0].get_text()
+    assert b"1 more are suspect" in one
+
+
+def test_a_measured_peak_far_above_the_prediction_is_inside_the_scale():
+    held = {
+        "hardware": "cpu",
+        "precision": "fp32",
+        "model": "tiny",
+        "seq_len": 64,
+        "nodes": 2,
+        "dp": 4,
+        "gas": 8,
+    }
+    table = table_of(row("a", **(held | {"nodes": 2}), peak_mem_reserved_bytes=300 * 2**20))
+    layout = {"model": "tiny", "hardware": "cpu", "nodes": 2, "seq_len": 64, "gas": 8}
+    figure = prepared("memory", table, title="s", axis="tp", layout=layout)[1]()
+    assert 300 < figure.axes[0].get_ylim()[1] < 400
+    assert "resident set" in figure.subfigs[2].texts[0].get_text()
+
+
+@needs(PLAYBOOK)
+def test_the_playbook_has_runs_of_every_tensor_parallel_degree_of_a_node():
+    table = import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table
+    drawn = points({"model": "8B", "profile": "nanotron", "gas": 16}, table, axis="tp")
+    ends = drawn[drawn["shown"] != "predicted"].set_index("value")["shown"].to_dict()
+    assert ends == {"1": "oom", "2": "oom", "4": "measured_rank0", "8": "measured_rank0"}
