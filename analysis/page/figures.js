@@ -1,0 +1,232 @@
+"use strict";
+// The figures of the shown rows; each has its numbers as a table, and is drawn when it comes into view.
+
+const MEASURES = {
+  mfu: "MFU (% of peak)", tokens_per_s_per_gpu: "tokens per second and GPU", step_time_s: "step time (s)",
+  memory_gib: "peak memory (GiB)", predicted_step_time_s: "predicted step time (s)",
+};
+const LESS_IS_BETTER = ["step_time_s", "memory_gib", "predicted_step_time_s"];
+const ACROSS = ["nodes", ...held.axes].filter((name) => name === "nodes" || distinct(name).length > 1);
+const PALETTE = ["#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#949494", "#56b4e9"]; // seaborn's colorblind
+const MARKERS = ["circle", "square", "triangle", "diamond", "inverted_triangle", "hex", "plus", "star"];
+const DASHES = ["solid", "dashed", "dotted", "dotdash"];
+const LINKS = Object.keys(columns).filter((name) => name.endsWith("_busbw_bytes_per_s"));
+const FIGURES = [
+  { id: "every", title: "Every measured layout", points: everyPoints, draw: drawEvery },
+  { id: "best-of", title: "The best of each value", points: bestPoints, draw: drawLines },
+  { id: "memory", title: "Peak memory of the best layouts, measured and predicted", points: memoryPoints, draw: drawBars },
+  { id: "links", title: "Bandwidth of the links", points: linkPoints, draw: drawLines },
+];
+const stale = new Set();
+const views = {}; // figure -> what Bokeh shows of it
+let queue = Promise.resolve(); // figures are drawn one after another
+
+// The value of a measure of MEASURES in its unit; null where it is unknown.
+function measure(name, row) {
+  if (name === "memory_gib") {
+    const bytes = value("peak_mem_reserved_bytes", row) ?? value("peak_mem_reserved_rank0_bytes", row);
+    return bytes === null ? null : bytes / GIB;
+  }
+  const known = value(name, row);
+  return name === "mfu" && known !== null ? 100 * known : known;
+}
+
+function measured(shown) {
+  const { x, y } = state;
+  const may = shown.filter((row) => value("rank", row) !== null && value("status", row) === "ok" && value("model", row) !== null);
+  return may.filter((row) => value(x, row) !== null && measure(y, row) !== null);
+}
+
+// Points of the figures: the name of a series, x (a word), y (a number), and the row if it is one.
+function everyPoints(shown) {
+  const found = measured(shown).map((row) => ({ series: value("model", row), x: value(state.x, row), y: measure(state.y, row), row }));
+  const doubted = found.filter(({ row }) => !mayWin(row)).length;
+  const note = `${counted(found.length, "layout")} that ended ok; ${doubted} of them, in doubt or stopped early, are drawn as crosses. Choose a point to open its layout.`;
+  return { found, note, label: MEASURES[state.y], across: state.x };
+}
+
+function bestPoints(shown) {
+  const sign = LESS_IS_BETTER.includes(state.y) ? -1 : 1, best = new Map();
+  for (const row of measured(shown).filter(mayWin)) {
+    const series = value("model", row), x = value(state.x, row), y = measure(state.y, row), key = JSON.stringify([series, x]);
+    if (!best.has(key) || sign * y > sign * best.get(key).y) best.set(key, { series, x, y, row });
+  }
+  const kind = sign < 0 ? "lowest" : "highest";
+  const note = `The ${kind} value of all shown layouts with this value of ${nameOf(state.x)}, whatever their other axes; layouts in doubt are left out.`;
+  return { found: [...best.values()].sort((a, b) => inOrder(a.series, b.series) || inOrder(a.x, b.x)), note, label: MEASURES[state.y], across: state.x };
+}
+
+function linkPoints(shown) {
+  const rates = new Map();
+  for (const row of shown) for (const name of LINKS) {
+    const rate = value(name, row), inside = name.includes("_intra_node");
+    if (rate === null || value("suspect", row) !== null) continue;
+    const series = `${name.split("_")[0]}${inside ? " inside a node" : ""}`, key = JSON.stringify([series, value("nodes", row)]);
+    rates.set(key, [...(rates.get(key) ?? []), rate / 1e9]);
+  }
+  const found = [...rates].map(([key, all]) => ({ series: JSON.parse(key)[0], x: JSON.parse(key)[1], y: all.sort(inOrder)[all.length >> 1] }));
+  const note = "Median bus bandwidth, as nccl-tests defines it, that the jobs of the shown rows measured themselves; rows in doubt are left out.";
+  return { found: found.sort((a, b) => inOrder(a.series, b.series) || inOrder(a.x, b.x)), note, label: "bus bandwidth (GB/s)", across: "nodes" };
+}
+
+function memoryPoints(shown) {
+  const kept = new Set(shown), rank0 = !("peak_mem_reserved_bytes" in columns);
+  const found = runsOf.flatMap((runs, cell) => {
+    const row = winner(runs.filter((n) => kept.has(n)));
+    if (row < 0) return [];
+    const x = cellName(cell).replace(",", " on ").replace(",", " #"), predicted = value("predicted_peak_mem_bytes", row);
+    const bars = [{ series: "measured", x, y: measure("memory_gib", row), row }, { series: "predicted", x, y: predicted === null ? null : predicted / GIB, row }];
+    return bars.filter(({ y }) => y !== null);
+  });
+  const note = `One layout of each cell; x is the model and its number of nodes. ${rank0 ? "Measured is the memory of rank 0 alone." : "On CPUs the measured memory is the resident set."}`;
+  return { found, note, label: "peak memory (GiB)", across: "model on nodes" };
+}
+
+// A figure of Bokeh with words across, in the colours of the page.
+function blank(points, words, hover) {
+  const ink = getComputedStyle(document.body).color, grid = getComputedStyle(document.documentElement).getPropertyValue("--line").trim();
+  const made = new Bokeh.Plotting.figure({ height: 380, sizing_mode: "stretch_width", tools: "box_zoom,reset,save,tap", toolbar_location: "above",
+    x_range: new Bokeh.Range1d({ start: -0.6, end: words.length - 0.4 }), y_range: new Bokeh.DataRange1d({ start: 0 }), background_fill_color: null, border_fill_color: null, outline_line_color: null });
+  made.toolbar.active_drag = null; // a finger on the figure scrolls the page
+  made.toolbar.logo = null;
+  made.add_tools(new Bokeh.HoverTool({ tooltips: hover }));
+  for (const [axis, label] of [[made.xaxis, nameOf(points.across)], [made.yaxis, points.label]])
+    Object.assign(axis, { axis_label: label, axis_label_text_color: ink, major_label_text_color: ink, axis_line_color: grid, major_tick_line_color: grid, minor_tick_line_color: null });
+  made.xaxis.ticker = new Bokeh.FixedTicker({ ticks: words.map((_, n) => n) });
+  made.xaxis.major_label_overrides = new Map(words.map((word, n) => [n, String(word)]));
+  if (words.length > 12) made.xaxis.major_label_orientation = words.length > 24 ? 1.57 : 0.8;
+  made.xgrid.grid_line_color = null;
+  made.ygrid.grid_line_color = grid;
+  return made;
+}
+
+function wordsOf(points) {
+  return [...new Set(points.found.map(({ x }) => x))].sort(points.across === "model on nodes" ? () => 0 : inOrder);
+}
+
+function seriesOf(points) {
+  return [...new Set(points.found.map(({ series }) => series))].sort(inOrder);
+}
+
+// The points of one series for Bokeh; a chosen point opens its layout. `shift` moves a point sideways.
+function sourceOf(found, words, shift) {
+  const at = found.map((point) => words.indexOf(point.x) + shift(point));
+  const source = new Bokeh.ColumnDataSource({ data: { at, x: found.map(({ x }) => String(x)), y: found.map(({ y }) => y),
+    series: found.map(({ series }) => series), layout: found.map(({ row }) => value("layout", row ?? -1) ?? "") } });
+  source.selected.properties.indices.change.connect(() => {
+    const row = found[source.selected.indices[0]]?.row;
+    if (row !== undefined) openRow(row);
+  });
+  return source;
+}
+
+// A shift between -0.3 and 0.3 that is always the same for a run.
+function jitter({ row }) {
+  return (parseInt(String(value("run_id", row)).slice(-4), 16) / 65536 - 0.5) * 0.6 || 0;
+}
+
+const HOVER = [["", "@series, @x"], ["value", "@y{0,0.[00]}"], ["layout", "@layout"]];
+
+// A figure to which `draw` adds the glyphs of each series: its points, colour, legend and number.
+function withSeries(points, draw) {
+  const words = wordsOf(points), made = blank(points, words, HOVER), names = seriesOf(points);
+  names.forEach((name, n) => draw(made, words, points.found.filter(({ series }) => series === name), { color: PALETTE[n % PALETTE.length], legend_label: String(name) }, n, names.length));
+  return made;
+}
+
+const AT = { field: "at" }, UP = { field: "y" };
+
+function drawEvery(points) {
+  return withSeries(points, (made, words, mine, look, n) => {
+    for (const sound of [true, false]) {
+      const found = mine.filter(({ row }) => mayWin(row) === sound), source = sourceOf(found, words, jitter);
+      const kind = sound ? { marker: MARKERS[n % MARKERS.length], alpha: 0.65 } : { marker: "x", line_width: 1.5 };
+      if (found.length) made.scatter(AT, UP, { source, size: 7, color: look.color, ...kind, ...(sound || found.length === mine.length ? look : {}) });
+    }
+  });
+}
+
+function drawLines(points) {
+  return withSeries(points, (made, words, found, look, n) => {
+    const source = sourceOf(found, words, () => 0);
+    made.line(AT, UP, { source, line_width: 2, line_dash: DASHES[n % DASHES.length], ...look });
+    made.scatter(AT, UP, { source, size: 9, marker: MARKERS[n % MARKERS.length], ...look });
+  });
+}
+
+function drawBars(points) {
+  return withSeries(points, (made, words, found, look, n, number) => {
+    const width = 0.8 / number, source = sourceOf(found, words, () => (n + 0.5) * width - 0.4);
+    const hatch = n ? { hatch_pattern: "right_diagonal_line", hatch_color: "#fff", hatch_alpha: 0.6 } : {};
+    made.vbar(AT, width * 0.92, UP, 0, { source, ...look, ...hatch });
+  });
+}
+
+// Draws a stale figure again after the tables have been painted, or says that there is nothing to draw.
+async function drawFigure(figure) {
+  await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+  if (!stale.delete(figure.id)) return;
+  discard(figure);
+  const place = document.getElementById(`picture-${figure.id}`), points = figure.points(shownRows());
+  document.getElementById(`note-${figure.id}`).textContent = points.found.length ? points.note : "No shown row has these numbers.";
+  fillNumbers(figure, points);
+  place.hidden = !points.found.length;
+  if (place.hidden) return;
+  const made = figure.draw(points), panel = getComputedStyle(document.documentElement);
+  const longest = Math.max(...seriesOf(points).map((series) => String(series).length));
+  Object.assign(made.legend, { background_fill_color: null, label_text_color: panel.color, border_line_color: null, padding: 0,
+    location: "top_left", orientation: "horizontal", ncols: Math.max(1, Math.floor(place.clientWidth / (70 + 8 * longest))) });
+  made.add_layout(made.legend, "above");
+  const box = element("div", {});
+  place.replaceChildren(box);
+  views[figure.id] = await Bokeh.Plotting.show(made, box);
+  place.dataset.drawn = "true";
+}
+
+// Frees the memory of the last drawing of a figure.
+function discard({ id }) {
+  const known = Bokeh.documents.indexOf(views[id]?.model.document);
+  views[id]?.remove();
+  if (known >= 0) Bokeh.documents.splice(known, 1);
+  delete views[id];
+}
+
+function drawLater(figure) {
+  queue = queue.then(() => drawFigure(figure)).catch((error) => console.error(error));
+}
+
+function fillNumbers(figure, points) {
+  const details = document.getElementById(`numbers-${figure.id}`);
+  const fill = () => details.open && details.lastChild.replaceChildren(table(`${figure.title}: ${points.label}`, ["series", nameOf(points.across), "value", "layout"],
+    points.found.map(({ series, x, y, row }) => [String(series), String(x), String(Number(y.toPrecision(4))), value("layout", row ?? -1) ?? ""])));
+  details.ontoggle = fill;
+  fill();
+}
+
+// Makes the places of the figures; each is drawn when it comes into view or is in view and has become stale.
+function buildFigures(place) {
+  const chosen = (name, options, words) => element("label", {}, words, element("select", { name, onchange: figureChanged }, ...options.map(([v, told]) => element("option", { value: v }, told))));
+  const known = Object.entries(MEASURES).filter(([name]) => name === "memory_gib" || name in columns);
+  const choices = element("form", { id: "axes", class: "choices", "aria-label": "Axes of the figures" }, chosen("x", ACROSS.map((name) => [name, nameOf(name)]), "across"), chosen("y", known, "upwards"));
+  place.append(element("h2", {}, "Figures"), choices);
+  const seen = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      target.dataset.seen = isIntersecting;
+      if (isIntersecting && stale.has(target.id)) drawLater(FIGURES.find(({ id }) => id === target.id));
+    }
+  });
+  for (const { id, title } of FIGURES) {
+    const picture = element("div", { id: `picture-${id}`, role: "img", "aria-label": `${title}; its numbers are in the table below` });
+    const numbers = element("details", { id: `numbers-${id}` }, element("summary", {}, "Numbers of this figure"), element("div", {}));
+    const section = element("section", { id, class: "figure", "aria-label": title }, element("h3", {}, title), element("p", { id: `note-${id}` }), picture, numbers);
+    place.append(section);
+    seen.observe(section);
+  }
+}
+
+function figuresChanged() {
+  for (const figure of FIGURES) {
+    stale.add(figure.id);
+    if (document.getElementById(figure.id).dataset.seen === "true") drawLater(figure);
+  }
+}

@@ -1,0 +1,101 @@
+"use strict";
+// The table of the best layouts: a row for each model, a column for each number of nodes, a button in each cell.
+
+const VIRIDIS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"];
+const FAILED = ["ok", "oom", "skipped", "pending", "running"]; // every other state is a failure
+const runsOf = cellRows();
+const best = largestMfu();
+
+// The ranked rows of each cell, in the order of the leaderboard.
+function cellRows() {
+  const found = held.cells.map(() => []);
+  for (let row = 0; row < rows; row++) if (value("cell", row) !== null) found[value("cell", row)].push(row);
+  return found;
+}
+
+function largestMfu() {
+  return Math.max(0, ...held.cells.map((_, cell) => value("mfu", winner(runsOf[cell])) ?? 0));
+}
+
+// The first row that may win: ok, not in doubt and not stopped as slower.
+function winner(runs) {
+  return runs.find((row) => mayWin(row)) ?? -1;
+}
+
+function mayWin(row) {
+  return value("status", row) === "ok" && value("suspect", row) === null && value("stopped", row) !== "slower_than_best";
+}
+
+// The red, green and blue (0 to 255) of a value between 0 and 1.
+function viridis(share) {
+  const at = Math.min(Math.max(share, 0), 1) * (VIRIDIS.length - 1);
+  const low = Math.min(Math.floor(at), VIRIDIS.length - 2);
+  const channel = (hex, n) => parseInt(hex.slice(1 + 2 * n, 3 + 2 * n), 16);
+  return [0, 1, 2].map((n) => Math.round(channel(VIRIDIS[low], n) + (at - low) * (channel(VIRIDIS[low + 1], n) - channel(VIRIDIS[low], n))));
+}
+
+// Whether white letters are easier to read than black ones on a colour (WCAG 2.2, relative luminance).
+function isDark(rgb) {
+  const linear = rgb.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] < 0.179;
+}
+
+// How many of the runs were tried, are as good as the best, ran out of memory or failed, as a text.
+function tally(runs) {
+  const states = runs.map((row) => value("state", row));
+  const count = (wanted) => states.filter(wanted).length;
+  const found = [
+    [count((s) => !["pending", "running", "skipped"].includes(s)), "tried"],
+    [runs.filter((row) => value("mark", row) === "as good as the best").length, "as good"],
+    [count((s) => s === "oom"), "oom"],
+    [count((s) => !FAILED.includes(s)), "failed"],
+    [runs.filter((row) => value("suspect", row) !== null && value("status", row) === "ok").length, "in doubt"],
+    [count((s) => s === "pending" || s === "running"), "to come"],
+    [count((s) => s === "skipped"), "skipped"],
+  ];
+  return found.filter(([number, word]) => number || word === "tried").map(([number, word]) => `${grouped(number)} ${word}`).join(", ");
+}
+
+function memoryOf(row) {
+  const all = value("peak_mem_reserved_bytes", row), first = value("peak_mem_reserved_rank0_bytes", row);
+  return all !== null ? memory(all) : first !== null ? `${memory(first)} (rank 0)` : "";
+}
+
+// Fills the button of a cell with the best of the runs that are shown.
+function fillCell(button, cell, runs) {
+  const at = winner(runs), told = held.cells[cell], mfu = value("mfu", at);
+  const headline = at < 0 ? "" : mfu !== null ? text("mfu", mfu) : `${short(value("tokens_per_s_per_gpu", at) ?? 0)} tok/s/GPU`;
+  const whole = runs.length === runsOf[cell].length;
+  const why = whole ? told.reason ?? "" : runs.length ? "no shown layout may win" : "no layout is shown";
+  const lines = at < 0 ? [[why, "why"]] : [[headline, "headline"], [value("layout", at), "layout"], [memoryOf(at), ""]];
+  if (runs.length) lines.push([[value("repeats_failed", at), tally(runs)].filter(Boolean).join(", "), "small"]);
+  button.replaceChildren(...lines.map(([words, kind]) => element("span", { class: kind }, words)));
+  const colour = at < 0 || mfu === null || !best ? null : viridis(mfu / best);
+  button.style.background = colour ? `rgb(${colour})` : "";
+  button.style.color = colour ? (isDark(colour) ? "#fff" : "#111") : "";
+  button.classList.toggle("empty", at < 0);
+  const where = `${told.model} on ${counted(told.nodes, "node")}`;
+  button.setAttribute("aria-label", `${where}: ${lines.map(([words]) => words).filter(Boolean).join(", ")}`);
+}
+
+// One table for each hardware, kernel and batch; returns the button of each cell.
+function buildHeatmap(place, opened) {
+  const buttons = [];
+  for (const panel of new Set(held.cells.map((cell) => cell.panel))) {
+    const mine = held.cells.map((cell, n) => ({ ...cell, n })).filter((cell) => cell.panel === panel);
+    const nodes = [...new Set(mine.map((cell) => cell.nodes))].sort(inOrder);
+    const models = [...new Set(mine.map((cell) => JSON.stringify([cell.num_params, cell.model])))].map(JSON.parse).sort((a, b) => a[0] - b[0]);
+    const head = element("tr", {}, element("th", { scope: "col" }, "model"), ...nodes.map((n) => element("th", { scope: "col" }, counted(n, "node"))));
+    const body = models.map(([params, name]) => {
+      const label = element("th", { scope: "row" }, name, element("span", { class: "small" }, params === null ? "" : `${short(params)} parameters`));
+      return element("tr", {}, label, ...nodes.map((n) => element("td", {}, ...mine.filter((c) => c.model === name && c.num_params === params && c.nodes === n).map(makeButton))));
+    });
+    function makeButton(cell) {
+      buttons[cell.n] = element("button", { type: "button", "aria-controls": "runs", onclick: () => opened(cell.n) });
+      return buttons[cell.n];
+    }
+    const caption = element("caption", {}, mine[0].setting.filter(Boolean).join(" | "));
+    place.append(element("div", { class: "scroll" }, element("table", { class: "heatmap" }, caption, element("thead", {}, head), element("tbody", {}, ...body))));
+  }
+  return buttons;
+}

@@ -1,0 +1,181 @@
+"use strict";
+// The state of the page, which is its filters, the open cell and the open run. It stands in the fragment of the URL.
+
+const FILTERS = ["model", "nodes", ...held.axes, "seq_len", "gbs", "hardware", "kernel", "kernel_version", "precision", "state", "cause", "doubt", "sweep", "source"].filter((name) => distinct(name).length > 1);
+const NAMES = { state: "status", zero_stage: "ZeRO stage", kernel_version: "kernel version" };
+const MOST_VALUES = 12; // values of a column that the origin of the rows names
+const state = { filters: {}, cell: null, run: null, all: false, x: "nodes", y: "mfu" };
+const form = document.getElementById("filters");
+const buttons = buildHeatmap(document.getElementById("heatmap"), openCell);
+
+function nameOf(column) {
+  return NAMES[column] ?? column;
+}
+
+// The name of a cell in a link: its model and nodes, and its place among cells that share both.
+function cellName(cell) {
+  const { model, nodes } = held.cells[cell];
+  const alike = held.cells.map((c, n) => n).filter((n) => held.cells[n].model === model && held.cells[n].nodes === nodes);
+  return alike.length > 1 ? `${model},${nodes},${alike.indexOf(cell) + 1}` : `${model},${nodes}`;
+}
+
+// Reads the fragment; names and values that this page does not have are told, not obeyed.
+function readFragment() {
+  const given = new URLSearchParams(location.hash.slice(1)), unknown = [];
+  Object.assign(state, { filters: {}, cell: null, run: given.get("run"), all: false, x: ACROSS[0], y: Object.keys(MEASURES)[0] });
+  for (const [name, wanted] of given) {
+    const found = distinct(name).find((v) => String(v) === wanted);
+    if (FILTERS.includes(name) && found !== undefined) state.filters[name] = found;
+    else if (name === "cell") state.cell = held.cells.findIndex((_, n) => cellName(n) === wanted);
+    else if (name === "x" && ACROSS.includes(wanted)) state.x = wanted;
+    else if (name === "y" && wanted in MEASURES) state.y = wanted;
+    else if (name !== "run" && location.hash.includes("=")) unknown.push(`${name}=${wanted}`);
+  }
+  if (state.cell < 0) unknown.push(`cell=${given.get("cell")}`);
+  if (state.cell < 0) state.cell = null;
+  return unknown;
+}
+
+function writeFragment(isStep) {
+  const told = new URLSearchParams(Object.entries(state.filters));
+  if (state.cell !== null) told.set("cell", cellName(state.cell));
+  if (state.run !== null) told.set("run", state.run);
+  if (state.x !== ACROSS[0]) told.set("x", state.x);
+  if (state.y !== Object.keys(MEASURES)[0]) told.set("y", state.y);
+  history[isStep ? "pushState" : "replaceState"](null, "", `#${told}`);
+}
+
+function isShown(row) {
+  return Object.entries(state.filters).every(([name, wanted]) => value(name, row) === wanted);
+}
+
+function shownRows() {
+  return [...Array(rows).keys()].filter(isShown);
+}
+
+// Opens a row that is chosen in a figure.
+function openRow(row) {
+  Object.assign(state, { cell: value("cell", row), run: value("run_id", row), all: false });
+  writeFragment(true);
+  drawRuns();
+  document.querySelector(`[data-run="${state.run}"]`)?.focus();
+}
+
+function openCell(cell) {
+  Object.assign(state, { cell: state.cell === cell ? null : cell, run: null, all: false });
+  writeFragment(true);
+  drawRuns();
+  if (state.cell !== null) document.getElementById("runs-title").focus();
+}
+
+function chooseRun(run) {
+  state.run = run;
+  writeFragment(true);
+  drawRuns();
+  document.querySelector(`[data-run="${run}"]`)?.focus();
+}
+
+function drawRuns() {
+  buttons.forEach((button, cell) => button.setAttribute("aria-expanded", String(cell === state.cell)));
+  document.getElementById("runs").hidden = state.cell === null;
+  if (state.cell === null) return;
+  const { model, nodes, reason, ranked_by: by } = held.cells[state.cell], all = runsOf[state.cell], found = all.filter(isShown);
+  document.getElementById("runs-title").textContent = `Layouts of ${model} on ${counted(nodes, "node")}`;
+  const some = `${grouped(found.length)} of ${counted(all.length, "layout")}`;
+  document.getElementById("runs-about").textContent = `${some}${by ? `, ranked by ${by}` : ""}. ${reason ?? ""}`;
+  const showAll = () => { state.all = true; drawRuns(); };
+  document.getElementById("runs-table").replaceChildren(runsTable(found, state.all, state.run, chooseRun, showAll));
+}
+
+function draw(unknown = []) {
+  performance.mark("draw-begin");
+  for (const name of FILTERS) form.elements[name].value = String(state.filters[name] ?? "");
+  for (const name of ["x", "y"]) document.getElementById("axes").elements[name].value = state[name];
+  const shown = shownRows();
+  runsOf.forEach((runs, cell) => fillCell(buttons[cell], cell, runs.filter(isShown)));
+  drawRuns();
+  drawHours(shown);
+  const asked = unknown.length ? ` The link asks for ${unknown.join(", ")}, which this page does not have.` : "";
+  document.getElementById("count").textContent = `${grouped(shown.length)} of ${counted(rows, "row")} shown.${asked}`;
+  if (window.Bokeh) figuresChanged();
+  performance.measure("draw", "draw-begin");
+}
+
+// Attempts, and GPU hours where they are known, by status.
+function drawHours(shown) {
+  const sums = new Map();
+  for (const row of shown) {
+    if (value("attempt", row) === null) continue;
+    const sum = sums.get(value("state", row)) ?? { number: 0, hours: 0 };
+    sums.set(value("state", row), { number: sum.number + 1, hours: sum.hours + (value("gpu_hours", row) ?? 0) });
+  }
+  const known = "gpu_hours" in columns, total = [...sums.values()].reduce((sum, { hours }) => sum + hours, 0);
+  const lines = [...sums].sort(([, a], [, b]) => b.hours - a.hours || b.number - a.number).map(([status, { number, hours }]) =>
+    known ? [status, grouped(number), hours.toPrecision(3), percent(hours / (total || 1))] : [status, grouped(number)]);
+  const heads = ["status", "attempts", ...(known ? ["GPU hours", "share of the hours"] : [])];
+  const note = known ? `${total.toPrecision(3)} GPU hours of runs.` : "The table of these results has no GPU hours.";
+  document.getElementById("hours").replaceChildren(table("Attempts of the shown rows by status", heads, lines), element("p", {}, note));
+}
+
+function buildFilters() {
+  for (const name of FILTERS) {
+    const options = distinct(name).map((v) => element("option", { value: v }, String(v)));
+    const select = element("select", { name, onchange: filterChanged }, element("option", { value: "" }, "all"), ...options);
+    document.getElementById("choices").append(element("label", {}, nameOf(name), select));
+  }
+  form.addEventListener("reset", () => { state.filters = {}; writeFragment(false); draw(); });
+}
+
+function filterChanged(event) {
+  const { name, value: wanted } = event.target;
+  delete state.filters[name];
+  if (wanted !== "") state.filters[name] = distinct(name).find((v) => String(v) === wanted);
+  writeFragment(false);
+  draw();
+}
+
+function figureChanged({ target }) {
+  state[target.name] = target.value;
+  writeFragment(false);
+  figuresChanged();
+}
+
+// What no filter changes: rejected layouts, the origin of the rows and the meaning of the columns.
+function buildRest() {
+  const left = held.public ? " Host names, paths, users, accounts and all free texts are left out." : "";
+  document.getElementById("about").textContent = `${counted(rows, "row")}. ${held.made_with}${left}`;
+  document.getElementById("how").textContent = held.cells.length
+    ? "Each cell shows the fastest layout that is not in doubt, with its MFU, peak memory, and what became of the others; its colour is the MFU, yellow where it is highest. Activate a cell to see all of its layouts."
+    : "No row trains a model, so that there is nothing to rank.";
+  const rejected = held.rejected.map((r) => [r.model ?? "", text("nodes", r.nodes), grouped(r.number), r.rule ?? "", r.example ?? ""]);
+  document.getElementById("rejected").append(rejected.length
+    ? table("Layouts that a rule forbids", ["model", "nodes", "layouts", "rule", "for example"], rejected)
+    : element("p", {}, "This table names no layout that a rule forbids."));
+  const origin = ["source", "sweep", "cluster", "hardware", "gpu_name", "kernel", "kernel_version", "kernel_digest", "precision", "flops_formula", "peak_flops_per_s", "peak_source", "git_commit", "torch_version", "cuda_version", "nccl_version", "driver_version"];
+  const lines = origin.filter((name) => distinct(name).length).map((name) => [name, distinct(name).slice(0, MOST_VALUES).map((v) => text(name, v)).join(", ")]);
+  document.getElementById("origin").append(table("Origin of the rows", ["column", "values"], lines));
+  const paragraphs = held.ranking.map((paragraph) => element("p", {}, paragraph));
+  document.getElementById("columns").append(element("details", {}, element("summary", {}, "Rows and ranking"), ...paragraphs));
+  for (const [group, found] of Object.entries(held.schema)) {
+    if (!found.length) continue;
+    document.getElementById("columns").append(element("details", {}, element("summary", {}, group), table(group, ["column", "type", "meaning"], found)));
+  }
+}
+
+function start() {
+  buildFilters();
+  buildRest();
+  buildFigures(document.getElementById("figures"));
+  document.getElementById("skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the fragment keeps the filters
+    document.getElementById("best").focus();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", figuresChanged);
+  addEventListener("DOMContentLoaded", figuresChanged); // then the scripts of Bokeh have run, too
+  const follow = () => draw(readFragment());
+  addEventListener("hashchange", follow);
+  addEventListener("popstate", follow);
+  follow();
+}
+
+start();

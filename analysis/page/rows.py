@@ -1,0 +1,181 @@
+"""The results as the document that the scripts of the page read: ranked rows in compact columns, and the cells."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ultrabench.analysis import schema
+from ultrabench.analysis.cells import Cell, layout_words, made_with, repeats_failed
+from ultrabench.analysis.page.commands import launch_words, predict_words
+from ultrabench.analysis.ranking import leaderboard, rank
+from ultrabench.analysis.rows import Row
+from ultrabench.analysis.schema import GROUPS, MODEL, SCHEMA, type_name
+from ultrabench.device_rates import OPERATIONS
+from ultrabench.layout import AXES
+from ultrabench.result import SLOWER
+
+_KEY = ("sweep", "run_id", "repeat", "attempt")
+_ORDER = (*_KEY, "step_time_s", "reason", "job_id")
+_TOO_LONG = ("schema_version", "step_times_s", "bandwidths")
+"""Columns that stay out of the page for their size; the parquet file has them."""
+
+NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
+         "driver_version")  # fmt: skip
+"""Names in a public page; of a name that is a path only the last part is told."""
+PUBLIC = frozenset({
+    *NAMES, *MODEL, *AXES, "run_id", "repeat", "attempt", "nodes", "gpus_per_node", "gpus", "zero_shards", "gbs", "seq_len",
+    "precision", "compile", "status", "is_final", "rule", "cause", "confirmed", "suspect", "stopped", "dominated_by",
+    "measured_by", "ci_reached", "kernel_digest", "step_time_s", "step_time_ci95_rel", "num_steps_measured", "tokens_per_s",
+    "tokens_per_s_per_gpu", "mfu", "hfu", "flops_formula", "peak_flops_per_s", "source_mfu",
+    "model_flops_per_s_per_gpu", "control_ratio", "graphs", "attention", "loss_final", "peak_mem_allocated_bytes",
+    "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes", "init_time_s", "predicted_step_time_s",
+    "predicted_peak_mem_bytes", "p_oom", "gemm_flops_per_s", "memory_copy_bytes_per_s", "sm_clock_hz", "throttled",
+    "duration_s", "gpu_hours",
+    *(f"{operation}{scope}_busbw_bytes_per_s" for operation in OPERATIONS for scope in ("", "_intra_node")),
+})  # fmt: skip
+"""The only columns of a public page: none of them holds a host, a path, a user, an account or a free text."""
+
+
+def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
+    """What the page shows of a result table with all columns of the schema, ready for JSON.
+
+    Rows are the attempts and the candidates without one, the ranked run of each cell first and in the order of
+    the leaderboard. Layouts that a rule rejects are counted by rule. The order of the rows of `table` changes
+    nothing.
+
+    Args:
+        public: whether only the columns of PUBLIC are told, without free texts.
+
+    Raises:
+        ConfigError: the rows cannot be ranked together.
+    """
+    table = _without_texts(table) if public else table
+    table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _ORDER])
+    cells, runs = _ranked(table)
+    places = {tuple(run[name] for name in _KEY): run for run in runs}
+    rows = [row | _place(places.get(tuple(row[name] for name in _KEY))) for row in table.to_pylist()]
+    rejected = [row for row in rows if row["status"] == "rejected"]
+    shown = sorted((row for row in rows if row["status"] != "rejected"), key=_rank_first)
+    told = _told(table, public)
+    columns = {name: [_plain(row[name]) for row in shown] for name in told} | _derived(shown)
+    return {
+        "public": public,
+        "made_with": made_with(table),
+        "rows": len(shown),
+        "columns": {
+            name: encoded(values) for name, values in columns.items() if any(v is not None for v in values)
+        },
+        "cells": cells,
+        "axes": [*AXES],
+        "rejected": _rejected(rejected),
+        "ranking": str(schema.__doc__).split("\n\n")[1:],
+        "schema": {group: _meanings(held, told) for group, held in GROUPS.items()},
+    }
+
+
+def encoded(values: Sequence[Any]) -> dict[str, Any]:
+    """A column as its distinct values and a code for each row, -1 for null; as its values if most are distinct."""
+    known = sorted({value for value in values if value is not None})
+    if 2 * len(known) > len(values) > 8:
+        return {"values": [*values]}
+    code = {value: n for n, value in enumerate(known)}
+    return {"known": known, "codes": [-1 if value is None else code[value] for value in values]}
+
+
+def _told(table: pa.Table, public: bool) -> list[str]:
+    """The columns that the page tells: those with a value, without those that are too long or not public."""
+    known = (name for name in SCHEMA.names if table[name].null_count < len(table))
+    return [name for name in known if name not in _TOO_LONG and (not public or name in PUBLIC)]
+
+
+def _without_texts(table: pa.Table) -> pa.Table:
+    """The table with the texts that a public page may tell: no reasons, doubts without words, names without paths."""
+    none = pa.scalar(None, pa.string())
+    new = {"reason": pa.nulls(len(table), pa.string())}
+    new["suspect"] = pc.if_else(pc.is_valid(table["suspect"]), "in doubt", none)
+    for name in NAMES:
+        new[name] = pc.replace_substring_regex(pc.utf8_rtrim(table[name], r"/\ "), r"^.*[/\\]", "")
+    for name, column in new.items():
+        table = table.set_column(table.column_names.index(name), name, column)
+    return table
+
+
+def _ranked(table: pa.Table) -> tuple[list[Row], list[Row]]:
+    """The cells of a table, and its ranked runs, each with the number of its cell."""
+    cells = rank(table)
+    boards = leaderboard(table)
+    tried = [n for n, cell in enumerate(cells) if cell.status != "rejected"]  # the others have no runs
+    runs = [run | {"cell": n} for n, board in zip(tried, boards, strict=True) for run in board]
+    panels = [*dict.fromkeys(cell.panel for cell in cells)]
+    return [_cell(cell, panels) for cell in cells], runs
+
+
+def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
+    hardware, kernel, precision, seq_len, gbs = cell.panel
+    return {
+        "model": cell.model,
+        "nodes": cell.nodes,
+        "num_params": cell.num_params,
+        "panel": panels.index(cell.panel),
+        "setting": [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision]
+        + [text for text in (seq_len and f"seq_len {seq_len:,}", gbs and f"gbs {gbs:,}") if text],
+        "reason": cell.reason,
+        "ranked_by": cell.ranked_by,
+    }
+
+
+def _place(run: Row | None) -> Row:
+    """The columns that rank a row in its cell; null for a row that is not the one that stands for its run."""
+    if run is None:
+        return {"rank": None, "cell": None, "mark": None, "repeats_failed": None}
+    mark = "best" if run["best"] else "as good as the best" if run["as_good_as_best"] else None
+    slower = "slower, stopped early" if run["stopped"] == SLOWER else None
+    unsure = repeats_failed(run["num_repeats"], run["num_repeats_failed"])
+    return {"rank": run["rank"], "cell": run["cell"], "mark": mark or slower, "repeats_failed": unsure}
+
+
+def _rank_first(row: Row) -> tuple[bool, int]:
+    return row["rank"] is None, row["rank"] or 0
+
+
+def _derived(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """The columns of the page that are no columns of the schema."""
+    state = [row["status"] or ("pending" if row["attempt"] is None else "running") for row in rows]
+    return {
+        **{name: [row[name] for row in rows] for name in ("rank", "cell", "mark", "repeats_failed")},
+        "state": state,
+        "doubt": ["in doubt" if row["suspect"] else "none" for row in rows],
+        "layout": [" ".join(filter(None, layout_words(row))) or None for row in rows],
+        "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
+        "predict": [None if row["rank"] is None else predict_words(row) for row in rows],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: numbers with six digits, times and lists as texts, null for what is no number."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, datetime):
+        return value.isoformat(timespec="seconds")
+    return ", ".join(map(str, value)) or None if isinstance(value, list) else value
+
+
+def _rejected(rows: Sequence[Row]) -> list[Row]:
+    """Model, nodes and rule of layouts that are never tried, with their number and an example of the reason."""
+    names = ("model", "nodes", "rule")
+    counts = Counter(tuple(row[name] for name in names) for row in rows)
+    example = {tuple(row[name] for name in names): row["reason"] for row in reversed(rows)}
+    return [
+        dict(zip(names, key, strict=True)) | {"number": number, "example": example[key]}
+        for key, number in sorted(counts.items(), key=lambda held: (*map(str, held[0][::2]), held[0][1] or 0))
+    ]
+
+
+def _meanings(held: Iterable[pa.Field], told: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Name, type and meaning of the columns of a group that the page tells."""
+    return [(c.name, type_name(c.type), c.metadata[b"description"].decode()) for c in held if c.name in told]
