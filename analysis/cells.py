@@ -1,7 +1,7 @@
 """The cells of a ranking (model, nodes, hardware, kernel, precision and batch) and the texts that describe them."""
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -33,12 +33,29 @@ class Cell:
     """MFU of a published measurement as its publisher computed it, a fraction."""
     tokens_per_s_per_gpu: float | None = None
     peak_mem_reserved_bytes: int | None = None
+    """Peak of reserved memory, the largest of all ranks."""
+    peak_mem_reserved_rank0_bytes: int | None = None
+    """Peak of reserved memory of rank 0 alone, as other benchmarks publish it."""
     num_runs: int
     """Number of runs of the cell that have ended."""
+    num_oom: int = 0
+    """Number of those that ran out of memory and were ok in no repeat."""
+    num_failed: int = 0
+    """Number of those that ended in another way, neither ok nor out of memory, in all their repeats."""
+    num_in_doubt: int = 0
+    """Number of those that were ok, but suspect in each ok repeat."""
+    num_repeats: int = 0
+    """Number of repeats of the best run that have ended."""
+    num_repeats_failed: int = 0
+    """Number of those that were not ok."""
     as_good_as_best: tuple[str, ...] = ()
     """run_ids of the other runs whose 95 % intervals overlap with that of the best run."""
     ranked_by: str | None = None
     """The column that was compared: control_ratio where the cell has one control, else the one asked for."""
+    shown_column: str = "mfu"
+    """The column that the heatmap shows: MFU, or the one that was asked for."""
+    shown_value: float | None = None
+    """The value of the best run in that column."""
     hardware: str | None
     kernel: str | None
     precision: str | None
@@ -46,8 +63,18 @@ class Cell:
     gbs: int | None
     num_params: int | None
     peak_source: str | None = None
+    step_time_ci95_rel: float | None = None
+    """Half the 95 % interval of the best run's median step time, relative to it."""
+    ci_reached: bool | None = None
+    """Whether this interval met the target of the measurement."""
+    varied_axes: tuple[str, ...] = ()
+    """Axes with several values in the table; a figure names their values also where these are the usual ones."""
     compare_ratio: float | None = None
     """tokens_per_s_per_gpu of the best run, divided by that of the same cell in another table."""
+    compare_layout: Mapping[str, Any] | None = None
+    """Layout of the best run of the same cell in another table, where it is another layout."""
+    compare_differing: Mapping[str, str | None] = field(default_factory=dict)
+    """One of MAY_DIFFER -> its value in the other cell, where it is another one."""
 
     @property
     def panel(self) -> tuple[object, ...]:
@@ -61,26 +88,57 @@ class Cell:
         return told | {name: layout.get(name) for name in AXES}
 
 
+MAY_DIFFER = ("hardware", "kernel", "precision")
+"""Columns in which two tables that are compared may differ, which is told."""
+
+
 def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:
-    """`cells` with compare_ratio relative to the cell of the same model, nodes and batch in `others`.
+    """`cells` with the `compare_` fields of the cell of the same model, nodes and batch in `others`.
 
     A cell of the same hardware and kernel is preferred; else the fastest of the other cells is used.
     """
-    speeds = [(other, other.tokens_per_s_per_gpu) for other in others if other.tokens_per_s_per_gpu]
-    speeds.sort(key=lambda pair: pair[1])  # so that the fastest of equal keys stays
-    alike = {(_workload(other), other.panel): speed for other, speed in speeds}
-    fastest = {_workload(other): speed for other, speed in speeds}
+    known = [other for other in others if other.tokens_per_s_per_gpu]
+    known.sort(key=lambda other: other.tokens_per_s_per_gpu or 0.0)  # so that the fastest of equal keys stays
+    alike = {(_workload(other), other.panel): other for other in known}
+    fastest = {_workload(other): other for other in known}
     out = []
     for cell in cells:
         base = alike.get((_workload(cell), cell.panel)) or fastest.get(_workload(cell))
-        speed = cell.tokens_per_s_per_gpu
-        out.append(replace(cell, compare_ratio=speed / base if speed and base else None))
+        speed, other_speed = cell.tokens_per_s_per_gpu, base and base.tokens_per_s_per_gpu
+        ratio = speed / other_speed if speed and other_speed else None
+        another = base.layout if base and _differ(cell.layout, base.layout) else None
+        pairs = {name: (getattr(base, name), getattr(cell, name)) for name in MAY_DIFFER if base}
+        there = {name: theirs for name, (theirs, ours) in pairs.items() if theirs != ours}
+        differing: dict[str, Any] = {"compare_layout": another, "compare_differing": there}
+        out.append(replace(cell, compare_ratio=ratio, **differing))
     return out
+
+
+def _differ(layout: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two layouts differ in an axis that both know, or only one of them is there."""
+    pairs = [(layout.get(name), other.get(name)) for name in AXES]
+    return bool(layout) != bool(other) or any(a != b for a, b in pairs if None not in (a, b))
 
 
 def _workload(cell: Cell) -> tuple[object, ...]:
     """The model, nodes and batch of a cell, which must be equal in two cells that are compared."""
     return (cell.num_params or cell.model, cell.nodes, cell.seq_len, cell.gbs)
+
+
+NOT_TRIED = (None, "skipped", "rejected")
+"""Statuses of runs that have no end, those that still come first."""
+
+
+def best_outcome(statuses: Iterable[str | None]) -> str | None:
+    """The status that a run counts with, from those of its repeats: ok, else oom, else how another one ended."""
+    return max(statuses, key=outcome_order)
+
+
+def outcome_order(status: str | None) -> tuple[int, str]:
+    """A sort key of statuses by which the last one of the repeats of a run is the one that it counts with."""
+    if status in NOT_TRIED:
+        return -NOT_TRIED.index(status), ""
+    return {"ok": 3, "oom": 2}.get(str(status), 1), str(status)
 
 
 _ALWAYS_TOLD = ("ok", "pending", "rejected", "skipped")
@@ -94,6 +152,11 @@ def percent(fraction: float | None) -> str | None:
     return f"{value:.1f} %" if value >= 1 else f"{value:.2g} %"
 
 
+def too_wide(ci_reached: bool | None, ci95_rel: float | None) -> str:
+    """A text such as `+- 53.0 %` for an interval that missed its target; empty for one that met it."""
+    return f"+- {percent(ci95_rel)}" if ci_reached is False and ci95_rel is not None else ""
+
+
 def count(number: float, unit: str = "") -> str:
     """A number with three digits and a metric prefix, such as `1.34 G`."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -102,23 +165,63 @@ def count(number: float, unit: str = "") -> str:
     return f"{number:.3g} {unit}".rstrip()
 
 
-def layout_words(row: Mapping[str, Any]) -> tuple[str, str]:
+def layout_words(row: Mapping[str, Any], always: Collection[str] = ()) -> tuple[str, str]:
     """The layout of a result row as two texts: the degrees and ZeRO, and everything from mbs on.
 
     The second one has the batch, the schedule and recomputation.
+
+    Args:
+        always: axes that are named also where they have their usual value.
     """
     batch = AXES.index("mbs")
-    return " ".join(labels(row, AXES[:batch])), " ".join(labels(row, AXES[batch:]))
+    return " ".join(labels(row, AXES[:batch], always)), " ".join(labels(row, AXES[batch:], always))
 
 
-def memory(held_bytes: float | None) -> str | None:
-    """Memory as a text in MiB or GiB; None when it is unknown."""
+def repeats_failed(num_repeats: int, num_failed: int) -> str | None:
+    """A text such as `1 of 2 repeats failed`; None when none has."""
+    return f"{num_failed} of {counted(num_repeats, 'repeat')} failed" if num_failed else None
+
+
+def tried(cell: Cell) -> list[str]:
+    """How many repeats of the best run failed, and what became of all runs of the cell, as short texts."""
+    close = len(cell.as_good_as_best)
+    told = (
+        (cell.num_runs, "tried"), (close, "as good"), (cell.num_oom, "oom"), (cell.num_failed, "failed"),
+        (cell.num_in_doubt, "in doubt"),
+    )  # fmt: skip
+    unsure = repeats_failed(cell.num_repeats, cell.num_repeats_failed)
+    return [*([unsure] if unsure else []), *(f"{number:,} {what}" for number, what in told if number)]
+
+
+def memory(held_bytes: float | None, rank0_bytes: float | None = None) -> str | None:
+    """Memory as a text in MiB or GiB; it says so if only that of rank 0 is known. None when both are unknown."""
     if held_bytes is None:
-        return None
+        return None if rank0_bytes is None else f"{memory(rank0_bytes)} (rank 0)"
     gib = held_bytes / GIB
     if gib < 1:
         return f"{gib * 1024:.0f} MiB"
     return f"{gib:.1f} GiB" if gib >= 10 else f"{gib:.2f} GiB"
+
+
+_FRACTIONS = ("mfu", "hfu", "p_oom", "_rel", "_share")
+_RATES = {"_bytes_per_s": "B/s", "_flops_per_s": "FLOP/s", "_flops_per_s_per_gpu": "FLOP/s", "_hz": "Hz"}
+"""Endings of columns -> the unit of their values."""
+
+
+def with_unit(column: str, value: Any) -> str | None:
+    """The value of a column as a text with the unit that the column's name gives; None when it is unknown."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None if value is None else str(value)
+    if column.endswith(_FRACTIONS):
+        return percent(value)
+    if column.endswith("_bytes"):
+        return memory(value)
+    if unit := next((unit for ending, unit in _RATES.items() if column.endswith(ending)), None):
+        return count(value, unit)
+    if "tokens_per_s" in column:
+        return f"{value:,.0f}"
+    number = str(value) if isinstance(value, int) else f"{value:.4g}"
+    return f"{number} s" if column.endswith("_s") else number
 
 
 def doubts(table: pa.Table) -> list[str]:
@@ -134,13 +237,23 @@ def doubts(table: pa.Table) -> list[str]:
     ]
 
 
-def notes(table: pa.Table) -> str:
-    """The note under a figure: how many runs have each status, and the versions that made them."""
-    rows = table.select(["run_id", "status", "is_final"]).to_pylist()
-    ends = {(row["run_id"], row["status"] or "pending") for row in rows if row["is_final"]}
-    by_status = Counter(status for _, status in ends)
+def notes(table: pa.Table, include_suspects: bool = False) -> str:
+    """The note under a figure: how many runs ended in each way, as cells count them, the suspect rows, and the versions.
+
+    Args:
+        include_suspects: whether suspect rows could win.
+    """
+    rows = table.select(["run_id", "status", "is_final", "suspect"]).to_pylist()
+    ends = defaultdict(set)
+    for row in rows:
+        if row["is_final"]:
+            ends[row["run_id"]].add(row["status"])
+    by_status = Counter(best_outcome(statuses) or "pending" for statuses in ends.values())
     order = sorted(by_status, key=lambda s: (s != "ok", s in _ALWAYS_TOLD, -by_status[s], s))
     told = ", ".join(f"{by_status[status]:,} {status}" for status in order) or "no runs"
+    if suspect := sum(row["suspect"] is not None for row in rows):
+        wins = "may win cells" if include_suspects else "win no cell"
+        told += f". Suspect: {suspect:,} of {counted(len(rows), 'row')}, which {wins}"
     return f"Layouts: {told}. {made_with(table)}"
 
 

@@ -39,7 +39,8 @@ def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, Pa
         path = Path(source)
         return path.stem, path.with_suffix(".png"), read_parquet(path)
     if source is not None and (Path(source).is_file() or source.endswith(".csv")):
-        raise ConfigError(f"{source} is no parquet file; name a sweep or a file of ultrabench collect")
+        todo = f"name a sweep or a file of ultrabench collect, or import it: ultrabench import {source} --map MAP.yaml"
+        raise ConfigError(f"{source} is no parquet file; {todo}")
     folder = find_sweep(source, results)
     return folder.name, folder.path / "heatmap.png", collect([folder], warn)
 
@@ -72,7 +73,7 @@ def read_parquet(path: Path) -> pa.Table:
     if version > RESULTS_SCHEMA_VERSION:
         rule = f"this ultrabench reads up to {RESULTS_SCHEMA_VERSION}: upgrade it"
         raise SweepFolderError(f"{path} has schema {version}; {rule}")
-    return _conform(table, path)
+    return conform(table, path)
 
 
 def _version(table: pa.Table) -> int | None:
@@ -87,16 +88,20 @@ def _version(table: pa.Table) -> int | None:
         return None
 
 
-def _conform(table: pa.Table, path: Path) -> pa.Table:
-    """The table with every column of the schema, each cast to the type of the schema."""
+def conform(table: pa.Table, name: object) -> pa.Table:
+    """The table with every column of the schema, each cast to the type of the schema, then its other columns.
+
+    Raises:
+        SweepFolderError: a column has another type; the message calls the table `name`.
+    """
     arrays = []
     for column in SCHEMA:
         given = table[column.name] if column.name in table.column_names else pa.nulls(len(table))
         try:
             arrays.append(given.cast(column.type))
         except pa.ArrowException as error:
-            failure = f"{path}: column {column.name} holds {given.type}, needs {column.type}"
+            failure = f"{name}: column {column.name} holds {given.type}, needs {column.type}"
             raise SweepFolderError(f"{failure}; collect it again") from error
-    own = [name for name in table.column_names if name not in SCHEMA.names]
-    schema = pa.schema([*SCHEMA, *(table.schema.field(name) for name in own)], metadata=SCHEMA.metadata)
-    return pa.table([*arrays, *(table[name] for name in own)], schema=schema)
+    own = [other for other in table.column_names if other not in SCHEMA.names]
+    schema = pa.schema([*SCHEMA, *(table.schema.field(other) for other in own)], metadata=SCHEMA.metadata)
+    return pa.table([*arrays, *(table[other] for other in own)], schema=schema)

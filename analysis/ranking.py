@@ -1,14 +1,15 @@
 """Ranks the runs of each cell: finds the best run and those that are as good, or why there is none."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
+from math import inf
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis.cells import Cell
+from ultrabench.analysis.cells import NOT_TRIED, Cell, best_outcome, outcome_order
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, require_known
@@ -16,8 +17,12 @@ from ultrabench.layout import AXES
 from ultrabench.result import SLOWER
 from ultrabench.sweep.running.outliers import may_win
 
+End = tuple[str, bool]
+"""The status of a repeat that has ended, and whether it is suspect."""
+
 _TIERS = {"ok": 0, None: 2, "skipped": 3}
-"""Status -> place of the runs that may not win; runs that failed or ran out of memory have 1."""
+"""Status -> place after the best runs; runs that failed or ran out of memory have 1."""
+_SUSPECT = 0.5
 
 
 def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
@@ -71,24 +76,47 @@ def _no_valid_layout(rejected: Sequence[Row]) -> str:
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
+_MOST_WANTED = (
+    DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "control_ratio",
+)  # fmt: skip
+"""Columns that people rank by, which a message names first."""
+
 _PANEL = ("hardware", "kernel", "precision", "seq_len", "gbs")
 _KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
+_TABLE = ("source", "model", "hardware", "kernel", "precision", "seq_len")
+"""Columns that are equal in imported rows whose doubts do not put them into another cell or panel."""
 _RUN = ["cell", "run_id"]
+_ORDER = (
+    "run_id",
+    "repeat",
+    "attempt",
+    "sweep",
+    "status",
+    "tokens_per_s_per_gpu",
+    "suspect",
+    "rule",
+    "reason",
+    "source",
+)
+"""Columns that rows are sorted by first, so that their order in the files makes no difference."""
 _WINNER = (
     "mfu",
     "flops_formula",
     "source_mfu",
     "tokens_per_s_per_gpu",
     "peak_mem_reserved_bytes",
+    "peak_mem_reserved_rank0_bytes",
     "peak_source",
+    "step_time_ci95_rel",
+    "ci_reached",
 )
 _OTHERS = (
-    "run_id", "status", "rule", "reason", "suspect", "stopped", "step_time_ci95_rel", "sweep", "allocation",
-    "control", "control_ratio", "attempt", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes",
+    "run_id", "status", "rule", "reason", "suspect", "stopped", "sweep", "allocation",
+    "control", "control_ratio", "repeat", "attempt", "source", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes",
 )  # fmt: skip
 
-_LOWER_IS_BETTER = frozenset({
+LOWER_IS_BETTER = frozenset({
     "step_time_s", "step_time_ci95_rel", "init_time_s", "duration_s", "gpu_hours", "loss_final",
     "peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes",
     "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
@@ -110,73 +138,152 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     Raises:
         ConfigError: `rank_by` is no numeric column.
     """
-    rows, frame = _final(table, rank_by)
-    winners = dict(iter(_winners(rows, frame, rank_by, include_suspects).groupby("cell")))
-    return [_cell([rows[i] for i in held.index], rows, winners.get(n)) for n, held in frame.groupby("cell")]
+    final, frame = _final(table, rank_by)
+    winners = dict(iter(_winners(final, frame, rank_by, include_suspects).groupby("cell")))
+    shown = "mfu" if rank_by == DEFAULT_RANK_BY else rank_by
+    several = frame.loc[frame["status"] != "rejected", [*AXES]].nunique() > 1
+    varied = tuple(name for name in AXES if several[name])
+    ends = _ends(final, frame)
+    # A row without doubt says what its cell is called; it is the first after a stable sort.
+    usual = (
+        frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
+        .drop_duplicates("cell")
+        .sort_values("cell")
+    )
+    heads = final.take(usual.index.to_numpy()).to_pylist()
+    cells = []
+    for head, (n, held) in zip(heads, frame.groupby("cell"), strict=True):
+        shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)} | _counts(
+            ends[n].values()
+        )
+        shared |= {"shown_column": shown, "varied_axes": varied}
+        cells.append(_cell(final, held, winners.get(n), shared, ends[n]))
+    return cells
 
 
 def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list[Row]]:
     """The runs of each cell in order, each as one result row with its `rank` in the whole table.
 
-    In a cell the runs that may win come first, as `rank` orders them, then the other ok runs, those that
-    failed or ran out of memory, those that run or wait, and those that were skipped. `best` and
-    `as_good_as_best` mark the winners.
+    In a cell the best run and those that are as good come first, then the other ok runs by the number that is
+    compared, also those that were stopped as slower, then suspects, runs that failed or ran out of memory,
+    runs that run or wait, and those that were skipped. The row of a run is the best of its repeats, as `rank`
+    counts it: ok, else out of memory, else another end. `best` and `as_good_as_best` mark the winners; `num_repeats` and
+    `num_repeats_failed` count the repeats of the run that have ended, and those of them that were not ok.
 
     Raises:
         ConfigError: `rank_by` is no numeric column, or no ok run has a value in it.
     """
-    rows, frame = _final(table, rank_by)
+    final, frame = _final(table, rank_by)
+    rows = final.to_pylist()
     rest = frame[frame["status"] != "rejected"]
-    rest = rest.iloc[(rest["status"] == "ok").argsort(kind="stable")].drop_duplicates(_RUN, keep="last")
-    tier = [_TIERS.get(rows[i]["status"], 1) for i in rest.index]
-    goodness = _sign(rank_by) * rest[rank_by].fillna(0.0)
-    rest = rest.assign(tier=tier, goodness=goodness, best=False, as_good_as_best=False)
-    winners = _winners(rows, frame, rank_by, include_suspects=False).assign(tier=-1)
-    runs = pd.concat([winners, rest]).drop_duplicates(_RUN)
+    worst_first = sorted(range(len(rest)), key=lambda n: _outcome(rows[rest.index[n]]))
+    rest = rest.iloc[worst_first].drop_duplicates(_RUN, keep="last")
+    winners = _winners(final, frame, rank_by, include_suspects=False)
+    runs = pd.concat([winners, rest.assign(best=False, as_good_as_best=False)]).drop_duplicates(_RUN)
     oks = runs[runs["status"] == "ok"]
     if len(oks) and oks[rank_by].isna().all():
         raise ConfigError(f"no ok run has a value in {rank_by}; rank by another of docs/results-schema.md")
     runs["ranked_by"] = runs.groupby("cell")["ranked_by"].transform("first").fillna(rank_by)
+    value = runs["control_ratio"].where(runs["ranked_by"] == "control_ratio", runs[rank_by])
+    runs["goodness"] = runs["goodness"].fillna(_sign(rank_by) * value).fillna(-inf)
+    front = runs["best"] | runs["as_good_as_best"]
+    runs["tier"] = [-1 if won else _tier(rows[i]) for i, won in zip(runs.index, front, strict=True)]
     runs = runs.sort_values(["cell", "tier", "goodness", "run_id"], ascending=[True, True, False, True])
     marks = runs[["ranked_by", "best", "as_good_as_best"]].to_dict("records")
-    told = [{"rank": n, **rows[i], **mark} for n, i, mark in zip(count(1), runs.index, marks, strict=False)]
+    ends = _ends(final, frame)
+    repeats = [
+        _repeats(ends[cell][run_id]) for cell, run_id in zip(runs["cell"], runs["run_id"], strict=True)
+    ]
+    held = zip(count(1), runs.index, marks, repeats, strict=False)
+    told = [{"rank": n, **rows[i], **mark, **numbers} for n, i, mark, numbers in held]
     return [[told[n] for n in at] for at in runs.reset_index().groupby("cell").indices.values()]
 
 
+def _outcome(row: Row) -> tuple[tuple[int, str], bool]:
+    """A sort key by which the last one of the rows of a run stands for it."""
+    return outcome_order(row["status"]), row["suspect"] is None
+
+
+def _ends(final: pa.Table, frame: pd.DataFrame) -> dict[object, dict[str, list[End]]]:
+    """Cell -> run_id -> the ends of its repeats."""
+    found: dict[object, dict[str, list[End]]] = defaultdict(lambda: defaultdict(list))
+    ends = zip(final["status"].to_pylist(), final["suspect"].to_pylist(), strict=True)
+    for cell, run_id, (status, doubt) in zip(frame["cell"], frame["run_id"], ends, strict=True):
+        if status not in NOT_TRIED:
+            found[cell][run_id].append((status, doubt is not None))
+    return found
+
+
+def _repeats(ends: Sequence[End]) -> Row:
+    """The numbers of repeats of a run that have ended, and of those that were not ok."""
+    return {"num_repeats": len(ends), "num_repeats_failed": sum(status != "ok" for status, _ in ends)}
+
+
+def _tier(row: Row) -> float:
+    """The place of a run that is not among the best; suspects come after the other ok runs."""
+    return _SUSPECT if row["status"] == "ok" and row["suspect"] else _TIERS.get(row["status"], 1)
+
+
 def _sign(rank_by: str) -> int:
-    return -1 if rank_by in _LOWER_IS_BETTER else 1
+    return -1 if rank_by in LOWER_IS_BETTER else 1
 
 
-def _final(table: pa.Table, rank_by: str) -> tuple[list[Row], pd.DataFrame]:
+def _final(table: pa.Table, rank_by: str) -> tuple[pa.Table, pd.DataFrame]:
     """The final rows of runs that train a model, and the same rows as a frame with the number of the cell.
 
     Raises:
         ConfigError: `rank_by` is no numeric column, or MFU follows from several formulas.
     """
     numeric = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
-    require_known("column to rank by", numeric, rank_by)
+    require_known("column to rank by", numeric, rank_by, first=_MOST_WANTED)
     wanted = dict.fromkeys((*_KEY, *AXES, *_WINNER, *_OTHERS, "is_final", rank_by))
-    trained = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
-    final = table.select([*wanted]).filter(trained)
-    formulas = sorted({*final["flops_formula"].to_pylist()} - {None})
+    final = final_runs(table).sort_by([(name, "ascending") for name in _ORDER]).select([*wanted])
+    formulas = sorted({*final["flops_formula"].unique().to_pylist()} - {None})
     if len(formulas) > 1:
         mixed = f"MFU is by {' and '.join(formulas)} in these results, which makes it incomparable"
         raise ConfigError(
             f"{mixed}; launch the sweeps again with one measure.flops_formula, or show each alone"
         )
     frame = final.to_pandas()
-    in_order = frame.sort_values(_KEY, na_position="first")
+    in_order = _keys(frame).sort_values(_KEY, na_position="first")
     frame["cell"] = in_order.groupby(_KEY, dropna=False, sort=False).ngroup()
-    return final.to_pylist(), frame
+    return final, frame
 
 
-def _winners(rows: Sequence[Row], frame: pd.DataFrame, rank_by: str, include_suspects: bool) -> pd.DataFrame:
+def final_runs(table: pa.Table) -> pa.Table:
+    """The final rows of runs that train a model."""
+    return table.filter(pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid())
+
+
+def _keys(frame: pd.DataFrame) -> pd.DataFrame:
+    """The columns that tell the cells apart."""
+    names = [name for name in _KEY if name not in (*_TABLE, "nodes")]
+    doubted, usual = usual_sizes(frame, names)
+    return frame[_KEY].assign(**frame[names].where(~doubted, usual))
+
+
+def usual_sizes(frame: pd.DataFrame, names: Sequence[str]) -> tuple[pd.Series, pd.DataFrame]:
+    """Which rows are suspect rows of an imported table, and for each row the sizes of those of its model that are not.
+
+    A suspect row belongs to the other rows of its model, even if its architecture or batch is another one: that is
+    its doubt, and its publisher ranked it there.
+
+    Args:
+        names: columns of sizes of the model and the batch.
+    """
+    doubted = frame["source"].notna() & frame["suspect"].notna()
+    known = frame[[*names]].mask(doubted).groupby([frame[name] for name in _TABLE], dropna=False)
+    return doubted, known.transform("first")
+
+
+def _winners(final: pa.Table, frame: pd.DataFrame, rank_by: str, include_suspects: bool) -> pd.DataFrame:
     """One row for each run that may win: its repeat nearest to the median. The best run of a cell is first.
 
     The new columns are `ranked_by`, the column that is compared in the cell, `goodness`, where larger is
     better, `best`, and `as_good_as_best`, which marks runs whose intervals overlap with those of the best.
     """
-    allowed = [may_win(r["status"], r["stopped"], None if include_suspects else r["suspect"]) for r in rows]
+    ends = zip(*(final[name].to_pylist() for name in ("status", "stopped", "suspect")), strict=True)
+    allowed = [may_win(status, why, None if include_suspects else doubt) for status, why, doubt in ends]
     fit = frame[pd.Series(allowed, index=frame.index, dtype=bool) & frame[rank_by].notna()]
     controlled = _controlled(fit) & (rank_by == DEFAULT_RANK_BY)
     value = fit["control_ratio"].where(controlled, fit[rank_by])
@@ -205,18 +312,42 @@ def _controlled(fit: pd.DataFrame) -> pd.Series:
     return one & (cells["control_ratio"].transform("count") == cells["cell"].transform("size"))
 
 
-def _cell(held: Sequence[Row], rows: Sequence[Row], winners: pd.DataFrame | None) -> Cell:
-    """The cell of the rows `held`; `winners` is None when no row may win."""
-    ended = {r["run_id"] for r in held if r["status"] not in (None, "rejected", "skipped")}
-    shared = {k: held[0][k] for k in ("model", "nodes", "num_params", *_PANEL)} | {"num_runs": len(ended)}
+def _counts(ends: Collection[Sequence[End]]) -> Row:
+    """The numbers of runs of a cell, from the ends of the repeats of each."""
+    outcomes = Counter(best_outcome(status for status, _ in repeats) for repeats in ends)
+    oks = [[doubted for status, doubted in repeats if status == "ok"] for repeats in ends]
+    oom, failed = outcomes["oom"], len(ends) - outcomes["ok"] - outcomes["oom"]
+    return {
+        "num_runs": len(ends),
+        "num_oom": oom,
+        "num_failed": failed,
+        "num_in_doubt": sum(all(found) for found in oks if found),
+    }
+
+
+def _cell(
+    final: pa.Table,
+    held: pd.DataFrame,
+    winners: pd.DataFrame | None,
+    shared: Row,
+    ends: Mapping[str, Sequence[End]],
+) -> Cell:
+    """The cell of the rows `held` of the table `final`; `winners` is None when no row may win.
+
+    Args:
+        shared: the fields that do not depend on the best run.
+        ends: run_id -> the ends of its repeats.
+    """
     if winners is None:
-        status, reason = why_empty(held)
+        status, reason = why_empty(final.take(held.index.to_numpy()).to_pylist())
         return Cell(status=status, reason=reason, **shared)
-    best = rows[winners.index[0]]
+    (best,) = final.slice(winners.index[0], 1).to_pylist()
     return Cell(
         as_good_as_best=tuple(winners.loc[winners["as_good_as_best"], "run_id"]),
         ranked_by=winners["ranked_by"].iloc[0],
+        shown_value=best[shared["shown_column"]],
         layout={k: best[k] for k in AXES},
         **shared,
+        **_repeats(ends[best["run_id"]]),
         **{k: best[k] for k in ("run_id", "status", *_WINNER)},
     )

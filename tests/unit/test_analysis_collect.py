@@ -1,3 +1,4 @@
+import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -201,3 +202,10 @@ def test_a_lost_claim_loses_no_result(tmp_path):
     assert known["mfu"] is not None
     assert (unknown["status"], unknown["model"], unknown["mfu"]) == ("ok", None, None)
     assert len(told) == 1
+
+
+def test_a_failure_has_its_evidence_as_json(tmp_path):
+    ended = RunResult(status=Status.CRASH, reason="boom", evidence={"ranks": [{"rank": 1, "code": 3}]})
+    failed, ok = rows_of(swept(tmp_path, ended, OK)[0])[:2]
+    assert json.loads(failed["evidence"]) == ended.evidence
+    assert ok["evidence"] is None

@@ -2,6 +2,8 @@ import json
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ultrabench.analysis.cells import compare, doubts, layout_words, notes
 from ultrabench.analysis.ranking import leaderboard, rank
@@ -89,6 +91,43 @@ def test_a_repeated_run_counts_with_its_median():
     assert (cell.run_id, cell.tokens_per_s_per_gpu) == ("lucky", 80.0)
 
 
+def test_a_cell_counts_runs_by_their_best_repeat_and_names_axes_that_vary():
+    rows = [
+        row("a", 5.0, recompute="none"), row("b", status="oom", recompute="none"), row("b", 4.0, repeat=1),
+        row("c", status="oom", dp=4), row("c", status="crash", repeat=1, dp=4), row("d", status="hang", dp=None),
+        row("waits"), row("never", status="rejected", tp=3), row("left", status="skipped"),
+    ]  # fmt: skip
+    (cell,) = cells_of(*rows)
+    assert (cell.num_runs, cell.num_oom, cell.num_failed, cell.varied_axes) == (4, 1, 1, ("dp",))
+    assert {"num_oom", "num_failed", "peak_mem_reserved_rank0_bytes"} <= cell.to_json().keys()
+
+
+VALUES = (None, float("nan"), 0.0, 1.0, 2.0, 2.0, 3.0)
+RESULTS = st.lists(
+    st.builds(
+        lambda run_id, status, **values: row(run_id, **values) | {"status": status},
+        st.sampled_from("abcd"), st.sampled_from(["ok", "ok", "oom", "crash", None, "rejected"]),
+        speed=st.sampled_from(VALUES), nodes=st.sampled_from([1, 2]), repeat=st.integers(0, 2),
+        suspect=st.sampled_from([None, None, "hot"]), step_time_ci95_rel=st.sampled_from([None, float("nan"), 0.1]),
+        rule=st.sampled_from([None, "zero"]), reason=st.sampled_from([None, "x", "y"]),
+        recompute=st.sampled_from([None, "none", "full"]),
+    ),
+    min_size=1, max_size=12,
+    unique_by=lambda row: (row["run_id"], row["nodes"], row["repeat"]),
+)  # fmt: skip
+
+
+@given(RESULTS, st.data())
+def test_cells_are_the_same_however_the_rows_are_shuffled_and_split(rows, data):
+    mixed = data.draw(st.permutations(rows))
+    cut = data.draw(st.integers(0, len(rows)))
+    parts = [pa.Table.from_pylist(part, schema=SCHEMA) for part in (mixed[:cut], mixed[cut:])]
+    cells = cells_of(*rows)
+    assert repr(rank(pa.concat_tables(parts))) == repr(cells)
+    for cell in cells:
+        assert cell.run_id is None or cell.tokens_per_s_per_gpu == cell.tokens_per_s_per_gpu, "NaN has won"
+
+
 def beside(control, ratio, allocation, **values):
     return {"control": control, "control_ratio": ratio, "allocation": allocation, "sweep": "s", **values}
 
@@ -134,6 +173,11 @@ def test_a_ratio_is_as_unsure_as_both_its_times_and_its_spread_between_allocatio
 def test_rank_by_what_is_no_numeric_column(given, near):
     with pytest.raises(ConfigError, match=f"did you mean {near}" if near else "unknown column"):
         cells_of(row("a", 1.0), rank_by=given)
+    with pytest.raises(
+        ConfigError, match=r"\(known: tokens_per_s_per_gpu, mfu, source_mfu, .* and \d+ more\)"
+    ) as told:
+        cells_of(row("a", 1.0), rank_by=given)
+    assert given != "model" or "did you mean" not in str(told.value)
 
 
 def many(number, status, reason=None, **values):
@@ -186,14 +230,40 @@ def test_compare_takes_the_same_work_and_prefers_the_same_machine():
         row("a", 5.0), row("a", 50.0, hardware="h200x8"), row("b", 8.0, nodes=2, kernel="megatron"),
         row("d", 8.0, nodes=8), row("c", 5.0, nodes=4, gbs=77),
     )  # fmt: skip
-    assert [c.compare_ratio for c in compare(ours, theirs)] == [2.0, 1.25, None, None]
+    compared = compare(ours, theirs)
+    assert [c.compare_ratio for c in compared] == [2.0, 1.25, None, None]
+    assert [c.compare_layout for c in compared] == [None, None, None, compared[0].layout]
+    assert [c.compare_differing for c in compared] == [{}, {"kernel": "megatron"}, {}, {}]
+    (moved, *_) = compare(ours, cells_of(row("x", 5.0, dp=4, tp=2)))
+    assert (moved.compare_layout["dp"], moved.compare_layout["tp"]) == (4, 2)
+    (kept, *_) = compare(ours, cells_of(row("a", 5.0, recompute="none")))  # ours does not tell recompute
+    assert kept.compare_layout is None
 
 
 def test_notes_count_runs_once_and_name_versions():
-    rows = [row("a", 1.0, torch_version="2.13.0"), row("a", 2.0, repeat=1), *many(3, "oom"), *many(2, None)]
+    rows = [
+        row("a", 1.0, torch_version="2.13.0"),
+        row("a", status="crash", repeat=1),
+        *many(3, "oom"),
+        *many(2, None),
+    ]
     told = notes(pa.Table.from_pylist(rows, schema=SCHEMA))
     assert told.startswith("Layouts: 1 ok, 3 oom, 2 pending.")
     assert "torch 2.13.0" in told
+
+
+def test_notes_count_the_suspect_rows_and_say_whether_they_may_win():
+    table = pa.Table.from_pylist([row("a", 1.0), row("b", 1.0, suspect="hot")], schema=SCHEMA)
+    assert "Layouts: 2 ok. Suspect: 1 of 2 rows, which win no cell. Made" in notes(table)
+    assert "1 of 2 rows, which may win cells. Made" in notes(table, include_suspects=True)
+
+
+def test_a_cell_shows_mfu_or_the_column_that_was_asked_for():
+    rows = row("a", 5.0, mfu=0.38, source_mfu=0.443), row("b", status="oom", nodes=2)
+    for options, shown in (({}, ("mfu", 0.38)), ({"rank_by": "source_mfu"}, ("source_mfu", 0.443))):
+        cell, empty = cells_of(*rows, **options)
+        assert (cell.shown_column, cell.shown_value) == shown
+        assert (empty.shown_column, empty.shown_value) == (shown[0], None)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -229,3 +299,24 @@ def test_a_leaderboard_holds_every_run_once_winners_first():
     assert {r["ranked_by"] for r in first} == {"tokens_per_s_per_gpu"}
     with pytest.raises(ConfigError, match="no ok run has a value in hfu"):
         leaderboard(table, rank_by="hfu")
+
+
+def test_only_the_best_are_in_front_and_the_rest_is_ordered_by_its_numbers():
+    rows = [
+        row("best", 9.0), row("low", 2.0), row("close", 5.0, step_time_ci95_rel=0.9), row("unknown", status="ok"),
+        row("slower", 7.0, stopped="slower_than_best"), row("hot", 8.0, suspect="hot"), row("oom", status="oom"),
+    ]  # fmt: skip
+    order = ["best", "close", "slower", "low", "unknown", "hot", "oom"]
+    (cell,) = leaderboard(pa.Table.from_pylist(rows, schema=SCHEMA))
+    assert [r["run_id"] for r in cell] == order
+    for held in rows:
+        held["step_time_s"] = None if (speed := held["tokens_per_s_per_gpu"]) is None else 10 - speed
+    (cell,) = leaderboard(pa.Table.from_pylist(rows, schema=SCHEMA), rank_by="step_time_s")
+    assert [r["run_id"] for r in cell] == order
+    ratios = [
+        row("control", 1.0, **beside("control", 1.0, "a")),
+        row("b", 9.0, **beside("control", 0.9, "a")),
+    ]
+    slower = row("s", 9.0, stopped="slower_than_best", **beside("control", 0.95, "a"))
+    (cell,) = leaderboard(pa.Table.from_pylist([*ratios, slower], schema=SCHEMA))
+    assert [r["run_id"] for r in cell] == ["control", "s", "b"]

@@ -1,0 +1,365 @@
+"""Compares two result tables A and B layout by layout: step times with a rank test, ends of runs, and winners.
+
+docs/compare.md says what the test takes for chance, and why p-values are corrected as they are.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log, sqrt
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from scipy import stats
+
+from ultrabench.analysis.cells import MAY_DIFFER, Cell, percent
+from ultrabench.analysis.ranking import final_runs, rank
+from ultrabench.analysis.rows import Row
+from ultrabench.analysis.schema import MODEL
+from ultrabench.errors import ConfigError, counted
+from ultrabench.layout import AXES, labels
+from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
+
+Runs = Sequence[Sequence[float]]
+"""The step times in seconds of each run of one layout."""
+_Key = tuple[Any, ...]
+"""Values that tell model, batch and layout of a row, in the order of `_names`."""
+
+ALPHA = 0.05
+"""Share of the findings that may be false: corrected p-values up to this are significant."""
+LEAST_FREEDOM = 5
+"""Fewest degrees of freedom with which the spread between runs is estimated."""
+SLOWER, FASTER, FAILING, RUNNING_AGAIN = "slower", "faster", "failing", "running again"
+"""Findings about a layout of B."""
+_FAULTS = frozenset({"oom", "crash", "hang", "timeout", "invalid"})
+"""Ends that the training program may have caused; others, such as node_fail, are the cluster's."""
+_CONTEXT = (
+    "sweep", "cluster", "hardware", "gpu_name", "kernel", "kernel_version", "kernel_digest", "precision", "compile",
+    "git_commit", "torch_version", "cuda_version", "nccl_version", "driver_version",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What B has in common with A, and how it differs."""
+
+    rows: pd.DataFrame
+    """One row for each layout that was tried in both, sorted by ratio: model, batch and layout, status and median
+    step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that so many steps can give), `stopped` (whether a
+    run was stopped early as slower than the best of its cell), and `finding`, which is null where there is none."""
+    winners: pd.DataFrame
+    """One row for each cell that another layout wins: `best_a`, `best_b`, `as_good` (whether the best of A is as
+    good as the best in B), and `cost`, the step time of the best of A over that of the best of B, both in B."""
+    differing: Mapping[str, tuple[str, str]]
+    """Column -> its values in A and in B, where these differ."""
+    only: tuple[int, int]
+    """Numbers of layouts that were tried only in A and only in B."""
+    notes: tuple[str, ...]
+    """Sentences about what was left out and what the test takes for chance."""
+
+    @property
+    def findings(self) -> pd.DataFrame:
+        """The rows with a finding: first layouts that fail in B, then the others, the slowest first."""
+        found = self.rows[self.rows["finding"].notna()]
+        return found.iloc[::-1].sort_values("finding", key=lambda names: names != FAILING, kind="stable")
+
+    @property
+    def unproven(self) -> pd.DataFrame:
+        """The rows without a finding that have a step time in both, the largest ratio first."""
+        return self.rows[self.rows["finding"].isna() & self.rows["ratio"].notna()].iloc[::-1]
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence if most layouts with a step time in both could not become significant."""
+        both = self.rows[self.rows["ratio"].notna()]
+        untestable = int((~(both["p_least"] <= ALPHA)).sum())
+        if 2 * untestable <= len(both):
+            return None
+        told = (
+            f"{untestable:,} of {counted(len(both), 'layout')} have too few measured steps to be significant"
+        )
+        return f"{told}, however much they differ; any of them may be slower: measure more steps"
+
+    @property
+    def median_ratio(self) -> float | None:
+        """The median of the ratios of all layouts; None where none was measured in both."""
+        known = self.rows["ratio"].dropna()
+        return float(known.median()) if len(known) else None
+
+    @property
+    def regressions(self) -> int:
+        """Number of layouts that are slower or fail in B."""
+        return int(self.rows["finding"].isin([SLOWER, FAILING]).sum())
+
+
+def compare(a: pa.Table, b: pa.Table, threshold: float) -> Comparison:
+    """Compares the layouts of the same model and batch that were tried in both tables.
+
+    Args:
+        threshold: relative difference of step times up to which it is no finding, such as 0.05.
+
+    Raises:
+        ConfigError: no layout was tried in both.
+    """
+    tried = [_tried(table) for table in (a, b)]
+    work, layout = _names(tried)
+    names = work + layout
+    in_a, in_b = (_by_key(rows, names) for rows in tried)
+    both = sorted(in_a.keys() & in_b.keys(), key=str)
+    if not both:
+        raise ConfigError(_nothing_in_common(tried, names))
+    pairs = [(_runs(in_a[key]), _runs(in_b[key])) for key in both]
+    p_values, chance = corrected(pairs)
+    rows = [_row(in_a[key], in_b[key], pair) for key, pair in zip(both, pairs, strict=True)]
+    frame = pd.DataFrame(rows).assign(**p_values)
+    frame["finding"] = [_finding(row, threshold) for row in frame.to_dict("records")]
+    return Comparison(
+        rows=frame.sort_values(["ratio", "model", "nodes", "layout"], ignore_index=True),
+        winners=_changed((rank(a), rank(b)), (in_a, in_b), slice(len(work))),
+        differing=_differing(a, b),
+        only=(len(in_a) - len(both), len(in_b) - len(both)),
+        notes=(*_left_out(tried, frame), *chance),
+    )
+
+
+def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[dict[str, list[float]], list[str]]:
+    """The p-values of layouts with several measured steps on both sides, and sentences about what counts as chance.
+
+    `p_least` is the smallest p-value that the first of two tests can give for these numbers of steps.
+    `p_value` is two-sided: the larger one of Mann-Whitney's test on the steps, which count for fewer where
+    neighbours are alike, and of Student's test on the logarithms of the runs' medians. `p_corrected` is that
+    of Benjamini and Hochberg over all layouts. Both are NaN where a side has a single step or none.
+    """
+    names = ("p_value", "p_corrected", "p_least")
+    p_values = np.full((3, len(pairs)), np.nan)
+    tested = [at for at, pair in enumerate(pairs) if min(sum(map(len, runs)) for runs in pair) > 1]
+    if not tested:
+        return dict(zip(names, p_values.tolist(), strict=True)), []
+    correlation = _correlation(run for at in tested for runs in pairs[at] for run in runs)
+    spread, freedom, told = _between_runs([pairs[at] for at in tested])
+    for at in tested:
+        a, b = pairs[at]
+        steps_a, steps_b = np.concatenate(a), np.concatenate(b)
+        p = _ranks(steps_a, steps_b, correlation)
+        apart = np.arange(len(steps_a)), len(steps_a) + np.arange(len(steps_b))
+        p_values[2, at] = _ranks(*apart, correlation)
+        if spread:
+            error = spread * sqrt(1 / len(a) + 1 / len(b))
+            p = max(p, 2 * stats.t.sf(abs(log(_step_time(b) / _step_time(a))) / error, freedom))
+        p_values[0, at] = min(1.0, p)
+    p_values[1, tested] = stats.false_discovery_control(p_values[0, tested])
+    worth = f"{(1 - correlation) / (1 + correlation):.2f}"
+    return dict(zip(names, p_values.tolist(), strict=True)), [
+        f"Steps next to each other correlate by {correlation:.2f}: one counts as {worth}.",
+        told,
+    ]
+
+
+def _ranks(a: Any, b: Any, correlation: float) -> float:
+    """The p-value of Mann-Whitney's test, in which steps count for fewer by the correlation of neighbours."""
+    found = stats.mannwhitneyu(a, b).pvalue
+    fewer = sqrt((1 - correlation) / (1 + correlation))
+    return float(2 * stats.norm.sf(stats.norm.isf(found / 2) * fewer))
+
+
+def _correlation(runs: Iterable[Sequence[float]]) -> float:
+    """Correlation of a step's rank in its run with that of the next step, of all runs together, at least 0.
+
+    The estimate of a short run is about (1 + 3 r) / n too low, which is added again (Kendall, 1954).
+    """
+    products, squares, lengths = 0.0, 0.0, list[int]()
+    for run in runs:
+        if len(run) >= 3:
+            off = stats.rankdata(run) - (len(run) + 1) / 2
+            products, squares = products + float(off[1:] @ off[:-1]), squares + float(off @ off)
+            lengths.append(len(run))
+    if not squares:
+        return 0.0
+    r = products / squares
+    return float(np.clip(r + (1 + 3 * r) / np.mean(lengths), 0.0, 0.95))
+
+
+def _between_runs(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[float, int, str]:
+    """The standard deviation of the logarithm of a run's step time between runs, its freedom, and what it is from.
+
+    It is 0 where it is unknown. Without repeats it is that of the ratios of the layouts, by their median absolute
+    deviation, which is as sure as the usual standard deviation of a third as many.
+    """
+    squares, freedom = 0.0, 0
+    for runs in (runs for pair in pairs for runs in pair):
+        logs = np.log([median(run) for run in runs])
+        squares, freedom = squares + float(((logs - logs.mean()) ** 2).sum()), freedom + len(runs) - 1
+    if freedom >= LEAST_FREEDOM:
+        spread = sqrt(squares / freedom)
+        return spread, freedom, f"Repeats of a run differ by {percent(spread)}, which counts as chance."
+    few = "Too few runs have repeats (use repeats=2)"
+    ratios = np.log([_step_time(b) / _step_time(a) for a, b in pairs])
+    freedom = (len(ratios) - 1) // 3
+    if freedom >= LEAST_FREEDOM:
+        spread = 1.4826 * float(np.median(abs(ratios - np.median(ratios)))) / sqrt(2)
+        return (
+            spread,
+            freedom,
+            f"{few}: chance is what the ratios of most layouts differ by, {percent(spread)}.",
+        )
+    return 0.0, 0, f"{few}, and too few layouts were measured: chance between runs is not in the test."
+
+
+def _step_time(runs: Runs) -> float:
+    """Step time of a layout in seconds: the geometric mean of the medians of its runs."""
+    return float(np.exp(np.mean(np.log([median(run) for run in runs]))))
+
+
+def _tried(table: pa.Table) -> list[Row]:
+    """The final rows of runs that train a model and were tried, in an order that their content gives."""
+    run = pc.field("status").is_valid() & ~pc.field("status").isin(["rejected", "skipped"])
+    names = (
+        "run_id",
+        "sweep",
+        "repeat",
+        "status",
+        "suspect",
+        "stopped",
+        "step_times_s",
+        "step_time_s",
+        "seq_len",
+        "gbs",
+    )
+    wanted = dict.fromkeys((*names, *MODEL, "nodes", *AXES, *MAY_DIFFER))
+    rows: list[Row] = final_runs(table).filter(run).select([*wanted]).to_pylist()
+    return sorted(rows, key=lambda row: (row["run_id"], str(row["sweep"]), row["repeat"] or 0, str(row)))
+
+
+def _names(tried: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
+    """The columns that tell model and batch, and those that tell the layout, of which both tables have values."""
+
+    def known(names: Iterable[str]) -> list[str]:
+        return [name for name in names if all(any(r[name] is not None for r in rows) for rows in tried)]
+
+    # Where one table has several values of a column, layouts are compared at equal ones.
+    several = [name for name in MAY_DIFFER if any(len({row[name] for row in rows}) > 1 for rows in tried)]
+    sizes = known(name for name in MODEL if name != "model") or ["model"]
+    return [*sizes, *known(("nodes", "seq_len", "gbs")), *several], known(AXES)
+
+
+def _by_key(rows: Sequence[Row], names: Sequence[str]) -> dict[_Key, list[Row]]:
+    found = defaultdict[_Key, list[Row]](list)
+    for row in rows:
+        found[tuple(row[name] for name in names)].append(row)
+    return found
+
+
+def _nothing_in_common(tried: Sequence[Sequence[Row]], names: Sequence[str]) -> str:
+    """The message for tables without a common layout, with the columns that have no common value."""
+    counts = f"A has {counted(len(tried[0]), 'tried run')}, B {len(tried[1]):,}, and no layout is in both"
+    values = {name: [sorted({str(row[name]) for row in rows}) for rows in tried] for name in names}
+    apart = [
+        f"{name} is {' / '.join(a[:3])} in A and {' / '.join(b[:3])} in B"
+        for name, (a, b) in values.items()
+        if a and b and not {*a} & {*b}
+    ]
+    return f"{counts}{''.join(f'; {text}' for text in apart[:3])}: compare the same models and batch"
+
+
+def _runs(rows: Sequence[Row]) -> list[list[float]]:
+    """The step times of each measured run; the one known time where single steps are unknown."""
+    measured = (row for row in rows if row["status"] == "ok" and row["suspect"] is None)
+    times = (row["step_times_s"] or [row["step_time_s"]] for row in measured)
+    return [run for run in times if all(time and time > 0 for time in run)]
+
+
+def _row(a: Sequence[Row], b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
+    """What the tables say about one layout."""
+    shared = {name: a[0][name] for name in ("model", "num_params", "nodes", "seq_len", "gbs", *MAY_DIFFER)}
+    told = shared | {"layout": " ".join(labels(a[0])), **{name: a[0][name] for name in AXES}}
+    for side, rows, runs in (("a", a, pair[0]), ("b", b, pair[1])):
+        told[f"run_id_{side}"] = rows[0]["run_id"]
+        told[f"status_{side}"] = "ok" if runs else _end(rows)
+        told[f"step_time_{side}_s"] = _step_time(runs) if runs else np.nan
+        told[f"runs_{side}"], told[f"steps_{side}"] = len(runs), sum(map(len, runs))
+    stopped = any(row["stopped"] == STOPPED_AS_SLOWER for row in (*a, *b))
+    return told | {"stopped": stopped, "ratio": told["step_time_b_s"] / told["step_time_a_s"]}
+
+
+def _end(rows: Sequence[Row]) -> str:
+    """The most common end of a layout that has no good measurement; an ok run in doubt is `suspect`."""
+    ends = Counter("suspect" if row["status"] == "ok" else str(row["status"]) for row in rows)
+    return min(ends, key=lambda end: (-ends[end], end))
+
+
+def _finding(row: Mapping[Any, Any], threshold: float) -> str | None:
+    """What the row of a layout says about B; None where nothing is shown."""
+    if row["status_a"] == "ok" and row["status_b"] in _FAULTS:
+        return FAILING
+    if row["status_a"] in _FAULTS and row["status_b"] == "ok":
+        return RUNNING_AGAIN
+    if row["p_corrected"] <= ALPHA and row["ratio"] > 1 + threshold:
+        return SLOWER
+    return FASTER if row["p_corrected"] <= ALPHA and row["ratio"] < 1 / (1 + threshold) else None
+
+
+def _changed(
+    cells: Sequence[list[Cell]], sides: Sequence[Mapping[_Key, list[Row]]], work: slice
+) -> pd.DataFrame:
+    """The cells that different layouts win in A and in B.
+
+    Args:
+        cells: the rankings of A and B.
+        sides: the rows of A and B by key.
+        work: the part of a key that tells model and batch, but not the layout.
+    """
+    in_a, in_b = ({row["run_id"]: key for key, rows in side.items() for row in rows} for side in sides)
+    best_of_a = {in_a[cell.run_id][work]: in_a[cell.run_id] for cell in cells[0] if cell.run_id}
+    found = []
+    for cell in cells[1]:
+        new = in_b.get(cell.run_id or "")
+        old = best_of_a.get(new[work]) if new else None
+        if new is None or old in (None, new):
+            continue
+        kept, best = _runs(sides[1].get(old, ())), _runs(sides[1][new])
+        found.append({
+            "model": cell.model,
+            "nodes": cell.nodes,
+            "best_a": " ".join(labels(sides[0][old][0])),
+            "best_b": " ".join(labels(cell.layout)),
+            "as_good": any(in_b[run_id] == old for run_id in cell.as_good_as_best),
+            "cost": _step_time(kept) / _step_time(best) if kept and best else np.nan,
+        })  # fmt: skip
+    return pd.DataFrame(found, columns=["model", "nodes", "best_a", "best_b", "as_good", "cost"])
+
+
+def _differing(a: pa.Table, b: pa.Table) -> dict[str, tuple[str, str]]:
+    """Column that tells what was measured where -> its values in A and in B, where these differ."""
+    found = {}
+    for name in _CONTEXT:
+        left, right = (sorted(map(str, table[name].drop_null().unique().to_pylist())) for table in (a, b))
+        if left != right:
+            found[name] = " / ".join(left) or "unknown", " / ".join(right) or "unknown"
+    return found
+
+
+def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> list[str]:
+    """Sentences about what was compared and what was left out."""
+    both = rows["ratio"].notna()
+    untested = int((both & rows["p_value"].isna()).sum())
+    told = [
+        f"{counted(len(rows), 'layout')} tried in both, {int(both.sum()):,} of them have a step time in both."
+    ]
+    if stopped := int((both & rows["stopped"]).sum()):
+        told.append(
+            f"{stopped:,} of them were stopped early in A or in B, as slower than the best of their cell."
+        )
+    if short := int((both & (rows["p_least"] > ALPHA)).sum()):
+        least = rows.loc[both & (rows["p_least"] > ALPHA), "p_least"].min()
+        too_few = "because a side has too few steps"
+        told.append(f"{short:,} of them could not become significant, {too_few} (p is {least:.2g} or more).")
+    suspect = [sum(row["suspect"] is not None for row in side) for side in tried]
+    if any(suspect):
+        told.append(f"Suspect rows are left out: {suspect[0]:,} of A and {suspect[1]:,} of B.")
+    if untested:
+        told.append(f"{untested:,} of them not tested, because a side has a single step time.")
+    return told

@@ -1,0 +1,146 @@
+"""The command `ultrabench compare`, which says what is slower, faster or failing in a second table of results."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ultrabench.cli.options import RESULTS, Json, ResultsDir
+from ultrabench.cli.results import write_result
+from ultrabench.errors import counted
+
+if TYPE_CHECKING:
+    from ultrabench.analysis.compare import Comparison
+
+Results = Annotated[str, typer.Argument(metavar="SWEEP or FILE.parquet", show_default=False)]
+Threshold = Annotated[
+    float, typer.Option(min=0.0, help="Relative difference of step times that is no finding.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="All layouts as .parquet, or a figure as .png, .svg or .pdf."),
+]
+Record = dict[Any, Any]
+"""Column -> value of one row."""
+MOST_ROWS = 10
+"""Number of layouts and of cells that are printed."""
+MOST_UNPROVEN = 5
+"""Number of layouts without a finding that are printed, those with the largest ratios."""
+
+
+def compare(
+    a: Results,
+    b: Results,
+    threshold: Threshold = 0.05,
+    output: Output = None,
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> int:
+    """Compare results B with A: which layouts are slower or fail?
+
+    The exit code is 1 if a layout is significantly slower than the threshold allows, or fails only in B."""
+    from ultrabench.analysis.collect import open_results
+    from ultrabench.analysis.compare import compare as compared
+    from ultrabench.cli.tables import print_json, say, warn
+
+    (name_a, _, table_a), (name_b, _, table_b) = (open_results(each, results_dir, warn) for each in (a, b))
+    found, title = compared(table_a, table_b, threshold), f"{name_b} against {name_a}"
+    if output is not None:
+        _write(found, output, title, threshold, (name_a, name_b))
+        say(f"wrote {counted(len(found.rows), 'layout')} to {output}")
+    if json_:
+        only = dict(zip(("only_a", "only_b"), found.only, strict=True))
+        settings = {"a": name_a, "b": name_b, "threshold": threshold, "differing": found.differing, **only}
+        tables = {
+            name: json.loads(getattr(found, name).to_json(orient="records")) for name in ("winners", "rows")
+        }
+        counts: Record = {
+            "regressions": found.regressions,
+            "median_ratio": found.median_ratio,
+            "notes": found.notes,
+            "warning": found.warning,
+        }
+        print_json(settings | counts | tables)
+    else:
+        _print(found, title, threshold, (name_a, name_b))
+    if found.warning:
+        warn(found.warning)
+    return int(found.regressions > 0)
+
+
+def _write(found: "Comparison", path: Path, title: str, threshold: float, names: tuple[str, str]) -> None:
+    """Writes the compared layouts as parquet, or draws them."""
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+
+        from ultrabench.analysis.collect import parquet
+
+        write_result(path, parquet(pa.Table.from_pandas(found.rows, preserve_index=False)))
+        return
+    from ultrabench.analysis.figures.compared import figure
+    from ultrabench.analysis.figures.picture import render
+
+    write_result(path, render(lambda: figure(found, title=title, threshold=threshold, names=names), path))
+
+
+def _print(found: "Comparison", title: str, threshold: float, names: tuple[str, str]) -> None:
+    """Prints what differs, layouts with a finding or a large ratio, cells with another winner, and the notes."""
+    from ultrabench.analysis.compare import FAILING, FASTER, RUNNING_AGAIN, SLOWER
+    from ultrabench.cli.tables import show, table
+
+    counts = found.rows["finding"].value_counts()
+    told = [f"{counts.get(name, 0)} {name}" for name in (SLOWER, FASTER, FAILING, RUNNING_AGAIN)]
+    middle = "unknown" if found.median_ratio is None else f"{found.median_ratio:.3f}"
+    show(f"{title}: median ratio of step times {middle}; {', '.join(told)} (threshold {threshold:.1%})")
+    show(f"  A is {names[0]}, B is {names[1]}; a ratio is B / A")
+    for name, (left, right) in found.differing.items():
+        show(f"  {name}: {left} -> {right}")
+    rows = found.findings.to_dict("records")
+    heads = ("finding", "model", ">nodes", "layout", ">step A", ">step B", ">ratio", ">p")
+    if rows:
+        show(table(f"\nfindings{_more(rows)}", *heads, rows=map(_cells, rows[:MOST_ROWS])))
+    large = found.unproven[found.unproven["ratio"] > 1 + threshold].to_dict("records")
+    if large:
+        columns = ("model", ">nodes", "layout", ">ratio", ">p", ">steps A", ">steps B")
+        shown = [
+            (*_cells(r)[1:4], *_cells(r)[-2:], r["steps_a"], r["steps_b"]) for r in large[:MOST_UNPROVEN]
+        ]
+        few = f"{len(shown)} of {len(large):,}"
+        show(table(f"\nlargest ratios that are not significant ({few})", *columns, rows=shown))
+    won = found.winners.to_dict("records")
+    titles = ("model", ">nodes", "best of A", "best of B", "note")
+    if won:
+        cells = [(w["model"], w["nodes"], w["best_a"], w["best_b"], _kept(w)) for w in won[:MOST_ROWS]]
+        show(table(f"\nother winners{_more(won)}", *titles, rows=cells))
+    show("", *found.notes)
+
+
+def _more(rows: list[Record]) -> str:
+    return f" ({MOST_ROWS} of {len(rows):,}; all: -o FILE.parquet)" if len(rows) > MOST_ROWS else ""
+
+
+def _cells(row: Record) -> tuple[object, ...]:
+    """The columns of a layout; the status stands for a step time that was not measured."""
+    times = (
+        f"{row[f'step_time_{side}_s']:.4g} s" if row[f"runs_{side}"] else row[f"status_{side}"]
+        for side in "ab"
+    )
+    tested = row["p_corrected"] == row["p_corrected"]
+    numbers = (
+        (f"{row['ratio']:.3f}", f"{row['p_corrected']:.2g}" if tested else None)
+        if row["runs_a"] and row["runs_b"]
+        else (None, None)
+    )
+    return row["finding"], row["model"], row["nodes"], row["layout"], *times, *numbers
+
+
+def _kept(won: Record) -> str:
+    """What it would cost to keep the best layout of A."""
+    if won["as_good"]:
+        return "in B, the best of A is as good within the intervals"
+    return (
+        f"in B, the best of A takes {won['cost']:.3f} x the step time of the best of B"
+        if won["cost"] == won["cost"]
+        else "the best of A was not measured in B"
+    )
