@@ -78,7 +78,7 @@ def take_part() -> int:
     folder = identify_node(os.environ).folder(sys.argv[1])
     allocation = read_allocation(folder)
     identity = identify_node(os.environ, allocation.simulated)
-    stop = StopRequest()
+    stop = StopRequest(local=not allocation.by.get("cluster"))
     become_subreaper()
     # Earlier agents of this host that were killed may have left processes and folders behind.
     clean_up_after_the_dead()

@@ -34,14 +34,19 @@ LOWEST_PORT = 10_240
 class StopRequest:
     """Records SIGTERM, SIGINT or SIGUSR2, by which Slurm or the user asks the allocation to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, local: bool = False) -> None:
+        """`local` is whether the allocation is no job of a batch system, but processes of a launch."""
         self.reason: str | None = None
         """Why the allocation has to end; None while nobody asks for it."""
+        self._local = local
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.reason = self.reason or f"the allocation was ended by {signal.Signals(number).name}"
+        who = signal.Signals(number).name
+        if self._local and number == signal.SIGTERM:
+            who = "the user: Ctrl-C in the launch, or ultrabench sweep cancel (SIGTERM)"
+        self.reason = self.reason or f"the allocation was ended by {who}"
 
 
 class AgentGroup:

@@ -25,6 +25,8 @@ from ultrabench.store.journal import JournalWriter
 
 SLOWEST_GAP_FACTOR = 10.0
 """A run counts as hung only after this many times its own longest time without progress so far."""
+TOLD_S = 10.0
+"""Seconds after which the measured steps of a run are written into the journal again, for `sweep status`."""
 PEER_GRACE_S = 2.0
 """Seconds for the other ranks to report their failures after the first failure."""
 RACE_STEPS = 2
@@ -142,16 +144,16 @@ class Leader:
 
     def watch(self, task: Task) -> RunResult | None:
         """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves."""
-        group, progress, phase, failed_at = self._group, self._group.progress, "", 0.0
+        group, progress, phase, told_at, failed_at = self._group, self._group.progress, "", 0.0, 0.0
         while progress.running:
             group.listen(POLL_S)
             if progress.port is not None:
                 group.order("store", port=progress.port)
                 progress.port = None
             rank0, now = progress.ranks[0], time.monotonic()
-            if rank0.phase != phase and not task.probe:
-                phase = rank0.phase
-                self._write(Phase(**task.key._asdict(), name=phase, at=rank0.phase_at))
+            if (rank0.phase != phase or now - told_at >= TOLD_S) and not task.probe:
+                phase, told_at = rank0.phase, now
+                self._tell_phase(task, rank0)
             ended = group.interrupted or ("the time of its allocation ended" if now > self._ends else None)
             if ended:
                 return RunResult(status=Status.CANCELLED, reason=ended, cause="stopped")
@@ -164,6 +166,12 @@ class Leader:
             elif lost := self._lost_race(task, rank0):
                 return lost
         return None
+
+    def _tell_phase(self, task: Task, rank: RankProgress) -> None:
+        """Writes the phase of a run and the steps that it has measured into the journal."""
+        times = rank.measured_steps(task.measure)
+        name = {**task.key._asdict(), "name": rank.phase, "at": rank.phase_at}
+        self._write(Phase(**name, steps=len(times) or None, step_time_s=median(times) if times else None))
 
     def _lost_race(self, task: Task, rank: RankProgress) -> RunResult | None:
         """The end of a run that is clearly slower than the best of its cell; None while it may still win.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.backends import cudnn
-from torch.distributed.pipelining import _backward
+from torch.distributed.pipelining import _backward, schedules
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor
 from torch.nn import attention
@@ -44,6 +44,10 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """The memory on this rank of `tensor`, which may be a DTensor."""
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return own.untyped_storage()
+
+
+PATIENCE = datetime.timedelta(hours=12)
+"""Time-out of all process groups; it is longer than any run, since the deadlines of the agent detect hangs."""
 
 
 def use_timeout(timeout: datetime.timedelta) -> None:
@@ -246,6 +250,10 @@ def _move_buffers(recv_infos: Sequence[Any], device: torch.device) -> None:
     for info in recv_infos:
         if (old := getattr(info, "buffer", None)) is not None:
             info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
+
+
+batch_p2p = schedules._batch_p2p
+"""Starts to send or receive; a rank must do it as its peer does, since NCCL has other channels for batches."""
 
 
 def whole_backward(of_stage: dict[str, Any]) -> tuple[Tensor | None, ...]:

@@ -1,5 +1,6 @@
 """Pipeline parallelism: each rank of the pp axis has stages of the model, with shapes given in advance."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -10,7 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from ultrabench.kernel.compat import BuffersOnDemand, PeerlessWarmup, require_split_backward, whole_backward
+from ultrabench.kernel.compat import (
+    BuffersOnDemand,
+    PeerlessWarmup,
+    batch_p2p,
+    require_split_backward,
+    whole_backward,
+)
 from ultrabench.kernel.dp import COMPUTE_DTYPE
 from ultrabench.kernel.loss import Pending
 from ultrabench.kernel.mesh import local
@@ -33,6 +40,10 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
     """The ranks of tensor parallelism, which are told what a backward pass must compute."""
     targets: Iterator[Tensor]
     """The targets of each micro-batch, in the order in which every schedule runs their forwards."""
+    shares_rank: bool
+    """Whether the rank has several stages; only schedules of one stage wait for their messages themselves."""
+    sent: defaultdict[int, list[dist.Work]]
+    """Micro-batch -> messages on their way that its backward waits for."""
 
     def forward_maybe_with_nosync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Passes the targets to the model; if torch passed them, it would keep them as inputs of backward."""
@@ -60,11 +71,39 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         self.submod.set_requires_gradient_sync(True)
         return whole_backward(bwd_kwargs), None
 
-    def backward_one_chunk(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """Runs torch's backward of a micro-batch, then calls `progress`."""
-        out = super().backward_one_chunk(*args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id, loss=None, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """Runs torch's backward of a micro-batch, then calls `progress`.
+
+        The schedule keeps all losses until the step ends, and the graph of each would keep the stage's input.
+        """
+        self.finish_sends(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        if loss is not None:
+            loss.detach_()
         self.progress()
-        return out
+
+    def get_fwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
+        """Sends the output, and waits for it before the backward of the micro-batch, whose gradient answers it.
+
+        With several stages on a rank torch would wait for all messages at the end of the step, and hold them.
+        """
+        return self._send(super().get_fwd_send_ops(chunk), chunk)
+
+    def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
+        """Sends the gradient of the input, and waits for it before the backward of the next micro-batch."""
+        return self._send(super().get_bwd_send_ops(chunk), chunk + 1)
+
+    def _send(self, messages: list[dist.P2POp], until: int) -> list[dist.P2POp]:
+        """Starts to send, and returns the messages that are left to the schedule."""
+        if not self.shares_rank:
+            return messages
+        self.sent[until] += batch_p2p(messages)
+        return []
+
+    def finish_sends(self, chunk: int) -> None:
+        """Waits for the messages that must have been sent before the backward of micro-batch `chunk`."""
+        for work in self.sent.pop(chunk, ()):
+            work.wait()
 
 
 class Pipeline:
@@ -82,7 +121,8 @@ class Pipeline:
         layout, dtype = spec.layout, COMPUTE_DTYPE[spec.kernel.precision]
         if layout.pp_schedule == "zbv":
             require_split_backward()
-        self._mbs, count, group = layout.mbs, layout.num_stages, pp_mesh.get_group()
+        self._mbs, self._gas = layout.mbs, layout.gas
+        count, group = layout.num_stages, pp_mesh.get_group()
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
         b, s = layout.mbs, spec.workload.seq_len // layout.cp
@@ -97,6 +137,7 @@ class Pipeline:
             given = loss if index == count - 1 else x
             stage = Stage(model, index, count, device, input_args=taken, output_args=given, group=group)
             stage.progress, stage.ranks = progress, ranks
+            stage.shares_rank, stage.sent = layout.virtual_stages > 1, defaultdict(list)
             self.stages.append(stage)
             if model.head is not None and layout.pp_schedule == "afab":
                 model.head.pending = Pending()
@@ -117,6 +158,8 @@ class Pipeline:
             stage.targets = iter(targets.split(self._mbs))  # type: ignore[no-untyped-call]
         more = {"target": targets, "losses": losses} if last else {}
         self.schedule.step(*((inputs,) if first else ()), **more, return_outputs=False)
+        for stage in self.stages:
+            stage.finish_sends(self._gas)
         return losses
 
 

@@ -5,7 +5,6 @@ ULTRABENCH_REPORT, the file to which all results are written; and, if there is a
 in which the agent writes the port of rank 0's store.
 """
 
-import datetime
 import faulthandler
 import gc
 import json
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ultrabench.device_rates import SHORT, long_probe
-from ultrabench.kernel.compat import use_timeout
+from ultrabench.kernel.compat import PATIENCE, use_timeout
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
@@ -39,8 +38,6 @@ DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(PARTS))
 STOPS = (None, "interval", "max_steps")
 """Why measuring ended, by the number that rank 0 broadcasts: 0 to go on, 1 if the confidence interval is narrow
 enough, 2 if max_steps were measured."""
-PATIENCE = datetime.timedelta(hours=12)
-"""Time-out of all process groups; it is longer than any run, since the deadlines of the agent detect hangs."""
 STORE_POLL_S = 0.005
 MOST_COMPILING_STEPS = 10
 """Largest number of steps by which compilation may prolong the warm-up."""

@@ -77,7 +77,7 @@ def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[CellKey, float]) ->
         predicted_duration_s=run.prediction.duration_s,
         limit_s=run_limit_s(attempt, config),
         best_step_time_s=best.get(run.cell),
-        profile=config.profile,
+        profile=config.trace,
     )
 
 

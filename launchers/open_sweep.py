@@ -1,15 +1,17 @@
 """Opens a sweep for a launch: makes its folder, gathers facts about this machine, and writes the plan."""
 
+import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,11 @@ from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.kernel_secrets import hide, keep
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import SweepJson, find_sweep_json, write_sweep_json
+from ultrabench.sweep.config.load import profile_of
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.running.price import within_limit
 
 PROBE_TIMEOUT_S = 600.0
 """Seconds until the look at this machine ends; with twenty other processes on two cores it takes more than 120 s."""
@@ -63,6 +67,7 @@ def require_same(known: SweepJson, config: SweepConfig, where: Path) -> None:
     """
     for group in ("hardware", "kernel", "workload"):
         was, now = to_dict(getattr(known, group)), to_dict(getattr(config, group))
+        now.pop("architecture", None)  # it decides what a plan refuses and no number; older sweeps have none
         if changed := [f"{group}.{k}: {was[k]!r} -> {now[k]!r}" for k in sorted(now) if was[k] != now[k]]:
             told = f"{where} is a sweep with another {group} ({', '.join(changed)})"
             raise ConfigError(f"{told}; start a new one with name=NAME")
@@ -124,6 +129,16 @@ def folder_of(config: SweepConfig) -> SweepFolder:
     return SweepFolder(Path(config.results_dir).absolute() / config.name)
 
 
+def in_force(config: SweepConfig) -> SweepConfig:
+    """The configuration with the profile that its sweep began with, unless a profile of another name is given."""
+    known = find_sweep_json(folder_of(config))
+    frozen = known.config.get("profile") if known else None
+    if not isinstance(frozen, dict) or frozen.get("name") != config.profile.name:
+        return config
+    profile = profile_of({"profile": frozen, "kernel": {}}, config.hardware.device)
+    return replace(config, profile=profile, resolved=config.resolved | {"profile": to_dict(profile)})
+
+
 def open_sweep(
     plan: Plan,
     *,
@@ -132,6 +147,7 @@ def open_sweep(
     say: Say,
     retry: Sequence[AttemptKey] = (),
     max_gpu_hours: float | None = None,
+    max_limit_s: float = math.inf,
 ) -> OpenSweep:
     """Creates or continues the sweep of a plan, which it makes again if it measured the rate of a core.
 
@@ -139,13 +155,14 @@ def open_sweep(
         reuse: what to do with ok results of another environment: `any` counts them, `same` measures
             again, None raises if there are any.
         max_gpu_hours: the budget of this launch; None means no limit.
+        max_limit_s: the longest time limit of a job that the site allows; longer runs are left out.
         retry: failed attempts to repeat even if the retry policy would not repeat them.
 
     Raises:
         ConfigError, SweepFolderError: the sweep cannot be launched with these values; nothing was written.
         ClusterError: the facts about this machine could not be gathered.
     """
-    config = plan.config
+    plan, config = within_limit(plan, max_limit_s), plan.config
     require_local(config)
     if reuse not in (None, "same", "any"):
         raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
@@ -154,18 +171,22 @@ def open_sweep(
     if known_as is not None:
         require_same(known_as, config, folder.path)
     in_table = bool(config.hardware.peak_flops_per_s)
+    journal = JournalWriter(folder.journal, "launcher")
+    if known_as is not None:
+        with contextlib.suppress(OSError):
+            journal.path.touch()  # from now on `sweep status` sees a launcher, also while the machine is measured
     environment = _machine_facts(config, needs_peak=not in_table and known_as is None, say=say)
     folder.create()
     keep(config.kernel.env, folder.secrets, config.secrets)
     described = known_as or sweep_json_of(config, environment)
     if not in_table:
-        plan = make_plan(config, core_flops_per_s=described.core_flops_per_s, cores=described.cores or 1)
+        rate, cores = described.core_flops_per_s, described.cores or 1
+        plan = within_limit(make_plan(config, core_flops_per_s=rate, cores=cores), max_limit_s)
     reader, known = JournalReader(folder.journal, warn), Fold()
     state = known.add(reader.poll())
     accepts = _reuse(config, environment, state, reuse)
     if known_as is None:
         write_sweep_json(folder, described)
-    journal = JournalWriter(folder.journal, "launcher")
     digest, origin = config.kernel.digest(), provenance(config)
     launch = Launched(
         generation=state.generation + 1, config=config.resolved, provenance=origin, kernel_digest=digest,
@@ -197,9 +218,11 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
     environment = probe_machine(needs_peak)
     seen = int(environment.get("gpus") or 0)
     if seen < needed:
-        remedy = f"use hardware.gpus_per_node={seen}" if seen else "use hardware=cpu, which needs none"
+        other = f"hardware.gpus_per_node={seen}" if seen else "hardware=cpu, which needs none"
         found = f"hardware={hardware.name} has {counted(needed, 'GPU')} a node; torch sees {seen or 'none'}"
-        raise ConfigError(f"{found} on this machine: {remedy}, or launch where there are more")
+        raise ConfigError(
+            f"{found} on this machine: add launcher=slurm for those of a cluster, or use {other}"
+        )
     return environment
 
 
@@ -220,7 +243,7 @@ def require_local(config: SweepConfig) -> None:
     most = max(config.axes.nodes)
     if config.launcher.name == "local" and most > 1 and not config.hardware.simulated:
         given = f"sweep.nodes up to {most} of hardware={config.hardware.name} with launcher=local"
-        remedy = "use sweep.nodes=[1], or hardware=cpu for simulated nodes"
+        remedy = "add launcher=slurm, or use sweep.nodes=[1], or hardware=cpu for simulated nodes"
         raise ConfigError(f"{given}, which has this machine only; {remedy}")
 
 

@@ -32,10 +32,12 @@ from torch.func import functional_call
 
 from ultrabench.errors import counted
 from ultrabench.kernel.children import ChildError, run_forked
+from ultrabench.kernel.compat import PATIENCE, use_timeout
 from ultrabench.kernel.data import load
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.mesh import build_mesh, local, take
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
+from ultrabench.kernel.rank import environment
 from ultrabench.kernel.rank.ran import require_as_asked, watched
 from ultrabench.kernel.requests import TOLERANCE, CheckResult, CheckSpec
 from ultrabench.kernel.step import BETAS, WEIGHT_DECAY, TrainStep, learning_rate
@@ -76,6 +78,7 @@ def run_check(spec: CheckSpec) -> CheckResult:
 
 def _own_device(spec: CheckSpec, index: int) -> torch.device:
     """The device of a forked process, which it uses alone; products of fp32 numbers are not rounded to TF32."""
+    environment.set_defaults()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     if spec.device == "cpu":
@@ -120,6 +123,7 @@ def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
 def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     """Trains `spec.layout` as rank `rank`."""
     device = _own_device(spec, rank)
+    use_timeout(PATIENCE)
     store = dist.FileStore(str(folder / "store"), spec.layout.world_size)  # type: ignore[attr-defined]
     backend, pin, compiler = ("gloo", None, "aot_eager")
     if device.type == "cuda":

@@ -27,13 +27,15 @@ def limit_cpu_memory(rank_mem_bytes: int) -> None:
 
 
 def account() -> dict[str, int]:
-    """The memory of this rank now, in bytes, which later explains why it ran out of memory.
+    """The memory of this rank, in bytes, which later explains why it ran out of memory.
 
     For a GPU in use it has free_bytes, total_bytes and torch_bytes (held by torch); for the process it has
-    data_bytes, and limit_bytes if there is a limit.
+    data_bytes, and limit_bytes if there is a limit. data_bytes are those of the moment when the process was
+    largest: torch may free much before Python learns that an allocation failed.
     """
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    found = {"data_bytes": _status_bytes("VmData")}
+    freed = _status_bytes("VmPeak") - _status_bytes("VmSize")
+    found = {"data_bytes": _status_bytes("VmData") + freed}
     if limit != resource.RLIM_INFINITY:
         found["limit_bytes"] = limit
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -31,8 +31,9 @@ from ultrabench.store.state import SweepState, final_attempts
 from ultrabench.sweep.config.compose import files, read_yaml
 from ultrabench.sweep.config.load import config_from_tree, load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Candidate, Plan, make_plan, require_runs
+from ultrabench.sweep.plan import Candidate, Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.remedy import require_runs
 from ultrabench.sweep.running.outliers import TOLERANCE
 from ultrabench.sweep.running.price import SAFE_SHARE, committed_gpu_hours
 
@@ -153,7 +154,7 @@ class _Acceptance:
         mbs, share = 1, 0.0
         while share <= TOO_MUCH:
             batch = {"mbs": [mbs], "gas": [1], "gbs": mbs * self._config.hardware.gpus_per_node}
-            config = self._variant("memory", sweep=ALONE | batch)
+            config = self._variant("memory", sweep=ALONE | batch, max_p_oom=1.0)
             share, mbs = make_plan(config).candidates[0].prediction.memory_share, 2 * mbs
         return check_memory(self._run(config, lambda plan: plan.runs))
 
@@ -205,7 +206,7 @@ class _Acceptance:
 
 def _differing(plan: Plan) -> Sequence[Candidate]:
     """At most LAYOUTS runs that certainly fit into memory, equally many for each number of nodes."""
-    fitting = [run for run in plan.runs if run.prediction.memory_share <= SAFE_SHARE]
+    fitting = [run for run in plan.runs if run.prediction.memory_share <= SAFE_SHARE] or plan.runs
     sizes = sorted({run.nodes for run in fitting})
     each = ([run for run in fitting if run.nodes == nodes] for nodes in sizes)
     return [run for runs in each for run in pairwise_sample(runs, LAYOUTS // len(sizes))]

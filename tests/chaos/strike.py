@@ -115,15 +115,19 @@ def _job(campaign: "Campaign", fault: Fault) -> Hit:
 
 def _node(campaign: "Campaign", fault: Fault) -> Hit:
     node = one_of(lambda: nodes_at_work(campaign.sweep), fault)
-    hit = [job.allocation for job in jobs(campaign.sweep, f"--nodelist={node}")]
-    if fault.kind == "node_down":
-        campaign.cluster.tool("node-down", node)
-        time.sleep(AWAY_S)
-    else:
-        campaign.cluster.tool("node-down", node, "--silent")
-        time.sleep(SILENT_S)
+    words, away_s = ([], AWAY_S) if fault.kind == "node_down" else (["--silent"], SILENT_S)
+
+    def on_it() -> set[str]:
+        return {job.allocation for job in jobs(campaign.sweep, f"--nodelist={node}")}
+
+    hit = on_it()
+    campaign.cluster.tool("node-down", node, *words)
+    until = time.monotonic() + away_s
+    while time.monotonic() < until:  # Slurm starts other jobs on a silent node until it notices
+        hit |= on_it()
+        time.sleep(1)
     campaign.cluster.tool("node-up", node)
-    return {"target": node, "allocations": hit}
+    return {"target": node, "allocations": sorted(hit)}
 
 
 def _kill_launcher(campaign: "Campaign", fault: Fault) -> Hit:

@@ -2,9 +2,11 @@
 
 python program.py WITNESS BEHAVIOUR RUN_ID REPEAT ATTEMPT
 
-BEHAVIOUR is a word, or one for each micro-batch size such as 1:raise,2:kill.
+BEHAVIOUR is a word, or one for each micro-batch size such as 1:raise,2:kill. What a limit or a faster run is to end
+goes on until it is killed, so that no load lets it end by itself: endless, stuck (without a step) and hang.
 """
 
+import itertools
 import json
 import os
 import resource
@@ -41,13 +43,11 @@ say("phase", name="train")
 step_s = float(os.environ.get("STEP_S", "0.002"))
 if behaviour == "slow_first" and key[2] == "0":
     step_s = 20.0
-if behaviour == "tortoise":
-    step_s = 0.2
 if behaviour == "slow":
     step_s *= 50
-if behaviour == "marathon":
-    step_s = 0.05
-for step in range(1, {"crawl": 61, "marathon": 1001}.get(behaviour, 13)):
+if behaviour == "endless":
+    step_s = 0.2
+for step in itertools.count(1) if behaviour == "endless" else range(1, 13):
     time.sleep(step_s)
     loss = 10.0 / step
     if step == 6 and rank == spec["layout"]["dp"] - 1:
@@ -66,10 +66,8 @@ for step in range(1, {"crawl": 61, "marathon": 1001}.get(behaviour, 13)):
                 [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN);"
                  "time.sleep(1000)"], start_new_session=True)  # fmt: skip
             raise RuntimeError("left an orphan")
-    if behaviour == "hang" and step == 6:
+    if (behaviour, step) in (("hang", 6), ("stuck", 1)):
         time.sleep(1000)
-    if behaviour == "crawl":
-        time.sleep(10)
     if behaviour == "nan" and step > 4:
         loss = float("nan")
     say("step", step=step, seconds=step_s, loss=loss)

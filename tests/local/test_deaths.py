@@ -78,7 +78,7 @@ def test_killed_launchers_and_agents_lose_nothing_and_repeat_nothing(bench, monk
 
 
 def test_every_way_to_end_a_launcher_loses_nothing_and_repeats_nothing(bench, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.15")
+    monkeypatch.setenv("STEP_S", "0.25")
     words = launch_words(bench)
     killed = bench.start(*words)
     bench.wait_for(lambda: list(bench.folder.glob("results/t/allocations/*/submitit")))

@@ -1,4 +1,4 @@
-"""profile=true on two real ranks: files, summary, and a measurement that does not notice."""
+"""trace=true on two real ranks: files, summary, and a measurement that does not notice."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.local
 PIPELINE = [
     "model=tiny", "name=t", "sweep.nodes=1", "sweep.tp=1", "sweep.pp=2", "sweep.mbs=1", "sweep.gas=4",
     "sweep.gbs=4", "sweep.seq_len=32", "sweep.zero_stage=0", "measure.warmup_steps=1", "measure.min_steps=6",
-    "measure.max_steps=6", "measure.loss_step=3", "launcher.preflight=false", "profile=true", PEAK,
+    "measure.max_steps=6", "measure.loss_step=3", "launcher.preflight=false", "trace=true", PEAK,
 ]  # fmt: skip
 
 
@@ -45,10 +45,10 @@ def test_both_stages_leave_a_trace_and_a_summary_after_the_measured_steps(bench)
     assert "exposed communication" in bench.run("sweep", "show", row["run_id"])
     again = bench.done("sweep", "launch", *PIPELINE)
     assert again.returncode == 0
-    assert "profile=true, but all is measured" in again.stderr
+    assert "trace=true, but all is measured" in again.stderr
 
 
 def test_a_program_of_the_users_has_its_own_profiler(bench):
-    done = bench.here("sweep", "launch", *bench.overrides("ok", "profile=true"))
+    done = bench.here("sweep", "launch", *bench.overrides("ok", "trace=true"))
     assert done.returncode == 2
     assert "kernel=command" in done.stderr

@@ -11,7 +11,7 @@ BEHAVIOURS = {
     4: "memory",
     8: "nan",
     16: "hang",
-    32: "crawl",
+    32: "stuck",
     64: "fine",
     128: "orphans",
 }
@@ -21,7 +21,7 @@ EXPECTED = {
     "memory": ("oom", "MemoryError"),
     "nan": ("invalid", "loss is nan at step 5"),
     "hang": ("hang", "no progress"),
-    "crawl": ("timeout", "still in phase train"),
+    "stuck": ("timeout", "still in phase train"),
     "fine": ("ok", None),
     "orphans": ("crash", "left an orphan"),
 }
@@ -33,7 +33,7 @@ def test_statuses_retry_and_table(bench):
     overrides = bench.overrides(
         behaviour, "sweep.nodes=1", "sweep.gbs=256", "sweep.seq_len=8", "sweep.zero_stage=0",
         f"sweep.mbs={list(BEHAVIOURS)}", f"sweep.gas={gas}", "measure.run_limit_s=4",
-        "measure.race=null",
+        "measure.race=null", "measure.start_deadline_s=600",
     )  # fmt: skip
     bench.run("sweep", "launch", *overrides, code=1)
     rows = bench.rows()
@@ -44,7 +44,7 @@ def test_statuses_retry_and_table(bench):
         assert text is None or text in row["reason"]
     attempts = {b: sum(BEHAVIOURS[r["mbs"]] == b for r in rows) for b in EXPECTED}
     assert attempts == {
-        "raise": 1, "kill": 2, "memory": 2, "nan": 2, "hang": 3, "crawl": 2, "fine": 1, "orphans": 1
+        "raise": 1, "kill": 2, "memory": 2, "nan": 2, "hang": 3, "stuck": 2, "fine": 1, "orphans": 1
     }  # fmt: skip
     assert bench.status()["by_status"] == {
         "crash": 3, "hang": 1, "invalid": 1, "ok": 1, "oom": 1, "timeout": 1

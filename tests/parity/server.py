@@ -4,6 +4,7 @@ It imports torch once and never computes itself; forked ranks do. A question wit
 copy of the server, in which the fault is planted.
 """
 
+import gc
 import json
 import os
 import sys
@@ -164,6 +165,8 @@ def answer_in_a_copy(question: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     compare_groups()
+    gc.collect()
+    gc.freeze()  # a rank that collects garbage would copy all pages of what is imported
     for line in sys.stdin:
         question = json.loads(line)
         if question["ask"] == "call":  # copies need not import its module again
