@@ -36,9 +36,16 @@ def above(limit: float) -> Allowed:
     return Allowed(f"> {limit:g} and finite", lambda value: limit < value < math.inf)
 
 
-def between(least: int, most: int) -> Allowed:
-    """All numbers from `least` to `most`, both included."""
-    return Allowed(f"{least:,} to {most:,}", lambda value: least <= value <= most)
+def between(least: float, most: float, unit: str = "") -> Allowed:
+    """All numbers from `least` to `most`, both included.
+
+    Args:
+        unit: what the message says after the numbers, such as `bytes per second, such as 4.5e11`.
+    """
+    ends = (
+        f"{end:,}" if isinstance(end, int) else re.sub(r"e\+0*", "e", f"{end:g}") for end in (least, most)
+    )
+    return Allowed(f"{' to '.join(ends)} {unit}".rstrip(), lambda value: least <= value <= most)
 
 
 def one_of(*values: int | str) -> Allowed:
@@ -47,6 +54,7 @@ def one_of(*values: int | str) -> Allowed:
     return Allowed(f"{', '.join(others)} or {last}", lambda value: value in values)
 
 
+NonNegative = Annotated[float, at_least(0.0)]
 Count = Annotated[int, at_least(1)]
 Positive = Annotated[float, above(0)]
 Line = Annotated[str, Allowed("one line", lambda value: not re.search(r"[\n\r\0]", value))]

@@ -47,31 +47,38 @@ def may_pass(error: BaseException) -> bool:
 
 
 def counted(number: int, noun: str) -> str:
-    """The number with the noun in singular or plural, such as `1 run`, `2 runs` or `3 processes`."""
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    """The number with the noun in singular or plural, such as `1 run`, `2 runs`, `3 processes` or `4 batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number:,} {noun}{ending}"
 
 
+NEAR = 0.7
+"""Similarity of difflib from which a known name is probably meant: `oom` for `foo` has 0.67, `mfu` for `mfuu` 0.86."""
 MOST_NAMES = 30
 """Largest number of known names that a message lists."""
 
 
-def unknown_name(kind: str, given: object, known: Iterable[str]) -> str:
-    """One line that tells that `given` is no `kind`, with the most similar name and a list of known names."""
+def unknown_name(kind: str, given: object, known: Iterable[str], first: Iterable[str] = ()) -> str:
+    """One line that tells that `given` is no `kind`, with the most similar name and a list of known names.
+
+    Args:
+        first: known names that are listed first, because most people want one of them.
+    """
     names = sorted(known)
-    near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(given).strip("{}"), names, n=1, cutoff=NEAR)
     hint = f"; did you mean {near[0]}?" if near else ""
     nearest = sorted(difflib.get_close_matches(str(given), names, n=MOST_NAMES, cutoff=0.0))
+    nearest = [*dict.fromkeys((*first, *nearest))][:MOST_NAMES]
     rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"unknown {kind} {given!r}{hint} (known: {', '.join(nearest) or 'none'}{rest})"
 
 
-def require_known(kind: str, known: Collection[str], *given: object) -> None:
-    """Raises for the first of the `given` names that is not known.
+def require_known(kind: str, known: Collection[str], *given: object, first: Iterable[str] = ()) -> None:
+    """Raises for the first of the `given` names that is not known; names of `first` head the list of known ones.
 
     Raises:
         ConfigError: the message of `unknown_name`.
     """
     for name in given:
         if name not in known:
-            raise ConfigError(unknown_name(kind, name, known))
+            raise ConfigError(unknown_name(kind, name, known, first))

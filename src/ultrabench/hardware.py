@@ -1,10 +1,11 @@
 """Describes the hardware of a node: its accelerators, their rates and the links between them."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from ultrabench.allowed import Count, Positive, at_least, one_of, require_allowed
-from ultrabench.errors import ConfigError, require_known
+from ultrabench.allowed import Allowed, Count, NonNegative, between, one_of, require_allowed
+from ultrabench.errors import ConfigError
 
 GIB = 2**30
 
@@ -12,6 +13,15 @@ GUESSED = "guessed"
 """Source of a peak rate that nobody has measured."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
+ARCHITECTURE = Allowed(
+    "sm_80, sm_90 and so on, or gfx942 and so on", re.compile(r"sm_\d{2,3}|gfx[\da-f]{3,4}").fullmatch
+)
+
+# Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.
+PeakRate = Annotated[float, between(1e9, 1e18, "FLOPs per second, such as 9.89e14")]
+Memory = Annotated[int, between(2**28, 2**44, "bytes, such as 80000000000")]
+MemoryRate = Annotated[float, between(1e9, 1e15, "bytes per second, such as 3.35e12")]
+LinkRate = Annotated[float, between(1e8, 1e14, "bytes per second, such as 4.5e11")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +45,29 @@ class Hardware:
     """Usual name of the accelerator."""
     device: Annotated[str, one_of("cuda", "cpu")] = "cuda"
     """The torch device type; AMD GPUs are also called cuda."""
-    peak_flops_per_s: dict[str, Positive]
+    peak_flops_per_s: dict[str, PeakRate]
     """Precision -> rate without sparsity; empty on CPUs, where the rate has to be measured."""
-    mem_bytes: Count
+    mem_bytes: Memory
     """Bytes of memory of one accelerator, all of which its rank may use."""
-    hbm_bytes_per_s: Positive
+    hbm_bytes_per_s: MemoryRate
     """Bytes per second between an accelerator and its memory."""
-    link_bytes_per_s: Positive
+    link_bytes_per_s: LinkRate
     """Bytes per second to the other accelerators of the node, in one direction."""
     reported_as: tuple[str, ...]
     """Names that the driver gives the accelerator; a run on any other accelerator is invalid."""
     source: str
     """Where the rates come from, such as a URL."""
     gpus_per_node: Count
-    node_link_bytes_per_s: Positive
+    node_link_bytes_per_s: LinkRate
     """Bytes per second between nodes for each accelerator, in one direction."""
     precision: str = "bf16"
     """Precision of kernels whose configuration gives none."""
-    warmup_s: Annotated[float, at_least(0.0)] = 0.0
+    architecture: Annotated[str, ARCHITECTURE] | None = None
+    """sm_ and the compute capability of an NVIDIA GPU, such as sm_90, or the gfx name of an AMD GPU. None: unknown;
+    a plan then does not check whether the accelerator has the attention of our own kernel."""
+    warmup_s: NonNegative = 0.0
     """Seconds of steps after which the clocks of the accelerator are steady; measure.warmup_s where that is null."""
-    min_s: Annotated[float, at_least(0.0)] = 0.0
+    min_s: NonNegative = 0.0
     """Seconds of steps in which the clocks of the accelerator average out; measure.min_s where that is null."""
     simulated: bool = False
     """Whether several nodes of this type are processes of one host."""
@@ -65,6 +78,12 @@ class Hardware:
             lacking = f"hardware={self.name} lacks values of peak_flops_per_s or reported_as"
             raise ConfigError(f"{lacking}; a GPU needs its dense rates and its names in `nvidia-smi -L`")
 
+    @property
+    def compute_capability(self) -> int | None:
+        """The compute capability of an NVIDIA GPU times ten, such as 90; None for AMD and unknown architectures."""
+        kind, _, number = (self.architecture or "").partition("_")
+        return int(number) if kind == "sm" else None
+
     def peak(self, precision: str, nodes: int, core_flops_per_s: float | None, cores: int) -> Peak:
         """Peak rate of one rank.
 
@@ -74,9 +93,15 @@ class Hardware:
         Args:
             core_flops_per_s: fp32 rate of one core, measured with all cores busy; None when it was not measured.
             cores: cores of the host.
+
+        Raises:
+            ConfigError: the accelerator has no rate for this precision.
         """
         if rates := self.peak_flops_per_s:
-            require_known(f"precision of {self.gpu}", rates, precision)
+            if precision not in rates:
+                lacking = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
+                advice = "add it to its file with its source, or choose another kernel.precision"
+                raise ConfigError(f"{lacking}{', '.join(rates)}; {advice}")
             return Peak(flops_per_s=rates[precision], source=self.source)
         ranks = self.gpus_per_node * (nodes if self.simulated else 1)
         rate = core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S

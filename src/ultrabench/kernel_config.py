@@ -49,6 +49,8 @@ class KernelConfig:
     value of a secret does not change env_id."""
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Word of a layout or a model -> the values that the command supports; other words may have any value."""
+    flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Word of a layout or a model -> each value that the command supports, as text -> more arguments for it."""
     step_line: str | None = None
     """A regular expression for programs that only log. It is searched in each line of one rank's log, and has
     one of the groups of STEP_TIMES and optionally the group `loss`."""
@@ -78,7 +80,8 @@ class KernelConfig:
             root = Path(ultrabench.__file__).parent
             for path in rank_sources(root):
                 seen.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-        for word in self.command:
+        flags = (part for table in self.flags.values() for parts in table.values() for part in parts)
+        for word in (*self.command, *flags):
             seen.update(word.encode() + b"\0")
             for name in (word, word.partition("=")[2]):  # a file may be the value of an option
                 if Path(name).suffix in CODE_SUFFIXES and Path(name).is_file():

@@ -1,7 +1,7 @@
 """A training layout: the degrees of parallelism and how the batch is cut."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
@@ -153,10 +153,16 @@ TEXT_AXES = frozenset(f.name for f in fields(Layout) if isinstance(f.default, st
 _METADATA = {f.name: f.metadata for f in fields(Layout)}
 
 
-def labels(values: Mapping[str, Any], names: Sequence[str] = AXES) -> list[str]:
-    """The short texts of axes, such as `mbs4`; axes without a value or with a usual one are left out."""
-    known = ((_METADATA[name], values.get(name)) for name in names)
-    return [f"{axis['label']}{value}" for axis, value in known if value not in (None, *axis["implied"])]
+def labels(values: Mapping[str, Any], names: Sequence[str] = AXES, always: Collection[str] = ()) -> list[str]:
+    """The short texts of axes, such as `mbs4`; axes without a value or with a usual one are left out.
+
+    Args:
+        always: axes of which usual values are told, too, if they have an effect on the layout.
+    """
+    idle = {"pp_schedule", "virtual_stages"} if values.get("pp") == 1 else set[str]()
+    idle |= {"dp_shard"} if values.get("zero_stage") == 0 else set()
+    left_out = {n: (None, *(() if n in always and n not in idle else _METADATA[n]["implied"])) for n in names}
+    return [f"{_METADATA[n]['label']}{values.get(n)}" for n in names if values.get(n) not in left_out[n]]
 
 
 def default_schedule(pp: int, gas: int) -> str:

@@ -75,6 +75,10 @@ class ModelShape:
             groups = f"num_key_value_heads={self.num_key_value_heads}"
             raise ConfigError(f"model {self.name}: {groups} must divide {heads}")
 
+    def __hash__(self) -> int:
+        """A hash of few fields, because a plan looks up a hundred thousand values by shape."""
+        return hash((self.name, self.hidden_size, self.num_hidden_layers))
+
     @property
     def head_width(self) -> int:
         """Width of one attention head: head_dim where it is given."""

@@ -78,6 +78,19 @@ def alive(pid: int, started: int) -> bool:
     return start_time(pid) == started
 
 
+def busy_share(seconds: float) -> float:
+    """The share of this machine's cores that is used while this process sleeps for `seconds`, from 0 to 1."""
+    before = _core_ticks()
+    time.sleep(seconds)
+    spent = [after - first for after, first in zip(_core_ticks(), before, strict=True)]
+    return 1 - (spent[3] + spent[4]) / max(sum(spent), 1)
+
+
+def _core_ticks() -> list[int]:
+    """Ticks that all cores together spent as user, nice, system, idle, iowait, irq, softirq and steal."""
+    return [int(ticks) for ticks in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+
+
 def own_name() -> str:
     """Name of the user of this process, or `user NUMBER` where the system has no name for it."""
     try:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -24,10 +24,30 @@ _args: Callable[[Any], tuple[Any, ...]] = functools.cache(typing.get_args)
 
 
 @functools.cache
-def _required(cls: Any) -> dict[str, bool]:
-    """Field name -> whether it has no default."""
+def _required(cls: Any) -> tuple[str, ...]:
+    """The fields without a default."""
     missing = dataclasses.MISSING
-    return {f.name: f.default is missing and f.default_factory is missing for f in dataclasses.fields(cls)}
+    return tuple(f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is missing)
+
+
+@functools.cache
+def _as_given(hint: Any) -> frozenset[type]:
+    """The types of JSON values that the type `hint` takes as they are; empty where a value has to be looked into."""
+    if _origin(hint) in (typing.Union, types.UnionType):
+        return frozenset[type]().union(*map(_as_given, _args(hint)))
+    return frozenset({hint} if hint in (*_KINDS, type(None)) else ())
+
+
+@functools.cache
+def _fields(cls: Any) -> dict[str, tuple[Any, frozenset[type]]]:
+    """Field name -> its type, and the types of JSON values that it takes as they are."""
+    hints = {field.name: _hints(cls)[field.name] for field in dataclasses.fields(cls)}
+    return {name: (hint, _as_given(hint)) for name, hint in hints.items()}
+
+
+def lacking(cls: Any, values: Collection[str]) -> list[str]:
+    """The fields without a default of the dataclass `cls` that are not in `values`."""
+    return [key for key in _required(cls) if key not in values]
 
 
 def values_of(record: Any) -> dict[str, Any]:
@@ -57,14 +77,21 @@ def from_dict(
     """
     name = cls.__name__ if where is None else where
     inside = f"{name}." if name else ""
-    hints = _hints(cls)
-    required = _required(cls)  # type: ignore[arg-type]
-    if skip_unknown:
-        values = {key: value for key, value in values.items() if key in required}
-    require_known(f"field of {name}", required, *values)
-    if missing := [key for key, needed in required.items() if needed and key not in values]:
+    known = _fields(cls)  # type: ignore[arg-type]
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{name} is {values!r:.40}: give its fields, {', '.join(known)}")
+    if values.keys() - known.keys():
+        if not skip_unknown:
+            require_known(f"field of {name}", known, *values)
+        values = {key: value for key, value in values.items() if key in known}
+    if missing := lacking(cls, values):
         raise ConfigError(f"{name} lacks {', '.join(missing)}: give every field without a default".strip())
-    return cls(**{k: value_from(hints[k], v, f"{inside}{k}", skip_unknown) for k, v in values.items()})
+    given = {}
+    for key, value in values.items():
+        hint, as_given = known[key]
+        plain = type(value) in as_given
+        given[key] = value if plain else value_from(hint, value, f"{inside}{key}", skip_unknown)
+    return cls(**given)
 
 
 def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) -> Any:
@@ -76,6 +103,10 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
     if hint is Any or type(value) is hint:
         return value
     origin, args = _origin(hint), _args(hint)
+    if origin is dict and isinstance(value, Mapping):
+        if args[1] is Any:
+            return {str(key): item for key, item in value.items()}
+        return {str(k): value_from(args[1], v, f"{where}.{k}", skip_unknown) for k, v in value.items()}
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
@@ -83,11 +114,10 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_dict(hint, value, where=where, skip_unknown=skip_unknown)  # type: ignore[arg-type]
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(value_from(args[0], v, where, skip_unknown) for v in value)
+        plain = _as_given(args[0])
+        return tuple(v if type(v) in plain else value_from(args[0], v, where, skip_unknown) for v in value)
     if hasattr(hint, "_fields") and isinstance(value, list | tuple) and len(value) == len(hint._fields):
         return hint._make(map(value_from, _hints(hint).values(), value, hint._fields))
-    if origin is dict and isinstance(value, Mapping):
-        return {str(k): value_from(args[1], v, f"{where}.{k}", skip_unknown) for k, v in value.items()}
     if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
         return hint(value)
     if hint is float and type(value) is int:
@@ -97,8 +127,18 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
     if origin is tuple:
         raise ConfigError(f"{where}={value!r} is no list; write [A,B]")
     kind = _KINDS.get(hint, f"value of type {getattr(hint, '__name__', hint)}")
-    unit = " of bytes, such as 80000000000" if where.endswith("_bytes") else ""
-    raise ConfigError(f"{where}={value!r} is no {kind}{unit}")
+    advice = "; write it in digits" if hint is int else ""
+    if where.endswith("_bytes"):
+        advice = " of bytes, such as 80000000000"
+    elif origin is dict:
+        raise ConfigError(
+            f"{where}={value!r} is no value: it holds several settings; give {where}.NAME=VALUE"
+        )
+    elif isinstance(value, list):
+        advice = "; give one value instead of a list"
+    elif hint is str:
+        advice = f"""; write it in two kinds of quotes: '"{str(value).lower()}"'"""
+    raise ConfigError(f"{where}={value!r} is no {kind}{advice}")
 
 
 def canonical_json(value: Any) -> str:

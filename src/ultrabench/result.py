@@ -35,6 +35,9 @@ CAUSES = (
 ANSWERS = frozenset({Status.OK, Status.OOM, Status.SKIPPED, Status.REJECTED})
 """Statuses that need no repair; a sweep whose runs have only these exits with code 0."""
 
+INTERRUPTED = frozenset({Status.PREEMPTED, Status.CANCELLED})
+"""Statuses of attempts that were ended from outside; the next launch tries their runs again."""
+
 SLOWER = "slower_than_best"
 """`RunResult.stopped` of a run that was stopped early, because the best run of its cell is faster."""
 

@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 from ultrabench.allowed import at_least, between, require_allowed
@@ -154,8 +155,9 @@ class Task(OfAttempt):
 
 
 def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
-    """The user's command with each `{word}` replaced by the value of this run, whole numbers without `.0`.
+    """The user's command and the flags for values of this run, as a list of words.
 
+    Each `{word}` is replaced by the value of this run, whole numbers without `.0`.
     If the first word is `python`, it is replaced by the Python that runs this. `${WORD}` is left as it is,
     because the command may be a shell that replaces it.
 
@@ -176,7 +178,8 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
         value = words[match[1]]
         return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
-    filled = [re.sub(r"(?<!\$)\{(\w+)\}", word, part) for part in spec.kernel.command]
+    flags = (table.get(str(words.get(name)), ()) for name, table in spec.kernel.flags.items())
+    filled = [re.sub(r"(?<!\$)\{(\w+)\}", word, part) for part in chain(spec.kernel.command, *flags)]
     return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]
 
 

@@ -36,13 +36,16 @@ class Stage:
 
 
 @lru_cache(maxsize=4096)
-def split_stages(shape: ModelShape, num_stages: int) -> tuple[Stage, ...]:
+def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = False) -> tuple[Stage, ...]:
     """The `num_stages` stages into which the blocks [embedding, decoder x L, norm, head, cast, loss] are cut.
 
     The cost of a decoder layer is its matmul parameters, that of the head V*h, and that of other blocks 0.
     A block goes to the current stage. When the cost so far exceeds total*(stage+1)/num_stages, the next stage begins.
     This is the rule of nanotron, so results can be compared with its measurements; like nanotron's, stages
-    may be empty.
+    may be empty. Later versions of nanotron begin the next stage also when the cost equals that part of the total.
+
+    Args:
+        ties_advance: whether to cut as these later versions do.
     """
     kinds = ["embedding", *["layer"] * shape.num_hidden_layers, "norm", "head", "cast", "loss"]
     cost = {"layer": shape.layer_matmul_params, "head": shape.embedding_params}
@@ -52,7 +55,7 @@ def split_stages(shape: ModelShape, num_stages: int) -> tuple[Stage, ...]:
     for kind in kinds:
         blocks[stage].append(kind)
         done += cost.get(kind, 0)
-        if done * num_stages > total * (stage + 1):
+        if done * num_stages + ties_advance > total * (stage + 1) and stage + 1 < num_stages:
             stage += 1
     stages, first = [], 0
     for index, held in enumerate(blocks):

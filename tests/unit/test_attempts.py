@@ -331,5 +331,5 @@ def test_the_limit_of_a_run_follows_prediction_and_patience():
     short = run_limit_s(todo, CONFIG)
     assert short == CONFIG.measure.run_limit_s
     assert run_limit_s(replace(todo, patience=2.0), CONFIG) == 2 * short
-    slow = replace(todo.candidate, prediction=replace(todo.candidate.prediction, duration_s=1e6))
+    slow = replace(todo.candidate, predicted=replace(todo.candidate.prediction, duration_s=1e6))
     assert run_limit_s(replace(todo, candidate=slow), CONFIG) == RUN_LIMIT_FACTOR * 1e6

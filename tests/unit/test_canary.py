@@ -122,7 +122,7 @@ def test_nothing_is_lost_by_holding_back(data):
 
 
 def lasting(run, seconds):
-    return replace(run, prediction=replace(run.prediction, duration_s=seconds))
+    return replace(run, predicted=replace(run.prediction, duration_s=seconds))
 
 
 def todo_of(run, repeat=0, patience=1.0):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ultrabench.cli.kernel.dryrun import dryrun_spec
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
@@ -152,7 +153,10 @@ def test_what_changes_nothing_is_taken(change):
             "attention_bias is true; ultrabench trains models whose attention_bias is false",
         ),
         ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+        (
+            {"hidden_act": "gelu"},
+            'whose hidden_act is "silu": for its sizes alone write them to ./ultrabench/model/NAME.yaml and give',
+        ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             'rope_type is "yarn"; ultrabench trains models whose rope_type is "llama3"',
@@ -196,9 +200,10 @@ def test_a_window_is_refused_where_it_hides_positions():
     assert shape.sliding_window == 4096
     kernel, layout = KernelConfig(name="embedded"), Layout(dp=1)
     assert refusal(kernel, layout, shape, 4096, "cpu") is None
-    assert refusal(kernel, layout, shape, 4097, "cpu").startswith(
-        "sliding_window=4096 is in use with seq_len=4097"
-    )
+    use = "sliding_window=4096 is in use with seq_len=4097; attention has no window: "
+    assert refusal(kernel, layout, shape, 4097, "cpu") == f"{use}take seq_len <= 4096 or another model"
+    with pytest.raises(ConfigError, match=r"seq_len <= 4096 or another model$"):
+        dryrun_spec(["model=m.json", "seq_len=4097"])
 
 
 @pytest.mark.parametrize(
@@ -209,6 +214,16 @@ def test_what_is_no_config_json_is_told(text, line):
         Path("m.json").write_text(text)
     with pytest.raises(ConfigError, match=line):
         load_config(["model=m.json"])
+
+
+@pytest.mark.parametrize("folder", [".", "hf"])
+def test_a_folder_is_a_model_and_the_file_that_it_lacks_is_named(folder):
+    Path("hf").mkdir()
+    path = Path(folder).absolute() / "config.json"
+    with pytest.raises(ConfigError, match=f"cannot read model={folder}: {path}: No such file"):
+        load_config([f"model={folder}"])
+    write(str(path), {"hidden_size": 512})
+    assert [m.hidden_size for m in load_config([f"model={folder}"]).models] == [512]
 
 
 def test_a_launched_sweep_does_not_need_the_file():

@@ -1,8 +1,13 @@
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ultrabench.errors import ConfigError
+from ultrabench.launchers.open_sweep import folder_of, in_force, sweep_json_of
+from ultrabench.record import to_dict
+from ultrabench.store.sweep_json import write_sweep_json
 from ultrabench.sweep.config.compose import GROUPS, describe, files, search_path
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
 
@@ -55,7 +60,7 @@ def test_other_groups_of_the_user_are_found(where):
     write(where, "hardware/ours", "gpu: H200-SXM\ngpus_per_node: 4\nnode_link_bytes_per_s: 2.5e10\n")
     config = load_config(["hardware=ours", "kernel.precision=bf16", "sweep.nodes=[1]"])
     assert (config.hardware.name, config.hardware.gpu) == ("ours", "H200-SXM")
-    assert config.name == "quick-ours"
+    assert config.name == "layouts-ours"
     assert load_config([]).hardware.name == "cpu"
 
 
@@ -72,6 +77,17 @@ def test_the_playbook_brings_its_hardware_but_the_users_wins():
         config = load_config(overrides)
         assert config.hardware.name == "h200x8"
         assert config.name == "playbook-h200x8"
+
+
+def test_gpus_get_the_sweep_for_real_models_unless_a_sweep_is_named():
+    config = load_config(["model=1B", "hardware=h200x8"])
+    assert (config.name, config.workload.seq_len, config.workload.gbs) == ("layouts-h200x8", 4096, 256)
+    assert [m.name for m in config.models] == ["1B"]
+    assert config.measure == load_config(["measure=default", "hardware=h200x8", "sweep=quick"]).measure
+    assert load_config(["hardware=h200x8", "sweep=quick"]).name == "quick-h200x8"
+    assert load_config(["hardware=h200x8", "sweep=quick"]).workload.seq_len == 64
+    assert load_config(["hardware=cpu"]).name == "quick-cpu"
+    assert load_config(["sweep=layouts"]).hardware.name == "h100x8"
 
 
 def test_model_means_a_list_of_one():
@@ -95,6 +111,29 @@ def test_the_kernel_compiles_on_gpus_unless_told_otherwise():
     assert load_config(gpus).kernel.compile is True
     assert load_config([*gpus, "kernel.compile=false"]).kernel.compile is False
     assert load_config([*gpus, "kernel=torchtitan", "model=llama3-8b"]).kernel.compile is False
+
+
+def test_a_sweep_can_be_profiled():
+    assert not load_config([]).trace
+    assert load_config(["trace=true"]).trace
+    with pytest.raises(ConfigError, match=r"^profile=true; a profile is .* to trace runs, write trace=true$"):
+        load_config(["profile=true"])
+
+
+def test_the_profile_is_that_of_the_kernel_or_the_named_one_and_stands_in_the_record():
+    assert load_config([]).profile.name == "ultrabench-cpu"
+    assert load_config(["hardware=h100x8"]).profile.name == "ultrabench"
+    assert load_config(["hardware=h100x8", "kernel=megatron"]).profile.name == "megatron"
+    config = load_config(["hardware=h100x8", "profile=nanotron"])
+    assert config.profile.name == "nanotron"
+    frozen = json.loads(json.dumps(config.resolved))
+    frozen["profile"]["time"]["rest_s"] = 7.0
+    assert config_from_tree(frozen).profile == replace(
+        config.profile, time=replace(config.profile.time, rest_s=7.0)
+    )
+    del frozen["profile"]["time"]["rest_s"]
+    assert config_from_tree(frozen).profile == config.profile, "constants of another version are read again"
+    assert config_from_tree(frozen | {"profile": False}).profile.name == "ultrabench"
 
 
 def test_a_resolved_configuration_is_the_configuration():
@@ -123,7 +162,61 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["measure=slow"], "unknown measure 'slow'"),
         (["kernel=mine"], "unknown kernel 'mine'"),
         (["cluster=none"], "unknown cluster 'none'"),
-        (["nodes=[1]"], "unknown override 'nodes'; did you mean sweep.nodes?"),
+        *(([given], f"unknown override {given.lstrip('+').partition('=')[0]!r}; did you mean {meant}?") for given, meant in [
+            ("nodes=[1]", "sweep.nodes=[1]"), ("nodes=2", "sweep.nodes=[2]"), ("node=2", "sweep.nodes=[2]"),
+            ("tp=2", "sweep.tp=[2]"), ("tp=1,2", "sweep.tp=[1,2]"), ("gbs=8", "sweep.gbs=8"),
+            ("seq_len=4096", "sweep.seq_len=4096"), ("recompute=full", "sweep.recompute=[full]"),
+            ("+recompute=full", "sweep.recompute=[full]"), ("precision=bf16", "kernel.precision=bf16"),
+            ("compile=false", "kernel.compile=false, with kernel=embedded"),
+            ("attention=flash", "kernel.attention=flash, with kernel=embedded"),
+            ("partition=x", "launcher.partition=x, with launcher=slurm"),
+            ("partition=a b", "'launcher.partition=a b', with launcher=slurm"),
+            ("models=8B", "sweep.models=[8B]"), ("repeat=2", "repeats=2"), ("num_nodes=3", "sweep.nodes=[3]"),
+            ("parallelism.tensor_parallel_degree=2", "sweep.tp=[2]"), ("micro_batch_size=4", "sweep.mbs=[4]"),
+            ("global_batch_size=512", "sweep.gbs=512"), ("activation_checkpoint.mode=full", "sweep.recompute=[full]"),
+            ("parallelism.pipeline_parallel_schedule=zbv", "sweep.pp_schedule=[zbv]"),
+            ("zero_optimization.stage=3", "sweep.zero_stage=[3]"),
+        ]),
+        *(([f"{key}=8"], "GPUs = nodes * hardware.gpus_per_node: give sweep.nodes=[1,2]") for key in (
+            "gpus", "sweep.gpus", "hardware.gpus", "launcher.gpus", "nproc_per_node")),
+        *(([f"{key}=8"], "the sizes of a model stand in its file") for key in ("hidden_size", "num_layers", "n_layers")),
+        *(([f"{key}=8"], "did you mean launcher.time_minutes=8, with launcher=slurm?") for key in ("time", "launcher.time")),
+        *(([f"sweep.tp={given}"], "a list has brackets and commas; write sweep.tp=[1,2]") for given in (
+            "(1,2)", "{1,2}", "[1;2]", "1,2]")),
+        (["sweep.tp=range(1,4)"], "sweep.tp=range(1,4) is no list of values; write sweep.tp=[A,B]"),
+        (["sweep.recompute=true"], "sweep.recompute=['True']; each must be none, attention, selective, full"),
+        (["sweep.tp=2..8"], "a range is written as a list, such as sweep.tp=[2,4,8]"),
+        (["sweep.tp=[1-4]"], "a range is written as a list, such as sweep.tp=[1,2,4]"),
+        (["sweep.zero_stage=0-3"], "such as sweep.zero_stage=[0,1,2,3]"),
+        (["model=tiny", "sweep.models=[mini]"], "model=tiny sweep.models=[mini]: model=NAME means sweep.models=[NAME]"),
+        (["launcher=slurm", "launcher.partition=a,b"], """a value with a comma needs quotes: 'launcher.partition="a,b"'"""),
+        (["launcher=slurm", "+launcher.sbatch.constraint=a,b"], """needs quotes: '+launcher.sbatch.constraint="a,b"'"""),
+        (["retry.attempts=3"], "it holds several settings; give retry.attempts.NAME=VALUE"),
+        (["playbook"], "'playbook' is no override; write sweep=playbook"),
+        (["quick"], "'quick' is no override; write sweep=quick"),
+        (["1B"], "'1B' is no override; write model=1B"),
+        (["sweep=configs/sweep/playbook.yaml"], "sweep takes a name, not a path; write sweep=playbook"),
+        (["sweep.models=null"], "sweep.models is empty; name at least one"),
+        (["model=meta-llama/x"], "give the path of a config.json, or a name (see ultrabench configs model)"),
+        *(([f"{key}=8"], "dp follows from the GPUs: dp = GPUs/(tp*pp*cp)") for key in (
+            "dp", "sweep.dp", "+sweep.dp", "data_parallel_size")),
+        (["sweep.nodes=[1 2]"], "sweep.nodes=[1 2]: a list has commas; write sweep.nodes=[1,2]"),
+        (["sweep.nodes=[1", "2]"], "write a list without them: sweep.nodes=[1,2]"),
+        (["model=[tiny mini]"], "for several use sweep.models=[tiny,mini]"),
+        (["model=tiny,mini"], "for several use sweep.models=[tiny,mini]"),
+        (["model="], "model= has no value; name a model, such as model=8B"),
+        (["hardware="], "hardware= has no value; give a name (see ultrabench configs hardware)"),
+        *(([f"hardware={given}"], "one sweep has one hardware; run the command once with each: hardware=cpu, hardware=h100x8")
+          for given in ("cpu,h100x8", "[cpu,h100x8]")),
+        (["sweep.gbs=8,16"], "one sweep has one sweep.gbs; run the command once with each: sweep.gbs=8, sweep.gbs=16"),
+        (["sweep.gbs=[8,16]"], "sweep.gbs=[8, 16] is no whole number; give one value instead of a list"),
+        *(([f"{sign}hardware"], "a sweep always has a hardware; choose another with hardware=NAME") for sign in "+~"),
+        (["sweep.gas=auto"], "for whatever makes the batch write sweep.gas=null"),
+        (["kernel.command=x"], "add kernel=command or kernel=megatron or kernel=torchtitan"),
+        (["launcher.partition=x"], "launcher.partition is no setting of the launcher that is chosen; add launcher=slurm"),
+        (["sweep=comm", "sweep.recompute=full"], "add it: +sweep.recompute=[full]"),
+        (["kernel=command", "kernel.env.A=1"], "kernel.env.A: variables are added; write +kernel.env.NAME=VALUE"),
+        (["kernel=command", "kernel.command=[x]", "+kernel.env.A=1"], """write it in two kinds of quotes: '"1"'"""),
         (["sweep.node=[1]"], "unknown override 'sweep.node'; did you mean sweep.nodes?"),
         (["hardware.gpu_per_node=2"], "did you mean hardware.gpus_per_node?"),
         (["+sweep.node=[1]"], "unknown field of sweep 'node'; did you mean nodes?"),
@@ -158,6 +251,12 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["kernel=command", "kernel.command=[x]", "measure.min_s=20"],
          "measure.warmup_s=0, measure.min_s=20 with kernel=command; only ultrabench's own training counts seconds"),
         (["measure.warmup_steps=0"], "measure.warmup_steps=0; must be >= 1"),
+        (["measure.deadline_floor_s=nan"], "must be > 0 and finite"), (["measure.run_limit_s=inf"], "must be > 0 and finite"),
+        (["measure.race=inf"], "must be > 1"), (["measure.confirm=1000"], "must be 1 to 100"),
+        (["+retry.causes.segfalt=1"], "did you mean segfault?"), (["retry.attempts.hung=3"], "did you mean retry.attempts.hang?"),
+        (["+retry.attempts.crsh=1"], "crsh"), (["retry.attempts.hang=x"], "retry.attempts.hang='x' is no whole number"),
+        (["retry.attempts.hang=999999"], "must be 0 to 100"), (["retry.breaker=0"], "retry.breaker=0"),
+        *(([f"retry.backoff_s={value}"], "must be >= 0 and finite") for value in ("inf", "-1")),
         (["sweep.nodes=[1"], "sweep.nodes=[1"),
         (["name=${nowhere}"], "nowhere"),
     ],
@@ -185,33 +284,6 @@ def test_seconds_of_measuring_are_those_of_the_hardware_unless_given(overrides, 
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("hidden_size: [", "broken.yaml: while parsing"),
-        ("- a\n- b\n", "broken.yaml is no model: it holds no mapping"),
-        ("", "model broken lacks hidden_size"),
-        (MODEL.format(layers=2) + "heads: 4\n", "unknown field of model broken 'heads'"),
-        (MODEL.format(layers="two"), "num_hidden_layers='two' is no whole number"),
-        (MODEL.format(layers=0), "num_hidden_layers=0; must be >= 1"),
-    ],
-)
-def test_a_broken_model_file_is_told_in_one_line(text, line):
-    write("ultrabench", "model/broken", text)
-    with pytest.raises(ConfigError) as raised:
-        load_config(["model=broken"])
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["gpu: [", "gpus_per_node: 4\n"])
-def test_a_broken_hardware_file_is_told_in_one_line(text):
-    write("ultrabench", "hardware/broken", text)
-    with pytest.raises(ConfigError) as raised:
-        load_config(["hardware=broken"])
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
     "line", ["hardware: h100x8", "launcher: slurm", "kernel: null", "measure: quick", "retry: default"]
 )
 def test_a_group_that_a_sweep_file_only_names_is_told_how_to_be_chosen(tmp_path, monkeypatch, line):
@@ -223,3 +295,16 @@ def test_a_group_that_a_sweep_file_only_names_is_told_how_to_be_chosen(tmp_path,
     group = line.partition(":")[0]
     with pytest.raises(ConfigError, match=f"- override /{group}: NAME"):
         load_config(["sweep=mine"])
+
+
+def test_a_sweep_goes_on_with_the_profile_that_it_began_with(tmp_path):
+    config = load_config(["results_dir=here"])
+    assert in_force(config) is config
+    began = replace(config, profile=replace(config.profile, date="2020-01-01"))
+    resolved = config.resolved | {"profile": to_dict(began.profile)}
+    folder_of(config).create()
+    write_sweep_json(folder_of(config), sweep_json_of(replace(began, resolved=resolved), {}))
+    found = in_force(load_config(["results_dir=here"]))
+    assert (found.profile, found.resolved["profile"]["date"]) == (began.profile, "2020-01-01")
+    other = load_config(["results_dir=here", "profile=megatron"])
+    assert in_force(other) is other

@@ -16,7 +16,7 @@ def plan_of(predictions, nodes=1):
     same = [r for r in PLAN.runs if r.nodes == nodes][: len(predictions)]
     runs = [
         replace(
-            run, prediction=replace(run.prediction, memory_share=share * LIMIT, step_time_s=time_s)
+            run, predicted=replace(run.prediction, memory_share=share * LIMIT, step_time_s=time_s)
         )
         for run, (share, time_s) in zip(same, predictions, strict=True)
     ]  # fmt: skip

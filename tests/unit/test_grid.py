@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrabench.errors import ConfigError
-from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.run import Workload
+from ultrabench.store.state import SweepState
+from ultrabench.store.sweep_json import SweepJson
 from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.config.sweep_config import Axes
-from ultrabench.sweep.grid import broken_rules, layouts, refusal
-from ultrabench.sweep.plan import make_plan, require_runs
-from ultrabench.sweep.plan_table import plan_table
+from ultrabench.sweep.grid import broken_rules, layouts
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.plan_table import plan_table, runs_of
+from ultrabench.sweep.remedy import require_runs
 
 RULES = {"tp_divides_heads", "tp_divides_kv_heads", "zero_needs_dp", "enough_micro_batches", "no_empty_stage"}
 # layers, hidden, heads (kv heads alike), intermediate
@@ -33,7 +36,19 @@ VOCABULARY = 131072
 
 @pytest.fixture(scope="module")
 def playbook():
-    return make_plan(load_config(["sweep=playbook"]))
+    return make_plan(load_config(["sweep=playbook", "max_p_oom=1"]))
+
+
+def test_valid_layouts_alone_are_predicted(playbook):
+    assert all((run.predicted is not None) == run.valid for run in playbook.candidates)
+    columns = plan_table(playbook.candidates).select(
+        ["valid", "p_oom", "predicted_gpu_hours", "predicted_to_fit"]
+    )
+    assert all(
+        (value is not None) == valid
+        for valid, *values in zip(*columns.to_pydict().values(), strict=True)
+        for value in values
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,24 +121,6 @@ def test_what_the_kernel_refuses_is_a_stage_without_parameters(playbook):
     assert all(c.reason.endswith(" has no parameters") for c in refused)
 
 
-@pytest.mark.parametrize(
-    ("asked", "precision", "cp", "device", "reason"),
-    [
-        ("auto", "fp64", 2, "cpu", None), ("flash", "fp32", 2, "cpu", None), ("math", "fp32", 1, "cpu", None),
-        ("auto", "bf16", 2, "cuda", None), ("cudnn", "bf16", 2, "cuda", None), ("auto", "fp32", 1, "cuda", None),
-        ("cudnn", "bf16", 1, "cpu", "attention=cudnn needs an NVIDIA GPU; on CPUs take auto, flash or math"),
-        ("flash3", "bf16", 1, "cpu", "attention=flash3 needs an NVIDIA GPU; on CPUs take auto, flash or math"),
-        ("math", "bf16", 2, "cuda", "attention=math cannot run with cp=2, whose parts it cannot put together"),
-        ("auto", "fp32", 2, "cuda", "cp=2 needs precision=bf16 on GPUs; precision=fp32"),
-        ("flash", "fp64", 1, "cuda", "attention=flash needs precision=bf16 on GPUs; precision=fp64: take auto"),
-    ],
-)  # fmt: skip
-def test_attention_that_a_device_lacks_is_refused(asked, precision, cp, device, reason):
-    kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
-    found = refusal(kernel, Layout(dp=1, cp=cp), load_model("tiny"), 64, device)
-    assert found == reason if reason is None else found.startswith(reason)
-
-
 def test_too_few_micro_batches_for_1f1b_run_as_afab(playbook):
     afab = [c for c in playbook.runs if c.layout.pp_schedule == "afab"]
     assert len(afab) == 340
@@ -152,13 +149,25 @@ def test_no_run_id_twice(playbook):
 def test_runs_come_first_and_cheapest_first(playbook):
     runs = [c.runs for c in playbook.candidates]
     assert runs == sorted(runs, reverse=True)
-    fit = [c.prediction.memory_share <= 1 for c in playbook.runs]
+    fit = [c.prediction.p_oom <= 0.5 for c in playbook.runs]
     assert fit == sorted(fit, reverse=True)
     prices = [c.gpu_hours for c in playbook.runs[: sum(fit)]]
     assert prices == sorted(prices)
     shares = [c.prediction.memory_share for c in playbook.runs[sum(fit) :]]
     assert shares == sorted(shares), "what is most likely to fit all the same is first"
     assert all(c.prediction.duration_s == 20.0 for c in playbook.runs[sum(fit) :])
+
+
+def test_what_surely_runs_out_of_memory_is_left_out_with_its_prediction(playbook):
+    pruned = make_plan(load_config(["sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[1]"]))
+    gone = [c for c in pruned.candidates if c.rule == "memory"]
+    assert {c.run_id for c in gone} == {
+        c.run_id for c in playbook.runs if c.cell == ("8B", 1) and c.prediction.p_oom > 0.9
+    }
+    assert all(c.valid and not c.runs and c.prediction.limited_by == "memory" for c in gone)
+    assert all(re.fullmatch(r"predicted [\d,]+ GiB of 80, P\(OOM\) (9\d|100) %", c.reason) for c in gone)
+    rows = plan_table(pruned.candidates).to_pylist()
+    assert Counter(row["decision"] for row in rows)["skipped"] == len(gone) == pruned.summary()["pruned"]
 
 
 def order(plan):
@@ -175,7 +184,6 @@ def test_the_same_input_plans_the_same():
         "print(json.dumps([(c.shape.name, c.nodes, c.layout.label()) for c in plan.candidates]))"
     )
     here = order(make_plan(load_config(overrides)))
-    assert order(make_plan(load_config(overrides))) == here
     there = subprocess.run(
         [sys.executable, "-c", code, *overrides],
         env={**os.environ, "PYTHONHASHSEED": "1"},
@@ -253,10 +261,44 @@ def test_the_first_broken_rule_gives_its_reason(layout, broken):
 
 
 def test_a_sweep_without_runs_says_why():
-    plan = make_plan(load_config(["sweep.nodes=[1]", "sweep.tp=[2]", "sweep.pp=[1]",
-                                  "sweep.zero_stage=[1]", "sweep.mbs=[1]", "sweep.gas=[8]"]))  # fmt: skip
-    with pytest.raises(ConfigError, match=r"1 candidate, none can run; 1 because zero_stage=1"):
+    plan = make_plan(load_config(["sweep.nodes=[1]", "sweep.tp=[2,1]", "sweep.pp=[1]",
+                                  "sweep.zero_stage=[1]", "sweep.mbs=[1,2]", "sweep.gas=[1]"]))  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
         require_runs(plan)
+    rules = (
+        "2 by gas_not_listed, such as gas=4 is not in sweep.gas=[1]",
+        "2 by zero_needs_dp, such as zero_stage=1 needs dp*cp > 1; dp=1, cp=1",
+    )
+    assert (
+        str(caught.value) == f"4 candidates, none can run: {'; '.join(rules)}; change the axes or the model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lost"),
+    [
+        ([], []),
+        (["nodes=[1,2,3]"], [("nodes", 3, "gbs=8 is not divisible by dp*mbs with dp in [3, 6], mbs in [1, 2]")]),
+        (["tp=[1,2,3]"], [("tp", 3, "2 or 4 GPUs are not divisible by tp=3")]),
+        (["tp=[2]", "pp=[1,2]", "cp=[1,4]", "nodes=[2]"],
+         [("cp", 4, "4 GPUs are not divisible by tp*pp*cp with tp=2, pp in [1, 2], cp=4")]),
+        (["mbs=[1,3]"], [("mbs", 3, "gbs=8 is not divisible by dp*mbs with dp in [1, 2, 4], mbs=3")]),
+        (["gas=[4,5]"], [("gas", 5, "gbs=8 is not dp*mbs*gas with dp in [1, 2, 4], mbs in [1, 2], gas=5")]),
+        (["pp=[1]", "pp_schedule=[auto,zbv]"], [("pp_schedule", "zbv", "no candidate has pp > 1")]),
+        (["virtual_stages=[2,4]"], [("virtual_stages", n, "no candidate has pp_schedule=interleaved") for n in (2, 4)]),
+        (["pp_schedule=[auto,interleaved]", "virtual_stages=[2,4]"], []),
+    ],
+)  # fmt: skip
+def test_a_value_that_fits_nothing_is_named_with_the_numbers(overrides, lost):
+    plan = make_plan(load_config(["model=tiny", *(f"sweep.{o}" for o in overrides)]))
+    rows = plan.summary()["without_candidates"]
+    assert [(row["axis"], row["value"], row["reason"]) for row in rows] == lost
+    for axis, value, reason in lost:
+        if "divisible" in reason:
+            with pytest.raises(ConfigError, match=re.escape(reason)):
+                make_plan(
+                    load_config(["model=tiny", *(f"sweep.{o}" for o in overrides), f"sweep.{axis}=[{value}]"])
+                )
 
 
 def test_the_plan_table_has_a_row_for_every_candidate(playbook):
@@ -266,6 +308,23 @@ def test_the_plan_table_has_a_row_for_every_candidate(playbook):
     assert [r["decision"] for r in rows] == ["run" if c.runs else "rejected" for c in plan.candidates]
     assert all((r["reason"] is None) == (r["decision"] == "run") for r in rows)
     assert all(r["gbs"] == r["dp"] * r["mbs"] * r["gas"] for r in rows)
+
+
+def test_the_runs_of_a_plan_table_have_its_predictions_and_old_plans_are_taken_as_certain():
+    plan = make_plan(config := load_config([]))
+    sweep = SweepJson(
+        sweep="s", cluster=None, hardware=config.hardware, kernel=config.kernel, kernel_digest="",
+        models=config.models, workload=config.workload, provenance={}, config={},
+    )  # fmt: skip
+    rows = plan_table(plan.candidates).to_pylist()
+    assert [c.prediction for c in runs_of(sweep, rows, SweepState())] == [c.prediction for c in plan.runs]
+    old = [
+        {k: v for k, v in r.items() if not k.endswith(("low_s", "high_s"))} | {"p_oom": None} for r in rows
+    ]
+    for run in runs_of(sweep, old, SweepState()):
+        told = run.prediction
+        assert told.step_time_low_s == told.step_time_s == told.step_time_high_s
+        assert told.p_oom == float(told.memory_share > 1)
 
 
 def test_a_grid_of_millions_is_refused_with_its_size_before_it_is_enumerated():
@@ -281,7 +340,7 @@ def test_a_grid_of_millions_is_refused_with_its_size_before_it_is_enumerated():
 
 
 def test_shards_are_all_ranks_those_of_a_node_or_a_number():
-    words = ["sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[2]", "sweep.tp=[2,8]", "sweep.pp=[1]"]
+    words = ["sweep=playbook", "sweep.models=[3B]", "sweep.nodes=[2]", "sweep.tp=[2,8]", "sweep.pp=[1]"]
     words += ["sweep.zero_stage=[0,3]", "sweep.mbs=[1]", "sweep.gas=null"]
     candidates = make_plan(load_config([*words, "sweep.dp_shard=[node,all,3,8]"])).candidates
     found = {(c.layout.tp, c.layout.zero_stage, c.layout.dp_shard): (c.rule, c.reason) for c in candidates}
@@ -290,14 +349,15 @@ def test_shards_are_all_ranks_those_of_a_node_or_a_number():
         (2, 0, 0): (None, None), (2, 3, 0): (None, None), (2, 3, 4): (None, None),
         (2, 0, 3): (rule, "dp_shard=3 needs zero_stage > 0; zero_stage=0 shards nothing"),
         (2, 0, 8): (rule, "dp_shard=8 needs zero_stage > 0; zero_stage=0 shards nothing"),
-        (2, 3, 3): (rule, "dp_shard=3 does not divide dp*cp=8"),
+        (2, 3, 3): (rule, "dp_shard=3 does not divide dp*cp=8 (dp=8, cp=1); take dp_shard=all"),
         (2, 3, 8): (rule, "dp_shard=8 is all of dp*cp=8; leave dp_shard out, or write all"),
         (8, 0, 0): (None, None), (8, 3, 0): (None, None),
         (8, 0, 3): (rule, "dp_shard=3 needs zero_stage > 0; zero_stage=0 shards nothing"),
         (8, 0, 8): (rule, "dp_shard=8 needs zero_stage > 0; zero_stage=0 shards nothing"),
-        (8, 3, 1): (rule, "dp_shard=1 shards nothing; take zero_stage=0"),
-        (8, 3, 3): (rule, "dp_shard=3 does not divide dp*cp=2"),
-        (8, 3, 8): (rule, "dp_shard=8 does not divide dp*cp=2"),
+        (8, 3, 1): (rule, "dp_shard=1 shards nothing (dp_shard=node gives that where tp=8 fills a node); "
+                    "take a smaller tp or dp_shard=all"),
+        (8, 3, 3): (rule, "dp_shard=3 does not divide dp*cp=2 (dp=2, cp=1); take dp_shard=all"),
+        (8, 3, 8): (rule, "dp_shard=8 does not divide dp*cp=2 (dp=2, cp=1); take dp_shard=all"),
     }  # fmt: skip
     with pytest.raises(
         ConfigError, match=r"sweep.dp_shard=\['nod'\]; each must be all, node or a number >= 2"

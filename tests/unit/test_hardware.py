@@ -1,14 +1,16 @@
 """Hardware comes from YAML files only: the package's, or the user's own."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
+from ultrabench.launchers.open_sweep import require_same, sweep_json_of
 from ultrabench.record import to_dict
-from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.sweep.config.compose import describe, files, read_yaml
 from ultrabench.sweep.config.load import config_from_tree, load_config, read_hardware
 from ultrabench.sweep.plan import make_plan
 
@@ -41,6 +43,7 @@ def write(name, text):
 def test_every_file_is_hardware_with_a_source(name):
     hardware = load_config([f"hardware={name}"]).hardware
     assert hardware.source.startswith("https://") or hardware.device == "cpu"
+    assert (hardware.device == "cpu") == (hardware.architecture is None)
     assert hardware.device == "cpu" or hardware.peak_flops_per_s["bf16"] > hardware.peak_flops_per_s["fp32"]
 
 
@@ -80,6 +83,12 @@ def test_a_gpu_of_the_users_own_is_planned_and_recorded():
     assert read_hardware(to_dict(config.hardware)) == config.hardware
 
 
+def test_a_sweep_from_before_architectures_goes_on(tmp_path):
+    config = load_config(["hardware=h100x8", "model=tiny"])
+    older = replace(config, hardware=replace(config.hardware, architecture=None))
+    require_same(sweep_json_of(older, {}), config, tmp_path)
+
+
 def test_another_node_of_a_known_gpu_names_the_gpu_only():
     write("toasters", OURS)
     write("toastersx4", "gpu: Toaster-9000\ngpus_per_node: 4\n")
@@ -93,6 +102,13 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
     ("change", "line"),
     [
         (("source: https://example.org/toaster\n", ""), "unknown hardware.gpu 'Toaster-9000'"),
+        (
+            (
+                "link_bytes_per_s: 3.2e10\nreported_as: [ACME Toaster 9000]\nsource: https://example.org/toaster\n",
+                "",
+            ),
+            "for a GPU that no other file has, add to its file: link_bytes_per_s, reported_as, source",
+        ),
         (("{bf16: 1.0e14}", "{}"), "lacks values of peak_flops_per_s or reported_as"),
         (("[ACME Toaster 9000]", "[]"), "lacks values of peak_flops_per_s or reported_as"),
         (("mem_bytes: 24000000000\n", ""), "hardware lacks mem_bytes"),
@@ -100,8 +116,23 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
             ("mem_bytes: 24000000000", "mem_bytes: 24GB"),
             "hardware.mem_bytes='24GB' is no whole number of bytes",
         ),
-        (("1.0e14", "-1"), "hardware.peak_flops_per_s.bf16=-1.0; must be > 0"),
-        (("3.2e10", ".inf"), "hardware.link_bytes_per_s=inf; must be > 0 and finite"),
+        (("1.0e14", "-1"), "hardware.peak_flops_per_s.bf16=-1.0; must be 1e9 to 1e18"),
+        (("3.2e10", ".inf"), "hardware.link_bytes_per_s=inf; must be 1e8 to 1e14"),
+        (("3.2e10", "450"), "link_bytes_per_s=450.0; must be 1e8 to 1e14 bytes per second, such as 4.5e11"),
+        (
+            ("node_link_bytes_per_s: 1.0e10", "node_link_bytes_per_s: 50"),
+            "node_link_bytes_per_s=50.0; must be 1e8",
+        ),
+        (("1.0e12", "4.0"), "hbm_bytes_per_s=4.0; must be 1e9 to 1e15 bytes per second"),
+        (("1.0e14", "148"), "bf16=148.0; must be 1e9 to 1e18 FLOPs per second, such as 9.89e14"),
+        (
+            ("24000000000", "96"),
+            "mem_bytes=96; must be 268,435,456 to 17,592,186,044,416 bytes, such as 80000000000",
+        ),
+        (
+            ("gpu: ", "architecture: hopper\ngpu: "),
+            "hardware.architecture='hopper'; must be sm_80, sm_90 and so on",
+        ),
         (("gpu: ", "device: tpu\ngpu: "), "hardware.device='tpu'; must be cuda or cpu"),
     ],
 )
@@ -115,11 +146,28 @@ def test_what_is_no_hardware_is_refused_in_one_line(change, line):
 
 def test_a_precision_without_a_rate_is_refused():
     write("toasters", OURS)
-    with pytest.raises(ConfigError, match="unknown precision of Toaster-9000 'fp64'"):
-        make_plan(load_config(["hardware=toasters", "kernel.precision=fp64", "sweep.nodes=[1]"]))
+    with pytest.raises(ConfigError) as raised:
+        load_config(["hardware=toasters", "kernel.precision=fp64", "sweep.nodes=[1]"])
+    told = "toasters.yaml: peak_flops_per_s of hardware=toasters has no rate for fp64, only for bf16; add it to its file"
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("broken", [b"gpu: X\n  bad: [open\n", b"\xff\xfe", b"- a\n"])
+def test_a_broken_file_breaks_no_other_hardware(broken):
+    write("toasters", OURS)
+    write("toastersx4", "gpu: Toaster-9000\ngpus_per_node: 4\n")
+    Path("ultrabench/hardware/broken.yaml").write_bytes(broken)
+    for name in ("toasters", "toastersx4", "h100x8"):
+        assert load_config([f"hardware={name}", "sweep.nodes=[1]"]).hardware.name == name
+    with pytest.raises(ConfigError, match=r"broken"):
+        load_config(["hardware=broken"])
+    described = describe("hardware")
+    assert described["toasters"] == "Two of our own GPUs."
+    assert described["broken"].startswith("unusable: ")
+    assert "\n" not in described["broken"]
 
 
 def test_the_memory_of_a_rank_can_be_overridden():
-    hardware = load_config(["hardware=h100x8", "hardware.mem_bytes=1000"]).hardware
-    assert (hardware.mem_bytes, math.isclose(hardware.link_bytes_per_s, 450e9)) == (1000, True)
+    hardware = load_config(["hardware=h100x8", "hardware.mem_bytes=1000000000"]).hardware
+    assert (hardware.mem_bytes, math.isclose(hardware.link_bytes_per_s, 450e9)) == (10**9, True)
     assert isinstance(hardware, Hardware)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ultrabench.kernel.rank import memory
 from ultrabench.kernel.rank.failure import (
     IgnoredOptionError,
     NonFiniteLossError,
@@ -39,3 +40,10 @@ def test_one_line() -> None:
     """Type and first line."""
     assert one_line(ValueError("a\nb")) == "ValueError: a"
     assert one_line(MemoryError()) == "MemoryError"
+
+
+def test_memory_that_was_freed_before_the_report_counts():
+    before = memory._status_bytes("VmData")
+    held = bytearray(256 << 20)
+    del held
+    assert memory.account()["data_bytes"] >= before + (250 << 20)

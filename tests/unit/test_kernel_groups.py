@@ -1,6 +1,8 @@
 """Groups of ranks, the copies that they hold, and the GPU of a rank's threads; without any other rank."""
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks import kernel
 from ultrabench.kernel import replicas
+from ultrabench.kernel.check import parity
+from ultrabench.kernel.compat import PATIENCE
 from ultrabench.kernel.mesh import cp_group
 from ultrabench.kernel.pp import tied_peer
 from ultrabench.kernel.rank import environment, progress, stack_dump
 from ultrabench.kernel.rank.failure import ReplicasDifferError
+from ultrabench.kernel.requests import CheckSpec
 from ultrabench.layout import Layout
 
 ONE_ULP = torch.finfo(torch.float32).eps
@@ -142,6 +148,33 @@ def test_segments_can_grow_unless_the_user_says_otherwise(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     environment.set_defaults()
     assert given == set_to
+
+
+@pytest.mark.parametrize(
+    "joins",
+    [
+        lambda folder: parity._train_rank(CheckSpec(layout=Layout(dp=1)), 0, folder),
+        lambda _: kernel.measure({"device": "cpu", "who": []}),
+    ],
+)
+def test_checks_and_benchmarks_join_their_groups_as_a_rank_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, joins: Callable[[Path], Any]
+) -> None:
+    """The allocator is configured, and groups of all axes have the long time-out, before the first group is made."""
+    seen, c10d = list[Any](), dist.distributed_c10d
+
+    def join(*_: Any, **__: Any) -> None:
+        seen.extend((c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))  # type: ignore[attr-defined]
+        raise InterruptedError
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(c10d, name, None)
+    monkeypatch.setattr(environment, "set_defaults", lambda: seen.append("allocator"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(InterruptedError):
+        joins(tmp_path)
+    assert seen == ["allocator", PATIENCE, PATIENCE]
 
 
 def test_the_thread_that_watches_a_gpu_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

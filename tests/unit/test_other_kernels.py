@@ -5,20 +5,23 @@ it ran under ultrabench; Megatron-LM's from NVIDIA/Megatron-LM#756 (April 2024).
 """
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from ultrabench.cli.sweep.show_as import not_expressed
+from ultrabench.cli.sweep.show_as import not_expressed, without_other_models
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import AXES, Layout
+from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.rank_report import parse_log_line
-from ultrabench.run import AttemptKey, fill_in
+from ultrabench.record import values_of
+from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
 SWEEP = [
-    "hardware=h100x8", "sweep.models=[llama3-8b,llama3-70b]", "sweep.nodes=1", "sweep.tp=2", "sweep.pp=[1,2]",
+    "sweep.models=[llama3-8b,llama3-70b]", "max_p_oom=1", "hardware=h100x8", "sweep.nodes=1", "sweep.tp=2", "sweep.pp=[1,2]",
     "sweep.zero_stage=[0,1,2,3]", "sweep.mbs=1", "sweep.gas=[1,2,4]", "sweep.gbs=8", "sweep.seq_len=4096",
 ]  # fmt: skip
 TORCHTITAN = (
@@ -62,7 +65,8 @@ def test_torchtitan_is_told_the_layout_and_trains_only_its_own_model():
     assert "kernel torchtitan supports hidden_size in [4096]; hidden_size=8192" in refused
     spec = next(s for s in runs if s.layout.pp == 2)
     told, words = flags(spec, plan.config.measure)
-    assert (words[1:3], words[-1]) == (["-m", "torchtitan.train"], "activation-checkpoint:none")
+    assert words[1:3] == ["-m", "torchtitan.train"]
+    assert words[-2:] == ["--config=llama3_8b", "activation-checkpoint:none"]
     steps = plan.config.measure.warmup_steps + plan.config.measure.max_steps
     assert (
         told.items()
@@ -93,10 +97,12 @@ def test_megatron_is_told_layout_and_model():
     more = replace(spec.shape, qk_norm=True, tie_word_embeddings=True)
     other = replace(spec, shape=more, layout=replace(spec.layout, zero_stage=3, dp=1, cp=2, gas=8))
     assert list(not_expressed(other, plan.config.kernel)) == [
-        "kernel megatron supports zero_stage in [1]; zero_stage=3",
-        "kernel megatron supports tie_word_embeddings in [False]; tie_word_embeddings=True",
-        "kernel megatron supports qk_norm in [False]; qk_norm=True",
+        "kernel megatron supports zero_stage in [1]; zero_stage=3"
     ]
+    _, words_of_other = flags(other, plan.config.measure)
+    assert "--qk-layernorm" in words_of_other
+    assert "--qk-layernorm" not in words
+    assert "--untie-embeddings-and-output-weights" in set(words) - set(words_of_other)
     expected = {"num-layers": 80, "hidden-size": 8192, "num-query-groups": 8, "tensor-model-parallel-size": 2}
     expected |= {
         "pipeline-model-parallel-size": 2,
@@ -109,8 +115,86 @@ def test_megatron_is_told_layout_and_model():
     assert not [word for word in words if "{" in word]
 
 
+OTHER_VALUES = {
+    "dp": {"dp": 4, "gbs": 16}, "tp": {"tp": 4}, "pp": {"pp": 2, "pp_schedule": "1f1b"}, "cp": {"cp": 2},
+    "zero_stage": {"zero_stage": 2}, "dp_shard": {"dp_shard": 2, "dp": 4, "gbs": 16}, "mbs": {"mbs": 2, "gbs": 16},
+    "gas": {"gas": 8, "gbs": 16}, "pp_schedule": {"pp": 2, "pp_schedule": "afab"},
+    "virtual_stages": {"pp": 2, "pp_schedule": "interleaved", "virtual_stages": 2}, "recompute": {"recompute": "every2"},
+    "hidden_size": {"hidden_size": 2048}, "num_hidden_layers": {"num_hidden_layers": 16},
+    "num_attention_heads": {"num_attention_heads": 64}, "num_key_value_heads": {"num_key_value_heads": 4},
+    "intermediate_size": {"intermediate_size": 4096}, "vocab_size": {"vocab_size": 512},
+    "tie_word_embeddings": {"tie_word_embeddings": True}, "rope_theta": {"rope_theta": 1e4},
+    "rms_norm_eps": {"rms_norm_eps": 1e-6}, "head_dim": {"head_dim": 64}, "qk_norm": {"qk_norm": True},
+    "rope_scaling": {"rope_scaling": RopeScaling(rope_type="llama3", factor=32.0, low_freq_factor=1.0,
+                                                 high_freq_factor=4.0, original_max_position_embeddings=8192)},
+    "sliding_window": {"sliding_window": 128}, "seq_len": {"seq_len": 8192}, "gbs": {"gbs": 16, "gas": 8},
+    "seed": {"seed": 5}, "precision": {"precision": "fp32"}, "compile": {"compile": True},
+    "attention": {"attention": "flash3"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("framework", "zero_stage"), [("megatron", 1), ("torchtitan", 3)])
+def test_every_word_of_a_run_changes_the_command_or_is_named_beside_it(framework, zero_stage):
+    config = load_config([f"kernel={framework}", "model=llama3.1-8b", "sweep.nodes=[1]"])
+    (shape,), kernel = config.models, config.kernel
+    if framework == "megatron":
+        shape = replace(shape, rope_scaling=None)
+
+    def shown(**more):
+        layout = {"dp": 2, "tp": 2, "gas": 4, "zero_stage": zero_stage}
+        records = (
+            Layout(**layout),
+            shape,
+            Workload(seq_len=4096, gbs=8),
+            KernelConfig(name="x", precision="bf16"),
+        )
+        made = [replace(r, **{k: v for k, v in more.items() if k in values_of(r)}) for r in records]
+        spec = RunSpec(layout=made[0], shape=made[1], workload=made[2], kernel=made[3], nodes=1,
+                       gpus_per_node=made[0].world_size)  # fmt: skip
+        return _command(spec, config), list(not_expressed(spec, kernel))
+
+    usual, nothing = shown()
+    assert nothing == []
+    words = [*AXES, *(f.name for r in (ModelShape, Workload) for f in fields(r) if f.name != "name")]
+    assert {*words, "precision", "compile", "attention"} == OTHER_VALUES.keys()
+    for word, more in OTHER_VALUES.items():
+        command, comments = shown(**more)
+        assert command != usual or any(word in comment for comment in comments), word
+    for recompute in ("none", "attention", "selective", "full", "every2"):
+        command, comments = shown(recompute=recompute)
+        told = set(command) - (set() if recompute == "none" and framework == "torchtitan" else set(usual))
+        expected = RECOMPUTE_FLAGS[framework].get(recompute)
+        assert bool(comments) == (expected is None), recompute
+        assert expected is None or told >= set(expected), recompute
+
+
+RECOMPUTE_FLAGS = {
+    "megatron": {
+        "none": (), "attention": ("--recompute-granularity=selective",),
+        "full": ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"),
+    },
+    "torchtitan": {word: (f"activation-checkpoint:{word}",) for word in ("none", "selective", "full")},
+}  # fmt: skip
+
+
+def _command(spec, config):
+    there = replace(spec, kernel=without_other_models(spec, config.kernel))
+    return fill_in(there, AttemptKey("x", 0, 0), config.measure)
+
+
+def test_a_model_that_torchtitan_does_not_have_is_not_called_by_the_name_of_another():
+    config = load_config(["kernel=torchtitan", "model=qwen3-8b", "sweep.nodes=[1]"])  # hidden_size=4096, too
+    (shape,), layout = config.models, Layout(dp=2, zero_stage=3)
+    spec = RunSpec(layout=layout, shape=shape, workload=Workload(seq_len=4096, gbs=2), kernel=config.kernel,
+                   nodes=1, gpus_per_node=2)  # fmt: skip
+    assert not [word for word in _command(spec, config) if "llama3_8b" in word]
+    (told,) = [line for line in not_expressed(spec, config.kernel) if line.startswith("the model")]
+    assert "--config=llama3_8b is another; register one with hidden_size=4096, num_hidden_layers=36" in told
+    assert "qk_norm=True" in told
+
+
 def test_a_pipeline_with_too_few_micro_batches_is_refused_by_both():
-    few = [*SWEEP[:-4], "sweep.mbs=2", "sweep.gas=1", "sweep.gbs=4", "sweep.seq_len=4096", "sweep.pp=2"]
+    few = [*SWEEP[1:-4], "sweep.mbs=2", "sweep.gas=1", "sweep.gbs=4", "sweep.seq_len=4096", "sweep.pp=2"]
     for kernel, stage in (("torchtitan", 3), ("megatron", 1)):
         words = [f"kernel={kernel}", *few, f"sweep.zero_stage={stage}", "model=llama3-8b"]
         plan = make_plan(load_config(words))

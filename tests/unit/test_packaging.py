@@ -43,7 +43,7 @@ def test_every_module_and_configuration_is_in_the_wheel(unpacked):
         expected.add(str(path.relative_to(ROOT / "src")))
     for room in ROOMS:
         for path in (ROOT / room).rglob("*"):
-            if path.suffix in (".py", ".yaml"):
+            if path.suffix in (".py", ".yaml", ".html", ".css", ".js"):
                 expected.add(f"ultrabench/{path.relative_to(ROOT)}")
     found = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.is_file()}
     assert expected <= found

@@ -1,6 +1,7 @@
 """What agents of one allocation tell each other: nonsense or an exception ends it, and blames no node."""
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -33,6 +34,13 @@ def stop():
     yield StopRequest()
     for number, handler in held.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("local", "who"), [(True, "the user: Ctrl-C in the launch"), (False, "SIGTERM")])
+def test_the_reason_of_a_stop_says_who_ends_processes_of_this_machine(stop, local, who):
+    asked = StopRequest(local)  # the fixture restores the handlers
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert asked.reason.startswith(f"the allocation was ended by {who}")
 
 
 @pytest.fixture

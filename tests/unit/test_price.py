@@ -1,23 +1,49 @@
 """One reckoning of what is left of a sweep, for its plan, the consent and the budget."""
 
+import math
+import re
 from dataclasses import replace
 
 import pytest
 
-from tests.unit.allocations import PLAN, jobs_of, open_sweep
+from tests.unit.allocations import PLAN, first_allocations, jobs_of, open_sweep, with_launcher
+from ultrabench.errors import ConfigError
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
-from ultrabench.sweep.running.price import ALLOCATION_START_S, CONTROL_SHARE, controls, pack, reckon
+from ultrabench.sweep.running.price import (
+    ALLOCATION_START_S,
+    CONTROL_SHARE,
+    controls,
+    least_limit_s,
+    pack,
+    reckon,
+    within_limit,
+)
 
-BIG = make_plan(load_config(["sweep=playbook", "launcher=slurm", "sweep.models=[8B]", "sweep.nodes=[1,2]"]))
+BIG = make_plan(
+    load_config(
+        [
+            "sweep=playbook",
+            "launcher=slurm",
+            "sweep.models=[8B]",
+            "sweep.nodes=[1,2]",
+            "max_p_oom=1",
+            "sweep.strategy=exhaustive",
+        ]
+    )
+)
 
 
 def todo_of(run):
     return PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0))
+
+
+def lasts(todo):
+    return todo.candidate.prediction.duration_s
 
 
 def tasks_of(price):
@@ -66,15 +92,67 @@ def test_a_control_run_takes_a_small_share_of_its_allocation():
     for cell, control in controls(BIG).items():
         todo = [todo_of(r) for r in BIG.runs if r.cell == cell and r.fits]
         whole = pack(todo, BIG.config, {cell: control})
-        assert len(whole) < len(pack(todo, BIG.config)), "by allocation_minutes they would be shorter"
-        for group in whole[:-1]:
-            seconds = [t.candidate.prediction.duration_s for t in group]
-            assert control.prediction.duration_s <= CONTROL_SHARE * sum(seconds)
+        control_s, short_s = control.prediction.duration_s, 60 * BIG.config.launcher.allocation_minutes
+        totals = [
+            control_s + sum(lasts(t) for t in group if t.key.run_id != control.run_id) for group in whole
+        ]
+        assert all(control_s <= CONTROL_SHARE * total for total in totals[:-1])
+        for group, total in zip(whole, totals, strict=True):
+            needed_s = max(short_s, control_s / CONTROL_SHARE + lasts(group[-1]), control_s + lasts(group[0]))
+            assert total <= needed_s, "no longer than allocation_minutes, the share or a single run ask for"
+
+
+@pytest.mark.parametrize("given", [{"time_minutes": 60}, {}])
+def test_all_runs_of_a_job_begin_within_its_time_limit(given):
+    plan = replace(BIG, config=with_launcher(BIG.config, allocation_minutes=600.0, **given))
+    cell, control = next(iter(controls(plan).items()))
+    todo = [todo_of(run) for run in plan.cells[cell]]
+    groups = pack(todo, plan.config, {cell: control}, math.inf if given else 3600.0)
+    free = replace(plan.config, launcher=replace(plan.config.launcher, time_minutes=None))
+    assert len(groups) > len(pack(todo, free, {cell: control})), "ten hours would be too long"
+    allocation = first_allocations(open_sweep("unused"))[0]
+    for group in groups:
+        runs_s = sum(lasts(t) for t in {t.candidate.run_id: t for t in (todo_of(control), *group)}.values())
+        limit_s = least_limit_s(runs_s, plan.config)
+        assert limit_s <= 3600
+        ends_s = limit_s - replace(allocation, limit_s=limit_s).warning_s
+        assert ends_s == pytest.approx(ALLOCATION_START_S["cuda"] + runs_s)
+
+
+@pytest.mark.parametrize("given", [{"time_minutes": 20}, {}])
+def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
+    plan = replace(BIG, config=with_launcher(BIG.config, **given))
+    longest_s = math.inf if given else 1200.0
+    kept = within_limit(plan, longest_s)
+    assert within_limit(kept, longest_s) is kept
+    out = [c for c in kept.candidates if c.rule == "time_limit"]
+    assert len(out) + len(kept.runs) == len(BIG.runs)
+    assert {c.run_id for c in kept.candidates} == {c.run_id for c in BIG.candidates}
+    source = "launcher.time_minutes=20" if given else "partition, QOS and account allow a job 20 minutes"
+    assert all(
+        re.fullmatch(rf"a job needs \d\d minutes with its control run; {source}", c.reason) for c in out
+    )
+    assert reckon(kept, max_limit_s=longest_s).jobs
+    for job in reckon(kept, max_limit_s=longest_s).jobs:
+        assert least_limit_s(job.predicted_s, plan.config) <= 1200, "all of its runs begin"
+    for run in out:
+        alone = [todo_of(replace(run, rule=None)), todo_of(controls(BIG)[run.cell])]
+        assert least_limit_s(sum(map(lasts, alone)), plan.config) > 1200
+    assert within_limit(BIG) is BIG
+
+
+def test_a_time_limit_that_no_run_can_begin_in_is_refused():
+    plan = replace(BIG, config=with_launcher(BIG.config, time_minutes=3))
+    told = r"^launcher.time_minutes=3; the shortest job of \d+ runs needs \d+ minutes with its control run: allow "
+    with pytest.raises(ConfigError, match=told):
+        within_limit(plan)
+    with pytest.raises(ConfigError, match=r"^partition, QOS and account allow a job 2 minutes; the shortest"):
+        within_limit(plan, 120.0)
 
 
 def test_what_does_not_fit_costs_its_start():
     large = [c for c in BIG.runs if not c.fits]
-    assert len(large) == 176
+    assert len(large) > 100
     assert sum(c.gpu_hours for c in large) == pytest.approx(
         sum(20 * c.layout.world_size for c in large) / 3600
     )

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.allocations import PLAN
+from ultrabench.cli.sweep.live import panel
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
@@ -64,6 +65,8 @@ def standing(*attempts):
         ([(0, 0, Status.CRASH), (1, 0, Status.OK), (2, 0, None)], "ok"),
         ([(0, 0, Status.CRASH), (3, 0, Status.LOST)], "lost"),
         ([(0, 0, Status.CRASH), (1, 0, None)], "running"),
+        ([(0, 0, Status.CANCELLED)], "cancelled"),
+        ([(0, 0, Status.CRASH), (0, 1, Status.PREEMPTED)], "preempted"),
     ],
 )
 def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
@@ -72,9 +75,31 @@ def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
     assert now.by_status == ({"pending": len(PLANNED)} if status == "pending" else {status: 1} | rest)
     assert sum(now.by_nodes[ONE.nodes].values()) == sum(r.nodes == ONE.nodes for r in PLANNED)
     assert [r.run_id for r, _ in now.running] == ([ONE.spec.run_id] if status == "running" else [])
-    failed = status not in ("pending", "running", "ok")
+    interrupted = status in ("cancelled", "preempted")  # the next launch tries the run again
+    failed = not interrupted and status not in ("pending", "running", "ok")
+    assert (now.left, now.interrupted) == (len(PLANNED) - (failed or status == "ok"), interrupted)
     assert [r.run_id for r, _ in now.failures] == ([ONE.spec.run_id] if failed else [])
     assert now.attempts == len(attempts)
+
+
+def test_running_layouts_have_their_step_time_and_the_sweep_its_rate():
+    state = SweepState()
+    for at, run in enumerate(PLANNED[:4]):
+        told(state, run, Status.OK if at < 3 else None)
+        state.attempts[run.run_id, 0, 0].time = 1000.0 + 60 * at
+    state.attempts[PLANNED[3].run_id, 0, 0].steps, state.attempts[PLANNED[3].run_id, 0, 0].step_time_s = (
+        7,
+        0.25,
+    )
+    now = progress("s", PLANNED, state, "cuda")
+    assert now.runs_per_hour == 60
+    (running,) = now.as_json()["running"]
+    assert (running["phase"], running["steps"], running["step_time_s"]) == ("warmup", 7, 0.25)
+    text = "\n".join(str(part) for part in panel(now, busy=True).renderables)
+    assert "ETA" not in text  # no run has told its duration
+    assert f"warmup, 7 steps of 0.25 s, predicted {PLANNED[3].prediction.step_time_s:.3g} s" in text
+    state.attempts[PLANNED[0].run_id, 0, 0].time = state.attempts[PLANNED[1].run_id, 0, 0].time = -9000.0
+    assert progress("s", PLANNED, state, "cuda").runs_per_hour is None, "the others began long ago"
 
 
 def test_runs_no_longer_planned_do_not_count():
@@ -178,7 +203,7 @@ def test_what_was_held_is_useful_or_wasted(seconds, elapsed):
 
 
 def test_the_rest_is_scaled_by_what_was_measured():
-    planned = [replace(r, prediction=replace(r.prediction, duration_s=10.0)) for r in PLANNED]
+    planned = [replace(r, predicted=replace(r.prediction, duration_s=10.0)) for r in PLANNED]
     state = told(SweepState(), RUNS[0], Status.OK, seconds=30.0)
     assert progress("s", planned, state, "cuda").eta_s == pytest.approx(30.0 * (len(planned) - 1))
     document = progress("s", planned, state, "cuda").as_json()

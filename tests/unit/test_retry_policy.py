@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrabench.errors import ConfigError
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Start
@@ -30,14 +29,6 @@ def failed(*results, run_id="r"):
 
 def result(status="hang", hosts=("a",), **more):
     return RunResult(status=Status(status), hostnames=hosts, **more)
-
-
-@pytest.mark.parametrize("override", ["retry.attempts.hnag=1", "retry.breaker=0", "retry.backoff_s=-1",
-                                      "+retry.attempts.crsh=1"])  # fmt: skip
-def test_what_no_policy_can_be_is_told_in_one_line(override):
-    with pytest.raises(ConfigError) as error:
-        load_config([override])
-    assert "\n" not in str(error.value)
 
 
 def test_a_known_cause_counts_instead_of_its_status():

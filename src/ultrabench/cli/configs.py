@@ -13,12 +13,12 @@ def configs(
     name: str | None = typer.Argument(None, help="One name of the group: print its file."),
     json_: Json = False,
 ) -> None:
-    """List the names that overrides may use, or print the file of one name."""
+    """List the names that overrides take, or print the file of one."""
     from ultrabench.cli.tables import plain, print_json, say, show, table
-    from ultrabench.sweep.config.compose import GROUPS, describe, files, read_text
+    from ultrabench.sweep.config.compose import FOLDERS, GROUPS, describe, files, read_text
 
     if group is not None:
-        require_known("config group", GROUPS, group)
+        require_known("config group", FOLDERS, group)
     if group is not None and name is not None:
         found = files(group)
         require_known(group, found, name)

@@ -15,9 +15,9 @@ def doctor(
     deep: bool = typer.Option(False, "--deep", help="Then do an acceptance run: 1-2 nodes, <= 3 GPU hours."),
     json_: Json = False,
 ) -> int:
-    """Check whether this cluster can be used, and name a remedy for each failure.
+    """Check whether this cluster can be used.
 
-    A job of one node is submitted in the same way as the jobs of a sweep. Without launcher=, Slurm is checked
+    Each failure has a remedy. A job of one node is submitted in the same way as the jobs of a sweep. Without launcher=, Slurm is checked
     where it answers, else this machine. With --deep small sweeps follow: they check that every layout has
     the same loss and gradient, that a lack of memory is recognised, and that a published speed is reached. The exit code
     is 1 when a check fails and 3 when Slurm cannot be asked.

@@ -1,6 +1,7 @@
 """The `ultrabench` command. Each sub-command imports what it needs only when it runs."""
 
 import contextlib
+import gc
 import io
 import os
 import sys
@@ -9,18 +10,25 @@ from typing import Any
 import typer
 
 import ultrabench
+from ultrabench.cli.compare import compare
 from ultrabench.cli.configs import configs
 from ultrabench.cli.doctor import doctor
+from ultrabench.cli.import_tables import import_table
 from ultrabench.cli.kernel.commands import kernel_app
-from ultrabench.cli.results import collect_sweeps, heatmap, plot
+from ultrabench.cli.plot import plot
+from ultrabench.cli.predict.commands import predict_app
+from ultrabench.cli.report import report
+from ultrabench.cli.results import collect_sweeps, heatmap
 from ultrabench.cli.sweep.commands import sweep_app
 from ultrabench.errors import ConfigError, DiskError, UltrabenchError, may_pass
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(sweep_app, name="sweep")
 app.add_typer(kernel_app, name="kernel")
+app.add_typer(predict_app, name="predict")
 app.command("collect")(collect_sweeps)
-for command in (heatmap, plot, doctor, configs):
+app.command("import")(import_table)
+for command in (heatmap, plot, compare, report, doctor, configs):
     app.command()(command)
 
 
@@ -35,6 +43,9 @@ def root(version: bool = typer.Option(False, "--version", help="Show the version
 def main() -> None:
     """Runs the command line; a mistake of the user gives one line on stderr and exit code 2."""
     _guard_streams()
+    gc.set_threshold(
+        100_000
+    )  # a command makes few cycles; looking for them after each 700 objects takes a third
     try:
         _require_folder()
         code = app(standalone_mode=False)
@@ -56,7 +67,16 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error.format_message(), err=True)
             sys.exit(2)
-        code = _fail(f"{error.format_message()} (see --help)", 2)
+        line, hint = error.format_message(), ""
+        if "No such option" in line and {"plan", "launch", "doctor", "check", "dryrun"}.intersection(
+            sys.argv
+        ):
+            hint = "; a setting has no dashes: sweep.tp=[2], or tp=2 with kernel"
+        for group, commands in (("sweep", sweep_app), ("kernel", kernel_app)):
+            names = {each.callback.__name__ for each in commands.registered_commands if each.callback}
+            if "No such command" in line and sys.argv[1] in names:
+                hint = f"; did you mean: ultrabench {group} {sys.argv[1]}?"
+        code = _fail(f"{line} (see --help{hint})", 2)
     try:
         sys.stdout.flush()
     except OSError:  # reported above; Python must not write the rest again when it exits

@@ -1,20 +1,15 @@
-"""The commands `ultrabench collect`, `heatmap` and `plot`, which make tables and figures of results."""
+"""The commands `ultrabench collect` and `heatmap`, which make the table and the best layouts of results."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ultrabench.cli.options import RESULTS, Json, RankBy, ResultsDir, Source
-from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known
+from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.store.folder import find_sweep, write_whole
 
-FIGURES = {"comm": "bandwidth over node counts"}
-"""Kind of figure, whose module in analysis/figures/ has that name, and what it shows."""
-KINDS = "; ".join(f"{kind}: {shows}" for kind, shows in FIGURES.items())
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write.")]
-Kind = Annotated[str, typer.Argument(metavar="KIND", help=KINDS)]
 Sweeps = Annotated[
     list[str] | None, typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: the newest.")
 ]
@@ -26,13 +21,13 @@ def collect_sweeps(sweeps: Sweeps = None, output: Output = None, results_dir: Re
     from ultrabench.analysis.collect import collect, parquet
     from ultrabench.cli.tables import say, warn
 
-    if output is not None and output.suffix != ".parquet":
-        raise ConfigError(f"-o {output}; results are written as parquet: name a file that ends in .parquet")
+    if output is not None:
+        require_parquet(output)
     named = [find_sweep(name, results_dir) for name in sweeps or (None,)]
     folders = [*{folder.path.resolve(): folder for folder in named}.values()]
     table = collect(folders, warn)
     path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
-    _write(path, parquet(table))
+    write_result(path, parquet(table))
     rows = f"{counted(len(table), 'row')} ({counted(len(table['attempt'].drop_null()), 'attempt')})"
     say(f"wrote {rows} of {', '.join(f.name for f in folders)} to {path}", *doubts(table))
 
@@ -48,7 +43,7 @@ def heatmap(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Draw the best layout of each model and number of nodes, as .png, .svg or .pdf."""
+    """Draw the best layout of each model and number of nodes."""
     from ultrabench.analysis.cells import compare, notes
     from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
@@ -68,29 +63,20 @@ def heatmap(
 
     path = output or default
     by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
-    note = f"Ranked by {by[0]}. {notes(table)}" if by else notes(table)
-    _write(path, render(lambda: figure(cells, title=name, notes=note, compared_with=label), path))
+    note = "".join(f"Ranked by {column}. " for column in by[:1]) + notes(table, include_suspects)
+    write_result(path, render(lambda: figure(cells, title=name, notes=note, compared_with=label), path))
     close = sum(bool(cell.as_good_as_best) for cell in cells)
     tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {path}{tied if close else ''}")
 
 
-def plot(kind: Kind, source: Source = None, output: Output = None, results_dir: ResultsDir = RESULTS) -> None:
-    """Draw another figure of the results, as .png, .svg or .pdf."""
-    require_known("figure", FIGURES, kind)
-    from ultrabench.analysis.collect import open_results
-    from ultrabench.analysis.figures.picture import render
-    from ultrabench.cli.tables import say, warn
-
-    name, default, table = open_results(source, results_dir, warn)
-    path = output or default.with_name(f"{kind}.png")
-    module = import_module(f"ultrabench.analysis.figures.{kind}")
-    drawn = module.points(table)
-    _write(path, render(lambda: module.figure(drawn, title=name, notes=module.notes(table)), path))
-    say(f"drew {counted(len(drawn), 'point')} to {path}")
+def require_parquet(path: Path) -> None:
+    """Raises ConfigError when the name of a result table to write does not end in .parquet."""
+    if path.suffix != ".parquet":
+        raise ConfigError(f"-o {path}; results are written as parquet: name a file that ends in .parquet")
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_result(path: Path, data: bytes) -> None:
     """Writes a file that the user asked for, whole or not at all."""
     try:
         write_whole(path, data)

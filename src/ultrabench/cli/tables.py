@@ -17,8 +17,8 @@ from rich.text import Text
 WIDE = 1000
 """Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
 LEFT_OUT_FIRST = (
-    "predicted", "on", "loss", "step s", "why", "policy", "GPUs", "host", "microbatches", "part", "at", "peak GiB",
-    "step", "seconds", "candidates", "valid", "they fit", "attempt", "memory", "run", "tokens/s/GPU", "run id",
+    "x predicted", "predicted", "on", "loss", "step s", "why", "P(OOM)", "policy", "GPUs", "host", "microbatches", "part", "at",
+    "peak GiB", "step", "seconds", "for example", "candidates", "valid", "they fit", "attempt", "memory", "run", "tokens/s/GPU", "run id", "MFU",
 )  # fmt: skip
 """Columns of any table that are left out on a narrow terminal, the least important one first."""
 WRAPPED, LONGEST_WORD = 12, 24
@@ -80,9 +80,12 @@ def print_json(document: Any) -> None:
 class FittedTable(Table):
     """A table that fits the width of its terminal.
 
-    Text wraps between words. If that is not enough, columns are left out in the order of LEFT_OUT_FIRST, then
-    from the right, so that no number and no run id is ever cut.
+    Text wraps between words. If that is not enough, columns are left out: first those that are empty in all
+    rows, then in the order of LEFT_OUT_FIRST, then from the right. No number and no run id is ever cut.
     """
+
+    always_shown = ""
+    """Name of the one column that is never left out."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         fitted = copy(self)
@@ -101,7 +104,10 @@ class FittedTable(Table):
                 longest = max(map(cell_len, " ".join(texts).split()), default=0)
                 least[at] = min(whole[at], max(WRAPPED, min(longest, LONGEST_WORD)))
         order = {name: place for place, name in enumerate(LEFT_OUT_FIRST)}
-        leaving = sorted(whole, key=lambda at: (order.get(str(self.columns[at].header), len(order)), -at))
+        places = {at: order.get(str(self.columns[at].header), len(order)) for at in whole}
+        held = {at: any(map(str, self.columns[at].cells)) for at in whole}
+        needed = {at: str(self.columns[at].header) == self.always_shown for at in whole}
+        leaving = sorted(whole, key=lambda at: (needed[at], held[at], places[at], -at))
         for at in leaving[:-1]:
             if sum(least.values()) + 2 * (len(least) - 1) > room:
                 del least[at]

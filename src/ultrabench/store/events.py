@@ -180,11 +180,15 @@ class Started(OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase(OfAttempt):
-    """Event: rank 0 of an attempt has reached a new phase."""
+    """Event: rank 0 of an attempt has reached a new phase, or has measured further steps in it."""
 
     name: str
     at: float | None = None
     """When rank 0 reached it, in seconds since 1970, by its clock."""
+    steps: int | None = None
+    """Number of steps that were measured so far; None before the first one."""
+    step_time_s: float | None = None
+    """Their median in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

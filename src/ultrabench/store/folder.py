@@ -145,10 +145,11 @@ def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepF
             if (path / "sweep.json").is_file():
                 return SweepFolder(path.absolute())
     folders = [head.parent for head in results_dir.glob("*/sweep.json")]
-    if given is not None:
+    if given is not None and folders:
         raise SweepFolderError(unknown_name("sweep", given, (folder.name for folder in folders)))
     if not folders:
-        raise SweepFolderError(f"no sweep in {results_dir}/; start one with: ultrabench sweep launch")
+        what = f"no sweep {given!r}, as there is no sweep" if given else "no sweep"
+        raise SweepFolderError(f"{what} in {results_dir}/; start one with: ultrabench sweep launch")
     return SweepFolder(max(sorted(folders), key=_age).absolute())
 
 

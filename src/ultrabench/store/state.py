@@ -1,6 +1,7 @@
 """The state of a sweep, computed from its journal; the order in which events are read does not matter."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -25,6 +26,10 @@ class AttemptState:
     scratch: str | None = None
     """Node-local folder of the leading agent, in which logs are written."""
     phase: str | None = None
+    steps: int | None = None
+    """Number of steps that a running attempt has measured, as far as it was told."""
+    step_time_s: float | None = None
+    """Their median in seconds."""
     result: RunResult | None = None
     """None while the attempt runs, or is lost and nobody has reported that yet."""
     time: float | None = None
@@ -153,8 +158,8 @@ class Fold:
         self.heard = 0
         """Number of lines that were added."""
         self._controls: dict[tuple[int, str], events.ControlEvent] = {}
-        self._ranks: dict[tuple[AttemptKey | str, str], _Rank] = {}
-        """(attempt or allocation, field) -> precedence of the line that set the field."""
+        self._ranks: dict[AttemptKey | str, dict[str, _Rank]] = {}
+        """Attempt or allocation -> field -> precedence of the line that set the field."""
 
     def add(self, lines: Iterable[events.Line]) -> SweepState:
         """Adds `lines`, in any order and any number of times, and returns the state."""
@@ -173,7 +178,10 @@ class Fold:
 
     def _add_to_attempt(self, event: events.AttemptEvent, line: events.Line) -> None:
         rank = (line.writer, line.seq, line.digest)
-        attempt = self.state.attempts.setdefault(event.key, AttemptState(key=event.key))
+        key = event.key
+        attempt = self.state.attempts.get(key)
+        if attempt is None:
+            attempt = self.state.attempts[key] = AttemptState(key=key)
         values = _shared(event, attempt)
         match event:
             case events.Claimed():
@@ -181,7 +189,7 @@ class Fold:
             case events.Started():
                 values["started"] = True
             case events.Phase():
-                values["phase"] = event.name
+                values["phase"] = event.name  # steps and step_time_s have the same name in both
             case events.Result():
                 trust = 3 if type(event) is events.Result else _TRUST.get(event.source, 0)
                 self._set(attempt, (trust, line.digest), {"result": values.pop("result")})
@@ -205,10 +213,10 @@ class Fold:
 
     def _set(self, held: AttemptState | AllocationState, rank: _Rank, values: dict[str, Any]) -> None:
         """Sets fields that no line of higher precedence has set; empty values are ignored."""
-        owner = held.key if isinstance(held, AttemptState) else held.name
+        ranks = self._ranks.setdefault(held.key if isinstance(held, AttemptState) else held.name, {})
         for name, value in values.items():
-            if value not in (None, {}) and self._ranks.get((owner, name), rank) <= rank:
-                self._ranks[owner, name] = rank
+            if value not in (None, {}) and ranks.get(name, rank) <= rank:
+                ranks[name] = rank
                 setattr(held, name, value)
 
     def _apply_controls(self) -> None:
@@ -227,9 +235,15 @@ class Fold:
                     state.retried |= frozenset(event.retry)
 
 
+_names_shared: Callable[[Any, Any], list[str]] = functools.cache(
+    lambda event, state: [field.name for field in fields(event) if hasattr(state, field.name)]
+)
+"""Names of the fields that a class of events and a class of states have both."""
+
+
 def _shared(event: events.Event, state: AttemptState | AllocationState) -> dict[str, Any]:
     """The fields of an event that a state has, too."""
-    return {f.name: getattr(event, f.name) for f in fields(event) if hasattr(state, f.name)}
+    return {name: getattr(event, name) for name in _names_shared(type(event), type(state))}
 
 
 def _add_end(ends: dict[events.Start, events.AllocationEnded], end: events.AllocationEnded) -> None:

@@ -25,6 +25,8 @@ HEAD = sweep_json_of(QUICK.config, {"core_flops_per_s": 1e10, "cores": 2})
 def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "nobody"))
+    # Other tests that run now would add a warning to each launch.
+    monkeypatch.setattr("ultrabench.cli.sweep.consent.busy_share", lambda seconds: 0.0)
 
 
 @pytest.fixture

@@ -1,20 +1,26 @@
 """What a launch on a cluster asks before it writes or submits anything."""
 
 import io
+import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import typer
 
-from tests.unit.allocations import PLAN
+from tests.unit.allocations import PLAN, with_launcher
 from tests.unit.cli.conftest import one_line
-from ultrabench.cli.sweep.consent import ask_for_budget
+from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine
 from ultrabench.errors import ConfigError
+from ultrabench.processes import busy_share
 from ultrabench.store.events import AllocationEnded
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.state import AllocationState, SweepState
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.price import BUDGET_FACTOR, reckon
 
 CONTROLLER = """#!/bin/sh
@@ -47,7 +53,8 @@ def ask(given=None, *, plan=PLAN, used=0.0, yes=False, cluster=CLUSTER):
 
 @pytest.fixture
 def typed(monkeypatch):
-    """Sits at a terminal and types an answer."""
+    """Sits at a terminal of an idle machine and types an answer."""
+    monkeypatch.setattr("ultrabench.cli.sweep.consent.busy_share", lambda seconds: 0.1)
     return lambda text: monkeypatch.setattr(sys, "stdin", Terminal(text))
 
 
@@ -72,28 +79,48 @@ def test_the_price_is_shown_by_cell(capsys, typed):
     typed("y\n")
     ask(used=2.0)
     lines = capsys.readouterr().err.splitlines()
+    batch = "sequences of 64 tokens, global batch 8 (512 tokens), fp32, kernel embedded"
+    assert lines[0] == f"sweep quick-cpu: tiny (328 k parameters) on cpu, {batch}"
     cells = [line.split() for line in lines if line.startswith("tiny")]
     count = {n: sum(c.nodes == n for c in PLAN.runs) for n in (1, 2)}
     assert [cell[:4] for cell in cells] == [
         ["tiny", "1", "2", str(count[1])],
         ["tiny", "2", "4", str(count[2])],
     ]
-    rest = [float(line.split()[-1]) for line in lines if " starts of jobs" in line]
+    rest = [float(line.split()[-1]) for line in lines if "starts of jobs: 2" in line]
     assert sum(float(cell[4]) for cell in cells) + sum(rest) == pytest.approx(PRICE, rel=0.01)
     assert float(next(line for line in lines if line.startswith("all")).split()[-1]) == pytest.approx(
         PRICE, rel=0.01
     )
-    told = next(line for line in lines if "jobs, the largest" in line)
-    assert re.search(
-        r"^2 jobs, the largest of 2 nodes for up to \d+m\d\ds; at most 8 jobs and 2 nodes at a time; "
-        r"done in \w+ at the earliest; used so far: 2 GPU hours$",
-        told,
-    )
+    told = r"2 jobs of 0\.\d+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=20\), time limit \d+ minutes"
+    assert re.fullmatch(told, lines[-3])
+    most = "at most 8 jobs and 2 nodes at a time, and 2 nodes in a job"
+    assert re.search(f"^{most}; done in \\w+ at the earliest; used so far: 2 GPU hours$", lines[-2])
 
 
 def test_the_limit_of_the_partition_is_that_of_the_largest_job(capsys):
-    ask(100.0, cluster=replace(CLUSTER, max_limit_s=90.0))
-    assert "for up to 1m30s;" in capsys.readouterr().err
+    ask(100.0, cluster=replace(CLUSTER, max_limit_s=240.0))
+    assert "time limit 4 minutes" in capsys.readouterr().err
+
+
+def test_the_jobs_are_told_as_they_are(capsys):
+    plan = make_plan(
+        load_config(["sweep=playbook", "launcher=slurm", "model=8B", "sweep.nodes=[1]", "measure.confirm=1"])
+    )
+    ask(1e6, plan=plan, cluster=CLUSTER)
+    told = capsys.readouterr().err
+    jobs = reckon(plan).jobs
+    longest, limits = max(j.predicted_s for j in jobs) / 60, [j.limit_s / 60 for j in jobs]
+    assert (
+        f"to {longest:.0f} predicted minutes (launcher.allocation_minutes=20; longer where one run needs it"
+        in told
+    )
+    assert f"time limits {min(limits):.0f} to {max(limits):.0f} minutes" in told
+    plan = replace(plan, candidates=plan.candidates[:1])
+    ask(1e6, plan=replace(plan, config=with_launcher(plan.config, pack=1, time_minutes=60)))
+    lines = capsys.readouterr().err.splitlines()
+    assert "1 job of " in lines[-2]
+    assert lines[-2].endswith("launcher.pack=1), time limit 60 minutes (launcher.time_minutes)")
 
 
 @pytest.mark.parametrize(
@@ -107,6 +134,41 @@ def test_a_person_is_asked(typed, capsys, answer, agreed):
         with pytest.raises(typer.Abort):
             ask()
     assert "Launch, and stop at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [(["model=8B", "max_p_oom=1"], "GiB a rank, which has 2. Launch?"),
+     (["model=80B", "hardware.mem_bytes=9e12"], "hours on this machine. Launch?")],
+)  # fmt: skip
+def test_a_person_is_asked_before_this_machine_works_for_hours_or_for_nothing(typed, capsys, overrides, told):
+    plan = make_plan(load_config(overrides))
+    price = reckon(plan)
+    typed("n\n")
+    with pytest.raises(typer.Abort):
+        ask_for_this_machine(plan, price, yes=False)
+    said = capsys.readouterr().err
+    assert told in said
+    assert said.startswith(f"sweep quick-cpu: {plan.config.models[0].name} (")
+    assert " on cpu, sequences of 64 tokens" in said
+    ask_for_this_machine(plan, price, yes=True)
+    idle = make_plan(load_config(["model=tiny"]))
+    ask_for_this_machine(idle, reckon(idle), yes=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_busy_machine_is_told(monkeypatch, capsys):
+    plan = make_plan(load_config(["model=tiny"]))
+    monkeypatch.setattr("ultrabench.cli.sweep.consent.busy_share", lambda seconds: 0.9)
+    ask_for_this_machine(plan, reckon(plan), yes=True)
+    assert "other programs use 90% of this machine's cores" in capsys.readouterr().err
+
+
+def test_the_share_of_busy_cores_is_measured():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        used = max(busy_share(0.3) for _ in range(3))
+        busy.kill()
+    assert 0.9 / os.cpu_count() <= used <= 1
 
 
 @pytest.mark.parametrize("stdin", [io.StringIO("y\n"), None])
@@ -147,6 +209,37 @@ def test_a_launch_without_a_terminal_writes_and_submits_nothing(ultrabench, site
     assert said.splitlines()[-1].startswith("ultrabench: no terminal to ask whether 0.1")
     assert [p.name for p in site.iterdir()] == ["asked"]
     assert "sbatch" not in (site / "asked").read_text()
+
+
+H100 = (
+    "launcher=slurm",
+    "hardware=h100x8",
+    "sweep=playbook",
+    "model=8B",
+    "sweep.nodes=[1]",
+    "max_p_oom=1",
+    "sweep.strategy=exhaustive",
+)
+LEFT_OUT = r"(\d+) runs of 115 left out, since no job may be long enough: a job needs \d+ minutes"
+
+
+def test_a_limit_that_is_too_short_is_told_before_anything_is_submitted(ultrabench, site):
+    some = ("sweep", "launch", *H100, "launcher.time_minutes=20")
+    code, _, said = ultrabench(*some)
+    assert code == 2, "it asks for consent first"
+    lines = said.splitlines()
+    found = re.match(LEFT_OUT, lines[-4])
+    assert found
+    (site.parent / "bin/scontrol").write_text(CONTROLLER.replace("04:00:00", "00:02:00"))
+    told = one_line(ultrabench, "sweep", "launch", *H100)
+    assert told.startswith("partition, QOS and account allow a job 2 minutes; the shortest job of 115 runs")
+    assert [p.name for p in site.iterdir()] == ["asked"]
+    plan = json.loads(ultrabench("sweep", "plan", *some[2:], "--json")[1])
+    assert (plan["rejected"]["time_limit"], plan["runs"]) == (int(found[1]), 115 - int(found[1]))
+    assert re.match(LEFT_OUT, plan["notes"][-2])
+    assert "launcher.time_minutes=1; the" in one_line(
+        ultrabench, "sweep", "plan", *H100, "launcher.time_minutes=1"
+    )
 
 
 def test_a_no_writes_and_submits_nothing(ultrabench, site, typed):

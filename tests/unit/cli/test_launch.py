@@ -1,11 +1,15 @@
 """What `sweep launch` says of earlier launches of the same sweep."""
 
-from tests.unit.cli.conftest import QUICK
-from ultrabench.cli.sweep.launch import other_launches
+from types import SimpleNamespace
+
+from tests.unit.cli.conftest import QUICK, record
+from ultrabench.cli.sweep.launch import first_lines, other_launches
 from ultrabench.result import RunResult, Status
 from ultrabench.store.events import Failed
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
+from ultrabench.sweep.running.price import reckon
+from ultrabench.sweep.running.progress import settled_runs
 
 
 def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
@@ -20,3 +24,13 @@ def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
         "new in this launch: 2 runs settled (2 oom)",
         "and of earlier launches: 1 run settled (1 ok)",
     ]
+
+
+def test_a_launch_tells_how_many_runs_are_left(sweep):
+    record(sweep, interrupted := QUICK.runs[2], status=Status.CANCELLED, reason="ended by SIGTERM")
+    state, total = fold(read_journal(sweep.journal)), len(QUICK.runs)
+    assert interrupted.run_id not in settled_runs(state)
+    journal = SimpleNamespace(path=next(sweep.journal.iterdir()))
+    opened = SimpleNamespace(config=QUICK.config, plan=QUICK, folder=sweep, journal=journal)
+    assert f": {total} runs, " in [*first_lines(opened, reckon(QUICK))][1]
+    assert f": {total - 2} of {total} runs left, " in [*first_lines(opened, reckon(QUICK, state))][1]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import QUICK, one_line
+from tests.unit.test_config import MODEL
 from ultrabench import __version__
 from ultrabench.run import AttemptKey, fill_in
 from ultrabench.sweep.config.load import load_config
@@ -21,7 +22,7 @@ MISTAKES = [
     ("doctor --deep sweep=quick", "sweep=quick with --deep, which has a sweep of its own"),
     ("heatmap FILE.parquet", "FILE.parquet"),
     ("heatmap nope.parquet", "cannot read nope.parquet: there is no such file"),
-    ("heatmap x.csv", "x.csv is no parquet file"),
+    ("heatmap x.csv", "or import it: ultrabench import x.csv"),
     ("kernel check zero_stge=1", "unknown argument 'zero_stge'; did you mean zero_stage?"),
     ("kernel check dp=two", "dp='two' is no whole number"),
     ("kernel check dp=0", "dp=0; must be >= 1"),
@@ -40,7 +41,14 @@ MISTAKES = [
     ("kernel dryrun tp=0", "tp=0; must be >= 1"),
     ("kernel dryrun seq_len=0", "seq_len=0; must be 1 to 1,073,741,824"),
     ("kernel dryrun nodes=2 tp=3", "tp*pp*cp=3 does not divide the 16 GPUs of 2 nodes of 8"),
-    ("kernel dryrun dp=3", "dp3 tp1 pp1 z0 mbs1 gas1 has 3 ranks; 1 node of 8 have 8"),
+    ("kernel dryrun dp=3", "dp=3 with tp*pp*cp=1 needs 3 GPUs, not the 8 GPUs of 1 node of 8: give dp=8, or leave dp out"),
+    ("kernel dryrun gbs=8", "gbs = dp*mbs*gas; give mbs and gas"),
+    ("kernel check precision=bf16", "precision=bf16: it is an option: --precision bf16"),
+    ("kernel check tp=2,4", "tp='2,4' is no whole number; a command takes one layout: tp=2"),
+    ("plan", "did you mean: ultrabench sweep plan?"),
+    ("dryrun model=8B", "did you mean: ultrabench kernel dryrun?"),
+    ("collect mine", "no sweep 'mine', as there is no sweep in results/; start one with: ultrabench sweep launch"),
+    ("sweep plan --tensor-model-parallel-size 2", "a setting has no dashes: sweep.tp=[2]"),
     ("kernel dryrun precision=int8", "kernel.precision='int8'; must be fp32, bf16 or fp64"),
     ("kernel dryrun recompute=some", "recompute='some'; must be none, attention, selective, full, or every2"),
     ("kernel dryrun nodes=2 tp=16",
@@ -48,62 +56,40 @@ MISTAKES = [
     ("kernel dryrun pp=4 zero_stage=2", "cannot run: zero_stage=2 with pp=4 would run as zero_stage=1"),
     ("kernel dryrun cp=8 seq_len=4100", "cannot run: 2*cp=16 does not divide seq_len=4100"),
     ("sweep launch results_dir=FILE/r", "FILE/r"),
+    ("sweep launch --results-dir 'FILE/r, s'", "FILE/r, s"),
+    ("sweep plan --results-dir FILE/r", "FILE/r"),
     ("sweep launch --detach results_dir=FILE/r", "FILE/r"),
     ("sweep launch --reuse some", "--reuse some; must be same"),
     ("sweep launch launcher=slurm kernel=command kernel.command=[/opt/no-such/python]",
      "kernel.command names /opt/no-such/python, which is not here"),
     ("sweep launch kernel=command kernel.command=[no-such]", "names no-such, which is not"),
     ("sweep launch kernel=command kernel.command=[python,no.py]", "names no.py, which is not"),
-    ("sweep launch launcher=slrum", "unknown launcher 'slrum'; did you mean slurm?"),
     ("sweep launch launcher=slurm cluster=mine",
      "`ultrabench doctor --write` writes the configuration for cluster=mine"),
-    ("sweep launch launcher=slurm launcher.partion=hopper",
-     "'launcher.partion'; did you mean launcher.partition?"),
-    ("sweep launch launcher.partition=hopper",
-     "launcher.partition is no setting of the launcher that is chosen"),
-    ("sweep launch launcher=slurm launcher.window=7-9", "launcher.window='7-9'; must be HH:MM-HH:MM"),
-    ("sweep launch launcher=slurm launcher.pack=0", "launcher.pack=0; must be >= 1"),
     ("sweep launch launcher=slurm launcher.python=3", "launcher.python=3"),
-    ("sweep launch launcher=slurm launcher.sbatch.--foo=1", "write an option's name without dashes in front"),
-    ("sweep launch launcher=slurm launcher.sbatch.foo=1", "write +launcher.sbatch.NAME=VALUE"),
-    ("sweep launch launcher=slurm +launcher.sbatch.array=0-3",
-     "launcher.sbatch.array; ultrabench sets that itself"),
     ("sweep plan model=tny", "unknown model 'tny'; did you mean tiny?"),
-    ("sweep plan model=[tiny,mini]", "model takes one name; for several use sweep.models=[tiny,mini]"),
-    ("sweep plan hardware=h100", "unknown hardware 'h100'; did you mean h100x8?"),
-    ("sweep plan sweep=playbok", "unknown sweep 'playbok'; did you mean playbook?"),
-    ("sweep plan sweep.node=[1]", "unknown override 'sweep.node'; did you mean sweep.nodes?"),
-    ("sweep plan nodes=[1]", "unknown override 'nodes'; did you mean sweep.nodes?"),
-    ("sweep plan sweep.nodes=0", "sweep.nodes=[0]; each must be >= 1"),
-    ("sweep plan sweep.tp=[3]", "no tp*pp*cp divides 2 or 4 GPUs; choose divisors"),
+    ("sweep plan sweep.tp=[3]", "no candidate: 2 or 4 GPUs are not divisible by tp=3; choose divisors"),
     ("sweep plan sweep.gbs=7", "gas=7 is not in sweep.gas=[2, 4]"),
-    ("sweep plan kernel=command kernel.command=[]", "kernel.command is empty"),
-    ("sweep plan kernel=command", "kernel.command has no value; give it"),
     ("sweep plan model=tiny sweep.tp=[2] sweep.seq_len=3", "tp=2 does not divide seq_len/cp=3"),
     ("sweep plan model=1B sweep.cp=[2] sweep.tp=[1] sweep.seq_len=4098",
      "2*cp=4 does not divide seq_len=4098"),
-    ("sweep plan nonsense", "'nonsense' is no override"),
     ("sweep plan 'hardware={gpu: X}'", "hardware takes one name"),
     ("sweep plan hardware=here/big.yaml", "put the file into ./ultrabench/hardware/ and write hardware=big"),
     ("sweep plan model.hidden_size=4", "write ultrabench/model/NAME.yaml and give model=NAME"),
     ("sweep plan +sweep.foo=1",
-     "(known: cp, dp_shard, gas, gbs, mbs, models, nodes, pp, pp_schedule, recompute,"),
+     "(known: batch, cp, dp_shard, gas, gbs, mbs, models, nodes, pp, pp_schedule, recompute,"),
     ("sweep plan -o FILE/plan.parquet", "cannot write FILE/plan.parquet"),
     ("sweep plan -o nowhere/plan.parquet", "cannot write nowhere/plan.parquet"),
     ("sweep plan --top 0", "--top"),
     ("sweep plan --jsn", "--jsn"),
     ("sweep plan +foo=1", "unknown override 'foo'"),
-    ("sweep plan kernel.command=[a]", "choose another with kernel=NAME"),
     ("sweep plan kernel=command kernel.command=python", "is no list; write [A,B]"),
     ("sweep plan kernel=command 'kernel.command=[python,\"--tp={tpp}\"]'",
      "unknown word in kernel.command of kernel=command '{tpp}'; did you mean tp?"),
     ("sweep plan -o x.csv", "choose a name ending in .parquet"),
-    ("sweep plan sweep.nodes=[1, 2]", "write a list without them: sweep.nodes=[1,2]"),
     ("sweep plan sweep.nodes=1,2", "several values are a list; write sweep.nodes=[1,2]"),
-    ("sweep plan hardware.mem_bytes=80GB", "is no whole number of bytes, such as 80000000000"),
-    ("sweep plan foo=1", "(known: cluster, hardware, kernel, launcher, measure, model, name,"),
+    ("sweep plan foo=1", "(known: cluster, hardware, kernel, launcher, max_p_oom, measure, model, name,"),
     ("sweep plan launcher.sbtch=1", "did you mean launcher.sbatch? (known: launcher.account,"),
-    ("sweep plan retry.attempts.hung=3", "did you mean retry.attempts.hang?"),
     ("sweep plan sweep.seq_len=1000000000000000000000000", "must be 1 to 1,073,741,824"),
     ("sweep plan --show-script --json", "leave out --json, -o and --top"),
     ("sweep plan kernel=command 'kernel.command=[bash,-c,\"echo ${HOME}\"]'",
@@ -145,15 +131,37 @@ READERS = (
     "sweep status", "sweep retry --dry-run", "sweep cancel", f"sweep show {QUICK.runs[0].run_id}",
     "sweep plan model=tiny --top 1", "sweep launch model=tiny", "collect", "heatmap --json",
 )  # fmt: skip
+GLOBAL = "# @package _global_\n"
+AXES = "nodes: [1], seq_len: 64, gbs: 8, tp: [1], pp: [1], cp: [1], zero_stage: [0], mbs: [1]"
 FILES = [
     ("sweep/mine.yaml", "sweep: {models: [tiny]}\n", "sets sweep: and so needs a first line"),
     ("sweep/mine.yaml", "measure: {min_steps: 6}\n", "needs a first line: # @package _global_"),
-    ("sweep/mine.yaml", "nodes: [1]\n", "sweep.models is empty"),
+    ("sweep/mine.yaml", "nodes: [1]\n", "/sweep/mine.yaml: sweep lacks seq_len, gbs"),
+    ("sweep/mine.yaml", f"{GLOBAL}sweep: {{{AXES}}}\n", "sweep.models is empty; name at least one"),
+    ("sweep/mine.yaml", f"{GLOBAL}sweep: {{model: tiny, {AXES}}}\n", "/sweep/mine.yaml: unknown field of sweep 'model'; did you mean models?"),
+    ("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], dp: [8], {AXES}}}\n", "/sweep/mine.yaml: sweep.dp is no axis"),
+    ("sweep/mine.yaml", f"{GLOBAL}sweeps: {{models: [tiny], {AXES}}}\n", "/sweep/mine.yaml: unknown override 'sweeps'; did you mean sweep?"),
+    ("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], {AXES}}}\nmeasure: {{steps: 5}}\n",
+     "/sweep/mine.yaml: unknown field of measure 'steps'"),
+    *(("sweep/mine.yaml", f"{GLOBAL}defaults: [{line}]\n",
+       "/sweep/mine.yaml: in a sweep file another hardware is chosen under defaults: '- override /hardware: NAME'")
+      for line in ("override hardware: h100x8", "hardware: h100x8", "/hardware: h100x8", "override /hardware h100x8")),
+    ("sweep/mine.yaml", f"{GLOBAL}defaults: [override /hardware: h100]\n", "/sweep/mine.yaml: unknown hardware 'h100'; did"),
+    ("sweep/mine.yaml", f"{GLOBAL}defaults: [playbok]\n", "/sweep/mine.yaml: defaults: unknown sweep 'playbok'; did you mean playb"),
     ("hardware/mine.yaml", "gpus_per_node: 4\ngpu: H100\n", "/ultrabench/hardware/mine.yaml: unknown hardware.gpu 'H100'"),
     ("hardware/mine.yaml", "gpu: H100-SXM\nmem: 4\n", "/hardware/mine.yaml: unknown field of hardware 'mem'"),
     ("kernel/mine.yaml", "kind: command\ncommands: [x]\n", "/kernel/mine.yaml: unknown field of kernel 'commands'"),
+    ("hardware/mine.yaml", "gpus_per_node: 4\n", "hardware lacks gpu"),
+    ("hardware/mine.yaml", "gpu: [", "/ultrabench/hardware/mine.yaml: while parsing"),
     ("model/mine.yaml", "hidden: 4\n", "/ultrabench/model/mine.yaml: unknown field of model mine 'hidden'"),
+    ("model/mine.yaml", "hidden_size: [", "/ultrabench/model/mine.yaml: while parsing"),
+    ("model/mine.yaml", "- a\n- b\n", "/ultrabench/model/mine.yaml is no model: it holds no mapping"),
+    ("model/mine.yaml", "", "model mine lacks hidden_size"),
+    ("model/mine.yaml", MODEL.format(layers="two"), "num_hidden_layers='two' is no whole number"),
+    ("model/mine.yaml", MODEL.format(layers=0), "num_hidden_layers=0; must be >= 1"),
     ("model/mine.yaml", "\xff\xfe", "cannot read "),
+    *((f"{group}/mine.yml", "a: 1\n", f"/ultrabench/{group}/mine.yml is not read, since its name must end in .yaml")
+      for group in ("sweep", "model")),
 ]  # fmt: skip
 """A file of the user's, its text, and a part of the line that refuses it."""
 
@@ -169,14 +177,20 @@ def test_a_mistake_is_one_line(ultrabench, tmp_path, command, line):
 def test_gpus_that_are_not_here_are_refused(ultrabench, tmp_path):
     code, _, said = ultrabench("sweep", "launch", "hardware=h100x8", "sweep.nodes=[1]")
     assert code == 2
-    assert "torch sees none on this machine: use hardware=cpu" in said
+    assert (
+        "torch sees none on this machine: add launcher=slurm for those of a cluster, or use hardware=cpu"
+        in said
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nodes_that_are_not_here_are_refused_before_anything_is_planned(ultrabench, monkeypatch):
     monkeypatch.setattr("ultrabench.cli.sweep.launch.make_plan", lambda config: pytest.fail("it is planned"))
     line = one_line(ultrabench, "sweep", "launch", "sweep=playbook")
-    assert "sweep.nodes up to 64 of hardware=h100x8 with launcher=local" in line
+    assert (
+        "sweep.nodes up to 64 of hardware=h100x8 with launcher=local, which has this machine only; add launcher=slurm"
+        in line
+    )
 
 
 def content(sweep):
@@ -191,15 +205,13 @@ def test_a_mistake_beside_a_sweep_is_one_line(ultrabench, sweep, command, line):
 
 
 @pytest.mark.parametrize(
-    ("command", "text", "line"),
-    [*((command, "{", "cannot read ") for command in READERS),
-     *(("sweep status", text, line) for text, line in [
-         ("[]", "sweep.json"), ("{}", "sweep.json"), ('{"schema_version": 2}', "sweep.json lacks sweep")])],
+    ("text", "line"),
+    [("{", "cannot read "), ("[]", "sweep.json"), ("{}", "sweep.json"), ('{"schema_version": 2}', "sweep.json lacks sweep")],
 )  # fmt: skip
-def test_a_sweep_json_that_cannot_be_read(ultrabench, sweep, command, text, line):
+def test_a_sweep_json_that_cannot_be_read(ultrabench, sweep, text, line):
     sweep.sweep_json.write_text(text)
     before = content(sweep)
-    assert line in one_line(ultrabench, *command.split())
+    assert line in one_line(ultrabench, "sweep", "status")
     assert content(sweep) == before
 
 

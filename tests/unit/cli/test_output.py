@@ -11,26 +11,54 @@ from tests.unit.cli.conftest import QUICK, as_json, one_line, record
 from ultrabench import __version__
 from ultrabench.record import to_dict
 from ultrabench.result import Status
+from ultrabench.run import AttemptKey
 
 OK, CRASHED = (run.run_id for run in QUICK.runs[:2])
-HEAVY = {"torch", "pandas", "matplotlib", "seaborn", "hydra", "submitit", "numpy"}
+HEAVY = {"torch", "pandas", "scipy", "matplotlib", "seaborn", "hydra", "submitit", "numpy"}
 
 
 def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     plan = as_json(ultrabench, "sweep", "plan", "sweep=playbook", "model=1B")
     assert plan["sweep"] == "playbook-h100x8"
+    shared = {"hardware": "h100x8", "seq_len": 4096, "gbs": 256, "precision": "bf16", "kernel": "embedded"}
+    assert shared.items() <= plan.items()
     assert plan["candidates"] == plan["valid"] + sum(plan["rejected"].values())
     assert (plan["valid"], plan["runs"]) == (1178, plan["runs"])
     assert [c["nodes"] for c in plan["cells"]] == [1, 2, 4, 8, 16, 32, 64]
-    promised = {"model", "nodes", "candidates", "valid", "runs", "predicted_to_fit", "predicted_gpu_hours"}
+    promised = {
+        "model",
+        "nodes",
+        "candidates",
+        "valid",
+        "runs",
+        "runs_at_most",
+        "pruned",
+        "predicted_to_fit",
+        "predicted_gpu_hours",
+    }
     assert all(set(c) == promised for c in plan["cells"])
     beside = {what: told["count"] for what, told in plan["beside_runs"].items()}
-    assert beside == {"repeats of the best": 56, "starts of jobs": 215}
+    assert 0 < beside["repeats of the best"] <= 56
+    assert 0 < plan["runs"] < plan["runs_at_most"] / 5
+    assert plan["runs"] == sum(c["runs"] for c in plan["cells"])
+    every = as_json(ultrabench, "sweep", "plan", "sweep=playbook", "model=1B", "sweep.strategy=exhaustive")
+    assert every["runs"] == every["runs_at_most"] == plan["runs_at_most"]
     parts = [part["predicted_gpu_hours"] for part in (*plan["cells"], *plan["beside_runs"].values())]
     assert sum(parts) == pytest.approx(plan["predicted_gpu_hours"], rel=1e-3)
-    told = "priced for launcher=local: 215 jobs of about 10 predicted minutes each"
-    assert plan["notes"][-1].startswith(told)
+    low, high = plan["predicted_gpu_hours_interval"]
+    assert 0.7 * plan["predicted_gpu_hours"] < low < plan["predicted_gpu_hours"] < high
+    assert re.match(
+        r"[\d.,]+ GPU hours, [\d.,]+ to [\d.,]+ if all step times are at an end", plan["notes"][-2]
+    )
+    jobs = plan["beside_runs"]["starts of jobs"]["count"]
+    told = rf"{jobs} jobs of [\d.]+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=10"
+    assert re.match(f"priced for launcher=local: {told}", plan["notes"][-1])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_tells_which_values_fit_nothing(ultrabench):
+    out = ultrabench("sweep", "plan", "model=tiny", "sweep.tp=[1,3]")[1]
+    assert "\nsweep.tp=3 has no candidate: 2 or 4 GPUs are not divisible by tp=3\n" in out
 
 
 def test_plan_top_names_the_best_of_each_cell(ultrabench, sweep):
@@ -40,22 +68,33 @@ def test_plan_top_names_the_best_of_each_cell(ultrabench, sweep):
     assert (measured["run_id"], measured["step_time_s"]) == (OK, pytest.approx(0.1))
 
 
+def test_plan_top_tells_how_sure_a_prediction_is_and_what_limits_a_layout(ultrabench):
+    words = ("sweep", "plan", "model=8B", "hardware=h100x8", "--top", "2")
+    first, second = as_json(ultrabench, *words)["top"]
+    assert first["step_time_low_s"] < first["step_time_s"] < first["step_time_high_s"]
+    assert 0 <= first["p_oom"] <= 0.5
+    assert first["tokens_per_s_per_gpu"] >= second["tokens_per_s_per_gpu"]
+    line = next(line for line in ultrabench(*words)[1].splitlines() if first["run_id"] in line)
+    assert first["limited_by"] in line
+    assert f"({first['step_time_low_s']:.3g}-{first['step_time_high_s']:.3g})" in line
+
+
 def test_plan_top_names_only_what_fits(ultrabench):
     words = ("sweep", "plan", "sweep=playbook", "sweep.models=[80B,8B]", "sweep.nodes=[1]", "--top", "2")
     document = as_json(ultrabench, *words)
     assert [row["model"] for row in document["top"]] == ["8B"] * 2
     assert all(row["peak_mem_bytes"] < 80 * 2**30 for row in document["top"])
-    assert (document["cells"][0]["runs"], document["cells"][0]["predicted_to_fit"]) == (115, 0)
-    small = "80B on 1 node: nothing is predicted to fit; the smallest layout, dp1 tp8 pp1 z0 mbs1 gas256,"
-    assert document["notes"][0].startswith(small)
+    assert (document["cells"][0]["pruned"], document["cells"][0]["runs"]) == (115, 0)
+    note = r"80B on 1 node: nothing is predicted to fit into 80 GiB; the smallest layout is dp1 tp8 pp1 z0 mbs1 gas256, "
+    assert re.match(note + r"[\d.]+ GiB; what would fit: sweep.nodes=\[4\] \(dp", document["notes"][0])
     assert document["notes"][0] in ultrabench(*words)[1]
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
-    [([], "(launcher.allocation_minutes); the time limit of a job is 1.5 x the predicted time of its runs"),
-     (["launcher=slurm", "launcher.pack=4"], "launcher=slurm: 8 jobs of up to 4 runs each (launcher.pack)"),
-     (["launcher=slurm", "launcher.time_minutes=30"], "of a job is 30 minutes (launcher.time_minutes)")],
+    [([], "predicted minutes (launcher.allocation_minutes=10), time limit "),
+     (["launcher=slurm", "launcher.pack=4"], "launcher.pack=4 besides the control run), time limit"),
+     (["launcher=slurm", "launcher.time_minutes=30"], "time limit 30 minutes (launcher.time_minutes)")],
 )  # fmt: skip
 def test_plan_tells_what_its_price_holds_for(ultrabench, overrides, told):
     assert told in ultrabench("sweep", "plan", "model=tiny", *overrides)[1]
@@ -103,6 +142,14 @@ def test_status_tells_ooms_failures_and_time_between_runs_apart(ultrabench, swee
     assert "last failures and OOMs" in out
 
 
+def test_status_counts_an_interrupted_run_as_left(ultrabench, sweep):
+    record(sweep, QUICK.runs[2], status=Status.CANCELLED, reason="ended by SIGTERM", duration_s=9.0)
+    out = " ".join(ultrabench("sweep", "status")[1].split())
+    assert f"2 of {len(QUICK.runs)} runs settled (1 crash, 1 ok), 1 interrupted, " in out
+    assert re.search(r"\d+% of them in interrupted runs, \d+% of them in failed runs", out)
+    assert "ended by SIGTERM" not in out
+
+
 def test_status_collect_retry_and_show_tell_of_doubtful_and_invalid_numbers(ultrabench, sweep):
     told = ultrabench("sweep", "status")[1] + ultrabench("collect")[2]
     assert "suspect" not in told
@@ -145,6 +192,36 @@ def test_show_json_holds_everything(ultrabench, sweep):
     assert (shown["run_id"], shown["spec"]) == (CRASHED, to_dict(QUICK.runs[1].spec))
     assert shown["plan"]["mbs"] == QUICK.runs[1].layout.mbs
     assert [a["result"]["status"] for a in shown["attempts"]] == ["crash"]
+
+
+def test_show_gives_the_plan_of_a_run_with_units(ultrabench, sweep):
+    out = ultrabench("sweep", "show", OK)[1]
+    told = dict(line.split(maxsplit=1) for line in out.partition("\nplan\n")[2].splitlines()[:25])
+    plan = as_json(ultrabench, "sweep", "show", OK)["plan"]
+    assert told["predicted_step_time_s"] == f"{plan['predicted_step_time_s']:.4g} s"
+    assert told["predicted_memory_share"].endswith(" %")
+    assert told["predicted_peak_mem_bytes"].endswith("iB")
+    assert told["gas"] == str(plan["gas"])
+    assert "order" not in told
+
+
+def test_logs_of_a_run_that_printed_nothing_say_so(ultrabench, sweep):
+    logs = sweep.log_folder(AttemptKey(OK, 0, 0))
+    logs.mkdir(parents=True)
+    for text, said in (("--- rank 0\n--- rank 1\n", True), ("--- rank 0\nhello\n", False)):
+        (logs / "node0.log").write_text(text)
+        code, out, err = ultrabench("sweep", "logs", OK)
+        assert (code, out, "has printed nothing" in err) == (0, text, said)
+
+
+@pytest.mark.parametrize("group", ["", "sweep", "kernel", "predict"])
+def test_help_shows_whole_sentences_at_80_columns(ultrabench, group, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = ultrabench(*group.split(), "--help")
+    assert (code, [line for line in out.splitlines() if line.endswith("...") and "Usage" not in line]) == (
+        0,
+        [],
+    )
 
 
 def test_configs_json_names_every_group(ultrabench):
@@ -190,8 +267,9 @@ def test_help_imports_nothing_heavy(tmp_path):
 
 def test_reading_commands_import_no_torch_and_draw_nothing(tmp_path, sweep):
     commands = (
+        "sweep plan --json",  # comes first, since what it loads stays loaded
         "sweep status --json",
-        "sweep plan --json",
+        "predict model=8B tp=2 --json",
         f"sweep show {OK} --json",
         "heatmap --json",
         "collect",
@@ -199,6 +277,7 @@ def test_reading_commands_import_no_torch_and_draw_nothing(tmp_path, sweep):
     for words, (told, loaded) in zip(commands, modules_after(tmp_path, *commands), strict=True):
         assert told or words == "collect"
         assert not {"torch", "matplotlib", "seaborn", "submitit"} & loaded, words
+        assert "plan" not in words or not {"pandas", "scipy"} & loaded, words
     assert (sweep.path / "runs.parquet").is_file()
 
 
@@ -252,9 +331,16 @@ def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, t
     code, out, _ = ultrabench("sweep", "show", OK, "--as", "torchtitan")
     lines = out.splitlines()
     assert (code, lines[0]) == (0, f"# run {OK}, tiny {QUICK.runs[0].layout.label()}, as kernel=torchtitan")
-    assert "# not expressed: kernel torchtitan supports hidden_size in [4096]; hidden_size=64" in lines
+    assert "supports hidden_size" not in out
     assert next(line for line in lines if not line.startswith("# ")) == "torchrun \\"
     assert lines[-1] == "  activation-checkpoint:none"
+    assert "--config=" not in out.split("torchrun")[1]
+    assert any(
+        line.startswith("# not expressed: the model, since --config=llama3_8b is another;")
+        and "hidden_size=64" in line
+        and "None" not in line
+        for line in lines
+    )
     (tmp_path / "ultrabench/kernel").mkdir(parents=True)
     mine = "kind: command\nprecision: fp32\ncommand: ['./train', '--tp={tp} {pp}']\nenv: {LEVEL: a b}\n"
     (tmp_path / "ultrabench/kernel/mine.yaml").write_text(mine)

@@ -8,10 +8,12 @@ import pytest
 from tests.unit.cli.conftest import QUICK, one_line
 from ultrabench.cli.sweep import control
 from ultrabench.errors import ClusterError
+from ultrabench.launchers import open_sweep as opening
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.events import EVENTS, AllocationEnded, AllocationPlanned, Claimed, Launched, Result
+from ultrabench.store.folder import living_launchers
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
 from ultrabench.sweep.config.load import load_config
@@ -221,3 +223,16 @@ def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench,
     )
     standing = json.loads(ultrabench("sweep", "status", "--json")[1])["standing"]
     assert standing == "nothing runs and no launcher follows it: ultrabench sweep resume quick-cpu"
+
+
+def test_status_sees_a_launcher_that_still_looks_at_the_machine(sweep, monkeypatch):
+    seen = []
+
+    def look(*_, **options):
+        seen.extend(living_launchers(sweep))
+        raise ClusterError("enough")
+
+    monkeypatch.setattr(opening, "_machine_facts", look)
+    with pytest.raises(ClusterError, match="enough"):
+        opening.open_sweep(QUICK, reuse=None, warn=pytest.fail, say=pytest.fail)
+    assert len(seen) == 1

@@ -44,6 +44,30 @@ def test_tables_break_no_word_and_cut_no_number(width):
     assert ("0.1300" in text) == (width >= 120)
 
 
+def test_columns_that_are_empty_in_all_rows_go_first():
+    oom = ("17", "dp2 tp4 pp2 z1 mbs2 gas16", None, None, None, None, "0.1300 s", "oom", RUN_ID)
+    made = table("", *(f">{name}" if name in NUMBERS else name for name in COLUMNS), rows=[oom])
+    head = shown(made, 80).split()
+    assert {"predicted", "0.1300", RUN_ID} <= set(head)
+    assert not {"step", "memory"} & set(head)
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+@pytest.mark.parametrize("needed", ["tokens/s/GPU", "predicted", "MFU"])
+def test_the_column_that_is_ranked_by_is_never_left_out(width, needed):
+    made = table("", *(f">{name}" if name in NUMBERS else name for name in COLUMNS), rows=[ROW])
+    made.always_shown = needed
+    text = shown(made, width)
+    assert {"rank", "layout", "status", needed, *ROW[COLUMNS.index(needed)].split()} <= set(text.split())
+
+
+def test_a_narrow_table_of_rules_keeps_the_counts_and_leaves_out_the_examples():
+    row = ("tp_divides_kv_heads", "1,234", "tp=16 does not divide num_key_value_heads=8")
+    text = shown(table("", "rule", ">candidates", "for example", rows=[row]), 50)
+    assert {"tp_divides_kv_heads", "1,234"} <= set(text.split())
+    assert "example" not in text
+
+
 def test_long_reasons_share_the_room_and_only_overlong_words_are_broken():
     row = (RUN_ID, "cannot read " + "x" * 90, "mend the file that is named and launch again")
     made = table("", "run", "reason", "remedy", rows=[row])

@@ -1,8 +1,14 @@
 """`sweep top` ranks as the heatmap does, and `sweep show` finds its runs."""
 
+import os
+from dataclasses import replace
+
 import pytest
 
-from tests.unit.cli.conftest import QUICK, as_json, one_line, record
+from tests.unit.cli.conftest import HEAD, QUICK, as_json, one_line, record
+from ultrabench.cli.sweep.top import SHOWN_AS
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.sweep_json import write_sweep_json
 
 NODES = QUICK.runs[0].nodes
 CELL = [run for run in QUICK.runs if run.nodes == NODES]
@@ -47,6 +53,57 @@ def test_top_shows_the_numbers_of_each_run_in_peoples_units(ultrabench, results)
     assert f"{len(CELL) - 3} more" in table
     assert "suspect and wins no cell" in err
     assert "FLOPs of MFU by the formula palm" in err
+
+
+def test_a_winner_whose_interval_missed_the_target_is_marked(ultrabench, results):
+    assert "best +-" not in ultrabench("sweep", "top")[1]
+    uneven = (0.045, 0.045, 0.09, 0.09, 0.135, 0.135)
+    record(results, CELL[-1], step_times_s=uneven, ci_reached=False)
+    best = next(line for line in ultrabench("sweep", "top")[1].splitlines() if CELL[-1].run_id in line)
+    assert "best +- 50.0 %" in best
+    rate = CELL[-1].spec.tokens_per_step / 0.09 / CELL[-1].layout.world_size
+    assert f"{rate:,.0f} +- 50.0 %" in ultrabench("sweep", "status")[1]
+    (won,) = [cell for cell in as_json(ultrabench, "heatmap") if cell["nodes"] == NODES]
+    assert (won["ci_reached"], won["step_time_ci95_rel"]) == (False, pytest.approx(0.5))
+
+
+def test_top_says_that_ranks_go_on_from_cell_to_cell(ultrabench, results):
+    assert "RANK --sweep quick-cpu; ranks go on from cell to cell" in ultrabench("sweep", "top")[2]
+
+
+def test_the_last_line_is_a_command_that_shows_the_run_of_the_table(ultrabench, results):
+    newer = SweepFolder(results.path.parent / "newer")
+    newer.create()
+    write_sweep_json(newer, replace(HEAD, sweep="newer"))
+    os.utime(newer.path / "sweep.json", (9e9, 9e9))
+    line = ultrabench("sweep", "top", "quick-cpu")[2].splitlines()[-1]
+    words = line.partition(": ultrabench ")[2].partition(";")[0].replace("RANK", "1").split()
+    assert ultrabench(*words)[1].splitlines()[0].endswith("of quick-cpu")
+    assert ultrabench("collect", "quick-cpu")[0] == 0
+    assert "ultrabench sweep show" not in ultrabench("sweep", "top", str(results.path / "runs.parquet"))[2]
+    assert "show RUN_ID --sweep quick-cpu" in ultrabench("sweep", "top", "quick-cpu", "--by", "mfu")[2]
+
+
+@pytest.mark.parametrize(
+    "column", ["init_time_s", "dp", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes"]
+)
+def test_the_column_that_is_ranked_by_is_in_the_table(ultrabench, results, monkeypatch, column):
+    record(results, CELL[-1], init_time_s=3.25, peak_mem_reserved_bytes=3 << 29)
+    monkeypatch.setattr("ultrabench.cli.tables.WIDE", 50)
+    out = ultrabench("sweep", "top", "quick-cpu", "--by", column)[1]
+    assert {SHOWN_AS.get(column, column), "status"} <= set(out.split())
+    assert column != "init_time_s" or "3.25 s" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("retry --only foo", "unknown status to retry 'foo' (known: "),
+        ("top --by model", "unknown column to rank by 'model' (known: tokens_per_s_per_gpu, mfu, "),
+    ],
+)
+def test_a_name_that_is_like_no_other_gets_no_suggestion(ultrabench, results, words, told):
+    assert told in one_line(ultrabench, "sweep", *words.split())
 
 
 @pytest.mark.parametrize("words", [["--by", "mfuu"], ["nobody"], ["none.parquet"]])

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ultrabench.cli.kernel.arguments import layout_of, read_arguments, require_possible
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel.requests import TINY, CheckSpec, check
 from ultrabench.record import to_dict
+from ultrabench.sweep.arguments import layout_of, read_arguments, require_possible
 from ultrabench.sweep.config.load import load_model
 
 MOST_RANKS = 64

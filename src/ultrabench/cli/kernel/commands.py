@@ -25,7 +25,9 @@ def check(
     dump: str | None = typer.Option(None, help="Folder for the gradients and parameters of both."),
     json_: Json = False,
 ) -> int:
-    """Compare loss, gradients and parameters of a layout with one process in fp64; exit 1 if they differ."""
+    """Compare a layout with one process in fp64.
+
+    Loss, gradients and parameters are compared; exit 1 if they differ."""
     from ultrabench.cli.kernel.check import run_check
 
     given = {"device": device, "precision": precision, "compile": compile_, "dump": dump}
@@ -34,7 +36,9 @@ def check(
 
 @kernel_app.command()
 def dryrun(arguments: Arguments, json_: Json = False) -> None:
-    """Show memory, collectives and FLOPs of a rank at any world size, by a step without data."""
+    """Show memory, collectives and FLOPs of a rank at any world size.
+
+    It is a step without data."""
     from ultrabench.cli.kernel.dryrun import run_dryrun
 
     run_dryrun(arguments, json_)

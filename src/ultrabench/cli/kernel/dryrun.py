@@ -1,19 +1,19 @@
 """`ultrabench kernel dryrun` shows what a step of a layout costs a rank, without GPUs."""
 
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
 
-from ultrabench.cli.kernel.arguments import layout_of, read_arguments, require_possible
 from ultrabench.cli.tables import print_json, say, show, table
-from ultrabench.errors import ConfigError, counted
+from ultrabench.errors import counted
 from ultrabench.hardware import GIB, Hardware
 from ultrabench.kernel.requests import RankCost, dry_run
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import to_dict
-from ultrabench.run import RunSpec, Workload
+from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
-from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.arguments import read_run
 
 DEFAULTS: dict[str, Any] = {
     "model": "llama3-8b", "hardware": "h100x8", "nodes": 1, "seq_len": 4096,
@@ -40,31 +40,13 @@ def run_dryrun(arguments: list[str], as_json: bool) -> None:
 def dryrun_spec(arguments: list[str]) -> tuple[RunSpec, Hardware]:
     """The run that arguments such as `model=llama3-8b nodes=8 tp=8` describe, and its hardware.
 
-    By default dp is the number of GPUs divided by the other degrees, gas equals pp, and the precision is
-    that of the hardware.
-
     Raises:
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
-    given = DEFAULTS | read_arguments(arguments, (*DEFAULTS, "precision"), "model=llama3-8b nodes=8 tp=8")
-    config = load_config([f"{key}={given[key]}" for key in ("model", "hardware")])
-    (shape,), hardware = config.models, config.hardware
-    precision = given.get("precision", hardware.precision)
-    kernel = KernelConfig(name="embedded", precision=precision)
-    nodes, pp, per_node = given["nodes"], given.get("pp", 1), hardware.gpus_per_node
-    if nodes < 1:
-        raise ConfigError(f"nodes={nodes}; must be >= 1")
-    gpus, rest = nodes * per_node, max(1, given.get("tp", 1) * pp * given.get("cp", 1))
-    if gpus % rest and "dp" not in given:
-        there = f"{counted(gpus, 'GPU')} of {counted(nodes, 'node')} of {per_node}"
-        raise ConfigError(f"tp*pp*cp={rest} does not divide the {there}; choose degrees that do")
-    layout = layout_of({"dp": gpus // rest, "gas": max(1, pp)} | given)
-    workload = Workload(seq_len=given["seq_len"], gbs=layout.gbs)
-    spec = RunSpec(
-        shape=shape, workload=workload, layout=layout, kernel=kernel, nodes=nodes, gpus_per_node=per_node
-    )
-    require_possible(spec, hardware.device)
-    return spec, hardware
+    spec, config = read_run(arguments, DEFAULTS)
+    return replace(
+        spec, kernel=KernelConfig(name="embedded", precision=spec.kernel.precision)
+    ), config.hardware
 
 
 def _model_flops(spec: RunSpec, cost: RankCost) -> float:

@@ -26,6 +26,9 @@ MaxGpuHours = Annotated[
     float | None, typer.Option(min=0.0, callback=_finite, help="The most GPU hours the sweep may use in all.")
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Submit the jobs and return at once.")]
+InResults = Annotated[
+    Path | None, typer.Option("--results-dir", help="The folder that holds the sweeps: results_dir=FOLDER.")
+]
 PlanFile = Annotated[Path | None, typer.Option("-o", "--output", help="Write all candidates as parquet.")]
 Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]
 InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="The same as --sweep.")]
@@ -38,6 +41,11 @@ def _say_at_once(message: str) -> None:
         typer.echo(message, err=True)
 
 
+def _in(results_dir: Path | None) -> list[str]:
+    """The override that chooses the folder of the results, if one is given."""
+    return [] if results_dir is None else [f'results_dir="{results_dir}"']
+
+
 @sweep_app.command()
 def plan(
     overrides: Overrides,
@@ -45,11 +53,15 @@ def plan(
     output: PlanFile = None,
     top: int | None = typer.Option(None, min=1, help="Name the K layouts to try first per cell."),
     show_script: bool = typer.Option(False, "--show-script", help="Print only the first Slurm job's script."),
+    results_dir: InResults = None,
 ) -> None:
-    """Enumerate all layouts, reject some with reasons, and predict the price; nothing is submitted."""
+    """Enumerate layouts, reject some with reasons, predict the price.
+
+    Nothing is submitted."""
     if show_script and (json_ or output or top):
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     _say_at_once("planning")
+    overrides = [*overrides, *_in(results_dir)]
     from ultrabench.cli.sweep.plan import print_script, show_plan
 
     if show_script:
@@ -67,12 +79,13 @@ def launch(
     reuse: str | None = typer.Option(
         None, help="Results of another environment: same (measure again) or any (keep)."
     ),
+    results_dir: InResults = None,
 ) -> int:
     """Run a sweep until it is done; the same command continues it later."""
     _say_at_once("reading the configuration and planning")
     from ultrabench.cli.sweep.launch import run_launch
 
-    return run_launch(overrides, detach, max_gpu_hours, yes, reuse)
+    return run_launch([*overrides, *_in(results_dir)], detach, max_gpu_hours, yes, reuse)
 
 
 @sweep_app.command()
@@ -82,7 +95,7 @@ def status(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show the progress of a sweep, what runs, what failed and the best runs so far; writes nothing."""
+    """Show what runs, what failed and the best runs so far."""
     from ultrabench.cli.sweep.status import show_status
 
     show_status(find_sweep(sweep, results_dir), watch, json_)
@@ -96,7 +109,9 @@ def top(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Rank all runs of each cell as the heatmap does; doubtful numbers come after those that may win."""
+    """Rank the runs of each cell as the heatmap does.
+
+    The best run and those that are as good come first, then the others by number, then suspects."""
     from ultrabench.cli.sweep.top import show_top
 
     show_top(source, first, by, json_, results_dir)
@@ -111,7 +126,7 @@ def retry(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Try failed runs again as new attempts; finished runs are never changed."""
+    """Try failed runs again; finished runs are never changed."""
     from ultrabench.cli.sweep.control import run_retry
 
     return run_retry(find_sweep(sweep, results_dir), only, run, dry_run, json_)
@@ -119,7 +134,7 @@ def retry(
 
 @sweep_app.command()
 def pause(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
-    """Start no new runs; running ones are finished, and then the nodes are given back."""
+    """Finish the current runs, start no others and give nodes back."""
     from ultrabench.cli.sweep.control import run_pause
 
     run_pause(find_sweep(sweep, results_dir))
@@ -132,7 +147,9 @@ def resume(
     max_gpu_hours: MaxGpuHours = None,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Continue a paused sweep, or one that no launcher follows, with its latest configuration."""
+    """Continue a paused sweep, or one that no launcher follows.
+
+    It runs with its latest configuration."""
     from ultrabench.cli.sweep.control import run_resume
 
     return run_resume(find_sweep(sweep, results_dir), detach, max_gpu_hours)
@@ -160,7 +177,7 @@ def show(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show everything about one run: its numbers, spec, prediction, attempts and evidence."""
+    """Show the numbers, plan, attempts and evidence of one run."""
     if as_ is None:
         from ultrabench.cli.sweep.show import show_run
 

@@ -155,7 +155,10 @@ def _reopen(
     if launched.work_dir and Path(launched.work_dir).is_dir():
         os.chdir(launched.work_dir)  # a command of the user may name files of this folder
     launcher = choose_launcher(plan.config, folder)
-    sweep = open_sweep(plan, reuse="any", warn=warn, say=say, retry=retry, max_gpu_hours=budget)
+    limit_s = launcher.limits.max_limit_s
+    sweep = open_sweep(
+        plan, reuse="any", warn=warn, say=say, retry=retry, max_gpu_hours=budget, max_limit_s=limit_s
+    )
     return sweep, launcher, display_name
 
 

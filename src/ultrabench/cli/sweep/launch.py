@@ -10,14 +10,21 @@ from types import FrameType
 
 import typer
 
-from ultrabench.cli.sweep.consent import ask_for_budget
+from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.tables import hours, say, show, warn
 from ultrabench.errors import counted
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import not_accepted
 from ultrabench.launchers.launcher import Launcher
-from ultrabench.launchers.open_sweep import OpenSweep, folder_of, open_sweep, require_local, require_program
+from ultrabench.launchers.open_sweep import (
+    OpenSweep,
+    folder_of,
+    in_force,
+    open_sweep,
+    require_local,
+    require_program,
+)
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt
 from ultrabench.processes import own_name
@@ -29,10 +36,11 @@ from ultrabench.store.kernel_secrets import hide
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.plan import Plan, make_plan, require_runs
+from ultrabench.sweep.plan import Plan, make_plan
+from ultrabench.sweep.remedy import require_runs
 from ultrabench.sweep.running.attempts import Launch, next_attempts
-from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, reckon
-from ultrabench.sweep.running.progress import progress, standing_attempts
+from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, reckon, within_limit
+from ultrabench.sweep.running.progress import progress, settled_runs
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
@@ -43,23 +51,29 @@ def run_launch(
     overrides: list[str], detach: bool, max_gpu_hours: float | None, yes: bool, reuse: str | None
 ) -> int:
     """Launches and follows a sweep; returns the exit code."""
-    config = load_config(overrides)
+    config = in_force(load_config(overrides))
     require_program(config)
     require_local(config)  # before the plan, which may take seconds
     folder = folder_of(config)
     if detach and config.launcher.name == "local":
         require_runs(make_plan(config))
         return _leave_in_background(folder)
-    launcher, plan, price = choose_launcher(config, folder), require_runs(make_plan(config)), None
-    if config.launcher.name != "local":
+    launcher = choose_launcher(config, folder)
+    limit_s = launcher.limits.max_limit_s
+    plan = within_limit(require_runs(make_plan(config)), limit_s)
+    state = fold(read_journal(folder.journal)) if find_sweep_json(folder) else SweepState()
+    price = reckon(plan, state, limit_s)
+    if config.launcher.name == "local":
+        ask_for_this_machine(plan, price, yes)
+    else:
         if untried := not_accepted(config):
             warn(untried)
-        state = fold(read_journal(folder.journal, warn)) if find_sweep_json(folder) else SweepState()
-        price = reckon(plan, state, launcher.limits.max_limit_s)
         max_gpu_hours = ask_for_budget(plan, price, state, launcher.limits, max_gpu_hours, yes)
-    sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours)
-    price = price if sweep.plan is plan else None
-    return follow(sweep, launcher, folder.display_name, price, detach=detach, ask=not yes, stderr=False)
+    sweep = open_sweep(
+        plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours, max_limit_s=limit_s
+    )
+    known = price if sweep.plan is plan else None
+    return follow(sweep, launcher, folder.display_name, known, detach=detach, ask=not yes, stderr=False)
 
 
 def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
@@ -86,8 +100,8 @@ def follow(
         stderr: whether the final table goes to stderr, because stdout holds a JSON document.
     """
     config, runs = sweep.config, sweep.plan.runs
-    before = {key.run_id for key in sweep.state().attempts}
-    say(*_first_lines(sweep, price or reckon(sweep.plan, sweep.state())))
+    before = settled_runs(sweep.state()).keys()
+    say(*first_lines(sweep, price or reckon(sweep.plan, sweep.state())))
     taken = _asked_to_take_over(sweep, launcher) if ask else []
     caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
     try:
@@ -127,14 +141,17 @@ def _say_stopped(reconciler: Reconciler, state: SweepState, display_name: str) -
         say(f"go on with: ultrabench sweep resume {display_name} --max-gpu-hours {needed:.3g}")
 
 
-def _first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
+def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     """The lines that a launch prints before it submits anything."""
     config, runs, cost = sweep.config, sweep.plan.runs, hours(price.gpu_hours)
-    yield f"{config.name}: {counted(len(runs), 'run')}, {cost} GPU hours predicted, in {sweep.folder.path}"
+    yield headline(config)
+    number = counted(len(runs), "run")
+    left = f"{price.left} of {number} left" if price.left < len(runs) else number
+    yield f"{config.name}: {left}, {cost} GPU hours predicted, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "none of them is predicted to fit into the memory of a rank"
-    if config.profile and settled(sweep.plan, sweep.state(), sweep.accepts):
-        yield "profile=true, but all is measured: only new runs are profiled; add repeats=N or name=NAME"
+    if config.trace and settled(sweep.plan, sweep.state(), sweep.accepts):
+        yield "trace=true, but all is measured: only new runs are profiled; add repeats=N or name=NAME"
     for other in living_launchers(sweep.folder, sweep.journal.path):
         yield f"{other} follows this sweep, too; both may go on: no run is made twice"
 
@@ -144,10 +161,9 @@ def other_launches(state: SweepState, planned: Set[str], before: Set[str]) -> It
 
     Args:
         planned: run_ids of the runs of this launch.
-        before: run_ids of the runs that had been attempted before this launch.
+        before: run_ids of the runs that were settled before this launch.
     """
-    standing = standing_attempts(state).items()
-    ends = {run_id: attempt.result.status for run_id, attempt in standing if attempt.result}
+    ends = settled_runs(state)
     groups = {"new in this launch": planned - before, "and of earlier launches": before - planned}
     for name, runs in groups.items() if before else ():
         if counts := Counter(ends[run_id] for run_id in runs if run_id in ends):

@@ -9,15 +9,15 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from ultrabench.analysis.cells import memory, percent
+from ultrabench.analysis.cells import memory, percent, too_wide
 from ultrabench.cli.tables import duration, hours, out, style_of, table
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
-from ultrabench.result import SLOWER, RunResult, Status
+from ultrabench.result import INTERRUPTED, SLOWER, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.running.progress import SweepProgress, progress
+from ultrabench.sweep.running.progress import LEFT, SweepProgress, progress
 
 
 class Display(Live):
@@ -91,31 +91,57 @@ def panel(now: SweepProgress, busy: bool, bar: bool = False) -> RenderableType:
 
 def counts_line(now: SweepProgress, busy: bool) -> Text:
     """A line such as `quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours`."""
-    shown = ", ".join(f"{n} {s}" for s, n in now.by_status.items() if s not in ("pending", "running"))
+    shown = ", ".join(f"{n} {s}" for s, n in now.by_status.items() if s not in LEFT)
     total = now.useful_gpu_hours + now.wasted_gpu_hours
     between, ooms = (now.wasted_by_status.get(name, 0.0) for name in ("between_runs", "oom"))
-    failed = now.wasted_gpu_hours - between - ooms
-    parts = {"in OOMs": ooms, "in failed runs": failed, "between runs": between}
+    broken_off = sum(now.wasted_by_status.get(name, 0.0) for name in INTERRUPTED)
+    failed = now.wasted_gpu_hours - between - ooms - broken_off
+    parts = {
+        "in OOMs": ooms,
+        "in interrupted runs": broken_off,
+        "in failed runs": failed,
+        "between runs": between,
+    }
     lost = (f", {part / total:.0%} of them {how}" for how, part in parts.items() if part >= 0.005 * total > 0)
     eta = f", ETA {duration(now.eta_s)}" if now.left and busy and now.eta_s is not None else ""
+    if eta and now.runs_per_hour is not None:
+        eta += f" at {now.runs_per_hour:.3g} runs an hour"
     text = f"{now.sweep}: {now.runs - now.left} of {counted(now.runs, 'run')} settled"
-    return Text(f"{text}{f' ({shown})' if shown else ''}{eta}, {hours(total)} GPU hours{''.join(lost)}")
+    text += f" ({shown})" if shown else ""
+    text += f", {now.interrupted} interrupted" if now.interrupted else ""
+    return Text(f"{text}{eta}, {hours(total)} GPU hours{''.join(lost)}")
+
+
+def _doing(run: Candidate, attempt: AttemptState) -> str:
+    """The phase of a running attempt and, once it measures, its step time beside the predicted one."""
+    phase = attempt.phase or "start"
+    if attempt.step_time_s is None or not attempt.steps:
+        return f"{phase}, predicted {run.prediction.step_time_s:.3g} s a step"
+    pace = f"{counted(attempt.steps, 'step')} of {attempt.step_time_s:.3g} s"
+    return f"{phase}, {pace}, predicted {run.prediction.step_time_s:.3g} s"
 
 
 def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[RenderableType]:
     if bar:
         yield ProgressBar(total=now.runs, completed=now.runs - now.left, width=40)
         yield Text("")
-    for run, phase in now.running:
-        yield Text(f"  running  {run.shape.name} {run.nodes}n {run.layout.label()}: {phase}")
+    for run, attempt in now.running:
+        yield Text(f"  running  {run.shape.name} {run.nodes}n {run.layout.label()}: {_doing(run, attempt)}")
     if now.waiting:
         yield Text(f"  waiting  {counted(now.waiting, 'allocation')} to start")
     elif busy and now.left and not now.running:
         yield Text("  running  starting the next allocation")
     if now.best:
-        best = ((run, run.layout.label(), rate) for run, rate in now.best)
-        rows = [(*run.cell, label, f"{rate:,.0f}", percent(run.mfu(rate))) for run, label, rate in best]
-        yield table("best so far", "model", ">nodes", "layout", ">tokens/s/GPU", ">MFU", rows=rows)
+        rows = []
+        for run, rate in now.best:
+            width = now.wide.get(run.run_id)
+            speed = f"{rate:,.0f} {too_wide(width is None, width)}".rstrip()
+            promised = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
+            rows.append(
+                (*run.cell, run.layout.label(), speed, percent(run.mfu(rate)), f"{rate / promised:.2f}")
+            )
+        heads = ("model", ">nodes", "layout", ">tokens/s/GPU", ">MFU", ">x predicted")
+        yield table("best so far", *heads, rows=rows)
     if now.failures:
         yield Text("last failures and OOMs")
     for run, attempt in now.failures:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
 from rich.console import RenderableType
 from rich.text import Text
 
+from ultrabench.analysis.cells import with_unit
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
@@ -31,6 +32,8 @@ from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.running.outliers import with_loss_outliers
 
 FOLLOW_S = 0.3
+HEADING = re.compile(r"^--- rank \d+$", re.MULTILINE)
+"""The line above each rank's part of a collected log."""
 MOST_RANK_DIGITS = 5
 """Largest number of digits of a place in `sweep top`; a longer number is the beginning of a run id."""
 HANG_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
@@ -47,12 +50,13 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
         tries = [_document(a, folder.log_folder(a.key)) for a in attempts]
         print_json({"sweep": folder.name, "run_id": run_id, "plan": row, "spec": spec, "attempts": tries})
         return
-    known = {k: v for k, v in (row or {}).items() if v is not None}
+    planned = {name: value for name, value in (row or {}).items() if name not in ("order", "run_id")}
     columns = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
     show(
         Text(f"run {run_id} of {folder.name}", "bold"),
         *_numbers(folder, run_id),
-        yaml.safe_dump(known, sort_keys=False).rstrip(),
+        Text("\nplan", "bold"),
+        *(f"{name:<30} {with_unit(name, value)}" for name, value in planned.items() if value is not None),
         table("\nattempts", *columns, rows=map(_columns, attempts)),
     )
     for attempt in attempts:
@@ -126,7 +130,7 @@ def _rank_line(rank: dict[str, Any]) -> str:
 
 
 def _profiles(logs: Path) -> list[dict[str, Any]]:
-    """The summaries of the profiles of an attempt, sorted by rank; profile=true makes them."""
+    """The summaries of the profiles of an attempt, sorted by rank; trace=true makes them."""
     found = []
     for path in logs.glob(f"{PROFILE}/rank*/summary.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -160,6 +164,7 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
     """Prints the log of the latest attempt; with `follow`, goes on until the attempt has ended."""
     folder, run_id, look = find_run(given, sweep, results)
     offsets: dict[Path, int] = {}
+    silent = True
     while True:
         attempts = look().by_run().get(run_id, [])
         if not attempts and not follow:
@@ -170,7 +175,9 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
                 continue  # the collected log repeats what was printed
             with path.open(encoding="utf-8", errors="replace") as file:  # \r ends a line, too
                 file.seek(offsets.get(path, 0))
-                sys.stdout.write(plain(file.read()))
+                added = plain(file.read())
+                sys.stdout.write(added)
+                silent = silent and not HEADING.sub("", added).strip()
                 offsets[path] = file.tell()
             sys.stdout.flush()
         if over or not follow:
@@ -178,6 +185,9 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
         time.sleep(FOLLOW_S)
     if not offsets:
         say(f"run {run_id} left no log{' yet' if not over else ''}")
+    elif silent:
+        more = f"ultrabench sweep show {run_id} --sweep {folder.display_name}"
+        say(f"run {run_id} has printed nothing; everything else about it: {more}")
 
 
 def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:

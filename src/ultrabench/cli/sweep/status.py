@@ -1,7 +1,7 @@
 """`ultrabench sweep status` shows the progress of a sweep."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Group
 from rich.live import Live
@@ -15,7 +15,7 @@ from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.running.progress import SweepProgress, progress
+from ultrabench.sweep.running.progress import LEFT, SweepProgress, progress
 
 WATCH_S = 1.0
 
@@ -72,6 +72,13 @@ def _standing(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str
 def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
     above = [Text(standing, style="yellow")] if standing else []
     # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
-    by_nodes = ((counted(nodes, "node"), counts.items()) for nodes, counts in now.by_nodes.items())
-    lines = (f"{nodes}: {', '.join(f'{n} {name}' for name, n in counts)}" for nodes, counts in by_nodes)
+    lines = (_of_nodes(nodes, counts) for nodes, counts in now.by_nodes.items())
     return Group(*above, panel(now, busy=standing is None, bar=bar), *map(Text, lines))
+
+
+def _of_nodes(nodes: int, counts: Mapping[str, int]) -> str:
+    """A line such as `2 nodes: 12 of 19 runs settled: 11 ok, 1 oom, 7 pending`."""
+    runs = sum(counts.values())
+    settled = runs - sum(counts.get(status, 0) for status in LEFT)
+    ends = ", ".join(f"{number} {status}" for status, number in counts.items())
+    return f"{counted(nodes, 'node')}: {settled} of {counted(runs, 'run')} settled: {ends}"

@@ -4,15 +4,20 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.analysis.cells import doubts, layout_words, memory, percent
+from ultrabench.analysis.cells import doubts, layout_words, memory, percent, too_wide, with_unit
 from ultrabench.analysis.collect import open_results
-from ultrabench.analysis.ranking import leaderboard
+from ultrabench.analysis.ranking import DEFAULT_RANK_BY, leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER
+from ultrabench.store.folder import find_sweep
 
-COLUMNS = (">rank", "layout", ">MFU", ">tokens/s/GPU", ">memory", ">step", ">predicted", "status", "run id")
+SHOWN_AS = {
+    "mfu": "MFU", "tokens_per_s_per_gpu": "tokens/s/GPU", "peak_mem_reserved_bytes": "memory", "step_time_s": "step",
+    "predicted_step_time_s": "predicted",
+}  # fmt: skip
+"""Column of the results -> column of the table that shows it; another column that is ranked by is added."""
 MARKS = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
 FIRST = 10
@@ -29,16 +34,38 @@ def show_top(source: str | None, first: int | None, by: str, as_json: bool, resu
     for runs in cells:
         _print_cell(name, runs, first or FIRST)
     formulas = {row["flops_formula"] for runs in cells for row in runs} - {None}
-    told = (f"FLOPs of MFU by the formula {name}" for name in formulas)
-    say(*doubts(rows), *told, "more about a run: ultrabench sweep show RANK")
+    told = [f"FLOPs of MFU by the formula {name}" for name in formulas]
+    if not (source or "").endswith(".parquet"):
+        told.append(_more(find_sweep(source, results).display_name, by, len(cells)))
+    say(*doubts(rows), *told)
+
+
+def _more(sweep: str, by: str, cells: int) -> str:
+    """The command that shows a run; it takes ranks only of the default order, from cell to cell."""
+    default = by == DEFAULT_RANK_BY
+    across = "; ranks go on from cell to cell, so that each names one run" * (cells > 1 and default)
+    return (
+        f"more about a run: ultrabench sweep show {'RANK' if default else 'RUN_ID'} --sweep {sweep}{across}"
+    )
 
 
 def _print_cell(name: str, runs: list[Row], first: int) -> None:
-    at = runs[0]
-    nodes = counted(at["nodes"], "node")
-    title, more = f"{name}: {at['model']} on {nodes}, by {at['ranked_by']}", len(runs) - first
-    rows = [(row["rank"], *numbers(row).values(), row["run_id"]) for row in runs[:first]]
-    show(table(title, *COLUMNS, rows=rows), f"{more} more; -n {len(runs)} shows all\n" if more > 0 else "")
+    at, more = runs[0], len(runs) - first
+    by, nodes = str(at["ranked_by"]), counted(at["nodes"], "node")
+    added = {by} - SHOWN_AS.keys()
+    shown = [
+        {
+            "rank": row["rank"],
+            **{name: with_unit(by, row[by]) for name in added},
+            **numbers(row),
+            "run id": row["run_id"],
+        }
+        for row in runs[:first]
+    ]
+    columns = [name if name in ("layout", "status", "run id") else f">{name}" for name in shown[0]]
+    made = table(f"{name}: {at['model']} on {nodes}, by {by}", *columns, rows=[row.values() for row in shown])
+    made.always_shown = SHOWN_AS.get(by, by)
+    show(made, f"{more} more; -n {len(runs)} shows all\n" if more > 0 else "")
 
 
 def numbers(row: Row) -> dict[str, str | Text | None]:
@@ -50,7 +77,7 @@ def numbers(row: Row) -> dict[str, str | Text | None]:
         "layout": " ".join(layout_words(row)),
         "MFU": percent(row["mfu"]),
         "tokens/s/GPU": None if rate is None else f"{rate:,.0f}",
-        "memory": memory(row["peak_mem_reserved_bytes"]),
+        "memory": memory(row["peak_mem_reserved_bytes"], row["peak_mem_reserved_rank0_bytes"]),
         "step": None if step_s is None else f"{step_s:.4g} s{interval}",
         "predicted": None if predicted_s is None else f"{predicted_s:.4g} s",
         "status": _status(row),
@@ -58,10 +85,15 @@ def numbers(row: Row) -> dict[str, str | Text | None]:
 
 
 def _status(row: Row) -> Text:
-    """The status of a run as one word; for an ok run, its place in the ranking such as `best`."""
+    """The status of a run as one word; for an ok run, its place in the ranking such as `best`.
+
+    A best run whose interval missed its target also has the width, such as `best +- 53.0 %`.
+    """
     status = row["status"]
     shown = status or ("pending" if row["attempt"] is None else "running")
     if status == "ok":
         plain = "slower" if row["stopped"] == SLOWER else "ok"
         shown = next((mark for mark, column in MARKS.items() if row[column]), plain)
-    return Text(shown, style_of(status, doubtful=shown in ("suspect", "slower")))
+    wide = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if shown == "best" else ""
+    style = style_of(status, doubtful=bool(wide) or shown in ("suspect", "slower"))
+    return Text(f"{shown} {wide}".rstrip(), style)

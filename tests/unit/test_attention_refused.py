@@ -1,0 +1,69 @@
+"""Attention that a device, an accelerator or a layout lacks is refused before anything runs."""
+
+from dataclasses import replace
+
+import pytest
+
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import Layout
+from ultrabench.sweep.config.load import load_config, load_model
+from ultrabench.sweep.grid import refusal
+from ultrabench.sweep.plan import make_plan
+
+
+@pytest.mark.parametrize(
+    ("asked", "precision", "cp", "device", "reason"),
+    [
+        ("auto", "fp64", 2, "cpu", None), ("flash", "fp32", 2, "cpu", None), ("math", "fp32", 1, "cpu", None),
+        ("auto", "bf16", 2, "cuda", None), ("cudnn", "bf16", 2, "cuda", None), ("auto", "fp32", 1, "cuda", None),
+        ("cudnn", "bf16", 1, "cpu", "attention=cudnn needs an NVIDIA GPU; on CPUs take auto, flash or math"),
+        ("flash3", "bf16", 1, "cpu", "attention=flash3 needs an NVIDIA GPU; on CPUs take auto, flash or math"),
+        ("math", "bf16", 2, "cuda", "attention=math cannot run with cp=2, whose parts it cannot put together"),
+        ("auto", "fp32", 2, "cuda", "cp=2 needs precision=bf16 on GPUs; precision=fp32"),
+        ("flash", "fp64", 1, "cuda", "attention=flash needs precision=bf16 on GPUs; precision=fp64: take auto"),
+    ],
+)  # fmt: skip
+def test_attention_that_a_device_lacks_is_refused(asked, precision, cp, device, reason):
+    kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
+    found = refusal(kernel, Layout(dp=1, cp=cp), load_model("tiny"), 64, device)
+    assert found == reason if reason is None else found.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "asked", "head_dim", "lacking"),
+    [
+        ("h100x8", "flash3", 128, None), ("h200x8", "cudnn", 256, None), ("gb200x4", "cudnn", 128, None),
+        ("a100-40x8", "cudnn", 128, None), ("a100-80x8", "flash", 256, None), ("mi300x-x8", "auto", 512, None),
+        ("h100x8", "math", 512, None), ("mi300x-x8", "flash", 128, None), ("l40s-x8", "flash", 256, None),
+        ("a100-80x8", "flash3", 128, "flash3 needs sm_90; A100-SXM-80GB is sm_80, head_dim=128: take auto"),
+        ("b200x8", "flash3", 128, "flash3 needs sm_90; B200 is sm_100, head_dim=128: take auto"),
+        ("l40s-x8", "flash3", 128, "flash3 needs sm_90; L40S is sm_89, head_dim=128: take auto"),
+        ("mi300x-x8", "flash3", 128, "flash3 needs sm_90; MI300X is gfx942, head_dim=128: take auto"),
+        ("mi300x-x8", "cudnn", 128, "cudnn needs an NVIDIA GPU; MI300X is gfx942, head_dim=128: take auto"),
+        ("a100-80x8", "cudnn", 136, "cudnn needs head_dim <= 128; A100-SXM-80GB is sm_80, head_dim=136: take auto"),
+        ("h100x8", "cudnn", 264, "cudnn needs head_dim <= 256; H100-SXM is sm_90, head_dim=264: take math"),
+        ("h100x8", "cudnn", 100, "cudnn needs a head_dim that is a multiple of 8; H100-SXM is sm_90, head_dim=100"),
+        ("h100x8", "auto", 264, "auto needs head_dim <= 256; H100-SXM is sm_90, head_dim=264: take math"),
+        ("l40s-x8", "flash", 224, "flash needs head_dim <= 192 or > 224; L40S is sm_89, head_dim=224: take math"),
+    ],
+)  # fmt: skip
+def test_attention_that_an_accelerator_lacks_is_refused_in_the_plan(hardware, asked, head_dim, lacking):
+    config = load_config([f"hardware={hardware}", "model=1B", "sweep.nodes=[1]", f"kernel.attention={asked}"])
+    (shape,) = config.models
+    candidates = make_plan(replace(config, models=(replace(shape, head_dim=head_dim),))).candidates
+    told = {c.reason for c in candidates if c.rule == "kernel" and c.reason.startswith("attention=")}
+    assert bool(told) == bool(lacking)
+    assert all(reason.startswith(f"attention={lacking}") for reason in told)
+
+
+def test_attention_of_hardware_without_an_architecture_is_not_checked_and_math_cannot_go_round_a_ring():
+    h100 = load_config(["hardware=h100x8"]).hardware
+    shape, ring = replace(load_model("tiny"), head_dim=264), Layout(dp=1, cp=2)
+    for architecture, asked, end in (
+        (None, "auto", None), ("sm_90", "auto", "take math and cp=1"),
+        ("sm_70", "flash3", "needs sm_90; H100-SXM is sm_70, head_dim=264: take math and cp=1"),
+        ("sm_70", "auto", "needs sm_80 to sm_121; H100-SXM is sm_70, head_dim=264: take math and cp=1"),
+    ):  # fmt: skip
+        kernel = KernelConfig(name="embedded", attention=asked, precision="bf16")
+        found = refusal(kernel, ring, shape, 64, "cuda", replace(h100, architecture=architecture))
+        assert found is None if end is None else found.endswith(end)
