@@ -25,7 +25,7 @@ from rich.text import Text
 
 from ultrabench import checkout
 from ultrabench.cli.tables import duration, say, show, style_of, table
-from ultrabench.errors import UltrabenchError, require_known
+from ultrabench.errors import ConfigError, UltrabenchError, require_known
 from ultrabench.hardware import GIB
 from ultrabench.kernel.requests import CheckSpec, RankCost, dry_run
 from ultrabench.kernel_config import KernelConfig
@@ -37,7 +37,7 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import read_sweep_json
-from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.sweep.config.compose import files, read_yaml, usable
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan_table import read_rows, runs_of
 
@@ -74,8 +74,8 @@ LOOK = {
     "schedules": "the same layout with 1f1b: if that passes, the schedule; with pp=1, the pipeline",
     "compile": "the same line without --compile, then TORCH_LOGS=graph_breaks,recompiles",
     "links": "nvidia-smi topo -m and nvlink -s, then NCCL_DEBUG=INFO: P2P or NVLS off, a GPU on PCIe",
-    "memory": "the same run with profile=true: its memory by kind beside the dry run's",
-    "speed 8B": "sm_clock_hz and throttled in runs.parquet, then profile=true: exposed communication, longest kernels",
+    "memory": "the same run with trace=true: its memory by kind beside the dry run's",
+    "speed 8B": "sm_clock_hz and throttled in runs.parquet, then trace=true: exposed communication, longest kernels",
     "speed 1B": "as for speed 8B; with 1B the host counts more: idle time in the profile",
 }
 """Step -> what to look at first when one of its lines fails; the steps in their order."""
@@ -342,6 +342,23 @@ def print_lines(lines: dict[str, dict[str, Any]], at: Machine) -> None:
         )
 
 
+def require_gpus(facts: dict[str, Any]) -> None:
+    """Raises if torch sees no GPU on this machine.
+
+    Raises:
+        ConfigError: it tells why, as far as the facts do.
+    """
+    if facts["gpus"]:
+        return
+    why = "a driver is loaded, but gives this process no GPU (CUDA_VISIBLE_DEVICES, the job, or another version)"
+    if facts["cuda_version"] is None:
+        why = f"torch {facts['torch_version']} is built without CUDA"
+    elif facts["driver_version"] is None:
+        why = "no NVIDIA driver is loaded"
+    told = f"torch sees no GPU here: {why}; nothing was measured or written"
+    raise ConfigError(f"{told}. Run it on a machine with GPUs, or add --cpu for two processes of this one")
+
+
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument(
@@ -356,14 +373,13 @@ def main() -> int:
     words = asked.parse_args()
     require_known("step", LOOK, *(name.partition(":")[0] for name in words.only))
     facts = json.loads(run_module("ultrabench.kernel.rank.environment", timeout_s=300))
-    names = {name: read_yaml(path).get("reported_as", []) for name, path in files("hardware").items()}
+    names = {path.stem: values.get("reported_as", []) for path, values in usable("hardware").items()}
     known = "cpu" if words.cpu else next((n for n, gpus in names.items() if facts["gpu_name"] in gpus), None)
-    if not words.cpu and not facts["gpus"]:
-        say("torch sees no GPU here; with --cpu two processes of this machine take their place")
-        return 2
+    if not words.cpu:
+        require_gpus(facts)
     if (hardware := words.hardware or known) is None:
-        say(f"no file in configs/hardware/ names {facts['gpu_name']!r} in reported_as; give --hardware NAME")
-        return 2
+        unknown = f"no file in configs/hardware/ names {facts['gpu_name']!r} in reported_as"
+        raise ConfigError(f"{unknown}; nothing was measured or written. Give --hardware NAME")
     ranks, device = (2, "cpu") if words.cpu else (facts["gpus"], "cuda")
     at = Machine(device=device, ranks=ranks, facts=facts, hardware=hardware, results=words.results_dir)
     out = words.out or Path(__file__).parent / f"gpu-check-{hardware}.json"

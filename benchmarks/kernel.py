@@ -33,6 +33,11 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from ultrabench.kernel import compat
+    from ultrabench.kernel.rank import environment
+
+    environment.set_defaults()
+    compat.use_timeout(compat.PATIENCE)
     torch.set_num_threads(1)
     cuda = job["device"] == "cuda"
     device = torch.device("cuda", int(os.environ["RANK"])) if cuda else torch.device("cpu")

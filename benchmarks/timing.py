@@ -1,5 +1,6 @@
 """Measures the wall-clock time of whole processes, in turns so that disturbances affect all equally."""
 
+import resource
 import subprocess
 import sys
 import time
@@ -26,3 +27,23 @@ def python(code: str) -> list[str]:
 def ultrabench(*words: str) -> list[str]:
     """The command line `ultrabench words`."""
     return [sys.executable, "-m", "ultrabench.cli.main", *words]
+
+
+def costs(command: list[str]) -> tuple[float, float]:
+    """Seconds of CPU time, of the process and those it started, and of wall-clock time of one run of a command."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after, wall_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - start
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall_s
+
+
+def print_row(name: str, rows: int, command: list[str], times: int = 3) -> None:
+    """Prints a row of a table: the least cost of a command of `times` runs, also as multiples of `--help`.
+
+    The least is printed because whatever else the machine does can only add to it.
+    """
+    helps = [costs(ultrabench("--help")) for _ in range(times)]
+    found = [costs(command) for _ in range(times)]
+    (help_s, help_wall_s), (cpu_s, wall_s) = (map(min, zip(*told, strict=True)) for told in (helps, found))
+    shown = f"{cpu_s:.2f} s, {cpu_s / help_s:.1f} x | {wall_s:.2f} s, {wall_s / help_wall_s:.1f} x"
+    print(f"| {name} | {rows:,} | {shown} |", flush=True)
