@@ -50,8 +50,7 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
             node.disk.beat()
             if rank_events := node.rank_events():
                 leader.send({"rank_events": rank_events})
-            silence = time.monotonic() - leader.last_heard
-            if silence > patience_s:
+            if (silence := listener.silence_s(leader)) > patience_s:
                 raise ClusterError(f"the leading agent has been silent for {silence:.1f} s")
         raise ClusterError("the leading agent is gone")
     except Exception as error:

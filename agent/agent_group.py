@@ -126,8 +126,12 @@ class AgentGroup:
         slowdowns = {text for node in self._cleaned.values() for text in node.slowdowns}
         return (median(clocks) if clocks else None), (", ".join(sorted(slowdowns)) or None)
 
-    def listen(self, seconds: float) -> None:
-        """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent."""
+    def listen(self, seconds: float) -> float:
+        """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent.
+
+        Returns the monotonic time at which the wait ended. Silence is judged by it: this agent may be stopped
+        after it, before which the nodes had no chance to be heard.
+        """
         self._node.disk.beat()
         messages, pause_s = self._listener.wait(seconds)
         # The time in which this agent was stopped is no time without progress.
@@ -138,8 +142,9 @@ class AgentGroup:
         self.progress.add(self._node.rank_events())
         silence = LOST_BEATS * self._node.allocation.heartbeat_s
         for node, peer in self._peers.items():
-            if node not in self._left and (peer.closed or time.monotonic() - peer.last_heard > silence):
+            if node not in self._left and (peer.closed or self._listener.silence_s(peer) > silence):
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
+        return self._listener.waited
 
     def _take(self, node: int, message: Message) -> None:
         """Handles a message of the agent of a node; an invalid one ends the allocation."""

@@ -102,8 +102,8 @@ class Listener:
 
     def __init__(self, connections: Collection[Connection]) -> None:
         self._connections = connections
-        self._waited = time.monotonic()
-        """When the last wait ended."""
+        self.waited = time.monotonic()
+        """When the last wait ended, by the monotonic clock."""
 
     def wait(self, seconds: float) -> tuple[list[tuple[Connection, Message]], float]:
         """The messages that arrive, with their connections, and the seconds for which this agent was stopped.
@@ -111,12 +111,19 @@ class Listener:
         It was stopped for the time since the last wait beyond `seconds`, if that is SHORTEST_PAUSE_S or more.
         """
         readable = wait_readable(self._connections, seconds)
-        pause_s = time.monotonic() - self._waited - seconds
+        pause_s = time.monotonic() - self.waited - seconds
         pause_s = pause_s if pause_s > SHORTEST_PAUSE_S else 0.0
-        self._waited = time.monotonic()
+        self.waited = time.monotonic()
         for connection in self._connections:
-            connection.last_heard = min(self._waited, connection.last_heard + pause_s)
+            connection.last_heard = min(self.waited, connection.last_heard + pause_s)
         return [(peer, message) for peer in readable for message in peer.receive()], pause_s
+
+    def silence_s(self, connection: Connection) -> float:
+        """Seconds from the last message of a connection to the last wait.
+
+        Up to now would be wrong: since the last wait this agent may have been stopped.
+        """
+        return self.waited - connection.last_heard
 
 
 class Rendezvous:

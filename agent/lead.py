@@ -146,11 +146,11 @@ class Leader:
         """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves."""
         group, progress, phase, told_at, failed_at = self._group, self._group.progress, "", 0.0, 0.0
         while progress.running:
-            group.listen(POLL_S)
+            now = group.listen(POLL_S)
             if progress.port is not None:
                 group.order("store", port=progress.port)
                 progress.port = None
-            rank0, now = progress.ranks[0], time.monotonic()
+            rank0 = progress.ranks[0]
             if (rank0.phase != phase or now - told_at >= TOLD_S) and not task.probe:
                 phase, told_at = rank0.phase, now
                 self._tell_phase(task, rank0)

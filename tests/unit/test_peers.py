@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from ultrabench.agent.connection import Connection
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
+from ultrabench.errors import ClusterError
 from ultrabench.result import RunResult, Status
 
 
@@ -97,3 +99,27 @@ def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair)
     stopped = RunResult(status=Status.CANCELLED, reason=group.interrupted)
     ended = classify(group.progress, task("x.py", "cpu"), stopped, group.lost)
     assert (ended.status, ended.suspect_hosts) == (Status.CANCELLED, ())
+
+
+@pytest.fixture
+def stopped_s(node, monkeypatch):
+    """Seconds for which this agent was stopped: 1000 each time that it looks after its ranks."""
+    seconds, run_on = [], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: run_on() + sum(seconds))
+    monkeypatch.setattr(node, "rank_events", lambda: seconds.append(1000.0) or [])
+    return seconds
+
+
+def test_a_leader_that_was_stopped_after_its_wait_blames_nobody(node, stop, pair, stopped_s):
+    group, _ = group_of(node, stop, pair)
+    waited = group.listen(0.0)
+    assert group.listen(0.0) - waited > 999.0
+    assert (len(stopped_s), group.interrupted) == (2, None)
+
+
+def test_a_follower_that_was_stopped_after_its_wait_waits_for_its_leader(node, stop, pair, stopped_s):
+    line, there = pair
+    there.close()
+    with pytest.raises(ClusterError, match="the leading agent is gone"):
+        follow(node, line, stop)
+    assert stopped_s == [1000.0]
