@@ -169,7 +169,7 @@ async function drawFigure(figure) {
   discard(figure);
   const place = document.getElementById(`picture-${figure.id}`), points = figure.points(shownRows());
   document.getElementById(`note-${figure.id}`).textContent = points.found.length ? points.note : "No shown row has these numbers.";
-  fillNumbers(figure, points);
+  if (document.getElementById(`numbers-${figure.id}`).open) fillNumbers(figure, points);
   place.hidden = !points.found.length;
   if (place.hidden) return;
   const made = figure.draw(points), panel = getComputedStyle(document.documentElement);
@@ -195,12 +195,11 @@ function drawLater(figure) {
   queue = queue.then(() => drawFigure(figure)).catch((error) => console.error(error));
 }
 
-function fillNumbers(figure, points) {
-  const details = document.getElementById(`numbers-${figure.id}`);
-  const fill = () => details.open && details.lastChild.replaceChildren(table(`${figure.title}: ${points.label}`, ["series", nameOf(points.across), "value", "layout"],
-    points.found.map(({ series, x, y, row }) => [String(series), String(x), String(Number(y.toPrecision(4))), value("layout", row ?? -1) ?? ""])));
-  details.ontoggle = fill;
-  fill();
+// Fills the table of a figure; a click on its summary does so before the browser opens it, even if nothing is drawn yet.
+function fillNumbers(figure, points = figure.points(shownRows())) {
+  const lines = points.found.map(({ series, x, y, row }) => [String(series), String(x), String(Number(y.toPrecision(4))), value("layout", row ?? -1) ?? ""]);
+  const made = table(`${figure.title}: ${points.label}`, ["series", nameOf(points.across), "value", "layout"], lines);
+  document.getElementById(`numbers-${figure.id}`).lastChild.replaceChildren(made);
 }
 
 // Makes the places of the figures; each is drawn when it comes into view or is in view and has become stale.
@@ -215,9 +214,10 @@ function buildFigures(place) {
       if (isIntersecting && stale.has(target.id)) drawLater(FIGURES.find(({ id }) => id === target.id));
     }
   });
-  for (const { id, title } of FIGURES) {
+  for (const figure of FIGURES) {
+    const { id, title } = figure;
     const picture = element("div", { id: `picture-${id}`, role: "img", "aria-label": `${title}; its numbers are in the table below` });
-    const numbers = element("details", { id: `numbers-${id}` }, element("summary", {}, "Numbers of this figure"), element("div", {}));
+    const numbers = element("details", { id: `numbers-${id}` }, element("summary", { onclick: () => fillNumbers(figure) }, "Numbers of this figure"), element("div", {}));
     const section = element("section", { id, class: "figure", "aria-label": title }, element("h3", {}, title), element("p", { id: `note-${id}` }), picture, numbers);
     place.append(section);
     seen.observe(section);

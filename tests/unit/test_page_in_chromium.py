@@ -136,14 +136,20 @@ def drawn(tab, figure):
     return tab.locator(f"#{figure}")
 
 
+CLICKED = "summary => (summary.click(), [...summary.parentNode.querySelectorAll('tbody tr')].map((tr) => tr.innerText))"
+
+
+def numbers(figure):
+    """The first three cells of each line below a figure, read in the same task of the browser as they are opened."""
+    return [line.split("\t")[:3] for line in figure.locator("summary").evaluate(CLICKED)]
+
+
 def test_figures_are_drawn_when_seen_and_have_their_numbers_as_a_table(opened):
     tab = opened(small(), "#y=step_time_s&x=tp")
     best = drawn(tab, "best-of")
     assert best.locator("canvas").count() > 0
     assert "lowest value" in best.locator("p").inner_text()
-    best.locator("summary").click()
-    lines = best.locator("tbody tr").all_inner_texts()
-    assert [line.split("\t")[:3] for line in lines[:4]] == [
+    assert numbers(best)[:4] == [
         ["1B", "1", "1"],
         ["1B", "2", "1.03"],
         ["1B", "4", "1.06"],
@@ -185,7 +191,7 @@ FILTER_MS = """async () => {
 def test_4104_rows_paint_and_filter_at_once(opened):
     """Limits are ten times those of an idle machine, since other tests run beside; -s prints the times."""
     tab = opened(large(4104))
-    painted = tab.evaluate("performance.getEntriesByType('paint')[0].startTime")
+    painted = tab.wait_for_function("performance.getEntriesByType('paint')[0]?.startTime").json_value()
     times = tab.evaluate(FILTER_MS)
     size = (tab.evaluate("document.documentElement.outerHTML.length")) / 1e6
     print(f"{size:.1f} MB, first paint {painted:.0f} ms, filters {[round(time) for time in times]} ms")
@@ -198,8 +204,7 @@ def test_a_page_of_probes_draws_their_bandwidth(opened):
     none = dict.fromkeys(("model", "dp", "tp", "mfu", "tokens_per_s_per_gpu", "step_time_s"))
     tab = opened(table(*(row(n, nodes=2**n, kernel="probe", **none) for n in range(3))))
     links = drawn(tab, "links")
-    links.locator("summary").click()
-    assert [line.split("\t")[:3] for line in links.locator("tbody tr").all_inner_texts()] == [
+    assert numbers(links) == [
         ["allreduce", "1", "400"],
         ["allreduce", "2", "200"],
         ["allreduce", "4", "133.3"],
