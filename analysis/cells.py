@@ -126,7 +126,7 @@ def _workload(cell: Cell) -> tuple[object, ...]:
 
 
 NOT_TRIED = (None, "skipped", "rejected")
-"""Statuses of runs that have no end, those that still come first."""
+"""Statuses of what was not measured, the one that stands for several repeats first: it waits, skipped, rejected."""
 
 
 def best_outcome(statuses: Iterable[str | None]) -> str | None:

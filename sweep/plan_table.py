@@ -66,15 +66,6 @@ def _column(name: str) -> str:
     return name if name == "p_oom" else f"predicted_{name}"
 
 
-def _prediction(row: Row) -> Prediction:
-    """The prediction of a row; in plans of earlier versions, which tell no chances, it is taken as certain."""
-    time_s, fits = row["predicted_step_time_s"], row["predicted_memory_share"] <= 1
-    certain = {"step_time_low_s": time_s, "step_time_high_s": time_s, "p_oom": float(not fits)}
-    certain |= {"limited_by": "compute" if fits else "memory"}
-    told = {name: row.get(_column(name)) for name in PREDICTED}
-    return Prediction(**{name: certain[name] if value is None else value for name, value in told.items()})
-
-
 def write_plan(candidates: Iterable[Candidate], path: Path) -> None:
     """Writes the plan to a temporary file beside `path` and renames it to `path`.
 
@@ -140,12 +131,12 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             spec=RunSpec(
                 shape=shapes[row["model"]],
                 workload=replace(sweep.workload, seq_len=row["seq_len"], gbs=row["gbs"]),
-                layout=Layout(**{name: row[name] for name in AXES if name in row}),
+                layout=Layout(**{name: row[name] for name in AXES}),
                 kernel=sweep.kernel,
                 nodes=row["nodes"],
                 gpus_per_node=row["gpus_per_node"],
             ),
-            predicted=_prediction(row),
+            predicted=Prediction(**{name: row[_column(name)] for name in PREDICTED}),
             peak_flops_per_s=peak.flops_per_s if peak else None,
             flops_formula=formula,
         )

@@ -7,12 +7,11 @@ from ultrabench.analysis.measured import shape_of
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION
 from ultrabench.errors import ConfigError
-from ultrabench.hardware import Hardware
 from ultrabench.layout import AXES
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id
-from ultrabench.sweep.config.compose import files, read_yaml
-from ultrabench.sweep.config.load import load_model, read_hardware
+from ultrabench.sweep.config.compose import files
+from ultrabench.sweep.config.load import load_hardware, load_model
 
 _IDENTITY = (
     *MODEL, *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
@@ -35,7 +34,7 @@ def completed(row: Row, models: Mapping[str, str]) -> tuple[Row, list[str]]:
         row["gbs"] = made
     row["tokens_per_step"] = _product(row, "gbs", "seq_len")
     if row.get("peak_flops_per_s") is None:
-        row |= _peak(row.get("hardware"), row.get("precision"))
+        row |= _peak(row.get("hardware", ""), row.get("precision", ""))
     _fill_speed(row)
     row |= {"schema_version": RESULTS_SCHEMA_VERSION, "attempt": 0, "is_final": True}
     row["run_id"] = content_id({name: row.get(name) for name in _IDENTITY})
@@ -126,13 +125,10 @@ def _product(row: Row, *names: str) -> int | None:
 
 
 @cache
-def _hardware(name: str) -> Hardware | None:
-    path = files("hardware").get(name)
-    return None if path is None else read_hardware({"name": name, **read_yaml(path)})
-
-
-def _peak(hardware: str | None, precision: str | None) -> Row:
+def _peak(hardware: str, precision: str) -> Row:
     """The columns with the dense rate of a node type in this precision; empty where one of them is unknown."""
-    known = _hardware(hardware) if hardware else None
-    rate = known.peak_flops_per_s.get(precision or "") if known else None
-    return {"peak_flops_per_s": rate, "peak_source": known.source} if known and rate else {}
+    if hardware not in files("hardware"):
+        return {}
+    known = load_hardware(hardware)
+    rate = known.peak_flops_per_s.get(precision)
+    return {"peak_flops_per_s": rate, "peak_source": known.source} if rate else {}

@@ -8,7 +8,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from ultrabench.analysis.measured import MeasuredRun
-from ultrabench.analysis.predict.cases import Case, healthy, timed
+from ultrabench.analysis.predict.cases import Case, healthy_timed
 from ultrabench.analysis.predict.fit import fit_time, intervals, left_out_errors
 from ultrabench.analysis.predict.fit_memory import fit_memory, memory_errors, memory_left_out, usable
 from ultrabench.errors import ConfigError, counted
@@ -46,7 +46,7 @@ def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> 
     Raises:
         ConfigError: there are fewer than 5 healthy runs with a step time.
     """
-    known = [case for case, good in zip(given, healthy(given), strict=True) if good and timed([case])]
+    known = healthy_timed(given)
     if len(known) < MIN_RUNS:
         has = f"{counted(len(known), 'healthy run')} with a step time"
         raise ConfigError(f"{has}; a fit needs at least {MIN_RUNS}: measure more layouts, or name more files")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from statistics import median
 
 from ultrabench.analysis.measured import MeasuredRun
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.result import Status
 from ultrabench.sweep.config.compose import files, read_yaml
-from ultrabench.sweep.config.load import read_hardware, usual_profile
+from ultrabench.sweep.config.load import load_hardware, usual_profile
 from ultrabench.sweep.predict.network import Network, network
 from ultrabench.sweep.predict.profile import regime
 from ultrabench.sweep.predict.step_time import predict_step_time
@@ -22,7 +22,7 @@ INTRA_NODE = 300e9
 OF_MEDIAN = 0.7
 """Share of the median bandwidth of the same number of nodes below which a job's links are ill."""
 OTHER = "other "
-"""Begin of a doubt about the sizes of a row, which says nothing against what the row measured."""
+"""How a doubt begins that is about the sizes of a row only, not about what the row measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,34 +54,27 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
         ConfigError: no configuration describes the hardware of a run.
     """
     found, left_out = list[Case](), Counter[str]()
-    known = {name: _hardware(name) for name in {run.hardware for run in runs}}
+    known = {name: load_hardware(str(name)) for name in {run.hardware for run in runs}}
     for run in runs:
         if run.status not in (Status.OK, Status.OOM):
             left_out[f"status {run.status}"] += 1
         elif not run.is_final:
             left_out["not final"] += 1
         else:
-            hardware, spec = known[run.hardware], run.spec
-            peak = (
-                run.peak_flops_per_s or hardware.peak(spec.kernel.precision, spec.nodes, None, 1).flops_per_s
-            )
-            reduce, gather = run.allreduce_busbw_bytes_per_s, run.allgather_busbw_bytes_per_s
-            links = network(hardware, spec.nodes, reduce, gather)
-            found.append(
-                Case(
-                    run=run,
-                    hardware=hardware,
-                    peak=Peak(flops_per_s=peak, source="row"),
-                    links=links,
-                    regime=regime(spec, links),
-                )
-            )
+            found.append(_case(run, known[run.hardware]))
     return found, left_out
 
 
-def timed(given: Sequence[Case]) -> list[Case]:
-    """The cases with a step time."""
-    return [case for case in given if case.run.status == Status.OK and case.run.step_time_s]
+def _case(run: MeasuredRun, hardware: Hardware) -> Case:
+    spec, rate = run.spec, run.peak_flops_per_s
+    peak = (
+        Peak(flops_per_s=rate, source="row")
+        if rate
+        else hardware.peak(spec.kernel.precision, spec.nodes, None, 1)
+    )
+    reduce, gather = run.allreduce_busbw_bytes_per_s, run.allgather_busbw_bytes_per_s
+    links = network(hardware, spec.nodes, reduce, gather)
+    return Case(run=run, hardware=hardware, peak=peak, links=links, regime=regime(spec, links))
 
 
 def healthy(given: Sequence[Case]) -> list[bool]:
@@ -100,6 +93,12 @@ def healthy(given: Sequence[Case]) -> list[bool]:
     return [_comparable(case.run) and _healthy(case, usual.get(_kind(case), 0.0)) for case in given]
 
 
+def healthy_timed(given: Sequence[Case]) -> list[Case]:
+    """The healthy cases of runs that ended ok with a step time, which predictions of the step time are fitted to."""
+    timed = (case.run.status == Status.OK and case.run.step_time_s for case in given)
+    return [case for case, good, time_s in zip(given, healthy(given), timed, strict=True) if good and time_s]
+
+
 def _comparable(run: MeasuredRun) -> bool:
     return all(reason.startswith(OTHER) for reason in (run.suspect or OTHER).split("; "))
 
@@ -112,14 +111,6 @@ def _healthy(case: Case, usual: float) -> bool:
 
 def _kind(case: Case) -> tuple[str, int, bool]:
     return case.hardware.name, case.run.spec.nodes, case.links.slow
-
-
-def _hardware(name: str | None) -> Hardware:
-    known = files("hardware")
-    if name not in known:
-        advice = "give its rates in ./ultrabench/hardware/NAME.yaml"
-        raise ConfigError(f"{unknown_name('hardware of a row', name, known)}; {advice}")
-    return read_hardware(read_yaml(known[name]) | {"name": name})
 
 
 def default_profile(given: Sequence[Case]) -> str:

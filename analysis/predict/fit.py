@@ -14,23 +14,18 @@ from ultrabench.sweep.predict.time_constants import TimeConstants
 
 T = TypeVar("T")
 
-KNOWN = frozenset(
-    {
-        "gradient_bytes",
-        "zero_crossings",
-        "tp_calls",
-        "tp_recompute_calls",
-        "dp_bucket_bytes",
-        "hbm_efficiency",
-    }
-)
+KNOWN = frozenset({
+    "gradient_bytes", "zero_crossings", "tp_calls", "tp_recompute_calls", "dp_bucket_bytes", "hbm_efficiency",
+})  # fmt: skip
 """Constants that no fit changes: the code of a framework tells them, or they only scale others."""
 FEW_RUNS = 15
+"""Number of runs below which the fit keeps closer to the constants before."""
 RIDGE = {True: 0.15, False: 0.3}
 """Whether there are fewer runs than FEW_RUNS -> standard deviation of log(constant / prior)."""
 ERROR_SCALE = 0.1
 """Error of a prediction, as a logarithm, from which a run pulls the fit less than in proportion."""
 FOLDS = 5
+"""Number of fits of a check, each without another fifth of the runs."""
 SHRINK = 30
 """Number of runs of a regime at which its quantiles count as much as those of all runs together."""
 

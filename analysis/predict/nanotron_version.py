@@ -1,6 +1,10 @@
 """Which version of nanotron and its environment made a run of the Ultra-Scale Playbook."""
 
+from dataclasses import replace
+
 from ultrabench.analysis.measured import MeasuredRun
+from ultrabench.sweep.predict.memory import MemoryConstants
+from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
 
 GATHERS_KEPT = ((0, 14_017_000), (14_102_400, 14_103_000))
 """Job ids of runs without a pipeline that kept gathered tokens."""
@@ -20,3 +24,10 @@ def nanotron_version(run: MeasuredRun) -> str:
     if pipeline:
         return "run-ahead" if RUN_AHEAD[0] < job < RUN_AHEAD[1] else "latest"
     return "old" if any(low <= job < high for low, high in GATHERS_KEPT) else "latest"
+
+
+def of_version(constants: MemoryConstants, run: MeasuredRun) -> MemoryConstants:
+    """The constants of nanotron's memory for the version that made a run; those of other programs as they are."""
+    if not isinstance(constants, NanotronMemory):
+        return constants
+    return replace(constants, version=nanotron_version(run))

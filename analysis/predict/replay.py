@@ -3,17 +3,16 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ultrabench.analysis.predict.cases import Case
-from ultrabench.analysis.predict.nanotron_version import nanotron_version
+from ultrabench.analysis.predict.nanotron_version import of_version
 from ultrabench.layout import Layout, dominates
 from ultrabench.result import Status
 from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.plan import CellKey
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
-from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
 from ultrabench.sweep.predict.predict import Prediction
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import Tried, propose
@@ -154,9 +153,7 @@ def cells_of(cases: Sequence[Case], profile: Profile) -> dict[CellKey, list[Repl
 
 def _run(case: Case, profile: Profile) -> ReplayedRun:
     spec, limit = case.run.spec, case.hardware.mem_bytes
-    constants = memory_constants(profile.framework, profile.memory)
-    if isinstance(constants, NanotronMemory):
-        constants = replace(constants, version=nanotron_version(case.run))
+    constants = of_version(memory_constants(profile.framework, profile.memory), case.run)
     stages = predict_memory(spec, constants)
     peak, time_s = max(stage.peak_bytes for stage in stages), case.predict_s(profile.time)
     low, high = profile.quantiles(case.regime)
@@ -190,23 +187,11 @@ def replay(cells: Mapping[CellKey, Sequence[ReplayedRun]], strategy: str, batch:
     for (model, nodes), cell in done:
         best_s = min(run.step_time_s for run in cell.runs if run.step_time_s)
         regret = cell.best_s / best_s - 1 if cell.best_s < math.inf else None
-        share = cell.gpu_s / cell.total_gpu_s
-        told: dict[str, Any] = {
-            "model": model,
-            "nodes": nodes,
-            "layouts": len(cell.runs),
-            "runs": len(cell.made),
-        }
-        rows.append({**told, "gpu_hours_share": share, "regret": regret})
+        counts = {"model": model, "nodes": nodes, "layouts": len(cell.runs), "runs": len(cell.made)}
+        rows.append({**counts, "gpu_hours_share": cell.gpu_s / cell.total_gpu_s, "regret": regret})
     spent, total = (sum(getattr(c, name) for _, c in done) for name in ("gpu_s", "total_gpu_s"))
-    runs = sum(row["runs"] for row in rows)
-    return {
-        "strategy": strategy,
-        "batch": batch,
-        "gpu_hours_share": spent / total,
-        "runs": runs,
-        "cells": rows,
-    }
+    whole = {"gpu_hours_share": spent / total, "runs": sum(row["runs"] for row in rows)}
+    return {"strategy": strategy, "batch": batch, **whole, "cells": rows}
 
 
 def _replayed(

@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from ultrabench.analysis.predict.cases import Case, healthy, timed
+from ultrabench.analysis.predict.cases import Case, healthy, healthy_timed
 from ultrabench.analysis.predict.fit import fit_time, intervals
-from ultrabench.analysis.predict.nanotron_version import nanotron_version
+from ultrabench.analysis.predict.nanotron_version import of_version
 from ultrabench.layout import AXES
 from ultrabench.result import Status
 from ultrabench.sweep.predict.memory import MemoryConstants, memory_constants, p_oom, predict_memory
-from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
 from ultrabench.sweep.predict.profile import Profile, Quantiles
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
@@ -46,7 +44,7 @@ def without_own_group(given: Sequence[Case], prior: TimeConstants, by: str) -> d
     The intervals come from the errors of those runs, each with the constants that were fitted without its group.
     """
     group = GROUPS[by]
-    known = [case for case, good in zip(given, healthy(given), strict=True) if good and timed([case])]
+    known = healthy_timed(given)
     groups = sorted({group(case) for case in given}, key=str)
     constants = {own: fit_time([case for case in known if group(case) != own], prior) for own in groups}
     errors = [(case, case.log_error(constants[group(case)])) for case in known]
@@ -94,8 +92,7 @@ def _memory(case: Case, constants: MemoryConstants | None) -> dict[str, float | 
     """The columns about memory; that of rank 0 is compared where the row has no other."""
     if constants is None:
         return dict.fromkeys(("predicted_peak_mem_bytes", "allocated_share", "p_oom"))
-    if isinstance(constants, NanotronMemory):
-        constants = replace(constants, version=nanotron_version(case.run))
+    constants = of_version(constants, case.run)
     stages, size = predict_memory(case.run.spec, constants), case.hardware.mem_bytes
     peaks = [min(stage.peak_bytes, HELD * size) for stage in stages]
     return {

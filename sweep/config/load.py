@@ -165,7 +165,7 @@ def profile_of(tree: Mapping[str, Any], device: str) -> Profile:
         with contextlib.suppress(ConfigError):
             return from_dict(Profile, given, where="profile", skip_unknown=True)
         given = given.get("name")
-    if given is None or isinstance(given, bool):  # a truth value meant in older versions what trace means
+    if given is None:
         given = usual_profile(str(tree["kernel"].get("profile") or "ultrabench"), device)
     return load_profile(str(given))
 
@@ -199,6 +199,19 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
             raise ConfigError(f"{same[1]}: {same[0]} has rates of gpu={values['gpu']}, too; rename one")
         values = rated[same[0]] | {k: v for k, v in values.items() if v is not None}
     return from_dict(Hardware, values, where="hardware")
+
+
+def load_hardware(name: str) -> Hardware:
+    """The hardware of that name on the search path.
+
+    Raises:
+        ConfigError: there is no such hardware, or a value of its file cannot be used.
+    """
+    known = files("hardware")
+    if name not in known:
+        advice = "give its rates in ./ultrabench/hardware/NAME.yaml"
+        raise ConfigError(f"{unknown_name('hardware', name, known)}; {advice}")
+    return read_hardware({"name": name, **read_yaml(known[name])})
 
 
 def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:

@@ -117,6 +117,7 @@ OUTSIDE = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST, Status.CAN
 Attempts = Annotated[int, between(0, 100)]
 """Number of further attempts that the configuration may allow."""
 FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}
+"""The statuses of attempts that failed, which can be tried again."""
 ATTEMPTS = (*sorted(FAILURES), "suspect")
 """Keys of retry.attempts: the statuses of failures, and `suspect` for an ok run whose number is in doubt."""
 

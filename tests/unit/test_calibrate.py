@@ -143,7 +143,7 @@ def test_what_no_prediction_can_be_compared_with_is_counted():
     assert not cells_of(given[2:], BASE)  # nothing in doubt is replayed
     assert cells_of(given[:1], BASE)
     assert default_profile(given) == "ultrabench"
-    with pytest.raises(ConfigError, match="unknown hardware of a row 'h101x8'; did you mean h100x8"):
+    with pytest.raises(ConfigError, match="unknown hardware 'h101x8'; did you mean h100x8"):
         cases([run_of(spec, 1.0, hardware="h101x8")])
     other = spec_of(Layout(dp=8), "1B")
     other = replace(other, kernel=replace(other.kernel, name="nemo", kind="command", command=("nemo",)))

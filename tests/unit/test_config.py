@@ -133,7 +133,6 @@ def test_the_profile_is_that_of_the_kernel_or_the_named_one_and_stands_in_the_re
     )
     del frozen["profile"]["time"]["rest_s"]
     assert config_from_tree(frozen).profile == config.profile, "constants of another version are read again"
-    assert config_from_tree(frozen | {"profile": False}).profile.name == "ultrabench"
 
 
 def test_a_resolved_configuration_is_the_configuration():

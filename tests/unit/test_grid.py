@@ -310,7 +310,7 @@ def test_the_plan_table_has_a_row_for_every_candidate(playbook):
     assert all(r["gbs"] == r["dp"] * r["mbs"] * r["gas"] for r in rows)
 
 
-def test_the_runs_of_a_plan_table_have_its_predictions_and_old_plans_are_taken_as_certain():
+def test_the_runs_of_a_plan_table_have_its_predictions():
     plan = make_plan(config := load_config([]))
     sweep = SweepJson(
         sweep="s", cluster=None, hardware=config.hardware, kernel=config.kernel, kernel_digest="",
@@ -318,13 +318,6 @@ def test_the_runs_of_a_plan_table_have_its_predictions_and_old_plans_are_taken_a
     )  # fmt: skip
     rows = plan_table(plan.candidates).to_pylist()
     assert [c.prediction for c in runs_of(sweep, rows, SweepState())] == [c.prediction for c in plan.runs]
-    old = [
-        {k: v for k, v in r.items() if not k.endswith(("low_s", "high_s"))} | {"p_oom": None} for r in rows
-    ]
-    for run in runs_of(sweep, old, SweepState()):
-        told = run.prediction
-        assert told.step_time_low_s == told.step_time_s == told.step_time_high_s
-        assert told.p_oom == float(told.memory_share > 1)
 
 
 def test_a_grid_of_millions_is_refused_with_its_size_before_it_is_enumerated():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ultrabench.cli.options import RESULTS, Json, ResultsDir
-from ultrabench.cli.results import write_result
+from ultrabench.cli.results import draw, write_result
 from ultrabench.errors import counted
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ def _write(found: "Comparison", path: Path, title: str, threshold: float, names:
         write_result(path, parquet(pa.Table.from_pandas(found.rows, preserve_index=False)))
         return
     from ultrabench.analysis.figures.compared import figure
-    from ultrabench.analysis.figures.picture import render
 
-    write_result(path, render(lambda: figure(found, title=title, threshold=threshold, names=names), path))
+    draw(path, lambda: figure(found, title=title, threshold=threshold, names=names))
 
 
 def _print(found: "Comparison", title: str, threshold: float, names: tuple[str, str]) -> None:

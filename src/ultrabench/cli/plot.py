@@ -7,7 +7,7 @@ import typer
 
 from ultrabench.analysis.figures.kinds import KINDS
 from ultrabench.cli.options import RESULTS, ResultsDir
-from ultrabench.cli.results import Output, write_result
+from ultrabench.cli.results import Output, draw
 from ultrabench.errors import ConfigError, counted, require_known
 
 Kind = Annotated[str | None, typer.Argument(metavar="KIND", help="What to draw; --list shows the kinds.")]
@@ -39,7 +39,6 @@ def plot(
         return
     require_known("figure", KINDS, kind)
     from ultrabench.analysis.collect import open_results
-    from ultrabench.analysis.figures.picture import render
 
     source, settings = _split(words or [])
     if KINDS[kind].of_layout:
@@ -50,7 +49,7 @@ def plot(
         table, options = rows_where(table, settings), {}
     path = output or default.with_name(f"{kind}.png")
     drawn, make = prepared(kind, table, title=name, axis=axis, **options)
-    write_result(path, render(make, path))
+    draw(path, make)
     runs = runs_drawn(kind, drawn)
     say(f"drew {path}" if runs is None else f"drew {counted(runs, 'run')} to {path}")
 

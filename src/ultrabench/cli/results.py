@@ -1,13 +1,18 @@
 """The commands `ultrabench collect` and `heatmap`, which make the table and the best layouts of results."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ultrabench.cli.options import RESULTS, Json, RankBy, ResultsDir, Source
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.store.folder import find_sweep, write_whole
+
+if TYPE_CHECKING:  # for other commands these would be slow imports
+    from collections.abc import Callable
+
+    from matplotlib.figure import Figure
 
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write.")]
 Sweeps = Annotated[
@@ -59,21 +64,27 @@ def heatmap(
     if json_ and output is None:
         return
     from ultrabench.analysis.figures.heatmap import figure
-    from ultrabench.analysis.figures.picture import render
 
-    path = output or default
     by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
     note = "".join(f"Ranked by {column}. " for column in by[:1]) + notes(table, include_suspects)
-    write_result(path, render(lambda: figure(cells, title=name, notes=note, compared_with=label), path))
+    path = output or default
+    draw(path, lambda: figure(cells, title=name, notes=note, compared_with=label))
     close = sum(bool(cell.as_good_as_best) for cell in cells)
     tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {path}{tied if close else ''}")
 
 
 def require_parquet(path: Path) -> None:
-    """Raises ConfigError when the name of a result table to write does not end in .parquet."""
+    """Raises ConfigError when the name of a table to write does not end in .parquet."""
     if path.suffix != ".parquet":
-        raise ConfigError(f"-o {path}; results are written as parquet: name a file that ends in .parquet")
+        raise ConfigError(f"-o {path}; tables are written as parquet: name a file that ends in .parquet")
+
+
+def draw(path: Path, make: "Callable[[], Figure]") -> None:
+    """Writes the figure that `make` draws; the suffix of `path` gives the format."""
+    from ultrabench.analysis.figures.picture import render
+
+    write_result(path, render(make, path))
 
 
 def write_result(path: Path, data: bytes) -> None:

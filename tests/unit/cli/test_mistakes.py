@@ -105,7 +105,7 @@ MISTAKES = [
 ]  # fmt: skip
 """A command, and a part of the one line that refuses it."""
 WITH_A_SWEEP = [
-    ("collect -o a.csv", "results are written as parquet: name a file that ends in .parquet"),
+    ("collect -o a.csv", "tables are written as parquet: name a file that ends in .parquet"),
     ("sweep status quik-cpu", "unknown sweep 'quik-cpu'; did you mean quick-cpu?"),
     ("sweep status --results-dir other", "no sweep in other/"),
     ("sweep retry --only crsh", "unknown status to retry 'crsh'; did you mean crash?"),

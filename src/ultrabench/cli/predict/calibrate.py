@@ -12,10 +12,19 @@ from ultrabench.cli.results import write_result
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.sweep.config.load import load_profile
+from ultrabench.sweep.predict.profile import Profile
 
 
-def open_cases(sources: Sequence[str | None], results_dir: Path) -> list[Case]:
-    """The runs of sweeps and files that predictions can be compared with; the others are counted on stderr."""
+def open_cases(
+    sources: Sequence[str | None], profile: str | None, results_dir: Path
+) -> tuple[list[Case], Profile]:
+    """The runs of sweeps and files that predictions can be compared with, and the profile of these predictions.
+
+    The other runs are counted on stderr.
+
+    Args:
+        profile: its name; None means that of the program which the runs used.
+    """
     runs, left_out = [], 0
     for source in sources:
         found, unusable = measured_runs(open_results(source, results_dir, warn)[2])
@@ -28,7 +37,7 @@ def open_cases(sources: Sequence[str | None], results_dir: Path) -> list[Case]:
     say(f"{counted(len(given), 'run')}; left out: {told or 'none'}")
     if left_out:
         say(f"{counted(left_out, 'row')} lack sizes of their model, batch or layout")
-    return given
+    return given, load_profile(profile or default_profile(given))
 
 
 def run_calibrate(
@@ -37,8 +46,7 @@ def run_calibrate(
     """Fits a profile, writes its file and prints the errors on runs left out of the fit."""
     if output.suffix != ".yaml":
         raise ConfigError(f"{output} is no name of a profile; end it in .yaml")
-    given = open_cases(sources, results_dir)
-    base = load_profile(profile or default_profile(given))
+    given, base = open_cases(sources, profile, results_dir)
     found = calibrate(given, base, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_result(output, to_yaml(found.profile, base).encode())
@@ -55,9 +63,6 @@ def run_calibrate(
     ]
     title = f"error on runs left out of the fit ({counted(found.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
-    what = (
-        "fitted constants"
-        if found.kept
-        else f"the constants of {base.name}, since fitted ones are no better,"
-    )
+    before = f"the constants of {base.name}, since fitted ones are no better,"
+    what = "fitted constants" if found.kept else before
     say(f"wrote {what} to {output}; sweeps use it with profile={output.stem}")

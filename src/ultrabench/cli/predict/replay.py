@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-from ultrabench.analysis.predict.cases import default_profile
 from ultrabench.analysis.predict.replay import STRATEGIES, cells_of, replay
 from ultrabench.cli.predict.calibrate import open_cases
-from ultrabench.cli.results import write_result
+from ultrabench.cli.results import draw
 from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ConfigError, require_known
-from ultrabench.sweep.config.load import load_profile
 
 
 def run_replay(
@@ -22,21 +20,17 @@ def run_replay(
 ) -> None:
     """Replays a finished sweep with a strategy, and prints its hours and regret by cell."""
     require_known("strategy", STRATEGIES, strategy)
-    given = open_cases([source], results_dir)
-    used = load_profile(profile or default_profile(given))
+    given, used = open_cases([source], profile, results_dir)
     if not used.memory:
         raise ConfigError(f"profile {used.name} has no constants of memory; name another with --profile")
     cells = cells_of(given, used)
     if not cells:
-        raise ConfigError(
-            f"no cell of {source or 'the sweep'} has a layout that worked; replay a finished sweep"
-        )
+        raise ConfigError(f"no layout of {source or 'the sweep'} worked; replay a finished sweep")
     found = replay(cells, strategy, batch)
     if output is not None:
-        from ultrabench.analysis.figures.picture import render
         from ultrabench.analysis.figures.replayed import figure
 
-        write_result(output, render(lambda: figure(found, str(source or "sweep")), output))
+        draw(output, lambda: figure(found, str(source or "sweep")))
     if json_:
         print_json(found)
         return

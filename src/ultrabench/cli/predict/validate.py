@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.analysis.collect import parquet
-from ultrabench.analysis.predict.cases import default_profile
 from ultrabench.analysis.predict.validate import GROUPS, metrics, table, without_own_group
 from ultrabench.cli.predict.calibrate import open_cases
-from ultrabench.cli.results import require_parquet, write_result
+from ultrabench.cli.results import draw, require_parquet, write_result
 from ultrabench.cli.tables import print_json, say, show
 from ultrabench.cli.tables import table as rich_table
 from ultrabench.errors import require_known
@@ -28,8 +27,7 @@ def run_validate(
         require_parquet(rows)
     if leave_out is not None:
         require_known("group for --leave-out", GROUPS, leave_out)
-    given = open_cases([source], results_dir)
-    used = load_profile(profile or default_profile(given))
+    given, used = open_cases([source], profile, results_dir)
     if leave_out is None:
         found = table(given, used, lambda case: (used.time, used.interval))
     else:
@@ -43,10 +41,9 @@ def run_validate(
 
         write_result(rows, parquet(pa.Table.from_pandas(found, preserve_index=False)))
     if output is not None:
-        from ultrabench.analysis.figures.picture import render
         from ultrabench.analysis.figures.predicted import validated
 
-        write_result(output, render(lambda: validated(found, used.name), output))
+        draw(output, lambda: validated(found, used.name))
     if json_:
         print_json(measured)
         return

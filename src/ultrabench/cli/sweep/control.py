@@ -21,14 +21,12 @@ from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree
+from ultrabench.sweep.config.sweep_config import FAILURES
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.running.outliers import with_loss_outliers
 from ultrabench.sweep.running.progress import progress
 from ultrabench.sweep.running.retry import decide_retry, excluded
-
-FAILED = {s.value for s in Status} - {Status.OK, Status.SKIPPED, Status.REJECTED}
-"""The statuses that can be retried."""
 
 
 def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: bool, as_json: bool) -> int:
@@ -55,8 +53,8 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
 
 def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
     """The failed final attempts that were asked for; confirmed OOMs only if `only` or `run` names them."""
-    wanted = {name.strip() for name in only.split(",")} if only else FAILED
-    require_known("status to retry", FAILED, *sorted(wanted))
+    wanted = {name.strip() for name in only.split(",")} if only else FAILURES
+    require_known("status to retry", FAILURES, *sorted(wanted))
     planned = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
     if run is not None and not any(run_id.startswith(run) for run_id in planned):
         raise ConfigError(f"no run of {folder.name} has an id that begins with {run!r}; see sweep status")
