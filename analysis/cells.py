@@ -89,7 +89,7 @@ class Cell:
 
 
 MAY_DIFFER = ("hardware", "kernel", "precision")
-"""Columns in which two tables that are compared may differ, which is told."""
+"""Columns in which the best of two cells are compared although they differ; the figure says so."""
 
 
 def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:

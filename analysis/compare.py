@@ -27,7 +27,7 @@ from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
 Runs = Sequence[Sequence[float]]
 """The step times in seconds of each run of one layout."""
 _Key = tuple[Any, ...]
-"""Values that tell model, batch and layout of a row, in the order of `_names`."""
+"""Model, batch and layout of a row: its values in the columns of `_names`."""
 
 ALPHA = 0.05
 """Share of the findings that may be false: corrected p-values up to this are significant."""
@@ -79,10 +79,9 @@ class Comparison:
         untestable = int((~(both["p_least"] <= ALPHA)).sum())
         if 2 * untestable <= len(both):
             return None
-        told = (
-            f"{untestable:,} of {counted(len(both), 'layout')} have too few measured steps to be significant"
-        )
-        return f"{told}, however much they differ; any of them may be slower: measure more steps"
+        told = f"{untestable:,} of {counted(len(both), 'layout')} have too few measured steps"
+        rest = "to be significant, however much they differ; any of them may be slower: measure more steps"
+        return f"{told} {rest}"
 
     @property
     def median_ratio(self) -> float | None:
@@ -200,12 +199,10 @@ def _between_runs(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[float, int, str]:
     ratios = np.log([_step_time(b) / _step_time(a) for a, b in pairs])
     freedom = (len(ratios) - 1) // 3
     if freedom >= LEAST_FREEDOM:
+        # 1.4826 median absolute deviations are the standard deviation of a normal distribution.
         spread = 1.4826 * float(np.median(abs(ratios - np.median(ratios)))) / sqrt(2)
-        return (
-            spread,
-            freedom,
-            f"{few}: chance is what the ratios of most layouts differ by, {percent(spread)}.",
-        )
+        told = f"{few}: chance is what the ratios of most layouts differ by, {percent(spread)}."
+        return spread, freedom, told
     return 0.0, 0, f"{few}, and too few layouts were measured: chance between runs is not in the test."
 
 
@@ -217,19 +214,8 @@ def _step_time(runs: Runs) -> float:
 def _tried(table: pa.Table) -> list[Row]:
     """The final rows of runs that train a model and were tried, in an order that their content gives."""
     run = pc.field("status").is_valid() & ~pc.field("status").isin(["rejected", "skipped"])
-    names = (
-        "run_id",
-        "sweep",
-        "repeat",
-        "status",
-        "suspect",
-        "stopped",
-        "step_times_s",
-        "step_time_s",
-        "seq_len",
-        "gbs",
-    )
-    wanted = dict.fromkeys((*names, *MODEL, "nodes", *AXES, *MAY_DIFFER))
+    ends = ("run_id", "sweep", "repeat", "status", "suspect", "stopped", "step_times_s", "step_time_s")
+    wanted = dict.fromkeys((*ends, "seq_len", "gbs", *MODEL, "nodes", *AXES, *MAY_DIFFER))
     rows: list[Row] = final_runs(table).filter(run).select([*wanted]).to_pylist()
     return sorted(rows, key=lambda row: (row["run_id"], str(row["sweep"]), row["repeat"] or 0, str(row)))
 
@@ -346,13 +332,11 @@ def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> list[str]:
     """Sentences about what was compared and what was left out."""
     both = rows["ratio"].notna()
     untested = int((both & rows["p_value"].isna()).sum())
-    told = [
-        f"{counted(len(rows), 'layout')} tried in both, {int(both.sum()):,} of them have a step time in both."
-    ]
+    tried_in_both = f"{counted(len(rows), 'layout')} tried in both"
+    told = [f"{tried_in_both}, {int(both.sum()):,} of them have a step time in both."]
     if stopped := int((both & rows["stopped"]).sum()):
-        told.append(
-            f"{stopped:,} of them were stopped early in A or in B, as slower than the best of their cell."
-        )
+        early = "were stopped early in A or in B, as slower than the best of their cell."
+        told.append(f"{stopped:,} of them {early}")
     if short := int((both & (rows["p_least"] > ALPHA)).sum()):
         least = rows.loc[both & (rows["p_least"] > ALPHA), "p_least"].min()
         too_few = "because a side has too few steps"

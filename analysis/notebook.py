@@ -5,6 +5,7 @@ A DataFrame may have been filtered and sorted, and may lack columns; a column th
 
 import warnings
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import Cell, notes
 from ultrabench.analysis.collect import conform, open_results
+from ultrabench.analysis.figures import heatmap
 from ultrabench.analysis.figures.kinds import KINDS, prepared
 from ultrabench.analysis.figures.picture import styled
 from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
@@ -81,14 +83,11 @@ def plot(kind: str, rows: pd.DataFrame | None = None, *, title: str | None = Non
     name = title or ("" if rows is None else str(rows.attrs.get("name", "results")))
     if kind != "heatmap" or table is None:
         _, make = prepared(kind, table, title=name, **options)
-        with styled():
-            return make()
-    from ultrabench.analysis.figures.heatmap import figure
-
+    else:
+        note = notes(table, bool(options.get("include_suspects")))
+        make = partial(heatmap.figure, rank(table, **options), title=name, notes=note)
     with styled():
-        return figure(
-            rank(table, **options), title=name, notes=notes(table, bool(options.get("include_suspects")))
-        )
+        return make()
 
 
 def table_of(rows: pd.DataFrame) -> pa.Table:

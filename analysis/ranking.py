@@ -23,6 +23,7 @@ End = tuple[str, bool]
 _TIERS = {"ok": 0, None: 2, "skipped": 3}
 """Status -> place after the best runs; runs that failed or ran out of memory have 1."""
 _SUSPECT = 0.5
+"""Place of an ok run whose number is in doubt: after the other ok runs, before those that failed."""
 
 
 def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
@@ -45,16 +46,16 @@ def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
 
 def _part(status: str | None, rows: Sequence[Row], alone: bool) -> str:
     """The text for one status, such as `all 12 oom`, `3 crash: <first reason>` or `2 ok but suspect: ...`."""
-    number = len({row["run_id"] for row in rows})
+    runs = len({row["run_id"] for row in rows})
     if status is None:
-        return f"pending {number}"
-    count = f"all {number}" if alone and number > 1 else str(number)
+        return f"pending {runs}"
+    number = f"all {runs}" if alone and runs > 1 else str(runs)
     if status == "ok":
-        return f"{count} ok {_unranked(rows)}"
+        return f"{number} ok {_unranked(rows)}"
     reason = next((row["reason"] for row in rows if row["reason"]), None)
     if reason is None or status == "oom":  # the name of the status says enough
-        return f"{count} {status}"
-    return f"{count} {status}: {reason}"
+        return f"{number} {status}"
+    return f"{number} {status}: {reason}"
 
 
 def _unranked(rows: Sequence[Row]) -> str:
@@ -88,39 +89,26 @@ _TABLE = ("source", "model", "hardware", "kernel", "precision", "seq_len")
 """Columns that are equal in imported rows whose doubts do not put them into another cell or panel."""
 _RUN = ["cell", "run_id"]
 _ORDER = (
-    "run_id",
-    "repeat",
-    "attempt",
-    "sweep",
-    "status",
-    "tokens_per_s_per_gpu",
-    "suspect",
-    "rule",
-    "reason",
-    "source",
-)
+    "run_id", "repeat", "attempt", "sweep", "status", "tokens_per_s_per_gpu", "suspect", "rule", "reason", "source",
+)  # fmt: skip
 """Columns that rows are sorted by first, so that their order in the files makes no difference."""
 _WINNER = (
-    "mfu",
-    "flops_formula",
-    "source_mfu",
-    "tokens_per_s_per_gpu",
-    "peak_mem_reserved_bytes",
-    "peak_mem_reserved_rank0_bytes",
-    "peak_source",
-    "step_time_ci95_rel",
-    "ci_reached",
-)
+    "mfu", "flops_formula", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes",
+    "peak_mem_reserved_rank0_bytes", "peak_source", "step_time_ci95_rel", "ci_reached",
+)  # fmt: skip
+"""Columns that a cell has from its best run."""
 _OTHERS = (
     "run_id", "status", "rule", "reason", "suspect", "stopped", "sweep", "allocation",
     "control", "control_ratio", "repeat", "attempt", "source", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes",
 )  # fmt: skip
+"""Further columns that rankings need."""
 
 LOWER_IS_BETTER = frozenset({
     "step_time_s", "step_time_ci95_rel", "init_time_s", "duration_s", "gpu_hours", "loss_final",
     "peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes",
     "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
 })  # fmt: skip
+"""Columns in which the best run has the smallest value."""
 _AS_SURE_AS_STEP_TIME = frozenset({
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "hfu", "source_mfu",
     "model_flops_per_s_per_gpu", "control_ratio",
@@ -145,18 +133,13 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     varied = tuple(name for name in AXES if several[name])
     ends = _ends(final, frame)
     # A row without doubt says what its cell is called; it is the first after a stable sort.
-    usual = (
-        frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
-        .drop_duplicates("cell")
-        .sort_values("cell")
-    )
+    trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
+    usual = trusted_first.drop_duplicates("cell").sort_values("cell")
     heads = final.take(usual.index.to_numpy()).to_pylist()
     cells = []
     for head, (n, held) in zip(heads, frame.groupby("cell"), strict=True):
-        shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)} | _counts(
-            ends[n].values()
-        )
-        shared |= {"shown_column": shown, "varied_axes": varied}
+        shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)}
+        shared |= {"shown_column": shown, "varied_axes": varied, **_counts(ends[n].values())}
         cells.append(_cell(final, held, winners.get(n), shared, ends[n]))
     return cells
 
@@ -191,11 +174,8 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
     runs = runs.sort_values(["cell", "tier", "goodness", "run_id"], ascending=[True, True, False, True])
     marks = runs[["ranked_by", "best", "as_good_as_best"]].to_dict("records")
     ends = _ends(final, frame)
-    repeats = [
-        _repeats(ends[cell][run_id]) for cell, run_id in zip(runs["cell"], runs["run_id"], strict=True)
-    ]
-    held = zip(count(1), runs.index, marks, repeats, strict=False)
-    told = [{"rank": n, **rows[i], **mark, **numbers} for n, i, mark, numbers in held]
+    held = zip(count(1), runs.index, runs["cell"], runs["run_id"], marks, strict=False)
+    told = [{"rank": n, **rows[i], **mark, **_repeats(ends[cell][run])} for n, i, cell, run, mark in held]
     return [[told[n] for n in at] for at in runs.reset_index().groupby("cell").indices.values()]
 
 
@@ -241,9 +221,8 @@ def _final(table: pa.Table, rank_by: str) -> tuple[pa.Table, pd.DataFrame]:
     formulas = sorted({*final["flops_formula"].unique().to_pylist()} - {None})
     if len(formulas) > 1:
         mixed = f"MFU is by {' and '.join(formulas)} in these results, which makes it incomparable"
-        raise ConfigError(
-            f"{mixed}; launch the sweeps again with one measure.flops_formula, or show each alone"
-        )
+        todo = "launch the sweeps again with one measure.flops_formula, or show each alone"
+        raise ConfigError(f"{mixed}; {todo}")
     frame = final.to_pandas()
     in_order = _keys(frame).sort_values(_KEY, na_position="first")
     frame["cell"] = in_order.groupby(_KEY, dropna=False, sort=False).ngroup()
@@ -315,14 +294,10 @@ def _controlled(fit: pd.DataFrame) -> pd.Series:
 def _counts(ends: Collection[Sequence[End]]) -> Row:
     """The numbers of runs of a cell, from the ends of the repeats of each."""
     outcomes = Counter(best_outcome(status for status, _ in repeats) for repeats in ends)
-    oks = [[doubted for status, doubted in repeats if status == "ok"] for repeats in ends]
+    oks = [[suspect for status, suspect in repeats if status == "ok"] for repeats in ends]
     oom, failed = outcomes["oom"], len(ends) - outcomes["ok"] - outcomes["oom"]
-    return {
-        "num_runs": len(ends),
-        "num_oom": oom,
-        "num_failed": failed,
-        "num_in_doubt": sum(all(found) for found in oks if found),
-    }
+    doubted = sum(all(found) for found in oks if found)
+    return {"num_runs": len(ends), "num_oom": oom, "num_failed": failed, "num_in_doubt": doubted}
 
 
 def _cell(

@@ -48,9 +48,8 @@ def read_arguments(arguments: Sequence[str], options: Collection[str], example: 
         try:
             values[name] = value if name in TEXTS else int(value)
         except ValueError:
-            raise ConfigError(
-                f"{name}={value!r} is no whole number; a command takes one layout: {name}=2"
-            ) from None
+            given = f"{name}={value!r} is no whole number"
+            raise ConfigError(f"{given}; a command takes one layout: {name}=2") from None
     return values
 
 
@@ -73,19 +72,16 @@ def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[Run
     Raises:
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
-    given = {
-        **defaults,
-        **read_arguments(arguments, (*defaults, "precision"), "model=llama3-8b nodes=8 tp=8"),
-    }
+    words = read_arguments(arguments, (*defaults, "precision"), "model=llama3-8b nodes=8 tp=8")
+    given = {**defaults, **words}
     config = config_of(given)
     return run_of(given, config), config
 
 
 def config_of(given: Mapping[str, Any]) -> SweepConfig:
     """What the arguments of a run configure beside its layout: model, hardware, kernel, profile and precision."""
-    named = {
-        key: value for key, value in given.items() if key not in (*AXES, "nodes", "seq_len", "precision")
-    }
+    of_run = {*AXES, "nodes", "seq_len", "precision"}
+    named = {key: value for key, value in given.items() if key not in of_run}
     named["kernel.precision"] = given.get("precision")
     return load_config([f"{key}={value}" for key, value in named.items() if value is not None])
 
@@ -109,14 +105,8 @@ def run_of(given: Mapping[str, Any], config: SweepConfig) -> RunSpec:
         raise ConfigError(f"dp={dp} with tp*pp*cp={rest} needs {dp * rest} GPUs, not the {there}: {advice}")
     layout = layout_of({"dp": gpus // rest, "gas": max(1, pp)} | dict(given))
     workload = Workload(seq_len=given["seq_len"], gbs=layout.gbs)
-    spec = RunSpec(
-        shape=shape,
-        workload=workload,
-        layout=layout,
-        kernel=config.kernel,
-        nodes=nodes,
-        gpus_per_node=per_node,
-    )
+    place = {"nodes": nodes, "gpus_per_node": per_node}
+    spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=config.kernel, **place)
     require_possible(spec, hardware.device, hardware)
     return spec
 

@@ -1,5 +1,7 @@
-"""Enumerates the layouts of a sweep, all combinations of its axes that use all GPUs and the whole batch, and tells
-which of them cannot exist."""
+"""Enumerates the layouts of a sweep, and tells which of them cannot exist.
+
+They are all combinations of the values of its axes that use all GPUs and make up the whole batch.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -275,10 +277,8 @@ def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:
 
 def _values(axes: Mapping[str, Sequence[int]]) -> str:
     """The values of axes as a text such as `tp=3, pp in [1, 2]`."""
-    texts = {
-        name: f"={values[0]}" if len(values) == 1 else f" in {[*values]}" for name, values in axes.items()
-    }
-    return ", ".join(map("".join, texts.items()))
+    told = ((name, [*values]) for name, values in axes.items())
+    return ", ".join(f"{name}={v[0]}" if len(v) == 1 else f"{name} in {v}" for name, v in told)
 
 
 def without_candidates(

@@ -1,7 +1,7 @@
 """The plan of a sweep: every candidate, whether it runs, the reason if not, and the order of the runs."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -125,10 +125,7 @@ class Plan:
     @property
     def cells(self) -> dict[CellKey, list[Candidate]]:
         """CellKey -> its runs in the order of the plan."""
-        found: dict[CellKey, list[Candidate]] = {}
-        for run in self.runs:
-            found.setdefault(run.cell, []).append(run)
-        return found
+        return by_cell(self.runs)
 
     def summary(self) -> dict[str, Any]:
         """The document of `sweep plan --json`."""
@@ -140,7 +137,9 @@ class Plan:
             for shape in self.config.models
             for nodes in sorted(set(self.config.axes.nodes))
         ]
-        config, workload = self.config, self.config.workload
+        config, workload, per_node = self.config, self.config.workload, self.config.hardware.gpus_per_node
+        found = [(c.nodes, c.layout) for c in self.candidates]
+        none = without_candidates(config.axes, per_node, workload, found)
         return {
             "sweep": config.name,
             "hardware": config.hardware.name,
@@ -151,17 +150,17 @@ class Plan:
             **_counts(self.candidates),
             "rejected": dict(sorted(rejected.items())),
             "refused_by_kernel": dict(sorted(refused.items())),
-            "without_candidates": [
-                {"axis": axis, "value": value, "reason": reason}
-                for axis, value, reason in without_candidates(
-                    config.axes,
-                    config.hardware.gpus_per_node,
-                    workload,
-                    [(c.nodes, c.layout) for c in self.candidates],
-                )
-            ],
+            "without_candidates": [dict(zip(("axis", "value", "reason"), row, strict=True)) for row in none],
             "cells": cells,
         }
+
+
+def by_cell(candidates: Iterable[Candidate]) -> dict[CellKey, list[Candidate]]:
+    """CellKey -> its candidates among these, in their order."""
+    found: dict[CellKey, list[Candidate]] = {}
+    for candidate in candidates:
+        found.setdefault(candidate.cell, []).append(candidate)
+    return found
 
 
 def _counts(candidates: Sequence[Candidate]) -> dict[str, int]:

@@ -9,13 +9,11 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import PRUNED, Candidate, CellKey, Plan, make_plan
+from ultrabench.sweep.plan import PRUNED, Candidate, CellKey, Plan, by_cell, make_plan
 
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {"zero_stage": 3},
-    {"recompute": "full"},
-    {"zero_stage": 3, "recompute": "full"},
-)
+    {"zero_stage": 3}, {"recompute": "full"}, {"zero_stage": 3, "recompute": "full"},
+)  # fmt: skip
 """Axis -> the value that saves memory; the first of them that helps is named."""
 MOST_NODES = 1024
 """Largest number of nodes that is tried."""
@@ -45,18 +43,14 @@ def nothing_fits(plan: Plan, but: Collection[CellKey] = ()) -> Iterator[str]:
     Args:
         but: cells of which nothing has to be told.
     """
-    limit, cells = plan.config.hardware.mem_bytes / GIB, dict[CellKey, list[Candidate]]()
-    for candidate in plan.candidates:
-        if candidate.runs or candidate.rule == PRUNED:
-            cells.setdefault(candidate.cell, []).append(candidate)
+    limit = plan.config.hardware.mem_bytes / GIB
+    cells = by_cell(c for c in plan.candidates if c.runs or c.rule == PRUNED)
     for (model, nodes), found in sorted(cells.items()):
         if (model, nodes) not in but and not any(c.fits for c in found):
             smallest = min(found, key=lambda c: c.prediction.peak_mem_bytes)
-            told = (
-                f"nothing is predicted to fit into {limit:g} GiB; the smallest layout is {_layout(smallest)}"
-            )
+            told = f"{model} on {counted(nodes, 'node')}: nothing is predicted to fit into {limit:g} GiB"
             helps = " or ".join(remedies(plan.config, smallest.shape, nodes)) or "a smaller model"
-            yield f"{model} on {counted(nodes, 'node')}: {told}; what would fit: {helps}"
+            yield f"{told}; the smallest layout is {_layout(smallest)}; what would fit: {helps}"
 
 
 def remedies(config: SweepConfig, shape: ModelShape, nodes: int) -> Iterator[str]:

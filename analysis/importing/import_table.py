@@ -60,9 +60,8 @@ def import_csv(path: Path, given: TableMap) -> Imported:
     try:
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
     except (pa.ArrowException, OverflowError) as error:
-        raise ConfigError(
-            f"{path} holds a number that is too large: {error}; correct it or its unit"
-        ) from error
+        large = f"{path} holds a number that is too large: {error}"
+        raise ConfigError(f"{large}; correct it or its unit") from error
     return Imported(table=table, doubts=doubts, unused=unused)
 
 
@@ -121,7 +120,6 @@ def _number(source: Source, text: str, whole: bool) -> float | int:
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or (whole and source.unit is None and not number.is_integer()):
-        raise ConfigError(
-            f"{source.column}={text!r} is no {'whole ' * whole}number; mend it or leave it empty"
-        )
+        given = f"{source.column}={text!r} is no {'whole ' * whole}number"
+        raise ConfigError(f"{given}; mend it or leave it empty")
     return round(number) if whole else number

@@ -12,7 +12,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
-from ultrabench.sweep.plan import Candidate, CellKey, Plan
+from ultrabench.sweep.plan import Candidate, CellKey, Plan, by_cell
 from ultrabench.sweep.predict.search import Tried, foresee, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
@@ -52,10 +52,8 @@ def outcomes(
 
     The step time of a run is the median over all its measurements, also those that were stopped as slower.
     """
-    tried, cells = state.by_run(), dict[CellKey, list[Candidate]]()
-    for run in runs:
-        cells.setdefault(run.cell, []).append(run)
-    for own in cells.values():
+    tried = state.by_run()
+    for own in by_cell(runs).values():
         ends = {run.run_id: tried.get(run.run_id, []) for run in own}
         timed = {i: [median(a.ok.step_times_s) for a in ends[i] if a.ok and a.ok.step_times_s] for i in ends}
         times_s = {run_id: median(times) for run_id, times in timed.items() if times}

@@ -12,7 +12,7 @@ from ultrabench.measure import Measure
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Candidate, CellKey, Plan
+from ultrabench.sweep.plan import Candidate, CellKey, Plan, by_cell
 from ultrabench.sweep.running.attempts import (
     MOST,
     AttemptsLeft,
@@ -291,9 +291,6 @@ def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = mat
     asked = {t.key for t in whole.todo}
     jobs = tuple(planned_jobs(plan, whole, state, max_limit_s))
     tasks = {t.key: t.candidate for job in jobs for t in job.attempts}
-    runs: dict[CellKey, list[Candidate]] = {}
-    for item in todo:
-        runs.setdefault(item.candidate.cell, []).append(item.candidate)
     starts = sum(job.gpu_hours for job in jobs) - _priced(tasks.values())[1]
     extra = {
         "control runs": _priced([run for key, run in tasks.items() if key not in asked]),
@@ -302,7 +299,7 @@ def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = mat
     }
     return Price(
         jobs=jobs,
-        runs={cell: _priced(items) for cell, items in runs.items()},
+        runs={cell: _priced(runs) for cell, runs in by_cell(item.candidate for item in todo).items()},
         left=len({item.key.run_id for item in todo}),
         extra={what: (number, cost) for what, (number, cost) in extra.items() if number},
         low_gpu_hours=_at_end(jobs, plan.config.measure, "step_time_low_s"),

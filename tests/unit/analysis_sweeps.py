@@ -49,11 +49,10 @@ def candidate(spec, decision="run", rule=None, reason=None):
     work = {"model": spec.shape.name, "gbs": spec.workload.gbs, "seq_len": spec.workload.seq_len}
     place = {"nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "gpus": spec.layout.world_size}
     predicted = {
-        "predicted_step_time_s": 0.5,
-        "predicted_peak_mem_bytes": 1000,
-        "predicted_memory_share": 1.0,
-        "predicted_duration_s": 45.0,
-    }
+        "predicted_step_time_s": 0.5, "predicted_step_time_low_s": 0.5, "predicted_step_time_high_s": 0.5,
+        "predicted_peak_mem_bytes": 1000, "predicted_memory_share": 1.0, "predicted_duration_s": 45.0,
+        "predicted_limited_by": "compute",
+    }  # fmt: skip
     price = {"predicted_gpu_hours": 0.1, "p_oom": 0.25}
     told = {"run_id": spec.run_id, "decision": decision, "rule": rule, "reason": reason}
     return to_dict(spec.layout) | work | place | predicted | price | told
