@@ -127,21 +127,7 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
         ConfigError: `rank_by` is no numeric column.
     """
     final, frame = _final(table, rank_by)
-    winners = dict(iter(_winners(final, frame, rank_by, include_suspects).groupby("cell")))
-    shown = "mfu" if rank_by == DEFAULT_RANK_BY else rank_by
-    several = frame.loc[frame["status"] != "rejected", [*AXES]].nunique() > 1
-    varied = tuple(name for name in AXES if several[name])
-    ends = _ends(final, frame)
-    # A row without doubt says what its cell is called; it is the first after a stable sort.
-    trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
-    usual = trusted_first.drop_duplicates("cell").sort_values("cell")
-    heads = final.take(usual.index.to_numpy()).to_pylist()
-    cells = []
-    for head, (n, held) in zip(heads, frame.groupby("cell"), strict=True):
-        shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)}
-        shared |= {"shown_column": shown, "varied_axes": varied, **_counts(ends[n].values())}
-        cells.append(_cell(final, held, winners.get(n), shared, ends[n]))
-    return cells
+    return _cells(final, frame, _winners(final, frame, rank_by, include_suspects), rank_by)
 
 
 def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list[Row]]:
@@ -157,11 +143,39 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
         ConfigError: `rank_by` is no numeric column, or no ok run has a value in it.
     """
     final, frame = _final(table, rank_by)
+    return _boards(final, frame, _winners(final, frame, rank_by, include_suspects=False), rank_by)
+
+
+def rank_and_order(table: pa.Table) -> tuple[list[Cell], list[list[Row]]]:
+    """What `rank` and `leaderboard` return by default, in less time than both of them need."""
+    final, frame = _final(table, DEFAULT_RANK_BY)
+    winners = _winners(final, frame, DEFAULT_RANK_BY, include_suspects=False)
+    return _cells(final, frame, winners, DEFAULT_RANK_BY), _boards(final, frame, winners, DEFAULT_RANK_BY)
+
+
+def _cells(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by: str) -> list[Cell]:
+    won = dict(iter(winners.groupby("cell")))
+    shown = "mfu" if rank_by == DEFAULT_RANK_BY else rank_by
+    several = frame.loc[frame["status"] != "rejected", [*AXES]].nunique() > 1
+    varied = tuple(name for name in AXES if several[name])
+    ends = _ends(final, frame)
+    # A row without doubt says what its cell is called; it is the first after a stable sort.
+    trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
+    usual = trusted_first.drop_duplicates("cell").sort_values("cell")
+    heads = final.take(usual.index.to_numpy()).to_pylist()
+    cells = []
+    for head, (n, held) in zip(heads, frame.groupby("cell"), strict=True):
+        shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)}
+        shared |= {"shown_column": shown, "varied_axes": varied, **_counts(ends[n].values())}
+        cells.append(_cell(final, held, won.get(n), shared, ends[n]))
+    return cells
+
+
+def _boards(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by: str) -> list[list[Row]]:
     rows = final.to_pylist()
     rest = frame[frame["status"] != "rejected"]
     worst_first = sorted(range(len(rest)), key=lambda n: _outcome(rows[rest.index[n]]))
     rest = rest.iloc[worst_first].drop_duplicates(_RUN, keep="last")
-    winners = _winners(final, frame, rank_by, include_suspects=False)
     runs = pd.concat([winners, rest.assign(best=False, as_good_as_best=False)]).drop_duplicates(_RUN)
     oks = runs[runs["status"] == "ok"]
     if len(oks) and oks[rank_by].isna().all():

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from ultrabench.analysis import schema
 from ultrabench.analysis.cells import Cell, layout_words, made_with, repeats_failed
 from ultrabench.analysis.page.commands import launch_words, predict_words
-from ultrabench.analysis.ranking import leaderboard, rank
+from ultrabench.analysis.ranking import rank_and_order
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import GROUPS, MODEL, SCHEMA, type_name
 from ultrabench.device_rates import OPERATIONS
@@ -106,11 +106,14 @@ def _without_texts(table: pa.Table) -> pa.Table:
 
 
 def _ranked(table: pa.Table) -> tuple[list[Row], list[Row]]:
-    """The cells of a table, and its ranked runs, each with the number of its cell."""
-    cells = rank(table)
-    boards = leaderboard(table)
+    """The cells of a table, and its ranked runs, each with the number of its cell and its rank in it."""
+    cells, boards = rank_and_order(table)
     tried = [n for n, cell in enumerate(cells) if cell.status != "rejected"]  # the others have no runs
-    runs = [run | {"cell": n} for n, board in zip(tried, boards, strict=True) for run in board]
+    runs = [
+        run | {"cell": n, "rank": place}
+        for n, board in zip(tried, boards, strict=True)
+        for place, run in enumerate(board, 1)
+    ]
     panels = [*dict.fromkeys(cell.panel for cell in cells)]
     return [_cell(cell, panels) for cell in cells], runs
 
@@ -139,8 +142,8 @@ def _place(run: Row | None) -> Row:
     return {"rank": run["rank"], "cell": run["cell"], "mark": mark or slower, "repeats_failed": unsure}
 
 
-def _rank_first(row: Row) -> tuple[bool, int]:
-    return row["rank"] is None, row["rank"] or 0
+def _rank_first(row: Row) -> tuple[bool, int, int]:
+    return row["rank"] is None, row["cell"] or 0, row["rank"] or 0
 
 
 def _derived(rows: Sequence[Row]) -> dict[str, list[Any]]:
