@@ -145,10 +145,12 @@ _ALWAYS_TOLD = ("ok", "pending", "rejected", "skipped")
 
 
 def percent(fraction: float | None) -> str | None:
-    """A percentage such as `43.2 %`, with two significant digits below 1 %; None when it is unknown."""
+    """A percentage such as `43.2 %`, with two significant digits below 1 %, or `< 0.01 %`; None when it is unknown."""
     if fraction is None:
         return None
     value = 100 * fraction
+    if 0 < value < 0.01:
+        return "< 0.01 %"
     return f"{value:.1f} %" if value >= 1 else f"{value:.2g} %"
 
 
@@ -210,6 +212,8 @@ _RATES = {"_bytes_per_s": "B/s", "_flops_per_s": "FLOP/s", "_flops_per_s_per_gpu
 
 def with_unit(column: str, value: Any) -> str | None:
     """The value of a column as a text with the unit that the column's name gives; None when it is unknown."""
+    if column == "dp_shard" and value == 0:
+        return "all ranks"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None if value is None else str(value)
     if column.endswith(_FRACTIONS):

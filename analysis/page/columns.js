@@ -42,9 +42,10 @@ function short(number, unit = "") {
   return `${Number(number.toPrecision(3))} ${unit}`.trim();
 }
 
-// A percentage such as 43.2 %, with two significant digits below 1 %.
+// A percentage such as 43.2 %, with two significant digits below 1 %, or < 0.01 %.
 function percent(fraction) {
   const shown = 100 * fraction;
+  if (shown > 0 && shown < 0.01) return "< 0.01 %";
   return `${shown >= 1 ? shown.toFixed(1) : Number(shown.toPrecision(2))} %`;
 }
 
@@ -59,6 +60,7 @@ function text(name, given) {
   if (given === null || given === undefined) return "";
   if (typeof given === "boolean") return given ? "True" : "False";
   if (typeof given !== "number") return String(given);
+  if (name === "dp_shard" && given === 0) return "all ranks";
   if (/(mfu|hfu|p_oom|_rel|_share)$/.test(name)) return percent(given);
   if (name.endsWith("_bytes")) return memory(given);
   if (name.endsWith("_bytes_per_s")) return short(given, "B/s");
@@ -80,12 +82,17 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+// A caption that stays in view while its table scrolls sideways.
+function captioned(words) {
+  return element("caption", {}, element("span", {}, words));
+}
+
 // A table in a box that scrolls sideways; a line of `body` is an array of texts or an element, numbers are set to the right.
 function table(caption, heads, body) {
   const kind = (cell, n) => (/^values?$/.test(heads[n]) ? null : /^[-\d.,]+( \S+)?( \+- .*)?$/.test(cell) ? "number" : String(cell).length > 40 ? "words" : null);
   const cells = (line) => line.map((cell, n) => element("td", { class: kind(cell, n) }, cell));
   const head = element("tr", {}, ...heads.map((name) => element("th", { scope: "col" }, name)));
   const lines = body.map((line) => (line instanceof Node ? line : element("tr", {}, ...cells(line))));
-  const made = element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...lines));
+  const made = element("table", {}, captioned(caption), element("thead", {}, head), element("tbody", {}, ...lines));
   return element("div", { class: "scroll" }, made);
 }

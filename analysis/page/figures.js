@@ -93,7 +93,7 @@ function blank(points, words, hover) {
   for (const [axis, label] of [[made.xaxis, nameOf(points.across)], [made.yaxis, points.label]])
     Object.assign(axis, { axis_label: label, axis_label_text_color: ink, major_label_text_color: ink, axis_line_color: grid, major_tick_line_color: grid, minor_tick_line_color: null });
   made.xaxis.ticker = new Bokeh.FixedTicker({ ticks: words.map((_, n) => n) });
-  made.xaxis.major_label_overrides = new Map(words.map((word, n) => [n, String(word)]));
+  made.xaxis.major_label_overrides = new Map(words.map((word, n) => [n, text(points.across, word)]));
   if (words.length > 12) made.xaxis.major_label_orientation = words.length > 24 ? 1.57 : 0.8;
   made.xgrid.grid_line_color = null;
   made.ygrid.grid_line_color = grid;

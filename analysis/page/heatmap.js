@@ -94,7 +94,7 @@ function buildHeatmap(place, opened) {
       buttons[cell.n] = element("button", { type: "button", "aria-controls": "runs", onclick: () => opened(cell.n) });
       return buttons[cell.n];
     }
-    const caption = element("caption", {}, mine[0].setting.filter(Boolean).join(" | "));
+    const caption = captioned(mine[0].setting.filter(Boolean).join(" | "));
     place.append(element("div", { class: "scroll" }, element("table", { class: "heatmap" }, caption, element("thead", {}, head), element("tbody", {}, ...body))));
   }
   return buttons;

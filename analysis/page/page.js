@@ -82,7 +82,7 @@ function drawRuns() {
   const { model, nodes, reason, ranked_by: by } = held.cells[state.cell], all = runsOf[state.cell], found = all.filter(isShown);
   document.getElementById("runs-title").textContent = `Layouts of ${model} on ${counted(nodes, "node")}`;
   const some = `${grouped(found.length)} of ${counted(all.length, "layout")}`;
-  document.getElementById("runs-about").textContent = `${some}${by ? `, ranked by ${by}` : ""}. ${reason ?? ""}`;
+  document.getElementById("runs-about").textContent = `${some}${by ? `, ranked by ${RUN_COLUMNS[by] ?? by}` : ""}. ${reason ?? ""}`;
   const showAll = () => { state.all = true; drawRuns(); };
   document.getElementById("runs-table").replaceChildren(runsTable(found, state.all, state.run, chooseRun, showAll));
 }
@@ -119,7 +119,7 @@ function drawHours(shown) {
 
 function buildFilters() {
   for (const name of FILTERS) {
-    const options = distinct(name).map((v) => element("option", { value: v }, String(v)));
+    const options = distinct(name).map((v) => element("option", { value: v }, text(name, v)));
     const select = element("select", { name, onchange: filterChanged }, element("option", { value: "" }, "all"), ...options);
     document.getElementById("choices").append(element("label", {}, nameOf(name), select));
   }
@@ -143,7 +143,9 @@ function figureChanged({ target }) {
 // What no filter changes: rejected layouts, the origin of the rows and the meaning of the columns.
 function buildRest() {
   const left = held.public ? " Host names, paths, users, accounts and all free texts are left out." : "";
-  document.getElementById("about").textContent = `${counted(rows, "row")}. ${held.made_with}${left}`;
+  const number = held.rejected.reduce((sum, one) => sum + one.number, 0);
+  const forbidden = number ? `, and ${counted(number, "layout")} that a rule forbids` : "";
+  document.getElementById("about").textContent = `${counted(rows, "row")}${forbidden}. ${held.made_with}${left}`;
   document.getElementById("how").textContent = held.cells.length
     ? "Each cell shows the fastest layout that is not in doubt, with its MFU, peak memory, and what became of the others; its colour is the MFU, yellow where it is highest. Activate a cell to see all of its layouts."
     : "No row trains a model, so that there is nothing to rank.";

@@ -4,11 +4,11 @@
 const RANKS = 8; // ranks of a failure that are shown; `sweep show` has all
 const FIRST = 25; // rows of a table before "show all"
 const RUN_COLUMNS = {
-  layout: "layout", state: "status", mark: "mark", mfu: "MFU", tokens_per_s_per_gpu: "tokens/s/GPU",
-  step_time_s: "step time", predicted_step_time_s: "predicted", memory: "peak memory", predicted_peak_mem_bytes: "predicted",
-  p_oom: "P(OOM)", suspect: "doubt", reason: "reason",
+  layout: "layout", place: "status", mfu: "MFU", tokens_per_s_per_gpu: "tokens/s/GPU",
+  step_time_s: "step time", predicted_step_time_s: "predicted step time", memory: "peak memory", predicted_peak_mem_bytes: "predicted memory",
+  p_oom: "P(OOM)", why: "doubt or reason",
 };
-const KINDS = { layout: "layout", state: "word", mark: "word", suspect: "words", reason: "words" }; // others are numbers
+const KINDS = { layout: "layout", place: "word", why: "words" }; // others are numbers
 const ATTEMPT_COLUMNS = {
   repeat: "repeat", attempt: "attempt", state: "status", cause: "cause", step_time_s: "step time", duration_s: "duration",
   gpu_hours: "GPU hours", hostnames: "hosts", job_id: "job", allocation: "allocation", reason: "reason",
@@ -17,6 +17,8 @@ const ATTEMPT_COLUMNS = {
 // The text of a column of RUN_COLUMNS or ATTEMPT_COLUMNS; a step time has its 95 % interval.
 function shownText(name, row) {
   if (name === "memory") return memoryOf(row);
+  if (name === "place") return value("mark", row) ?? (value("suspect", row) !== null && value("status", row) === "ok" ? "in doubt" : value("state", row));
+  if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const told = text(name, value(name, row)), sure = value("step_time_ci95_rel", row);
   return name === "step_time_s" && told && sure !== null ? `${told} +- ${percent(sure)}` : told;
 }

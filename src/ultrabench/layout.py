@@ -162,7 +162,8 @@ def labels(values: Mapping[str, Any], names: Sequence[str] = AXES, always: Colle
     idle = {"pp_schedule", "virtual_stages"} if values.get("pp") == 1 else set[str]()
     idle |= {"dp_shard"} if values.get("zero_stage") == 0 else set()
     left_out = {n: (None, *(() if n in always and n not in idle else _METADATA[n]["implied"])) for n in names}
-    return [f"{_METADATA[n]['label']}{values.get(n)}" for n in names if values.get(n) not in left_out[n]]
+    told = {n: "-all" if n == "dp_shard" and values.get(n) == 0 else values.get(n) for n in names}
+    return [f"{_METADATA[n]['label']}{told[n]}" for n in names if values.get(n) not in left_out[n]]
 
 
 def default_schedule(pp: int, gas: int) -> str:

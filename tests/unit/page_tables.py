@@ -2,6 +2,8 @@
 
 import pyarrow as pa
 
+from ultrabench.analysis.page.page import page as page_of
+from ultrabench.analysis.page.rows import document
 from ultrabench.analysis.schema import SCHEMA
 
 MODEL = {
@@ -31,6 +33,11 @@ def failed(n, status, reason, **values):
     """The row of a run that failed."""
     none = dict.fromkeys(("step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes"))
     return row(n, status=status, reason=reason, **none | values)
+
+
+def page(results, *, title, public=False):
+    """The page of a result table."""
+    return page_of(document(results, public=public), title=title)
 
 
 def table(*rows):

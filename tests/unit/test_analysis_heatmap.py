@@ -157,9 +157,9 @@ def test_a_square_counts_what_was_tried_and_marks_another_best_layout():
         for column in range(3)
     )
     assert first == [
-        "43.2 %", "dp8 tp1 pp1 cp1 z1", "shard0", "mbs4 gas8", "recompute-none", "41.8 GiB",
+        "43.2 %", "dp8 tp1 pp1 cp1 z1", "shard-all", "mbs4 gas8", "recompute-none", "41.8 GiB",
         "1 of 2 repeats failed", "1,234 tried, 1 as good", "20 oom, 2 failed", "3 in doubt",
-        "other: dp8 tp2 pp1 cp1 z1", "shard0 mbs4 gas8", "recompute-every2",
+        "other: dp8 tp2 pp1 cp1 z1", "shard-all mbs4 gas8", "recompute-every2",
     ]  # fmt: skip
     assert second == ["all 3 oom", "other: dp8 tp1 pp1 z1 mbs4", "gas8"]
     assert third == ["43.2 %", "dp8 tp1 pp1 z1", "mbs4 gas8", "41.8 GiB", "1,234 tried"]

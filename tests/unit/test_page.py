@@ -7,9 +7,8 @@ import shlex
 import pyarrow as pa
 import pytest
 
-from tests.unit.page_tables import failed, repeated, row, small, table
+from tests.unit.page_tables import failed, page, repeated, row, small, table
 from ultrabench.analysis.page.commands import launch_words, predict_words
-from ultrabench.analysis.page.page import page
 from ultrabench.analysis.page.rows import PUBLIC, document, encoded
 from ultrabench.analysis.ranking import rank
 from ultrabench.analysis.schema import SCHEMA

@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 
-from tests.unit.page_tables import large, repeated, row, small, table
+from tests.unit.page_tables import large, page, repeated, row, small, table
 from ultrabench.analysis.cells import tried, with_unit
-from ultrabench.analysis.page.page import page
 from ultrabench.analysis.ranking import rank
 
 CHROMIUM = shutil.which("chromium")
@@ -168,7 +167,8 @@ def test_texts_of_numbers_are_those_of_the_terminal(opened):
     numbers = {
         "mfu": (0.4321, 0.00512, 1.2), "peak_mem_reserved_bytes": (2**30, 3 * 2**33, 10**8), "step_time_s": (2, 0.123456),
         "allreduce_busbw_bytes_per_s": (4.2e11, 123.0), "tokens_per_s_per_gpu": (12345.6,), "sm_clock_hz": (1.98e9,),
-        "model_flops_per_s_per_gpu": (3.88e14,), "loss_final": (6.048331,), "nodes": (1024,),
+        "model_flops_per_s_per_gpu": (3.88e14,), "loss_final": (6.048331,), "nodes": (1024,), "p_oom": (0, 1e-19, 0.0001),
+        "dp_shard": (0, 8),
     }  # fmt: skip
     pairs = [(name, number) for name, several in numbers.items() for number in several]
     told = tab.evaluate("pairs => pairs.map(([name, number]) => text(name, number))", pairs)

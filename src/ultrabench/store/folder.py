@@ -140,6 +140,9 @@ def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepF
     Raises:
         SweepFolderError: there is no such sweep.
     """
+    if given is not None and given.endswith(".parquet") and not Path(given).is_dir():
+        todo = f"name a sweep, or read the file: ultrabench sweep top {given}, or ultrabench report {given}"
+        raise SweepFolderError(f"{given} is a table of results, without plan, journal and logs; {todo}")
     if given is not None:
         for path in (Path(given), results_dir / given):
             if (path / "sweep.json").is_file():

@@ -47,6 +47,7 @@ MISTAKES = [
     ("kernel check tp=2,4", "tp='2,4' is no whole number; a command takes one layout: tp=2"),
     ("plan", "did you mean: ultrabench sweep plan?"),
     ("dryrun model=8B", "did you mean: ultrabench kernel dryrun?"),
+    ("sweep show 1 --sweep runs.parquet", "ultrabench sweep top runs.parquet, or ultrabench report runs.parquet"),
     ("collect mine", "no sweep 'mine', as there is no sweep in results/; start one with: ultrabench sweep launch"),
     ("sweep plan --tensor-model-parallel-size 2", "a setting has no dashes: sweep.tp=[2]"),
     ("kernel dryrun precision=int8", "kernel.precision='int8'; must be fp32, bf16 or fp64"),
