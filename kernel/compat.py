@@ -199,9 +199,8 @@ def require_split_backward() -> None:
         RuntimeError: this torch is too old.
     """
     if not hasattr(_backward, "_autograd_grad_for_inputs"):
-        raise RuntimeError(
-            f"zbv needs torch 2.13: {torch.__version__} loses gradients; take another schedule"
-        )
+        found = f"zbv needs torch 2.13: {torch.__version__} loses gradients"
+        raise RuntimeError(f"{found}; take another schedule")
 
 
 class PeerlessWarmup:

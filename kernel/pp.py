@@ -59,10 +59,8 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         The last whole one reduces the gradients of each group of parameters as soon as they are complete, beside
         the backward of the groups before. By itself torch would reduce all of them after it.
         """
-        self.ranks.wants_inputs, self.ranks.wants_weights = (
-            backward_type != "weight",
-            backward_type != "input",
-        )
+        self.ranks.wants_inputs = backward_type != "weight"
+        self.ranks.wants_weights = backward_type != "input"
         if not last_backward or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         assert isinstance(self.submod, FSDPModule)

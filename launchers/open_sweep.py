@@ -220,9 +220,8 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
     if seen < needed:
         other = f"hardware.gpus_per_node={seen}" if seen else "hardware=cpu, which needs none"
         found = f"hardware={hardware.name} has {counted(needed, 'GPU')} a node; torch sees {seen or 'none'}"
-        raise ConfigError(
-            f"{found} on this machine: add launcher=slurm for those of a cluster, or use {other}"
-        )
+        advice = f"add launcher=slurm for those of a cluster, or use {other}"
+        raise ConfigError(f"{found} on this machine: {advice}")
     return environment
 
 

@@ -148,10 +148,10 @@ def refusal(
         return next(unsupported(kernel, layout, shape), None)
     attention = _of_attention(kernel, layout, device)
     accelerator = _of_accelerator(kernel, layout, shape.head_width, hardware) if hardware else ()
-    return next(chain(_of_embedded(kernel, layout, shape, seq_len), attention, accelerator), None)
+    return next(chain(_of_embedded(layout, shape, seq_len), attention, accelerator), None)
 
 
-def _of_embedded(kernel: KernelConfig, layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
+def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
     """The reasons why our own kernel cannot run a layout that no structural rule rejects."""
     pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
     # A window that is as long as the sequence hides nothing.

@@ -131,10 +131,12 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=spec.layout.world_size, device_id=pin)
     mesh = build_mesh(spec.layout, device.type)
     trainer = TrainStep(spec.run, device, mesh, clip_norm=spec.clip, backend=compiler)
+
+    def accumulate(step: int) -> Tensor:
+        return trainer.accumulate(*trainer.batch(step))
+
     with watched(trainer) as seen:
-        found = _trained(
-            spec.steps, trainer.params, lambda step: trainer.accumulate(*trainer.batch(step)), trainer.update
-        )
+        found = _trained(spec.steps, trainer.params, accumulate, trainer.update)
     require_as_asked(trainer, seen, spec.steps)
     found |= {"parts": trainer.parts, "graphs": trainer.compiler.graphs}
     torch.save(found, folder / f"rank{rank}.pt")

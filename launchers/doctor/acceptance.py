@@ -102,10 +102,8 @@ def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
     """
     if config.kernel.kind != "embedded":
         raise ConfigError(f"kernel={config.kernel.name} with --deep, which trains; use kernel=embedded")
-    run = _Acceptance(config, say)
-    lines: dict[str, Callable[[], Check]] = {
-        f"same {word}": functools.partial(run.same, word) for word in EQUAL
-    }
+    run, lines = _Acceptance(config, say), dict[str, Callable[[], Check]]()
+    lines |= {f"same {word}": functools.partial(run.same, word) for word in EQUAL}
     lines |= {"out of memory": run.out_of_memory, "published speed": run.speed}
     checks: list[Check] = []
     for name, line in lines.items():

@@ -42,10 +42,12 @@ def between(least: float, most: float, unit: str = "") -> Allowed:
     Args:
         unit: what the message says after the numbers, such as `bytes per second, such as 4.5e11`.
     """
-    ends = (
-        f"{end:,}" if isinstance(end, int) else re.sub(r"e\+0*", "e", f"{end:g}") for end in (least, most)
-    )
-    return Allowed(f"{' to '.join(ends)} {unit}".rstrip(), lambda value: least <= value <= most)
+    ends = f"{_short(least)} to {_short(most)}"
+    return Allowed(f"{ends} {unit}".rstrip(), lambda value: least <= value <= most)
+
+
+def _short(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else re.sub(r"e\+0*", "e", f"{number:g}")
 
 
 def one_of(*values: int | str) -> Allowed:

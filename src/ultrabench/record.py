@@ -131,9 +131,8 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
     if where.endswith("_bytes"):
         advice = " of bytes, such as 80000000000"
     elif origin is dict:
-        raise ConfigError(
-            f"{where}={value!r} is no value: it holds several settings; give {where}.NAME=VALUE"
-        )
+        given = f"{where}={value!r} is no value: it holds several settings"
+        raise ConfigError(f"{given}; give {where}.NAME=VALUE")
     elif isinstance(value, list):
         advice = "; give one value instead of a list"
     elif hint is str:

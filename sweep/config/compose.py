@@ -170,20 +170,16 @@ def _unusable(override: str) -> str | None:
         return f"{override}: a range is written as a list, such as {key}=[{','.join(map(str, within))}]"
     if group in GROUPS and re.fullmatch(r"\[[\w.,\s-]+\]", value):
         return _several(group, value)
-    if (key.startswith("sweep.") or group == "model") and re.fullmatch(
-        r"\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", value
-    ):
+    blanks = re.fullmatch(r"\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", value)  # a list with blanks between its values
+    if blanks and (key.startswith("sweep.") or group == "model"):
         return f"{override}: a list has commas; write {key}={as_list(value)}"
     if group in GROUPS and value.startswith(("[", "{")):
         advice = f"values go into {group}.KEY=VALUE or into a file, ultrabench/{group}/NAME.yaml"
         return f"{override}: {group} takes one name (known: see ultrabench configs {group}); {advice}"
     if group in GROUPS and ("/" in value or value.endswith((".yaml", ".yml"))):
-        there = (
-            ""
-            if (stem := Path(value).stem) in files(group)
-            else f"put the file into ./ultrabench/{group}/ and "
-        )
-        return f"{override}: {group} takes a name, not a path; {there}write {group}={stem}"
+        stem, first = Path(value).stem, f"put the file into ./ultrabench/{group}/ and "
+        advice = f"{'' if stem in files(group) else first}write {group}={stem}"
+        return f"{override}: {group} takes a name, not a path; {advice}"
     if key == "hardware.gpu":
         return f"{override}: a GPU comes with its rates, in a file; name that with hardware=NAME"
     if re.match(r"[+~]*hydra\b", key):
@@ -254,18 +250,13 @@ def _unreadable(override: str, overrides: Sequence[str]) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return _no_override(override)
-    if (
-        re.fullmatch(r"[({\[]?[\w.;,\s-]+[)}\]]?", value)
-        and _known_keys().get(key)
-        and value.count("[") <= value.count("]")
-    ):
-        return f"{override}: a list has brackets and commas; write {key}={as_list(re.sub(r'[(){};]', ' ', value))}"
     if value.count("[") > value.count("]"):
         whole = " ".join(overrides[overrides.index(override) :]).partition("]")[0]
-        items = as_list(whole.partition("=")[2])
-        return (
-            f"{override} has no end: the shell cuts words at spaces; write a list without them: {key}={items}"
-        )
+        advice = f"write a list without them: {key}={as_list(whole.partition('=')[2])}"
+        return f"{override} has no end: the shell cuts words at spaces; {advice}"
+    if re.fullmatch(r"[({\[]?[\w.;,\s-]+[)}\]]?", value) and _known_keys().get(key):
+        items = as_list(re.sub(r"[(){};]", " ", value))
+        return f"{override}: a list has brackets and commas; write {key}={items}"
     plain = value.replace('"', "")
     rule = "a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own"
     return f"""{override}: {rule}, such as '{key}="{plain}"'; a list is [A,B]"""
@@ -276,9 +267,11 @@ def search_path() -> list[Path]:
 
     They are `./ultrabench`, then $ULTRABENCH_CONFIG_DIR (by default ~/.config/ultrabench), then the package.
     """
-    used = [
-        folder for folder in _user_folders() if any(next((folder / g).glob("*.yaml"), None) for g in FOLDERS)
-    ]
+
+    def holds_files(folder: Path) -> bool:
+        return any(path for group in FOLDERS for path in (folder / group).glob("*.yaml"))
+
+    used = filter(holds_files, _user_folders())
     return [*used, (Path(ultrabench.__file__).parent / "configs").resolve()]
 
 

@@ -52,9 +52,8 @@ def _axes(sweep: dict[str, Any]) -> Axes:
     require_known("field of sweep", ("nodes", *AXES[1:], "models", *WORKLOAD, *SEARCH), *given)
     for name, values in given.items():
         if name == "gas" and "auto" in values:
-            raise ConfigError(
-                "sweep.gas=auto is no number; for whatever makes the batch write sweep.gas=null"
-            )
+            advice = "for whatever makes the batch write sweep.gas=null"
+            raise ConfigError(f"sweep.gas=auto is no number; {advice}")
         # Values of dp_shard are words and numbers, which Axes checks, as it checks words.
         words = tuple(map(str, values)) if name in TEXT_AXES else tuple(values)
         checked = name in TEXT_AXES or name == "dp_shard"
@@ -80,10 +79,8 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     names = _as_list(sweep.pop("models", None) or []) if isinstance(sweep, dict) else []
     tree["models"] = [to_dict(load_model(str(name))) for name in names]
     if isinstance(tree.get("profile"), bool):
-        given = f"profile={str(tree['profile']).lower()}"
-        raise ConfigError(
-            f"{given}; a profile is a file of constants that predict: to trace runs, write trace=true"
-        )
+        rule = "a profile is a file of constants that predict"
+        raise ConfigError(f"profile={str(tree['profile']).lower()}; {rule}: to trace runs, write trace=true")
     try:
         return config_from_tree(tree)
     except ConfigError as error:
@@ -318,9 +315,8 @@ def read_checkpoint_config(given: str) -> ModelShape:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"cannot read model={given}: {path}: {why}; give the path of a config.json, or a name (see ultrabench configs model)"
-        ) from error
+        advice = "give the path of a config.json, or a name (see ultrabench configs model)"
+        raise ConfigError(f"cannot read model={given}: {path}: {why}; {advice}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"model={given} holds no sizes; it must be the config.json of a model")
     usual = path.parent.name if path.name == "config.json" else path.stem
@@ -385,9 +381,8 @@ def _model_list(override: str) -> str:
     if key.lstrip("+") != "model" or not eq:
         return override
     if not value:
-        raise ConfigError(
-            f"{override} has no value; name a model, such as model=8B (see ultrabench configs model)"
-        )
+        advice = "name a model, such as model=8B (see ultrabench configs model)"
+        raise ConfigError(f"{override} has no value; {advice}")
     if value.startswith("[") or ("," in value and "/" not in value and not {'"', "'"} & {*value}):
         raise ConfigError(f"{override}: model takes one name; for several use sweep.models={as_list(value)}")
     return f"sweep.models=[{value}]" if '"' in value or "'" in value else f'sweep.models=["{value}"]'

@@ -32,13 +32,11 @@ def moved(key: str) -> ConfigError | None:
         return ConfigError(f"{key} is an axis of layouts; write sweep.recompute=[full]")
     if key in ("dp", "sweep.dp"):
         rule = "dp follows from the GPUs: dp = GPUs/(tp*pp*cp)"
-        return ConfigError(
-            f"{key} is no axis; {rule}: choose it with sweep.nodes, sweep.tp, sweep.pp and sweep.cp"
-        )
+        choice = "choose it with sweep.nodes, sweep.tp, sweep.pp and sweep.cp"
+        return ConfigError(f"{key} is no axis; {rule}: {choice}")
     if key.rpartition(".")[2] in ("gpus", "num_gpus", "ngpus", "nproc_per_node"):
-        return ConfigError(
-            f"{key} is no setting; GPUs = nodes * hardware.gpus_per_node: give sweep.nodes=[1,2]"
-        )
+        rule = "GPUs = nodes * hardware.gpus_per_node"
+        return ConfigError(f"{key} is no setting; {rule}: give sweep.nodes=[1,2]")
     name = key.removeprefix("launcher.")
     if name not in ("reservation", "constraint"):
         return None
@@ -227,9 +225,8 @@ class SweepConfig:
     def __post_init__(self) -> None:
         require_allowed(self)
         if self.strategy == "adaptive" and self.kernel.kind == "probe":
-            raise ConfigError(
-                "sweep.strategy=adaptive with kernel=probe; a probe trains nothing: leave it out"
-            )
+            given = "sweep.strategy=adaptive with kernel=probe"
+            raise ConfigError(f"{given}; a probe trains nothing: leave it out")
         if not self.models:
             raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
         self.hardware.peak(self.kernel.precision, 1, None, 1)  # refuses a precision without a rate

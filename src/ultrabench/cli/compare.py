@@ -1,6 +1,7 @@
 """The command `ultrabench compare`, which says what is slower, faster or failing in a second table of results."""
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +15,7 @@ if TYPE_CHECKING:
     from ultrabench.analysis.compare import Comparison
 
 Results = Annotated[str, typer.Argument(metavar="SWEEP or FILE.parquet", show_default=False)]
-Threshold = Annotated[
-    float, typer.Option(min=0.0, help="Relative difference of step times that is no finding.")
-]
+Threshold = Annotated[float, typer.Option(min=0.0, help="Relative difference of step times to ignore.")]
 Output = Annotated[
     Path | None,
     typer.Option("-o", "--output", help="All layouts as .parquet, or a figure as .png, .svg or .pdf."),
@@ -52,16 +51,10 @@ def compare(
     if json_:
         only = dict(zip(("only_a", "only_b"), found.only, strict=True))
         settings = {"a": name_a, "b": name_b, "threshold": threshold, "differing": found.differing, **only}
-        tables = {
-            name: json.loads(getattr(found, name).to_json(orient="records")) for name in ("winners", "rows")
-        }
-        counts: Record = {
-            "regressions": found.regressions,
-            "median_ratio": found.median_ratio,
-            "notes": found.notes,
-            "warning": found.warning,
-        }
-        print_json(settings | counts | tables)
+        told = {name: getattr(found, name) for name in ("regressions", "median_ratio", "notes", "warning")}
+        tables = {"winners": found.winners, "rows": found.rows}
+        rows = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
+        print_json(settings | told | rows)
     else:
         _print(found, title, threshold, (name_a, name_b))
     if found.warning:
@@ -102,9 +95,8 @@ def _print(found: "Comparison", title: str, threshold: float, names: tuple[str, 
     large = found.unproven[found.unproven["ratio"] > 1 + threshold].to_dict("records")
     if large:
         columns = ("model", ">nodes", "layout", ">ratio", ">p", ">steps A", ">steps B")
-        shown = [
-            (*_cells(r)[1:4], *_cells(r)[-2:], r["steps_a"], r["steps_b"]) for r in large[:MOST_UNPROVEN]
-        ]
+        first = large[:MOST_UNPROVEN]
+        shown = [(*_cells(row)[1:4], *_cells(row)[-2:], row["steps_a"], row["steps_b"]) for row in first]
         few = f"{len(shown)} of {len(large):,}"
         show(table(f"\nlargest ratios that are not significant ({few})", *columns, rows=shown))
     won = found.winners.to_dict("records")
@@ -121,25 +113,17 @@ def _more(rows: list[Record]) -> str:
 
 def _cells(row: Record) -> tuple[object, ...]:
     """The columns of a layout; the status stands for a step time that was not measured."""
-    times = (
-        f"{row[f'step_time_{side}_s']:.4g} s" if row[f"runs_{side}"] else row[f"status_{side}"]
-        for side in "ab"
-    )
-    tested = row["p_corrected"] == row["p_corrected"]
-    numbers = (
-        (f"{row['ratio']:.3f}", f"{row['p_corrected']:.2g}" if tested else None)
-        if row["runs_a"] and row["runs_b"]
-        else (None, None)
-    )
-    return row["finding"], row["model"], row["nodes"], row["layout"], *times, *numbers
+    sides = ((row[f"runs_{side}"], row[f"step_time_{side}_s"], row[f"status_{side}"]) for side in "ab")
+    times = (f"{time_s:.4g} s" if runs else status for runs, time_s, status in sides)
+    ratio = f"{row['ratio']:.3f}" if row["runs_a"] and row["runs_b"] else None
+    p = None if math.isnan(row["p_corrected"]) else f"{row['p_corrected']:.2g}"
+    return row["finding"], row["model"], row["nodes"], row["layout"], *times, ratio, p
 
 
 def _kept(won: Record) -> str:
     """What it would cost to keep the best layout of A."""
     if won["as_good"]:
         return "in B, the best of A is as good within the intervals"
-    return (
-        f"in B, the best of A takes {won['cost']:.3f} x the step time of the best of B"
-        if won["cost"] == won["cost"]
-        else "the best of A was not measured in B"
-    )
+    if math.isnan(won["cost"]):
+        return "the best of A was not measured in B"
+    return f"in B, the best of A takes {won['cost']:.3f} x the step time of the best of B"

@@ -43,9 +43,8 @@ def root(version: bool = typer.Option(False, "--version", help="Show the version
 def main() -> None:
     """Runs the command line; a mistake of the user gives one line on stderr and exit code 2."""
     _guard_streams()
-    gc.set_threshold(
-        100_000
-    )  # a command makes few cycles; looking for them after each 700 objects takes a third
+    # A command makes few cycles; looking for them after each 700 objects would take a third of its time.
+    gc.set_threshold(100_000)
     try:
         _require_folder()
         code = app(standalone_mode=False)
@@ -68,9 +67,8 @@ def main() -> None:
             typer.echo(error.format_message(), err=True)
             sys.exit(2)
         line, hint = error.format_message(), ""
-        if "No such option" in line and {"plan", "launch", "doctor", "check", "dryrun"}.intersection(
-            sys.argv
-        ):
+        with_settings = {"plan", "launch", "doctor", "check", "dryrun"}
+        if "No such option" in line and with_settings.intersection(sys.argv):
             hint = "; a setting has no dashes: sweep.tp=[2], or tp=2 with kernel"
         for group, commands in (("sweep", sweep_app), ("kernel", kernel_app)):
             names = {each.callback.__name__ for each in commands.registered_commands if each.callback}

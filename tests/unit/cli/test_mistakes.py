@@ -87,7 +87,7 @@ MISTAKES = [
     ("sweep plan kernel=command kernel.command=python", "is no list; write [A,B]"),
     ("sweep plan kernel=command 'kernel.command=[python,\"--tp={tpp}\"]'",
      "unknown word in kernel.command of kernel=command '{tpp}'; did you mean tp?"),
-    ("sweep plan -o x.csv", "choose a name ending in .parquet"),
+    ("sweep plan -o x.csv", "name a file that ends in .parquet"),
     ("sweep plan sweep.nodes=1,2", "several values are a list; write sweep.nodes=[1,2]"),
     ("sweep plan foo=1", "(known: cluster, hardware, kernel, launcher, max_p_oom, measure, model, name,"),
     ("sweep plan launcher.sbtch=1", "did you mean launcher.sbatch? (known: launcher.account,"),

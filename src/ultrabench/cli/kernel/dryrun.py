@@ -15,9 +15,7 @@ from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.arguments import read_run
 
-DEFAULTS: dict[str, Any] = {
-    "model": "llama3-8b", "hardware": "h100x8", "nodes": 1, "seq_len": 4096,
-}  # fmt: skip
+DEFAULTS: dict[str, Any] = {"model": "llama3-8b", "hardware": "h100x8", "nodes": 1, "seq_len": 4096}
 PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 
@@ -44,9 +42,8 @@ def dryrun_spec(arguments: list[str]) -> tuple[RunSpec, Hardware]:
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
     spec, config = read_run(arguments, DEFAULTS)
-    return replace(
-        spec, kernel=KernelConfig(name="embedded", precision=spec.kernel.precision)
-    ), config.hardware
+    kernel = KernelConfig(name="embedded", precision=spec.kernel.precision)
+    return replace(spec, kernel=kernel), config.hardware
 
 
 def _model_flops(spec: RunSpec, cost: RankCost) -> float:

@@ -80,10 +80,8 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
     yield f"{spec.shape.name}, {found['label']}, {counted(found['world_size'], 'GPU')} of {config.hardware.name}"
     yield _bars(f"\nmemory at its peak ({at}), {name}", found["memory"], 1 / unit)
     if len(stages) > 1:
-        rows = []
-        for parts, alike in groupby(
-            stages, lambda stage: [stage["phase"], *(stage[part] for part in (*PARTS, "peak_bytes"))]
-        ):
+        rows, columns = [], ("phase", *PARTS, "peak_bytes")
+        for parts, alike in groupby(stages, lambda stage: [stage[name] for name in columns]):
             ranks = [stage["pp_rank"] for stage in alike]
             names = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0]
             rows.append((names, parts[0], *(f"{part / unit:.2f}" for part in parts[1:])))
@@ -115,16 +113,9 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
 def _bars(title: str, parts: dict[str, float], scale: float) -> RenderableType:
     """A table with a bar for each part that is seen, whose lengths are relative to the largest."""
     whole, longest = sum(parts.values()), max(parts.values())
-    rows = [
-        (
-            name,
-            f"{value * scale:,.2f}",
-            f"{100 * value / whole:.0f} %",
-            "\u2588" * round(BAR * value / longest),
-        )
-        for name, value in parts.items()
-        if value > 1e-4 * whole
-    ]
+    seen = {name: value for name, value in parts.items() if value > 1e-4 * whole}
+    bars = {name: "\u2588" * round(BAR * value / longest) for name, value in seen.items()}
+    rows = [(n, f"{v * scale:,.2f}", f"{100 * v / whole:.0f} %", bars[n]) for n, v in seen.items()]
     return table(title, "part", ">amount", ">share", "", rows=rows)
 
 
@@ -154,9 +145,8 @@ def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[
 
 def distance(a: RunSpec, b: RunSpec) -> float:
     """How much two runs differ: 1 for each factor of two in a degree, batch or number of nodes, and for other words."""
-    sizes = (
-        (getattr(a.layout, name), getattr(b.layout, name)) for name in ("dp", "tp", "pp", "cp", "mbs", "gas")
-    )
+    numbers = ("dp", "tp", "pp", "cp", "mbs", "gas")
+    sizes = ((getattr(a.layout, name), getattr(b.layout, name)) for name in numbers)
     more = ((a.nodes, b.nodes), (a.workload.seq_len, b.workload.seq_len))
     words = ("zero_stage", "dp_shard", "pp_schedule", "virtual_stages", "recompute")
     other: float = sum(getattr(a.layout, name) != getattr(b.layout, name) for name in words)

@@ -48,10 +48,8 @@ def run_validate(
         print_json(measured)
         return
     for scope, all_ in measured.items():
-        lines = [
-            ("all", "", all_),
-            *((k, v, m) for k, slices in all_["by"].items() for v, m in slices.items()),
-        ]
+        lines = [("all", "", all_)]
+        lines += [(k, v, m) for k, slices in all_["by"].items() for v, m in slices.items()]
         title = f"{scope} rows, profile {used.name}: {all_['rows']:,} ({all_['excluded']:,} excluded); memory and OOM of all"
         heads = ("slice", "", *(f">{head}" for head in COLUMNS))
         show(rich_table(title, *heads, rows=[(k, v, *_cells(m)) for k, v, m in lines]), "")

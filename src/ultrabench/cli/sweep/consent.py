@@ -141,19 +141,15 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
         typer.Abort: the answer is no.
     """
     if plan.config.hardware.device == "cpu" and price.jobs and (busy := busy_share(0.2)) >= BUSY:
-        warn(
-            f"other programs use {busy:.0%} of this machine's cores: step times will be longer and vary more"
-        )
+        told = f"other programs use {busy:.0%} of this machine's cores"
+        warn(f"{told}: step times will be longer and vary more")
     took = sum(job.gpu_hours / job.nodes for job in price.jobs) / plan.config.hardware.gpus_per_node
     lines = [f"about {hours(took)} hours on this machine"] if took >= LONG_HOURS else []
-    smallest = min(plan.runs, key=lambda run: run.prediction.peak_mem_bytes)
     if not any(run.fits for run in plan.runs):
-        needed, limit = (
-            n / GIB for n in (smallest.prediction.peak_mem_bytes, plan.config.hardware.mem_bytes)
-        )
-        lines.append(
-            f"no run is predicted to fit: the smallest needs {needed:,.0f} GiB a rank, which has {limit:.0f}"
-        )
+        needed = min(run.prediction.peak_mem_bytes for run in plan.runs) / GIB
+        smallest = f"the smallest needs {needed:,.0f} GiB a rank"
+        limit = plan.config.hardware.mem_bytes / GIB
+        lines.append(f"no run is predicted to fit: {smallest}, which has {limit:.0f}")
     if lines and not yes and price.jobs and sys.stdin is not None and sys.stdin.isatty():
         say(headline(plan.config))
         typer.confirm(f"{'; '.join(lines)}. Launch?", abort=True, err=True)

@@ -114,11 +114,10 @@ def counts_line(now: SweepProgress, busy: bool) -> Text:
 
 def _doing(run: Candidate, attempt: AttemptState) -> str:
     """The phase of a running attempt and, once it measures, its step time beside the predicted one."""
-    phase = attempt.phase or "start"
+    phase, predicted = attempt.phase or "start", f"predicted {run.prediction.step_time_s:.3g} s"
     if attempt.step_time_s is None or not attempt.steps:
-        return f"{phase}, predicted {run.prediction.step_time_s:.3g} s a step"
-    pace = f"{counted(attempt.steps, 'step')} of {attempt.step_time_s:.3g} s"
-    return f"{phase}, {pace}, predicted {run.prediction.step_time_s:.3g} s"
+        return f"{phase}, {predicted} a step"
+    return f"{phase}, {counted(attempt.steps, 'step')} of {attempt.step_time_s:.3g} s, {predicted}"
 
 
 def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[RenderableType]:
@@ -137,9 +136,8 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
             width = now.wide.get(run.run_id)
             speed = f"{rate:,.0f} {too_wide(width is None, width)}".rstrip()
             promised = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
-            rows.append(
-                (*run.cell, run.layout.label(), speed, percent(run.mfu(rate)), f"{rate / promised:.2f}")
-            )
+            numbers = speed, percent(run.mfu(rate)), f"{rate / promised:.2f}"
+            rows.append((*run.cell, run.layout.label(), *numbers))
         heads = ("model", ">nodes", "layout", ">tokens/s/GPU", ">MFU", ">x predicted")
         yield table("best so far", *heads, rows=rows)
     if now.failures:

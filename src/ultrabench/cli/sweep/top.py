@@ -44,24 +44,18 @@ def _more(sweep: str, by: str, cells: int) -> str:
     """The command that shows a run; it takes ranks only of the default order, from cell to cell."""
     default = by == DEFAULT_RANK_BY
     across = "; ranks go on from cell to cell, so that each names one run" * (cells > 1 and default)
-    return (
-        f"more about a run: ultrabench sweep show {'RANK' if default else 'RUN_ID'} --sweep {sweep}{across}"
-    )
+    command = f"ultrabench sweep show {'RANK' if default else 'RUN_ID'} --sweep {sweep}"
+    return f"more about a run: {command}{across}"
 
 
 def _print_cell(name: str, runs: list[Row], first: int) -> None:
     at, more = runs[0], len(runs) - first
     by, nodes = str(at["ranked_by"]), counted(at["nodes"], "node")
     added = {by} - SHOWN_AS.keys()
-    shown = [
-        {
-            "rank": row["rank"],
-            **{name: with_unit(by, row[by]) for name in added},
-            **numbers(row),
-            "run id": row["run_id"],
-        }
-        for row in runs[:first]
-    ]
+    shown = []
+    for row in runs[:first]:
+        ranked = {"rank": row["rank"], **{name: with_unit(by, row[by]) for name in added}}
+        shown.append({**ranked, **numbers(row), "run id": row["run_id"]})
     columns = [name if name in ("layout", "status", "run id") else f">{name}" for name in shown[0]]
     made = table(f"{name}: {at['model']} on {nodes}, by {by}", *columns, rows=[row.values() for row in shown])
     made.always_shown = SHOWN_AS.get(by, by)
