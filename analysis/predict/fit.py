@@ -20,7 +20,7 @@ KNOWN = frozenset({
 """Constants that no fit changes: the code of a framework tells them, or they only scale others."""
 FEW_RUNS = 15
 """Number of runs below which the fit keeps closer to the constants before."""
-RIDGE = {True: 0.15, False: 0.3}
+RIDGE = {True: 0.15, False: 0.25}
 """Whether there are fewer runs than FEW_RUNS -> standard deviation of log(constant / prior)."""
 ERROR_SCALE = 0.1
 """Error of a prediction, as a logarithm, from which a run pulls the fit less than in proportion."""
