@@ -1,1 +1,1 @@
-"""Figures of the results: the heatmap and the bandwidth of the links."""
+"""Figures of results and of layouts: one module for each kind of `ultrabench plot`, and the heatmap."""

@@ -26,7 +26,7 @@ class MicroBatch(NamedTuple):
     kept: float
     """What a layer keeps with its recomputation."""
     full: int
-    """Each so manieth layer keeps its input only; 0 if none does."""
+    """n if every n-th layer keeps its input only; 0 if none does."""
     loss: float
     """Logits, their softmax and the gradients of the loss, at most."""
     table: float

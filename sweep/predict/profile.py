@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 from ultrabench.allowed import one_of, require_allowed
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, require_known
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.time_constants import TimeConstants
@@ -51,6 +51,7 @@ class Profile:
         if "all" not in self.interval:
             advice = "give interval: {all: [LOW, HIGH]}, quantiles of log(measured / predicted)"
             raise ConfigError(f"profile {self.name}: interval lacks all; {advice}")
+        require_known(f"regime of profile {self.name}", ("all", *REGIMES), *self.interval)
         for name, (low, high) in self.interval.items():
             if not low <= 0 <= high:
                 rule = "must enclose 0, since the interval contains the prediction"

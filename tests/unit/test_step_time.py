@@ -129,6 +129,10 @@ def test_a_profile_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path, mon
         ({"time": {}}, "profile.time lacks gemm_efficiency"),
         ({"interval": {"all": [0.1, 0.2]}}, r"interval.all=\[0.1, 0.2\]; must enclose 0"),
         ({"interval": {}}, "interval lacks all"),
+        (
+            {"interval": {"all": [-0.1, 0.1], "slwo": [-0.1, 0.1]}},
+            "unknown regime of profile .*did you mean slow",
+        ),
     ):
         mine.write_text(yaml.safe_dump(values | change))
         with pytest.raises(ConfigError, match=f"mine.yaml: .*{message}"):
