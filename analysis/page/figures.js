@@ -14,7 +14,7 @@ const LINKS = Object.keys(columns).filter((name) => name.endsWith("_busbw_bytes_
 const FIGURES = [
   { id: "every", title: "Every measured layout", points: everyPoints, draw: drawEvery },
   { id: "best-of", title: "The best of each value", points: bestPoints, draw: drawLines },
-  { id: "memory", title: "Peak memory of the best layouts, measured and predicted", points: memoryPoints, draw: drawBars },
+  { id: "memory", title: "Peak memory of the best layouts, measured and predicted by part", points: memoryPoints, draw: drawBars },
   { id: "links", title: "Bandwidth of the links", points: linkPoints, draw: drawLines },
 ];
 const stale = new Set();
@@ -74,12 +74,17 @@ function memoryPoints(shown) {
   const found = runsOf.flatMap((runs, cell) => {
     const row = winner(runs.filter((n) => kept.has(n)));
     if (row < 0) return [];
-    const x = cellName(cell).replace(",", " on ").replace(",", " #"), predicted = value("predicted_peak_mem_bytes", row);
-    const bars = [{ series: "measured", x, y: measure("memory_gib", row), row }, { series: "predicted", x, y: predicted === null ? null : predicted / GIB, row }];
-    return bars.filter(({ y }) => y !== null);
+    const x = cellName(cell).replace(",", " on ").replace(",", " #"), parts = partsOf(row);
+    const measured = [["measured", value("peak_mem_reserved_bytes", row) ?? value("peak_mem_reserved_rank0_bytes", row)]];
+    let base = 0; // of a part, the sum of the parts below it
+    return [...measured, ...(parts.length ? parts : [["predicted", value("predicted_peak_mem_bytes", row)]])].filter(([, bytes]) => bytes).map(([series, bytes]) => {
+      const bar = { series, x, y: bytes / GIB, base, row };
+      if (series !== "measured") base += bar.y;
+      return bar;
+    });
   });
-  const note = `One layout of each cell; x is the model and its number of nodes. ${rank0 ? "Measured is the memory of rank 0 alone." : "On CPUs the measured memory is the resident set."}`;
-  return { found, note, label: "peak memory (GiB)", across: "model on nodes" };
+  const note = `One layout of each cell: on the left measured, on the right as this version of ultrabench predicts it for the rank that needs most. ${rank0 ? "Measured is the memory of rank 0 alone." : "On CPUs the measured memory is the resident set."}`;
+  return { found, note, label: "peak memory (GiB)", across: "model on nodes", order: ["measured", ...held.parts, "predicted"] };
 }
 
 // A figure of Bokeh with words across, in the colours of the page.
@@ -105,13 +110,15 @@ function wordsOf(points) {
 }
 
 function seriesOf(points) {
-  return [...new Set(points.found.map(({ series }) => series))].sort(inOrder);
+  const place = (series) => points.order?.indexOf(series) ?? series;
+  return [...new Set(points.found.map(({ series }) => series))].sort((a, b) => inOrder(place(a), place(b)));
 }
 
 // The points of one series for Bokeh; a chosen point opens its layout. `shift` moves a point sideways.
 function sourceOf(found, words, shift) {
   const at = found.map((point) => words.indexOf(point.x) + shift(point));
   const source = new Bokeh.ColumnDataSource({ data: { at, x: found.map(({ x }) => String(x)), y: found.map(({ y }) => y),
+    base: found.map(({ base }) => base ?? 0), top: found.map(({ base, y }) => (base ?? 0) + y),
     series: found.map(({ series }) => series), layout: found.map(({ row }) => value("layout", row ?? -1) ?? "") } });
   source.selected.properties.indices.change.connect(() => {
     const row = found[source.selected.indices[0]]?.row;
@@ -130,7 +137,7 @@ const HOVER = [["", "@series, @x"], ["value", "@y{0,0.[00]}"], ["layout", "@layo
 // A figure to which `draw` adds the glyphs of each series: its points, colour, legend and number.
 function withSeries(points, draw) {
   const words = wordsOf(points), made = blank(points, words, HOVER), names = seriesOf(points);
-  names.forEach((name, n) => draw(made, words, points.found.filter(({ series }) => series === name), { color: PALETTE[n % PALETTE.length], legend_label: String(name) }, n, names.length));
+  names.forEach((name, n) => draw(made, words, points.found.filter(({ series }) => series === name), { color: PALETTE[n % PALETTE.length], legend_label: String(name) }, n));
   return made;
 }
 
@@ -155,10 +162,10 @@ function drawLines(points) {
 }
 
 function drawBars(points) {
-  return withSeries(points, (made, words, found, look, n, number) => {
-    const width = 0.8 / number, source = sourceOf(found, words, () => (n + 0.5) * width - 0.4);
-    const hatch = n ? { hatch_pattern: "right_diagonal_line", hatch_color: "#fff", hatch_alpha: 0.6 } : {};
-    made.vbar(AT, width * 0.92, UP, 0, { source, ...look, ...hatch });
+  return withSeries(points, (made, words, found, look, n) => {
+    const source = sourceOf(found, words, ({ series }) => (series === "measured" ? -0.2 : 0.2));
+    const hatch = n % 2 ? { hatch_pattern: "right_diagonal_line", hatch_color: "#fff", hatch_alpha: 0.6 } : {};
+    made.vbar(AT, 0.37, { field: "top" }, { field: "base" }, { source, ...look, ...hatch });
   });
 }
 

@@ -1,4 +1,4 @@
-"""Makes the HTML page of results from its template, styles, scripts and data; equal tables give equal bytes."""
+"""Makes the HTML page of results from its template, styles, scripts and data; equal documents give equal bytes."""
 
 import base64
 import hashlib

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -12,12 +12,14 @@ import pyarrow.compute as pc
 from ultrabench.analysis import schema
 from ultrabench.analysis.cells import Cell, layout_words, made_with, repeats_failed
 from ultrabench.analysis.page.commands import launch_words, predict_words
+from ultrabench.analysis.page.parts import predicted_parts
 from ultrabench.analysis.ranking import rank_and_order
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import GROUPS, MODEL, SCHEMA, type_name
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.layout import AXES
 from ultrabench.result import SLOWER
+from ultrabench.sweep.predict.stage_memory import PARTS
 
 _KEY = ("sweep", "run_id", "repeat", "attempt")
 _ORDER = (*_KEY, "step_time_s", "reason", "job_id")
@@ -63,6 +65,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     shown = sorted((row for row in rows if row["status"] != "rejected"), key=_rank_first)
     told = _told(table, public)
     columns = {name: [_plain(row[name]) for row in shown] for name in told} | _derived(shown)
+    columns |= _parts(shown, predicted_parts(table))
     return {
         "public": public,
         "made_with": made_with(table),
@@ -72,6 +75,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         },
         "cells": cells,
         "axes": [*AXES],
+        "parts": [*PARTS],
         "rejected": _rejected(rejected),
         "ranking": str(schema.__doc__).split("\n\n")[1:],
         "schema": {group: _meanings(held, told) for group, held in GROUPS.items()},
@@ -157,6 +161,12 @@ def _derived(rows: Sequence[Row]) -> dict[str, list[Any]]:
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
         "predict": [None if row["rank"] is None else predict_words(row) for row in rows],
     }
+
+
+def _parts(rows: Sequence[Row], parts: Mapping[str, Mapping[str, int]]) -> dict[str, list[int | None]]:
+    """The predicted memory of the ranked rows, a column for each part."""
+    known = [parts.get(row["run_id"], {}) if row["rank"] is not None else {} for row in rows]
+    return {f"predicted_{part}_bytes": [held.get(part) for held in known] for part in PARTS}
 
 
 def _plain(value: Any) -> Any:

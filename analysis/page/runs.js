@@ -48,7 +48,14 @@ function aboutRun(row) {
   const attempts = [...Array(rows).keys()].filter((n) => value("run_id", n) === id).sort((a, b) => value("repeat", a) - value("repeat", b) || value("attempt", a) - value("attempt", b));
   const names = used(ATTEMPT_COLUMNS, attempts);
   const tries = table("Attempts", names.map((n) => ATTEMPT_COLUMNS[n]), attempts.map((n) => names.map((name) => shownText(name, n))));
-  return element("div", {}, element("h3", {}, `Run ${id}`), commands(row), tries, ...attempts.map(evidenceOf), allNumbers(row));
+  const parts = partsOf(row).map(([part, bytes]) => [part, memory(bytes)]);
+  const told = parts.length ? table("Predicted memory of the rank that needs most, by this version of ultrabench", ["part", "memory"], parts) : null;
+  return element("div", {}, element("h3", {}, `Run ${id}`), commands(row), tries, ...attempts.map(evidenceOf), told, allNumbers(row));
+}
+
+// The names and bytes of the parts of the predicted memory of a row; empty where they are unknown.
+function partsOf(row) {
+  return held.parts.map((part) => [part, value(`predicted_${part}_bytes`, row)]).filter(([, bytes]) => bytes);
 }
 
 // How the ranks of a failed attempt ended, those first that nobody killed; null for an attempt without evidence.

@@ -8,14 +8,16 @@ import pyarrow as pa
 import pytest
 
 from tests.unit.page_tables import failed, page, repeated, row, small, table
+from ultrabench.analysis.measured import spec_of
 from ultrabench.analysis.page.commands import launch_words, predict_words
 from ultrabench.analysis.page.rows import PUBLIC, document, encoded
 from ultrabench.analysis.ranking import rank
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.layout import Layout
 from ultrabench.sweep.arguments import PREDICTED, read_run
-from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.load import load_config, load_profile
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 
 
 def shown(results, public=False):
@@ -91,6 +93,25 @@ def test_what_is_public_is_a_column_and_no_free_text():
     assert PUBLIC.isdisjoint(
         {"sweep", "cluster", "reason", "hostnames", "suspect_hosts", "source", "job_id", "allocation"}
     )
+
+
+def test_memory_by_part_is_that_of_predict():
+    told = row(1) | {"source": None}
+    columns = shown(table(told, failed(2, "oom", None), row(3, hardware="none"), row(4, vocab_size=None)))[
+        "columns"
+    ]
+    parts = {name: held for name, held in columns.items() if re.fullmatch("predicted_[a-z]+_bytes", name)}
+    spec = spec_of(told)
+    profile = load_profile("ultrabench")
+    (stage,) = predict_memory(spec, memory_constants(profile.framework, profile.memory))
+    at = columns["run_id"].index(told["run_id"])
+    assert sum(held[at] for held in parts.values()) == pytest.approx(stage.peak_bytes, abs=len(parts))
+    known = {
+        run_id
+        for run_id, held in zip(columns["run_id"], parts["predicted_weights_bytes"], strict=True)
+        if held
+    }
+    assert known == {f"{n:016x}" for n in (1, 2)}, "nobody here knows that hardware or model"
 
 
 def test_a_page_of_probes_or_of_nothing_ranks_nothing():

@@ -159,7 +159,14 @@ def test_figures_are_drawn_when_seen_and_have_their_numbers_as_a_table(opened):
     assert "Layouts of 1B" in tab.locator("#runs-title").inner_text()
     assert tab.locator(".about-run").count() == 1
     assert drawn(tab, "links").locator("canvas").count() > 0
-    assert drawn(tab, "memory").locator("canvas").count() > 0
+    bars = drawn(tab, "memory")
+    assert bars.locator("canvas").count() > 0
+    told = numbers(bars)
+    assert [told[0], *(line[:2] for line in told[1:3])] == [
+        ["measured", "1B on 1", "64"],
+        ["weights", "1B on 1"],
+        ["gradients", "1B on 1"],
+    ]
 
 
 def test_texts_of_numbers_are_those_of_the_terminal(opened):
