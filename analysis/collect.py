@@ -11,6 +11,9 @@ from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_K
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.store.folder import SweepFolder, find_sweep
 
+_OTHER_FILES = (".csv", ".json", ".jsonl", ".yaml", ".yml")
+"""Endings of files, and not of sweeps, that hold no results, whether they exist or not."""
+
 
 def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
     """The result rows of all sweeps in the order given; the sweeps may still be running.
@@ -32,14 +35,16 @@ def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, Pa
         source: name or folder of a sweep, or path of a parquet file; None means the newest in `results`.
 
     Raises:
-        ConfigError: `source` is a file that is no parquet file.
+        ConfigError: `source` is a file, or is named like one, that is no parquet file.
         SweepFolderError: there is no such sweep, or it cannot be read.
     """
     if source is not None and source.endswith(".parquet"):
         path = Path(source)
         return path.stem, path.with_suffix(".png"), read_parquet(path)
-    if source is not None and (Path(source).is_file() or source.endswith(".csv")):
-        todo = f"name a sweep or a file of ultrabench collect, or import it: ultrabench import {source} --map MAP.yaml"
+    if source is not None and (Path(source).is_file() or source.endswith(_OTHER_FILES)):
+        todo = "results are read from a sweep or a .parquet file of ultrabench collect or import"
+        if source.endswith(".csv"):
+            todo += f": ultrabench import {source} --map MAP.yaml"
         raise ConfigError(f"{source} is no parquet file; {todo}")
     folder = find_sweep(source, results)
     return folder.name, folder.path / "heatmap.png", collect([folder], warn)
@@ -59,7 +64,7 @@ def read_parquet(path: Path) -> pa.Table:
     version is taken from the column schema_version.
 
     Raises:
-        SweepFolderError: the file cannot be read, is no table of results, or has a newer schema.
+        SweepFolderError: the file cannot be read, has no version or run_id of results, or has a newer schema.
     """
     try:
         table = pq.read_table(path)
@@ -68,7 +73,7 @@ def read_parquet(path: Path) -> pa.Table:
         told = "there is no such file" if isinstance(error, FileNotFoundError) else told
         raise SweepFolderError(f"cannot read {path}: {told}") from error
     version = _version(table)
-    if version is None:
+    if version is None or "run_id" not in table.column_names:
         raise SweepFolderError(f"{path} is no result table; make one: ultrabench collect -o FILE.parquet")
     if version > RESULTS_SCHEMA_VERSION:
         rule = f"this ultrabench reads up to {RESULTS_SCHEMA_VERSION}: upgrade it"

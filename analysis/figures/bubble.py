@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
+from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, measured
 from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
 from ultrabench.errors import ConfigError, counted
@@ -24,8 +25,8 @@ _DASHES = ("--", "-.", (0, (6, 1)), (0, (1, 1, 4, 1)))
 _MARKERS = {"1f1b": "o", "afab": "s", "interleaved": "D", "zbv": "^"}
 
 
-def points(table: pa.Table) -> pd.DataFrame:
-    """Fractions of a step: a row for each value of a formula, whose nodes is 0, and for each pair of measured runs.
+def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
+    """The note, and fractions of a step: a row for each value of a formula, whose nodes is 0, and for each pair of measured runs.
 
     The two runs of a pair differ only in their pipeline, and one of them has none. Their share is
     1 - step time without / step time with it: what the step is longer than its work.
@@ -38,31 +39,32 @@ def points(table: pa.Table) -> pd.DataFrame:
     if not len(piped):
         rule = "plan them with sweep.pp=[1,2], or draw one pipeline with: ultrabench plot schedule"
         raise ConfigError(f"no run with pp > 1 among {counted(len(frame), 'row')}; {rule}")
-    pairs = _pairs(table).dropna(subset="share").rename(columns={"pp_schedule": "schedule"})[_NAMES]
+    pairs = _pairs(frame)
+    told = f"{_notes(pairs, piped)} {made_with(table)}"
+    pairs = pairs.dropna(subset="share").rename(columns={"pp_schedule": "schedule"})[_NAMES]
     lines = pd.DataFrame(_formulas(piped), columns=_NAMES)
-    return pd.concat([lines, pairs.sort_values(_NAMES)], ignore_index=True)
+    return pd.concat([lines, pairs.sort_values(_NAMES)], ignore_index=True), told
 
 
-def _pairs(table: pa.Table) -> pd.DataFrame:
+def _pairs(frame: pd.DataFrame) -> pd.DataFrame:
     """The measured runs with a pipeline that are not in doubt; `share` is missing for those without a like."""
-    frame = final(table)
     if not ((frame["status"] == "ok") & (frame["tokens_per_s_per_gpu"] > 0)).any():
         return frame.iloc[:0].assign(share=0.0)
-    runs = measured(table)
+    runs = measured(frame)
     runs = runs[runs["good"]]
     alone = runs[runs["pp"] == 1].groupby(_ALIKE, dropna=False)["step_time_s"].median().rename("alone_s")
     piped = runs[runs["pp"] > 1].merge(alone.reset_index(), on=_ALIKE, how="left")
-    return piped.assign(share=1 - piped["alone_s"] / piped["step_time_s"])
+    share = 1 - piped["alone_s"] / piped["step_time_s"]
+    return piped.assign(share=share.where(piped["gas"].notna()))
 
 
 def _formulas(piped: pd.DataFrame) -> Iterator[tuple[int, int, str, int, int, float]]:
     """The bubbles of 1F1B, which AFAB has too, interleaved and ZB-V over powers of two of micro-batches."""
     for pp in sorted({*piped["pp"].astype(int)}):
         held = piped[piped["pp"] == pp]
-        stages = sorted({*held.loc[held["pp_schedule"] == "interleaved", "virtual_stages"].astype(int)}) or [
-            2
-        ]
-        most = max(held["gas"].max(), 4 * pp)
+        known = held.loc[held["pp_schedule"] == "interleaved", "virtual_stages"].dropna()
+        stages = sorted({*known.astype(int)}) or [2]
+        most = max(4 * pp, held["gas"].max())  # the first where gas is unknown
         for gas in (2**n for n in range(int(most).bit_length())):
             for schedule, v in (("1f1b", 1), *(("interleaved", v) for v in stages), ("zbv", 2)):
                 name = default_schedule(pp, gas) if schedule == "1f1b" else schedule
@@ -71,18 +73,17 @@ def _formulas(piped: pd.DataFrame) -> Iterator[tuple[int, int, str, int, int, fl
                     yield layout.pp, gas, schedule, v, 0, bubble_share(layout)
 
 
-def notes(table: pa.Table) -> str:
-    """The note under the figure: what lines and points mean, and which runs are no points."""
-    pairs, frame = _pairs(table), final(table)
+def _notes(pairs: pd.DataFrame, piped: pd.DataFrame) -> str:
+    """What lines and points mean, and which runs with a pipeline are no points."""
     alone = int(pairs["share"].isna().sum())
-    left = int(((frame["pp"] > 1) & (frame["status"] == "ok")).sum()) - len(pairs)
+    left = int((piped["status"] == "ok").sum()) - len(pairs)
     return (
         "Lines: idle time if all stages take the same time, backward twice that of forward, and messages none; xN: N "
         f"stages on each rank.\nPoints ({len(pairs) - alone}): 1 - step time without pipeline / step time with it, at "
         "equal nodes, batch, tp, cp, mbs, ZeRO stage and recomputation. Beside the bubble they hold messages, uneven "
         "stages and what data parallelism costs less; below 0 the pipeline is faster.\nNot drawn: "
         f"{counted(alone, 'measured run')} with pp > 1 that no run at pp=1 is like, and "
-        f"{counted(left, 'ok row')} with pp > 1 that are suspect, stopped early or repeats. {made_with(table)}"
+        f"{counted(left, 'ok row')} with pp > 1 that are suspect, stopped early or repeats."
     )
 
 
@@ -101,6 +102,10 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
             colour = nodes[many]["color"]
             axes.scatter(held["gas"], 100 * held["share"], 22, color=colour, marker=_MARKERS[schedule],
                          edgecolor="white", linewidth=0.4, zorder=4)  # fmt: skip
+        if len(pairs) and not (pairs["pp"] == pp).any():
+            axes.text(
+                0.03, 0.92, "no pair of measured runs", transform=axes.transAxes, fontsize=8, color=GREY
+            )
         label(axes, f"pp={pp}", "micro-batches of a step (gas)", "share of the step (%)")
         _scale(axes, drawn)
     measured_with = [name for name in _MARKERS if (pairs["schedule"] == name).any()]
@@ -133,4 +138,4 @@ def _scale(axes: Axes, drawn: pd.DataFrame) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
     axes.set_xlim(least / 1.25, most * 1.25)
-    axes.set_ylim(min(0.0, 110 * drawn["share"].min()), 104)
+    axes.set_ylim(min(0.0, 100 * drawn["share"].min() - 6), 104)

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ultrabench.analysis.cells import notes as notes
+from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.runs import final, known
 from ultrabench.analysis.figures.style import STATUSES, categories, label, legend, panel_grid
 from ultrabench.errors import counted
@@ -16,8 +16,8 @@ _SMALLEST = 0.09
 """Smallest share of a panel's height in which the number of a bar is written."""
 
 
-def points(table: pa.Table, axis: str) -> pd.DataFrame:
-    """Number of runs by panel, value of the axis and status; layouts that a rule rejects are no runs.
+def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
+    """The note, and the number of runs by panel, value of the axis and status.
 
     Each repeat of a run counts; suspect stands for an ok run in doubt.
     """
@@ -28,16 +28,16 @@ def points(table: pa.Table, axis: str) -> pd.DataFrame:
         .mask((frame["status"] == "ok") & frame["suspect"].notna(), "suspect")
     )
     frame = frame[frame["end"].isin(STATUSES)]
-    runs = known(frame, axis, axis, "choose another --axis").astype({axis: int})
-    by = ["panel", axis, "end", "left_out"]
-    return runs.groupby(by, sort=False).agg(runs=("run_id", "size")).reset_index()
+    runs, left_out = known(frame, axis, axis, "choose another --axis")
+    by = runs.astype({axis: int}).groupby(["panel", axis, "end"], sort=False)
+    return by.agg(runs=("run_id", "size")).reset_index(), left_out + notes(table)
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """The bars of the numbers of runs in `drawn`, with the number in each part that is high enough."""
     names, values = list(drawn["panel"].unique()), sorted(drawn[axis].unique())
     heading = f"How {counted(int(drawn['runs'].sum()), 'run')} ended, over {axis}: {title}"
-    whole, middle, panels = panel_grid(len(names), title=heading, notes=drawn["left_out"].iloc[0] + notes)
+    whole, middle, panels = panel_grid(len(names), title=heading, notes=notes)
     for axes, name in zip(panels, names, strict=True):
         held = drawn[drawn["panel"] == name].pivot(index="end", columns=axis, values="runs")
         _bars(axes, held.reindex(columns=values).fillna(0).astype(int))

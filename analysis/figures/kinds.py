@@ -75,9 +75,8 @@ def prepared(
         require_known(f"axis of the figure {kind}", axes, axis)
     module = import_module(f"ultrabench.analysis.figures.{kind}")
     options = {"axis": axis or axes[0]} if axes else {}
-    points = module.points(*((layout or {},) if of_layout else ()), table, **options)
-    noted = points if of_layout else table
-    return points, lambda: module.figure(points, title=title, notes=module.notes(noted), **options)
+    points, notes = module.points(*((layout or {},) if of_layout else ()), table, **options)
+    return points, lambda: module.figure(points, title=title, notes=notes, **options)
 
 
 def runs_drawn(kind: str, points: "pd.DataFrame") -> int | None:

@@ -1,18 +1,18 @@
 """Draws the predicted memory of a layout by part, over the values of one axis or the ranks of its pipeline."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ultrabench.analysis.figures.runs import final
-from ultrabench.analysis.figures.style import WIDTH, categories, key, label, legend, panel_grid
+from ultrabench.analysis.figures.style import COLOURS, WIDTH, categories, key, label, legend, panel_grid
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
@@ -20,7 +20,7 @@ from ultrabench.run import RunSpec
 from ultrabench.sweep.arguments import PREDICTED, config_of, read_arguments, run_of
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
-from ultrabench.sweep.predict.stage_memory import PARTS
+from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, OPTIMIZER, PARTS
 
 _ACROSS = {
     "tp": "tensor-parallel degree (tp)",
@@ -44,6 +44,14 @@ _VALUES: dict[str, tuple[int | str, ...]] = {
 """Axis -> its values; those of degrees follow from the number of GPUs."""
 _FOLLOWS = {"tp": "dp", "pp": "dp", "cp": "dp", "dp": "nodes"}
 """Axis -> the argument that changes with it."""
+_USUAL = {"mbs": 1, "gas": "pp", "zero_stage": 0, "recompute": "none"}
+"""Axes of layouts that are named where they are not given -> their usual values."""
+_MOMENTS = {
+    FORWARD: "at the end of a forward, before its gradients",
+    BACKWARD: "in backward",
+    OPTIMIZER: "in the update, when activations and gathered weights are freed",
+}
+"""Phase of a step -> its name in the note."""
 _HATCHES = ("", "////", "", "\\\\\\\\", "....", "", "xxxx")
 _CUT = 2.2
 """Largest height of the scale, as a multiple of the memory of a GPU."""
@@ -57,8 +65,10 @@ _MARKS = {
 """What is shown of a run -> its name, marker and colour."""
 
 
-def points(layout: Mapping[str, Any], table: pa.Table | None = None, *, axis: str) -> pd.DataFrame:
-    """One row for each bar, each measured run of its layout, and each value of the axis that cannot run.
+def points(
+    layout: Mapping[str, Any], table: pa.Table | None = None, *, axis: str
+) -> tuple[pd.DataFrame, str]:
+    """The note, and one row for each bar, each measured run of its layout, and each value of the axis that cannot run.
 
     The column `shown` is predicted, impossible, or for runs measured, measured_rank0, oom or suspect; `value` is the
     name of the bar. Predicted rows have the bytes of each part, `bytes` is their sum or what was measured.
@@ -70,26 +80,26 @@ def points(layout: Mapping[str, Any], table: pa.Table | None = None, *, axis: st
     Raises:
         ConfigError: an argument is wrong, or no value of the axis can run.
     """
-    words = [f"{name}={value}" for name, value in layout.items()]
-    given = PREDICTED | read_arguments(words, (*PREDICTED, "precision"), "model=llama3-8b tp=8")
-    config, runs = config_of(given), None if table is None else final(table)
+    asked = [f"{name}={value}" for name, value in layout.items()]
+    given = PREDICTED | read_arguments(asked, (*PREDICTED, "precision"), "model=llama3-8b tp=8")
+    config, runs = config_of(given), None if table is None or axis == "stage" else final(table)
     rows = [row for own in _variants(given, config, axis) for row in _rows(own, config, runs, axis)]
     if all(row["shown"] == "impossible" for row in rows):
         first = f"{axis}={rows[0]['value']}: " if axis != "stage" else ""
         raise ConfigError(f"no layout to draw: {first}{rows[0]['reason']}; choose another one")
-    fixed = {
-        name: at for name, at in given.items() if at is not None and name not in (axis, _FOLLOWS.get(axis))
+    words = {
+        name: f"{name}={at}"
+        for name, at in (given | _USUAL | given).items()
+        if name not in (axis, _FOLLOWS.get(axis))
     }
-    of_all: dict[str, Any] = {
-        "model": config.models[0].name,
-        "gpu": config.hardware.gpu,
-        "mem_bytes": config.hardware.mem_bytes,
-        "device": config.hardware.device,
-        "profile": config.profile.name,
-        "looked": -1 if runs is None else len(runs),
-        "fixed": " ".join(f"{name}={value}" for name, value in fixed.items()),
-    }
-    return pd.DataFrame(rows).assign(**of_all)
+    fixed = " ".join(word for name, word in words.items() if name in ("model", *layout))
+    usual = [word for name, word in words.items() if name not in ("model", "kernel", "profile", *layout)]
+    gpu: dict[str, Any] = {"gpu": config.hardware.gpu, "mem_bytes": config.hardware.mem_bytes}
+    drawn = pd.DataFrame(rows).assign(model=config.models[0].name, fixed=fixed, **gpu)
+    told = [*([f"Defaults: {' '.join(usual)}."] if usual else []), *_notes(drawn, config)]
+    if runs is not None:
+        told += _found(drawn, runs, config)
+    return drawn, "\n".join(told)
 
 
 def _variants(given: dict[str, Any], config: SweepConfig, axis: str) -> Iterator[dict[str, Any]]:
@@ -128,26 +138,35 @@ def _rows(
     constants = memory_constants(config.profile.framework, config.profile.memory)
     stages = predict_memory(spec, constants)
     chance = p_oom(stages, config.hardware.mem_bytes, constants)
+    alike, unknown = _alike(runs, spec, config) if runs is not None else (pd.DataFrame(), ())
     for stage in stages if axis == "stage" else [max(stages, key=lambda one: one.peak_bytes)]:
         parts = {part: getattr(stage, part) for part in PARTS}
         name = str(stage.pp_rank) if axis == "stage" else value
-        yield {"value": name, "shown": "predicted", "bytes": stage.peak_bytes, "p_oom": chance} | parts
-    if runs is not None and axis != "stage":
-        yield from _measured(runs, spec, config, value)
+        peak = {"bytes": stage.peak_bytes, "p_oom": chance, "phase": stage.phase, "unknown": unknown}
+        yield {"value": name, "shown": "predicted"} | peak | parts
+    yield from _measured(alike, config, value)
 
 
-def _measured(runs: pd.DataFrame, spec: RunSpec, config: SweepConfig, value: str) -> Iterator[dict[str, Any]]:
-    """The rows of measured runs of a layout; without AFAB they may have another gas, if both are above pp."""
+def _alike(runs: pd.DataFrame, spec: RunSpec, config: SweepConfig) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The runs of a layout, and the words of it that no run has.
+
+    Without AFAB the runs may have another gas, if both are above pp.
+    """
     layout, least = spec.layout, spec.layout.pp + 1
-    wanted = {name: getattr(layout, name) for name in AXES if name != "gas"} | {
+    wanted = {name: getattr(layout, name) for name in AXES} | {
         "model": spec.shape.name, "hardware": config.hardware.name, "nodes": spec.nodes,
-        "seq_len": spec.workload.seq_len, "precision": spec.kernel.precision,
+        "seq_len": spec.workload.seq_len, "precision": spec.kernel.precision, "kernel": spec.kernel.name,
     }  # fmt: skip
-    same = runs[runs["kernel"].isin((spec.kernel.name, config.profile.framework))]
-    for name, at in wanted.items():
-        same = same[(same[name] == at) | same[name].isna()]
-    above = (same["gas"] >= least) & (layout.gas >= least) & (layout.pp_schedule != "afab")
-    for run in same[above | (same["gas"] == layout.gas)].to_dict("records"):
+    fits = {name: (runs[name] == at) | runs[name].isna() for name, at in wanted.items()}
+    fits["kernel"] |= runs["kernel"] == config.profile.framework
+    unknown = tuple(f"{name}={wanted[name]}" for name, fit in fits.items() if not fit.any())
+    fits["gas"] |= (runs["gas"] >= least) & (layout.gas >= least) & (layout.pp_schedule != "afab")
+    return runs[np.logical_and.reduce([*fits.values()])], unknown
+
+
+def _measured(alike: pd.DataFrame, config: SweepConfig, value: str) -> Iterator[dict[str, Any]]:
+    """The rows of measured runs of a layout."""
+    for run in alike.to_dict("records"):
         whole, rank0 = (run[f"peak_mem_reserved_{which}bytes"] for which in ("", "rank0_"))
         held, shown = (whole, "measured") if whole > 0 else (rank0, "measured_rank0")
         if isinstance(run["suspect"], str):
@@ -158,34 +177,37 @@ def _measured(runs: pd.DataFrame, spec: RunSpec, config: SweepConfig, value: str
             yield {"value": value, "shown": shown, "bytes": held}
 
 
-def notes(drawn: pd.DataFrame) -> str:
-    """The note under the figure: the prediction, the measured runs, and the values that cannot run."""
-    first, bars = drawn.iloc[0], drawn[drawn["shown"] == "predicted"]
-    shown = [*drawn["shown"]]
-    odds = [f"{100 * share:.0f}" for share in sorted({bars["p_oom"].min(), bars["p_oom"].max()})]
-    told = [
-        f"Predicted with profile {first['profile']}; numbers are predicted peaks, and parts those at the moment of the peak. "
-        f"{first['gpu']} has {first['mem_bytes'] / GIB:,.4g} GiB. Probability that the run does not fit, P(OOM): "
-        f"{' to '.join(dict.fromkeys(odds))} %."
-    ]
-    if first["looked"] >= 0:
-        found = counted(sum(name in _MARKS for name in shown), "run")
-        told.append(
-            f"Points: {found} among {counted(first['looked'], 'row')} with the same kernel, hardware and layout (gas may "
-            f"differ where both are above pp); {shown.count('suspect')} more are suspect and not drawn."
-        )
-        if first["device"] == "cpu":
-            told.append(
-                "On CPUs a measured peak is the resident set of a process, with Python and torch in it."
-            )
-    if bars["bytes"].max() > _CUT * first["mem_bytes"]:
-        told.append(f"Bars are cut at {_CUT:g} times the memory; their numbers are whole.")
+def _notes(drawn: pd.DataFrame, config: SweepConfig) -> Iterator[str]:
+    """The lines under the figure about the prediction and the values that cannot run."""
+    bars, memory = drawn[drawn["shown"] == "predicted"], config.hardware.mem_bytes
+    odds = dict.fromkeys(f"{100 * share:.0f}" for share in (bars["p_oom"].min(), bars["p_oom"].max()))
+    yield (
+        f"Predicted with profile {config.profile.name}: peaks, and P(OOM), the probability that a run does not fit "
+        f"({' to '.join(odds)} %). {config.hardware.gpu} has {memory / GIB:,.4g} GiB."
+    )
+    moments = {name: _names(bars["value"][bars["phase"] == phase]) for phase, name in _MOMENTS.items()}
+    at = "; ".join(f"{', '.join(values)}: {name}" for name, values in moments.items() if values)
+    yield f"A bar shows what is held at the moment of its peak. {at}."
+    if bars["bytes"].max() > _CUT * memory:
+        yield f"Bars are cut at {_CUT:g} times the memory; their numbers are whole."
     none = drawn[drawn["shown"] == "impossible"]
-    broken = [
-        f"Cannot run: {', '.join(none['value'][none['reason'] == reason])}: {reason}."
-        for reason in dict.fromkeys(none.get("reason", ()))
-    ]
-    return "\n".join(told + broken)
+    for reason in dict.fromkeys(none.get("reason", ())):
+        yield f"Cannot run: {', '.join(none['value'][none['reason'] == reason])}: {reason}."
+
+
+def _found(drawn: pd.DataFrame, runs: pd.DataFrame, config: SweepConfig) -> Iterator[str]:
+    """The lines under the figure about the measured runs."""
+    shown = drawn["shown"]
+    found = counted(int(shown.isin([*_MARKS]).sum()), "run")
+    yield (
+        f"Points: {found} among {counted(len(runs), 'row')} with the same kernel, hardware and layout (gas may "
+        f"differ where both are above pp); {(shown == 'suspect').sum()} more are suspect and not drawn."
+    )
+    of_bars = [*drawn["unknown"][shown == "predicted"]]
+    if unknown := [word for word in of_bars[0] if all(word in words for words in of_bars)]:
+        yield f"No row has {', '.join(unknown)}."
+    if config.hardware.device == "cpu":
+        yield "On CPUs a measured peak is the resident set of a process, with Python and torch in it."
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
@@ -199,7 +221,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     heading += f"; measured: {title}" if drawn["shown"].isin([*_MARKS]).any() else ""
     whole, middle, (axes,) = panel_grid(1, title=heading, notes=notes, height=3.6)
     handles, below = list[Any](), pd.Series(0.0, bars.index)
-    for part, colour, hatch in zip(PARTS, sns.color_palette("colorblind", len(PARTS)), _HATCHES, strict=True):
+    for part, colour, hatch in zip(PARTS, COLOURS, _HATCHES, strict=False):
         look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
         axes.bar(bars.index, bars[part] / unit, 0.7, below / unit, **look)
         handles, below = [*handles, Patch(label=part, **look)], below + bars[part]
@@ -232,7 +254,7 @@ def _mark(axes: Axes, drawn: pd.DataFrame, values: list[str], unit: float) -> li
 def _name_bars(axes: Axes, drawn: pd.DataFrame, bars: pd.DataFrame, top: float, unit: float) -> None:
     """Names the bars below, and above them the peak and P(OOM), as far as there is room."""
     wide, step = (WIDTH - 1) / max(5, len(bars)), -(-len(bars) // _MOST_NAMES)
-    names = [f"{int(value):,}" if value.isdecimal() else value for value in bars["value"]]
+    names = _names(bars["value"])
     categories(axes, names)
     axes.set_xticks(range(0, len(names), step), names[::step])
     if wide < _NUMBER_WIDTH:
@@ -250,3 +272,8 @@ def _name_bars(axes: Axes, drawn: pd.DataFrame, bars: pd.DataFrame, top: float, 
             f"{held / unit:,.{2 if held < 10 * unit else 1 if held < 100 * unit else 0}f}{odds}",
             **place,
         )
+
+
+def _names(values: Iterable[str]) -> list[str]:
+    """The names of bars, whole numbers with their thousands apart."""
+    return [f"{int(value):,}" if value.isdecimal() else value for value in values]

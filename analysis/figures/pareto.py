@@ -1,6 +1,7 @@
 """Draws throughput against peak memory: runs that no other run beats in both are the front, and are named."""
 
 import textwrap
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -9,30 +10,33 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import layout_words
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.runs import known, winnable
-from ultrabench.analysis.figures.runs import notes as notes
+from ultrabench.analysis.figures.runs import final, known, measured, notes, winnable
 from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
 from ultrabench.errors import counted
 from ultrabench.layout import AXES
 
 _LINES, _LINE_WIDTH = 15, 50
 """Lines of text that fit beside a panel, and characters of a line."""
+_SCALES, _CLOSE = ("memory_gib", "tokens_per_s_per_gpu"), 0.05
+"""What is across and up, and how far apart two named runs are, as a part of the largest values of the front."""
 
 
-def points(table: pa.Table) -> pd.DataFrame:
-    """The runs that may win and whose memory is known; `front` marks those that no run of the panel beats in both.
+def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
+    """The note, and the runs that may win and whose memory is known; `front` marks those that no run of the panel beats in both.
 
     Raises:
         ConfigError: the memory of no run is known.
     """
     todo = "a program reports it as docs/kernels.md tells"
-    runs = known(winnable(table), "memory_gib", "peak memory", todo)
+    all_runs = measured(final(table))
+    runs, left_out = known(winnable(all_runs), "memory_gib", "peak memory", todo)
     order = ["memory_gib", "tokens_per_s_per_gpu"]
     runs = runs.sort_values(order, ascending=[True, False], kind="stable")
     before = runs.groupby("panel")["tokens_per_s_per_gpu"].transform(
         lambda rate: rate.cummax().shift(fill_value=0)
     )
-    return runs.assign(front=runs["tokens_per_s_per_gpu"] > before).sort_index()
+    told = left_out + notes(table, all_runs)
+    return runs.assign(front=runs["tokens_per_s_per_gpu"] > before).sort_index(), told
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
@@ -43,10 +47,10 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     unnamed = sum(map(len, fronts.values())) - sum(map(len, named.values()))
     about = "Front: a run with as little memory is slower. Colours: nodes; nodes=N draws one number of nodes."
     if unnamed:
-        about += f"\nThe front has no room for the names of {counted(unnamed, 'run')}."
+        about += f"\nWithout a name: {counted(unnamed, 'run')} of the front, too close to others or too many."
     heading = f"Throughput against memory, and the front of {counted(len(drawn), 'run')}: {title}"
     whole, middle, panels = panel_grid(
-        len(names), title=heading, notes=f"{about}\n{drawn['left_out'].iloc[0]}{notes}", columns=1, height=2.6
+        len(names), title=heading, notes=f"{about}\n{notes}", columns=1, height=2.6
     )
     styles = {
         n: {**style, "linestyle": "", "markersize": 3.5} for n, style in looks(nodes, ordered=True).items()
@@ -65,7 +69,12 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
 
 
 def _named(front: pd.DataFrame) -> pd.DataFrame:
-    """Those runs of a front that have room for their name, evenly spread, with the column `text`."""
+    """Those runs of a front that have room for their name, with the column `text`; the slower of two close ones has none."""
+    far: list[Any] = []
+    for at in (front[[*_SCALES]] / front[[*_SCALES]].max()).iloc[::-1].itertuples():
+        if all(abs(at[1] - other[1]) + abs(at[2] - other[2]) > _CLOSE for other in far):
+            far.append(at)
+    front = front.loc[[at[0] for at in reversed(far)]]
     layouts = [
         {str(name): value for name, value in run.items() if pd.notna(value)}
         for run in front[[*AXES]].convert_dtypes().to_dict("records")
@@ -81,13 +90,15 @@ def _named(front: pd.DataFrame) -> pd.DataFrame:
 
 
 def _name(axes: Axes, named: pd.DataFrame) -> None:
-    """Writes the names beside the panel, with a line from each run to its name; the lines do not cross."""
-    lines = max(text.count("\n") + 1 for text in named["text"])
-    for place, run in enumerate(named.iloc[::-1].to_dict("records")):
+    """Writes the names beside the panel, each as high as its run where there is room, with a line to it."""
+    step = max(text.count("\n") + 1 for text in named["text"]) / _LINES
+    height, end = 1 + step / 2, axes.get_ylim()[1]
+    for below, run in zip(range(len(named))[::-1], named.iloc[::-1].to_dict("records"), strict=True):
+        height = max((below + 0.5) * step, min(run["tokens_per_s_per_gpu"] / end, height - step))
         axes.annotate(
             run["text"],
             xy=(run["memory_gib"], run["tokens_per_s_per_gpu"]),
-            xytext=(1.06, 1 - (place + 0.5) * lines / _LINES),
+            xytext=(1.06, height),
             textcoords="axes fraction",
             fontsize=6.5,
             va="center",

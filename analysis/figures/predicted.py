@@ -8,9 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from ultrabench.analysis.figures import runs as _runs
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.runs import winnable
+from ultrabench.analysis.figures.runs import final, measured, notes, winnable
 from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
@@ -19,13 +18,14 @@ _TIME, _MEMORY = ("step_time_s", "predicted_step_time_s"), ("memory_gib", "predi
 """Columns of what was measured and of what was predicted."""
 
 
-def points(table: pa.Table) -> pd.DataFrame:
-    """The runs that may win and that were predicted before they ran, with `predicted_gib`.
+def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
+    """The note, and the runs that may win and that were predicted before they ran, with `predicted_gib`.
 
     Raises:
         ConfigError: no run has a prediction.
     """
-    runs = winnable(table)
+    all_runs = measured(final(table))
+    runs = winnable(all_runs)
     runs = runs.assign(predicted_gib=runs["predicted_peak_mem_bytes"] / GIB)
     known = runs[runs[[_TIME[1], _MEMORY[1]]].notna().any(axis=1)]
     if not len(known):
@@ -33,7 +33,8 @@ def points(table: pa.Table) -> pd.DataFrame:
         raise ConfigError(
             f"{counted(len(runs), 'run')} here, none with a prediction, as imported rows are; {todo}"
         )
-    return known
+    whole = "On CPUs measured memory is that of the process, with Python and torch, which predictions leave out.\n"
+    return known, whole * ("cpu" in set(table["hardware"].to_pylist())) + notes(table, all_runs)
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
@@ -55,15 +56,6 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         _ratios(panels[2], drawn)
     legend(middle, [*(key(name, **styles[name]) for name in names), key("equal", color=GREY, linewidth=0.8)])
     return whole
-
-
-def notes(table: pa.Table) -> str:
-    """The note under the figure: how runs ended, and what measured memory is on CPUs."""
-    whole = (
-        "On CPUs measured memory is that of the process, with Python and torch, which predictions leave out."
-    )
-    told = _runs.notes(table)
-    return f"{whole}\n{told}" if "cpu" in table["hardware"].to_pylist() else told
 
 
 def validated(rows: pd.DataFrame, profile: str) -> Figure:

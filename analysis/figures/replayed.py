@@ -6,6 +6,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.picture import GREY
+from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
+
+_NEAR = 2
+"""Regret in percent below which a find counts as good."""
 
 
 def figure(document: Mapping[str, Any], name: str) -> Figure:
@@ -14,22 +18,21 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
     Args:
         document: what `ultrabench.analysis.predict.replay.replay` gives.
     """
-    drawn = Figure(figsize=(7, 5), layout="constrained")
-    axes, cells = drawn.subplots(), document["cells"]
-    worst = max([0.02, *(cell["regret"] for cell in cells if cell["regret"] is not None)])
-    for model in dict.fromkeys(cell["model"] for cell in cells):
-        own = [cell for cell in cells if cell["model"] == model]
-        found = [100 * (1.2 * worst if cell["regret"] is None else cell["regret"]) for cell in own]
-        axes.scatter(
-            [100 * cell["gpu_hours_share"] for cell in own], found, s=25, alpha=0.7, label=str(model)
-        )
-        for cell, regret in zip(own, found, strict=True):
-            axes.annotate(str(cell["nodes"]), (100 * cell["gpu_hours_share"], regret), fontsize=7)
-    axes.axhline(2, color=GREY, linewidth=0.8)
-    axes.set(xlabel="GPU hours (% of those of all layouts; number: nodes)", ylabel="regret (%; line: 2 %)")
-    axes.legend(fontsize=8)
-    share, batch = document["gpu_hours_share"], document["batch"]
-    drawn.suptitle(
-        f"{name}: {document['strategy']}, batch {batch}, {share:.1%} of the GPU hours", fontsize=11
+    cells, share = document["cells"], document["gpu_hours_share"]
+    worst = max([_NEAR / 100, *(cell["regret"] for cell in cells if cell["regret"] is not None)])
+    whole, middle, (axes,) = panel_grid(
+        1,
+        title=f"{name}: {document['strategy']}, batch {document['batch']}, {share:.1%} of the GPU hours",
+        notes=f"Numbers: nodes of a cell. Line: {_NEAR} %. White: the strategy found no layout that works.",
+        height=3.6,
     )
-    return drawn
+    styles = looks([*dict.fromkeys(cell["model"] for cell in cells)], ordered=False)
+    for cell in cells:
+        found = cell["regret"] is not None
+        at = 100 * cell["gpu_hours_share"], 100 * (cell["regret"] if found else 1.2 * worst)
+        axes.plot(*at, alpha=0.7, fillstyle="full" if found else "none", **styles[cell["model"]])
+        axes.annotate(str(cell["nodes"]), at, (4, 3), textcoords="offset points", fontsize=7)
+    axes.axhline(_NEAR, color=GREY, linewidth=0.8)
+    label(axes, "", "GPU hours of the strategy (% of those of all layouts)", "regret (%)")
+    legend(middle, [key(str(model), **style | {"linestyle": ""}) for model, style in styles.items()])
+    return whole

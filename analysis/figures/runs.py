@@ -36,14 +36,18 @@ _NEEDED = (
 def final(table: pa.Table) -> pd.DataFrame:
     """The final rows of runs that train a model, in an order that does not depend on that of the table.
 
-    The new column `panel` names the model, and what else tells panels apart: hardware, kernel, precision or batch.
+    Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells panels apart: hardware, kernel, precision or batch.
     A suspect row of an imported table is in the panel of the other rows of its model, as in rankings.
 
     Raises:
         ConfigError: there are no such rows.
     """
-    frame = final_runs(table).select([*_NEEDED]).to_pandas()
+    layouts = final_runs(table).select([*_NEEDED]).to_pandas()
+    frame = layouts[layouts["status"] != "rejected"]
     if not len(frame):
+        if len(layouts):
+            rule = "all rejected by a rule, so that none may run; see why: ultrabench heatmap"
+            raise ConfigError(f"{counted(len(layouts), 'layout')} here, {rule}")
         probes = len(table) and "probe" in table["kernel"].to_pylist()
         todo = (
             "draw its bandwidths with: ultrabench plot comm"
@@ -57,15 +61,14 @@ def final(table: pa.Table) -> pd.DataFrame:
     return _with_panels(frame)
 
 
-def measured(table: pa.Table) -> pd.DataFrame:
-    """One row for each run that ended ok: of its repeats the one nearest to their median speed.
+def measured(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row for each run of `final` that ended ok: of its repeats the one nearest to their median speed.
 
     The new column `good` tells whether the run may be the best: it is not suspect, and was not stopped as slower.
 
     Raises:
         ConfigError: no run of a model ended ok with a speed.
     """
-    frame = final(table)
     ok = frame[(frame["status"] == "ok") & (frame["tokens_per_s_per_gpu"] > 0)]
     if not len(ok):
         raise ConfigError(
@@ -82,15 +85,14 @@ def measured(table: pa.Table) -> pd.DataFrame:
     return ok.drop_duplicates(["panel", "run_id"]).sort_index().drop(columns="off")
 
 
-def winnable(table: pa.Table) -> pd.DataFrame:
-    """The measured runs that may be the best, with `memory_gib`, the peak of their reserved memory.
+def winnable(runs: pd.DataFrame) -> pd.DataFrame:
+    """Those of `measured` that may be the best, with `memory_gib`, the peak of their reserved memory.
 
     `memory_of` tells of which ranks: of rank 0 where no run has the largest of all ranks, as in imported tables.
 
     Raises:
         ConfigError: there are none.
     """
-    runs = measured(table)
     good = runs[runs["good"]]
     if not len(good):
         rule = (
@@ -102,21 +104,21 @@ def winnable(table: pa.Table) -> pd.DataFrame:
     return good.assign(memory_gib=held / GIB, memory_of="of rank 0" if rank0 else "largest of all ranks")
 
 
-def notes(table: pa.Table, crosses: bool = False) -> str:
+def notes(table: pa.Table, runs: pd.DataFrame, crosses: bool = False) -> str:
     """The note of figures of measured runs: those that cannot win, then how runs ended and the versions.
 
     Args:
+        runs: those of `measured`.
         crosses: whether the figure draws runs that cannot win as crosses; else it leaves them out.
     """
-    runs = measured(table)
     doubted = int((~runs["good"]).sum())
     how = "Drawn as crosses" if crosses else "Not drawn"
     told = f"{how}: {doubted:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
     return f"{told if doubted else ''}{cells.notes(table)}"
 
 
-def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> pd.DataFrame:
-    """The runs with a value in a column; the new column `left_out` is a sentence that counts the others.
+def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.DataFrame, str]:
+    """The runs with a value in a column, and a line that counts the others, empty if there are none.
 
     Args:
         name: what the column holds, in words.
@@ -129,7 +131,7 @@ def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> pd.DataFrame
     if not len(kept):
         raise ConfigError(f"{counted(len(runs), 'run')} here, none with its {name}; {todo}")
     number = len(runs) - len(kept)
-    return kept.assign(left_out=f"Left out: {counted(number, 'run')} without {name}.\n" if number else "")
+    return kept, f"Left out: {counted(number, 'run')} without {name}.\n" if number else ""
 
 
 def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:

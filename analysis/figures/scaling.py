@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.figures.runs import known, winnable
-from ultrabench.analysis.figures.runs import notes as notes
+from ultrabench.analysis.figures.runs import final, known, measured, notes, winnable
 from ultrabench.analysis.figures.style import categories, key, label, legend, looks, panel_grid
 from ultrabench.errors import counted
 from ultrabench.layout import AXES
@@ -22,14 +22,15 @@ _COLUMNS = {"tokens_per_s_per_gpu": "tokens/s/GPU", "memory_gib": "peak memory (
 _THIN: dict[str, Any] = {"color": "#8a8a8a", "linewidth": 0.5, "alpha": 0.45}
 
 
-def points(table: pa.Table, axis: str) -> pd.DataFrame:
-    """One row for each run that may be the best of its cell, with the columns of `winnable` and three others.
+def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
+    """The note, and one row for each run that may be the best of its cell, with the columns of `winnable` and three others.
 
     `line` is the number of nodes, but 0 for the axis nodes; `best` marks the fastest run of a line and value of the
     axis; runs with an equal number in `equal` differ only in the axis and what follows from it.
     """
-    runs = known(winnable(table), axis, axis, "choose another --axis").astype({axis: int})
-    runs = runs.assign(line=0 if axis == "nodes" else runs["nodes"])
+    all_runs = measured(final(table))
+    runs, left_out = known(winnable(all_runs), axis, axis, "choose another --axis")
+    runs = runs.astype({axis: int}).assign(line=0 if axis == "nodes" else runs["nodes"])
     runs = runs.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")
     runs["best"] = ~runs.duplicated(["panel", "line", axis])
     differ = {axis, *_FOLLOW.get(axis, "dp and gas").split(" and ")}
@@ -38,7 +39,7 @@ def points(table: pa.Table, axis: str) -> pd.DataFrame:
     usual = {"pp_schedule": runs["pp_schedule"].replace("none", "1f1b")}
     usual["virtual_stages"] = runs["virtual_stages"].fillna(1)
     runs["equal"] = runs.assign(**usual).groupby(["panel", *same], dropna=False).ngroup()
-    return runs.sort_index()
+    return runs.sort_index(), left_out + notes(table, all_runs)
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
@@ -46,7 +47,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     names, lines = list(drawn["panel"].unique()), sorted(drawn["line"].unique())
     follows = _FOLLOW.get(axis, "dp and gas")
     about = f"Thin lines: runs that differ only in {axis}, and in {follows} as follows from it."
-    about += f" Reserved memory: {drawn['memory_of'].iloc[0]}.\n{drawn['left_out'].iloc[0]}{notes}"
+    about += f" Reserved memory: {drawn['memory_of'].iloc[0]}.\n{notes}"
     heading = f"Throughput and memory over {axis}, best and all else equal: {title}"
     whole, middle, panels = panel_grid(2 * len(names), title=heading, notes=about)
     styles = looks(lines, ordered=True)
@@ -74,11 +75,10 @@ def _draw(
     fastest = [axis, "tokens_per_s_per_gpu"]
     told = held.dropna(subset=column).sort_values(fastest, ascending=[True, False], kind="stable")
     told = told.assign(across=told[axis].map(list(values).index))
-    alike = told.drop_duplicates(["equal", axis]).groupby("equal")
-    axes.add_collection(
-        LineCollection([own[["across", column]].to_numpy() for _, own in alike if len(own) > 1], **_THIN),
-        autolim=False,
-    )
+    alike = told.drop_duplicates(["equal", axis]).sort_values("equal", kind="stable")
+    ends = np.flatnonzero(alike["equal"].diff()[1:]) + 1
+    lines = np.split(alike[["across", column]].to_numpy(), ends)
+    axes.add_collection(LineCollection([line for line in lines if len(line) > 1], **_THIN), autolim=False)
     for line, own in told[told["best"]].groupby("line"):
         axes.plot(own["across"], own[column], markersize=4.5, linewidth=1.4, **styles[line])
     categories(axes, [int(value) for value in values])

@@ -10,9 +10,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import count
-from ultrabench.analysis.figures import runs as _runs
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.runs import known, measured
+from ultrabench.analysis.figures.runs import final, known, measured, notes
 from ultrabench.analysis.figures.style import categories, key, label, legend, panel_grid
 from ultrabench.errors import counted
 
@@ -22,25 +21,21 @@ _SPREAD = 0.36
 """Largest distance of a run from the middle of its number of nodes."""
 
 
-def points(table: pa.Table) -> pd.DataFrame:
-    """One row for each measured run, with the columns `height` (MFU in percent, else tokens/s/GPU) and `beside`.
+def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
+    """The note, and one row for each measured run, with the columns `height` (MFU in percent, else tokens/s/GPU) and `beside`.
 
     Tokens/s/GPU stand for MFU where no run has one, and where MFU follows from several formulas.
     """
-    runs = measured(table)
+    runs = measured(final(table))
+    told = notes(table, runs, crosses=True)
     one = runs["flops_formula"].nunique() <= 1 and runs["mfu"].notna().any()
     runs = runs.assign(shown="MFU (%)" if one else "tokens/s/GPU")
     runs["height"] = 100 * runs["mfu"] if one else runs["tokens_per_s_per_gpu"]
-    runs = known(runs, "height", runs["shown"].iloc[0], "draw another figure")
+    runs, left_out = known(runs, "height", runs["shown"].iloc[0], "draw another figure")
     alone = 1 / runs.groupby(["panel", "nodes"])["run_id"].transform("size")
     chance = runs["run_id"].map(lambda run_id: zlib.crc32(run_id.encode()) / 2**32 - 0.5)
     runs["beside"] = 2 * _SPREAD * chance * (1 - alone)
-    return runs.sort_values("tokens_per_s", ascending=False, kind="stable")
-
-
-def notes(table: pa.Table) -> str:
-    """The note under the figure: how many runs are crosses, and how runs ended."""
-    return _runs.notes(table, crosses=True)
+    return runs.sort_values("tokens_per_s", ascending=False, kind="stable"), left_out + told
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
@@ -48,9 +43,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     names, nodes = list(drawn.sort_index()["panel"].unique()), sorted(drawn["nodes"].unique())
     shown, most = drawn["shown"].iloc[0], drawn["height"].max()
     heading = f"{shown.partition(' ')[0]} and throughput of {counted(len(drawn), 'run')} over nodes: {title}"
-    whole, middle, panels = panel_grid(
-        len(names), title=heading, notes=drawn["left_out"].iloc[0] + notes, sharey=True
-    )
+    whole, middle, panels = panel_grid(len(names), title=heading, notes=notes, sharey=True)
     for axes, name in zip(panels, names, strict=True):
         held = drawn[drawn["panel"] == name]
         largest = held["tokens_per_s"].max()

@@ -30,8 +30,8 @@ _COLOURS = matplotlib.colormaps["viridis"]
 _HALVES = {"input": "backward: gradient of the input", "weight": "backward: gradient of weights"}
 
 
-def points(layout: Mapping[str, Any], table: pa.Table | None = None) -> pd.DataFrame:
-    """One row for each pass: rank, stage, kind, micro_batch, chunk, start, end, and the schedule's name.
+def points(layout: Mapping[str, Any], table: pa.Table | None = None) -> tuple[pd.DataFrame, str]:
+    """The note, and one row for each pass: rank, stage, kind, micro_batch, chunk, start, end, and the schedule's name.
 
     Args:
         layout: values of pp, gas, pp_schedule and virtual_stages; by default pp=4 and gas=2*pp.
@@ -51,10 +51,11 @@ def points(layout: Mapping[str, Any], table: pa.Table | None = None) -> pd.DataF
     if number > MOST_PASSES:
         rule = f"a figure holds {MOST_PASSES:,}: choose a smaller gas or pp"
         raise ConfigError(f"pp={chosen.pp}, gas={chosen.gas} has {number:,} passes; {rule}")
-    return pd.DataFrame(timeline(chosen)).assign(schedule=chosen.pp_schedule)
+    drawn = pd.DataFrame(timeline(chosen)).assign(schedule=chosen.pp_schedule)
+    return drawn, _notes(drawn)
 
 
-def notes(drawn: pd.DataFrame) -> str:
+def _notes(drawn: pd.DataFrame) -> str:
     """The note under the figure: what is assumed of times, and the bubble relative to the work."""
     ratio, several = drawn["end"].max() / _work(drawn) - 1, drawn["chunk"].max() > 0
     return (

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.analysis_sweeps import LAYOUTS, OK, candidate, claim, make_sweep, rows_of, spec_of
 from ultrabench.analysis.collect import collect
-from ultrabench.analysis.figures.comm import figure, notes, points
+from ultrabench.analysis.figures.comm import figure, points
 from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.ranking import rank
 from ultrabench.device_rates import OPERATIONS
@@ -59,7 +59,7 @@ def test_a_probe_has_rates_and_is_no_run_of_a_model(tmp_path):
 
 
 def points_of(folder, operation):
-    found = points(table_of(folder))
+    found, _ = points(table_of(folder))
     return found[found["operation"] == operation].drop(columns="operation").values.tolist()
 
 
@@ -84,9 +84,9 @@ def test_the_figure_is_drawn_the_same_each_time(tmp_path, gone):
     for _, _, found in runs:
         found["collectives"].pop(gone, None)
     table = table_of(sweep(tmp_path / "comm", *runs))
-    drawn = points(table)
+    drawn, notes = points(table)
     assert len(drawn) == (4 if gone else 5) * 2 * 2
-    svg = [render(lambda: figure(drawn, title="comm", notes=notes(table)), Path("f.svg")) for _ in range(2)]
+    svg = [render(lambda: figure(drawn, title="comm", notes=notes), Path("f.svg")) for _ in range(2)]
     assert svg[0] == svg[1]
     for word in (b"AllToAll", b"SendRecv", b"256 MiB", b"1 MiB", b"inside", b"2</text>"):
         assert word in svg[0]

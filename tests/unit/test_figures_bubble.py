@@ -7,6 +7,7 @@ import pytest
 from tests.published import PLAYBOOK, needs
 from tests.unit.test_figures_runs import drawn, row, table_of
 from ultrabench.analysis.figures.bubble import points
+from ultrabench.analysis.figures.kinds import prepared
 from ultrabench.analysis.importing.import_table import import_csv
 from ultrabench.analysis.importing.table_map import built_in, read_map
 from ultrabench.errors import ConfigError
@@ -30,14 +31,14 @@ RUNS = [
 
 
 def test_a_measured_share_is_against_the_run_that_differs_only_in_its_pipeline():
-    found = points(table_of(*RUNS))
+    found, _ = points(table_of(*RUNS))
     pairs = found[found["nodes"] > 0]
     assert pairs[["pp", "schedule"]].values.tolist() == [[2, "1f1b"], [4, "interleaved"]]
     assert [*pairs["share"]] == pytest.approx([0.2, 0.5])
 
 
 def test_the_lines_are_of_every_pp_and_of_the_interleaved_stages_of_the_table():
-    found = points(table_of(*RUNS))
+    found, _ = points(table_of(*RUNS))
     lines = found[found["nodes"] == 0]
     assert {*zip(lines["pp"], lines["schedule"], lines["virtual_stages"], strict=True)} == {
         (pp, *series) for pp, v in ((2, 2), (4, 3), (8, 2)) for series in (("1f1b", 1), ("interleaved", v), ("zbv", 2))
@@ -53,6 +54,14 @@ def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows():
         assert text in told.replace("\n", " ")
 
 
+def test_a_panel_without_measured_pairs_says_so_and_every_point_is_inside_the_scale():
+    runs = [*RUNS, piped("fast", rate=120.0)]
+    figure = prepared("bubble", table_of(*runs), title="t")[1]()
+    texts = {axes.get_title("left"): [text.get_text() for text in axes.texts] for axes in figure.axes}
+    assert texts == {"pp=2": [], "pp=4": [], "pp=8": ["no pair of measured runs"]}
+    assert figure.axes[0].get_ylim()[0] == pytest.approx(100 * (1 - 120 / 100) - 6)
+
+
 def test_formulas_stand_alone_where_no_run_was_measured():
     points_, told = drawn("bubble", table_of(RUNS[-1]))
     assert (points_["nodes"] == 0).all()
@@ -66,6 +75,6 @@ def test_no_pipeline_is_an_error_that_says_what_to_do():
 
 @needs(PLAYBOOK)
 def test_pairs_of_the_playbook():
-    found = points(import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table)
+    found, _ = points(import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table)
     pairs = found[found["nodes"] > 0]
     assert (len(pairs), sorted(pairs["pp"].unique())) == (174, [2, 4, 8, 16, 32])

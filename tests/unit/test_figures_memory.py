@@ -29,12 +29,12 @@ def predicted(**layout):
 
 def bars(axis, **layout):
     """The names and the peaks of the bars over an axis."""
-    drawn = points(layout, axis=axis)
+    drawn, _ = points(layout, axis=axis)
     return {bar.value: bar.bytes for bar in drawn.itertuples() if bar.shown == "predicted"}
 
 
 def test_a_bar_is_the_rank_that_needs_most_and_its_parts_are_those_of_predict():
-    drawn = points(LAYOUT, axis="tp").set_index("value")
+    drawn = points(LAYOUT, axis="tp")[0].set_index("value")
     told = predicted(**LAYOUT)
     assert drawn.loc["2", "bytes"] == pytest.approx(told["peak_mem_bytes"], rel=1e-9)
     assert drawn.loc["2", [*PARTS]].to_dict() == told["memory"]
@@ -87,7 +87,7 @@ RUNS = [
 
 
 def test_measured_runs_of_the_layouts_are_marked_in_any_order_of_rows():
-    drawn = points(LAYOUT, table_of(*RUNS), axis="tp")
+    drawn, _ = points(LAYOUT, table_of(*RUNS), axis="tp")
     found = drawn[drawn["shown"] != "predicted"]
     assert {*zip(found["value"], found["shown"], found["bytes"].fillna(0) / GIB, strict=True)} == {
         ("2", "measured", 50), ("2", "measured", 51), ("1", "oom", 80), ("4", "measured_rank0", 20), ("2", "suspect", 0),
@@ -120,9 +120,18 @@ def test_a_measured_peak_far_above_the_prediction_is_inside_the_scale():
     assert "resident set" in figure.subfigs[2].texts[0].get_text()
 
 
+def test_the_note_tells_defaults_moments_of_peaks_and_words_without_a_row():
+    told = points({"model": "llama3-8b", "tp": 8}, axis="seq_len")[1]
+    assert told.startswith("Defaults: hardware=h100x8 nodes=1 mbs=1 gas=pp zero_stage=0 recompute=none.")
+    assert "1,024, 2,048: in the update, when activations and gathered weights are freed" in told
+    told = points(LAYOUT | {"gas": 64, "seq_len": 8192}, table_of(*RUNS), axis="tp")[1]
+    assert "No row has gas=64, seq_len=8192." in told
+    assert "No row has" not in points(LAYOUT, table_of(*RUNS), axis="tp")[1]
+
+
 @needs(PLAYBOOK)
 def test_the_playbook_has_runs_of_every_tensor_parallel_degree_of_a_node():
     table = import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table
-    drawn = points({"model": "8B", "profile": "nanotron", "gas": 16}, table, axis="tp")
+    drawn, _ = points({"model": "8B", "profile": "nanotron", "gas": 16}, table, axis="tp")
     ends = drawn[drawn["shown"] != "predicted"].set_index("value")["shown"].to_dict()
     assert ends == {"1": "oom", "2": "oom", "4": "measured_rank0", "8": "measured_rank0"}

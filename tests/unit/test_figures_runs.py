@@ -65,7 +65,7 @@ def drawn(kind, table, suffix=".svg", **options):
 def test_a_run_is_its_repeat_nearest_to_the_median_and_a_good_one_counts():
     rows = [row("a", rate=rate, repeat=n) for n, rate in enumerate((100.0, 130.0, 110.0))]
     rows += [row("b", rate=90.0, suspect="x"), row("b", rate=80.0, repeat=1), row("c", status="oom")]
-    found = measured(table_of(*rows, row("a", rate=500.0, repeat=3, is_final=False)))
+    found = measured(final(table_of(*rows, row("a", rate=500.0, repeat=3, is_final=False))))
     assert found.set_index("run_id")["tokens_per_s_per_gpu"].to_dict() == {"a": 110.0, "b": 80.0}
     assert found["good"].all()
 
@@ -200,9 +200,10 @@ def test_pareto_marks_and_names_the_runs_that_no_other_beats():
 
 
 def test_pareto_says_how_many_runs_of_a_front_have_no_name():
-    rows = [row(f"{n}", rate=100.0 + n, peak_mem_reserved_bytes=2**30 + n) for n in range(20)]
-    text = drawn("pareto", table_of(*rows))[1]
-    assert "no room for the names of 5 runs" in text
+    rows = [row(f"{n}", rate=100.0 * n, peak_mem_reserved_bytes=n * 2**30) for n in range(1, 21)]
+    close = row("close", rate=1999.0, peak_mem_reserved_bytes=20 * 2**30 - 1)
+    text = drawn("pareto", table_of(*rows, close))[1]
+    assert "Without a name: 6 runs of the front" in text
     assert text.count("1 node: ") == 15
 
 

@@ -1,9 +1,15 @@
 """The command `plot`: its kinds, and what it says of mistakes."""
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.cli.conftest import one_line
+from tests.unit.test_figures_bubble import RUNS
+from tests.unit.test_figures_runs import row, table_of
 from ultrabench.analysis.figures.kinds import KINDS
+from ultrabench.analysis.schema import VERSION_KEY
+
+OF_RESULTS = [kind for kind in KINDS if kind != "schedule"]
 
 
 def test_list_shows_every_kind_in_a_line(ultrabench):
@@ -16,6 +22,8 @@ def test_list_shows_every_kind_in_a_line(ultrabench):
     ("words", "told"),
     [
         (["com"], "unknown figure 'com'; did you mean comm?"),
+        (["comm", "x.yml"], "x.yml is no parquet file; results are read from a sweep or a .parquet file of"),
+        (["comm", "x.csv"], "ultrabench collect or import: ultrabench import x.csv --map MAP.yaml"),
         (["comm", "a", "b"], "a b: name one sweep or file"),
         (["comm", "nodez=4"], "unknown column 'nodez'; did you mean nodes"),
         (["comm", "nodes=3"], "unknown value of nodes in these rows '3'"),
@@ -40,3 +48,31 @@ def test_a_layout_is_drawn_without_results(ultrabench, tmp_path):
     code, _, said = ultrabench("plot", "schedule", "pp=2", "gas=3")
     assert (code, said) == (0, "drew schedule.png\n")
     assert (tmp_path / "schedule.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("kind", OF_RESULTS)
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        (table_of(*RUNS).replace_schema_metadata({VERSION_KEY: "99"}), "t.parquet has schema 99"),
+        (table_of(*RUNS).drop_columns("run_id"), "t.parquet is no result table; make one"),
+        (table_of(), "sweep launch"),
+        (table_of(row("a", status="rejected", rule="heads")), "1 layout here, all rejected by a rule"),
+        (table_of(row("p", model=None, kernel="probe")), "ultrabench plot comm"),
+    ],
+    ids=["newer", "no run_id", "empty", "rejected", "probes"],
+)
+def test_a_table_without_anything_to_draw_is_one_line(ultrabench, tmp_path, kind, table, told):
+    pq.write_table(table, tmp_path / "t.parquet")
+    words = ["tp=8"] if kind == "memory" else []
+    said = one_line(ultrabench, "plot", kind, str(tmp_path / "t.parquet"), *words)
+    assert (told if kind != "comm" or "t.parquet" in told else "no bandwidths here") in said
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OF_RESULTS if kind != "comm"])
+def test_a_figure_is_drawn_without_the_columns_that_it_can_do_without(ultrabench, tmp_path, kind):
+    """The missing columns are null, as those of rows of other programs are."""
+    lacking = ["gas", "virtual_stages", "gbs", "num_params", "hardware", "precision", "mfu", "torch_version"]
+    pq.write_table(table_of(*RUNS).drop_columns(lacking), tmp_path / "t.parquet")
+    code, _, err = ultrabench("plot", kind, str(tmp_path / "t.parquet"), "-o", str(tmp_path / "f.svg"))
+    assert (code, (tmp_path / "f.svg").exists()) == (0, True), err
