@@ -39,15 +39,15 @@ class Cell:
     num_runs: int
     """Number of runs of the cell that have ended."""
     num_oom: int = 0
-    """Number of those that ran out of memory and were ok in no repeat."""
+    """Number of runs of the cell that ran out of memory and were ok in no repeat."""
     num_failed: int = 0
-    """Number of those that ended in another way, neither ok nor out of memory, in all their repeats."""
+    """Number of runs of the cell that ended in another way, neither ok nor out of memory, in all their repeats."""
     num_in_doubt: int = 0
-    """Number of those that were ok, but suspect in each ok repeat."""
+    """Number of runs of the cell that were ok, but suspect in each ok repeat."""
     num_repeats: int = 0
     """Number of repeats of the best run that have ended."""
     num_repeats_failed: int = 0
-    """Number of those that were not ok."""
+    """Number of repeats of the best run that were not ok."""
     as_good_as_best: tuple[str, ...] = ()
     """run_ids of the other runs whose 95 % intervals overlap with that of the best run."""
     ranked_by: str | None = None
@@ -92,7 +92,7 @@ MAY_DIFFER = ("hardware", "kernel", "precision")
 """Columns in which the best of two cells are compared although they differ; the figure says so."""
 
 
-def compare(cells: list[Cell], others: list[Cell]) -> list[Cell]:
+def compared_with(cells: list[Cell], others: list[Cell]) -> list[Cell]:
     """`cells` with the `compare_` fields of the cell of the same model, nodes and batch in `others`.
 
     A cell of the same hardware and kernel is preferred; else the fastest of the other cells is used.

@@ -70,7 +70,7 @@ class ShardState(NamedTuple):
     reduces: bool
     """Whether the next backward reduces their gradients."""
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Those of the parameters that the optimizer updates, and of the gathered ones in products."""
+    """Dtypes of the parameters that the optimizer updates, and of the gathered ones in products."""
 
 
 def shard_state(module: Any) -> ShardState:

@@ -25,6 +25,7 @@ from ultrabench.stages import Stage, stages_by_rank
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
+"""Weight decay of AdamW; with BETAS, as in the recipe of Llama (arXiv 2302.13971, section 2.3)."""
 CLIP_NORM = 1.0
 """Largest norm of the whole gradient, as in the recipe of Llama (arXiv 2302.13971, section 2.3)."""
 

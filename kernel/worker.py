@@ -39,6 +39,7 @@ STOPS = (None, "interval", "max_steps")
 """Why measuring ended, by the number that rank 0 broadcasts: 0 to go on, 1 if the confidence interval is narrow
 enough, 2 if max_steps were measured."""
 STORE_POLL_S = 0.005
+"""Seconds between two looks for the port of rank 0's store."""
 MOST_COMPILING_STEPS = 10
 """Largest number of steps by which compilation may prolong the warm-up."""
 

@@ -26,7 +26,9 @@ from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
 
 SUBMIT_TIMEOUT_S = 60.0
+"""Seconds for the start of the agents of an allocation."""
 STOP_PATIENCE_S = 10.0
+"""Seconds for agents to end by themselves before they are killed."""
 GRACE_S = 3.0
 """Seconds without a process after which an allocation counts as ended."""
 WARNING_S = 30

@@ -26,6 +26,7 @@ from ultrabench.sweep.running.price import PlannedJob
 DISK_PATIENCE_S = 300.0
 """Seconds to keep retrying a full, read-only or unresponsive results folder."""
 DISK_PAUSE_S = 2.0
+"""Seconds between two tries to use such a results folder."""
 CANCEL_S = 10.0
 """Seconds between two attempts to cancel jobs."""
 DECISION_S = 5.0

@@ -25,7 +25,7 @@ PY_SPY_S = 10.0
 LOOKS = 3
 """How many times the state of a process is read; only a state that lasts counts."""
 LOOK_S = 0.02
-"""Seconds between these."""
+"""Seconds between two reads of the state of a process."""
 STACK_DEPTH = 40
 """Largest number of frames of a stack that are kept."""
 NAME_CHARS = 300

@@ -45,7 +45,7 @@ class Source(NamedTuple):
     """A file with lines in which a rank tells how far it is."""
 
     rank: int
-    """The rank that writes it."""
+    """The rank that writes the file."""
     reporter: int
     """The rank for which the lines count."""
     lines: NewLines

@@ -27,6 +27,7 @@ CELL = ["model", "num_params", "gbs", "nodes"]
 MIN_RANKED = 5
 """Smallest number of runs with a step time of a cell whose order means something."""
 TOP = 5
+"""Number of the fastest predicted layouts among which the best one is looked for."""
 PRUNE = 0.9
 """P(OOM) above which a plan leaves a layout out."""
 BORDERLINE = (46 / 80, 92 / 80)
@@ -35,7 +36,7 @@ HELD = 0.956
 """Largest share of a device's memory that an allocator can hold: 76.5 of 80 GiB, CUDA and NCCL need the rest."""
 
 Fitted = tuple[TimeConstants, Mapping[str, Quantiles]]
-"""Constants and intervals."""
+"""Constants of the step time, and the intervals of predictions made with them."""
 
 
 def without_own_group(given: Sequence[Case], prior: TimeConstants, by: str) -> dict[Hashable, Fitted]:

@@ -15,6 +15,7 @@ import torch
 PEAK_SIZE = 2048
 """Number of rows and columns of the matrices whose product measures the rate of a core."""
 PEAK_S = 3.0
+"""Seconds for which each core multiplies matrices."""
 CPU_NAME = ("/proc/cpuinfo", r"^model name[^:]*: *(.*\S)")
 DRIVER_VERSION = ("/proc/driver/nvidia/version", r"^NVRM version:.*? (\d+\.\S+)")
 """A file and a pattern: NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."""

@@ -23,6 +23,7 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**25}
 COPY_SHARE = 1 / 3
 """Seconds spent on copies, as a share of the seconds spent on matrix products."""
 ELEMENT_BYTES = 4
+"""Bytes of an element of the buffers, which are fp32."""
 
 Group = dist.ProcessGroup | None
 """The ranks that take part; None stands for all ranks."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 POLL_S = 0.02
+"""Seconds between two looks at the events of the device."""
 
 
 def device_progress(device: torch.device, count: Callable[[], None]) -> Callable[[], None]:

@@ -81,7 +81,7 @@ def options_of(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1) -> d
 
 
 def _only(values: Iterable[Any]) -> Any:
-    """The value that all have, or a text with all of them."""
+    """The value, if all values are equal; else a text with all of them."""
     first, *others = sorted(set(values), key=str)
     return " and ".join(map(str, (first, *others))) if others else first
 

@@ -42,6 +42,7 @@ Word = tuple[str, object]
 GPU_HOURS = 3.0
 """Largest number of GPU hours that an acceptance run may use."""
 LAYOUTS = 12
+"""Number of different layouts whose losses and gradients are compared."""
 TOO_MUCH = 3.0
 """A run that is predicted to need this many times the memory of a rank certainly does not fit."""
 LEAST = 0.7
@@ -58,6 +59,7 @@ PUBLISHED = ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas")
 ALONE = {"nodes": [1], "tp": [1], "pp": [1], "cp": [1], "zero_stage": [0]}
 """The sweep axes of plain data parallelism on one node."""
 SCHEMA_VERSION = 1
+"""Version of doctor.json."""
 MANY_NODES = 8
 """A launch on more nodes than this gives a warning if its cluster has not passed an acceptance run."""
 

@@ -34,7 +34,9 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 LITTLE_BYTES = GIB
 """Free space, in bytes, below which a folder gets a warning."""
 CLOCK_WARN_S = 1.0
+"""Seconds by which the clock of a node may be off without a warning."""
 CLOCK_FAIL_S = 30.0
+"""Seconds by which the clock of a node may be off without a failure."""
 
 Report = dict[str, Any]
 """The facts that the checkup found on its node, and those that this host added."""
@@ -155,6 +157,7 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
 LIMIT_S = 600.0
 """Time limit of the job, in seconds; the first import of torch on a node may take minutes."""
 PAUSE_S = 0.3
+"""Seconds between two looks for the report of the job."""
 POLL_S = 3.0
 """Seconds between two calls of squeue."""
 END_S = 10.0

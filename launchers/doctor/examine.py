@@ -16,6 +16,7 @@ from ultrabench.processes import run_module
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0
+"""Seconds for the look at this machine, which imports torch."""
 Table = dict[str, Callable[..., Check]]
 """Name of a check in the output -> the function of the check."""
 ACCESS: Table = {"programs": site_checks.check_programs, "slurmctld": site_checks.check_controller}

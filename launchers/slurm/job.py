@@ -13,6 +13,7 @@ _SACCT_COLUMNS = "JobID,JobIDRaw,State,Elapsed,NodeList,Submit,JobName"
 SACCT = ("--parsable2", "--noheader", "--allocations", f"--format={_SACCT_COLUMNS}")
 """Options of sacct for the form that `sacct_jobs` reads."""
 _COLUMNS = 7
+"""Number of columns of a row, the name of the job being the last one."""
 _ROW = re.compile(r"\d+(_(\d+|\[[^|]*\]))?(\+\d+)?\|")
 _NOTHING = {"None", "None assigned", "(null)", "n/a", "N/A"}
 """What Slurm prints where there are no nodes, or no reason."""

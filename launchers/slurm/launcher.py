@@ -22,8 +22,11 @@ from ultrabench.store.state import AllocationState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 TIMEOUT_S = 60.0
+"""Seconds for an answer of sbatch."""
 FIND_TIMEOUT_S = 60.0
+"""Seconds for an answer of squeue about a job whose answer of sbatch was lost."""
 SUBMIT_TRIES = 6
+"""Number of times that sbatch is called for one array."""
 SUBMIT_PAUSE_S = 1.0
 """Seconds to wait after the first failed submission; each further wait is twice as long."""
 END_GRACE_S = 10.0
@@ -102,7 +105,7 @@ class SlurmLauncher:
         self._prefix = job_prefix(folder.path)
         self._unseen: dict[str, float] = {}
         """Allocation -> when squeue first did not list it or listed it as over."""
-        self._goodbyes: dict[str, float] = {}
+        self._end_seen_at: dict[str, float] = {}
         """Allocation -> when its job was first seen running after its agents had recorded its end."""
         self._asked_for: dict[str, float] = {}
         """Allocation -> when it was first looked for; an earlier answer of squeue says nothing about it."""
@@ -223,10 +226,10 @@ class SlurmLauncher:
         """The allocations in `ended`; ends their jobs if they still run after `grace_s`."""
         if self._config.launcher.requeue:  # a requeued job may have started again
             return frozenset()
-        self._goodbyes = {n: self._goodbyes.get(n, time.monotonic()) for n in ended}
-        for name, told in [*self._goodbyes.items()]:
+        self._end_seen_at = {n: self._end_seen_at.get(n, time.monotonic()) for n in ended}
+        for name, told in [*self._end_seen_at.items()]:
             if since - told > self._config.launcher.grace_s:
-                del self._goodbyes[name]
+                del self._end_seen_at[name]
                 with contextlib.suppress(ClusterError):  # the next look finds it again
                     self.query.cancel([moving[name].job_id])
         return frozenset(ended)

@@ -19,9 +19,11 @@ _DEFAULTS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SC
 FRESH_S = 2.0
 """Smallest number of seconds between two calls of squeue, even urgent ones."""
 MOST_BACK_OFF_S = 300.0
+"""Longest time in seconds between two calls of a program that fails."""
 BUDGET_S = 1800.0
 """Seconds for which squeue may fail in a row."""
 IDS_A_COMMAND = 200
+"""Largest number of job ids that one command gets."""
 
 
 class CommandError(Exception):

@@ -14,6 +14,7 @@ from ultrabench.store.allocation import Allocation
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 SRUN_WAIT_S = 60
+"""Seconds that srun gives the other agents after the first one has ended."""
 
 
 def array_name(allocation: Allocation) -> str:

@@ -51,7 +51,7 @@ def _short(number: float) -> str:
 
 
 def one_of(*values: int | str) -> Allowed:
-    """These values only."""
+    """Only the given values."""
     *others, last = map(str, values)
     return Allowed(f"{', '.join(others)} or {last}", lambda value: value in values)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import ultrabench
 
 GIT_TIMEOUT_S = 10.0
+"""Seconds for an answer of git."""
 _ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX"}
 """Variables that git sets in a hook; they would make git look at the repository of the hook."""
 

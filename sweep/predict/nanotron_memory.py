@@ -54,7 +54,7 @@ class NanotronMemory:
     base_bytes: NonNegative
     """Bytes that the allocator holds in any run."""
     latest_limit: MemoryLimit
-    """When runs fail."""
+    """The limit of the memory of runs in all versions but before-fix."""
     before_fix_limit: MemoryLimit
     """The limit of runs in the version before-fix."""
     version: Annotated[str, one_of(*VERSIONS)] = "latest"

@@ -22,7 +22,7 @@ class Quantiles(NamedTuple):
     low: float
     """10 % quantile of log(measured / predicted)."""
     high: float
-    """90 % quantile."""
+    """90 % quantile of log(measured / predicted)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,15 +44,15 @@ class Run(Protocol):
 
     @property
     def run_id(self) -> str:
-        """Its name."""
+        """The run_id, which names the run."""
 
     @property
     def layout(self) -> Layout:
-        """Its layout."""
+        """The layout of the run."""
 
     @property
     def prediction(self) -> Prediction:
-        """Its predicted memory and time."""
+        """The predicted memory and time of the run."""
 
 
 _Run = TypeVar("_Run", bound=Run)
@@ -63,12 +63,12 @@ class Tried:
     """How the runs of a cell that were tried so far ended, by run_id."""
 
     times_s: Mapping[str, float] = field(default_factory=dict)
-    """Step times of those that fit into memory, in seconds."""
+    """Step times of the runs that fit into memory, in seconds."""
     oom: Set[str] = frozenset()
     failed: Set[str] = frozenset()
-    """Those that gave no step time for another reason."""
+    """Runs that gave no step time for another reason than memory."""
     pending: Set[str] = frozenset()
-    """Those that have not ended; their step times are taken as predicted."""
+    """Runs that have not ended; their step times are taken as predicted."""
     max_p_oom: float = 1.0
     """P(OOM) above which no run is made."""
 

@@ -46,7 +46,7 @@ class TimeConstants:
     layer_launch_tp_s: NonNegative
     """Seconds that the host needs to launch the kernels of one layer with tensor parallelism."""
     compiled_launch: NonNegative
-    """Factor of both where layers are compiled."""
+    """Factor of layer_launch_s and layer_launch_tp_s where layers are compiled."""
     micro_batch_launch_s: NonNegative
     """Seconds that the host needs for a micro-batch beside its layers."""
     slow_layer_launch_s: NonNegative
@@ -60,15 +60,15 @@ class TimeConstants:
     tp_recompute_calls: NonNegative
     """Collectives over tp that full recomputation adds in one layer."""
     tp_link_efficiency: NonNegative
-    """Share of the links in a node that these collectives reach."""
+    """Share of the links in a node that collectives over tp reach."""
     tp_call_s: NonNegative
-    """Seconds of one of them beside its transfer."""
+    """Seconds of a collective over tp beside its transfer."""
     tp_node_link_efficiency: NonNegative
-    """Share of the links of a node to others that they reach when tp spans nodes."""
+    """Share of the links of a node to others that collectives over tp reach when tp spans nodes."""
     tp_hop_s: NonNegative
-    """Seconds of each of their tp - 1 hops between nodes."""
+    """Seconds of each of the tp - 1 hops of a collective over tp between nodes."""
     tp_probe_hops: NonNegative
-    """Share of the hop time of the probe that each of these hops takes in addition."""
+    """Share of the hop time of the probe that each of the tp - 1 hops takes in addition."""
     dp_link_efficiency: NonNegative
     """Share of the links that the collectives of data parallelism reach before anything from the probe."""
     dp_probe: NonNegative
@@ -94,7 +94,7 @@ class TimeConstants:
     pp_call_s: NonNegative
     """Seconds of one exchange between two pipeline ranks beside its transfers, for each micro-batch."""
     pp_slow_call_s: NonNegative
-    """Seconds that slow links between nodes add to it."""
+    """Seconds that slow links between nodes add to such an exchange."""
     pp_link_efficiency: NonNegative
     """Share of a link in a node that an exchange reaches."""
     pp_node_link_efficiency: NonNegative

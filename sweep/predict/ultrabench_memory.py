@@ -56,7 +56,7 @@ class _Sizes(NamedTuple):
     whole: int
     shard: int
     layer: int
-    """One layer, whole."""
+    """Parameters of one layer, whole."""
     last: int
     """Norm and head, whole; 0 where they are one group with the embedding."""
     first: int

@@ -28,7 +28,7 @@ class DeadEnd:
     number: int
     """Number of allocations in a row that were of no use."""
     what: str
-    """The kind of run that none of them made, in words for a message."""
+    """The kind of run that none of these allocations made, in words for a message."""
     latest: AllocationState
     """The latest of these allocations."""
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrabench.analysis.cells import compare, doubts, layout_words, notes
+from ultrabench.analysis.cells import compared_with, doubts, layout_words, notes
 from ultrabench.analysis.ranking import leaderboard, rank
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import ConfigError
@@ -230,13 +230,15 @@ def test_compare_takes_the_same_work_and_prefers_the_same_machine():
         row("a", 5.0), row("a", 50.0, hardware="h200x8"), row("b", 8.0, nodes=2, kernel="megatron"),
         row("d", 8.0, nodes=8), row("c", 5.0, nodes=4, gbs=77),
     )  # fmt: skip
-    compared = compare(ours, theirs)
+    compared = compared_with(ours, theirs)
     assert [c.compare_ratio for c in compared] == [2.0, 1.25, None, None]
     assert [c.compare_layout for c in compared] == [None, None, None, compared[0].layout]
     assert [c.compare_differing for c in compared] == [{}, {"kernel": "megatron"}, {}, {}]
-    (moved, *_) = compare(ours, cells_of(row("x", 5.0, dp=4, tp=2)))
+    (moved, *_) = compared_with(ours, cells_of(row("x", 5.0, dp=4, tp=2)))
     assert (moved.compare_layout["dp"], moved.compare_layout["tp"]) == (4, 2)
-    (kept, *_) = compare(ours, cells_of(row("a", 5.0, recompute="none")))  # ours does not tell recompute
+    (kept, *_) = compared_with(
+        ours, cells_of(row("a", 5.0, recompute="none"))
+    )  # ours does not tell recompute
     assert kept.compare_layout is None
 
 

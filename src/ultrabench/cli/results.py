@@ -49,7 +49,7 @@ def heatmap(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Draw the best layout of each model and number of nodes."""
-    from ultrabench.analysis.cells import compare, notes
+    from ultrabench.analysis.cells import compared_with, notes
     from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say, warn
@@ -58,7 +58,7 @@ def heatmap(
     cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), None
     if other is not None:
         label, _, others = open_results(other, results_dir, warn)
-        cells = compare(cells, rank(others, rank_by=rank_by, include_suspects=include_suspects))
+        cells = compared_with(cells, rank(others, rank_by=rank_by, include_suspects=include_suspects))
     if json_:
         print_json([cell.to_json() for cell in cells])
     if json_ and output is None:

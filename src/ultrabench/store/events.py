@@ -184,11 +184,11 @@ class Phase(OfAttempt):
 
     name: str
     at: float | None = None
-    """When rank 0 reached it, in seconds since 1970, by its clock."""
+    """When rank 0 reached the phase, in seconds since 1970, by its clock."""
     steps: int | None = None
     """Number of steps that were measured so far; None before the first one."""
     step_time_s: float | None = None
-    """Their median in seconds."""
+    """Median of these steps in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

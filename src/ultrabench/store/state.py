@@ -27,9 +27,9 @@ class AttemptState:
     """Node-local folder of the leading agent, in which logs are written."""
     phase: str | None = None
     steps: int | None = None
-    """Number of steps that a running attempt has measured, as far as it was told."""
+    """Number of steps that a running attempt has measured, as far as its agent has told."""
     step_time_s: float | None = None
-    """Their median in seconds."""
+    """Median of these steps in seconds."""
     result: RunResult | None = None
     """None while the attempt runs, or is lost and nobody has reported that yet."""
     time: float | None = None

@@ -14,6 +14,7 @@ from ultrabench.sweep.arguments import layout_of, read_arguments, require_possib
 from ultrabench.sweep.config.load import load_model
 
 MOST_RANKS = 64
+"""Largest number of processes of a check."""
 RANK_BYTES = 1e8
 """Bytes of memory of each process of the check, without torch's libraries, which all processes share."""
 STATE_BYTES = 40

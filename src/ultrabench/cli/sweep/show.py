@@ -32,6 +32,7 @@ from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.running.outliers import with_loss_outliers
 
 FOLLOW_S = 0.3
+"""Seconds between two looks at the log that `sweep logs -f` follows."""
 HEADING = re.compile(r"^--- rank \d+$", re.MULTILINE)
 """The line above each rank's part of a collected log."""
 MOST_RANK_DIGITS = 5

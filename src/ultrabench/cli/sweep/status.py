@@ -18,6 +18,7 @@ from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.running.progress import LEFT, SweepProgress, progress
 
 WATCH_S = 1.0
+"""Seconds between two looks of `sweep status --watch`."""
 
 
 def show_status(folder: SweepFolder, watch: bool, as_json: bool) -> None:
