@@ -139,7 +139,7 @@ class Leader:
         self._write(Claimed(**name, job=job, spec=to_dict(task.spec), predicted=predicted))
         self._write(Started(**name, scratch=str(self._node.scratch)))
         result = self._measure(task, self._allocation.tasks.index(task))
-        self._write_result(task, result)
+        self._write_result(task, result, claimed=True)
         self._results.append((task.spec, result))
 
     def watch(self, task: Task) -> RunResult | None:
@@ -199,10 +199,13 @@ class Leader:
         misfits = (spec for spec, r in self._results if r.confirmed and spec.shape == task.spec.shape)
         return not any(dominates(spec.layout, task.spec.layout) for spec in misfits)
 
-    def _write_result(self, task: Task, result: RunResult, source: str = "agent") -> None:
+    def _write_result(
+        self, task: Task, result: RunResult, source: str = "agent", claimed: bool = False
+    ) -> None:
+        """Writes the result of a task, without its spec where the event Claimed of this agent has told it."""
         name = {**task.key._asdict(), "allocation": self._allocation.name}
-        kind = Result if result.status == Status.OK else Failed
-        self._write(kind(**name, source=source, spec=to_dict(task.spec), result=result))
+        kind, spec = Result if result.status == Status.OK else Failed, {} if claimed else to_dict(task.spec)
+        self._write(kind(**name, source=source, spec=spec, result=result))
 
     def _measure(self, task: Task, index: int) -> RunResult:
         """Starts the ranks of a task, watches and kills them, saves their logs and returns the result."""

@@ -1,5 +1,6 @@
 """Makes the result rows of one sweep: one for every attempt and for every candidate without an attempt."""
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -110,8 +111,14 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "peak_flops_per_s": peak and peak.flops_per_s,
         "peak_source": peak and peak.source,
         **place,
-        **({} if shape is None else {k: getattr(shape, k) for k in MODEL if k != "model"}),
+        **_sizes(shape),
     }
+
+
+@functools.cache
+def _sizes(shape: ModelShape | None) -> Row:
+    """The columns of a model's sizes."""
+    return {} if shape is None else {k: getattr(shape, k) for k in MODEL if k != "model"}
 
 
 def _not_attempted(candidate: Row, dominated_by: str | None, unpromising: str | None) -> Row:
@@ -142,15 +149,15 @@ def _attempted(base: Row, attempt: AttemptState, state: SweepState) -> Row:
     """The row of one attempt without its speeds; it has no status while there is no result."""
     allocation = state.allocations.get(attempt.allocation or "")
     told = ((allocation and allocation.job) or {}).get("job_id")
-    return (
-        base
-        | attempt.key._asdict()
-        | {"allocation": attempt.allocation}
-        | _known({name: attempt.predicted.get(name.removeprefix("predicted_")) for name in _PREDICTED})
-        | (_circumstances(allocation) if allocation else {})
-        | {"job_id": attempt.job.job_id if attempt.job else None if told is None else str(told)}
-        | (_measured(attempt.result, base.get("gpus")) if attempt.result else {})
-    )
+    return {
+        **base,
+        **attempt.key._asdict(),
+        "allocation": attempt.allocation,
+        **_known({name: attempt.predicted.get(name.removeprefix("predicted_")) for name in _PREDICTED}),
+        **(_circumstances(allocation) if allocation else {}),
+        "job_id": attempt.job.job_id if attempt.job else None if told is None else str(told),
+        **(_measured(attempt.result, base.get("gpus")) if attempt.result else {}),
+    }
 
 
 def _known(row: Row) -> Row:
@@ -169,8 +176,9 @@ def _circumstances(allocation: AllocationState) -> Row:
 
 
 def _measured(result: RunResult, gpus: int | None) -> Row:
-    row: Row = {name: getattr(result, name) for name in _MEASURED} | summary(result.probe)
-    row["bandwidths"] = bandwidths(result.probe) or None
+    row: Row = {name: getattr(result, name) for name in _MEASURED}
+    if result.probe:
+        row |= summary(result.probe) | {"bandwidths": bandwidths(result.probe) or None}
     row["evidence"] = json.dumps(result.evidence, sort_keys=True) if result.evidence else None
     if result.sm_clock_hz is not None or result.throttled is not None:
         row["throttled"] = result.throttled is not None

@@ -111,9 +111,8 @@ def _told(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[event
             "loss_final": 11.0,
             "loss_step": 5,
         }
-        yield events.Result(
-            **key, result=RunResult(status=Status.OK, **known, **ok, **held), spec=to_dict(spec)
-        )
+        result = RunResult(status=Status.OK, **known, **ok, **held)
+        yield events.Result(**key, allocation=allocation, result=result)
         return
     status, cause = (Status.OOM, "cuda_oom") if n % 6 < 5 else (Status.CRASH, "exception")
     told = {"reason": f"rank {n % 8}: tried to allocate 2.00 GiB", "cause": cause, "fingerprint": "f" * 16}
@@ -122,7 +121,7 @@ def _told(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[event
         "tail": [f"line {k} of the log" for k in range(8)],
     }
     result = RunResult(status=status, **known, **told, evidence=evidence)
-    yield events.Failed(**key, result=result, spec=to_dict(spec))
+    yield events.Failed(**key, allocation=allocation, result=result)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -24,10 +24,17 @@ _args: Callable[[Any], tuple[Any, ...]] = functools.cache(typing.get_args)
 
 
 @functools.cache
-def _required(cls: Any) -> tuple[str, ...]:
+def _required(cls: Any) -> frozenset[str]:
     """The fields without a default."""
-    missing = dataclasses.MISSING
-    return tuple(f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is missing)
+    return frozenset(_fields(cls).keys() - _defaults(cls).keys())
+
+
+@functools.cache
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Field name -> its default, for the fields that have one."""
+    missing, known = dataclasses.MISSING, dataclasses.fields(cls)
+    made = {f.name: f.default_factory() for f in known if f.default_factory is not missing}
+    return made | {f.name: f.default for f in known if f.default is not missing}
 
 
 @functools.cache
@@ -45,14 +52,21 @@ def _fields(cls: Any) -> dict[str, tuple[Any, frozenset[type]]]:
     return {name: (hint, _as_given(hint)) for name, hint in hints.items()}
 
 
-def lacking(cls: Any, values: Collection[str]) -> list[str]:
+def lacking(cls: Any, values: Mapping[str, Any]) -> list[str]:
     """The fields without a default of the dataclass `cls` that are not in `values`."""
-    return [key for key in _required(cls) if key not in values]
+    missing = _required(cls) - values.keys()
+    return [key for key in _fields(cls) if key in missing] if missing else []
 
 
 def values_of(record: Any) -> dict[str, Any]:
     """Field name -> value of a record; `asdict`, which also copies each value, takes several times as long."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def non_default_values(record: Any) -> dict[str, Any]:
+    """Field name -> value of a record, without the fields that have their default."""
+    defaults: dict[str, Any] = _defaults(record.__class__)
+    return {k: v for k, v in values_of(record).items() if k not in defaults or v != defaults[k]}
 
 
 def to_dict(record: Any) -> dict[str, Any]:
@@ -78,19 +92,18 @@ def from_dict(
     name = cls.__name__ if where is None else where
     inside = f"{name}." if name else ""
     known = _fields(cls)  # type: ignore[arg-type]
-    if not isinstance(values, Mapping):
+    if not isinstance(values, (dict, Mapping)):  # dict by itself, because asking an abstract class is slow
         raise ConfigError(f"{name} is {values!r:.40}: give its fields, {', '.join(known)}")
-    if values.keys() - known.keys():
-        if not skip_unknown:
-            require_known(f"field of {name}", known, *values)
-        values = {key: value for key, value in values.items() if key in known}
+    if not skip_unknown and values.keys() - known.keys():
+        require_known(f"field of {name}", known, *values)
     if missing := lacking(cls, values):
         raise ConfigError(f"{name} lacks {', '.join(missing)}: give every field without a default".strip())
     given = {}
     for key, value in values.items():
-        hint, as_given = known[key]
-        plain = type(value) in as_given
-        given[key] = value if plain else value_from(hint, value, f"{inside}{key}", skip_unknown)
+        if key in known:
+            hint, as_given = known[key]
+            plain = type(value) in as_given
+            given[key] = value if plain else value_from(hint, value, f"{inside}{key}", skip_unknown)
     return cls(**given)
 
 
@@ -103,7 +116,7 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
     if hint is Any or type(value) is hint:
         return value
     origin, args = _origin(hint), _args(hint)
-    if origin is dict and isinstance(value, Mapping):
+    if origin is dict and isinstance(value, (dict, Mapping)):
         if args[1] is Any:
             return {str(key): item for key, item in value.items()}
         return {str(k): value_from(args[1], v, f"{where}.{k}", skip_unknown) for k, v in value.items()}
@@ -116,10 +129,10 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
     if origin is tuple and isinstance(value, list | tuple):
         plain = _as_given(args[0])
         return tuple(v if type(v) in plain else value_from(args[0], v, where, skip_unknown) for v in value)
-    if hasattr(hint, "_fields") and isinstance(value, list | tuple) and len(value) == len(hint._fields):
-        return hint._make(map(value_from, _hints(hint).values(), value, hint._fields))
     if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
         return hint(value)
+    if hasattr(hint, "_fields") and isinstance(value, list | tuple) and len(value) == len(hint._fields):
+        return hint._make(map(value_from, _hints(hint).values(), value, hint._fields))
     if hint is float and type(value) is int:
         return float(value)
     if hint is int and type(value) is float and value.is_integer():
@@ -140,9 +153,13 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
     raise ConfigError(f"{where}={value!r} is no {kind}{advice}")
 
 
-def canonical_json(value: Any) -> str:
-    """The only JSON text of `value`, a record or JSON: its keys are sorted, and it has no spaces and no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=values_of)
+def canonical_json(value: Any, fields_of: Callable[[Any], dict[str, Any]] = values_of) -> str:
+    """The only JSON text of `value`, a record or JSON: its keys are sorted, and it has no spaces and no NaN.
+
+    Args:
+        fields_of: which fields of records it has, all or those of `non_default_values`.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=fields_of)
 
 
 def content_id(value: Any) -> str:

@@ -59,7 +59,7 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
     allocations = [_preflights(state, slack), _controls(state, slack)]
     attempts = [_clocks(state, slack), disputed_attempts(state)]
     found = {}
-    for key, attempt in sorted(state.attempts.items()):
+    for key, attempt in state.attempts.items():
         if attempt.ok is None:
             continue
         reasons = list(_own(attempt.ok, slack))
@@ -90,7 +90,7 @@ def impossible(mfu: float | None) -> str | None:
 def control_times(state: SweepState) -> dict[str, float]:
     """Allocation -> median step time of its control run in seconds, where that run ended ok."""
     found = {}
-    for key, attempt in sorted(state.attempts.items()):
+    for key, attempt in state.attempts.items():
         held, ok = state.allocations.get(attempt.allocation or ""), attempt.ok
         if held and held.control == key.run_id and ok and ok.step_times_s:
             found[held.name] = median(ok.step_times_s)
@@ -114,7 +114,7 @@ def _clocks(state: SweepState, slack: float) -> dict[AttemptKey, str]:
     power limit slows it.
     """
     clocks: dict[str, dict[AttemptKey, float]] = defaultdict(dict)
-    for key, attempt in sorted(state.attempts.items()):
+    for key, attempt in state.attempts.items():
         if attempt.ok and attempt.ok.sm_clock_hz is not None:
             clocks[key.run_id][key] = attempt.ok.sm_clock_hz
     return {
@@ -246,7 +246,7 @@ def loss_groups(state: SweepState) -> list[list[LossGroup]]:
     but never split a group.
     """
     comparable: dict[tuple[float, object], dict[AttemptKey, float]] = defaultdict(dict)
-    for key, attempt in sorted(state.attempts.items()):
+    for key, attempt in state.attempts.items():
         if attempt.ok and attempt.ok.loss_final is not None:
             try:
                 comparable[_tolerance(attempt), _workload(attempt)][key] = attempt.ok.loss_final
@@ -283,7 +283,7 @@ def _workload(attempt: AttemptState) -> object:
         TypeError: the claim holds something that cannot be hashed.
     """
     spec, result = attempt.spec or {}, attempt.result
-    shape = frozenset(item for item in spec["shape"].items() if item[0] != "name")
+    shape = frozenset((spec["shape"] | {"name": None}).items())
     kernel = (spec["kernel"]["name"], spec["kernel"]["precision"])
     return shape, frozenset(spec["workload"].items()), kernel, result and (result.env_id, result.loss_step)
 

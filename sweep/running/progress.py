@@ -184,7 +184,7 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
 def doubtful(planned: Sequence[Candidate], state: SweepState, device: str) -> dict[AttemptKey, str]:
     """Ok attempts in doubt, by `suspect_attempts` or because their mfu is impossible -> the reasons."""
     runs, doubts = {r.run_id: r for r in planned}, suspect_attempts(state, device=device)
-    for key, attempt in sorted(state.attempts.items()):
+    for key, attempt in state.attempts.items():
         run, ok = runs.get(key.run_id), attempt.ok
         if run and ok and ok.step_times_s:
             reasons = (doubts.get(key), impossible(run.mfu(run.tokens_per_s_per_gpu(ok))))

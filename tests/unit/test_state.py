@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import journals, written
 from ultrabench.errors import SweepFolderError
+from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import (
@@ -32,6 +33,7 @@ from ultrabench.store.events import (
     Started,
     Submitted,
     Submitting,
+    decode,
     encode,
 )  # fmt: skip
 from ultrabench.store.journal import JournalReader, read_journal
@@ -146,7 +148,9 @@ def test_every_kind_of_event_is_damaged_below():
 
 @pytest.mark.parametrize("event", EVERY_EVENT, ids=lambda e: NAMES[type(e)])
 def test_a_damaged_field_breaks_nothing(event):
-    values = json.loads(encode(written(event)))
+    line = written(event)
+    values = to_dict(event) | json.loads(encode(line))  # with all fields, which earlier versions wrote
+    assert decode(json.dumps(values).encode()).event == line.event
     damaged = [{k: v for k, v in values.items() if k != field} for field in values]
     damaged += [values | {field: junk} for field in values.keys() - {"v"} for junk in JUNK]
     damaged += [values | {"v": junk} for junk in (None, "x", [], {})]

@@ -44,7 +44,7 @@ def main() -> None:
     """Runs the command line; a mistake of the user gives one line on stderr and exit code 2."""
     _guard_streams()
     # A command makes few cycles; looking for them after each 700 objects would take a third of its time.
-    gc.set_threshold(100_000)
+    gc.set_threshold(1_000_000)
     try:
         _require_folder()
         code = app(standalone_mode=False)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 from ultrabench.allowed import at_least, require_allowed
 from ultrabench.errors import ConfigError, SweepFolderError
-from ultrabench.record import canonical_json, from_dict, to_dict
+from ultrabench.record import canonical_json, from_dict, non_default_values
 from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey, OfAttempt
 
@@ -199,7 +199,7 @@ class Result(OfAttempt):
     source: str = "agent"
     """How far the report is trusted: agent; slurm, a requeued agent or a launcher of a cluster; launcher."""
     spec: dict[str, Any] = field(default_factory=dict)
-    """The RunSpec as JSON."""
+    """The RunSpec as JSON; empty where an event Claimed tells it."""
     result: RunResult
 
 
@@ -235,16 +235,17 @@ class Line:
 
 
 def encode(line: Line) -> bytes:
-    """The bytes of a line, with its newline.
+    """The bytes of a line, with its newline; fields that have their default are left out.
 
     Raises:
         ValueError: the event holds a value that JSON cannot express, such as NaN.
     """
     head = {"v": SCHEMA_VERSION, "writer": line.writer, "seq": line.seq, "time": line.time}
-    return canonical_json({**head, "event": NAMES[type(line.event)], **to_dict(line.event)}).encode() + b"\n"
+    values = {**head, "event": NAMES[type(line.event)], **non_default_values(line.event)}
+    return canonical_json(values, non_default_values).encode() + b"\n"
 
 
-_decode = json.JSONDecoder(parse_constant=int).decode  # int raises ValueError for NaN and Infinity
+_decoder = json.JSONDecoder(parse_constant=int)  # int raises ValueError for NaN and Infinity
 DAMAGED = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError, ConfigError)
 """Exceptions that `decode` raises for text that is no event."""
 
@@ -256,7 +257,10 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
         SweepFolderError: the line has a newer schema; the message names `path`, the file that holds it.
         DAMAGED: the text is no event.
     """
-    values: dict[str, Any] = _decode(text.decode())
+    written = text.decode().strip()
+    values, end = _decoder.raw_decode(written)  # `decode` would look for white space, too, which takes longer
+    if end != len(written):
+        raise ValueError(f"{written[end:]!r:.40} follows the JSON value")
     version, writer, seq, name = int(values["v"]), values["writer"], int(values["seq"]), values["event"]
     if version > SCHEMA_VERSION:
         raise SweepFolderError(f"{path} has schema {version}; we read up to {SCHEMA_VERSION}: upgrade it")

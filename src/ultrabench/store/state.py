@@ -109,6 +109,7 @@ class SweepState:
     """Everything that the journal of a sweep says."""
 
     attempts: dict[AttemptKey, AttemptState] = field(default_factory=dict)
+    """Sorted by key."""
     allocations: dict[str, AllocationState] = field(default_factory=dict)
     generation: int = 0
     """Largest generation of all launch, pause and cancel events; the next event gets one more."""
@@ -128,7 +129,7 @@ class SweepState:
     def by_run(self) -> dict[str, list[AttemptState]]:
         """run_id -> the attempts of the run, sorted by repeat and attempt."""
         found: dict[str, list[AttemptState]] = {}
-        for key, attempt in sorted(self.attempts.items()):
+        for key, attempt in self.attempts.items():
             found.setdefault(key.run_id, []).append(attempt)
         return found
 
@@ -163,6 +164,7 @@ class Fold:
 
     def add(self, lines: Iterable[events.Line]) -> SweepState:
         """Adds `lines`, in any order and any number of times, and returns the state."""
+        known = len(self.state.attempts)
         for line in lines:
             self.heard += 1
             match line.event:
@@ -173,6 +175,8 @@ class Fold:
                     self._add_to_attempt(event, line)
                 case event:
                     self._add_to_allocation(event, line)
+        if len(self.state.attempts) > known:  # so that whoever sorts them has little to do
+            self.state.attempts = dict(sorted(self.state.attempts.items()))
         self._apply_controls()
         return self.state
 
@@ -261,7 +265,7 @@ def _most_trusted(end: events.AllocationEnded) -> tuple[int, str]:
 def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:
     """(run_id, repeat) -> the attempt that counts for it: the ok one, else the latest."""
     final: dict[tuple[str, int], AttemptState] = {}
-    for key, attempt in sorted(state.attempts.items()):
+    for key, attempt in state.attempts.items():
         held = final.get((key.run_id, key.repeat))
         if held is None or not held.ok:
             final[key.run_id, key.repeat] = attempt
