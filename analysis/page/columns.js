@@ -89,7 +89,7 @@ function captioned(words) {
 
 // A table in a box that scrolls sideways; a line of `body` is an array of texts or an element, numbers are set to the right.
 function table(caption, heads, body) {
-  const kind = (cell, n) => (/^values?$/.test(heads[n]) ? null : /^[-\d.,]+( \S+)?( \+- .*)?$/.test(cell) ? "number" : String(cell).length > 40 ? "words" : null);
+  const kind = (cell, n) => (/^values?$/.test(heads[n]) ? "value" : /^[-\d.,]+( \S+)?( \+- .*)?$/.test(cell) ? "number" : String(cell).length > 40 ? "words" : null);
   const cells = (line) => line.map((cell, n) => element("td", { class: kind(cell, n) }, cell));
   const head = element("tr", {}, ...heads.map((name) => element("th", { scope: "col" }, name)));
   const lines = body.map((line) => (line instanceof Node ? line : element("tr", {}, ...cells(line))));

@@ -5,6 +5,7 @@ const MEASURES = {
   mfu: "MFU (% of peak)", tokens_per_s_per_gpu: "tokens per second and GPU", step_time_s: "step time (s)",
   memory_gib: "peak memory (GiB)", predicted_step_time_s: "predicted step time (s)",
 };
+const UPWARDS = Object.keys(MEASURES).filter((name) => name === "memory_gib" || name in columns);
 const LESS_IS_BETTER = ["step_time_s", "memory_gib", "predicted_step_time_s"];
 const ACROSS = ["nodes", ...held.axes].filter((name) => name === "nodes" || distinct(name).length > 1);
 const PALETTE = ["#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#949494", "#56b4e9"]; // seaborn's colorblind
@@ -141,13 +142,18 @@ function withSeries(points, draw) {
   return made;
 }
 
+// The marker of a series; those that share a colour have different ones.
+function markerOf(n) {
+  return MARKERS[(n + Math.floor(n / PALETTE.length)) % MARKERS.length];
+}
+
 const AT = { field: "at" }, UP = { field: "y" };
 
 function drawEvery(points) {
   return withSeries(points, (made, words, mine, look, n) => {
     for (const sound of [true, false]) {
       const found = mine.filter(({ row }) => mayWin(row) === sound), source = sourceOf(found, words, jitter);
-      const kind = sound ? { marker: MARKERS[n % MARKERS.length], alpha: 0.65 } : { marker: "x", line_width: 1.5 };
+      const kind = sound ? { marker: markerOf(n), alpha: 0.65 } : { marker: "x", line_width: 1.5 };
       if (found.length) made.scatter(AT, UP, { source, size: 7, color: look.color, ...kind, ...(sound || found.length === mine.length ? look : {}) });
     }
   });
@@ -157,7 +163,7 @@ function drawLines(points) {
   return withSeries(points, (made, words, found, look, n) => {
     const source = sourceOf(found, words, () => 0);
     made.line(AT, UP, { source, line_width: 2, line_dash: DASHES[n % DASHES.length], ...look });
-    made.scatter(AT, UP, { source, size: 9, marker: MARKERS[n % MARKERS.length], ...look });
+    made.scatter(AT, UP, { source, size: 9, marker: markerOf(n), ...look });
   });
 }
 
@@ -177,12 +183,14 @@ async function drawFigure(figure) {
   const place = document.getElementById(`picture-${figure.id}`), points = figure.points(shownRows());
   document.getElementById(`note-${figure.id}`).textContent = points.found.length ? points.note : "No shown row has these numbers.";
   if (document.getElementById(`numbers-${figure.id}`).open) fillNumbers(figure, points);
-  place.hidden = !points.found.length;
+  place.hidden = document.getElementById(`numbers-${figure.id}`).hidden = !points.found.length;
   if (place.hidden) return;
   const made = figure.draw(points), panel = getComputedStyle(document.documentElement);
-  const longest = Math.max(...seriesOf(points).map((series) => String(series).length));
+  const names = seriesOf(points).map(String), longest = Math.max(...names.map((name) => name.length));
+  const ncols = Math.max(1, Math.floor(place.clientWidth / (70 + 8 * longest)));
+  made.height += 23 * Math.max(0, Math.ceil(names.length / ncols) - 2); // pixels of a line of the legend
   Object.assign(made.legend, { background_fill_color: null, label_text_color: panel.color, border_line_color: null, padding: 0,
-    location: "top_left", orientation: "horizontal", ncols: Math.max(1, Math.floor(place.clientWidth / (70 + 8 * longest))) });
+    location: "top_left", orientation: "horizontal", ncols });
   made.add_layout(made.legend, "above");
   const box = element("div", {});
   place.replaceChildren(box);
@@ -212,8 +220,7 @@ function fillNumbers(figure, points = figure.points(shownRows())) {
 // Makes the places of the figures; each is drawn when it comes into view or is in view and has become stale.
 function buildFigures(place) {
   const chosen = (name, options, words) => element("label", {}, words, element("select", { name, onchange: figureChanged }, ...options.map(([v, told]) => element("option", { value: v }, told))));
-  const known = Object.entries(MEASURES).filter(([name]) => name === "memory_gib" || name in columns);
-  const choices = element("form", { id: "axes", class: "choices", "aria-label": "Axes of the figures" }, chosen("x", ACROSS.map((name) => [name, nameOf(name)]), "across"), chosen("y", known, "upwards"));
+  const choices = element("form", { id: "axes", class: "choices", "aria-label": "Axes of the figures" }, chosen("x", ACROSS.map((name) => [name, nameOf(name)]), "across"), chosen("y", UPWARDS.map((name) => [name, MEASURES[name]]), "upwards"));
   place.append(element("h2", {}, "Figures"), choices);
   const seen = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {

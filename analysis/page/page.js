@@ -4,7 +4,7 @@
 const FILTERS = ["model", "nodes", ...held.axes, "seq_len", "gbs", "hardware", "kernel", "kernel_version", "precision", "state", "cause", "doubt", "sweep", "source"].filter((name) => distinct(name).length > 1);
 const NAMES = { state: "status", zero_stage: "ZeRO stage", kernel_version: "kernel version" };
 const MOST_VALUES = 12; // values of a column that the origin of the rows names
-const state = { filters: {}, cell: null, run: null, all: false, x: "nodes", y: "mfu" };
+const state = { filters: {}, cell: null, run: null, all: false, x: ACROSS[0], y: UPWARDS[0] };
 const form = document.getElementById("filters");
 const buttons = buildHeatmap(document.getElementById("heatmap"), openCell);
 
@@ -22,13 +22,14 @@ function cellName(cell) {
 // Reads the fragment; names and values that this page does not have are told, not obeyed.
 function readFragment() {
   const given = new URLSearchParams(location.hash.slice(1)), unknown = [];
-  Object.assign(state, { filters: {}, cell: null, run: given.get("run"), all: false, x: ACROSS[0], y: Object.keys(MEASURES)[0] });
-  for (const [name, wanted] of given) {
+  Object.assign(state, { filters: {}, cell: null, run: given.get("run"), all: false, x: ACROSS[0], y: UPWARDS[0] });
+  for (const [told, wanted] of given) {
+    const name = told === NAMES.state ? "state" : told;
     const found = distinct(name).find((v) => String(v) === wanted);
     if (FILTERS.includes(name) && found !== undefined) state.filters[name] = found;
     else if (name === "cell") state.cell = held.cells.findIndex((_, n) => cellName(n) === wanted);
     else if (name === "x" && ACROSS.includes(wanted)) state.x = wanted;
-    else if (name === "y" && wanted in MEASURES) state.y = wanted;
+    else if (name === "y" && UPWARDS.includes(wanted)) state.y = wanted;
     else if (name !== "run" && location.hash.includes("=")) unknown.push(`${name}=${wanted}`);
   }
   if (state.cell < 0) unknown.push(`cell=${given.get("cell")}`);
@@ -37,11 +38,11 @@ function readFragment() {
 }
 
 function writeFragment(isStep) {
-  const told = new URLSearchParams(Object.entries(state.filters));
+  const told = new URLSearchParams(Object.entries(state.filters).map(([name, wanted]) => [name === "state" ? NAMES.state : name, wanted]));
   if (state.cell !== null) told.set("cell", cellName(state.cell));
   if (state.run !== null) told.set("run", state.run);
   if (state.x !== ACROSS[0]) told.set("x", state.x);
-  if (state.y !== Object.keys(MEASURES)[0]) told.set("y", state.y);
+  if (state.y !== UPWARDS[0]) told.set("y", state.y);
   history[isStep ? "pushState" : "replaceState"](null, "", `#${told}`);
 }
 

@@ -107,8 +107,9 @@ def test_a_public_page_has_commands_for_the_layout_and_none_for_the_sweep(opened
 
 
 def test_a_link_with_unknown_values_says_so(opened):
-    tab = opened(small(), "#tp=16&nobody=1")
-    assert "tp=16, nobody=1, which this page does not have" in tab.locator("#count").inner_text()
+    tab = opened(small(), "#tp=16&nobody=1&status=oom")
+    told = tab.locator("#count").inner_text()
+    assert "1 of 40 rows shown. The link asks for tp=16, nobody=1, which this page does not have" in told
 
 
 def test_a_suspect_run_wins_no_cell_and_is_marked(opened):
