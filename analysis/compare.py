@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy import stats
 
-from ultrabench.analysis.cells import MAY_DIFFER, Cell, percent
+from ultrabench.analysis.cells import MAY_DIFFER, Cell
+from ultrabench.analysis.numbers import percent
 from ultrabench.analysis.ranking import final_runs, rank
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL

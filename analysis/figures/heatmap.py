@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ultrabench.analysis.cells import Cell, count, layout_words, memory, too_wide, tried, with_unit
+from ultrabench.analysis.cells import Cell, layout_words, tried
 from ultrabench.analysis.figures.picture import GREY
+from ultrabench.analysis.numbers import count, memory, too_wide, with_unit
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB

@@ -5,7 +5,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis import cells
-from ultrabench.analysis.cells import count
+from ultrabench.analysis.numbers import count
 from ultrabench.analysis.ranking import final_runs, usual_sizes
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB

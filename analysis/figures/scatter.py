@@ -9,10 +9,10 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.cells import count
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, known, measured, notes
 from ultrabench.analysis.figures.style import categories, key, label, legend, panel_grid
+from ultrabench.analysis.numbers import count
 from ultrabench.errors import counted
 
 _LARGEST, _SMALLEST = 90.0, 5.0

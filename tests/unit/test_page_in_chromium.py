@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from tests.unit.page_tables import large, page, repeated, row, small, table
-from ultrabench.analysis.cells import tried, with_unit
+from ultrabench.analysis.cells import tried
+from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.ranking import rank
 
 CHROMIUM = shutil.which("chromium")

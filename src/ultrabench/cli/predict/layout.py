@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ultrabench.analysis.cells import count
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
+from ultrabench.analysis.numbers import count
 from ultrabench.cli.tables import print_json, show, table, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S

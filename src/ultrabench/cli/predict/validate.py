@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.analysis.collect import parquet
+from ultrabench.analysis.numbers import percent
 from ultrabench.analysis.predict.validate import GROUPS, metrics, table, without_own_group
 from ultrabench.cli.predict.calibrate import open_cases
 from ultrabench.cli.results import draw, require_parquet, write_result
@@ -77,4 +78,4 @@ def _cells(m: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+    return percent(share) or "-"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import typer
 
-from ultrabench.analysis.cells import count
+from ultrabench.analysis.numbers import count
 from ultrabench.cli.tables import FittedTable, duration, hours, say, table, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from ultrabench.analysis.cells import memory, percent, too_wide
+from ultrabench.analysis.numbers import memory, percent, too_wide
 from ultrabench.cli.tables import duration, hours, out, style_of, table
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted

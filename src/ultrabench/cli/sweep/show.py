@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ultrabench.analysis.cells import with_unit
 from ultrabench.analysis.collect import collect
+from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.sweep.top import numbers

@@ -1,0 +1,61 @@
+"""Numbers as texts with their units, as tables, figures and messages show them."""
+
+from typing import Any
+
+from ultrabench.hardware import GIB
+
+
+def percent(fraction: float | None) -> str | None:
+    """A percentage such as `43.2 %`, with two significant digits below 1 %, or `< 0.01 %`; None when it is unknown."""
+    if fraction is None:
+        return None
+    value = 100 * fraction
+    if 0 < value < 0.01:
+        return "< 0.01 %"
+    return f"{value:.1f} %" if value >= 1 else f"{value:.2g} %"
+
+
+def too_wide(ci_reached: bool | None, ci95_rel: float | None) -> str:
+    """A text such as `+- 53.0 %` for an interval that missed its target; empty for one that met it."""
+    return f"+- {percent(ci95_rel)}" if ci_reached is False and ci95_rel is not None else ""
+
+
+def count(number: float, unit: str = "") -> str:
+    """A number with three digits and a metric prefix, such as `1.34 G`."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}".rstrip()
+
+
+def memory(held_bytes: float | None, rank0_bytes: float | None = None) -> str | None:
+    """Memory as a text in MiB or GiB; it says so if only that of rank 0 is known. None when both are unknown."""
+    if held_bytes is None:
+        return None if rank0_bytes is None else f"{memory(rank0_bytes)} (rank 0)"
+    gib = held_bytes / GIB
+    if gib < 1:
+        return f"{gib * 1024:.0f} MiB"
+    return f"{gib:.1f} GiB" if gib >= 10 else f"{gib:.2f} GiB"
+
+
+_FRACTIONS = ("mfu", "hfu", "p_oom", "_rel", "_share")
+_RATES = {"_bytes_per_s": "B/s", "_flops_per_s": "FLOP/s", "_flops_per_s_per_gpu": "FLOP/s", "_hz": "Hz"}
+"""Endings of columns -> the unit of their values."""
+
+
+def with_unit(column: str, value: Any) -> str | None:
+    """The value of a column as a text with the unit that the column's name gives; None when it is unknown."""
+    if column == "dp_shard" and value == 0:
+        return "all ranks"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None if value is None else str(value)
+    if column.endswith(_FRACTIONS):
+        return percent(value)
+    if column.endswith("_bytes"):
+        return memory(value)
+    if unit := next((unit for ending, unit in _RATES.items() if column.endswith(ending)), None):
+        return count(value, unit)
+    if "tokens_per_s" in column:
+        return f"{value:,.0f}"
+    number = str(value) if isinstance(value, int) else f"{value:.4g}"
+    return f"{number} s" if column.endswith("_s") else number
