@@ -20,7 +20,7 @@ function value(name, row) {
 
 // The distinct values of a column, sorted, without null.
 function distinct(name) {
-  return held.columns[name]?.known ?? [...new Set(columns[name] ?? [])].filter((v) => v !== null).sort(inOrder);
+  return [...new Set(held.columns[name]?.known ?? columns[name] ?? [])].filter((v) => v !== null).sort(inOrder);
 }
 
 function inOrder(a, b) {

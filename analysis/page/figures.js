@@ -230,7 +230,7 @@ function buildFigures(place) {
   });
   for (const figure of FIGURES) {
     const { id, title } = figure;
-    const picture = element("div", { id: `picture-${id}`, role: "img", "aria-label": `${title}; its numbers are in the table below` });
+    const picture = element("div", { id: `picture-${id}`, role: "figure", "aria-label": `${title}; its numbers are in the table below` });
     const numbers = element("details", { id: `numbers-${id}` }, element("summary", { onclick: () => fillNumbers(figure) }, "Numbers of this figure"), element("div", {}));
     const section = element("section", { id, class: "figure", "aria-label": title }, element("h3", {}, title), element("p", { id: `note-${id}` }), picture, numbers);
     place.append(section);

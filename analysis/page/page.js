@@ -175,9 +175,13 @@ function start() {
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", figuresChanged);
   addEventListener("DOMContentLoaded", figuresChanged); // then the scripts of Bokeh have run, too
-  const follow = () => draw(readFragment());
+  const follow = () => {
+    const { cell, run } = state;
+    draw(readFragment());
+    // what had the focus is gone or hidden, so that the browser would begin at the top
+    if (!document.activeElement?.offsetParent) (document.querySelector(`[data-run="${run}"]`) ?? buttons[cell])?.focus({ preventScroll: true });
+  };
   addEventListener("hashchange", follow);
-  addEventListener("popstate", follow);
   follow();
 }
 

@@ -64,6 +64,7 @@ def test_a_cell_opens_its_layouts_and_a_layout_its_evidence(opened):
     assert "run=" in tab.url
     tab.go_back()
     assert tab.locator(".about-run").count() == 0
+    assert tab.evaluate("document.activeElement.dataset.run") == f"{101:016x}"
 
 
 def test_a_cell_counts_the_runs_as_the_heatmap_does(opened):
