@@ -99,7 +99,7 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
     A job that does not own the allocation, because it was submitted twice or was given up, writes nothing
     into the journal and also returns 1; srun then ends the agents of its other nodes.
     """
-    started, pid, title = time.monotonic(), os.getpid(), node.allocation.name
+    began, pid, title = time.monotonic(), os.getpid(), node.allocation.name
     identity, disk = node.identity, node.disk
     job = identity.job or Start()
     file = node.allocation.folder / identity.rendezvous_file
@@ -127,10 +127,10 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
         raise
     finally:
         node.close()
+        ran_s = time.monotonic() - began
         end = AllocationEnded(
-            allocation=title, job=job, reason=reason, source="agent",
-            elapsed_s=time.monotonic() - started, avoid=tuple(avoid),
-        )  # fmt: skip
+            allocation=title, job=job, reason=reason, source="agent", elapsed_s=ran_s, avoid=tuple(avoid)
+        )
         try:
             disk.retry(partial(journal.write, end), LAST_RETRY_S)
             file.unlink(missing_ok=True)  # the address is of no use any more

@@ -17,7 +17,7 @@ TEXTS = TEXT_AXES | {"attention", "model", "hardware", "precision", "kernel", "p
 PREDICTED: dict[str, Any] = {
     "model": "llama3-8b", "hardware": "h100x8", "kernel": "embedded", "profile": None, "nodes": 1, "seq_len": 4096,
 }  # fmt: skip
-"""The arguments of a prediction beside those of layouts, with their usual values."""
+"""The arguments of a prediction beside those of layouts, with their usual values; a dry run has some of them."""
 
 _ELSEWHERE = {
     "gbs": "the batch follows: gbs = dp*mbs*gas; give mbs and gas",

@@ -1,7 +1,10 @@
 """Draws how step times of B differ from those of A: a point for each layout, sorted, with a panel for each model."""
 
+from collections.abc import Set
 from typing import Any
 
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
@@ -18,12 +21,8 @@ _LOOKS: dict[str | None, dict[str, Any]] = {
 }
 """Finding -> marker; layouts without one have small grey points."""
 _WON: dict[str, Any] = {
-    "marker": "s",
-    "markerfacecolor": "none",
-    "color": "black",
-    "markersize": 11,
-    "linestyle": "",
-}
+    "marker": "s", "markerfacecolor": "none", "color": "black", "markersize": 11, "linestyle": "",
+}  # fmt: skip
 """Frame around the layouts that won a cell in A or in B, where these differ."""
 _NAMED = 6
 """Number of cells with another winner that the notes name."""
@@ -40,60 +39,58 @@ def figure(found: Comparison, *, title: str, threshold: float, names: tuple[str,
     """
     rows = found.rows[found.rows["ratio"].notna()]
     if not len(rows):
-        raise ConfigError(
-            "no layout has a step time in A and in B; compare without -o for how their runs ended"
-        )
+        without = "compare without -o for how their runs ended"
+        raise ConfigError(f"no layout has a step time in A and in B; {without}")
     models = list(rows.sort_values(["num_params", "model"])["model"].unique())
-    whole, middle, panels = panel_grid(
-        len(models),
-        title=f"Step times of {title}: {counted(len(rows), 'layout')}",
-        notes=_notes(found, names),
-        sharey=True,
-    )
-    cells = {
-        (w["model"], w["nodes"], w[side])
-        for w in found.winners.to_dict("records")
-        for side in ("best_a", "best_b")
-    }
+    heading = f"Step times of {title}: {counted(len(rows), 'layout')}"
+    note = _notes(found, names)
+    whole, middle, panels = panel_grid(len(models), title=heading, notes=note, sharey=True)
+    winners = found.winners.to_dict("records")
+    won = {(w["model"], w["nodes"], w[side]) for w in winners for side in ("best_a", "best_b")}
+    a, b = (name if len(name) <= 14 else f"{name[:12]}.." for name in names)
     for axes, model in zip(panels, models, strict=True):
-        held = rows[rows["model"] == model].reset_index(drop=True)
         axes.axhspan(1 / (1 + threshold), 1 + threshold, color="#efefef", zorder=0)
         axes.axhline(1, color=GREY, linewidth=0.8)
-        for finding, look in _LOOKS.items():
-            shown = held[held["finding"].isna() if finding is None else held["finding"] == finding]
-            axes.plot(shown.index + 1, shown["ratio"], linestyle="", markeredgewidth=0, **look)
-        won = [
-            (m, n, lay) in cells
-            for m, n, lay in zip(held["model"], held["nodes"], held["layout"], strict=True)
-        ]
-        axes.plot(held.index[won] + 1, held["ratio"][won], **_WON)
-        last = held.iloc[-1]
-        axes.annotate(
-            last["layout"], (len(held), last["ratio"]), fontsize=6, color=GREY, va="center",
-            ha="right" if len(held) > 1 else "left", xytext=(-9 if len(held) > 1 else 9, 0),
-            textcoords="offset points",
-        )  # fmt: skip
-        a, b = (name if len(name) <= 14 else f"{name[:12]}.." for name in names)
+        _draw(axes, rows[rows["model"] == model].reset_index(drop=True), won)
         label(axes, model, "layouts, sorted by their ratio", f"step time of {b} / {a}")
-        axes.set_yscale("log")
-        if rows["ratio"].max() > 2 * rows["ratio"].min():  # else parts of a decade have too few ticks
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        else:
-            axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} x"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        step = max(1, round(len(held) / 10))
-        axes.xaxis.set_major_locator(
-            FixedLocator(sorted({1, len(held), *range(step, len(held) - step // 2, step)}))
-        )
-        axes.set_xlim(0.2, len(held) + 1)
+        _scale_ratios(axes, rows["ratio"])
     handles = [
         key(f"{name}, p <= {ALPHA:g} corrected" if name else "no finding", linestyle="", **look)
         for name, look in _LOOKS.items()
     ]
     legend(middle, [*handles, key("won its cell only in A or only in B", **_WON)])
     return whole
+
+
+def _draw(axes: Axes, held: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
+    """Draws the ratios of one model with their findings, frames around winners, and the name of the largest."""
+    for finding, look in _LOOKS.items():
+        shown = held[held["finding"].isna() if finding is None else held["finding"] == finding]
+        axes.plot(shown.index + 1, shown["ratio"], linestyle="", markeredgewidth=0, **look)
+    framed = [cell in won for cell in zip(held["model"], held["nodes"], held["layout"], strict=True)]
+    axes.plot(held.index[framed] + 1, held["ratio"][framed], **_WON)
+    last, number = held.iloc[-1], len(held)
+    beside: dict[str, Any] = (
+        {"ha": "right", "xytext": (-9, 0)} if number > 1 else {"ha": "left", "xytext": (9, 0)}
+    )
+    beside |= {"fontsize": 6, "color": GREY, "va": "center", "textcoords": "offset points"}
+    axes.annotate(last["layout"], (number, last["ratio"]), **beside)
+    step = max(1, round(number / 10))
+    ticks = sorted({1, number, *range(step, number - step // 2, step)})
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.set_xlim(0.2, number + 1)
+
+
+def _scale_ratios(axes: Axes, ratios: pd.Series) -> None:
+    """Scales ratios by factors, with some ticks also within a part of a decade."""
+    axes.set_yscale("log")
+    if ratios.max() > 2 * ratios.min():  # else parts of a decade have too few ticks
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} x"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _notes(found: Comparison, names: tuple[str, str]) -> str:

@@ -24,9 +24,8 @@ NOT_FULL = 73 * 2**30
 
 def usable(given: Iterable[MeasuredRun]) -> list[MeasuredRun]:
     """The runs that tell something of memory: not those that failed, have no peak of rank 0, or nearly filled the device."""
-    return [
-        run for run in given if run.status == Status.OK and 0 < (run.peak_mem_reserved_rank0_bytes or 0) < NOT_FULL
-    ]  # fmt: skip
+    ok = (run for run in given if run.status == Status.OK)
+    return [run for run in ok if 0 < (run.peak_mem_reserved_rank0_bytes or 0) < NOT_FULL]
 
 
 def memory_errors(given: Sequence[MeasuredRun], constants: NanotronMemory) -> list[float]:

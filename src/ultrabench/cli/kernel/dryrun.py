@@ -13,9 +13,9 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
-from ultrabench.sweep.arguments import read_run
+from ultrabench.sweep.arguments import PREDICTED, read_run
 
-DEFAULTS: dict[str, Any] = {"model": "llama3-8b", "hardware": "h100x8", "nodes": 1, "seq_len": 4096}
+DEFAULTS = {name: PREDICTED[name] for name in ("model", "hardware", "nodes", "seq_len")}
 PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 

@@ -125,11 +125,9 @@ def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[
     for path in sorted(results_dir.glob("*/sweep.json")):
         with contextlib.suppress(UltrabenchError):
             runs += measured_runs(collect([SweepFolder(path.parent)], warn))[0]
-    same = [
-        run for run in runs
-        if run.status == Status.OK and run.is_final and not run.suspect and run.step_time_s
-        and run.spec.shape.name == spec.shape.name and run.hardware == config.hardware.name
-    ]  # fmt: skip
+    where = spec.shape.name, config.hardware.name
+    sound = (r for r in runs if r.status == Status.OK and r.is_final and not r.suspect and r.step_time_s)
+    same = [run for run in sound if (run.spec.shape.name, run.hardware) == where]
     for run in sorted(same, key=lambda run: distance(run.spec, spec))[:NEAREST]:
         assert run.step_time_s is not None
         yield {
