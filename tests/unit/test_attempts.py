@@ -89,17 +89,11 @@ def test_what_is_to_do_is_new_and_named_once(state, repeats, data):
     [
         (Status.OK, 1),
         (Status.OOM, 2),  # nothing confirms it: one repeat
-        (Status.CRASH, 1),
-        (Status.TIMEOUT, 2),
-        (Status.INVALID, 2),
-        (Status.HANG, 3),
-        (Status.COMM_ERROR, 3),
-        (Status.NODE_FAIL, FREE_TRIES + 1),
-        (Status.PREEMPTED, FREE_TRIES + 1),
-        (Status.LOST, FREE_TRIES + 1),
+        (Status.CRASH, 1), (Status.TIMEOUT, 2), (Status.INVALID, 2), (Status.HANG, 3), (Status.COMM_ERROR, 3),
+        (Status.NODE_FAIL, FREE_TRIES + 1), (Status.PREEMPTED, FREE_TRIES + 1), (Status.LOST, FREE_TRIES + 1),
         (Status.CANCELLED, FREE_TRIES + 1),
     ],
-)
+)  # fmt: skip
 def test_how_often_each_status_is_tried(status, tries):
     for made in range(1, tries):
         again = todo_after(*[status] * made)

@@ -48,23 +48,12 @@ class Leader(threading.Thread):
 
 
 STRANGERS = {
-    "silent": b"",
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "null": b"null\n",
-    "list": b"[1]\n",
-    "bytes": bytes(range(256)) + b"\n",
-    "nested": b"[" * 50_000 + b"\n",
-    "endless": b"x" * (4 * HELLO_BYTES),
-    "wrong secret": hello(1, "guess"),
-    "no secret": hello(1, None),
-    "strange secret": hello(1, "\ud800"),
-    "no facts": json.dumps({"secret": SECRET, "facts": 7}).encode() + b"\n",
-    "no node": hello("1"),
-    "node 0": hello(0),
-    "node 9": hello(9),
-    "node true": hello(True),
-    "half": hello(1)[:20],
-}
+    "silent": b"", "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "null": b"null\n", "list": b"[1]\n",
+    "bytes": bytes(range(256)) + b"\n", "nested": b"[" * 50_000 + b"\n", "endless": b"x" * (4 * HELLO_BYTES),
+    "wrong secret": hello(1, "guess"), "no secret": hello(1, None), "strange secret": hello(1, "\ud800"),
+    "no facts": json.dumps({"secret": SECRET, "facts": 7}).encode() + b"\n", "no node": hello("1"),
+    "node 0": hello(0), "node 9": hello(9), "node true": hello(True), "half": hello(1)[:20],
+}  # fmt: skip
 
 
 def test_strangers_delay_nobody(tmp_path):

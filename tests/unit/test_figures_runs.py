@@ -91,16 +91,10 @@ def test_the_order_of_rows_changes_no_byte(kind):
     ("rows", "told"),
     [
         ([], "0 rows without a run that trains a model; launch a sweep"),
-        (
-            [row("p", model=None, kernel="probe")],
-            "1 row without a run that trains a model; draw its bandwidths",
-        ),
-        (
-            [row("a", status="oom"), row("b", tokens_per_s_per_gpu=None)],
-            "no ok run with a speed among 2 rows",
-        ),
+        ([row("p", model=None, kernel="probe")], "1 row without a run that trains a model; draw its bandwidths"),
+        ([row("a", status="oom"), row("b", tokens_per_s_per_gpu=None)], "no ok run with a speed among 2 rows"),
     ],
-)
+)  # fmt: skip
 def test_without_runs_the_message_says_what_to_do(kind, rows, told):
     if kind == "failures" and "speed" in told:
         pytest.skip("failures need no run that ended ok")

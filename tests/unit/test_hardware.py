@@ -50,18 +50,12 @@ def test_every_file_is_hardware_with_a_source(name):
 @pytest.mark.parametrize(
     ("name", "bf16", "gib", "link"),
     [
-        ("h100x8", 989e12, 80, 450e9),
-        ("h100-pcie-x8", 756e12, 80, 64e9),
-        ("h100-nvl-x8", 835e12, 87.5, 64e9),
-        ("h200x8", 989e12, 131.3, 450e9),
-        ("a100-80x8", 312e12, 80, 300e9),
-        ("a100-40x8", 312e12, 37.3, 300e9),
-        ("b200x8", 2.25e15, 167.6, 900e9),
-        ("gb200x4", 2.5e15, 173.2, 900e9),
-        ("l40s-x8", 362.05e12, 44.7, 32e9),
+        ("h100x8", 989e12, 80, 450e9), ("h100-pcie-x8", 756e12, 80, 64e9), ("h100-nvl-x8", 835e12, 87.5, 64e9),
+        ("h200x8", 989e12, 131.3, 450e9), ("a100-80x8", 312e12, 80, 300e9), ("a100-40x8", 312e12, 37.3, 300e9),
+        ("b200x8", 2.25e15, 167.6, 900e9), ("gb200x4", 2.5e15, 173.2, 900e9), ("l40s-x8", 362.05e12, 44.7, 32e9),
         ("mi300x-x8", 1307.4e12, 192, 448e9),
     ],
-)
+)  # fmt: skip
 def test_rates_are_the_dense_ones_of_the_data_sheets(name, bf16, gib, link):
     hardware = load_config([f"hardware={name}"]).hardware
     assert (hardware.peak_flops_per_s["bf16"], hardware.link_bytes_per_s) == (bf16, link)
@@ -112,17 +106,11 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
         (("{bf16: 1.0e14}", "{}"), "lacks values of peak_flops_per_s or reported_as"),
         (("[ACME Toaster 9000]", "[]"), "lacks values of peak_flops_per_s or reported_as"),
         (("mem_bytes: 24000000000\n", ""), "hardware lacks mem_bytes"),
-        (
-            ("mem_bytes: 24000000000", "mem_bytes: 24GB"),
-            "hardware.mem_bytes='24GB' is no whole number of bytes",
-        ),
+        (("mem_bytes: 24000000000", "mem_bytes: 24GB"), "hardware.mem_bytes='24GB' is no whole number of bytes"),
         (("1.0e14", "-1"), "hardware.peak_flops_per_s.bf16=-1.0; must be 1e9 to 1e18"),
         (("3.2e10", ".inf"), "hardware.link_bytes_per_s=inf; must be 1e8 to 1e14"),
         (("3.2e10", "450"), "link_bytes_per_s=450.0; must be 1e8 to 1e14 bytes per second, such as 4.5e11"),
-        (
-            ("node_link_bytes_per_s: 1.0e10", "node_link_bytes_per_s: 50"),
-            "node_link_bytes_per_s=50.0; must be 1e8",
-        ),
+        (("node_link_bytes_per_s: 1.0e10", "node_link_bytes_per_s: 50"), "node_link_bytes_per_s=50.0; must be 1e8"),
         (("1.0e12", "4.0"), "hbm_bytes_per_s=4.0; must be 1e9 to 1e15 bytes per second"),
         (("1.0e14", "148"), "bf16=148.0; must be 1e9 to 1e18 FLOPs per second, such as 9.89e14"),
         (
@@ -135,7 +123,7 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
         ),
         (("gpu: ", "device: tpu\ngpu: "), "hardware.device='tpu'; must be cuda or cpu"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_hardware_is_refused_in_one_line(change, line):
     write("toasters", OURS.replace(*change))
     with pytest.raises(ConfigError) as raised:

@@ -27,22 +27,12 @@ SCALED = {
 }  # fmt: skip
 CONFIGS = {
     "llama": {"model_type": "llama"},
-    "llama-scaled": {
-        "model_type": "llama",
-        "rope_scaling": SCALED,
-        "rope_theta": 100.0,
-        "rms_norm_eps": 1e-3,
-    },
-    "llama-tied": {
-        "model_type": "llama",
-        "head_dim": 12,
-        "tie_word_embeddings": True,
-        "num_key_value_heads": 4,
-    },
+    "llama-scaled": {"model_type": "llama", "rope_scaling": SCALED, "rope_theta": 100.0, "rms_norm_eps": 1e-3},
+    "llama-tied": {"model_type": "llama", "head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 4},
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_theta": 1000.0},
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, "rope_scaling": SCALED},
     "mistral": {"model_type": "mistral", "sliding_window": SEQ_LEN},
-}
+}  # fmt: skip
 THEIRS = {
     "embedding": "model.embed_tokens", "head": "lm_head", "layers": "model.layers", "norm": "model.norm",
     "attention": "self_attn", "q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj",

@@ -24,15 +24,9 @@ PLAYBOOK = {
 }
 
 SMALL = {
-    "name": "small",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-    "tie_word_embeddings": False,
-}
+    "name": "small", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 128, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLAYBOOK)

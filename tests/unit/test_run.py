@@ -167,15 +167,10 @@ def test_every_field_added_later_exists():
 @pytest.mark.parametrize(
     "change",
     [
-        {"gpu_name": "NVIDIA H200"},
-        {"torch_version": "2.12.0"},
-        {"cuda_version": None},
-        {"nccl_version": "2.28"},
-        {"driver_version": "581"},
-        {"variables": {"NCCL_ALGO": "Tree"}},
-        {"variables": {}},
+        {"gpu_name": "NVIDIA H200"}, {"torch_version": "2.12.0"}, {"cuda_version": None}, {"nccl_version": "2.28"},
+        {"driver_version": "581"}, {"variables": {"NCCL_ALGO": "Tree"}}, {"variables": {}},
     ],
-)
+)  # fmt: skip
 def test_env_id_changes_with_each_fact(change):
     kernel = KernelConfig(name="embedded")
     assert env_id({**FACTS, **change}, kernel, "d") != env_id(FACTS, kernel, "d")

@@ -125,20 +125,8 @@ EVERY_EVENT = [
     Launched(generation=1, config={}, retry=(KEY,)), Pause(generation=1), Cancel(generation=1),
 ]  # fmt: skip
 JUNK = [
-    None,
-    "x",
-    -1,
-    0.5,
-    [],
-    [1],
-    [[1]],
-    {},
-    {"status": "fine"},
-    True,
-    "7" * 40,
-    float("nan"),
-    float("inf"),
-]
+    None, "x", -1, 0.5, [], [1], [[1]], {}, {"status": "fine"}, True, "7" * 40, float("nan"), float("inf"),
+]  # fmt: skip
 GOOD = ended("ok", name={"run_id": "good", "repeat": 0, "attempt": 0})
 
 

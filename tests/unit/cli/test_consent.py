@@ -212,14 +212,9 @@ def test_a_launch_without_a_terminal_writes_and_submits_nothing(ultrabench, site
 
 
 H100 = (
-    "launcher=slurm",
-    "hardware=h100x8",
-    "sweep=playbook",
-    "model=8B",
-    "sweep.nodes=[1]",
-    "max_p_oom=1",
+    "launcher=slurm", "hardware=h100x8", "sweep=playbook", "model=8B", "sweep.nodes=[1]", "max_p_oom=1",
     "sweep.strategy=exhaustive",
-)
+)  # fmt: skip
 LEFT_OUT = r"(\d+) runs of 115 left out, since no job may be long enough: a job needs \d+ minutes"
 
 

@@ -25,13 +25,8 @@ OK = {
     "zero_stage": "1", "status": "Success", "mfu": "44.5", "after_pp_fix": "True",
 }  # fmt: skip
 UNKNOWN = (
-    "tok/s/gpu",
-    "Mem Res (GB)",
-    "mfu",
-    "num_kv_heads",
-    "tie_word_embeddings",
-    *filter(re.compile("/s").search, OK),
-)
+    "tok/s/gpu", "Mem Res (GB)", "mfu", "num_kv_heads", "tie_word_embeddings", *filter(re.compile("/s").search, OK),
+)  # fmt: skip
 OOM = (
     OK | dict.fromkeys(UNKNOWN, "") | {"status": "OOM", "gbs": "1048576.0", "mbs": "16", "batch_accum": "4.0"}
 )
@@ -155,15 +150,8 @@ columns:
 constants: {tp: 1, pp: 1, cp: 1, precision: bf16, gpus_per_node: 8, kernel: other}
 """
 ROW = {
-    "name": "m",
-    "nodes": "1",
-    "ranks": "",
-    "gpus": "8",
-    "mbs": "2",
-    "batch": "64",
-    "seq": "1,024",
-    "step": "500",
-}
+    "name": "m", "nodes": "1", "ranks": "", "gpus": "8", "mbs": "2", "batch": "64", "seq": "1,024", "step": "500",
+}  # fmt: skip
 
 
 def test_a_map_for_any_other_table(ultrabench):
