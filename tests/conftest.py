@@ -1,5 +1,7 @@
 """Settings of hypothesis: the same examples on every machine; `--hypothesis-profile=hunt` looks further."""
 
+import gc
+
 from hypothesis import HealthCheck, Phase, settings
 
 # Machines that run tests are shared, so no example has a deadline.
@@ -14,3 +16,8 @@ settings.register_profile(
 )
 settings.register_profile("hunt", settings.get_profile("same"), max_examples=1000, derandomize=False)
 settings.load_profile("same")
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the objects of imported modules, which live to the end."""
+    gc.freeze()

@@ -2,7 +2,7 @@ import json
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrabench.analysis.cells import compared_with, doubts, layout_words, notes
@@ -117,6 +117,7 @@ RESULTS = st.lists(
 )  # fmt: skip
 
 
+@settings(max_examples=10)
 @given(RESULTS, st.data())
 def test_cells_are_the_same_however_the_rows_are_shuffled_and_split(rows, data):
     mixed = data.draw(st.permutations(rows))

@@ -1,6 +1,7 @@
 """Attention that a device, an accelerator or a layout lacks is refused before anything runs."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -29,6 +30,11 @@ def test_attention_that_a_device_lacks_is_refused(asked, precision, cp, device, 
     assert found == reason if reason is None else found.startswith(reason)
 
 
+@cache
+def configured(hardware):
+    return load_config([f"hardware={hardware}", "model=1B", "sweep.nodes=[1]"])
+
+
 @pytest.mark.parametrize(
     ("hardware", "asked", "head_dim", "lacking"),
     [
@@ -48,9 +54,9 @@ def test_attention_that_a_device_lacks_is_refused(asked, precision, cp, device, 
     ],
 )  # fmt: skip
 def test_attention_that_an_accelerator_lacks_is_refused_in_the_plan(hardware, asked, head_dim, lacking):
-    config = load_config([f"hardware={hardware}", "model=1B", "sweep.nodes=[1]", f"kernel.attention={asked}"])
-    (shape,) = config.models
-    candidates = make_plan(replace(config, models=(replace(shape, head_dim=head_dim),))).candidates
+    config = configured(hardware)
+    shape, kernel = replace(config.models[0], head_dim=head_dim), replace(config.kernel, attention=asked)
+    candidates = make_plan(replace(config, models=(shape,), kernel=kernel)).candidates
     told = {c.reason for c in candidates if c.rule == "kernel" and c.reason.startswith("attention=")}
     assert bool(told) == bool(lacking)
     assert all(reason.startswith(f"attention={lacking}") for reason in told)

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import yaml
@@ -23,6 +24,7 @@ PEAK = Peak(flops_per_s=989e12, source="table")
 PROFILES = tuple(sorted(files("profiles")))
 SLOW = {"allreduce_bytes_per_s": 13e9, "allgather_bytes_per_s": 6.5e9}
 """A probe of 64 nodes on slow links."""
+profile_of = cache(load_profile)
 
 
 def spec_of(layout, shape="1B", *, nodes=1, precision="bf16", seq_len=4096, compiled=False):
@@ -38,7 +40,7 @@ def spec_of(layout, shape="1B", *, nodes=1, precision="bf16", seq_len=4096, comp
 
 def step_time(spec, profile="nanotron", **probe):
     links = network(GPUS, spec.nodes, **probe)
-    return predict_step_time(spec, GPUS, PEAK, links, load_profile(profile).time)
+    return predict_step_time(spec, GPUS, PEAK, links, profile_of(profile).time)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -50,7 +52,7 @@ def test_parts_are_finite_and_add_up_to_a_positive_time(profile, layout, shape, 
     assert all(math.isfinite(s) and s >= 0 for s in parts.values())
     assert sum(parts.values()) == pytest.approx(found.total)
     assert found.total > 0
-    host_s = 1.500001 * layout.gas * load_profile(profile).time.zero_layer_s * shape.num_hidden_layers
+    host_s = 1.500001 * layout.gas * profile_of(profile).time.zero_layer_s * shape.num_hidden_layers
     assert found.dp <= found.dp_total + host_s
 
 
