@@ -100,8 +100,7 @@ def test_noise_alone_does_not_make_a_profile_worse():
         assert not found.kept or found.after["median_error"] < found.before["median_error"]
 
 
-def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved():
-    pytest.importorskip("scipy")
+def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved(fitted):
     prior = memory_constants("nanotron", load_profile("nanotron").memory)
     truth = replace(prior, layer_hidden=30.0, logits=9.0, base_bytes=5e8)
     runs = []
@@ -122,7 +121,7 @@ def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved():
         memory_constants("nanotron", yaml.safe_load(to_yaml(mine.profile, nanotron))["memory"]).layer_hidden
         > 26
     )
-    assert calibrate(few, BASE, name="mine", date="2026-11-22").memory == {}
+    assert fitted.memory == {}
 
 
 def test_too_few_runs_are_one_line_with_the_remedy():

@@ -139,52 +139,48 @@ GPUS = "hardware=h100x8", "sweep.nodes=[1]"
 
 
 @pytest.mark.parametrize(
-    ("says", "words", "check", "status", "texts"),
+    ("says", "words", "expected"),
     [
-        ({"partitions": DOWN}, (), "partition", "fail", ["launcher.partition= (debug)"]),
-        ({"partitions": PARTITIONS.replace("Nodes=8", "Nodes=0")}, ("sweep.nodes=[1]",), "partition", "fail", ["no nodes"]),
-        ({}, ("launcher.partition=hoper",), "partition", "fail", ["did you mean hopper?"]),
-        ({"nodes": DRAINED, "reasons": REASONS}, (), "nodes", "warn",
-         ["3 of 8 up; gpu[04-08] drained (bad fan | in rack 2)", "nothing to do"]),
-        ({"nodes": SILENT}, ("sweep.nodes=[1,2]",), "nodes", "warn", ["runs of 2 nodes wait"]),
-        ({"nodes": "hopper|8|16|2000|drained|gpu:h100:8\n"}, (), "nodes", "fail", ["0 of 8 up", "sinfo -R"]),
-        ({"nodes": ""}, (), "nodes", "warn", ["sinfo does not tell"]),
-        ({"nodes": ""}, GPUS, "GPUs", "warn", ["sinfo does not tell"]),
-        ({"nodes": ""}, (), "node size", "warn", ["sinfo does not tell"]),
-        ({}, GPUS, "GPUs", "pass", []),
-        ({}, (), "GPUs", "pass", ["needs none", "name the hardware="]),
-        ({}, (*GPUS, "hardware.gpus_per_node=16"), "GPUs", "fail", ["hardware.gpus_per_node=8"]),
-        ({}, (*GPUS, "hardware.gpus_per_node=4"), "GPUs", "warn", ["hardware.gpus_per_node=8"]),
-        ({}, (*GPUS, "launcher.gres='gpu:h100:4'"), "GPUs", "fail", ["launcher.gres=gpu:h100:4 asks for 4"]),
-        ({}, (*GPUS, "launcher.gres=gpu:8"), "GPUs", "pass", []),
-        ({}, ("hardware=h200x8",), "GPUs", "fail", ["hardware= that is there"]),
-        ({"nodes": MIXED}, GPUS, "GPUs", "warn", ["3 nodes of 64 CPUs, 4000 MB, gpu:a100:4", "launcher.sbatch.constraint="]),
-        ({}, ("launcher.mem=3G",), "node size", "fail", ["launcher.mem=2000M"]),
-        ({}, ("launcher.mem=some",), "node size", "fail", ["such as 500G"]),
-        ({}, ("launcher.mem=1900M",), "node size", "pass", []),
-        ({}, ("launcher.mem=0",), "node size", "pass", []),
-        ({}, ("launcher.cpus=17",), "node size", "fail", ["launcher.cpus=16"]),
-        ({}, LARGE, "limits", "warn", ["leave out what is larger", "lower launcher.time_minutes="]),
-        ({"config": ENFORCED}, (), "account", "pass", ["QOS normal, short"]),
-        ({"config": ENFORCED}, ("launcher.account=Research", "launcher.qos=short"), "account", "pass", []),
-        ({"config": ENFORCED}, ("launcher.account=physics",), "account", "fail", ["launcher.account=physics", "one of research"]),
-        ({"config": ENFORCED}, ("launcher.account=guests",), "account", "fail", ["one of research"]),
-        ({"config": ENFORCED}, ("launcher.account=guests", LARGE[0]), "account", "pass", []),
-        ({"config": ENFORCED}, ("launcher.qos=long",), "account", "fail", ["one of normal, short"]),
-        ({"config": ENFORCED, "assoc": ""}, (), "account", "fail", ["ask the site"]),
-        ({"config": ENFORCED, "assoc": ("No.\n", 1)}, (), "account", "warn", ["ask the site"]),
-        ({"sacct": ("", 1)}, (), "accounting", "warn", ["works without: jobs that squeue has forgotten are judged"]),
-        ({"config": UNRECORDED}, (), "accounting", "warn", ["jobs are not recorded"]),
-        ({}, ("results_dir=/dev/null/results",), "results folder", "fail", ["results_dir="]),
+        ({"partitions": DOWN}, (), {"partition": ("fail", "launcher.partition= (debug)")}),
+        ({"partitions": PARTITIONS.replace("Nodes=8", "Nodes=0")}, ("sweep.nodes=[1]",), {"partition": ("fail", "no nodes")}),
+        ({}, ("launcher.partition=hoper",), {"partition": ("fail", "did you mean hopper?")}),
+        ({"nodes": DRAINED, "reasons": REASONS}, ("launcher.mem=1900M",),
+         {"nodes": ("warn", "3 of 8 up; gpu[04-08] drained (bad fan | in rack 2)", "nothing to do"), "node size": ("pass",)}),
+        ({"nodes": SILENT}, ("sweep.nodes=[1,2]", "launcher.mem=0"),
+         {"nodes": ("warn", "runs of 2 nodes wait"), "node size": ("pass",)}),
+        ({"nodes": "hopper|8|16|2000|drained|gpu:h100:8\n"}, (), {"nodes": ("fail", "0 of 8 up", "sinfo -R")}),
+        ({"nodes": ""}, GPUS, dict.fromkeys(("nodes", "GPUs", "node size"), ("warn", "sinfo does not tell"))),
+        ({}, (GPUS[0], *LARGE),
+         {"GPUs": ("pass",), "limits": ("warn", "leave out what is larger", "lower launcher.time_minutes=")}),
+        ({"config": ENFORCED}, (), {"account": ("pass", "QOS normal, short"), "GPUs": ("pass", "needs none", "name the hardware=")}),
+        ({"config": ENFORCED}, (*GPUS, "hardware.gpus_per_node=16", "launcher.account=Research", "launcher.qos=short", "launcher.mem=3G"),
+         {"GPUs": ("fail", "hardware.gpus_per_node=8"), "account": ("pass",), "node size": ("fail", "launcher.mem=2000M")}),
+        ({"config": ENFORCED}, (*GPUS, "hardware.gpus_per_node=4", "launcher.account=physics", "launcher.mem=some"),
+         {"GPUs": ("warn", "hardware.gpus_per_node=8"), "account": ("fail", "launcher.account=physics", "one of research"),
+          "node size": ("fail", "such as 500G")}),
+        ({"config": ENFORCED}, (*GPUS, "launcher.gres='gpu:h100:4'", "launcher.account=guests", "launcher.cpus=17"),
+         {"GPUs": ("fail", "launcher.gres=gpu:h100:4 asks for 4"), "account": ("fail", "one of research"),
+          "node size": ("fail", "launcher.cpus=16")}),
+        ({"config": ENFORCED}, (*GPUS, "launcher.gres=gpu:8", "launcher.account=guests", LARGE[0]),
+         {"GPUs": ("pass",), "account": ("pass",)}),
+        ({"config": ENFORCED}, ("hardware=h200x8", "launcher.qos=long"),
+         {"GPUs": ("fail", "hardware= that is there"), "account": ("fail", "one of normal, short")}),
+        ({"config": ENFORCED, "assoc": "", "nodes": MIXED}, GPUS,
+         {"GPUs": ("warn", "3 nodes of 64 CPUs, 4000 MB, gpu:a100:4", "launcher.sbatch.constraint="), "account": ("fail", "ask the site")}),
+        ({"config": ENFORCED, "assoc": ("No.\n", 1), "sacct": ("", 1)}, (),
+         {"account": ("warn", "ask the site"), "accounting": ("warn", "works without: jobs that squeue has forgotten are judged")}),
+        ({"config": UNRECORDED}, (), {"accounting": ("warn", "jobs are not recorded")}),
+        ({}, ("results_dir=/dev/null/results",), {"results folder": ("fail", "results_dir=")}),
     ],
 )  # fmt: skip
-def test_what_slurm_says(doctor, site, says, words, check, status, texts):
+def test_what_slurm_says(doctor, site, says, words, expected):
     for key, said in says.items():
         site.change(key, *([said] if isinstance(said, str) else said))
     code, checks, _ = doctor("launcher=slurm", *words, "--wait", "0")
-    found = checks[check]
-    assert found["status"] == status, found
-    assert all(text in f"{found['told']}; {found['remedy']}" for text in texts), found
+    for check, (status, *texts) in expected.items():
+        found = checks[check]
+        assert found["status"] == status, found
+        assert all(text in f"{found['told']}; {found['remedy']}" for text in texts), found
     assert code == int("fail" in {c["status"] for c in checks.values()})
 
 

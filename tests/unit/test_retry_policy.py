@@ -142,7 +142,7 @@ ENDS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(data=st.data())
 def test_a_sweep_ends_whatever_happens_and_no_ok_repeat_is_run_again(data):
     state, done = SweepState(), set()
