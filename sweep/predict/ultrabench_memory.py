@@ -314,7 +314,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
     scale = 2 if spec.kernel.precision == "fp64" else 1
     gas = layout.gas  # more than two micro-batches beside those in flight add nothing
     if layout.pp_schedule in ("none", "1f1b"):
-        gas = min(gas, layout.pp + 2)
+        gas = min(gas, 3)
     batch = tokens, own_len, ring, word, gas, max(1, layout.zero_stage), layout.recompute
     peaks, found = _peaks(key, *batch), list[StageMemory]()
     for rank, size in enumerate(sizes):
