@@ -1,1 +1,1 @@
-"""Figures of results and of layouts: one module for each kind of `ultrabench plot`, and the heatmap."""
+"""Figures of results and of layouts: the heatmap, those of `ultrabench plot`, and what all of them share."""

@@ -1,4 +1,4 @@
-"""The kinds of figures of `ultrabench plot`; each is drawn by the module of this folder that has its name."""
+"""The kinds of figures of `ultrabench plot`; each is drawn by the module of `plots` that has its name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ def prepared(
         raise ConfigError(f"--axis {axis}: the figure {kind} has no choice of axis; leave --axis out")
     if axis is not None:
         require_known(f"axis of the figure {kind}", axes, axis)
-    module = import_module(f"ultrabench.analysis.figures.{kind}")
+    module = import_module(f"ultrabench.analysis.figures.plots.{kind}")
     options = {"axis": axis or axes[0]} if axes else {}
     points, notes = module.points(*((layout or {},) if of_layout else ()), table, **options)
     return points, lambda: module.figure(points, title=title, notes=notes, **options)

@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.analysis_sweeps import LAYOUTS, OK, candidate, claim, make_sweep, rows_of, spec_of
 from ultrabench.analysis.collect import collect
-from ultrabench.analysis.figures.comm import figure, points
 from ultrabench.analysis.figures.picture import render
+from ultrabench.analysis.figures.plots.comm import figure, points
 from ultrabench.analysis.ranking import rank
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError

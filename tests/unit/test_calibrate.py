@@ -9,7 +9,7 @@ import yaml
 
 from tests.unit.test_step_time import GPUS, PEAK, spec_of
 from ultrabench.analysis.figures.picture import render
-from ultrabench.analysis.figures.predicted import validated
+from ultrabench.analysis.figures.plots.predicted import validated
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
 from ultrabench.analysis.predict.cases import cases, default_profile, healthy

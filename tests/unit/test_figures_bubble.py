@@ -6,8 +6,8 @@ import pytest
 
 from tests.published import PLAYBOOK, needs
 from tests.unit.test_figures_runs import drawn, row, table_of
-from ultrabench.analysis.figures.bubble import points
 from ultrabench.analysis.figures.kinds import prepared
+from ultrabench.analysis.figures.plots.bubble import points
 from ultrabench.analysis.importing.import_table import import_csv
 from ultrabench.analysis.importing.table_map import built_in, read_map
 from ultrabench.errors import ConfigError

@@ -8,8 +8,8 @@ import pytest
 from tests.published import PLAYBOOK, needs
 from tests.unit.test_figures_runs import row, table_of
 from ultrabench.analysis.figures.kinds import prepared
-from ultrabench.analysis.figures.memory import points
 from ultrabench.analysis.figures.picture import render
+from ultrabench.analysis.figures.plots.memory import points
 from ultrabench.analysis.importing.import_table import import_csv
 from ultrabench.analysis.importing.table_map import built_in, read_map
 from ultrabench.cli.predict.layout import document

@@ -42,7 +42,7 @@ def run_validate(
 
         write_result(rows, parquet(pa.Table.from_pandas(found, preserve_index=False)))
     if output is not None:
-        from ultrabench.analysis.figures.predicted import validated
+        from ultrabench.analysis.figures.plots.predicted import validated
 
         draw(output, lambda: validated(found, used.name))
     if json_:
