@@ -157,7 +157,7 @@ function buildRest() {
   const origin = ["source", "sweep", "cluster", "hardware", "gpu_name", "kernel", "kernel_version", "kernel_digest", "precision", "flops_formula", "peak_flops_per_s", "peak_source", "git_commit", "torch_version", "cuda_version", "nccl_version", "driver_version"];
   const lines = origin.filter((name) => distinct(name).length).map((name) => [name, distinct(name).slice(0, MOST_VALUES).map((v) => text(name, v)).join(", ")]);
   document.getElementById("origin").append(table("Origin of the rows", ["column", "values"], lines));
-  const paragraphs = held.ranking.map((paragraph) => element("p", {}, paragraph));
+  const paragraphs = held.ranking.map((paragraph) => element("p", {}, ...paragraph.split("`").map((words, n) => (n % 2 ? element("code", {}, words) : words))));
   document.getElementById("columns").append(element("details", {}, element("summary", {}, "Rows and ranking"), ...paragraphs));
   for (const [group, found] of Object.entries(held.schema)) {
     if (!found.length) continue;
