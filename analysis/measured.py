@@ -1,5 +1,6 @@
 """Turns rows of runs.parquet, ours or imported, into the records that predictions are fitted to and checked against."""
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -8,11 +9,12 @@ from typing import Any
 import pyarrow as pa
 
 from ultrabench.errors import ConfigError
-from ultrabench.layout import AXES
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import AXES, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import from_dict
+from ultrabench.record import T, from_dict
 from ultrabench.result import Status
-from ultrabench.run import RunSpec
+from ultrabench.run import RunSpec, Workload
 
 _NOT_RUN = (None, Status.SKIPPED, Status.REJECTED)
 _SHAPE = tuple(field.name for field in fields(ModelShape))
@@ -90,10 +92,14 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
     kernel = {
         "name": row["kernel"],
         "version": int(version) if version.isdecimal() else 1,
-        **({} if row["kernel"] == "embedded" else {"kind": "command", "command": [row["kernel"]]}),
+        **({} if row["kernel"] == "embedded" else {"kind": "command", "command": (row["kernel"],)}),
     }
     whole: dict[str, Any] = {name: known[name] for name in ("nodes", "gpus_per_node") if name in known}
-    records = {"layout": layout, "kernel": kernel | options, "workload": work}
+    records = {
+        "layout": _record(Layout, "row.layout", *layout.items()),
+        "kernel": _record(KernelConfig, "row.kernel", *kernel.items(), *options.items()),
+        "workload": _record(Workload, "row.workload", *work.items()),
+    }
     return from_dict(RunSpec, {"shape": shape_of(row), **records, **whole}, where="row")
 
 
@@ -104,4 +110,10 @@ def shape_of(row: Mapping[str, Any]) -> ModelShape:
         ConfigError: a size is unknown, or sizes contradict each other.
     """
     known = {name: row[name] for name in _SHAPE if row.get(name) is not None}
-    return from_dict(ModelShape, {"name": row.get("model"), **known}, where="row.shape")
+    shape: ModelShape = _record(ModelShape, "row.shape", ("name", row.get("model")), *known.items())
+    return shape
+
+
+@functools.lru_cache(maxsize=4096)  # many rows have equal parts, and checking them takes longer than reading
+def _record(kind: type[T], where: str, *values: tuple[str, Any]) -> T:
+    return from_dict(kind, dict(values), where=where)

@@ -1,4 +1,4 @@
-"""Measures whole processes of `sweep status --json`, `collect` and `heatmap` on sweeps that have ended.
+"""Measures whole processes of `sweep status --json`, `collect`, `heatmap` and `report` on sweeps that have ended.
 
 Usage: collect.py [ATTEMPTS]..., by default 1000 4000 16000 100000.
 """
@@ -21,3 +21,4 @@ for attempts in map(int, sys.argv[1:] or (1000, 4000, 16000, 100_000)):
             ("heatmap --json", ("--json",)),
         ):
             print_row(name, attempts, ultrabench("heatmap", table, *words))
+        print_row("report", attempts, ultrabench("report", sweep))

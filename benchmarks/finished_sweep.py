@@ -77,7 +77,10 @@ def write_sweep(path: Path, attempts: int) -> SweepFolder:
 def _row(order: int, candidate: tuple[RunSpec, str | None, str | None]) -> dict[str, object]:
     """The row of a candidate in plan.parquet."""
     spec, rule, reason = candidate
-    predicted = {"step_time_s": 5.0, "peak_mem_bytes": 40 << 30, "memory_share": 0.5, "duration_s": 90.0}
+    predicted = {
+        "step_time_s": 5.0, "step_time_low_s": 4.0, "step_time_high_s": 6.0, "peak_mem_bytes": 40 << 30,
+        "memory_share": 0.5, "limited_by": "compute", "duration_s": 90.0,
+    }  # fmt: skip
     return {
         "order": order, "run_id": spec.run_id, **place_of(spec), "valid": rule is None, "rule": rule, "reason": reason,
         "decision": "rejected" if rule else "run", **{f"predicted_{k}": v for k, v in predicted.items()},

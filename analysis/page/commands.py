@@ -1,5 +1,6 @@
 """The commands that plan, run or predict the layout of a row of results again."""
 
+import functools
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -40,6 +41,9 @@ def _axes(row: Row) -> Iterator[tuple[str, Any]]:
 
 
 def _joined(words: Row) -> str:
-    known = {name: value for name, value in words.items() if value is not None}
-    texts = (f"{name}={str(value).replace(chr(39), '')}" for name, value in known.items())
-    return " ".join(map(shlex.quote, texts))
+    return " ".join(_word(name, str(value)) for name, value in words.items() if value is not None)
+
+
+@functools.cache  # for most words are those of many rows
+def _word(name: str, value: str) -> str:
+    return shlex.quote(f"{name}={value.replace(chr(39), '')}")

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +22,9 @@ from ultrabench.sweep.predict.stage_memory import PARTS
 
 _KEY = ("sweep", "run_id", "repeat", "attempt")
 _ORDER = (*_KEY, "step_time_s", "reason", "job_id")
+_READ = (*_KEY, *AXES, "status", "suspect", "rule", "reason", "model", "hardware", "kernel", "source", "precision", "nodes",
+         "seq_len", "gbs")  # fmt: skip
+"""Columns that the texts of a row are made of."""
 _TOO_LONG = ("schema_version", "step_times_s", "bandwidths")
 """Columns that stay out of the page for their size; the parquet file has them."""
 
@@ -60,11 +62,15 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _ORDER])
     cells, runs = _ranked(table)
     places = {tuple(run[name] for name in _KEY): run for run in runs}
-    rows = [row | _place(places.get(tuple(row[name] for name in _KEY))) for row in table.to_pylist()]
+    told = _told(table, public)
+    rows = [
+        row | _place(places.get(tuple(row[name] for name in _KEY))) | {"number": n}
+        for n, row in enumerate(table.select(_READ).to_pylist())
+    ]
     rejected = [row for row in rows if row["status"] == "rejected"]
     shown = sorted((row for row in rows if row["status"] != "rejected"), key=_rank_first)
-    told = _told(table, public)
-    columns = {name: [_plain(row[name]) for row in shown] for name in told} | _derived(shown)
+    in_order = table.take(pa.array((row["number"] for row in shown), pa.int64()))
+    columns = {name: _plain(in_order[name]) for name in told} | _derived(shown)
     columns |= _parts(shown, predicted_parts(table))
     return {
         "public": public,
@@ -169,13 +175,16 @@ def _parts(rows: Sequence[Row], parts: Mapping[str, Mapping[str, int]]) -> dict[
     return {f"predicted_{part}_bytes": [held.get(part) for held in known] for part in PARTS}
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON has it: numbers with six digits, times and lists as texts, null for what is no number."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, datetime):
-        return value.isoformat(timespec="seconds")
-    return ", ".join(map(str, value)) or None if isinstance(value, list) else value
+def _plain(column: pa.ChunkedArray) -> list[Any]:
+    """Values as JSON has them: numbers with six digits, times and lists as texts, null for what is no number."""
+    values: list[Any] = column.to_pylist()
+    if pa.types.is_floating(column.type):
+        return [None if v is None or not math.isfinite(v) else float(f"{v:.6g}") for v in values]
+    if pa.types.is_timestamp(column.type):
+        return [None if v is None else v.isoformat(timespec="seconds") for v in values]
+    if pa.types.is_list(column.type):
+        return [", ".join(map(str, v or ())) or None for v in values]
+    return values
 
 
 def _rejected(rows: Sequence[Row]) -> list[Row]:
