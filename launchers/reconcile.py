@@ -108,7 +108,7 @@ class Reconciler:
         for key, attempt in state.attempts.items():
             if attempt.result is not None and key not in self._old:
                 self._ended_at.setdefault(key, now)
-        ground = (self.sweep.known.heard, seen.alive)
+        ground = (self.sweep.known.num_lines, seen.alive)
         if self._decided and self._decided[1] == ground and now - self._decided[0] < DECISION_S:
             return self._decided[2]
         launch = Launch(

@@ -211,11 +211,11 @@ def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) 
     # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
     workload = replace(config.workload, gbs=nodes * per_node) if probes else config.workload
     place = {"nodes": nodes, "gpus_per_node": per_node}
-    foresee = predictor(config, nodes, peak)
+    predicts = predictor(config, nodes, peak)
     for layout in layouts(config.axes, nodes * per_node, per_node, workload):
         rule, reason = next(_rejections(config, layout, shape), (None, None))
         spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=config.kernel, **place)
-        prediction = foresee.predict(spec) if rule in (None, "kernel") else None
+        prediction = predicts.predict(spec) if rule in (None, "kernel") else None
         if prediction and rule is None and prediction.p_oom > config.max_p_oom:
             rule, reason = PRUNED, too_large(prediction, prediction.p_oom)
         yield Candidate(

@@ -219,7 +219,7 @@ def propose(runs: Sequence[_Run], tried: Tried, count: int = 1) -> list[_Run]:
     return found
 
 
-def foresee(runs: Sequence[_Run], tried: Tried, count: int = 1) -> Iterator[_Run]:
+def expected_runs(runs: Sequence[_Run], tried: Tried, count: int = 1) -> Iterator[_Run]:
     """The runs that a search is expected to make from now on, if all measurements are as predicted."""
     times_s, oom = dict(tried.times_s), set(tried.oom)
     now = replace(tried, times_s=times_s, oom=oom, failed=tried.failed | tried.pending, pending=frozenset())

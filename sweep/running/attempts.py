@@ -13,7 +13,7 @@ from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
 from ultrabench.sweep.plan import Candidate, CellKey, Plan, by_cell
-from ultrabench.sweep.predict.search import Tried, foresee, propose, reasons
+from ultrabench.sweep.predict.search import Tried, expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
 
@@ -81,7 +81,7 @@ def expected(plan: Plan, state: SweepState) -> list[Candidate]:
     dominated = left_out(plan.runs, state)
     runs = (run for run in plan.runs if run.run_id not in dominated)
     cells = outcomes(runs, state, plan.config.max_p_oom)
-    return [run for own, tried in cells for run in foresee(own, tried, plan.config.batch)]
+    return [run for own, tried in cells for run in expected_runs(own, tried, plan.config.batch)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

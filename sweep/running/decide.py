@@ -12,13 +12,13 @@ from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempt
 from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, planned_jobs
 from ultrabench.sweep.running.retry import excluded
 
-MOST_BARREN = 3
+MOST_WITHOUT_RUN = 3
 """The sweep stops after this many allocations in a row that ended without having claimed a run."""
-MOST_FRUITLESS = 3
-"""The sweep stops after MOST_FRUITLESS * max_jobs allocations in a row that ran only control layouts."""
+MOST_WITHOUT_ASKED = 3
+"""The sweep stops after MOST_WITHOUT_ASKED * max_jobs allocations in a row that ran only control layouts."""
 ON_REQUEST = ("the sweep is paused", "outside the window")
-"""Reasons for which an allocation may end without having claimed a run. Such an allocation still counts as
-fruitless: where the clocks of nodes differ, allocations could end like this for ever."""
+"""Reasons for which an allocation may end without having claimed a run. It still counts as one that ran
+nothing that was asked for: where the clocks of nodes differ, allocations could end like this for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +114,16 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
     mine = [held for held in state.allocations.values() if held.submission[0] == launch.name]
     over = [held for held in mine if held.ended is not None and held.name not in launch.excused]
     over.sort(key=lambda held: held.submission)
-    barren = fruitless = 0
+    without_run = without_asked = 0
     for held in over:
         ran = {k for k in held.tasks if (a := state.attempts.get(k)) and a.allocation == held.name}
         asked = [key for key in held.tasks if key.run_id != held.control] or held.tasks
         if not str(held.ended).startswith(ON_REQUEST):
-            barren = 0 if ran else barren + 1
-        fruitless = 0 if ran & {*asked} else fruitless + 1
-    if barren >= MOST_BARREN:
-        return DeadEnd(number=barren, what="anything", latest=over[-1])
-    if over and fruitless >= MOST_FRUITLESS * limits.max_jobs:
+            without_run = 0 if ran else without_run + 1
+        without_asked = 0 if ran & {*asked} else without_asked + 1
+    if without_run >= MOST_WITHOUT_RUN:
+        return DeadEnd(number=without_run, what="anything", latest=over[-1])
+    if over and without_asked >= MOST_WITHOUT_ASKED * limits.max_jobs:
         what = "any run that was asked for but control layouts"
-        return DeadEnd(number=fruitless, what=what, latest=over[-1])
+        return DeadEnd(number=without_asked, what=what, latest=over[-1])
     return None

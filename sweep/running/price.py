@@ -278,7 +278,7 @@ class Price:
         return sum(job.gpu_hours for job in self.jobs)
 
 
-def reckon(plan: Plan, state: SweepState | None = None, max_limit_s: float = math.inf) -> Price:
+def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = math.inf) -> Price:
     """The price of what is left of a sweep; without `state`, the price of the whole sweep."""
     state = state or SweepState()
     todo = next_attempts(plan, state, launch=Launch(old=frozenset(state.attempts))).todo

@@ -18,7 +18,7 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.running.attempts import next_attempts, not_promising
-from ultrabench.sweep.running.price import reckon
+from ultrabench.sweep.running.price import price_of
 from ultrabench.sweep.running.progress import progress
 
 WORDS = ("sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[8]", "measure.confirm=1", "sweep.batch=3")
@@ -95,7 +95,7 @@ def test_a_failed_run_is_tried_again_before_the_cell_goes_on():
 
 
 def test_the_price_is_that_of_the_runs_that_are_expected():
-    (runs, hours), (all_runs, all_hours) = (reckon(p).runs["8B", 8] for p in (PLAN, EXHAUSTIVE))
+    (runs, hours), (all_runs, all_hours) = (price_of(p).runs["8B", 8] for p in (PLAN, EXHAUSTIVE))
     assert 2 <= runs < all_runs / 5
     assert 0 < hours < all_hours / 5
 

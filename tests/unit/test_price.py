@@ -20,7 +20,7 @@ from ultrabench.sweep.running.price import (
     controls,
     least_limit_s,
     pack,
-    reckon,
+    price_of,
     within_limit,
 )
 
@@ -51,7 +51,7 @@ def tasks_of(price):
 
 
 def test_the_price_is_that_of_every_task_and_of_every_start():
-    price = reckon(BIG)
+    price = price_of(BIG)
     tasks = sum(t.candidate.gpu_hours for t in tasks_of(price))
     starts = sum(ALLOCATION_START_S["cuda"] * d.nodes * 8 / 3600 for d in price.jobs)
     assert price.gpu_hours == pytest.approx(tasks + starts)
@@ -67,7 +67,7 @@ def test_the_price_is_that_of_every_task_and_of_every_start():
 
 def test_a_launch_submits_what_was_priced():
     """Without repeats of the best, whose number nobody knows before, price and submissions are the same."""
-    price = reckon(PLAN)
+    price = price_of(PLAN)
     made = jobs_of(open_sweep("unused"))
     assert "repeats of the best" not in price.extra
     assert [d.attempts for d in made] == [d.attempts for d in price.jobs]
@@ -79,13 +79,13 @@ def test_only_what_is_left_is_priced():
     for run in done:
         key = AttemptKey(run.run_id, 0, 0)
         state.attempts[key] = AttemptState(key=key, result=RunResult(status=Status.OK, step_times_s=(1.0,)))
-    left = reckon(PLAN, state)
+    left = price_of(PLAN, state)
     assert sum(number for number, _ in left.runs.values()) == len(PLAN.runs) - 5
-    assert left.gpu_hours < reckon(PLAN).gpu_hours
+    assert left.gpu_hours < price_of(PLAN).gpu_hours
     for run in PLAN.runs:
         key = AttemptKey(run.run_id, 0, 0)
         state.attempts[key] = AttemptState(key=key, result=RunResult(status=Status.OK, step_times_s=(1.0,)))
-    assert reckon(PLAN, state).gpu_hours == 0
+    assert price_of(PLAN, state).gpu_hours == 0
 
 
 def test_a_control_run_takes_a_small_share_of_its_allocation():
@@ -132,8 +132,8 @@ def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
     assert all(
         re.fullmatch(rf"a job needs \d\d minutes with its control run; {source}", c.reason) for c in out
     )
-    assert reckon(kept, max_limit_s=longest_s).jobs
-    for job in reckon(kept, max_limit_s=longest_s).jobs:
+    assert price_of(kept, max_limit_s=longest_s).jobs
+    for job in price_of(kept, max_limit_s=longest_s).jobs:
         assert least_limit_s(job.predicted_s, plan.config) <= 1200, "all of its runs begin"
     for run in out:
         alone = [todo_of(replace(run, rule=None)), todo_of(controls(BIG)[run.cell])]
@@ -157,4 +157,4 @@ def test_what_does_not_fit_costs_its_start():
         sum(20 * c.layout.world_size for c in large) / 3600
     )
     most = replace(BIG, candidates=tuple(large))
-    assert "repeats of the best" not in reckon(most).extra, "an OOM is not repeated"
+    assert "repeats of the best" not in price_of(most).extra, "an OOM is not repeated"

@@ -11,7 +11,7 @@ from ultrabench.analysis.figures.replayed import figure
 from ultrabench.analysis.predict.replay import STRATEGIES, ReplayedRun, replay
 from ultrabench.layout import Layout
 from ultrabench.sweep.predict.predict import Prediction
-from ultrabench.sweep.predict.search import Tried, beliefs_of, foresee, propose, reasons
+from ultrabench.sweep.predict.search import Tried, beliefs_of, expected_runs, propose, reasons
 
 
 def run(name, time_s, p_oom=0.0, measured=None, oom=False, **layout):
@@ -120,10 +120,10 @@ def test_a_batch_holds_different_runs_and_pending_ones_are_not_proposed_again():
 
 
 def test_the_expected_runs_are_few_and_distinct():
-    expected = names(foresee(CELL, Tried()))
+    expected = names(expected_runs(CELL, Tried()))
     assert expected[0] == "t1m1"
     assert 2 <= len(expected) == len({*expected}) < len(CELL)
-    assert not set(names(foresee(CELL, Tried(times_s={"t1m1": 1.25})))) & {"t1m1"}
+    assert not set(names(expected_runs(CELL, Tried(times_s={"t1m1": 1.25})))) & {"t1m1"}
 
 
 def test_replays_count_hours_and_what_was_missed(tmp_path):

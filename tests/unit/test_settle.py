@@ -34,7 +34,7 @@ from ultrabench.store.claim import claim, give_up
 from ultrabench.store.events import Cancel, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.sweep.running.attempts import Launch
-from ultrabench.sweep.running.decide import MOST_BARREN, MOST_FRUITLESS, decide
+from ultrabench.sweep.running.decide import MOST_WITHOUT_ASKED, MOST_WITHOUT_RUN, decide
 
 __all__ = ["sweep"]  # a fixture
 
@@ -189,7 +189,7 @@ def test_allocations_that_only_measure_their_control_are_stopped(sweep):
     launcher = Played(play, max_jobs=2)
     with pytest.raises(ClusterError) as stopped:
         reconciler_of(sweep, launcher).run()
-    most = MOST_FRUITLESS * launcher.limits.max_jobs
+    most = MOST_WITHOUT_ASKED * launcher.limits.max_jobs
     assert str(stopped.value).startswith(
         f"{most} allocations in a row ended without running any run that was asked for but control layouts "
         "(no time left)"
@@ -237,7 +237,7 @@ def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
         "3 allocations in a row ended without running anything (crashed; its log ends: ImportError: no module x"
     )
     assert str(stopped.value).endswith(f"; see {launcher.taken[-1].folder}/{log}, then launch again")
-    assert len(launcher.taken) == MOST_BARREN
+    assert len(launcher.taken) == MOST_WITHOUT_RUN
 
 
 def dead_end_of(sweep, ends, max_jobs):

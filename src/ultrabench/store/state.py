@@ -156,7 +156,7 @@ class Fold:
     def __init__(self) -> None:
         self.state = SweepState()
         """The state, which `add` changes in place."""
-        self.heard = 0
+        self.num_lines = 0
         """Number of lines that were added."""
         self._controls: dict[tuple[int, str], events.ControlEvent] = {}
         self._ranks: dict[AttemptKey | str, dict[str, _Rank]] = {}
@@ -166,7 +166,7 @@ class Fold:
         """Adds `lines`, in any order and any number of times, and returns the state."""
         known = len(self.state.attempts)
         for line in lines:
-            self.heard += 1
+            self.num_lines += 1
             match line.event:
                 case events.Launched() | events.Pause() | events.Cancel() as event:
                     # In one generation a cancel sorts after a launch, and a pause after a resume.

@@ -21,7 +21,7 @@ from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.running.price import BUDGET_FACTOR, reckon
+from ultrabench.sweep.running.price import BUDGET_FACTOR, price_of
 
 CONTROLLER = """#!/bin/sh
 echo "scontrol $*" >> asked
@@ -30,7 +30,7 @@ case "$*" in
 *) echo "PartitionName=hopper Default=YES MaxNodes=UNLIMITED MaxTime=04:00:00 State=UP TotalNodes=8";;
 esac
 """
-PRICE = reckon(PLAN).gpu_hours
+PRICE = price_of(PLAN).gpu_hours
 CLUSTER = JobLimits(max_jobs=8, max_nodes=2)
 
 
@@ -48,7 +48,7 @@ def after(used):
 
 def ask(given=None, *, plan=PLAN, used=0.0, yes=False, cluster=CLUSTER):
     state = after(used)
-    return ask_for_budget(plan, reckon(plan, state, cluster.max_limit_s), state, cluster, given, yes)
+    return ask_for_budget(plan, price_of(plan, state, cluster.max_limit_s), state, cluster, given, yes)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_the_jobs_are_told_as_they_are(capsys):
     )
     ask(1e6, plan=plan, cluster=CLUSTER)
     told = capsys.readouterr().err
-    jobs = reckon(plan).jobs
+    jobs = price_of(plan).jobs
     longest, limits = max(j.predicted_s for j in jobs) / 60, [j.limit_s / 60 for j in jobs]
     assert (
         f"to {longest:.0f} predicted minutes (launcher.allocation_minutes=20; longer where one run needs it"
@@ -143,7 +143,7 @@ def test_a_person_is_asked(typed, capsys, answer, agreed):
 )  # fmt: skip
 def test_a_person_is_asked_before_this_machine_works_for_hours_or_for_nothing(typed, capsys, overrides, told):
     plan = make_plan(load_config(overrides))
-    price = reckon(plan)
+    price = price_of(plan)
     typed("n\n")
     with pytest.raises(typer.Abort):
         ask_for_this_machine(plan, price, yes=False)
@@ -153,14 +153,14 @@ def test_a_person_is_asked_before_this_machine_works_for_hours_or_for_nothing(ty
     assert " on cpu, sequences of 64 tokens" in said
     ask_for_this_machine(plan, price, yes=True)
     idle = make_plan(load_config(["model=tiny"]))
-    ask_for_this_machine(idle, reckon(idle), yes=False)
+    ask_for_this_machine(idle, price_of(idle), yes=False)
     assert capsys.readouterr().err == ""
 
 
 def test_a_busy_machine_is_told(monkeypatch, capsys):
     plan = make_plan(load_config(["model=tiny"]))
     monkeypatch.setattr("ultrabench.cli.sweep.consent.busy_share", lambda seconds: 0.9)
-    ask_for_this_machine(plan, reckon(plan), yes=True)
+    ask_for_this_machine(plan, price_of(plan), yes=True)
     assert "other programs use 90% of this machine's cores" in capsys.readouterr().err
 
 
@@ -193,7 +193,7 @@ def test_a_budget_that_the_first_job_would_break_is_refused_unless_jobs_are_unde
     with pytest.raises(ConfigError, match="the first job needs"):
         ask(0.0)
     under_way = SweepState(allocations={"a": AllocationState(name="a")})
-    assert ask_for_budget(PLAN, reckon(PLAN, under_way), under_way, CLUSTER, 0.0, False) == 0.0
+    assert ask_for_budget(PLAN, price_of(PLAN, under_way), under_way, CLUSTER, 0.0, False) == 0.0
 
 
 @pytest.mark.parametrize(("given", "used", "budget"), [(None, 3.0, 3.0), (7.0, 3.0, 7.0)])

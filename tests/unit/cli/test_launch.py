@@ -8,7 +8,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.store.events import Failed
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
-from ultrabench.sweep.running.price import reckon
+from ultrabench.sweep.running.price import price_of
 from ultrabench.sweep.running.progress import settled_runs
 
 
@@ -32,5 +32,5 @@ def test_a_launch_tells_how_many_runs_are_left(sweep):
     assert interrupted.run_id not in settled_runs(state)
     journal = SimpleNamespace(path=next(sweep.journal.iterdir()))
     opened = SimpleNamespace(config=QUICK.config, plan=QUICK, folder=sweep, journal=journal)
-    assert f": {total} runs, " in [*first_lines(opened, reckon(QUICK))][1]
-    assert f": {total - 2} of {total} runs left, " in [*first_lines(opened, reckon(QUICK, state))][1]
+    assert f": {total} runs, " in [*first_lines(opened, price_of(QUICK))][1]
+    assert f": {total - 2} of {total} runs left, " in [*first_lines(opened, price_of(QUICK, state))][1]

@@ -45,9 +45,9 @@ def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
 def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     """The prediction of a run as the document of `ultrabench predict --json`, without measured runs."""
     peak = config.hardware.peak(spec.kernel.precision, spec.nodes, None, os.cpu_count() or 1)
-    foresee = predictor(config, spec.nodes, peak)
-    stages, times = foresee.stages(spec), foresee.step_time(spec)
-    told = foresee.of_parts(spec, stages, times)
+    predicts = predictor(config, spec.nodes, peak)
+    stages, times = predicts.stages(spec), predicts.step_time(spec)
+    told = predicts.of_parts(spec, stages, times)
     largest = max(stages, key=lambda stage: stage.peak_bytes)
     rate = spec.tokens_per_step / told.step_time_s / spec.layout.world_size
     flops = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)

@@ -39,7 +39,7 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.remedy import require_runs
 from ultrabench.sweep.running.attempts import Launch, next_attempts
-from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, reckon, within_limit
+from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, price_of, within_limit
 from ultrabench.sweep.running.progress import progress, settled_runs
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
@@ -62,7 +62,7 @@ def run_launch(
     limit_s = launcher.limits.max_limit_s
     plan = within_limit(require_runs(make_plan(config)), limit_s)
     state = fold(read_journal(folder.journal)) if find_sweep_json(folder) else SweepState()
-    price = reckon(plan, state, limit_s)
+    price = price_of(plan, state, limit_s)
     if config.launcher.name == "local":
         ask_for_this_machine(plan, price, yes)
     else:
@@ -101,7 +101,7 @@ def follow(
     """
     config, runs = sweep.config, sweep.plan.runs
     before = settled_runs(sweep.state()).keys()
-    say(*first_lines(sweep, price or reckon(sweep.plan, sweep.state())))
+    say(*first_lines(sweep, price or price_of(sweep.plan, sweep.state())))
     taken = _asked_to_take_over(sweep, launcher) if ask else []
     caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
     try:
@@ -137,7 +137,7 @@ def _say_stopped(reconciler: Reconciler, state: SweepState, display_name: str) -
     say(f"stopped: {reconciler.stopped}")
     if reconciler.over_budget:
         plan = reconciler.sweep.plan
-        needed = committed_gpu_hours(plan, state, ()) + BUDGET_FACTOR * reckon(plan, state).gpu_hours
+        needed = committed_gpu_hours(plan, state, ()) + BUDGET_FACTOR * price_of(plan, state).gpu_hours
         say(f"go on with: ultrabench sweep resume {display_name} --max-gpu-hours {needed:.3g}")
 
 

@@ -25,7 +25,7 @@ from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.remedy import nothing_fits, require_runs
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import with_loss_outliers
-from ultrabench.sweep.running.price import Price, planned_jobs, reckon, within_limit
+from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
 from ultrabench.sweep.running.progress import doubtful, measured_rates
 
 COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fit": "predicted_to_fit"}
@@ -44,7 +44,7 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
         write_plan(plan.candidates, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     best = recommend(plan, top) if top else []
-    price, summary = reckon(plan), plan.summary()
+    price, summary = price_of(plan), plan.summary()
     _tell_expected(summary, price, plan.config.strategy == "adaptive")
     priced = f"priced for launcher={plan.config.launcher.name}: {jobs_line(price, plan.config)}"
     lacking = nothing_fits(plan, {(row["model"], row["nodes"]) for row in best})
