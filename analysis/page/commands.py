@@ -2,7 +2,7 @@
 
 import functools
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ultrabench.analysis.rows import Row
@@ -17,9 +17,20 @@ def launch_words(row: Row) -> str:
     return _joined(words)
 
 
-def predict_words(row: Row) -> str:
-    """The words of `ultrabench predict` that describe a layout; unknown values are left out."""
-    words = {**_names(row), "precision": row["precision"], "nodes": row["nodes"], "seq_len": row["seq_len"]}
+def predict_words(row: Row, profiles: Collection[str]) -> str:
+    """The words of `ultrabench predict` that describe a layout; unknown values are left out.
+
+    Args:
+        profiles: names of known profiles; an imported row is predicted with that of its kernel.
+    """
+    imported = row["source"] is not None and row["kernel"] in profiles
+    words = {
+        **_names(row),
+        "profile": row["kernel"] if imported else None,
+        "precision": row["precision"],
+        "nodes": row["nodes"],
+        "seq_len": row["seq_len"],
+    }
     return _joined(words | {name: value for name, value in _axes(row) if value != "all"})
 
 

@@ -18,6 +18,7 @@ from ultrabench.analysis.schema import GROUPS, MODEL, SCHEMA, type_name
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.layout import AXES
 from ultrabench.result import SLOWER
+from ultrabench.sweep.config.compose import files
 from ultrabench.sweep.predict.stage_memory import PARTS
 
 _KEY = ("sweep", "run_id", "repeat", "attempt")
@@ -158,6 +159,7 @@ def _rank_first(row: Row) -> tuple[bool, int, int]:
 
 def _derived(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """The columns of the page that are no columns of the schema."""
+    profiles = files("profiles")
     state = [row["status"] or ("pending" if row["attempt"] is None else "running") for row in rows]
     return {
         **{name: [row[name] for row in rows] for name in ("rank", "cell", "mark", "repeats_failed")},
@@ -165,7 +167,7 @@ def _derived(rows: Sequence[Row]) -> dict[str, list[Any]]:
         "doubt": ["in doubt" if row["suspect"] else "none" for row in rows],
         "layout": [" ".join(filter(None, layout_words(row))) or None for row in rows],
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
-        "predict": [None if row["rank"] is None else predict_words(row) for row in rows],
+        "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],
     }
 
 

@@ -157,4 +157,7 @@ def test_the_commands_of_a_row_describe_its_layout(layout):
     (candidate,) = make_plan(load_config(shlex.split(launch_words(told)))).candidates
     assert candidate.spec.layout == layout
     assert (candidate.spec.workload.gbs, candidate.spec.workload.seq_len) == (256, 4096)
-    assert read_run(shlex.split(predict_words(told)), PREDICTED)[0].layout == layout
+    assert read_run(shlex.split(predict_words(told, ())), PREDICTED)[0].layout == layout
+    imported = shlex.split(predict_words(told | {"source": "a table", "kernel": "nanotron"}, ["nanotron"]))
+    assert read_run(imported, PREDICTED)[0].layout == layout
+    assert "profile=nanotron" in imported
