@@ -81,8 +81,8 @@ def rank_cost(spec: RunSpec, rank: int) -> dict[str, Any]:
     gas, pp = spec.layout.gas, spec.layout.pp
     if gas <= 5 * pp or spec.layout.virtual_stages > 1:
         return _fake_step(spec, rank)
-    fewer, some = (_fake_step(_with_gas(spec, n * pp), rank) for n in (2, 3))
-    return {key: _extend(fewer[key], value, (gas - 3 * pp, pp)) for key, value in some.items()}
+    fewer, some = (_fake_step(_with_gas(spec, n * pp), rank) for n in (3, 4))
+    return {key: _extend(fewer[key], value, (gas - 4 * pp, pp)) for key, value in some.items()}
 
 
 def _fake_step(spec: RunSpec, rank: int) -> dict[str, Any]:
