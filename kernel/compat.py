@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.backends import cudnn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import _backward, schedules
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor
@@ -79,6 +80,18 @@ def shard_state(module: Any) -> ShardState:
     shards, param = group.mesh_info.shard_mesh_size, group.fsdp_params[0]
     dtypes = param.sharded_param.dtype, param._unsharded_param.dtype
     return ShardState(shards, group.mesh_info.mesh.size(), not group.is_unsharded, group.reduce_grads, dtypes)
+
+
+def widen_gradients(model: torch.nn.Module) -> None:
+    """Adds up or converts gradients of parameters that fully_shard holds, so that all have the dtype of their reduction.
+
+    By itself it does so after each backward, but for weights whose gradients are computed apart only in the next one.
+    """
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for param in group.fsdp_params if group else ():
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
 
 
 _collectives = torch.ops._c10d_functional

@@ -17,6 +17,7 @@ from ultrabench.kernel.compat import (
     batch_p2p,
     require_split_backward,
     whole_backward,
+    widen_gradients,
 )
 from ultrabench.kernel.dp import COMPUTE_DTYPE
 from ultrabench.kernel.loss import Pending
@@ -79,6 +80,11 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         if loss is not None:
             loss.detach_()
         self.progress()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduces all gradients of the step, under schedules in which those of some weights come after the others."""
+        widen_gradients(self.submod)
+        super().perform_reduce_grad(grad_scale_factor)
 
     def get_fwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
         """Sends the output, and waits for it before the backward of the micro-batch, whose gradient answers it.
