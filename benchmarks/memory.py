@@ -1,7 +1,8 @@
 """The closed form of the kernel's memory against dry runs of random layouts of random small models.
 
-`python benchmarks/memory.py [LAYOUTS] [SEED]` (200, 21) prints JSON lines {family, ranks, median, largest}, errors as
-fractions; a dry run takes about 10 s of a core. It imports torch, but only its forked children compute.
+`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED]` (200, 21) prints JSON lines {family, ranks,
+median, largest}, errors as fractions; a dry run takes 1 to 5 s of a core. It imports torch, but only its forked
+children compute, and they need a process of one thread.
 """
 
 import json

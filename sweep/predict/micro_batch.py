@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ultrabench.model_shape import ModelShape
+from ultrabench.stages import Stage
 
 LOGITS, WIDE_LOGITS = 2**29, 2**27
 """Largest numbers of logits in a chunk of the loss and in one softmax: those of kernel/loss.py."""
@@ -33,8 +34,24 @@ class MicroBatch(NamedTuple):
     """The gradient of the head's weights, which the loss keeps for backward, as it does that of its input."""
     work: float
     """What the backward of a layer has at most beyond what the layer keeps."""
+    work_in_place: float
+    """The same where gradients of weights are added in place to those of earlier micro-batches."""
     norm_work: float
     rope: float
+
+    def layer_kept(self, number: int) -> float:
+        """What layer `number` of the model keeps."""
+        return self.hidden if self.full and (number + 1) % self.full == 0 else self.kept
+
+    def kept_by(self, stage: Stage) -> float:
+        """Activations that a stage keeps: its layers, its output or the input of the norm, and tables."""
+        again = 0
+        if self.full:
+            again = (stage.first_layer + stage.num_layers) // self.full - stage.first_layer // self.full
+        layers = (stage.num_layers - again) * self.kept + again * self.hidden
+        ends = 9 * self.tokens * stage.has_embedding + stage.has_head * (self.gathered + self.table)
+        both = stage.has_norm and not (stage.has_head or stage.num_layers)
+        return layers + self.hidden * (1 + both) + self.rope + ends
 
 
 @lru_cache(maxsize=16384)
@@ -73,18 +90,25 @@ def micro_batch(
     down, out, circling = f * h // tp * word, q * h // tp * word, 0.0
     if ring:
         circling = 4 * kv * tw + 4 * t * (q + 6 * kv)
-    attention = hidden - tw * (4 * f + 2 * h) - 4 * t + 3 * down + out
-    work = max(
-        hidden + 2 * f * tw + down,
-        attention + tw * (2 * q + 2 * kv) + circling,
-        3 * hidden + norm_work + word * layer - whole,
-    )
-    if gathers:
-        columns = attention + tw * (q + 2 * kv) + 4 * gathered
-        work = max(work, hidden + 2 * gathered, hidden - 2 * f * tw + 4 * gathered + 2 * down, columns)
+
+    def work(new: int) -> float:
+        """The most, with gradients of all weights so far if `new` is 1, and those of one product if it is 0."""
+        attention = hidden - tw * (4 * f + 2 * h) - 4 * t + new * (3 * down + out)
+        most = max(
+            hidden + 2 * f * tw + down,
+            attention + tw * (2 * q + 2 * kv) + circling,
+            3 * hidden + norm_work + new * word * layer - whole,
+        )
+        if gathers:
+            columns = attention + tw * (q + 2 * kv) + 4 * gathered
+            most = max(most, hidden + 2 * gathered, hidden - 2 * f * tw + 4 * gathered + 2 * down, columns)
+        return most
+
     rope = own_len * shape.head_width * word
     loss += hidden + gathered * (1 + gathers)
-    return MicroBatch(word, tokens, hidden, gathered, whole, kept, every, loss, table, work, norm_work, rope)
+    return MicroBatch(
+        word, tokens, hidden, gathered, whole, kept, every, loss, table, work(1), work(0), norm_work, rope
+    )
 
 
 def loss_bytes(shape: ModelShape, tp: int, word: int, tokens: int) -> tuple[float, float]:

@@ -5,7 +5,9 @@ It is the order of torch.distributed.pipelining, which runs the schedules of our
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import product
+from operator import le
 from typing import NamedTuple
 
 from ultrabench.layout import Layout
@@ -15,6 +17,9 @@ COST = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
 
 A matrix product in forward has two in backward: one for the gradient of its input and one for that of its weight.
 """
+
+WAY = {"forward": -1, "backward": 1, "input": 1, "weight": 0}
+"""Kind of a pass -> the stage whose pass it waits for, less its own."""
 
 
 class Pass(NamedTuple):
@@ -87,6 +92,99 @@ def _zbv(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
     return iter(warm_up + turns + [i0, i1] * rank + [i0, w0] * hops + [w1] * rank + [w0] * rank)
 
 
+class Turn(NamedTuple):
+    """A state of a rank as a backward begins or a forward ends; tuples but `held` have an item for each of its stages."""
+
+    chunk: int
+    """Index of the stage at work."""
+    forward: bool
+    last: bool
+    """Whether it is the stage's last backward in a step."""
+    ended: tuple[int, ...]
+    """0 before the first backward of a stage has ended, 2 after the last one, 1 between them."""
+    gathered: tuple[bool, ...]
+    """Whether a stage's parameters are there, which forwards free under ZeRO-3; before the first one they are."""
+    held: tuple[tuple[int, ...], ...]
+    """What it may hold, none less than another: micro-batches kept by each stage; and messages, of which are those
+    received and not used up, and gradients sent that nothing has answered yet."""
+
+
+@lru_cache(maxsize=1024)
+def turns(pp: int, gas: int, virtual: int, schedule: str, frees: bool) -> list[list[Turn]]:
+    """The turns of each rank under a schedule of several stages; forwards only where one before has freed parameters.
+
+    `frees` says whether forwards free parameters, as under ZeRO-3.
+    """
+    layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual, pp_schedule=schedule)
+    found = list[list[Turn]]()
+    for rank, passes in enumerate(with_messages(layout)):
+        states = dict[Turn, set[tuple[int, ...]]]()
+        for turn in _turns(layout, rank, passes, frees):
+            states.setdefault(turn._replace(held=()), set()).update(turn.held)
+        found.append([turn._replace(held=_largest(held)) for turn, held in states.items()])
+    return found
+
+
+def _largest(held: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Those of which no other one is at least as large in every item."""
+    return tuple(one for one in held if not any(one != other and all(map(le, one, other)) for other in held))
+
+
+def _turns(layout: Layout, rank: int, passes: list[Pass | None], frees: bool) -> Iterator[Turn]:
+    stages, gas, v, received = layout.stages_of(rank), layout.gas, layout.virtual_stages, 0
+    kept, backwards, gathered = [0] * v, [0] * v, [True] * v
+    for one in passes:
+        if one is None:
+            received += 1
+            continue
+        kind, _, chunk = one
+        way, forward, ended = WAY[kind], kind == "forward", tuple((n > 0) + (n == gas) for n in backwards)
+        kept[chunk] += forward
+        if kind in ("backward", "input") or (forward and not gathered[chunk]):
+            sent = sum(
+                n > 0 for n, stage in zip(ended, stages, strict=True) if stage not in (0, stages[chunk])
+            )
+            last = kind == "backward" and backwards[chunk] == gas - 1
+            yield Turn(chunk, forward, last, ended, tuple(gathered), ((*kept, received + sent),))
+        received -= 0 <= stages[chunk] + way < layout.num_stages and stages[chunk] + way not in stages
+        gathered[chunk] = not (forward and frees)
+        kept[chunk] -= kind in ("backward", "weight")
+        backwards[chunk] += kind in ("backward", "weight")
+
+
+def with_messages(layout: Layout) -> list[list[Pass | None]]:
+    """The passes of each rank, with None where torch makes the buffer of a message to it, under schedules of several stages.
+
+    In turn each rank adds its next pass, if the pass before that in the model was added, and a message to the rank
+    of the pass after it.
+    """
+    ends = [(kind, layout.gas - 1) for kind in ("backward", "weight")]
+    # After the last pass of a stage two turns go to the reduction of its gradients and to freeing its parameters.
+    queues = [
+        deque(p for one in passes for p in (one, *[None, None] * (one[:2] in ends)))
+        for passes in order(layout)
+    ]
+    ranks = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
+    lowered, done = [list[Pass | None]() for _ in queues], set[tuple[int, int, int]]()
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            if not queue:
+                continue
+            if (one := queue[0]) is None:
+                queue.popleft()
+                continue
+            kind, number, chunk = one
+            way, stage = WAY[kind], layout.stages_of(rank)[chunk]
+            if way and stage + way in ranks and (way, stage + way, number) not in done:
+                continue
+            lowered[rank].append(one)
+            queue.popleft()
+            done.add((way, stage, number))
+            if (peer := ranks.get(stage - way, rank)) != rank:
+                lowered[peer].append(None)
+    return lowered
+
+
 def timeline(layout: Layout) -> list[TimedPass]:
     """Every pass of one step, at the earliest time that its order and its inputs allow; messages take no time.
 
@@ -101,7 +199,7 @@ def timeline(layout: Layout) -> list[TimedPass]:
         queue, stages = queues[rank], layout.stages_of(rank)
         while queue:
             kind, number, chunk = queue[0]
-            way, stage = {"forward": -1, "weight": 0}.get(kind, 1), stages[chunk]
+            way, stage = WAY[kind], stages[chunk]
             source = (way, stage + way, number)
             if way and 0 <= source[1] < layout.num_stages and source not in ends:
                 waiting[source] = rank

@@ -63,12 +63,14 @@ def test_nanotron_reserves_what_published_runs_did(version, model, axes, measure
 @pytest.mark.parametrize("axes", [{"gas": 32, "zero_stage": 1, "dp": 2}, {"gas": 4}, {"gas": 8, "tp": 4}])
 def test_ranks_of_the_same_stage_are_computed_once_and_right(monkeypatch, axes):
     spec = run(load_model("llama3-70b"), kernel=EMBEDDED, pp=16, **axes)
-    computed, sizes, peak = [], ultrabench_memory._rank_sizes(spec), ultrabench_memory._peak
+    computed, stages_of, peak = [], ultrabench_memory.rank_stages, ultrabench_memory._peak
     monkeypatch.setattr(ultrabench_memory, "_peak", lambda *args: computed.append(args[-1]) or peak(*args))
     stages = predict_memory(spec, constants("ultrabench"))
     assert len(computed) < 8
-    alone = tuple(size._replace(like=rank) for rank, size in enumerate(sizes))
-    monkeypatch.setattr(ultrabench_memory, "_rank_sizes", lambda spec: alone)
+    monkeypatch.setattr(
+        ultrabench_memory, "rank_stages",
+        lambda *key: [one._replace(like=-rank - 1) for rank, one in enumerate(stages_of(*key))],
+    )  # fmt: skip
     assert predict_memory(spec, constants("ultrabench")) == stages
     few = predict_memory(spec, constants("ultrabench"), every_rank=False)
     assert 1 < len(few) < 5

@@ -1,5 +1,6 @@
 """The order of a pipeline's passes is that of torch's schedules; waits and micro-batches in flight follow from it."""
 
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from ultrabench.kernel.pp import SCHEDULES
 from ultrabench.layout import Layout
 from ultrabench.sweep.grid import schedule_refusals
-from ultrabench.sweep.predict.pipeline import COST, bubble_share, order, timeline
-from ultrabench.sweep.predict.ultrabench_memory import _counts
+from ultrabench.sweep.predict.pipeline import COST, bubble_share, order, timeline, turns, with_messages
+from ultrabench.sweep.predict.stage_memory import in_flight
 
 KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "input", "BACKWARD_WEIGHT": "weight"}  # fmt: skip
 EVERY_SCHEDULE = pytest.mark.parametrize(
@@ -55,12 +56,19 @@ def torch_order(layout):
         for stage in stages:
             make(stage, n_microbatches=gas)._step_microbatches([()] * gas, [{}] * gas)
         return [stage.passes for stage in stages]
+    return [[one for one in passes if one is not None] for passes in torch_order_with_messages(layout)]
+
+
+def torch_order_with_messages(layout):
+    """The same with None for each message that a rank receives, under schedules of several stages."""
     here = {"group_size": layout.pp, "group_rank": 0, "num_stages": layout.num_stages}
     first = [SimpleNamespace(**here, stage_index=n, submod=torch.nn.Identity()) for n in layout.stages_of(0)]
+    schedule = SCHEDULES[layout.pp_schedule](first, n_microbatches=layout.gas)
     return [
         [(KINDS[a.computation_type.name], a.microbatch_index, layout.stages_of(rank).index(a.stage_index))
-         for a in actions if a is not None]
-        for rank, actions in make(first, n_microbatches=gas).pipeline_order.items()
+         if a.computation_type.name in KINDS else None
+         for a in actions if a.computation_type.name in (*KINDS, "RECV_F", "RECV_B")]
+        for rank, actions in schedule.pipeline_order_with_comms.items()
     ]  # fmt: skip
 
 
@@ -68,6 +76,12 @@ def torch_order(layout):
 def test_the_order_is_that_of_torch(schedule, v):
     for layout in layouts(schedule, v):
         assert order(layout) == torch_order(layout), layout
+
+
+@pytest.mark.parametrize(("schedule", "v"), [("interleaved", 2), ("interleaved", 3), ("zbv", 2)])
+def test_buffers_of_messages_are_made_where_torch_makes_them(schedule, v):
+    for layout in layouts(schedule, v):
+        assert with_messages(layout) == torch_order_with_messages(layout), layout
 
 
 @EVERY_SCHEDULE
@@ -89,8 +103,9 @@ def test_known_bubbles():
 def test_predicted_memory_counts_the_micro_batches_in_flight(schedule, v):
     for layout in layouts(schedule, v):
         for rank, passes in enumerate(order(layout)):
-            flight, most = [0] * v, (0,) * v
-            for kind, _, chunk in passes:
-                flight[chunk] += {"forward": 1, "weight": 0}.get(kind, -1)
-                most = max(most, tuple(flight), key=sum)
-            assert most == _counts(layout, rank), (layout, rank)
+            most = max(accumulate({"forward": 1, "input": 0}.get(kind, -1) for kind, *_ in passes))
+            if v == 1:
+                assert in_flight(layout, rank) == most, (layout, rank)
+                continue
+            held = [held for t in turns(layout.pp, layout.gas, v, schedule, False)[rank] for held in t.held]
+            assert max(sum(kept) for *kept, _ in held) == most, (layout, rank)

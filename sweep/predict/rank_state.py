@@ -1,0 +1,189 @@
+"""What a rank of our own kernel holds between the passes of a step, in closed form.
+
+The symbols are those of `ultrabench_memory`.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from operator import mul
+from typing import NamedTuple
+
+from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
+from ultrabench.stages import Stage, stages_by_rank
+from ultrabench.sweep.predict.micro_batch import MicroBatch
+from ultrabench.sweep.predict.pipeline import Turn, turns
+from ultrabench.sweep.predict.stage_memory import in_flight
+
+
+class StageSizes(NamedTuple):
+    """Numbers of parameters of a stage, padded as fully_shard pads the rows of each matrix."""
+
+    stage: Stage
+    shards: int
+    whole: int
+    shard: int
+    layer: int
+    """Parameters of one layer, whole."""
+    last: int
+    """Norm and head, whole; 0 where they are one group with the embedding."""
+    first: int
+    """The embedding, whole, or the group of a tied embedding with norm and head."""
+    tensors: int
+    tied: bool
+    """Whether the embedding is in the same group as norm and head."""
+
+
+class RankStages(NamedTuple):
+    """A rank of the pipeline axis."""
+
+    like: int
+    """The first rank with the same stage, which differs at most in its micro-batches in flight."""
+    less: bool
+    """Whether an earlier rank holds at least as much at its peak."""
+    stages: tuple[StageSizes, ...]
+
+
+@lru_cache(maxsize=4096)
+def rank_stages(
+    shape: ModelShape, tp: int, pp: int, virtual: int, schedule: str, every: int, shards: int
+) -> tuple[RankStages, ...]:
+    """The ranks of the pipeline axis; each `every`-th layer keeps its input only."""
+    h, q, kv, f = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp, shape.intermediate_size // tp
+    matrices = [(q, h), (kv, h), (kv, h), (h, q), (f, h), (f, h), (h, f), (h, 1), (h, 1)]
+    matrices += [(shape.head_width, 1)] * (2 * shape.qk_norm)
+
+    def padded(rows: int, columns: int) -> int:
+        return -(-rows // shards) * shards * columns
+
+    layer, norm, table = sum(padded(*m) for m in matrices), padded(h, 1), padded(shape.vocab_size // tp, h)
+    tied = shape.tie_word_embeddings and pp == 1
+
+    def sizes(stage: Stage) -> StageSizes:
+        last = 0 if tied else norm * stage.has_norm + table * stage.has_head
+        first = norm + table if tied else table * stage.has_embedding
+        whole = last + first + layer * stage.num_layers
+        ends = stage.has_embedding + stage.has_head + stage.has_norm - tied
+        tensors = len(matrices) * stage.num_layers + ends
+        return StageSizes(stage, shards, whole, whole // shards, layer, last, first, tensors, tied)
+
+    found, firsts, most = list[RankStages](), dict[tuple[object, ...], int](), -1
+    ranks = stages_by_rank(shape, Layout(dp=1, pp=pp, virtual_stages=virtual, pp_schedule=schedule))
+    for rank, stages in enumerate(ranks):
+        layers = sum(s.num_layers for s in stages)
+        places = (replace(s, index=0, first_layer=s.first_layer % (every or 1)) for s in stages)
+        like = firsts.setdefault((0 < rank < pp - 1, *places), rank) if virtual == 1 else rank
+        # A rank in the middle holds less than an earlier one with as many layers; than the first one only where
+        # that one has more micro-batches in flight, since it sends no gradients.
+        less = like < rank or (virtual == 1 and every < 2 and layers <= most and 0 < rank < pp - 1)
+        most = max(most, layers) if rank or schedule == "1f1b" else most
+        found.append(RankStages(like, less, tuple(sizes(stage) for stage in stages)))
+    return tuple(found)
+
+
+class RankState(NamedTuple):
+    """A moment between the micro-batches of a step at which a rank may hold most."""
+
+    stage: StageSizes
+    """The stage whose backward comes next."""
+    kept: float
+    """Activations of all micro-batches in flight, the one whose backward comes next included."""
+    alone: float
+    """Activations that stay of that one when only its first layer is left."""
+    summed: float
+    """Bytes of the stage's gradients of earlier micro-batches."""
+    sharded: bool = False
+    """Whether those are shards, since each micro-batch reduces its own."""
+    copied: bool = False
+    """Whether parameters were gathered in this micro-batch."""
+    forward: bool = False
+    """Whether a forward with the loss comes before the backward."""
+    reduces: bool = False
+    """Whether the backward reduces gradients."""
+    frees: bool = False
+    """Whether the backward frees parameters."""
+    gathered: bool = False
+    """Whether ZeRO-3 still holds the layers' parameters of an earlier backward."""
+    weights: float = 0.0
+    """Bytes of gathered parameters of the other stages of the rank."""
+    gradients: float = 0.0
+    """Bytes of gradients of the other stages of the rank."""
+    ends_forward: bool = False
+    """Whether it is the end of a forward for which ZeRO-3 gathered parameters, and no backward."""
+
+
+def rank_states(layout: Layout, m: MicroBatch, rank: RankStages, number: int) -> list[RankState]:
+    """The states of rank `number` of the pipeline axis among which is the one that makes its peak; the last one reduces."""
+    if layout.virtual_stages > 1:
+        return _interleaved_states(layout, m, rank.stages, number)
+    (s,) = rank.stages
+    one, alone = m.kept_by(s.stage), m.rope + m.layer_kept(s.stage.first_layer)
+    if layout.pp > 1:
+        return _pipeline_states(layout, m, s, number, one, alone)
+    late, gas, sharded = layout.zero_stage == 3, layout.gas, layout.zero_stage >= 2
+    summed = 4.0 * (s.shard if sharded else s.whole)
+    states = [RankState(s, one, alone, 0.0, sharded, True, True, gas == 1 or sharded, gas == 1 or late)]
+    if gas > 1:
+        states.append(RankState(s, one, alone, summed, sharded, late, True, True, True))
+    if gas > 2 and not late:
+        states.append(RankState(s, one, alone, summed, sharded, forward=True, reduces=sharded))
+        if s.shards == 1:  # the first micro-batch has nothing that this one has not
+            del states[0]
+    return states
+
+
+def _pipeline_states(
+    layout: Layout, m: MicroBatch, s: StageSizes, rank: int, one: float, alone: float
+) -> list[RankState]:
+    """The first backward, a later one with as many micro-batches in flight, and the last, which alone reduces."""
+    gas, flight = layout.gas, in_flight(layout, rank)
+    afab, head = layout.pp_schedule == "afab", s.stage.has_head
+    sent = m.hidden * (1 + (0 < rank < layout.pp - 1) - (afab and head))
+    kept = sent + flight * one
+    if head and afab:  # all micro-batches share one gradient of the head, which is fp32 once it is a sum
+        kept -= (gas - 1) * m.table - (2 * m.table if m.word == 2 and gas > 1 else 0)
+    summed, left, ends = 4.0 * s.whole, kept - one + alone, gas == 1
+    states = [RankState(s, kept, left, 0.0, copied=flight == 1, forward=True, reduces=ends, frees=ends)]
+    if gas > 2:
+        less = 0 if gas > flight else one
+        states.append(RankState(s, kept - less, left - less, summed, forward=gas > flight))
+        if gas > flight > 1:  # it holds all that the first one does
+            del states[0]
+    if gas > 1:
+        last = RankState(s, one + sent, alone + sent, summed, forward=flight == 1, reduces=True, frees=True)
+        states.append(last._replace(gathered=flight > 1))
+    return states
+
+
+def _interleaved_states(
+    layout: Layout, m: MicroBatch, stages: tuple[StageSizes, ...], rank: int
+) -> list[RankState]:
+    """The turns of a rank with several stages; of those that differ in activations only, the one that keeps most."""
+    pp, rounds = layout.pp, max(1, layout.gas // layout.pp)
+    gas = layout.gas // rounds * min(rounds, 4)  # what comes later is like the first rounds
+    frees = layout.zero_stage == 3 and stages[0].shards > 1
+    bytes_of = (*(m.kept_by(s.stage) for s in stages), m.hidden)
+    return [
+        _turn_state(
+            m, stages, turn, max(sum(map(mul, held, bytes_of)) for held in turn.held), bytes_of[turn.chunk]
+        )
+        for turn in turns(pp, gas, len(stages), layout.pp_schedule, frees)[rank]
+    ]
+
+
+def _turn_state(
+    m: MicroBatch, stages: tuple[StageSizes, ...], turn: Turn, kept: float, one: float
+) -> RankState:
+    """The state of a turn; `one` are the activations of the micro-batch at work."""
+    s, weights, gradients = stages[turn.chunk], 0.0, 0.0
+    for other, ended, gathered in zip(stages, turn.ended, turn.gathered, strict=True):
+        if other is not s:
+            gradients += 4 * (0, other.whole, other.shard)[ended]
+            if ended < 2:
+                weights += m.word * (other.whole if gathered else other.last)
+    summed = 4.0 * s.whole * (turn.ended[turn.chunk] > 0)
+    return RankState(
+        s, kept, kept - one + m.rope + m.layer_kept(s.stage.first_layer), summed,
+        forward=s.stage.has_head, reduces=turn.last, frees=turn.last, gathered=turn.gathered[turn.chunk],
+        weights=weights, gradients=gradients, ends_forward=turn.forward,
+    )  # fmt: skip
