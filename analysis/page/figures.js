@@ -150,10 +150,11 @@ function markerOf(n) {
 const AT = { field: "at" }, UP = { field: "y" };
 
 function drawEvery(points) {
+  const alpha = matchMedia("(prefers-color-scheme: dark)").matches ? 0.95 : 0.65;
   return withSeries(points, (made, words, mine, look, n) => {
     for (const sound of [true, false]) {
       const found = mine.filter(({ row }) => mayWin(row) === sound), source = sourceOf(found, words, jitter);
-      const kind = sound ? { marker: markerOf(n), alpha: 0.65 } : { marker: "x", line_width: 1.5 };
+      const kind = sound ? { marker: markerOf(n), alpha } : { marker: "x", line_width: 1.5 };
       if (found.length) made.scatter(AT, UP, { source, size: 7, color: look.color, ...kind, ...(sound || found.length === mine.length ? look : {}) });
     }
   });

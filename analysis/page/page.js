@@ -105,16 +105,18 @@ function draw(unknown = []) {
 // Attempts, and GPU hours where they are known, by status.
 function drawHours(shown) {
   const sums = new Map();
+  let untold = 0;
   for (const row of shown) {
     if (value("attempt", row) === null) continue;
-    const sum = sums.get(value("state", row)) ?? { number: 0, hours: 0 };
-    sums.set(value("state", row), { number: sum.number + 1, hours: sum.hours + (value("gpu_hours", row) ?? 0) });
+    const sum = sums.get(value("state", row)) ?? { number: 0, hours: null }, hours = value("gpu_hours", row);
+    untold += hours === null;
+    sums.set(value("state", row), { number: sum.number + 1, hours: hours === null ? sum.hours : sum.hours + hours });
   }
   const known = "gpu_hours" in columns, total = [...sums.values()].reduce((sum, { hours }) => sum + hours, 0);
   const lines = [...sums].sort(([, a], [, b]) => b.hours - a.hours || b.number - a.number).map(([status, { number, hours }]) =>
-    known ? [status, grouped(number), hours.toPrecision(3), percent(hours / (total || 1))] : [status, grouped(number)]);
+    known ? [status, grouped(number), hours?.toPrecision(3) ?? "unknown", hours === null ? "" : percent(hours / (total || 1))] : [status, grouped(number)]);
   const heads = ["status", "attempts", ...(known ? ["GPU hours", "share of the hours"] : [])];
-  const note = known ? `${total.toPrecision(3)} GPU hours of runs.` : "The table of these results has no GPU hours.";
+  const note = known ? `${total.toPrecision(3)} GPU hours of runs${untold ? `; those of ${counted(untold, "attempt")} are unknown` : ""}.` : "The table of these results has no GPU hours.";
   document.getElementById("hours").replaceChildren(table("Attempts of the shown rows by status", heads, lines), element("p", {}, note));
 }
 

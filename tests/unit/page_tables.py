@@ -50,7 +50,7 @@ def small():
     rows = [row(10 * at + n, **cell) for at, cell in enumerate(cells) for n in range(9)]
     return table(
         *rows,
-        failed(100, "oom", "CUDA out of memory", **cells[0]),
+        failed(100, "oom", "CUDA out of memory", gpu_hours=None, **cells[0]),
         failed(
             101, "crash", "<script>alert(1)</script> on n7", is_final=False, evidence=EVIDENCE, **cells[0]
         ),

@@ -52,6 +52,9 @@ def test_a_cell_opens_its_layouts_and_a_layout_its_evidence(opened):
     cells = tab.locator(".heatmap button")
     assert cells.count() == 4
     assert "11 tried, 1 oom" in cells.first.inner_text()
+    assert re.search(
+        r"oom\s+1\s+unknown\s[^%]*those of 1 attempt are unknown", tab.locator("#hours").inner_text()
+    )
     cells.first.focus()
     tab.keyboard.press("Enter")
     assert tab.locator("#runs-title").inner_text() == "Layouts of 1B on 1 node"
