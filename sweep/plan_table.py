@@ -24,6 +24,18 @@ Row = dict[str, Any]
 """Column name -> value."""
 _COLUMNS = {f.name: f.name if f.name == "p_oom" else f"predicted_{f.name}" for f in fields(Prediction)}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
+_OF_RUNS = (
+    "decision",
+    "run_id",
+    "model",
+    "nodes",
+    "gpus_per_node",
+    "seq_len",
+    "gbs",
+    *AXES,
+    *_COLUMNS.values(),
+)
+"""Columns that `runs_of` reads."""
 
 NULLABLE = pa.schema({"rule": pa.string(), "reason": pa.string()})
 """Types of the columns in which all values may be null, which would leave them without a type."""
@@ -77,14 +89,17 @@ def write_plan(candidates: Iterable[Candidate], path: Path) -> None:
 
 
 def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
-    """The rows of a plan.parquet in the plan's order; with `runs_only`, rejected candidates are left out.
+    """The rows of a plan.parquet in the plan's order; with `runs_only`, only runs and what `runs_of` reads of them.
 
     Raises:
         SweepFolderError: the file is missing or cannot be read.
     """
     try:
-        rows = pq.ParquetFile(path).read().to_pylist()  # read_table would import pandas, which takes longer
-        return [row for row in rows if row["decision"] == "run" or not runs_only]
+        file = pq.ParquetFile(path)  # read_table would import pandas, which takes longer
+        table = file.read(columns=[*_OF_RUNS] if runs_only else None)
+        names, lines = table.column_names, zip(*(column.to_pylist() for column in table.columns), strict=True)
+        rows = (dict(zip(names, line, strict=True)) for line in lines)
+        return [row for row in rows if not runs_only or row["decision"] == "run"]
     except FileNotFoundError:
         raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None
     except (OSError, pa.ArrowException) as error:

@@ -54,8 +54,10 @@ def _fields(cls: Any) -> dict[str, tuple[Any, frozenset[type]]]:
 
 def lacking(cls: Any, values: Mapping[str, Any]) -> list[str]:
     """The fields without a default of the dataclass `cls` that are not in `values`."""
-    missing = _required(cls) - values.keys()
-    return [key for key in _fields(cls) if key in missing] if missing else []
+    required = _required(cls)
+    if required <= values.keys():
+        return []
+    return [key for key in _fields(cls) if key in required - values.keys()]
 
 
 def values_of(record: Any) -> dict[str, Any]:
@@ -115,6 +117,8 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
     """
     if hint is Any or type(value) is hint:
         return value
+    if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
+        return hint(value)
     origin, args = _origin(hint), _args(hint)
     if origin is dict and isinstance(value, (dict, Mapping)):
         if args[1] is Any:
@@ -129,8 +133,6 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
     if origin is tuple and isinstance(value, list | tuple):
         plain = _as_given(args[0])
         return tuple(v if type(v) in plain else value_from(args[0], v, where, skip_unknown) for v in value)
-    if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
-        return hint(value)
     if hasattr(hint, "_fields") and isinstance(value, list | tuple) and len(value) == len(hint._fields):
         return hint._make(map(value_from, _hints(hint).values(), value, hint._fields))
     if hint is float and type(value) is int:

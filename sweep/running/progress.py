@@ -151,8 +151,8 @@ def _runs_per_hour(state: SweepState) -> float | None:
 
 def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
     """run_id -> the attempt that stands for the run: an ok one of any repeat, else the latest."""
-    ordered = sorted(final_attempts(state).values(), key=lambda a: (a.ok is not None, a.key))
-    return {attempt.key.run_id: attempt for attempt in ordered}
+    final = final_attempts(state).values()
+    return {attempt.key.run_id: attempt for attempt in (*final, *(a for a in final if a.ok))}
 
 
 def settled_runs(state: SweepState) -> dict[str, Status]:

@@ -168,11 +168,11 @@ class Fold:
         for line in lines:
             self.num_lines += 1
             match line.event:
+                case events.Claimed() | events.Started() | events.Phase() | events.Result() as event:
+                    self._add_to_attempt(event, line)
                 case events.Launched() | events.Pause() | events.Cancel() as event:
                     # In one generation a cancel sorts after a launch, and a pause after a resume.
                     self._controls[event.generation, canonical_json(to_dict(event))] = event
-                case events.Claimed() | events.Started() | events.Phase() | events.Result() as event:
-                    self._add_to_attempt(event, line)
                 case event:
                     self._add_to_allocation(event, line)
         if len(self.state.attempts) > known:  # so that whoever sorts them has little to do
