@@ -19,6 +19,10 @@ from ultrabench.sweep.predict.profile import Profile
 
 MIN_RUNS = 5
 """Smallest number of runs with which a fit can be checked on runs left out of it."""
+MAX_ERROR = 0.5
+"""Largest median error, on runs left out of the fit, of a profile that is worth writing."""
+MAX_FACTOR = 30.0
+"""Median factor between measured and predicted step times above which the rows are taken to have another unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +48,23 @@ def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> 
     are fitted for nanotron only, to at least 5 runs; the intervals are those of the runs left out.
 
     Raises:
-        ConfigError: there are fewer than 5 healthy runs with a step time.
+        ConfigError: there are fewer than 5 healthy runs with a step time, or no constants predict them.
     """
-    known = healthy_timed(given)
+    known, others = healthy_timed(given)
     if len(known) < MIN_RUNS:
         has = f"{counted(len(known), 'healthy run')} with a step time"
-        raise ConfigError(f"{has}; a fit needs at least {MIN_RUNS}: measure more layouts, or name more files")
+        rule = f"a fit needs at least {MIN_RUNS}: measure more layouts, or name more files"
+        told = "; left out: " * bool(others) + ", ".join(f"{n:,} {why}" for why, n in others.most_common())
+        raise ConfigError(f"{has}; {rule}{told}")
     old, new = [case.log_error(base.time) for case in known], left_out_errors(known, base.time)
     before, after = errors(old), errors(new)
     kept = after["median_error"] < before["median_error"]
+    factor, error = math.exp(median(map(abs, old))), min(before["median_error"], after["median_error"])
+    if factor > MAX_FACTOR or error > MAX_ERROR:
+        wrong = f"half of {len(known):,} runs are off by a factor of {factor:,.3g} from profile {base.name}"
+        fitted = f"by {100 * error:,.0f} % from constants that were fitted without them"
+        rule = f"a profile needs less than {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} %"
+        raise ConfigError(f"{wrong}, {fitted}; {rule}: check the seconds, hardware and model of the rows")
     memory, told = _memory([case.run for case in given], base)
     profile = replace(
         base,

@@ -60,6 +60,8 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
             left_out[f"status {run.status}"] += 1
         elif not run.is_final:
             left_out["not final"] += 1
+        elif run.step_time_s is not None and not 0 < run.step_time_s < math.inf:
+            left_out["with a step time that is not above 0 s"] += 1
         else:
             found.append(_case(run, known[run.hardware]))
     return found, left_out
@@ -77,10 +79,10 @@ def _case(run: MeasuredRun, hardware: Hardware) -> Case:
     return Case(run=run, hardware=hardware, peak=peak, links=links, regime=regime(spec, links))
 
 
-def healthy(given: Sequence[Case]) -> list[bool]:
-    """For each case whether its step time is sound: its job's own probe found the links as fast as they are elsewhere.
+def exclusions(given: Sequence[Case]) -> list[str]:
+    """For each case why its step time does not count, such as `with slow links in the node`; empty where it is sound.
 
-    An all-reduce in a node of GPUs must exceed 300 GB/s, or 2/3 of slower links, and that of all ranks 0.7 of the
+    The job's own probe decides: an all-reduce in a node of GPUs must exceed 300 GB/s, or 2/3 of slower links, and that of all ranks 0.7 of the
     median of its number of nodes and kind of links (slow or fast). A job that measured nothing counts as healthy. A
     run in doubt does not, unless it only has other sizes or another batch than others of its name: it is predicted
     with its own.
@@ -90,23 +92,33 @@ def healthy(given: Sequence[Case]) -> list[bool]:
         if rate := case.run.allreduce_busbw_bytes_per_s:
             rates.setdefault(_kind(case), []).append(rate)
     usual = {kind: median(found) for kind, found in rates.items()}
-    return [_comparable(case.run) and _healthy(case, usual.get(_kind(case), 0.0)) for case in given]
+    return [_exclusion(case, usual.get(_kind(case), 0.0)) for case in given]
 
 
-def healthy_timed(given: Sequence[Case]) -> list[Case]:
-    """The healthy cases of runs that ended ok with a step time, which predictions of the step time are fitted to."""
-    timed = (case.run.status == Status.OK and case.run.step_time_s for case in given)
-    return [case for case, good, time_s in zip(given, healthy(given), timed, strict=True) if good and time_s]
+def healthy_timed(given: Sequence[Case]) -> tuple[list[Case], Counter[str]]:
+    """The healthy cases of runs that ended ok with a step time, which predictions of the step time are fitted to.
+
+    The second value counts the others by reason.
+    """
+    found, others = list[Case](), Counter[str]()
+    for case, reason in zip(given, exclusions(given), strict=True):
+        if not reason and case.run.status == Status.OK and case.run.step_time_s:
+            found.append(case)
+        else:
+            others[reason or f"with status {case.run.status} and no step time"] += 1
+    return found, others
 
 
-def _comparable(run: MeasuredRun) -> bool:
-    return all(reason.startswith(OTHER) for reason in (run.suspect or OTHER).split("; "))
-
-
-def _healthy(case: Case, usual: float) -> bool:
-    inside, all_ = case.run.allreduce_intra_node_busbw_bytes_per_s, case.run.allreduce_busbw_bytes_per_s
+def _exclusion(case: Case, usual: float) -> str:
+    run = case.run
+    doubts = [doubt for doubt in (run.suspect or "").split("; ") if doubt and not doubt.startswith(OTHER)]
+    if doubts:
+        return f"in doubt: {doubts[0].partition(':')[0]}"
+    inside, all_ = run.allreduce_intra_node_busbw_bytes_per_s, run.allreduce_busbw_bytes_per_s
     least = min(INTRA_NODE, 2 / 3 * case.hardware.link_bytes_per_s) if case.hardware.device == "cuda" else 0.0
-    return (inside is None or inside > least) and (all_ is None or all_ > OF_MEDIAN * usual)
+    if inside is not None and inside <= least:
+        return "with slow links in the node"
+    return "" if all_ is None or all_ > OF_MEDIAN * usual else "with slower links than other jobs"
 
 
 def _kind(case: Case) -> tuple[str, int, bool]:

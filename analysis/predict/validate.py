@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from ultrabench.analysis.predict.cases import Case, healthy, healthy_timed
+from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
 from ultrabench.analysis.predict.fit import fit_time, intervals
 from ultrabench.analysis.predict.nanotron_version import of_version
 from ultrabench.layout import AXES
@@ -20,7 +20,7 @@ GROUPS: Mapping[str, Callable[[Case], Hashable]] = {
     "nodes": lambda case: case.run.spec.nodes,
 }
 """What `--leave-out` can leave out -> the group of a case."""
-SLICES = {"model": "model", "nodes": "nodes", "kind of parallelism": "parallelism"}
+SLICES = {"model": "model", "nodes": "nodes", "parallelism": "parallelism"}
 """Name of a slice in the metrics -> column of the table."""
 CELL = ["model", "num_params", "gbs", "nodes"]
 """Columns of the table whose values the runs of a cell share: they train the same model on the same nodes."""
@@ -45,7 +45,7 @@ def without_own_group(given: Sequence[Case], prior: TimeConstants, by: str) -> d
     The intervals come from the errors of those runs, each with the constants that were fitted without its group.
     """
     group = GROUPS[by]
-    known = healthy_timed(given)
+    known, _ = healthy_timed(given)
     groups = sorted({group(case) for case in given}, key=str)
     constants = {own: fit_time([case for case in known if group(case) != own], prior) for own in groups}
     errors = [(case, case.log_error(constants[group(case)])) for case in known]
@@ -60,8 +60,8 @@ def table(given: Sequence[Case], profile: Profile, fitted: Callable[[Case], Fitt
     """One row for each case: its layout, what was measured, and what `fitted` predicts with its interval."""
     memory = memory_constants(profile.framework, profile.memory) if profile.memory else None
     rows = [
-        _row(case, fitted(case)) | _memory(case, memory) | {"healthy": good}
-        for case, good in zip(given, healthy(given), strict=True)
+        _row(case, fitted(case)) | _memory(case, memory) | {"healthy": not reason, "exclusion": reason}
+        for case, reason in zip(given, exclusions(given), strict=True)
     ]
     return pd.DataFrame(rows)
 
@@ -116,7 +116,8 @@ def _metrics(rows: pd.DataFrame) -> dict[str, Any]:
         name: {str(value): _errors(own) for value, own in rows.groupby(column)}
         for name, column in SLICES.items()
     }
-    return _errors(rows) | {"by": by}
+    reasons = rows.exclusion[~rows.timed].value_counts()
+    return _errors(rows) | {"by": by, "excluded_by_reason": {str(k): int(n) for k, n in reasons.items()}}
 
 
 def _errors(rows: pd.DataFrame) -> dict[str, Any]:

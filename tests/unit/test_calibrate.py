@@ -12,8 +12,8 @@ from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.figures.plots.predicted import validated
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
-from ultrabench.analysis.predict.cases import cases, default_profile, healthy
-from ultrabench.analysis.predict.fit import intervals
+from ultrabench.analysis.predict.cases import cases, default_profile, exclusions
+from ultrabench.analysis.predict.fit import fit_time, intervals
 from ultrabench.analysis.predict.fit_memory import fit_memory, usable
 from ultrabench.analysis.predict.nanotron_version import nanotron_version
 from ultrabench.analysis.predict.replay import cells_of
@@ -129,6 +129,34 @@ def test_too_few_runs_are_one_line_with_the_remedy():
         ConfigError, match="4 healthy runs with a step time; a fit needs at least 5: measure more"
     ):
         calibrate(measured(TRUTH, 4), BASE, name="mine", date="2026-11-22")
+    runs = [case.run for case in measured(TRUTH, 7)]
+    runs[0], runs[1] = replace(runs[0], suspect="throttled"), replace(runs[1], status="oom", step_time_s=None)
+    runs[2] = replace(runs[2], allreduce_intra_node_busbw_bytes_per_s=1e11)
+    left_out = (
+        "left out: 1 in doubt: throttled, 1 with status oom and no step time, 1 with slow links in the node"
+    )
+    with pytest.raises(ConfigError, match=left_out):
+        calibrate(cases(runs)[0], BASE, name="mine", date="2026-11-22")
+
+
+@pytest.mark.parametrize("factor", [1000, 0.1])
+def test_step_times_in_another_unit_make_no_profile(factor):
+    pytest.importorskip("scipy")
+    runs = [replace(case.run, step_time_s=factor * case.run.step_time_s) for case in measured(BASE.time, 20)]
+    with pytest.raises(
+        ConfigError, match=r"half of 20 runs are off by .* check the seconds, hardware and model"
+    ):
+        calibrate(cases(runs)[0], BASE, name="mine", date="2026-11-22")
+
+
+def test_no_efficiency_is_above_1():
+    pytest.importorskip("scipy")
+    fast = replace(BASE.time, gemm_efficiency=0.99, attention_efficiency=0.99)
+    runs = [replace(case.run, step_time_s=0.6 * case.run.step_time_s) for case in measured(fast, 30)]
+    found = fit_time(cases(runs)[0], fast)
+    assert found.gemm_efficiency == 1
+    with pytest.raises(ConfigError, match=r"gemm_efficiency=30.0; must be 0 to 1"):
+        replace(BASE.time, gemm_efficiency=30.0)
 
 
 def test_what_no_prediction_can_be_compared_with_is_counted():
@@ -136,9 +164,10 @@ def test_what_no_prediction_can_be_compared_with_is_counted():
     given, left_out = cases([
         run_of(spec, 1.0), run_of(spec, None, status="oom"), run_of(spec, None, status="crash"),
         run_of(spec, 1.0, suspect="other batch: gbs=16"), run_of(spec, 1.0, is_final=False),
+        run_of(spec, -1.0), run_of(spec, 0.0), run_of(spec, math.nan),
     ])  # fmt: skip
     assert [case.run.status for case in given] == ["ok", "oom", "ok"]
-    assert left_out == {"status crash": 1, "not final": 1}
+    assert left_out == {"status crash": 1, "not final": 1, "with a step time that is not above 0 s": 3}
     assert not cells_of(given[2:], BASE)  # nothing in doubt is replayed
     assert cells_of(given[:1], BASE)
     assert default_profile(given) == "ultrabench"
@@ -159,12 +188,17 @@ def test_health_follows_from_the_probe_of_the_job_alone():
     other = "other architecture: num_key_value_heads=8"  # it is predicted with its own sizes
     doubts = other, "before the fix", f"{other}; before the fix"
     runs += [run_of(spec, 1.0, suspect=doubt) for doubt in doubts]
-    assert healthy(cases(runs)[0]) == [True, True, False, False, True, True, False, False]
+    slower, in_node, doubt = (
+        "with slower links than other jobs",
+        "with slow links in the node",
+        "in doubt: before the fix",
+    )
+    assert exclusions(cases(runs)[0]) == ["", "", slower, in_node, "", "", doubt, doubt]
     simulated = run_of(
         spec_of(Layout(dp=2), "1B"), 1.0, hardware="cpu", allreduce_intra_node_busbw_bytes_per_s=4e8
     )
-    assert healthy(cases([simulated])[0]) == [
-        True
+    assert exclusions(cases([simulated])[0]) == [
+        ""
     ]  # processes of one host have no links that could be broken
 
 
@@ -179,7 +213,7 @@ def test_metrics_of_a_perfect_and_of_a_wrong_prediction(tmp_path):
     }  # fmt: skip
     assert all_["planning"] == {"best_in_top5": 1.0, "top1_regret": 0.0}
     assert all_["interval"]["coverage"] == 1.0
-    assert set(all_["by"]) == {"model", "nodes", "kind of parallelism"}
+    assert set(all_["by"]) == {"model", "nodes", "parallelism"}
     assert set(all_["by"]["model"]) == {"1B", "8B"}
     assert all_["by"]["nodes"]["1"]["rows"] + all_["by"]["nodes"]["2"]["rows"] == 30
     slow = replace(BASE.time, gemm_efficiency=0.1)
