@@ -66,7 +66,7 @@ def test_a_cell_opens_its_layouts_and_a_layout_its_evidence(opened):
     assert f"ultrabench sweep show {101:016x} --sweep s" in about
     assert "run=" in tab.url
     tab.go_back()
-    assert tab.locator(".about-run").count() == 0
+    playwright.expect(tab.locator(".about-run")).to_have_count(0, timeout=60_000)  # the browser tells of it later
     assert tab.evaluate("document.activeElement.dataset.run") == f"{101:016x}"
 
 
