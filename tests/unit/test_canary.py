@@ -80,11 +80,6 @@ def test_another_end_frees_nothing(status):
     assert 1 in decision.untried
 
 
-def test_an_allocation_that_is_over_holds_nothing_back():
-    state = holds(SweepState(), "n1-a.0", ONE[0])
-    assert sizes(canary(state)) == [1, 1, 1, 2, 2, 2]
-
-
 def test_a_sweep_that_is_done_has_nothing_untried():
     state = SweepState()
     for run in RUNS:

@@ -3,7 +3,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -11,24 +10,6 @@ from ultrabench.errors import may_pass
 from ultrabench.store.claim import claim, owner_of
 
 KEY = "aaaa.0.0"
-
-
-def test_one_of_fifty_threads_wins(tmp_path):
-    start, won = threading.Barrier(50), []
-
-    def race(n):
-        start.wait()
-        if claim(tmp_path, KEY, {"allocation": f"n{n}"}):
-            won.append(n)
-
-    threads = [threading.Thread(target=race, args=(n,)) for n in range(50)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert owner_of(tmp_path, KEY) == f"n{won[0]}"
-    assert [p.name for p in tmp_path.iterdir()] == [KEY]
 
 
 def test_one_of_several_processes_wins_each_claim(tmp_path):

@@ -56,13 +56,6 @@ def test_elsewhere_the_time_of_the_journal_tells(folder, age_s, lives):
     assert living_launchers(folder) == ["process 4711 on node-17-b"] * lives
 
 
-def test_a_sign_of_life_keeps_a_launcher_alive(folder):
-    path = follows(folder, "login2", 8, LATE_S + 60)
-    assert living_launchers(folder) == []
-    os.utime(path)
-    assert living_launchers(folder) == ["process 8 on login2"]
-
-
 def test_the_clock_of_the_file_server_counts_for_one_who_follows(folder):
     """Files get their times from a server whose clock is an hour behind."""
     own = follows(folder, HERE, os.getpid(), 3600)

@@ -53,12 +53,6 @@ def test_a_rank_outside_has_no_coordinates(rank):
         Layout(dp=4).coordinates(rank)
 
 
-def test_derived_numbers():
-    layout = Layout(dp=4, tp=2, pp=2, cp=3, mbs=2, gas=5, pp_schedule="1f1b")
-    assert layout.world_size == 48
-    assert layout.gbs == 40
-
-
 @pytest.mark.parametrize(
     ("pp", "gas", "schedule"),
     [(1, 1, "none"), (1, 8, "none"), (2, 1, "afab"), (2, 2, "1f1b"), (4, 3, "afab"), (4, 4, "1f1b")],

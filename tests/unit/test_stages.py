@@ -54,12 +54,6 @@ def test_split_follows_the_rule(shape, pp):
     check_split(shape, pp)
 
 
-@pytest.mark.parametrize("model", ["1B", "3B", "8B", "80B", "469B"])
-@pytest.mark.parametrize("pp", [1, 2, 4, 8, 16, 32, 64, 128])
-def test_split_of_the_playbook_models(model, pp):
-    check_split(load_model(model), pp)
-
-
 @given(shape=shapes(), pp=st.integers(1, 16))
 def test_stages_hold_every_parameter_once_but_a_tied_copy(shape, pp):
     stages = split_stages(shape, pp)

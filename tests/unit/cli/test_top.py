@@ -53,6 +53,7 @@ def test_top_shows_the_numbers_of_each_run_in_peoples_units(ultrabench, results)
     assert f"{len(CELL) - 3} more" in table
     assert "suspect and wins no cell" in err
     assert "FLOPs of MFU by the formula palm" in err
+    assert "RANK --sweep quick-cpu; ranks go on from cell to cell" in err
 
 
 def test_a_winner_whose_interval_missed_the_target_is_marked(ultrabench, results):
@@ -65,10 +66,6 @@ def test_a_winner_whose_interval_missed_the_target_is_marked(ultrabench, results
     assert f"{rate:,.0f} +- 50.0 %" in ultrabench("sweep", "status")[1]
     (won,) = [cell for cell in as_json(ultrabench, "heatmap") if cell["nodes"] == NODES]
     assert (won["ci_reached"], won["step_time_ci95_rel"]) == (False, pytest.approx(0.5))
-
-
-def test_top_says_that_ranks_go_on_from_cell_to_cell(ultrabench, results):
-    assert "RANK --sweep quick-cpu; ranks go on from cell to cell" in ultrabench("sweep", "top")[2]
 
 
 def test_the_last_line_is_a_command_that_shows_the_run_of_the_table(ultrabench, results):
@@ -97,19 +94,13 @@ def test_the_column_that_is_ranked_by_is_in_the_table(ultrabench, results, monke
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [
-        ("retry --only foo", "unknown status to retry 'foo' (known: "),
-        ("top --by model", "unknown column to rank by 'model' (known: tokens_per_s_per_gpu, mfu, "),
-    ],
-)
-def test_a_name_that_is_like_no_other_gets_no_suggestion(ultrabench, results, words, told):
+    [("retry --only foo", "unknown status to retry 'foo' (known: "), ("top --by mfuu", "did you mean mfu?"),
+     ("top --by model", "unknown column to rank by 'model' (known: tokens_per_s_per_gpu, mfu, "),
+     ("top nobody", "unknown sweep 'nobody'"), ("top none.parquet", "none.parquet")],
+)  # fmt: skip
+def test_what_cannot_be_ranked_is_one_line(ultrabench, results, words, told):
+    """A name that is like no other gets no suggestion."""
     assert told in one_line(ultrabench, "sweep", *words.split())
-
-
-@pytest.mark.parametrize("words", [["--by", "mfuu"], ["nobody"], ["none.parquet"]])
-def test_what_cannot_be_ranked_is_one_line(ultrabench, results, words):
-    line = one_line(ultrabench, "sweep", "top", *words)
-    assert words[0] != "--by" or "did you mean mfu?" in line
 
 
 def test_the_heatmap_says_first_where_several_layouts_are_as_good(ultrabench, results):
