@@ -7,39 +7,29 @@ import sys
 import pytest
 from rich.table import Table
 
-from tests.unit.cli.conftest import HEAD, QUICK
+from tests.unit.cli.conftest import QUICK, record
 from ultrabench.cli.tables import PlainConsole, plain
-from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.events import Claimed, Failed, Result, Started
-from ultrabench.store.folder import SweepFolder
+from ultrabench.store.events import Result, Started
 from ultrabench.store.journal import JournalWriter
-from ultrabench.store.sweep_json import write_sweep_json
-from ultrabench.sweep.plan_table import write_plan
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x1b[0m \x1b[2J\x9b1mcut\u202etxt.exe\x00 \u00e9\u4e2d"
 FULL = "ultrabench: cannot use standard output: No space left on device; free or unlock it, or use another\n"
+RUN = QUICK.runs[2]
 SHOWN = "red cuttxt.exe \u00e9\u4e2d"
 
 
 @pytest.fixture
-def sweep(tmp_path):
+def sweep(sweep):
     """A sweep with a failure whose reason and log hold escape sequences."""
-    folder = SweepFolder(tmp_path / "results" / "s")
-    folder.create()
-    write_sweep_json(folder, HEAD)
-    write_plan(QUICK.candidates, folder.plan)
-    key = {"run_id": QUICK.runs[0].run_id, "repeat": 0, "attempt": 0}
-    writer = JournalWriter(folder.journal, "agent")
-    writer.write(Claimed(**key, allocation="n1", spec=to_dict(QUICK.runs[0].spec), predicted={}))
     rank = {"rank": 0, "phase": "steady", "code": 1, "error": None, "last_line": HOSTILE}
-    result = RunResult(status=Status.CRASH, reason=HOSTILE, evidence={"ranks": [rank], "hang_cause": HOSTILE})
-    writer.write(Failed(**key, allocation="n1", source="agent", result=result))
-    logs = folder.log_folder(AttemptKey(**key))
+    evidence = {"ranks": [rank], "hang_cause": HOSTILE}
+    record(sweep, RUN, status=Status.CRASH, reason=HOSTILE, evidence=evidence)
+    logs = sweep.log_folder(AttemptKey(RUN.run_id, 0, 0))
     logs.mkdir(parents=True)
     (logs / "rank0.log").write_bytes(HOSTILE.encode() + b"\r\n 10%\r 20%\n")
-    return folder
+    return sweep
 
 
 def cli(*words, how="{}", **environment):
@@ -53,8 +43,8 @@ def cli(*words, how="{}", **environment):
 
 @pytest.mark.parametrize(
     ("how", "name", "code"),
-    [("{} >&-", "s", 0), ("{} >/dev/full", "s", 3), ("{} 2>&-", "nobody", 2), ("{} 2>/dev/full", "nobody", 2),
-     ("{} >&- 2>&- <&-", "s", 0), ("{} >&- 2>&- <&-", "nobody", 2)],
+    [("{} >&-", "quick-cpu", 0), ("{} >/dev/full", "quick-cpu", 3), ("{} 2>&-", "nobody", 2), ("{} 2>/dev/full", "nobody", 2),
+     ("{} >&- 2>&- <&-", "quick-cpu", 0), ("{} >&- 2>&- <&-", "nobody", 2)],
 )  # fmt: skip
 def test_streams_that_take_nothing_cost_one_line_at_most(sweep, how, name, code):
     found, _, err = cli("sweep", "status", name, how=how)
@@ -63,25 +53,25 @@ def test_streams_that_take_nothing_cost_one_line_at_most(sweep, how, name, code)
 
 
 def test_an_ascii_terminal_gets_question_marks(sweep):
-    code, out, err = cli("sweep", "status", "s", LC_ALL="C", PYTHONIOENCODING="ascii")
+    code, out, err = cli("sweep", "status", "quick-cpu", LC_ALL="C", PYTHONIOENCODING="ascii")
     assert (code, err) == (0, "")
     assert "cuttxt.exe ??" in out
     assert "\x1b" not in out
 
 
 def test_what_a_run_has_said_is_shown_without_escape_sequences(sweep):
-    for words in (["sweep", "status", "s"], ["sweep", "show", QUICK.runs[0].run_id]):
+    for words in (["sweep", "status", "quick-cpu"], ["sweep", "show", RUN.run_id]):
         _, out, _ = cli(*words, how="script -qec '{}' /dev/null", TERM="xterm", COLUMNS="80")
         assert "\x1b[31m" in out, "a terminal gets colours"
         assert "cuttxt.exe" in out
         assert not {"\x9b", "\x00", "\u202e", "\x07"} & set(out)
         assert "\x1b]" not in out
         assert "\x1b[2J" not in out
-    assert cli("sweep", "logs", QUICK.runs[0].run_id)[1] == f"{SHOWN}\n 10%\n 20%\n"
+    assert cli("sweep", "logs", RUN.run_id)[1] == f"{SHOWN}\n 10%\n 20%\n"
 
 
 def test_a_followed_log_reads_only_what_is_new_in_the_journal(sweep, tmp_path):
-    key = {"run_id": QUICK.runs[2].run_id, "repeat": 0, "attempt": 0}
+    key = {"run_id": QUICK.runs[3].run_id, "repeat": 0, "attempt": 0}
     log = tmp_path / f"{'.'.join(map(str, key.values()))}" / "rank0.log"
     log.parent.mkdir()
     log.write_text("first\n")
@@ -106,7 +96,7 @@ def test_commands_that_plan_say_so_at_once_on_a_terminal_only(ultrabench, words)
 
 def test_a_terminal_with_no_color_gets_no_colours(sweep):
     how = "script -qec '{}' /dev/null"
-    assert "\x1b[3" not in cli("sweep", "status", "s", how=how, TERM="xterm", NO_COLOR="1")[1]
+    assert "\x1b[3" not in cli("sweep", "status", "quick-cpu", how=how, TERM="xterm", NO_COLOR="1")[1]
 
 
 def test_plain_text_keeps_lines_and_tabs():
