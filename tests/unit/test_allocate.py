@@ -86,15 +86,6 @@ def test_repeats_of_controls_known_from_anywhere_are_not_taken_again(sweep):
     assert [keys(d)[0].repeat for d in made] == [7, 8]
 
 
-def test_a_repeat_that_is_to_be_done_is_not_taken_for_a_control(sweep):
-    """Its first repeat was measured elsewhere, so the plan itself asks for the second."""
-    wanted = todo_of(control(1), repeat=1)
-    made = made_of(sweep, decided(*(todo_of(r) for r in others(1, 4)), wanted), SweepState())
-    chosen = [key for draft in made for key in keys(draft)]
-    assert len(chosen) == len(set(chosen))
-    assert wanted.key in chosen
-
-
 @pytest.mark.parametrize("launcher", [{"control": False, "pack": 2}, {"pack": 1}])
 def test_without_a_control_nothing_is_added(tmp_path, launcher):
     todo = [todo_of(r) for r in others(1, 3)]

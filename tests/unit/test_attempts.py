@@ -136,12 +136,6 @@ def test_a_retry_by_the_user_overrides_the_policy_once():
     assert left([ONE], twice, NOBODY).over
 
 
-def test_a_fresh_sweep_does_everything_in_the_order_of_the_plan():
-    decision = left(RUNS, SweepState(), NOBODY)
-    assert keys(decision) == [(r.spec.run_id, 0, 0) for r in RUNS]
-    assert (decision.waiting, decision.over) == (0, False)
-
-
 def test_repeats_go_round_the_whole_plan_first():
     decision = left([ONE, TWO], SweepState(), NOBODY, repeats=2)
     first, second = ONE.spec.run_id, TWO.spec.run_id

@@ -166,17 +166,17 @@ def test_what_surely_runs_out_of_memory_is_left_out_with_its_prediction(playbook
 
 
 def order(plan):
-    return [(c.shape.name, c.nodes, c.layout.label()) for c in plan.candidates]
+    return [(c.shape.name, c.nodes, c.layout.label(), c.run_id) for c in plan.candidates]
 
 
-def test_the_same_input_plans_the_same():
+def test_the_same_input_plans_the_same_in_every_process():
     overrides = ["sweep=playbook", "sweep.models=[8B,1B]", "sweep.nodes=[4,1]"]
     code = (
         "import json, sys\n"
         "from ultrabench.sweep.config.load import load_config\n"
         "from ultrabench.sweep.plan import make_plan\n"
         "plan = make_plan(load_config(sys.argv[1:]))\n"
-        "print(json.dumps([(c.shape.name, c.nodes, c.layout.label()) for c in plan.candidates]))"
+        "print(json.dumps([(c.shape.name, c.nodes, c.layout.label(), c.run_id) for c in plan.candidates]))"
     )
     here = order(make_plan(load_config(overrides)))
     there = subprocess.run(

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.strategies import layouts, powers
 from ultrabench.errors import ConfigError
@@ -61,16 +60,10 @@ def test_default_schedule(pp, gas, schedule):
     assert default_schedule(pp, gas) == schedule
 
 
-@given(pp=st.integers(1, 64), gas=st.integers(1, 64))
-def test_a_default_schedule_is_always_allowed(pp, gas):
-    Layout(dp=1, pp=pp, gas=gas, pp_schedule=default_schedule(pp, gas))
-
-
 @pytest.mark.parametrize("word", ["dp", "tp", "pp", "cp", "mbs", "gas", "virtual_stages"])
-@pytest.mark.parametrize("value", [0, -1])
-def test_degrees_are_at_least_one(word, value):
-    with pytest.raises(ConfigError, match=rf"^{word}={value}; must be >= 1$"):
-        Layout(**{"dp": 1, word: value})
+def test_degrees_are_at_least_one(word):
+    with pytest.raises(ConfigError, match=rf"^{word}=0; must be >= 1$"):
+        Layout(**{"dp": 1, word: 0})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from tests.patience import slowness, wait_until
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm import query as query_module
-from ultrabench.launchers.slurm.job import collapse, duration_s, find, squeue_jobs
+from ultrabench.launchers.slurm.job import duration_s, find, squeue_jobs
 from ultrabench.launchers.slurm.query import CommandError, SlurmQuery, ask
 from ultrabench.launchers.slurm.states import Phase
 
@@ -296,14 +296,6 @@ def test_a_cancellation_that_did_not_arrive_is_told(slurm, query, complaint, tol
     slurm.fails("squeue", REFUSED)
     with pytest.raises(ClusterError, match="nothing was cancelled"):
         query.cancel_named("ub-a", pending_only=True)
-
-
-@pytest.mark.parametrize(
-    ("ids", "words"),
-    [([], []), (["5"], ["5"]), (["5_1"], ["5_[1]"]), (["5_10", "5_9", "6"], ["5_[9,10]", "6"])],
-)
-def test_ids_are_collapsed(ids, words):
-    assert collapse(ids) == words
 
 
 @pytest.mark.parametrize(
