@@ -28,13 +28,13 @@ from ultrabench.kernel.model import Block, Decoder, columns
 Move = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to move a tensor between the ranks, and returns a function that waits for the result."""
 
-CUT = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0, "out": 1, "down": 1}
+CUT_DIM = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0, "out": 1, "down": 1}
 """Module -> the dim along which its weight is cut; weights of norms are not cut."""
 
 
 def cut_dim(name: str) -> int | None:
     """The dim along which tensor parallelism cuts the parameter `name`; None if every rank holds all of it."""
-    return CUT.get(name.split(".")[-2])
+    return CUT_DIM.get(name.split(".")[-2])
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ def apply_tp(model: Decoder, ranks: Ranks) -> None:
     if ranks.group.size() == 1:
         return
     for name, module in model.named_modules():
-        if (dim := CUT.get(name.rpartition(".")[2])) is not None:
+        if (dim := CUT_DIM.get(name.rpartition(".")[2])) is not None:
             module.weight = nn.Parameter(module.weight.chunk(ranks.group.size(), dim)[0].detach().clone())
     for layer in model.layers.values():
         for block in layer.children():

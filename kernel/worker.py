@@ -35,7 +35,7 @@ from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel
 
 DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(PARTS))
-STOPS = (None, "interval", "max_steps")
+STOP_REASONS = (None, "interval", "max_steps")
 """Why measuring ended, by the number that rank 0 broadcasts: 0 to go on, 1 if the confidence interval is narrow
 enough, 2 if max_steps were measured."""
 STORE_POLL_S = 0.005
@@ -93,14 +93,14 @@ class Timing:
         return float(told)
 
     def stopped(self) -> str | None:
-        """Why no more steps are measured, one of STOPS; rank 0 decides for all ranks."""
+        """Why no more steps are measured, one of STOP_REASONS; rank 0 decides for all ranks."""
         times, measure = self.step_times_s, self.measure
         if len(times) < measure.min_steps:
             return None
         width, enough = ci95_rel(times), sum(times) >= measure.min_s
         narrow = width is not None and width <= measure.target_ci95_rel
         stop = 0 if not enough else 1 if narrow else 2 if len(times) >= measure.max_steps else 0
-        return STOPS[int(self._of_rank_0(stop))]
+        return STOP_REASONS[int(self._of_rank_0(stop))]
 
     def _any_rank(self, here: bool) -> bool:
         """Whether `here` is true on some rank."""

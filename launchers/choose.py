@@ -13,8 +13,8 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
-SHARE = 4
-"""By default a sweep takes at most 1/SHARE of the nodes of its partition."""
+PARTITION_DIVISOR = 4
+"""By default a sweep takes at most 1/PARTITION_DIVISOR of the nodes of its partition."""
 
 
 def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool = True) -> Launcher:
@@ -55,7 +55,7 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
     choice, largest = config.launcher, max(config.axes.nodes)
     per_user = limits.max_nodes_per_user
     most = min(n for n in (limits.max_nodes, limits.total_nodes, per_user) if n is not None)
-    share = choice.max_nodes or max(1, limits.total_nodes // SHARE)
+    share = choice.max_nodes or max(1, limits.total_nodes // PARTITION_DIVISOR)
     where = f"partition {limits.name} has {counted(limits.total_nodes, 'node')}"
     if limits.max_nodes is not None:
         where += f" and gives a job {limits.max_nodes}"

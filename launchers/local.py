@@ -33,7 +33,7 @@ GRACE_S = 3.0
 """Seconds without a process after which an allocation counts as ended."""
 WARNING_S = 30
 """Seconds before the time limit at which submitit warns the agents."""
-OURS = {"ultrabench.agent", "ultrabench.launchers.local", "submitit.local._local"}
+OWN_MODULES = {"ultrabench.agent", "ultrabench.launchers.local", "submitit.local._local"}
 """Modules of an allocation's processes: its agents, the process that starts them, submitit's controller."""
 
 
@@ -138,7 +138,7 @@ class LocalLauncher:
         for pid in processes.own_processes():
             words = processes.command_line(pid)
             names = {word.removeprefix(start).split("/")[0] for word in words if word.startswith(start)}
-            if names and OURS & set(words) and processes.start_time(pid) is not None:
+            if names and OWN_MODULES & set(words) and processes.start_time(pid) is not None:
                 for name in names:
                     found[name].append(pid)
         return found

@@ -14,12 +14,12 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.events import Adopted, AllocationEnded, AllocationPlanned, Failed, Start
-from ultrabench.store.folder import MISSED, SweepFolder, touched
+from ultrabench.store.folder import MISSED_TOUCHES, SweepFolder, touched
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.config.sweep_config import LauncherConfig
 
-LATE = 1.5
+SEEN_AFTER_GRACES = 1.5
 """Number of grace periods after which other hosts see that a journal was touched, despite NFS caches."""
 
 
@@ -32,7 +32,7 @@ class AgentWatchdog:
 
     def __init__(self, folder: SweepFolder, choice: LauncherConfig) -> None:
         self._folder = folder
-        self.patience_s = max(MISSED * choice.heartbeat_s, LATE * choice.grace_s)
+        self.patience_s = max(MISSED_TOUCHES * choice.heartbeat_s, SEEN_AFTER_GRACES * choice.grace_s)
         """Seconds after which an agent that has not touched its journal counts as dead or frozen."""
         self._seen: dict[str, tuple[float, float, float]] = {}
         """Allocation -> its latest time stamp, the time of the latest look, and the seconds without a change."""
@@ -59,7 +59,7 @@ class AgentWatchdog:
     def _look(self, name: str, paths: Iterable[Path]) -> tuple[float, float, float]:
         stamp, now = max(map(touched, paths)), time.monotonic()
         before, looked, silent_s = self._seen.get(name, (stamp, now, 0.0))
-        silent_s += min(now - looked, self.patience_s / MISSED)
+        silent_s += min(now - looked, self.patience_s / MISSED_TOUCHES)
         return stamp, now, silent_s if stamp == before else 0.0
 
     def silent_s(self, name: str) -> float:

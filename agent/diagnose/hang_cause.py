@@ -9,7 +9,7 @@ from typing import Any
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.rank_report import PARTS
 
-NAMED = 4
+MAX_NAMED_RANKS = 4
 """Ranks that a message names one by one; further ranks are only counted."""
 WAITING = frozenset({
     "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "barrier", "batch_isend_irecv",
@@ -147,7 +147,7 @@ def _missing(ranks: Ranks, alive: Ranks) -> HangCause | None:
 
 
 def _each_other(stuck: Ranks) -> HangCause:
-    shown = ", ".join(f"rank {r.number} is in {_waits_in(r)}" for r in stuck[:NAMED])
+    shown = ", ".join(f"rank {r.number} is in {_waits_in(r)}" for r in stuck[:MAX_NAMED_RANKS])
     headline = f"ranks wait for each other in different collectives: {shown}"
     details = ("They call collectives in different orders", *_functions(stuck))
     return HangCause(headline=headline, details=details, culprits=tuple(stuck))
@@ -243,8 +243,8 @@ def _blame(what: str, culprits: Ranks, alive: Ranks) -> HangCause | None:
     """A cause such as `rank 5 on gpu03 WHAT; 7 ranks wait for it`; None without culprits."""
     if not culprits:
         return None
-    more = f" and {len(culprits) - NAMED} more ranks" if len(culprits) > NAMED else ""
-    headline = f"{', '.join(r.name for r in culprits[:NAMED])}{more} {what}"
+    more = f" and {len(culprits) - MAX_NAMED_RANKS} more ranks" if len(culprits) > MAX_NAMED_RANKS else ""
+    headline = f"{', '.join(r.name for r in culprits[:MAX_NAMED_RANKS])}{more} {what}"
     others = [waits for r in alive if r not in culprits and (waits := _waits_in(r))]
     if waiting := _waiting_for(alive, culprits):
         at, count = waiting.most_common(1)[0]

@@ -22,9 +22,9 @@ ANSWER_S = 3.0
 """Seconds to wait for the answers of ranks; one that can answer does so at once."""
 PY_SPY_S = 10.0
 """Seconds to wait for py-spy."""
-LOOKS = 3
+STATE_READS = 3
 """How many times the state of a process is read; only a state that lasts counts."""
-LOOK_S = 0.02
+BETWEEN_READS_S = 0.02
 """Seconds between two reads of the state of a process."""
 STACK_DEPTH = 40
 """Largest number of frames of a stack that are kept."""
@@ -80,9 +80,9 @@ def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
     """Reads the states of all processes of each rank, and asks the ranks that promised to answer."""
     families = {rank: [pid, *sorted(descendants(pid))] for rank, pid in pids.items()}
     looks: list[dict[int, str]] = []
-    for _ in range(LOOKS):
+    for _ in range(STATE_READS):
         looks.append({p: _state(p) for family in families.values() for p in family})
-        time.sleep(LOOK_S)
+        time.sleep(BETWEEN_READS_S)
     subjects = []
     for rank, family in families.items():
         report = run / f"rank{rank}.report"

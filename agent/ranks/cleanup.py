@@ -17,12 +17,12 @@ TEXT_BYTES = 2**22
 """Largest number of bytes of a text that are read at once."""
 TAIL_BYTES = 64 * 1024
 """Bytes of each log of a good run that are kept."""
-KEPT = ("rank*.log", f"{EVIDENCE_FOLDER}/*")
+KEPT_FILES = ("rank*.log", f"{EVIDENCE_FOLDER}/*")
 """Files of a failed run that are kept."""
 MAX_FILES = 1000
-"""Largest number of files that are kept for each pattern of KEPT."""
+"""Largest number of files that are kept for each pattern of KEPT_FILES."""
 SHARED_MEMORY = Path("/dev/shm")
-KNOWN = (
+SHARED_MEMORY_FILES = (
     "torch_*", "nccl-*", "gloo*", "sem.*", "psm_*", "pym-*", "cuda.shm.*", "__KMP_REGISTERED_LIB_*", "nvshmem*",
     "ucx_shm_*", "vader_segment.*", "sm_segment.*",
 )  # fmt: skip
@@ -51,11 +51,11 @@ class SharedMemoryCleanup:
 
 
 def _own_files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """The files of this user in `folder` with a name of KNOWN."""
+    """The files of this user in `folder` with a name of SHARED_MEMORY_FILES."""
     for entry in os.scandir(folder) if folder.is_dir() else ():
         with contextlib.suppress(OSError):
             ours = entry.is_file(follow_symlinks=False) and entry.stat().st_uid == os.getuid()
-            if ours and any(fnmatchcase(entry.name, pattern) for pattern in KNOWN):
+            if ours and any(fnmatchcase(entry.name, pattern) for pattern in SHARED_MEMORY_FILES):
                 yield entry
 
 
@@ -79,7 +79,7 @@ def _files_of(process: Path) -> Iterator[str]:
 
 def copy_logs(run: Path, to: Path, max_bytes: int) -> None:
     """Copies the logs of a failed run, at most `max_bytes` of each."""
-    for log in (log for pattern in KEPT for log in sorted(run.glob(pattern))[:MAX_FILES]):
+    for log in (log for pattern in KEPT_FILES for log in sorted(run.glob(pattern))[:MAX_FILES]):
         copy_ends(log, to / log.relative_to(run), max_bytes)
 
 

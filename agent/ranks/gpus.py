@@ -18,7 +18,7 @@ SAMPLE_S = 1.0
 """Seconds between two samples of the clocks."""
 FREE_S = 10.0
 """Seconds to wait until the driver has freed the memory of a killed process."""
-SLACK = 0.02
+MEMORY_SLACK = 0.02
 """Share of a GPU's memory by which the driver's own use may grow during a run."""
 CLOCK_SM = 1
 """The clock of the multiprocessors: nvml.h, NVML_CLOCK_SM."""
@@ -160,7 +160,7 @@ class GpuGauge:
     def _held(self) -> str | None:
         for number, handle, before in self._gpus:
             now = _ask("nvmlDeviceGetMemoryInfo", handle)
-            if before and now and now.used > before.used + SLACK * now.total:
+            if before and now and now.used > before.used + MEMORY_SLACK * now.total:
                 pids = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no known process"
                 gib = (now.used - before.used) / 2**30
                 return f"GPU {number} still holds {gib:.1f} GiB after the run: {pids}"

@@ -14,7 +14,7 @@ from ultrabench.sweep.predict.time_constants import TimeConstants
 
 T = TypeVar("T")
 
-KNOWN = frozenset({
+NOT_FITTED = frozenset({
     "gradient_bytes", "zero_crossings", "tp_calls", "tp_recompute_calls", "dp_bucket_bytes", "hbm_efficiency",
 })  # fmt: skip
 """Constants that no fit changes: the code of a framework tells them, or they only scale others."""
@@ -26,7 +26,7 @@ ERROR_SCALE = 0.1
 """Error of a prediction, as a logarithm, from which a run pulls the fit less than in proportion."""
 FOLDS = 5
 """Number of fits of a check, each without another fifth of the runs."""
-SHRINK = 30
+SHRINKAGE_RUNS = 30
 """Number of runs of a regime at which its quantiles count as much as those of all runs together."""
 
 
@@ -37,7 +37,7 @@ def fit_time(given: Sequence[Case], prior: TimeConstants) -> TimeConstants:
     loss being 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants that are 0
     stay 0.
     """
-    names = [f.name for f in fields(prior) if f.name not in KNOWN and _free(getattr(prior, f.name))]
+    names = [f.name for f in fields(prior) if f.name not in NOT_FITTED and _free(getattr(prior, f.name))]
     ridge = RIDGE[len(given) < FEW_RUNS]
     return fit_constants(
         prior, names, lambda now: [case.log_error(now) for case in given], ERROR_SCALE, ridge
@@ -97,7 +97,7 @@ def intervals(given: Sequence[Case], errors: Sequence[float]) -> dict[str, Quant
     found = {"all": whole}
     for name in sorted({case.regime for case in given}):
         own = [error for case, error in zip(given, errors, strict=True) if case.regime == name]
-        share = len(own) / (len(own) + SHRINK)
+        share = len(own) / (len(own) + SHRINKAGE_RUNS)
         mixed = (share * a + (1 - share) * b for a, b in zip(_quantiles(own), whole, strict=True))
         found[name] = Quantiles(*mixed)
     return found

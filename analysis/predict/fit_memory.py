@@ -10,7 +10,7 @@ from ultrabench.analysis.predict.nanotron_version import nanotron_version
 from ultrabench.result import Status
 from ultrabench.sweep.predict.nanotron_memory import VERSIONS, NanotronMemory, nanotron_memory
 
-FREE = (
+FITTED = (
     "layer_hidden", "work_hidden", "work_ffn", "work_gathered", "work_embedding", "logits", "gathered", "run_ahead",
     "backward_slack", "optimizer_slack", "base_bytes",
 )  # fmt: skip
@@ -40,7 +40,7 @@ def memory_errors(given: Sequence[MeasuredRun], constants: NanotronMemory) -> li
 
 def fit_memory(given: Sequence[MeasuredRun], prior: NanotronMemory) -> NanotronMemory:
     """The constants that predict the reserved memory of usable runs best without moving far from `prior`."""
-    return fit_constants(prior, FREE, lambda now: memory_errors(given, now), ERROR_SCALE, RIDGE)
+    return fit_constants(prior, FITTED, lambda now: memory_errors(given, now), ERROR_SCALE, RIDGE)
 
 
 def memory_left_out(given: Sequence[MeasuredRun], prior: NanotronMemory) -> list[float]:

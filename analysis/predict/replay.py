@@ -16,7 +16,7 @@ from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_mem
 from ultrabench.sweep.predict.predict import Prediction
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import Tried, propose
-from ultrabench.sweep.running.attempts import MOST, WITHIN
+from ultrabench.sweep.running.attempts import CONTENDER_FACTOR, MAX_CONTENDERS
 
 START_S = 60.0
 """Seconds from the start of a run to its first step."""
@@ -24,7 +24,7 @@ STEPS, FAILED_STEPS, CONFIRM_STEPS = 5, 1, 10
 """Steps of a run, of a failed run, and of the two repeats of a contender in one process."""
 RACE, RACED_STEPS = 1.3, 2
 """A run this many times slower than the best of its cell so far is stopped after this many steps."""
-TOP = 5
+TOP_RUNS = 5
 """Runs with the lowest predicted step time that the strategy predicted makes."""
 RANDOM_SHARE = 0.1
 """Share of the hours of a cell that the strategy random uses."""
@@ -96,9 +96,9 @@ class Replay:
 
     def confirm(self) -> None:
         """Repeats the contenders."""
-        near = [r for r in self.made if r.step_time_s and r.step_time_s <= WITHIN * self.best_s]
+        near = [r for r in self.made if r.step_time_s and r.step_time_s <= CONTENDER_FACTOR * self.best_s]
         near.sort(key=lambda run: run.step_time_s or 0.0)
-        self.gpu_s += sum(run.confirmation() for run in near[:MOST])
+        self.gpu_s += sum(run.confirmation() for run in near[:MAX_CONTENDERS])
 
 
 def _adaptive(cell: Replay, batch: int) -> None:
@@ -126,7 +126,7 @@ def _random(cell: Replay, batch: int) -> None:
 
 def _predicted(cell: Replay, batch: int) -> None:
     order = sorted(cell.runs, key=lambda run: (run.prediction.p_oom > 0.5, run.prediction.step_time_s))
-    _in_order(cell, batch, order, lambda: len(cell.tried().times_s) >= TOP)
+    _in_order(cell, batch, order, lambda: len(cell.tried().times_s) >= TOP_RUNS)
 
 
 STRATEGIES: Mapping[str, Callable[[Replay, int], None]] = {

@@ -26,13 +26,13 @@ CELL = ["model", "num_params", "gbs", "nodes"]
 """Columns of the table whose values the runs of a cell share: they train the same model on the same nodes."""
 MIN_RANKED = 5
 """Smallest number of runs with a step time of a cell whose order means something."""
-TOP = 5
+TOP_LAYOUTS = 5
 """Number of the fastest predicted layouts among which the best one is looked for."""
-PRUNE = 0.9
+PRUNED_P_OOM = 0.9
 """P(OOM) above which a plan leaves a layout out."""
 BORDERLINE = (46 / 80, 92 / 80)
 """Allocated bytes / memory of the device between which P(OOM) is hard to tell."""
-HELD = 0.956
+ALLOCATABLE_SHARE = 0.956
 """Largest share of a device's memory that an allocator can hold: 76.5 of 80 GiB, CUDA and NCCL need the rest."""
 
 Fitted = tuple[TimeConstants, Mapping[str, Quantiles]]
@@ -95,7 +95,7 @@ def _memory(case: Case, constants: MemoryConstants | None) -> dict[str, float | 
         return dict.fromkeys(("predicted_peak_mem_bytes", "allocated_share", "p_oom"))
     constants = of_version(constants, case.run)
     stages, size = predict_memory(case.run.spec, constants), case.hardware.mem_bytes
-    peaks = [min(stage.peak_bytes, HELD * size) for stage in stages]
+    peaks = [min(stage.peak_bytes, ALLOCATABLE_SHARE * size) for stage in stages]
     return {
         "predicted_peak_mem_bytes": peaks[0] if case.run.peak_mem_reserved_rank0_bytes else max(peaks),
         "allocated_share": max(stage.allocated_bytes for stage in stages) / size,
@@ -159,7 +159,7 @@ def _rank_correlation(cell: pd.DataFrame) -> float:
 
 def _oom(rows: pd.DataFrame) -> dict[str, float | None]:
     """How often P(OOM) > 0.5 tells right, also near the limit, and what P(OOM) > 0.9 prunes of both outcomes."""
-    failed, pruned = rows.status == Status.OOM, rows.p_oom > PRUNE
+    failed, pruned = rows.status == Status.OOM, rows.p_oom > PRUNED_P_OOM
     right = (rows.p_oom > 0.5) == failed
     return {
         "rows": len(rows),
@@ -175,7 +175,7 @@ def _planning(cells: Sequence[pd.DataFrame]) -> dict[str, float | None]:
     found, regret = [], []
     for cell in cells:
         order = cell.sort_values("predicted_step_time_s").step_time_s
-        found.append(order.iloc[:TOP].min() <= order.min())
+        found.append(order.iloc[:TOP_LAYOUTS].min() <= order.min())
         regret.append(order.iloc[0] / order.min() - 1)
     return {"best_in_top5": _mean(found), "top1_regret": _mean(regret)}
 

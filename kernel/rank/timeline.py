@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-TOP = 12
+TOP_KERNELS = 12
 """Number of kernels that a summary names; it begins with the longest."""
 
 
@@ -48,7 +48,7 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
         "exposed_communication_s": exposed, "idle_s": max(0.0, total - compute - exposed),
         "top": [
             {"name": name, "calls": calls[name] / max(1, len(steps)), "seconds": us * scale}
-            for name, us in sorted(seconds.items(), key=lambda item: -item[1])[:TOP]
+            for name, us in sorted(seconds.items(), key=lambda item: -item[1])[:TOP_KERNELS]
         ],
     }  # fmt: skip
 

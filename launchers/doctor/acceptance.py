@@ -45,14 +45,14 @@ LAYOUTS = 12
 """Number of different layouts whose losses and gradients are compared."""
 TOO_MUCH = 3.0
 """A run that is predicted to need this many times the memory of a rank certainly does not fit."""
-LEAST = 0.7
+MIN_SPEED_SHARE = 0.7
 """Smallest accepted share of the published speed.
 
 It leaves room for a slower training program, and still finds a network that runs at half its rate.
 """
 GRADIENT_TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-9}
 """Precision -> largest relative difference of two gradient norms that count as equal; docs/doctor.md has the reasons."""
-EQUAL = {"loss": ("loss_final", TOLERANCE), "gradient": ("gradient_norm", GRADIENT_TOLERANCE)}
+EQUAL_NUMBERS = {"loss": ("loss_final", TOLERANCE), "gradient": ("gradient_norm", GRADIENT_TOLERANCE)}
 """Numbers of a result that must be equal in all layouts: word -> field and tolerances."""
 PUBLISHED = ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas")
 """What tells the published runs of one model apart: the number of nodes, and axes of the layout."""
@@ -105,7 +105,7 @@ def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
     if config.kernel.kind != "embedded":
         raise ConfigError(f"kernel={config.kernel.name} with --deep, which trains; use kernel=embedded")
     run, lines = _Acceptance(config, say), dict[str, Callable[[], Check]]()
-    lines |= {f"same {word}": functools.partial(run.same, word) for word in EQUAL}
+    lines |= {f"same {word}": functools.partial(run.same, word) for word in EQUAL_NUMBERS}
     lines |= {"out of memory": run.out_of_memory, "published speed": run.speed}
     checks: list[Check] = []
     for name, line in lines.items():
@@ -286,8 +286,8 @@ def not_accepted(config: SweepConfig) -> str | None:
 
 
 def check_equal(one: Outcome, layouts: Outcome, word: str) -> Check:
-    """Checks that every layout has the number `word`, one of EQUAL, of one GPU."""
-    field, tolerance = EQUAL[word]
+    """Checks that every layout has the number `word`, one of EQUAL_NUMBERS, of one GPU."""
+    field, tolerance = EQUAL_NUMBERS[word]
     alone = one.result(one.runs[0])
     wanted = getattr(alone, field, None)
     if alone is None or wanted is None:
@@ -374,8 +374,8 @@ def check_speed(known: Published | None, outcome: Outcome) -> Check:
         theirs = known.runs[_key(run)]
         share = ours[run.run_id] / theirs
         texts.append(f"{shown[run.run_id]}, published {theirs:,.0f} ({share:.0%})")
-        slow += [outcome.see(run)] if share < LEAST else []
-    look = f"under {LEAST:.0%}: look at clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
+        slow += [outcome.see(run)] if share < MIN_SPEED_SHARE else []
+    look = f"under {MIN_SPEED_SHARE:.0%}: look at clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
     return first_problem(f"{'; '.join(texts)}; source {known.source}", (slow, FAIL, look + "".join(slow[:1])))
 
 

@@ -13,12 +13,12 @@ from ultrabench.launchers.slurm.query import CommandError
 from ultrabench.launchers.slurm.site import NEEDED, REACH_SLURMCTLD, Limits, Partition, Site, absent_programs
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
-WANTED = {
+OPTIONAL_PROGRAMS = {
     "sinfo": "states and GPUs of nodes stay unknown",
     "sacct": "jobs that squeue has forgotten are judged by the journal alone",
     "sacctmgr": "limits of accounts and QOS stay unknown",
 }
-MOST = 8
+MAX_NAMES = 8
 """Largest number of names that a list shows."""
 _MB = {"K": 2**-10, "M": 1, "": 1, "G": 2**10, "T": 2**20}
 
@@ -27,9 +27,9 @@ def check_programs(site: Site) -> Check:
     """Checks that the programs of Slurm are installed and start."""
     if needed := absent_programs():
         return failed(*needed)
-    absent = [p for p in WANTED if shutil.which(p) is None]
+    absent = [p for p in OPTIONAL_PROGRAMS if shutil.which(p) is None]
     versions = dict[str, list[str]]()
-    for program in (p for p in (*NEEDED, *WANTED) if p not in absent):
+    for program in (p for p in (*NEEDED, *OPTIONAL_PROGRAMS) if p not in absent):
         try:
             version = (site.ask(program, "--version").split() or ["?"])[-1]
         except CommandError as error:
@@ -38,7 +38,7 @@ def check_programs(site: Site) -> Check:
     return first_problem(
         "; ".join(f"{', '.join(programs)} {version}" for version, programs in versions.items()),
         (absent, WARN, f"have {', '.join(absent)} installed here",
-         "; ".join(f"without {p} {WANTED[p]}" for p in absent)),
+         "; ".join(f"without {p} {OPTIONAL_PROGRAMS[p]}" for p in absent)),
         (len(versions) > 1, WARN, "put one Slurm's folder first on PATH: two are mixed here"),
     )  # fmt: skip
 
@@ -60,7 +60,7 @@ def check_partition(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the partition accepts and starts jobs."""
     others = [p for p in site.partitions if p.name != limits.name]
     default = " (the default)" if limits.is_default else ""
-    rest = "; ".join(f"{p.name}: {facts(p)}" for p in others[:MOST])
+    rest = "; ".join(f"{p.name}: {facts(p)}" for p in others[:MAX_NAMES])
     up = ", ".join(p.name for p in others if p.state == "UP")
     instead = f"set launcher.partition= ({up})" if up else "wait"
     return first_problem(
@@ -198,15 +198,15 @@ def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
 
 
 def _list(names: Sequence[str], none: str = "") -> str:
-    """The names without repetition, at most MOST of them; the text `none` if there is no name."""
+    """The names without repetition, at most MAX_NAMES of them; the text `none` if there is no name."""
     names = list(dict.fromkeys(names))
-    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return ", ".join(names[:MOST]) + more or none
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more or none
 
 
 def check_accounting(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that sacct answers, and that the cluster records jobs."""
-    works = f"ultrabench works without: {WANTED['sacct']}"
+    works = f"ultrabench works without: {OPTIONAL_PROGRAMS['sacct']}"
     try:
         site.ask("sacct", f"--user={os.getuid()}", "--starttime=now-1hours", "--allocations", "--noheader")
     except CommandError as error:

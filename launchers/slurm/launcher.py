@@ -41,7 +41,7 @@ _FOR_GOOD = re.compile(
 """Errors of sbatch that would occur again at another try."""
 _FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
 """Errors that match the pattern above but pass with time or when our own jobs end."""
-NOTHING = JobLimits(max_jobs=0)
+NO_JOBS = JobLimits(max_jobs=0)
 """The limits of a launcher that only ends jobs."""
 ALLOWED = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LC_*", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
@@ -97,7 +97,7 @@ class SlurmLauncher:
     """The Python module that runs on each node, and its arguments; our agent if empty."""
 
     def __init__(
-        self, config: SweepConfig, folder: SweepFolder, limits: JobLimits = NOTHING, cluster: str = "slurm"
+        self, config: SweepConfig, folder: SweepFolder, limits: JobLimits = NO_JOBS, cluster: str = "slurm"
     ) -> None:
         self.limits, self.by = limits, origin(cluster)
         self.query = SlurmQuery(config.launcher.poll_s)

@@ -38,7 +38,7 @@ SKIPPED_PARTS = 128
 """Largest number of parts of a longer line that are skipped in one call."""
 STEP_S = (1e-9, 1e7)
 """Shortest and longest step time in seconds that counts as a measurement."""
-MOST = 2.0**60
+MAX_NUMBER = 2.0**60
 """Largest number that is accepted as a count or as a number of bytes."""
 
 
@@ -180,7 +180,7 @@ def number(value: Any) -> float | None:
 
 
 def _count(value: Any) -> int | None:
-    return int(value) if is_number(value) and 0 <= value <= MOST else None
+    return int(value) if is_number(value) and 0 <= value <= MAX_NUMBER else None
 
 
 def _text(most: int, value: Any) -> str:

@@ -25,7 +25,7 @@ CLIP = 0.7
 """Largest absolute value of log(measured / predicted) that is believed; what is beyond is an accident."""
 SURPRISE = 3.0
 """Standard deviations beyond which a measurement is taken for an accident and counts as a less exact one."""
-SHARED = 0.5
+SHARED_VARIANCE = 0.5
 """Part of the variance of predicted memory that the layouts of a cell share."""
 BETTER = 0.02
 """A layout is worth a run for being faster than the best by this share."""
@@ -138,10 +138,11 @@ def _learn(beliefs: Iterable[Belief], at: Belief, error: float) -> None:
 def _chances(runs: Sequence[Run], tried: Tried) -> list[float]:
     """P(OOM) of each run, given which runs of the cell did and did not fit.
 
-    A run does not fit when x + sqrt(SHARED)*s + sqrt(1 - SHARED)*e > 0, with x from its predicted P(OOM), its own
-    error e and the error s of the cell, both standard normal. Which s are likely follows from the runs tried.
+    A run does not fit when x + sqrt(r)*s + sqrt(1 - r)*e > 0, with r = SHARED_VARIANCE, x from its predicted
+    P(OOM), its own error e and the error s of the cell, both standard normal. Which s are likely follows from the
+    runs tried.
     """
-    shared, own = math.sqrt(SHARED), math.sqrt(1 - SHARED)
+    shared, own = math.sqrt(SHARED_VARIANCE), math.sqrt(1 - SHARED_VARIANCE)
     scores = [_NORMAL.inv_cdf(min(max(run.prediction.p_oom, 1e-6), 1 - 1e-6)) for run in runs]
     weights = [_NORMAL.pdf(s) for s in _SHIFTS]
     for run, score in zip(runs, scores, strict=True):

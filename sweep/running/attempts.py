@@ -17,9 +17,9 @@ from ultrabench.sweep.predict.search import Tried, expected_runs, propose, reaso
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
 
-WITHIN = 1.05
+CONTENDER_FACTOR = 1.05
 """A contender's step time is at most this many times the best step time of its cell."""
-MOST = 4
+MAX_CONTENDERS = 4
 """Largest number of contenders of one cell."""
 
 
@@ -221,7 +221,7 @@ def contenders(runs: Iterable[Candidate], state: SweepState) -> frozenset[str]:
 def _near_best(times: Sequence[tuple[str, float, float | None]]) -> list[str]:
     ratios = sorted((ratio, run_id) for run_id, _, ratio in times if ratio is not None)
     known = ratios if len(ratios) == len(times) else sorted((time_s, run_id) for run_id, time_s, _ in times)
-    return [run_id for time_s, run_id in known if time_s <= WITHIN * known[0][0]][:MOST]
+    return [run_id for time_s, run_id in known if time_s <= CONTENDER_FACTOR * known[0][0]][:MAX_CONTENDERS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ SIGMAS = 5.0
 RATES, TIMES, RANKS = 0.15, 0.10, 0.25
 """Relative differences up to which a measurement is normal: of rates and clocks, of the step time of a
 control run, and between the step times of ranks."""
-SHARED = 10.0
+SHARED_CORES_FACTOR = 10.0
 """Factor on RATES, TIMES and RANKS for CPU cores, which other programs may use at the same time."""
 
 _Key = TypeVar("_Key")
@@ -55,7 +55,7 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
     Args:
         device: the torch device type of the hardware, cuda or cpu.
     """
-    slack = 1.0 if device == "cuda" else SHARED
+    slack = 1.0 if device == "cuda" else SHARED_CORES_FACTOR
     allocations = [_preflights(state, slack), _controls(state, slack)]
     attempts = [_clocks(state, slack), disputed_attempts(state)]
     found = {}

@@ -14,7 +14,7 @@ from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, CellKey, Plan, by_cell
 from ultrabench.sweep.running.attempts import (
-    MOST,
+    MAX_CONTENDERS,
     AttemptsLeft,
     Launch,
     PlannedAttempt,
@@ -333,7 +333,7 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
     searched = {t.key.run_id for t in todo} if plan.config.strategy == "adaptive" else None
     open_cells = (runs for cell, runs in plan.cells.items() if cell in cells)
     fitting = [[r for r in runs if r.fits and (not searched or r.run_id in searched)] for runs in open_cells]
-    best = [nsmallest(MOST, runs, key=lambda run: run.prediction.step_time_s) for runs in fitting]
+    best = [nsmallest(MAX_CONTENDERS, runs, key=lambda run: run.prediction.step_time_s) for runs in fitting]
     return [
         PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, nth, 0))
         for nth in range(repeats, plan.config.measure.confirm)

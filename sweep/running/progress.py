@@ -14,7 +14,7 @@ from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.running.attempts import left_out, not_promising
 from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attempts, with_loss_outliers
 
-LEFT = frozenset({"pending", "running", *INTERRUPTED})
+UNSETTLED = frozenset({"pending", "running", *INTERRUPTED})
 """Statuses of runs that are not settled."""
 
 
@@ -51,7 +51,7 @@ class SweepProgress:
     @property
     def left(self) -> int:
         """Number of runs that are pending, running or interrupted."""
-        return sum(self.by_status.get(status, 0) for status in LEFT)
+        return sum(self.by_status.get(status, 0) for status in UNSETTLED)
 
     @property
     def interrupted(self) -> int:
@@ -113,7 +113,7 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
         (runs[i], a) for i, a in final.items() if a.result and not a.ok and a.result.status not in INTERRUPTED
     ]
     failed.sort(key=lambda pair: pair[1].time or 0.0)
-    left_s = sum(runs[i].prediction.duration_s for i, s in status.items() if s in LEFT)
+    left_s = sum(runs[i].prediction.duration_s for i, s in status.items() if s in UNSETTLED)
     ended = ((runs[i], a.ok.duration_s) for i, a in final.items() if a.ok)
     ratios = [duration_s / run.prediction.duration_s for run, duration_s in ended if duration_s]
     unended = [bool(a.agents) for a in state.allocations.values() if a.ended is None]

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from ultrabench.store.events import Cancel
-from ultrabench.store.folder import MISSED, SIGN_OF_LIFE_S, SweepFolder, living_launchers
+from ultrabench.store.folder import MISSED_TOUCHES, SIGN_OF_LIFE_S, SweepFolder, living_launchers
 from ultrabench.store.journal import JournalWriter
 
 HERE = socket.gethostname().split(".")[0]
-LATE_S = MISSED * SIGN_OF_LIFE_S
+LATE_S = MISSED_TOUCHES * SIGN_OF_LIFE_S
 
 
 @pytest.fixture

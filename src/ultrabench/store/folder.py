@@ -15,7 +15,7 @@ from ultrabench.run import AttemptKey
 
 SIGN_OF_LIFE_S = 30.0
 """Seconds after which a launcher touches its journal again."""
-MISSED = 3
+MISSED_TOUCHES = 3
 """Number of missed touches after which a launcher on another host counts as gone."""
 
 
@@ -175,7 +175,7 @@ def living_launchers(folder: SweepFolder, own: Path | None = None) -> list[str]:
     for path in sorted(folder.journal.glob("launcher-*-*-*.jsonl")):
         host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
         lives = os.path.exists(f"/proc/{pid}") if host == here else True
-        if path != own and lives and now - touched(path) < MISSED * SIGN_OF_LIFE_S:
+        if path != own and lives and now - touched(path) < MISSED_TOUCHES * SIGN_OF_LIFE_S:
             found.append(f"process {pid} on {host}")
     return found
 

@@ -17,7 +17,7 @@ from ultrabench.result import INTERRUPTED, SLOWER, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.running.progress import LEFT, SweepProgress, progress
+from ultrabench.sweep.running.progress import UNSETTLED, SweepProgress, progress
 
 
 class Display(Live):
@@ -91,7 +91,7 @@ def panel(now: SweepProgress, busy: bool, bar: bool = False) -> RenderableType:
 
 def counts_line(now: SweepProgress, busy: bool) -> Text:
     """A line such as `quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours`."""
-    shown = ", ".join(f"{n} {s}" for s, n in now.by_status.items() if s not in LEFT)
+    shown = ", ".join(f"{n} {s}" for s, n in now.by_status.items() if s not in UNSETTLED)
     total = now.useful_gpu_hours + now.wasted_gpu_hours
     between, ooms = (now.wasted_by_status.get(name, 0.0) for name in ("between_runs", "oom"))
     broken_off = sum(now.wasted_by_status.get(name, 0.0) for name in INTERRUPTED)

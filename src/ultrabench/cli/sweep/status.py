@@ -15,7 +15,7 @@ from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.running.progress import LEFT, SweepProgress, progress
+from ultrabench.sweep.running.progress import UNSETTLED, SweepProgress, progress
 
 WATCH_S = 1.0
 """Seconds between two looks of `sweep status --watch`."""
@@ -80,6 +80,6 @@ def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
 def _of_nodes(nodes: int, counts: Mapping[str, int]) -> str:
     """A line such as `2 nodes: 12 of 19 runs settled: 11 ok, 1 oom, 7 pending`."""
     runs = sum(counts.values())
-    settled = runs - sum(counts.get(status, 0) for status in LEFT)
+    settled = runs - sum(counts.get(status, 0) for status in UNSETTLED)
     ends = ", ".join(f"{number} {status}" for status, number in counts.items())
     return f"{counted(nodes, 'node')}: {settled} of {counted(runs, 'run')} settled: {ends}"
