@@ -267,10 +267,10 @@ class Price:
     """Number of runs that have attempts left."""
     extra: Mapping[str, tuple[int, float]]
     """Number and GPU hours of control runs, repeats of the best and starts of jobs, where there are any."""
-    low_gpu_hours: float
-    """The GPU hours if all step times are at the low ends of their intervals."""
-    high_gpu_hours: float
-    """The GPU hours if all step times are at the high ends of their intervals."""
+    interval: tuple[float, float]
+    """The GPU hours if all step times are at the low ends of their intervals, and at the high ends."""
+    intervals: Mapping[CellKey, tuple[float, float]]
+    """CellKey -> the same of the attempts that are left."""
 
     @property
     def gpu_hours(self) -> float:
@@ -292,6 +292,8 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
     jobs = tuple(planned_jobs(plan, whole, state, max_limit_s))
     tasks = {t.key: t.candidate for job in jobs for t in job.attempts}
     starts = sum(job.gpu_hours for job in jobs) - _priced(tasks.values())[1]
+    cells, measure = by_cell(item.candidate for item in todo), plan.config.measure
+    low, high = _interval(tasks.values(), measure)
     extra = {
         "control runs": _priced([run for key, run in tasks.items() if key not in asked]),
         "repeats of the best": _priced([t.candidate for t in confirmations]),
@@ -299,24 +301,21 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
     }
     return Price(
         jobs=jobs,
-        runs={cell: _priced(runs) for cell, runs in by_cell(item.candidate for item in todo).items()},
+        runs={cell: _priced(runs) for cell, runs in cells.items()},
         left=len({item.key.run_id for item in todo}),
         extra={what: (number, cost) for what, (number, cost) in extra.items() if number},
-        low_gpu_hours=_at_end(jobs, plan.config.measure, "step_time_low_s"),
-        high_gpu_hours=_at_end(jobs, plan.config.measure, "step_time_high_s"),
+        interval=(starts + low, starts + high),
+        intervals={cell: _interval(runs, measure) for cell, runs in cells.items()},
     )
 
 
-def _at_end(jobs: Iterable[PlannedJob], measure: Measure, end: str) -> float:
-    """GPU hours of jobs in which the steps of each run that fits take as long as its prediction's field `end` says."""
-    total = 0.0
-    for job in jobs:
-        total += job.gpu_hours
-        for run in (t.candidate for t in job.attempts if t.candidate.fits):
-            told = run.prediction
-            more_s = measure.priced_s(getattr(told, end)) - measure.priced_s(told.step_time_s)
-            total += more_s * run.layout.world_size / 3600
-    return total
+def _interval(runs: Collection[Candidate], measure: Measure) -> tuple[float, float]:
+    """GPU hours of runs if the steps of those that fit take as long as the low and the high ends of their intervals."""
+    low_s = high_s = 3600 * _priced(runs)[1]
+    for told, gpus in ((run.prediction, run.layout.world_size) for run in runs if run.fits):
+        low_s += gpus * (measure.priced_s(told.step_time_low_s) - measure.priced_s(told.step_time_s))
+        high_s += gpus * (measure.priced_s(told.step_time_high_s) - measure.priced_s(told.step_time_s))
+    return low_s / 3600, high_s / 3600
 
 
 def _priced(runs: Collection[Candidate]) -> tuple[int, float]:

@@ -89,9 +89,11 @@ def test_the_price_is_shown_by_cell(capsys, typed):
     ]
     rest = [float(line.split()[-1]) for line in lines if "starts of jobs: 2" in line]
     assert sum(float(cell[4]) for cell in cells) + sum(rest) == pytest.approx(PRICE, rel=0.01)
-    assert float(next(line for line in lines if line.startswith("all")).split()[-1]) == pytest.approx(
-        PRICE, rel=0.01
-    )
+    middle, low, to, high = next(line for line in lines if line.startswith("all")).split()[-4:]
+    assert float(middle) == pytest.approx(PRICE, rel=0.01)
+    assert float(low) < PRICE < float(high)
+    assert to == "to"
+    assert all(float(cell[5]) < float(cell[4]) < float(cell[7]) for cell in cells)
     told = r"2 jobs of 0\.\d+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=20\), time limit \d+ minutes"
     assert re.fullmatch(told, lines[-3])
     most = "at most 8 jobs and 2 nodes at a time, and 2 nodes in a job"

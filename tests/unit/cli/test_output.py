@@ -35,6 +35,7 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
         "pruned",
         "predicted_to_fit",
         "predicted_gpu_hours",
+        "predicted_gpu_hours_interval",
     }
     assert all(set(c) == promised for c in plan["cells"])
     beside = {what: told["count"] for what, told in plan["beside_runs"].items()}
@@ -46,6 +47,11 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     parts = [part["predicted_gpu_hours"] for part in (*plan["cells"], *plan["beside_runs"].values())]
     assert sum(parts) == pytest.approx(plan["predicted_gpu_hours"], rel=1e-3)
     low, high = plan["predicted_gpu_hours_interval"]
+    cells = [(cell["predicted_gpu_hours"], *cell["predicted_gpu_hours_interval"]) for cell in plan["cells"]]
+    assert all(0.7 * middle < least <= middle <= most for middle, least, most in cells)
+    assert cells[0][1] < cells[0][0] < cells[0][2]
+    assert sum(least for _, least, _ in cells) < low
+    assert sum(most for *_, most in cells) < high
     assert 0.7 * plan["predicted_gpu_hours"] < low < plan["predicted_gpu_hours"] < high
     assert re.match(
         r"[\d.,]+ GPU hours, [\d.,]+ to [\d.,]+ if all step times are at an end", plan["notes"][-2]

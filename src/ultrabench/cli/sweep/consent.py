@@ -45,7 +45,7 @@ def headline(config: SweepConfig) -> str:
 def price_table(
     plan: Plan, price: Price, names: Sequence[str], counts: Mapping[CellKey, Sequence[int]]
 ) -> FittedTable:
-    """A table of GPU hours: a row for each cell with its `counts`, then other costs, then the sum.
+    """A table of GPU hours: a row for each cell with its `counts` and its interval, then other costs, then the sum.
 
     Args:
         names: names of the columns of `counts`.
@@ -53,21 +53,23 @@ def price_table(
     rows = []
     for (model, nodes), of_cell in counts.items():
         gpus, (_, cost) = nodes * plan.config.hardware.gpus_per_node, price.runs.get((model, nodes), (0, 0.0))
-        rows.append((model, nodes, gpus, *(f"{n:,}" for n in of_cell), hours(cost)))
-    numbers = (f">{name}" for name in ("nodes", "GPUs", *names, "GPU hours"))
+        low, high = price.intervals.get((model, nodes), (0.0, 0.0))
+        ends = f"{hours(low)} to {hours(high)}" if low < high else ""
+        rows.append((model, nodes, gpus, *(f"{n:,}" for n in of_cell), hours(cost), ends))
+    numbers = (f">{name}" for name in ("nodes", "GPUs", *names, "GPU hours", "interval"))
     made = table("", "model", *numbers, rows=rows)
     made.add_section()
     for what, (number, cost) in price.extra.items():
         made.add_row(f"{what}: {number:,}", "", "", *("" for _ in names), hours(cost))
     made.add_section()
     sums = (f"{sum(column):,}" for column in zip(*counts.values(), strict=True))
-    made.add_row("all", "", "", *sums, hours(price.gpu_hours))
+    made.add_row("all", "", "", *sums, hours(price.gpu_hours), " to ".join(map(hours, price.interval)))
     return made
 
 
 def interval_line(price: Price) -> str:
     """One line that tells how far the price may be off, as step times are predicted with intervals."""
-    low, high = hours(price.low_gpu_hours), hours(price.high_gpu_hours)
+    low, high = map(hours, price.interval)
     return f"{hours(price.gpu_hours)} GPU hours, {low} to {high} if all step times are at an end of their intervals"
 
 

@@ -67,12 +67,13 @@ def _tell_expected(summary: dict[str, Any], price: Price, adaptive: bool) -> Non
 
 def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[str, Any]:
     for cell in summary["cells"]:
-        cost = price.runs.get((cell["model"], cell["nodes"]), (0, 0.0))[1]
-        cell["predicted_gpu_hours"] = round(cost, 4)
+        key = cell["model"], cell["nodes"]
+        cell["predicted_gpu_hours"] = round(price.runs.get(key, (0, 0.0))[1], 4)
+        cell["predicted_gpu_hours_interval"] = [round(end, 4) for end in price.intervals.get(key, (0.0, 0.0))]
     extra = ((what, number, round(cost, 4)) for what, (number, cost) in price.extra.items())
     beside = {what: {"count": number, "predicted_gpu_hours": cost} for what, number, cost in extra}
     summary |= {"predicted_gpu_hours": round(price.gpu_hours, 4)}
-    ends = [round(price.low_gpu_hours, 4), round(price.high_gpu_hours, 4)]
+    ends = [round(end, 4) for end in price.interval]
     return summary | {"predicted_gpu_hours_interval": ends, "beside_runs": beside, "notes": notes}
 
 
