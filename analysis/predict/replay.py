@@ -28,8 +28,6 @@ TOP_RUNS = 5
 """Runs with the lowest predicted step time that the strategy predicted makes."""
 RANDOM_SHARE = 0.1
 """Share of the hours of a cell that the strategy random uses."""
-MAX_P_OOM = 0.9
-"""P(OOM) above which the strategy adaptive makes no run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +62,8 @@ class Replay:
 
     runs: Sequence[ReplayedRun]
     """All runs of the cell."""
+    max_p_oom: float
+    """P(OOM) above which the strategy adaptive makes no run."""
     made: list[ReplayedRun] = field(default_factory=list)
     gpu_s: float = 0.0
 
@@ -88,7 +88,7 @@ class Replay:
         times_s = {run.run_id: run.step_time_s for run in self.made if run.step_time_s}
         oom = {run.run_id for run in self.made if run.oom}
         failed = {run.run_id for run in self.made} - oom - times_s.keys()
-        return Tried(times_s=times_s, oom=oom, failed=failed, max_p_oom=MAX_P_OOM)
+        return Tried(times_s=times_s, oom=oom, failed=failed, max_p_oom=self.max_p_oom)
 
     def possible(self, run: ReplayedRun) -> bool:
         """Whether no run without enough memory says that this one has not enough either."""
@@ -176,13 +176,15 @@ def _run(case: Case, profile: Profile) -> ReplayedRun:
     )
 
 
-def replay(cells: Mapping[CellKey, Sequence[ReplayedRun]], strategy: str, batch: int) -> dict[str, Any]:
+def replay(
+    cells: Mapping[CellKey, Sequence[ReplayedRun]], strategy: str, batch: int, max_p_oom: float
+) -> dict[str, Any]:
     """The document of `ultrabench predict replay --json`.
 
     Hours are shares of those of all runs. A regret of 0.02 means that the best layout found is 2 % slower than the
     best of its cell; it is None where the strategy found none.
     """
-    done = list(_replayed(cells, strategy, batch))
+    done = list(_replayed(cells, strategy, batch, max_p_oom))
     rows: list[dict[str, Any]] = []
     for (model, nodes), cell in done:
         best_s = min(run.step_time_s for run in cell.runs if run.step_time_s)
@@ -195,10 +197,10 @@ def replay(cells: Mapping[CellKey, Sequence[ReplayedRun]], strategy: str, batch:
 
 
 def _replayed(
-    cells: Mapping[CellKey, Sequence[ReplayedRun]], strategy: str, batch: int
+    cells: Mapping[CellKey, Sequence[ReplayedRun]], strategy: str, batch: int, max_p_oom: float
 ) -> Iterator[tuple[CellKey, Replay]]:
     for key, runs in cells.items():
-        cell = Replay(runs)
+        cell = Replay(runs, max_p_oom)
         STRATEGIES[strategy](cell, batch)
         cell.confirm()
         yield key, cell

@@ -130,7 +130,7 @@ def test_replays_count_hours_and_what_was_missed(tmp_path):
     cell = [replace(r, step_time_s=1.1 * r.prediction.step_time_s) for r in CELL]
     cell += [replace(run("oom", 0.9, p_oom=0.6, mbs=8), oom=True)]
     cells = {("1B", 1): cell}
-    found = {name: replay(cells, name, 1) for name in STRATEGIES}
+    found = {name: replay(cells, name, 1, 0.9) for name in STRATEGIES}
     assert [document["cells"][0]["regret"] for document in found.values()][:2] == [0.0, 0.0]
     hours = {name: document["gpu_hours_share"] for name, document in found.items()}
     assert hours["adaptive"] < hours["predicted"] < hours["exhaustive"]

@@ -7,6 +7,7 @@ from ultrabench.cli.predict.calibrate import open_cases
 from ultrabench.cli.results import draw
 from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ConfigError, require_known
+from ultrabench.sweep.config.load import load_config
 
 
 def run_replay(
@@ -26,7 +27,7 @@ def run_replay(
     cells = cells_of(given, used)
     if not cells:
         raise ConfigError(f"no layout of {source or 'the sweep'} worked; replay a finished sweep")
-    found = replay(cells, strategy, batch)
+    found = replay(cells, strategy, batch, load_config().max_p_oom)
     if output is not None:
         from ultrabench.analysis.figures.replayed import figure
 
