@@ -54,8 +54,10 @@ def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> 
     if len(known) < MIN_RUNS:
         has = f"{counted(len(known), 'healthy run')} with a step time"
         rule = f"a fit needs at least {MIN_RUNS}: measure more layouts, or name more files"
-        told = "; left out: " * bool(others) + ", ".join(f"{n:,} {why}" for why, n in others.most_common())
-        raise ConfigError(f"{has}; {rule}{told}")
+        left_out = "; left out: " * bool(others) + ", ".join(
+            f"{n:,} {why}" for why, n in others.most_common()
+        )
+        raise ConfigError(f"{has}; {rule}{left_out}")
     old, new = [case.log_error(base.time) for case in known], left_out_errors(known, base.time)
     before, after = errors(old), errors(new)
     kept = after["median_error"] < before["median_error"]
