@@ -66,7 +66,8 @@ def test_a_cell_opens_its_layouts_and_a_layout_its_evidence(opened):
     assert f"ultrabench sweep show {101:016x} --sweep s" in about
     assert "run=" in tab.url
     tab.go_back()
-    playwright.expect(tab.locator(".about-run")).to_have_count(0, timeout=60_000)  # the browser tells of it later
+    about = playwright.expect(tab.locator(".about-run"))
+    about.to_have_count(0, timeout=60_000)  # the page hears of going back by a later event
     assert tab.evaluate("document.activeElement.dataset.run") == f"{101:016x}"
 
 
