@@ -22,19 +22,25 @@ LENGTH = 1.5
 NOISE_SD = 0.03
 """Standard deviation of log step time between measurements."""
 CLIP = 0.7
-"""Largest absolute value of log(measured / predicted) that is believed; what is beyond is an accident."""
+"""Largest absolute value of log(measured / predicted) that is believed; what is beyond is an accident.
+
+BIAS_SD, SHAPE_SD and CLIP are those of a profile that was fitted to such runs. They grow with the interval of a
+prediction that is wider than theirs.
+"""
 SURPRISE = 3.0
 """Standard deviations beyond which a measurement is taken for an accident and counts as a less exact one."""
 SHARED_VARIANCE = 0.5
 """Part of the variance of predicted memory that the layouts of a cell share."""
 BETTER = 0.02
 """A layout is worth a run for being faster than the best by this share."""
-CHANCE = 0.05
+CHANCE = 0.07
 """The search of a cell goes on while any layout that is left has this chance to be that much faster."""
 ENOUGH = 2
 """Number of measured layouts from which the search may end. A third is never demanded, for it may not exist."""
 
 _NORMAL = NormalDist()
+_WIDTH = 2 * _NORMAL.inv_cdf(0.9) * math.hypot(BIAS_SD, SHAPE_SD)
+"""Width of the 80 % interval of log(measured / predicted) that BIAS_SD and SHAPE_SD stand for."""
 _SHIFTS = [step / 4 for step in range(-12, 13)]
 """Errors of predicted memory that the layouts of a cell may share, in standard deviations."""
 
@@ -81,8 +87,10 @@ class Belief:
     p_oom: float
     place: tuple[float, ...]
     words: tuple[str, str]
+    scale: float
+    """Factor of BIAS_SD, SHAPE_SD and CLIP, at least 1."""
+    variance: float
     mean: float = 0.0
-    variance: float = BIAS_SD**2 + SHAPE_SD**2
     shares: list[float] = field(default_factory=list)
     """Covariance with each measurement, given those before it, in units of its standard deviation."""
 
@@ -108,14 +116,17 @@ def _belief(run: Run, p_oom: float) -> Belief:
     replicas = layout.dp * layout.cp // layout.zero_shards if layout.zero_stage else 1
     sizes = (layout.tp, layout.pp, layout.cp, layout.mbs, layout.virtual_stages, max(1, replicas))
     place = (*(math.log2(size) for size in sizes), LENGTH * layout.zero_stage)
-    return Belief(run, p_oom, place, (layout.recompute, "zbv" * (layout.pp_schedule == "zbv")))
+    words = layout.recompute, "zbv" * (layout.pp_schedule == "zbv")
+    width = math.log(run.prediction.step_time_high_s / run.prediction.step_time_low_s)
+    scale = max(1.0, width / _WIDTH)
+    return Belief(run, p_oom, place, words, scale, scale**2 * (BIAS_SD**2 + SHAPE_SD**2))
 
 
 def _covariance(a: Belief, b: Belief) -> float:
     """Covariance of two errors; a word that differs is as far as LENGTH."""
     squares = sum((x - y) ** 2 for x, y in zip(a.place, b.place, strict=True))
     squares += LENGTH**2 * sum(x != y for x, y in zip(a.words, b.words, strict=True))
-    return BIAS_SD**2 + SHAPE_SD**2 * math.exp(-squares / (2 * LENGTH**2))
+    return a.scale * b.scale * (BIAS_SD**2 + SHAPE_SD**2 * math.exp(-squares / (2 * LENGTH**2)))
 
 
 def _learn(beliefs: Iterable[Belief], at: Belief, error: float) -> None:
@@ -164,7 +175,8 @@ def beliefs_of(runs: Sequence[Run], tried: Tried) -> dict[str, Belief]:
     for run_id, belief in found.items():
         if run_id in tried.times_s:
             error = math.log(tried.times_s[run_id] / belief.run.prediction.step_time_s)
-            _learn(found.values(), belief, max(-CLIP, min(CLIP, error)))
+            most = CLIP * belief.scale
+            _learn(found.values(), belief, max(-most, min(most, error)))
     for run_id, belief in found.items():
         if run_id in tried.pending:
             _learn(found.values(), belief, belief.mean)

@@ -64,24 +64,34 @@ def outcomes(
         yield own, Tried(times_s=times_s, oom=oom, failed=gave_none, pending=waits, max_p_oom=max_p_oom)
 
 
+def searching(state: SweepState) -> bool:
+    """Whether the latest launch of a sweep had the adaptive strategy."""
+    return bool(state.config.get("sweep", {}).get("strategy") == "adaptive")
+
+
 def not_promising(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
     """run_id -> why the adaptive search leaves out a run, where that is known by now.
 
     It is empty where the latest launch had another strategy.
     """
-    if state.config.get("sweep", {}).get("strategy") != "adaptive":
+    if not searching(state):
         return {}
     most = float(state.config.get("max_p_oom", 1.0))
     told = (reasons(own, tried) for own, tried in outcomes(runs, state, most))
     return {run_id: reason for of_cell in told for run_id, reason in of_cell.items()}
 
 
-def expected(plan: Plan, state: SweepState) -> list[Candidate]:
-    """The runs that the adaptive search is expected to make, if all measurements are as predicted."""
-    dominated = left_out(plan.runs, state)
-    runs = (run for run in plan.runs if run.run_id not in dominated)
-    cells = outcomes(runs, state, plan.config.max_p_oom)
-    return [run for own, tried in cells for run in expected_runs(own, tried, plan.config.batch)]
+def expected(
+    planned: Sequence[Candidate], state: SweepState, max_p_oom: float, batch: int
+) -> list[Candidate]:
+    """The runs that the adaptive search is expected to begin yet, if all measurements are as predicted.
+
+    Args:
+        batch: number of runs of a cell that are made at the same time.
+    """
+    dominated = left_out(planned, state)
+    cells = outcomes((run for run in planned if run.run_id not in dominated), state, max_p_oom)
+    return [run for own, tried in cells for run in expected_runs(own, tried, batch)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, CellKey, Plan, by_cell
 from ultrabench.sweep.running.attempts import (
+    CONTENDER_FACTOR,
     MAX_CONTENDERS,
     AttemptsLeft,
     Launch,
@@ -283,7 +284,8 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
     state = state or SweepState()
     todo = next_attempts(plan, state, launch=Launch(old=frozenset(state.attempts))).todo
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
-        known, later = {t.key.run_id for t in todo}, expected(plan, state)
+        known = {t.key.run_id for t in todo}
+        later = expected(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
         further = [PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in later]
         todo = (*todo, *(t for t in further if t.key.run_id not in known))
     confirmations = _confirmations(plan, todo)
@@ -325,20 +327,26 @@ def _priced(runs: Collection[Candidate]) -> tuple[int, float]:
 def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAttempt]:
     """The repeats that the best runs of each unmeasured cell will need.
 
-    The best runs are not known yet, so the runs with the shortest predicted step time stand for them.
+    The best runs are not known yet. Those whose predicted step time is as near to the shortest as contenders are
+    to the best stand for them.
     """
     repeats = plan.config.repeats
     cells = {t.candidate.cell for t in todo if t.key.repeat < repeats}
     searched = {t.key.run_id for t in todo} if plan.config.strategy == "adaptive" else None
     open_cells = (runs for cell, runs in plan.cells.items() if cell in cells)
     fitting = [[r for r in runs if r.fits and (not searched or r.run_id in searched)] for runs in open_cells]
-    best = [nsmallest(MAX_CONTENDERS, runs, key=lambda run: run.prediction.step_time_s) for runs in fitting]
+    best = [nsmallest(MAX_CONTENDERS, runs, key=_predicted_s) for runs in fitting]
     return [
         PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, nth, 0))
         for nth in range(repeats, plan.config.measure.confirm)
         for runs in best
         for run in runs
+        if _predicted_s(run) <= CONTENDER_FACTOR * _predicted_s(runs[0])
     ]
+
+
+def _predicted_s(run: Candidate) -> float:
+    return run.prediction.step_time_s
 
 
 def committed_gpu_hours(

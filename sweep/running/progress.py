@@ -11,7 +11,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.running.attempts import left_out, not_promising
+from ultrabench.sweep.running.attempts import expected, left_out, not_promising, searching
 from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attempts, with_loss_outliers
 
 UNSETTLED = frozenset({"pending", "running", *INTERRUPTED})
@@ -34,6 +34,9 @@ class SweepProgress:
     attempts: int
     useful_gpu_hours: float
     wasted_by_status: dict[str, float]
+    to_go: int | None
+    """Number of runs that the adaptive search is expected to make yet, with those that have begun; None for an
+    exhaustive sweep, which makes all that are left."""
     eta_s: float | None
     """Seconds that are left: the predicted duration of the remaining runs, corrected by how long finished
     runs took, divided by the number of running allocations. None before the first result."""
@@ -86,6 +89,7 @@ class SweepProgress:
                 }
                 for run, attempt in self.running
             ],
+            "to_go": self.to_go,
             "eta_s": self.eta_s,
             "runs_per_hour": self.runs_per_hour,
             "suspects": {str(key): why for key, why in self.suspects.items()},
@@ -113,7 +117,14 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
         (runs[i], a) for i, a in final.items() if a.result and not a.ok and a.result.status not in INTERRUPTED
     ]
     failed.sort(key=lambda pair: pair[1].time or 0.0)
-    left_s = sum(runs[i].prediction.duration_s for i, s in status.items() if s in UNSETTLED)
+    left = {run_id for run_id, s in status.items() if s in UNSETTLED}
+    if search := searching(state):
+        told = state.config
+        later = expected(
+            planned, state, float(told.get("max_p_oom", 1.0)), int(told["sweep"].get("batch", 1))
+        )
+        left &= final.keys() | {run.run_id for run in later}
+    left_s = sum(runs[run_id].prediction.duration_s for run_id in left)
     ended = ((runs[i], a.ok.duration_s) for i, a in final.items() if a.ok)
     ratios = [duration_s / run.prediction.duration_s for run, duration_s in ended if duration_s]
     unended = [bool(a.agents) for a in state.allocations.values() if a.ended is None]
@@ -127,6 +138,7 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
         attempts=len(state.attempts),
         useful_gpu_hours=useful,
         wasted_by_status=wasted,
+        to_go=len(left) if search else None,
         eta_s=left_s * median(ratios) / max(1, unended.count(True)) if ratios else None,
         runs_per_hour=_runs_per_hour(state),
         best=_best(planned, measured_rates(planned, state, doubts)),

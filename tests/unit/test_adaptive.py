@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ultrabench.analysis.rows import sweep_rows
+from ultrabench.cli.sweep.live import counts_line
+from ultrabench.cli.sweep.show import show_run
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.open_sweep import sweep_json_of
 from ultrabench.record import to_dict
@@ -60,7 +62,11 @@ def test_a_cell_is_over_after_few_runs_and_the_rest_has_reasons():
     counts = progress("s", PLAN.runs, state, "cuda").by_status
     assert "pending" not in counts
     assert counts["skipped"] == len(PLAN.runs) - len(made)
-    assert progress("s", PLAN.runs, state_of(batches[0]), "cuda").by_status["pending"]
+    begun = progress("s", PLAN.runs, state_of(batches[0]), "cuda")
+    assert 0 < (begun.to_go or 0) <= len(made) < begun.by_status["pending"] == begun.left
+    assert f", about {begun.to_go} to go" in str(counts_line(begun, busy=True))
+    state.launched = Launched(generation=2, config={"sweep": {"strategy": "exhaustive"}})
+    assert progress("s", PLAN.runs, state, "cuda").to_go is None
 
 
 def test_a_cell_waits_for_its_batch_and_every_launch_proposes_the_same():
@@ -114,7 +120,7 @@ def test_the_strategy_is_one_of_two_in_any_sweep_and_needs_something_to_train(tm
     assert [(config.strategy, config.batch) for config in own] == [("exhaustive", 4), ("adaptive", 4)]
 
 
-def test_collected_rows_tell_why_a_run_was_left_out(tmp_path):
+def test_rows_and_show_tell_why_a_run_was_left_out(tmp_path, capsys):
     first = next_attempts(PLAN, SweepState()).todo
     folder = SweepFolder(tmp_path)
     folder.create()
@@ -133,3 +139,5 @@ def test_collected_rows_tell_why_a_run_was_left_out(tmp_path):
     left = [rows[run.run_id] for run in PLAN.runs if rows[run.run_id]["status"] == "skipped"]
     assert len(left) > len(PLAN.runs) / 2
     assert all(row["reason"].startswith(("not promising: ", "predicted ")) for row in left)
+    show_run(left[0]["run_id"], str(tmp_path), as_json=False, results=tmp_path)
+    assert left[0]["reason"] in capsys.readouterr().out

@@ -74,6 +74,23 @@ def test_one_accident_does_not_move_the_whole_cell():
     assert 0 < accident < 2 * usual
 
 
+def test_an_uncertain_profile_is_believed_less():
+    """A layout whose interval reaches below the best has a chance to be better, and is not left out."""
+
+    def widened(by):
+        told = [(r, r.prediction.step_time_s) for r in CELL]
+        return [replace(r, prediction=replace(r.prediction, step_time_low_s=s / by, step_time_high_s=s * by))
+                for r, s in told]  # fmt: skip
+
+    tried = Tried(times_s={r.run_id: r.prediction.step_time_s for r in (FAST, SECOND)})
+    sure, unsure = (beliefs_of(widened(by), tried)["t8m4"] for by in (1.1, 1.65))
+    assert sure.variance < unsure.variance
+    assert sure.p_better(1.25) < 0.001 < unsure.p_better(1.25)
+    assert beliefs_of(CELL, tried)["t8m4"].variance == sure.variance, "never surer than a fitted profile"
+    accident = Tried(times_s={"t1m1": 1.25 * math.exp(1.0)})
+    assert beliefs_of(widened(1.65), accident)["t1m1"].mean > beliefs_of(CELL, accident)["t1m1"].mean
+
+
 def test_conditioning_one_by_one_is_the_gaussian_process():
     np = pytest.importorskip("numpy")
     times_s = {"t1m1": 1.3, "t4m2": 1.7, "t8m4": 3.0}
@@ -112,11 +129,11 @@ def test_reasons_name_the_memory_that_is_predicted():
 
 
 def test_a_batch_holds_different_runs_and_pending_ones_are_not_proposed_again():
-    batch = propose(CELL, Tried(), 3)
-    assert len({*names(batch)}) == 3
+    batch = propose(CELL, Tried(), 2)
+    assert len({*names(batch)}) == 2
     pending = Tried(pending={batch[0].run_id})
-    assert batch[0].run_id not in names(propose(CELL, pending, 3))
-    assert names(batch) == names(propose(CELL, Tried(), 3)), "two launches propose the same"
+    assert batch[0].run_id not in names(propose(CELL, pending, 2))
+    assert names(batch) == names(propose(CELL, Tried(), 2)), "two launches propose the same"
 
 
 def test_the_expected_runs_are_few_and_distinct():

@@ -109,6 +109,7 @@ def counts_line(now: SweepProgress, busy: bool) -> Text:
     text = f"{now.sweep}: {now.runs - now.left} of {counted(now.runs, 'run')} settled"
     text += f" ({shown})" if shown else ""
     text += f", {now.interrupted} interrupted" if now.interrupted else ""
+    text += f", about {now.to_go} to go" if now.to_go and now.left else ""
     return Text(f"{text}{eta}, {hours(total)} GPU hours{''.join(lost)}")
 
 
