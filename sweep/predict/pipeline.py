@@ -214,16 +214,21 @@ def timeline(layout: Layout) -> list[TimedPass]:
     return sorted(done, key=lambda one: (one.rank, one.start))
 
 
-def bubble_share(layout: Layout) -> float:
-    """The part of a step for which the ranks wait, as a fraction, where all stages take the same time: `timeline` has it.
+def waiting(layout: Layout) -> float:
+    """The time for which a rank waits in a step, in micro-batches, where all stages take the same time; `timeline` has it.
 
-    A rank waits for the time of w micro-batches, which is w/(gas + w) of the step. w = pp-1 under AFAB and 1F1B;
-    (pp-1)/v with v interleaved stages (arXiv 2104.04473, section 2.2), and more with less than pp micro-batches;
-    (pp-1)/6 under ZB-V (arXiv 2401.10241), and more where gas - 1 forwards do not fill the first wait of 2(pp-1).
+    It is pp-1 under AFAB and 1F1B; (pp-1)/v with v interleaved stages (arXiv 2104.04473, section 2.2), and more with
+    less than pp micro-batches; (pp-1)/6 under ZB-V (arXiv 2401.10241), and more where gas - 1 forwards do not fill the
+    first wait of 2(pp-1).
     """
-    pp, gas, v, waits = layout.pp, layout.gas, layout.virtual_stages, layout.pp - 1.0
+    pp, gas, v = layout.pp, layout.gas, layout.virtual_stages
     if layout.pp_schedule == "interleaved":
-        waits = (pp - 1 + (v - 1) * max(0, pp - gas)) / v
-    elif layout.pp_schedule == "zbv":
-        waits = max((pp - 1) / 2, 2 * (pp - 1) - (gas - 1)) / (COST["forward"] + COST["backward"])
-    return waits / (gas + waits)
+        return (pp - 1 + (v - 1) * max(0, pp - gas)) / v
+    if layout.pp_schedule == "zbv":
+        return max((pp - 1) / 2, 2 * (pp - 1) - (gas - 1)) / (COST["forward"] + COST["backward"])
+    return pp - 1.0
+
+
+def bubble_share(layout: Layout) -> float:
+    """The part of a step for which the ranks wait, as a fraction, where all stages take the same time."""
+    return waiting(layout) / (layout.gas + waiting(layout))

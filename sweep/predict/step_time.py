@@ -18,6 +18,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, split_stages
 from ultrabench.sweep.predict.network import Network
+from ultrabench.sweep.predict.pipeline import waiting
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
 BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
@@ -269,7 +270,6 @@ def predict_step_time(
     dp_s, dp_total_s = _data_parallel_s(spec, params, word, pass_s, network, c)
     zero_s = c.zero_layer_s * layers * sum(_reduces_and_gathers(layout)) / 2 if layout.zero_stage else 0.0
     held = (c.optimizer_bytes / layout.zero_shards + c.clip_bytes) * params / stream
-    bubble = {"interleaved": 1 / layout.virtual_stages, "zbv": c.zbv_bubble}.get(layout.pp_schedule, 1.0)
     return StepTime(
         gemm=gemm,
         attention=attention,
@@ -279,7 +279,7 @@ def predict_step_time(
         cp=cp_s,
         dp=dp_s + zero_s,
         pp=_exchanges_s(spec, tokens * shape.hidden_size * word / tp, network, c),
-        bubble=(all_s - pass_s) * bubble,
+        bubble=(all_s - pass_s) * waiting(layout) / max(1, layout.pp - 1),
         optimizer=held + c.optimizer_layer_s * layers,
         rest=c.rest_s,
         dp_total=dp_total_s,

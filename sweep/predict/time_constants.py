@@ -102,8 +102,6 @@ class TimeConstants:
     """Share of a link in a node that an exchange reaches."""
     pp_node_link_efficiency: Efficiency
     """Share of a link between nodes that an exchange reaches."""
-    zbv_bubble: NonNegative
-    """Share of the bubble of 1f1b that zbv leaves."""
     optimizer_bytes: NonNegative
     """Memory traffic of the optimizer for each parameter whose state the rank holds."""
     clip_bytes: NonNegative

@@ -101,6 +101,15 @@ def test_a_pipeline_waits_while_it_fills_and_less_so_with_more_micro_batches():
     assert step_time(spec_of(halved, "8B")).bubble < 0.7 * few.bubble
 
 
+def test_zbv_waits_for_a_sixth_of_1f1b_and_for_more_where_few_micro_batches_fill_it():
+    zbv, plain = {"pp_schedule": "zbv", "virtual_stages": 2}, {"pp_schedule": "1f1b"}
+    for gas, share in ((8, 1 / 3), (16, 1 / 6)):
+        own, other = (
+            step_time(spec_of(Layout(dp=1, pp=8, gas=gas, **words), "8B")) for words in (zbv, plain)
+        )
+        assert own.bubble / other.bubble == pytest.approx(share, rel=0.05)
+
+
 def test_every_regime_has_a_name():
     pure, pipeline = Layout(dp=512), Layout(dp=64, pp=8, pp_schedule="1f1b", gas=8)
     found = {
