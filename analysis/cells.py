@@ -186,7 +186,7 @@ def doubts(table: pa.Table) -> list[str]:
 
 
 def notes(table: pa.Table, include_suspects: bool = False) -> str:
-    """The note under a figure: how many runs ended in each way, as cells count them, the suspect rows, and the versions.
+    """The note under a figure: numbers of runs by how they ended in their cells, suspect rows, and versions.
 
     Args:
         include_suspects: whether suspect rows could win.

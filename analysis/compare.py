@@ -49,9 +49,10 @@ class Comparison:
     """What B has in common with A, and how it differs."""
 
     rows: pd.DataFrame
-    """One row for each layout that was tried in both, sorted by ratio: model, batch and layout, status and median
-    step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that so many steps can give), `stopped` (whether a
-    run was stopped early as slower than the best of its cell), and `finding`, which is null where there is none."""
+    """One row for each layout that was tried in both, sorted by ratio: model, batch and layout, status and
+    median step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that so
+    many steps can give), `stopped` (whether a run was stopped early as slower than the best of its cell), and
+    `finding`, which is null where there is none."""
     winners: pd.DataFrame
     """One row for each cell that another layout wins: `best_a`, `best_b`, `as_good` (whether the best of A is as
     good as the best in B), and `cost`, the step time of the best of A over that of the best of B, both in B."""

@@ -1,4 +1,4 @@
-"""Turns rows of runs.parquet, ours or imported, into the records that predictions are fitted to and checked against."""
+"""Turns result rows, ours or imported, into the records that predictions are fitted to and checked against."""
 
 import functools
 from collections import Counter
@@ -62,8 +62,8 @@ _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "s
 def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], Counter[str]]:
     """The attempts in a table that `read_parquet` or `collect` gives, in its order.
 
-    Candidates that were never attempted are left out, and so are runs that train no model. Rows that do not tell model, batch and layout in full
-    are left out, too; they are counted by reason in the second value.
+    Candidates that were never attempted are left out, and so are runs that train no model. Rows that do not
+    tell model, batch and layout in full are left out, too; they are counted by reason in the second value.
     """
     runs, left_out = list[MeasuredRun](), Counter[str]()
     for row in table.to_pylist():

@@ -6,7 +6,7 @@ from ultrabench.hardware import GIB
 
 
 def percent(fraction: float | None) -> str | None:
-    """A percentage such as `43.2 %`, with two significant digits below 1 %, or `< 0.01 %`; None when it is unknown."""
+    """A percentage such as `43.2 %`, with two significant digits below 1 %, or `< 0.01 %`; None if unknown."""
     if fraction is None:
         return None
     value = 100 * fraction

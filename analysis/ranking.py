@@ -136,8 +136,9 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
     In a cell the best run and those that are as good come first, then the other ok runs by the number that is
     compared, also those that were stopped as slower, then suspects, runs that failed or ran out of memory,
     runs that run or wait, and those that were skipped. The row of a run is the best of its repeats, as `rank`
-    counts it: ok, else out of memory, else another end. `best` and `as_good_as_best` mark the winners; `num_repeats` and
-    `num_repeats_failed` count the repeats of the run that have ended, and those of them that were not ok.
+    counts it: ok, else out of memory, else another end. `best` and `as_good_as_best` mark the winners;
+    `num_repeats` and `num_repeats_failed` count the repeats of the run that have ended, and those of them
+    that were not ok.
 
     Raises:
         ConfigError: `rank_by` is no numeric column, or no ok run has a value in it.
@@ -256,10 +257,10 @@ def _keys(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def usual_sizes(frame: pd.DataFrame, names: Sequence[str]) -> tuple[pd.Series, pd.DataFrame]:
-    """Which rows are suspect rows of an imported table, and for each row the sizes of those of its model that are not.
+    """Which rows are suspect rows of an imported table, and for each row the usual sizes of its model.
 
-    A suspect row belongs to the other rows of its model, even if its architecture or batch is another one: that is
-    its doubt, and its publisher ranked it there.
+    The usual sizes are those of the rows that are not suspect. A suspect row belongs to them, even if its own
+    architecture or batch is another one: that is its doubt, and its publisher ranked it there.
 
     Args:
         names: columns of sizes of the model and the batch.

@@ -83,9 +83,10 @@ def shard_state(module: Any) -> ShardState:
 
 
 def widen_gradients(model: torch.nn.Module) -> None:
-    """Adds up or converts gradients of parameters that fully_shard holds, so that all have the dtype of their reduction.
+    """Converts gradients of parameters that fully_shard holds to the dtype of their reduction, and adds them up.
 
-    By itself it does so after each backward, but for weights whose gradients are computed apart only in the next one.
+    fully_shard does so itself after each backward, but does it only in the next one for weights whose
+    gradients are computed apart.
     """
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None

@@ -82,7 +82,7 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         self.progress()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduces all gradients of the step, under schedules in which those of some weights come after the others."""
+        """Reduces all gradients of the step, also under schedules that compute some gradients of weights later."""
         widen_gradients(self.submod)
         super().perform_reduce_grad(grad_scale_factor)
 

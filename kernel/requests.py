@@ -21,7 +21,7 @@ TOLERANCE = 1e-10
 """Largest difference that passes in fp64; rounding gives 1e-13, the smallest real fault so far gave 1e-5."""
 
 SINGLE_THREADED = thread_variables(1)
-"""Environment of the process that forks: without it the BLAS of numpy starts threads on import, and forks may hang."""
+"""Environment of the process that forks. Without it numpy's BLAS starts threads on import; forks may then hang."""
 
 TINY = ModelShape(
     name="tiny", hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,

@@ -37,7 +37,7 @@ from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.running.price import within_limit
 
 PROBE_TIMEOUT_S = 600.0
-"""Seconds until the look at this machine ends; with twenty other processes on two cores it takes more than 120 s."""
+"""Seconds after which the probe of this machine is ended; beside 20 processes on 2 cores it takes over 120 s."""
 Accepts = Callable[[RunResult], bool]
 """Says whether a result with the status ok counts for a launch."""
 

@@ -218,9 +218,10 @@ def _of_accelerator(
 def _lacking(attention: str, compute_capability: int | None, head_width: int) -> str | None:
     """What an implementation of attention needs and an accelerator lacks; None if nothing is known to be lacking.
 
-    These are torch's checks for training without dropout (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and
-    torch/nn/attention/_fa3.py). Not checked are cuDNN's heads of 129 to 256 on Hopper and Blackwell, which depend on
-    its version, and flash attention on AMD GPUs (compute_capability None), for which torch asks AOTriton.
+    These are torch's checks for training without dropout
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and torch/nn/attention/_fa3.py). Not checked are
+    cuDNN's heads of 129 to 256 on Hopper and Blackwell, which depend on its version, and flash attention on
+    AMD GPUs (compute_capability None), for which torch asks AOTriton.
     """
     if attention == "flash3" and compute_capability != 90:
         return "sm_90"

@@ -36,8 +36,9 @@ _NEEDED = (
 def final(table: pa.Table) -> pd.DataFrame:
     """The final rows of runs that train a model, in an order that does not depend on that of the table.
 
-    Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells panels apart: hardware, kernel, precision or batch.
-    A suspect row of an imported table is in the panel of the other rows of its model, as in rankings.
+    Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells
+    panels apart: hardware, kernel, precision or batch. A suspect row of an imported table is in the panel of
+    the other rows of its model, as in rankings.
 
     Raises:
         ConfigError: there are no such rows.

@@ -17,7 +17,7 @@ WIDTH = 7.2
 MOST_PANELS = 60
 """Largest number of panels of one figure."""
 COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494")
-"""Colours that colour-blind readers can tell apart: the palette colorblind of seaborn, which takes a second to import."""
+"""Colours that colour-blind readers can tell apart: seaborn's palette colorblind; its import takes a second."""
 PALE = "#d9d9d9"
 """Colour of grid lines."""
 _TITLE_LINE, _NOTE_LINE, _MARGIN = 0.23, 0.15, 0.1

@@ -39,7 +39,7 @@ class Source:
     pattern: str | None = None
     """A regular expression with one group; the value is the text of the group, or null where it is not found."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Text in the table -> our value or null; other texts are refused. Empty means that texts are taken as they are."""
+    """Text in the table -> our value or null; other texts are refused. Where it is empty, all texts are kept."""
 
     def __post_init__(self) -> None:
         require_allowed(self)

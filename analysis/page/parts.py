@@ -15,8 +15,9 @@ from ultrabench.sweep.predict.stage_memory import PARTS
 def predicted_parts(table: pa.Table) -> dict[str, dict[str, int]]:
     """Run id -> part of PARTS -> bytes, for runs that ended ok or out of memory; of the rank that needs most.
 
-    They follow from the profile of the kernel as it is now, also where a run was planned with another one. Runs of a
-    kernel or hardware without a profile, and those that do not tell their model and layout in full, are left out.
+    They follow from the profile of the kernel as it is now, also where a run was planned with another one.
+    Runs of a kernel or hardware without a profile, and those that do not tell their model and layout in full,
+    are left out.
     """
     ended = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
     runs, _ = measured_runs(table.filter(ended))

@@ -105,7 +105,7 @@ def _told(table: pa.Table, public: bool) -> list[str]:
 
 
 def _without_texts(table: pa.Table) -> pa.Table:
-    """The table with the texts that a public page may tell: no reasons, doubts without words, names without paths."""
+    """The table with the texts of a public page: no reasons, `in doubt` for a doubt, and names without paths."""
     none = pa.scalar(None, pa.string())
     new = {"reason": pa.nulls(len(table), pa.string())}
     new["suspect"] = pc.if_else(pc.is_valid(table["suspect"]), "in doubt", none)

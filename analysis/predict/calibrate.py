@@ -38,14 +38,14 @@ class Calibration:
     kept: bool
     """Whether the new constants are used: on runs left out they are better than those before."""
     memory: dict[str, dict[str, float]]
-    """before and after -> median_error and p90_error of the memory that rank 0 reserved; empty where it was not fitted."""
+    """before and after -> median_error and p90_error of rank 0's reserved memory; empty where it was not fitted."""
 
 
 def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> Calibration:
     """The profile that fits the healthy runs best, starting from `base`.
 
-    Constants of `base` stay where new ones are no better on runs left out, so that few runs do no harm. Those of memory
-    are fitted for nanotron only, to at least 5 runs; the intervals are those of the runs left out.
+    Constants of `base` stay where new ones are no better on runs left out, so that few runs do no harm. Those
+    of memory are fitted for nanotron only, to at least 5 runs; the intervals are those of the runs left out.
 
     Raises:
         ConfigError: there are fewer than 5 healthy runs with a step time, or no constants predict them.

@@ -46,9 +46,9 @@ class Case:
 
 
 def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
-    """The final runs that a prediction can be compared with: those that ended ok or out of memory, doubted ones too.
+    """The final runs that a prediction can be compared with: those that ended ok or out of memory.
 
-    The second value counts the others by reason.
+    Suspect runs are among them. The second value counts the others by reason.
 
     Raises:
         ConfigError: no configuration describes the hardware of a run.
@@ -80,12 +80,12 @@ def _case(run: MeasuredRun, hardware: Hardware) -> Case:
 
 
 def exclusions(given: Sequence[Case]) -> list[str]:
-    """For each case why its step time does not count, such as `with slow links in the node`; empty where it is sound.
+    """For each case why its step time does not count, such as `with slow links in the node`; empty if it does.
 
-    The job's own probe decides: an all-reduce in a node of GPUs must exceed 300 GB/s, or 2/3 of slower links, and that of all ranks 0.7 of the
-    median of its number of nodes and kind of links (slow or fast). A job that measured nothing counts as healthy. A
-    run in doubt does not, unless it only has other sizes or another batch than others of its name: it is predicted
-    with its own.
+    The job's own probe decides: an all-reduce in a node of GPUs must exceed 300 GB/s, or 2/3 of slower links,
+    and that of all ranks 0.7 of the median of its number of nodes and kind of links (slow or fast). A job
+    that measured nothing counts as healthy. A run in doubt does not, unless it only has other sizes or
+    another batch than others of its name: it is predicted with its own.
     """
     rates: dict[tuple[str, int, bool], list[float]] = {}
     for case in given:

@@ -14,16 +14,17 @@ FITTED = (
     "layer_hidden", "work_hidden", "work_ffn", "work_gathered", "work_embedding", "logits", "gathered", "run_ahead",
     "backward_slack", "optimizer_slack", "base_bytes",
 )  # fmt: skip
-"""Constants that the fit may change; layer_ffn is known from the code, and the limits come from which runs failed."""
-ERROR_SCALE, RIDGE = 0.04, 0.5
-"""Error of a prediction, as a logarithm, from which a run pulls the fit less; and the standard deviation of
-log(constant / prior)."""
+"""Constants that the fit may change. layer_ffn is known from the code, the limits from which runs failed."""
+ERROR_SCALE = 0.04
+"""Error of a prediction, as a logarithm, from which a run pulls the fit less."""
+RIDGE = 0.5
+"""Standard deviation of log(constant / prior)."""
 NOT_FULL = 73 * 2**30
 """Reserved bytes above which the allocator of an 80 GiB device gives back what it would hold otherwise."""
 
 
 def usable(given: Iterable[MeasuredRun]) -> list[MeasuredRun]:
-    """The runs that tell something of memory: not those that failed, have no peak of rank 0, or nearly filled the device."""
+    """The ok runs whose rank 0 reported a peak below NOT_FULL: only these tell how much memory a layout needs."""
     ok = (run for run in given if run.status == Status.OK)
     return [run for run in ok if 0 < (run.peak_mem_reserved_rank0_bytes or 0) < NOT_FULL]
 

@@ -135,9 +135,10 @@ STRATEGIES: Mapping[str, Callable[[Replay, int], None]] = {
 
 
 def cells_of(cases: Sequence[Case], profile: Profile) -> dict[CellKey, list[ReplayedRun]]:
-    """The runs of each cell in which any layout works, without doubted ones and layouts that a structural rule rejects.
+    """The runs of each cell in which any layout works.
 
-    Of several measurements of a run the last one counts.
+    Suspect runs and layouts that a structural rule rejects are left out. Of several measurements of a run the
+    last one counts.
     """
     cells: dict[CellKey, dict[str, ReplayedRun]] = {}
     for case in cases:

@@ -1,7 +1,7 @@
 """Finds what a step would cost: runs the real kernel without data and without other ranks.
 
-`python -P -m ultrabench.kernel.dryrun.rank_cost` reads a RunSpec from stdin and writes one RankCost per line, for the
-first rank of each pipeline stage. The process imports torch, but only its forked children compute.
+`python -P -m ultrabench.kernel.dryrun.rank_cost` reads a RunSpec from stdin and writes one RankCost per line,
+for the first rank of each pipeline stage. The process imports torch, but only its forked children compute.
 """
 
 import gc

@@ -22,9 +22,10 @@ TRACE, SNAPSHOT, SUMMARY = "trace.json.gz", "memory.pickle", "summary.json"
 def look_inside(trainer: TrainStep, number: int, folder: Path) -> None:
     """Trains four more steps from `number` on; profiled ranks write files to `folder`/rank<rank>.
 
-    Profiled are the first rank of the first and of the last pipeline stage. All ranks have to call it. trace.json.gz is for chrome://tracing or Perfetto, memory.pickle (only on GPUs)
-    is for pytorch.org/memory_viz, and summary.json has the result of `summarize` and memory_bytes, the bytes
-    of each kind at the peak.
+    The first ranks of the first and of the last pipeline stage are profiled. All ranks have to call it.
+    trace.json.gz is for chrome://tracing or Perfetto, memory.pickle (only on GPUs) is for
+    pytorch.org/memory_viz, and summary.json has the result of `summarize` and memory_bytes, the bytes of each
+    kind at the peak.
 
     Raises:
         OSError: the files cannot be written.

@@ -39,10 +39,11 @@ class Stage:
 def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = False) -> tuple[Stage, ...]:
     """The `num_stages` stages into which the blocks [embedding, decoder x L, norm, head, cast, loss] are cut.
 
-    The cost of a decoder layer is its matmul parameters, that of the head V*h, and that of other blocks 0.
-    A block goes to the current stage. When the cost so far exceeds total*(stage+1)/num_stages, the next stage begins.
-    This is the rule of nanotron, so results can be compared with its measurements; like nanotron's, stages
-    may be empty. Later versions of nanotron begin the next stage also when the cost equals that part of the total.
+    The cost of a decoder layer is its matmul parameters, that of the head V*h, and that of other blocks 0. A
+    block goes to the current stage. When the cost so far exceeds total*(stage+1)/num_stages, the next stage
+    begins. This is the rule of nanotron, so results can be compared with its measurements; like nanotron's,
+    stages may be empty. Later versions of nanotron begin the next stage also when the cost equals that part
+    of the total.
 
     Args:
         ties_advance: whether to cut as these later versions do.

@@ -241,7 +241,7 @@ def _flags(options: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def load_model(name: str) -> ModelShape:
-    """The shape of the model that `name` means: a name on the search path, or the path of a config.json or its folder.
+    """The shape of a model: `name` is on the search path, or is the path of a config.json or its folder.
 
     Raises:
         ConfigError: there is no such model, or its file lacks a value.

@@ -1,4 +1,4 @@
-"""Draws the bubble of pipeline schedules over the number of micro-batches, and what pipelines cost in measured runs."""
+"""Draws the bubble of pipeline schedules over the number of micro-batches, and the cost of pipelines in runs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,9 +26,10 @@ _MARKERS = {"1f1b": "o", "afab": "s", "interleaved": "D", "zbv": "^"}
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
-    """The note, and fractions of a step: a row for each value of a formula, whose nodes is 0, and for each pair of measured runs.
+    """The fractions of a step that are drawn, and the note.
 
-    The two runs of a pair differ only in their pipeline, and one of them has none. Their share is
+    There is a row for each value of a formula, with 0 as its number of nodes, and for each pair of measured
+    runs. The two runs of a pair differ only in their pipeline, and one of them has none. Their share is
     1 - step time without / step time with it: what the step is longer than its work.
 
     Raises:

@@ -68,10 +68,12 @@ _MARKS = {
 def points(
     layout: Mapping[str, Any], table: pa.Table | None = None, *, axis: str
 ) -> tuple[pd.DataFrame, str]:
-    """The note, and one row for each bar, each measured run of its layout, and each value of the axis that cannot run.
+    """The rows of the figure, and its note.
 
-    The column `shown` is predicted, impossible, or for runs measured, measured_rank0, oom or suspect; `value` is the
-    name of the bar. Predicted rows have the bytes of each part, `bytes` is their sum or what was measured.
+    There is a row for each bar, each measured run of its layout, and each value of the axis that cannot run.
+    The column `shown` is predicted, impossible, or for runs measured, measured_rank0, oom or suspect; `value`
+    is the name of the bar. Predicted rows have the bytes of each part, `bytes` is their sum or what was
+    measured.
 
     Args:
         layout: arguments as `ultrabench predict` takes them.

@@ -22,7 +22,9 @@ _SCALES, _CLOSE = ("memory_gib", "tokens_per_s_per_gpu"), 0.05
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
-    """The note, and the runs that may win and whose memory is known; `front` marks those that no run of the panel beats in both.
+    """The runs that may win and whose memory is known, and the note.
+
+    The column `front` marks those that no run of the panel beats in both memory and throughput.
 
     Raises:
         ConfigError: the memory of no run is known.
@@ -69,7 +71,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
 
 
 def _named(front: pd.DataFrame) -> pd.DataFrame:
-    """Those runs of a front that have room for their name, with the column `text`; the slower of two close ones has none."""
+    """The runs of a front that are named, with the column `text`; of two that are close, the faster one is named."""
     far: list[Any] = []
     for at in (front[[*_SCALES]] / front[[*_SCALES]].max()).iloc[::-1].itertuples():
         if all(abs(at[1] - other[1]) + abs(at[2] - other[2]) > _CLOSE for other in far):

@@ -23,10 +23,11 @@ _THIN: dict[str, Any] = {"color": "#8a8a8a", "linewidth": 0.5, "alpha": 0.45}
 
 
 def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
-    """The note, and one row for each run that may be the best of its cell, with the columns of `winnable` and three others.
+    """The runs that may be the best of their cells, and the note.
 
-    `line` is the number of nodes, but 0 for the axis nodes; `best` marks the fastest run of a line and value of the
-    axis; runs with an equal number in `equal` differ only in the axis and what follows from it.
+    They have three columns besides those of `winnable`. `line` is the number of nodes, but 0 for the axis
+    nodes; `best` marks the fastest run of a line and value of the axis; runs with an equal number in `equal`
+    differ only in the axis and what follows from it.
     """
     all_runs = measured(final(table))
     runs, left_out = known(winnable(all_runs), axis, axis, "choose another --axis")

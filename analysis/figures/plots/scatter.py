@@ -22,9 +22,11 @@ _SPREAD = 0.36
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
-    """The note, and one row for each measured run, with the columns `height` (MFU in percent, else tokens/s/GPU) and `beside`.
+    """The measured runs, and the note.
 
-    Tokens/s/GPU stand for MFU where no run has one, and where MFU follows from several formulas.
+    The column `height` is MFU in percent, or tokens/s/GPU where no run has an MFU, or where MFU follows from
+    several formulas. `beside` is how far a point is drawn beside the place of its number of nodes, so that
+    points do not cover each other.
     """
     runs = measured(final(table))
     told = notes(table, runs, crosses=True)

@@ -31,7 +31,7 @@ _HALVES = {"input": "backward: gradient of the input", "weight": "backward: grad
 
 
 def points(layout: Mapping[str, Any], table: pa.Table | None = None) -> tuple[pd.DataFrame, str]:
-    """The note, and one row for each pass: rank, stage, kind, micro_batch, chunk, start, end, and the schedule's name.
+    """The passes (rank, stage, kind, micro_batch, chunk, start, end, name of the schedule), and the note.
 
     Args:
         layout: values of pp, gas, pp_schedule and virtual_stages; by default pp=4 and gas=2*pp.

@@ -17,10 +17,10 @@ def doctor(
 ) -> int:
     """Check whether this cluster can be used.
 
-    Each failure has a remedy. A job of one node is submitted in the same way as the jobs of a sweep. Without launcher=, Slurm is checked
-    where it answers, else this machine. With --deep small sweeps follow: they check that every layout has
-    the same loss and gradient, that a lack of memory is recognised, and that a published speed is reached. The exit code
-    is 1 when a check fails and 3 when Slurm cannot be asked.
+    Each failure has a remedy. A job of one node is submitted in the same way as the jobs of a sweep. Without
+    launcher=, Slurm is checked where it answers, else this machine. With --deep small sweeps follow: they
+    check that every layout has the same loss and gradient, that a lack of memory is recognised, and that a
+    published speed is reached. The exit code is 1 when a check fails and 3 when Slurm cannot be asked.
     """
     from ultrabench.cli.run_doctor import report, run_doctor
 

@@ -142,7 +142,7 @@ def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[
 
 
 def distance(a: RunSpec, b: RunSpec) -> float:
-    """How much two runs differ: 1 for each factor of two in a degree, batch or number of nodes, and for other words."""
+    """How much two runs differ: 1 for each factor of two in a number, and 1 for each other setting that differs."""
     numbers = ("dp", "tp", "pp", "cp", "mbs", "gas")
     sizes = ((getattr(a.layout, name), getattr(b.layout, name)) for name in numbers)
     more = ((a.nodes, b.nodes), (a.workload.seq_len, b.workload.seq_len))
