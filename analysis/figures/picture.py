@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
 
 from ultrabench.errors import require_known
@@ -40,7 +41,9 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
         warnings.filterwarnings("ignore", message="Glyph")
         drawn = make()
         _settle(drawn)
-        drawn.savefig(buffer, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
+        drawn.set_dpi(160)
+        canvas: Any = get_registered_canvas_class(suffix[1:])(drawn)  # savefig would draw everything twice
+        getattr(canvas, f"print_{suffix[1:]}")(buffer, metadata=_METADATA[suffix])
     return buffer.getvalue()
 
 

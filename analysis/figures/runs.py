@@ -43,7 +43,7 @@ def final(table: pa.Table) -> pd.DataFrame:
     Raises:
         ConfigError: there are no such rows.
     """
-    layouts = final_runs(table).select([*_NEEDED]).to_pandas()
+    layouts = final_runs(table.select([*_NEEDED, "is_final"])).to_pandas()
     frame = layouts[layouts["status"] != "rejected"]
     if not len(frame):
         if len(layouts):
