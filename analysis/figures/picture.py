@@ -60,8 +60,7 @@ def _settle(drawn: Figure) -> None:
     """Lays the figure out and rounds all places, since the last digits of the solver's numbers vary."""
     if (engine := drawn.get_layout_engine()) is None:
         return
-    for _ in range(2):  # a panel that has become smaller may have other numbers at its axes
-        engine.execute(drawn)
+    engine.execute(drawn)
     drawn.set_layout_engine("none")
     for part in drawn.subfigs:
         box = part.bbox_relative

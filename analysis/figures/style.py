@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter
 
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.errors import ConfigError, counted
@@ -22,7 +24,7 @@ PALE = "#d9d9d9"
 """Colour of grid lines."""
 _TITLE_LINE, _NOTE_LINE, _MARGIN = 0.23, 0.15, 0.1
 """Heights in inches of a line of the title, of a line of the notes, and of the space above and below."""
-_TITLE_WIDTH, _NAME_WIDTH, _NOTE_WIDTH, _LEGEND_WIDTH = 66, 72, 135, 100
+_TITLE_WIDTH, _NAME_WIDTH, _NOTE_WIDTH, _LEGEND_WIDTH, _TICKS_WIDTH = 66, 72, 135, 100, 88
 """Numbers of characters that fit into the width of a figure."""
 _MARKERS = "osD^vPX*<>"
 _LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
@@ -112,11 +114,21 @@ def label(axes: Any, name: str, across: str, up: str) -> None:
 
 
 def categories(axes: Axes, values: Sequence[object]) -> None:
-    """Gives the values of an axis equal distances, with room for at least five."""
+    """Gives the values of an axis equal distances, with room for at least five, and names those that have room."""
     beside = max(0.6, (5 - len(values)) / 2)
     names = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
-    axes.set_xticks(range(len(values)), names)
+    room = _TICKS_WIDTH // axes.get_subplotspec().get_gridspec().ncols  # type: ignore[union-attr]
+    step = -(-len(names) * (max(map(len, names)) + 1) // room)
+    axes.set_xticks(range(0, len(names), step), names[::step])
     axes.set_xlim(-beside, len(values) - 1 + beside)
+
+
+def factors(scale: Axis, least: float, most: float) -> None:
+    """Names the ticks of an axis that grows by factors, also between powers of ten where there are few of these."""
+    few: Locator = LogLocator(subs=(1, 2, 5) if most < 2000 * least else (1,))
+    scale.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]) if most < 4 * least else few)
+    scale.set_major_formatter("{x:,.10g}")
+    scale.set_minor_formatter(NullFormatter())
 
 
 def legend(middle: SubFigure, handles: Sequence[Any], title: str | None = None) -> None:

@@ -92,6 +92,13 @@ def test_the_figure_is_drawn_the_same_each_time(tmp_path, gone):
         assert word in svg[0]
 
 
+def test_bandwidths_of_one_size_on_one_node_have_a_plain_scale(tmp_path):
+    drawn, notes = points(table_of(sweep(tmp_path / "comm", (1, 0, probe(9.0, 9.0, 2**20)))))
+    svg = render(lambda: figure(drawn, title="comm", notes=notes), Path("f.svg"))
+    assert b"0.01</text>" in svg
+    assert b"mathdefault" not in svg
+
+
 def test_nothing_to_draw_and_two_places_are_mistakes(tmp_path):
     trained = make_sweep(tmp_path / "trained", [candidate(spec_of(LAYOUTS[0]))])
     with pytest.raises(ConfigError, match="sweep=comm"):

@@ -267,14 +267,14 @@ def overlaps(figure):
 
 
 @pytest.mark.parametrize("models", [1, 8])
-@pytest.mark.parametrize("kind", RUNS)
-def test_no_text_is_cut_or_overlaps(kind, models):
+@pytest.mark.parametrize(("kind", "axis"), [*((kind, None) for kind in RUNS), ("failures", "dp")])
+def test_no_text_is_cut_or_overlaps(kind, axis, models):
     rows = [
         row(f"{m}.{n}", 2**n, 900.0 / (n + 1), model=f"model-{m}", num_params=10**9 * (m + 1), predicted_peak_mem_bytes=2**36)
         for m in range(models) for n in range(9 if models > 1 else 1)
     ]  # fmt: skip
     with styled():
-        figure = prepared(kind, table_of(*rows), title="a-sweep")[1]()
+        figure = prepared(kind, table_of(*rows), title="a-sweep", axis=axis)[1]()
         FigureCanvasAgg(figure).draw()
         assert overlaps(figure) == ([], [])
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.figures.style import categories, key, label, legend, looks, panel_grid
+from ultrabench.analysis.figures.style import categories, factors, key, label, legend, looks, panel_grid
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
 
@@ -66,7 +66,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         label(axes, _TITLES[operation], "nodes (1: inside a node)", "bus bandwidth (GB/s)")
         categories(axes, [int(n) for n in nodes])
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:,g}")
+        factors(axes.yaxis, drawn["p5"].min(), drawn["p95"].max())
     legend(middle, [key(_size(size), **styles[size]) for size in sizes], "bytes of a rank's buffer")
     return whole
 

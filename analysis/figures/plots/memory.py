@@ -55,8 +55,8 @@ _MOMENTS = {
 _HATCHES = ("", "////", "", "\\\\\\\\", "....", "", "xxxx")
 _CUT = 2.2
 """Largest height of the scale, as a multiple of the memory of a GPU."""
-_MOST_NAMES, _NUMBER_WIDTH = 18, 0.3
-"""Largest number of named bars, and inches that a bar with a number has."""
+_NUMBER_WIDTH = 0.3
+"""Inches that a bar with a number has."""
 _MARKS = {
     "measured": ("measured, largest of all ranks", "o", "#1b1b1b"),
     "measured_rank0": ("measured, rank 0", "s", "#1b1b1b"),
@@ -181,14 +181,15 @@ def _measured(alike: pd.DataFrame, config: SweepConfig, value: str) -> Iterator[
 
 def _notes(drawn: pd.DataFrame, config: SweepConfig) -> Iterator[str]:
     """The lines under the figure about the prediction and the values that cannot run."""
-    bars, memory = drawn[drawn["shown"] == "predicted"], config.hardware.mem_bytes
+    bars = drawn[drawn["shown"] == "predicted"].reset_index(drop=True)
+    memory = config.hardware.mem_bytes
     odds = dict.fromkeys(f"{100 * share:.0f}" for share in (bars["p_oom"].min(), bars["p_oom"].max()))
     yield (
         f"Predicted with profile {config.profile.name}: peaks, and P(OOM), the probability that a run does not fit "
         f"({' to '.join(odds)} %). {config.hardware.gpu} has {memory / GIB:,.4g} GiB."
     )
-    moments = {name: _names(bars["value"][bars["phase"] == phase]) for phase, name in _MOMENTS.items()}
-    at = "; ".join(f"{', '.join(values)}: {name}" for name, values in moments.items() if values)
+    moments = {name: bars.loc[bars["phase"] == phase, "value"] for phase, name in _MOMENTS.items()}
+    at = "; ".join(f"{_span(values)}: {name}" for name, values in moments.items() if len(values))
     yield f"A bar shows what is held at the moment of its peak. {at}."
     if bars["bytes"].max() > _CUT * memory:
         yield f"Bars are cut at {_CUT:g} times the memory; their numbers are whole."
@@ -255,10 +256,8 @@ def _mark(axes: Axes, drawn: pd.DataFrame, values: list[str], unit: float) -> li
 
 def _name_bars(axes: Axes, drawn: pd.DataFrame, bars: pd.DataFrame, top: float, unit: float) -> None:
     """Names the bars below, and above them the peak and P(OOM), as far as there is room."""
-    wide, step = (WIDTH - 1) / max(5, len(bars)), -(-len(bars) // _MOST_NAMES)
-    names = _names(bars["value"])
+    wide, names = (WIDTH - 1) / max(5, len(bars)), _names(bars["value"])
     categories(axes, names)
-    axes.set_xticks(range(0, len(names), step), names[::step])
     if wide < _NUMBER_WIDTH:
         return
     seen = drawn[drawn["shown"] != "oom"]
@@ -279,3 +278,9 @@ def _name_bars(axes: Axes, drawn: pd.DataFrame, bars: pd.DataFrame, top: float, 
 def _names(values: Iterable[str]) -> list[str]:
     """The names of bars, whole numbers with their thousands apart."""
     return [f"{int(value):,}" if value.isdecimal() else value for value in values]
+
+
+def _span(values: "pd.Series[str]") -> str:
+    """The names of some bars, those of several neighbours as `1 to 32`."""
+    names, at = _names(values), values.index
+    return f"{names[0]} to {names[-1]}" if at[-1] - at[0] == len(at) - 1 > 1 else ", ".join(names)

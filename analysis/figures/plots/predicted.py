@@ -6,11 +6,10 @@ import pandas as pd
 import pyarrow as pa
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
 
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, measured, notes, winnable
-from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
+from ultrabench.analysis.figures.style import factors, key, label, legend, looks, panel_grid
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 
@@ -91,9 +90,7 @@ def _scatter(
         axes.plot(own[measured], own[predicted], alpha=0.65, **styles[name])
     axes.set(xlim=ends, ylim=ends)
     for scale in (axes.xaxis, axes.yaxis):
-        scale.set_major_locator(LogLocator(subs=(1, 2, 5) if ends[1] < 2000 * ends[0] else (1,)))
-        scale.set_major_formatter("{x:,.10g}")
-        scale.set_minor_formatter(FuncFormatter(lambda *_: ""))
+        factors(scale, *ends)
 
 
 def _ratios(axes: Axes, drawn: pd.DataFrame) -> None:
