@@ -22,7 +22,7 @@ MISTAKES = [
     ("doctor --deep sweep=quick", "sweep=quick with --deep, which has a sweep of its own"),
     ("heatmap FILE.parquet", "FILE.parquet"),
     ("heatmap nope.parquet", "cannot read nope.parquet: there is no such file"),
-    ("heatmap x.csv", "or import it: ultrabench import x.csv"),
+    ("heatmap x.csv", "a .parquet file of ultrabench collect or import: ultrabench import x.csv"),
     ("kernel check zero_stge=1", "unknown argument 'zero_stge'; did you mean zero_stage?"),
     ("kernel check dp=two", "dp='two' is no whole number"),
     ("kernel check dp=0", "dp=0; must be >= 1"),
