@@ -127,17 +127,8 @@ def test_svg_holds_the_words():
 
 
 def test_a_square_counts_what_was_tried_and_marks_another_best_layout():
-    layout = {
-        "dp": 8,
-        "tp": 1,
-        "pp": 1,
-        "cp": 1,
-        "zero_stage": 1,
-        "dp_shard": 0,
-        "mbs": 4,
-        "gas": 8,
-        "recompute": "none",
-    }
+    degrees = {"dp": 8, "tp": 1, "pp": 1, "cp": 1, "zero_stage": 1, "dp_shard": 0}
+    layout = degrees | {"mbs": 4, "gas": 8, "recompute": "none"}
     known = {"layout": layout | {"pp_schedule": "none", "virtual_stages": 1}, "num_runs": 1234}
     counts = {"num_oom": 20, "num_failed": 2, "as_good_as_best": ("b",), "num_repeats": 2}
     counts |= {"num_in_doubt": 3, "num_repeats_failed": 1}

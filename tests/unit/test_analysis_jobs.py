@@ -65,21 +65,11 @@ def test_the_job_of_a_row_is_that_of_its_claim_else_of_its_allocation(sweep, sub
 def test_every_row_of_an_allocation_knows_what_it_was_worth(sweep):
     sweep.planned(found=FOUND)
     sweep.attempt(CONTROL, 0.3, 0.2, 0.4)
-    assert [sweep.row()[name] for name in CIRCUMSTANCES] == [
-        None,
-        None,
-        "abc",
-        None,
-        None,
-    ]  # not attempted yet
+    not_attempted = [None, None, "abc", None, None]
+    assert [sweep.row()[name] for name in CIRCUMSTANCES] == not_attempted
     sweep.attempt(OTHER, 0.1, 0.2, 0.15)
-    assert [sweep.row()[name] for name in CIRCUMSTANCES] == [
-        6e14,
-        4e10,
-        "def",
-        pytest.approx(0.3 / 0.15),
-        None,
-    ]
+    *worth, ratio, job = (sweep.row()[name] for name in CIRCUMSTANCES)
+    assert (worth, ratio, job) == ([6e14, 4e10, "def"], pytest.approx(0.3 / 0.15), None)
     assert sweep.row()["allgather_busbw_bytes_per_s"] is None
     assert sweep.row(CONTROL)["control_ratio"] == 1.0
 

@@ -33,12 +33,8 @@ def test_json_holds_the_promised_words():
     (cell,) = cells_of(row("a", 5.0))
     value = json.loads(json.dumps(cell.to_json()))
     assert set(WORDS) <= set(value)
-    assert (value["run_id"], value["dp"], value["hardware"], value["as_good_as_best"]) == (
-        "a",
-        8,
-        "h100x8",
-        [],
-    )
+    told = {"run_id": "a", "dp": 8, "hardware": "h100x8", "as_good_as_best": []}
+    assert told.items() <= value.items()
 
 
 @pytest.mark.parametrize(
@@ -294,11 +290,8 @@ def test_a_leaderboard_holds_every_run_once_winners_first():
     first, second = leaderboard(table)
     assert [r["run_id"] for r in first] == ["best", "slow", "hot", "lost", "waits", "left"]
     assert [r["rank"] for r in (*first, *second)] == [1, 2, 3, 4, 5, 6, 7]
-    assert [(r["best"], r["as_good_as_best"]) for r in first[:3]] == [
-        (True, False),
-        (False, True),
-        (False, False),
-    ]
+    assert [r["best"] for r in first[:3]] == [True, False, False]
+    assert [r["as_good_as_best"] for r in first[:3]] == [False, True, False]
     assert {r["ranked_by"] for r in first} == {"tokens_per_s_per_gpu"}
     with pytest.raises(ConfigError, match="no ok run has a value in hfu"):
         leaderboard(table, rank_by="hfu")

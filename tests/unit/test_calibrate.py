@@ -117,10 +117,8 @@ def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved(fitted):
     few, nanotron = cases(known[:10])[0], load_profile("nanotron")
     mine = calibrate(few, nanotron, name="mine", date="2026-11-22")
     assert mine.memory["after"]["median_error"] < mine.memory["before"]["median_error"] / 2
-    assert (
-        memory_constants("nanotron", yaml.safe_load(to_yaml(mine.profile, nanotron))["memory"]).layer_hidden
-        > 26
-    )
+    written = yaml.safe_load(to_yaml(mine.profile, nanotron))["memory"]
+    assert memory_constants("nanotron", written).layer_hidden > 26
     assert fitted.memory == {}
 
 
@@ -294,11 +292,6 @@ def test_memory_is_compared_with_the_version_that_made_the_row():
     assert (good["rows"], good["excluded"], good["step_time"]["rows"]) == (2, 1, 1)
     assert (good["memory"], good["oom"]) == (found["memory"], found["oom"])  # ill links do not change memory
     assert found["memory"]["rows"] == 2
-    assert found["oom"] == {
-        "rows": 3,
-        "accuracy": 1.0,
-        "borderline_accuracy": None,
-        "false_prune": 0.0,
-        "caught": 1.0,
-    }
+    oom = {"rows": 3, "accuracy": 1.0, "borderline_accuracy": None, "false_prune": 0.0, "caught": 1.0}
+    assert found["oom"] == oom
     assert found["memory"]["median_error"] == pytest.approx((ahead / 2**34 - 1 + latest / 2**34 - 1) / 2)

@@ -99,16 +99,8 @@ def test_what_is_absent_is_what_transformers_takes():
     mistral = {"model_type": "mistral", "sliding_window": None}
     assert load_model(write("b.json", mistral, without=("num_key_value_heads",))).num_key_value_heads == 8
     assert load_model(write("c.json", {**mistral, "num_key_value_heads": None})).num_key_value_heads == 32
-    assert (
-        load_model(
-            write(
-                "d.json",
-                {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
-                without=("rope_theta",),
-            )
-        ).rope_theta
-        == 7
-    )
+    rotation = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    assert load_model(write("d.json", rotation, without=("rope_theta",))).rope_theta == 7
     assert load_model(write("e.json", {"tie_word_embeddings": True})).tie_word_embeddings
     qwen = load_model(
         write("f.json", {"model_type": "qwen3", "hidden_size": 2048}, without=("num_key_value_heads",))

@@ -16,17 +16,8 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running import attempts
 
-PLAN = make_plan(
-    load_config(
-        [
-            "sweep=playbook",
-            "sweep.models=[1B]",
-            "sweep.nodes=[1]",
-            "sweep.pp_schedule=[1f1b,afab,interleaved,zbv]",
-            "max_p_oom=1",
-        ]
-    )
-)
+SCHEDULES = "sweep.pp_schedule=[1f1b,afab,interleaved,zbv]"
+PLAN = make_plan(load_config(["sweep=playbook", "model=1B", "sweep.nodes=[1]", SCHEDULES, "max_p_oom=1"]))
 RUNS = PLAN.runs
 NEARLY = 0.999
 """With afab, whose micro-batches are all kept, half as many of twice the size need fewer small buffers."""

@@ -114,12 +114,8 @@ def test_scatter_shows_runs_that_cannot_win_as_crosses():
     points, text = several("scatter")
     assert list(points[~points["good"]].sort_values("run_id")["run_id"]) == ["c", "d"]
     assert points.set_index("run_id")["height"]["a"] == pytest.approx(20.0)
-    for word in (
-        "MFU and throughput of 5 runs over nodes: sweep",
-        "cannot win",
-        "nodes (largest marker: 14.4 ktokens/s)",
-        "80B",
-    ):
+    title, axis = "MFU and throughput of 5 runs over nodes: sweep", "nodes (largest marker: 14.4 ktokens/s)"
+    for word in (title, axis, "cannot win", "80B"):
         assert word in text
 
 

@@ -24,18 +24,8 @@ from ultrabench.sweep.running.price import (
     within_limit,
 )
 
-BIG = make_plan(
-    load_config(
-        [
-            "sweep=playbook",
-            "launcher=slurm",
-            "sweep.models=[8B]",
-            "sweep.nodes=[1,2]",
-            "max_p_oom=1",
-            "sweep.strategy=exhaustive",
-        ]
-    )
-)
+SWEEP = ["sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[1,2]", "sweep.strategy=exhaustive"]
+BIG = make_plan(load_config([*SWEEP, "launcher=slurm", "max_p_oom=1"]))
 
 
 def todo_of(run):

@@ -93,13 +93,8 @@ def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed():
     assert excluded(state_of(*failed(wrong, run_id="r"), *failed(wrong, run_id="s")), POLICY) == {}
     down = result("node_fail", suspect_hosts=("dead",), reason="ECC error")
     assert excluded(state_of(*failed(down)), POLICY) == {"dead": "ECC error"}
-    told = SweepState(
-        allocations={
-            "x": AllocationState(
-                name="x", ends={Start(): AllocationEnded(allocation="x", reason="", avoid=("full",))}
-            )
-        }
-    )
+    end = AllocationEnded(allocation="x", reason="", avoid=("full",))
+    told = SweepState(allocations={"x": AllocationState(name="x", ends={Start(): end})})
     assert list(excluded(told, POLICY)) == ["full"]
 
 

@@ -177,13 +177,8 @@ def test_without_accounting_a_missing_job_is_lost(slurm, job_id):
 
 
 def test_a_job_that_comes_back_begins_anew(slurm):
-    for jobs, after in (
-        ({}, 0),
-        ({}, GRACE_S - 1),
-        (rows(("57_0", "RUNNING")), 2),
-        ({}, GRACE_S),
-        ({}, GRACE_S - 1),
-    ):
+    back = rows(("57_0", "RUNNING"))
+    for jobs, after in (({}, 0), ({}, GRACE_S - 1), (back, 2), ({}, GRACE_S), ({}, GRACE_S - 1)):
         slurm.listed = jobs
         slurm.lives(after=after)
 

@@ -83,10 +83,7 @@ def test_the_price_is_shown_by_cell(capsys, typed):
     assert lines[0] == f"sweep quick-cpu: tiny (328 k parameters) on cpu, {batch}"
     cells = [line.split() for line in lines if line.startswith("tiny")]
     count = {n: sum(c.nodes == n for c in PLAN.runs) for n in (1, 2)}
-    assert [cell[:4] for cell in cells] == [
-        ["tiny", "1", "2", str(count[1])],
-        ["tiny", "2", "4", str(count[2])],
-    ]
+    assert [cell[:4] for cell in cells] == [["tiny", f"{n}", f"{2 * n}", f"{count[n]}"] for n in (1, 2)]
     rest = [float(line.split()[-1]) for line in lines if "starts of jobs: 2" in line]
     assert sum(float(cell[4]) for cell in cells) + sum(rest) == pytest.approx(PRICE, rel=0.01)
     middle, low, to, high = next(line for line in lines if line.startswith("all")).split()[-4:]

@@ -107,14 +107,8 @@ def test_models_that_are_not_of_the_playbook_keep_their_name(ultrabench):
 
 def test_a_doubted_row_stays_in_the_cell_of_its_model(ultrabench):
     other = {"num_kv_heads": "8", "batch_accum": "4", "mfu": "50", "tok/s/gpu": "40000"}
-    nanotron(
-        ultrabench,
-        OK | other,
-        OK,
-        OOM,
-        OOM | {"num_kv_heads": "8"},
-        OK | {"nodes": "2", "dp": "8", "mbs": "4"},
-    )
+    on_two = OK | {"nodes": "2", "dp": "8", "mbs": "4"}
+    nanotron(ultrabench, OK | other, OK, OOM, OOM | {"num_kv_heads": "8"}, on_two)
     first, second = as_json(ultrabench, "heatmap", "out.parquet")
     assert (first["source_mfu"], first["peak_mem_reserved_rank0_bytes"]) == (0.445, int(41.5 * GIB))
     assert (first["nodes"], first["num_runs"], first["gbs"], second["nodes"]) == (1, 4, 256, 2)
@@ -157,17 +151,9 @@ ROW = {
 def test_a_map_for_any_other_table(ultrabench):
     shard, none = mapped(ultrabench, MAP, ROW | {"sharding": "fsdp"}, ROW | {"sharding": "?", "batch": "-"})
     assert (shard["dp"], shard["gas"], shard["zero_stage"], shard["zero_shards"]) == (8, 4, 3, 8)
-    assert (shard["step_time_s"], shard["tokens_per_s_per_gpu"], shard["gpus"]) == (
-        0.5,
-        64 * 1024 / 0.5 / 8,
-        8,
-    )
-    assert (shard["status"], shard["kernel"], shard["precision"], shard["pp_schedule"]) == (
-        "ok",
-        "other",
-        "bf16",
-        "none",
-    )
+    numbers = {"step_time_s": 0.5, "tokens_per_s_per_gpu": 64 * 1024 / 0.5 / 8, "gpus": 8}
+    words = {"status": "ok", "kernel": "other", "precision": "bf16", "pp_schedule": "none"}
+    assert numbers.items() | words.items() <= shard.items()
     assert none["zero_stage"] is none["gas"] is none["gbs"] is none["tokens_per_s_per_gpu"] is None
     assert none["step_time_s"] == 0.5
 

@@ -25,18 +25,8 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     assert plan["candidates"] == plan["valid"] + sum(plan["rejected"].values())
     assert (plan["valid"], plan["runs"]) == (1178, plan["runs"])
     assert [c["nodes"] for c in plan["cells"]] == [1, 2, 4, 8, 16, 32, 64]
-    promised = {
-        "model",
-        "nodes",
-        "candidates",
-        "valid",
-        "runs",
-        "runs_at_most",
-        "pruned",
-        "predicted_to_fit",
-        "predicted_gpu_hours",
-        "predicted_gpu_hours_interval",
-    }
+    numbers = {"candidates", "valid", "runs", "runs_at_most", "pruned", "predicted_to_fit"}
+    promised = {"model", "nodes", "predicted_gpu_hours", "predicted_gpu_hours_interval"} | numbers
     assert all(set(c) == promised for c in plan["cells"])
     beside = {what: told["count"] for what, told in plan["beside_runs"].items()}
     assert 0 < beside["repeats of the best"] <= 56
@@ -224,10 +214,8 @@ def test_logs_of_a_run_that_printed_nothing_say_so(ultrabench, sweep):
 def test_help_shows_whole_sentences_at_80_columns(ultrabench, group, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = ultrabench(*group.split(), "--help")
-    assert (code, [line for line in out.splitlines() if line.endswith("...") and "Usage" not in line]) == (
-        0,
-        [],
-    )
+    assert code == 0
+    assert not [line for line in out.splitlines() if line.endswith("...") and "Usage" not in line]
 
 
 def test_configs_json_names_every_group(ultrabench):
@@ -296,15 +284,8 @@ def test_a_sweep_that_is_named_twice_counts_once(ultrabench, sweep):
 def test_what_may_not_win_a_cell_is_named_as_best_by_no_command(ultrabench, sweep):
     best = QUICK.runs[0]
     outrun = [run for run in QUICK.runs[2:] if run.nodes == best.nodes][:3]
-    for run, more in zip(
-        outrun,
-        (
-            {"rank_step_times_s": {"0": 0.05, "1": 0.5}},
-            {"step_times_s": (1e-9,) * 6},
-            {"stopped": "slower_than_best"},
-        ),
-        strict=True,
-    ):
+    uneven, impossible = {"rank_step_times_s": {"0": 0.05, "1": 0.5}}, {"step_times_s": (1e-9,) * 6}
+    for run, more in zip(outrun, (uneven, impossible, {"stopped": "slower_than_best"}), strict=True):
         record(sweep, run, **{"step_times_s": (0.09,) * 6} | more)
     cells = as_json(ultrabench, "heatmap")
     assert {(c["model"], c["nodes"]) for c in cells} == {("tiny", 1), ("tiny", 2)}
@@ -325,12 +306,8 @@ def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, t
         flags = dict(word.split("=", 1) for word in told["command"] if word.startswith("--") and "=" in word)
         assert flags["--tensor-model-parallel-size"] == str(layout.tp)
         assert (flags["--global-batch-size"], flags["--rotary-base"]) == ("8", "10000")
-        assert told["command"][:4] == [
-            "torchrun",
-            f"--nnodes={run.nodes}",
-            "--nproc-per-node=2",
-            "pretrain_gpt.py",
-        ]
+        torchrun = ["torchrun", f"--nnodes={run.nodes}", "--nproc-per-node=2", "pretrain_gpt.py"]
+        assert told["command"][:4] == torchrun
         assert ("supports zero_stage in [1]" in lacking) == (layout.zero_stage != 1 and layout.dp > 1)
         assert "precision=fp32; its command has precision=bf16" in lacking
         assert "rope_theta" not in lacking
@@ -352,11 +329,8 @@ def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, t
     (tmp_path / "ultrabench/kernel/mine.yaml").write_text(mine)
     run = next(run for run in QUICK.runs if run.layout.zero_stage == 3)
     out = ultrabench("sweep", "show", run.run_id, "--as", "mine")[1]
-    assert out.splitlines()[-3:] == [
-        "LEVEL='a b' \\",
-        "  ./train \\",
-        f"  '--tp={run.layout.tp} {run.layout.pp}'",
-    ]
+    flag = f"  '--tp={run.layout.tp} {run.layout.pp}'"
+    assert out.splitlines()[-3:] == ["LEVEL='a b' \\", "  ./train \\", flag]
     assert "# not expressed: zero_stage=3 is no word of its command" in out.splitlines()
 
 
