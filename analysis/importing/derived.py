@@ -1,23 +1,30 @@
 """Completes an imported row: what follows from its other columns, and why it may be in doubt."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from ultrabench.analysis.measured import shape_of
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION
 from ultrabench.errors import ConfigError
+from ultrabench.hardware import GIB, Hardware
 from ultrabench.layout import AXES
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id
 from ultrabench.sweep.config.compose import files
 from ultrabench.sweep.config.load import load_hardware, load_model
+from ultrabench.sweep.running.outliers import impossible
 
 _IDENTITY = (
     *MODEL, *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
 )  # fmt: skip
 """Columns of which the run_id of an imported row is the hash."""
 _SIZES = tuple(name for name in MODEL if name not in ("model", "num_params", "num_active_params"))
+
+
+_COUNTS = ("nodes", "gpus", "dp", "tp", "pp", "cp", "mbs", "gas", "gbs", "seq_len")
+_PEAK_BYTES = ("peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes")
+_MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s", *_PEAK_BYTES)
 
 
 def completed(row: Row, models: Mapping[str, str]) -> tuple[Row, list[str]]:
@@ -38,7 +45,7 @@ def completed(row: Row, models: Mapping[str, str]) -> tuple[Row, list[str]]:
     _fill_speed(row)
     row |= {"schema_version": RESULTS_SCHEMA_VERSION, "attempt": 0, "is_final": True}
     row["run_id"] = content_id({name: row.get(name) for name in _IDENTITY})
-    return row, doubts
+    return row, [*doubts, *_impossible(row)]
 
 
 def _fill_model(row: Row, models: Mapping[str, str]) -> list[str]:
@@ -53,6 +60,26 @@ def _fill_model(row: Row, models: Mapping[str, str]) -> list[str]:
     if shape := _shape(row):
         row |= {"num_params": shape.num_params, "num_active_params": shape.num_active_params}
     return doubts
+
+
+def _impossible(row: Row) -> Iterator[str]:
+    """Reasons why what the row tells cannot have been measured."""
+    ok = row.get("status") == "ok"
+    for name in (*_COUNTS, *(_MEASURED if ok else ())):
+        if row.get(name) is not None and row[name] <= 0:
+            yield f"impossible value: {name}={row[name]:.4g}"
+    if row.get("model") is None:
+        yield "unknown model"
+    if ok and row.get("step_time_s") is None:
+        yield "unknown step time"
+    made = _product(row, "dp", "tp", "pp", "cp")
+    if made is not None and row.get("gpus") != made:
+        yield f"other number of GPUs than its layout: gpus={row.get('gpus')}, dp*tp*pp*cp={made}"
+    if doubt := impossible(row.get("mfu")):
+        yield doubt
+    used, known = max(row.get(name) or 0 for name in _PEAK_BYTES), _hardware(row.get("hardware", ""))
+    if known and used > known.mem_bytes:
+        yield f"more memory than a GPU has: {used / GIB:.0f} of {known.mem_bytes / GIB:.0f} GiB"
 
 
 def _other(row: Row, size: str, usual: object) -> str:
@@ -103,7 +130,7 @@ def _fill_speed(row: Row) -> None:
         speed = total / gpus
     if speed is None and time_s and tokens:
         speed = tokens / time_s / gpus
-    if not speed:
+    if not speed or speed < 0:
         return
     row |= {"tokens_per_s_per_gpu": speed, "tokens_per_s": speed * gpus}
     if time_s is None and tokens:
@@ -124,11 +151,14 @@ def _product(row: Row, *names: str) -> int | None:
     return product
 
 
-@cache
 def _peak(hardware: str, precision: str) -> Row:
     """The columns with the dense rate of a node type in this precision; empty where one of them is unknown."""
-    if hardware not in files("hardware"):
-        return {}
-    known = load_hardware(hardware)
-    rate = known.peak_flops_per_s.get(precision)
-    return {"peak_flops_per_s": rate, "peak_source": known.source} if rate else {}
+    known = _hardware(hardware)
+    rate = known.peak_flops_per_s.get(precision) if known else None
+    return {"peak_flops_per_s": rate, "peak_source": known.source} if known and rate else {}
+
+
+@cache
+def _hardware(name: str) -> Hardware | None:
+    """The node type of that name; None where it is unknown."""
+    return load_hardware(name) if name in files("hardware") else None

@@ -76,6 +76,8 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         raise UltrabenchError(f"cannot read {path}: {told}; give a CSV file") from error
     if longer := next((n for n, row in enumerate(rows, start=2) if None in row), None):
         raise ConfigError(f"{path}, line {longer} has more than the {len(header)} columns of line 1; mend it")
+    if not rows:
+        raise ConfigError(f"{path} has no row below its line of column names; there is nothing to import")
     return header, rows
 
 

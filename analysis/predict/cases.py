@@ -137,5 +137,7 @@ def default_profile(given: Sequence[Case]) -> str:
         if (found := usual_profile(str(named), device)) in files("profiles"):
             return found
     told = ", ".join(f"{name} on {device}" for name, device in programs)
-    known = f"a profile is known for one kernel of {', '.join(kernels)}"
-    raise ConfigError(f"the runs are of {told}; {known}: name one with --profile")
+    known = ", ".join(sorted(files("profiles")))
+    raise ConfigError(
+        f"the runs are of {told}; no profile is that of all of them: give --profile, one of {known}"
+    )

@@ -91,6 +91,13 @@ def test_a_row_of_nanotron_in_our_columns(ultrabench):
         ({"num_kv_heads": "", "name": "1.34G_dp4_gqa8"}, ["other architecture: num_key_value_heads=8 (GQA), 1B has 32"]),
         ({"num_layers": "12", "batch_accum": "4"},
          ["other architecture: num_hidden_layers=12, 1B has 16", "other batch than 1,048,576 tokens"]),
+        ({"tok/s/gpu": "-5"}, ["impossible value: tokens_per_s_per_gpu=-5", "unknown step time"]),
+        ({"tok/s/gpu": "0"}, ["impossible value: tokens_per_s_per_gpu=0", "unknown step time"]),
+        ({"tok/s/gpu": "400000"}, ["mfu 3.91 is above 1: steps or peak are measured wrongly"]),
+        ({"Mem Res (GB)": "500"}, ["more memory than a GPU has: 500 of 80 GiB"]),
+        ({"tp": "3"}, ["other number of GPUs than its layout: gpus=8, dp*tp*pp*cp=24"]),
+        ({"pp": "0"}, ["impossible value: pp=0", "other number of GPUs than its layout: gpus=8, dp*tp*pp*cp=0"]),
+        ({"name": "", "tok/s/gpu": ""}, ["unknown model", "unknown step time"]),
     ],
 )  # fmt: skip
 def test_reasons_of_doubt(ultrabench, change, reasons):
@@ -235,7 +242,7 @@ def test_doubts_that_cannot_be_checked(ultrabench, doubt, told):
         (["--map", "none.yaml", "runs.csv"], "cannot read none.yaml"),
         (["--map", "runs.csv", "runs.csv"], "runs.csv: it has no mapping `columns`"),
         (["nanotron", "."], "cannot read .: Is a directory; give a CSV file"),
-        (["nanotron", "empty.csv"], "unknown column of empty.csv 'job_id' (known: none)"),
+        (["nanotron", "empty.csv"], "empty.csv has no row below its line of column names"),
         (["nanotron", "image.csv"], "cannot read image.csv: 'utf-8' codec can't decode byte 0x89"),
         (["nanotron", "long.csv"], "long.csv, line 2 has more than the 1 columns of line 1; mend it"),
     ],

@@ -220,7 +220,8 @@ def test_help_shows_whole_sentences_at_80_columns(ultrabench, group, monkeypatch
 
 def test_configs_json_names_every_group(ultrabench):
     found = as_json(ultrabench, "configs")
-    assert {"model", "hardware", "sweep", "kernel", "launcher", "measure", "retry", "cluster"} == set(found)
+    groups = {"model", "hardware", "sweep", "kernel", "launcher", "measure", "retry", "cluster", "profile"}
+    assert set(found) == groups
     assert "tiny" in found["model"]
     assert set(as_json(ultrabench, "configs", "sweep")) == {"sweep"}
 

@@ -1,5 +1,6 @@
 """What `ultrabench predict calibrate` prints and writes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,18 +26,20 @@ def open_cases(
     Args:
         profile: its name; None means that of the program which the runs used.
     """
-    runs, left_out = [], 0
+    runs, unknown = [], Counter[str]()
     for source in sources:
         found, unusable = measured_runs(open_results(source, results_dir, warn)[2])
         runs += found
-        left_out += unusable.total()
+        unknown.update({reason.partition(": ")[0]: n for reason, n in unusable.items()})
+    if unknown:
+        reasons = "; ".join(f"{n:,}: {reason}" for reason, n in unknown.most_common(5))
+        say(f"{counted(unknown.total(), 'row')} cannot be predicted ({reasons})")
     given, others = cases(runs)
     if not given:
-        raise ConfigError(f"no run of {counted(len(runs), 'row')} ended ok or out of memory")
+        rows = counted(len(runs) + unknown.total(), "row")
+        raise ConfigError(f"none of {rows} is of a run that can be predicted and ended ok or out of memory")
     told = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
     say(f"{counted(len(given), 'run')}; left out: {told or 'none'}")
-    if left_out:
-        say(f"{counted(left_out, 'row')} lack sizes of their model, batch or layout")
     return given, load_profile(profile or default_profile(given))
 
 
