@@ -167,12 +167,10 @@ def open_sweep(
     if reuse not in (None, "same", "any"):
         raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
     folder = folder_of(config)
-    known_as = find_sweep_json(folder)
+    known_as, journal = find_sweep_json(folder), JournalWriter(folder.journal, "launcher")
+    in_table = bool(config.hardware.peak_flops_per_s)
     if known_as is not None:
         require_same(known_as, config, folder.path)
-    in_table = bool(config.hardware.peak_flops_per_s)
-    journal = JournalWriter(folder.journal, "launcher")
-    if known_as is not None:
         with contextlib.suppress(OSError):
             journal.path.touch()  # from now on `sweep status` sees a launcher, also while the machine is measured
     environment = _machine_facts(config, needs_peak=not in_table and known_as is None, say=say)

@@ -33,11 +33,11 @@ SHRINKAGE_RUNS = 30
 def fit_time(given: Sequence[Case], prior: TimeConstants) -> TimeConstants:
     """The constants that predict these runs best without moving further from `prior` than they show.
 
-    It minimises sum(soft_l1(log(measured / predicted) / 0.1)) + sum((log(constant / prior) / sd)**2), the soft-L1
-    loss being 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants that are 0
-    stay 0.
+    It minimises sum(soft_l1(log(measured / predicted) / ERROR_SCALE)) + sum((log(constant / prior) / RIDGE)**2),
+    where soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants
+    that are 0 stay 0.
     """
-    names = [f.name for f in fields(prior) if f.name not in NOT_FITTED and _free(getattr(prior, f.name))]
+    names = [f.name for f in fields(prior) if f.name not in NOT_FITTED and _positive(getattr(prior, f.name))]
     ridge = RIDGE[len(given) < FEW_RUNS]
     return fit_constants(
         prior, names, lambda now: [case.log_error(now) for case in given], ERROR_SCALE, ridge
@@ -71,7 +71,7 @@ def fit_constants(
     return constants(least_squares(residuals, start, max_nfev=10, diff_step=1e-3).x)
 
 
-def _free(value: object) -> bool:
+def _positive(value: object) -> bool:
     return isinstance(value, float) and value > 0
 
 
@@ -92,7 +92,10 @@ def left_out_errors(
 
 
 def intervals(given: Sequence[Case], errors: Sequence[float]) -> dict[str, Quantiles]:
-    """Regime -> 10 and 90 % quantile of its errors, those of k runs mixed with those of all by k / (k + 30)."""
+    """Regime -> 10 and 90 % quantiles of its errors, mixed with those of all runs.
+
+    Those of a regime with k runs have the weight k / (k + SHRINKAGE_RUNS).
+    """
     whole = _quantiles(errors)
     found = {"all": whole}
     for name in sorted({case.regime for case in given}):

@@ -13,7 +13,7 @@ from ultrabench.result import Status
 from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.plan import CellKey
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
-from ultrabench.sweep.predict.predict import Prediction
+from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import Tried, propose
 from ultrabench.sweep.running.attempts import CONTENDER_FACTOR, MAX_CONTENDERS
@@ -115,7 +115,7 @@ def _in_order(cell: Replay, batch: int, order: Sequence[ReplayedRun], enough: Ca
 
 
 def _exhaustive(cell: Replay, batch: int) -> None:
-    order = sorted(cell.runs, key=lambda run: (run.prediction.p_oom > 0.5, run.cost()))
+    order = sorted(cell.runs, key=lambda run: (run.prediction.p_oom > LIKELY_OOM, run.cost()))
     _in_order(cell, batch, order, lambda: False)
 
 
@@ -125,7 +125,7 @@ def _random(cell: Replay, batch: int) -> None:
 
 
 def _predicted(cell: Replay, batch: int) -> None:
-    order = sorted(cell.runs, key=lambda run: (run.prediction.p_oom > 0.5, run.prediction.step_time_s))
+    order = sorted(cell.runs, key=lambda run: (run.prediction.p_oom > LIKELY_OOM, run.prediction.step_time_s))
     _in_order(cell, batch, order, lambda: len(cell.tried().times_s) >= TOP_RUNS)
 
 

@@ -12,6 +12,7 @@ from ultrabench.analysis.predict.nanotron_version import of_version
 from ultrabench.layout import AXES
 from ultrabench.result import Status
 from ultrabench.sweep.predict.memory import MemoryConstants, memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.predict.profile import Profile, Quantiles
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
@@ -158,9 +159,9 @@ def _rank_correlation(cell: pd.DataFrame) -> float:
 
 
 def _oom(rows: pd.DataFrame) -> dict[str, float | None]:
-    """How often P(OOM) > 0.5 tells right, also near the limit, and what P(OOM) > 0.9 prunes of both outcomes."""
+    """How often P(OOM) > LIKELY_OOM is right, also near the limit, and what PRUNED_P_OOM prunes of both outcomes."""
     failed, pruned = rows.status == Status.OOM, rows.p_oom > PRUNED_P_OOM
-    right = (rows.p_oom > 0.5) == failed
+    right = (rows.p_oom > LIKELY_OOM) == failed
     return {
         "rows": len(rows),
         "accuracy": _mean(right),

@@ -113,10 +113,6 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
     by_nodes: dict[int, Counter[str]] = {}
     for run in planned:
         by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
-    failed = [
-        (runs[i], a) for i, a in final.items() if a.result and not a.ok and a.result.status not in INTERRUPTED
-    ]
-    failed.sort(key=lambda pair: pair[1].time or 0.0)
     left = {run_id for run_id, s in status.items() if s in UNSETTLED}
     if search := searching(state):
         told = state.config
@@ -148,8 +144,17 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
             if a.ok and a.ok.ci_reached is False and (width := ci95_rel(a.ok.step_times_s)) is not None
         },
         suspects=doubts,
-        failures=tuple(failed[-5:]),
+        failures=_latest_failures(runs, final),
     )
+
+
+def _latest_failures(
+    runs: Mapping[str, Candidate], final: Mapping[str, AttemptState]
+) -> tuple[tuple[Candidate, AttemptState], ...]:
+    """The field `failures` of the progress."""
+    ended = ((runs[i], a) for i, a in final.items() if a.result and not a.ok)
+    failed = [(run, a) for run, a in ended if a.result and a.result.status not in INTERRUPTED]
+    return tuple(sorted(failed, key=lambda pair: pair[1].time or 0.0)[-5:])
 
 
 def _runs_per_hour(state: SweepState) -> float | None:
