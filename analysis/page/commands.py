@@ -24,13 +24,8 @@ def predict_words(row: Row, profiles: Collection[str]) -> str:
         profiles: names of known profiles; an imported row is predicted with that of its kernel.
     """
     imported = row["source"] is not None and row["kernel"] in profiles
-    words = {
-        **_names(row),
-        "profile": row["kernel"] if imported else None,
-        "precision": row["precision"],
-        "nodes": row["nodes"],
-        "seq_len": row["seq_len"],
-    }
+    words = {**_names(row), "profile": row["kernel"] if imported else None}
+    words |= {name: row[name] for name in ("precision", "nodes", "seq_len")}
     return _joined(words | {name: value for name, value in _axes(row) if value != "all"})
 
 
