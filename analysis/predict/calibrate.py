@@ -35,8 +35,9 @@ class Calibration:
     """median_error and p90_error of the profile that the fit started from, as fractions."""
     after: dict[str, float]
     """median_error and p90_error of constants that were fitted without the run, even if they are not kept."""
-    kept: bool
-    """Whether the new constants are used: on runs left out they are better than those before."""
+    fitted: dict[str, int]
+    """step_time and memory -> number of runs that the constants of the profile were fitted to; 0 where they are those
+    before, since new ones are no better on runs left out."""
     memory: dict[str, dict[str, float]]
     """before and after -> median_error and p90_error of rank 0's reserved memory; empty where it was not fitted."""
 
@@ -45,7 +46,8 @@ def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> 
     """The profile that fits the healthy runs best, starting from `base`.
 
     Constants of `base` stay where new ones are no better on runs left out, so that few runs do no harm. Those
-    of memory are fitted for nanotron only, to at least 5 runs; the intervals are those of the runs left out.
+    of memory are fitted for nanotron only, to at least 5 runs. The intervals of the runs left out are mixed with
+    those of `base`.
 
     Raises:
         ConfigError: there are fewer than 5 healthy runs with a step time, or no constants predict them.
@@ -60,38 +62,62 @@ def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         raise ConfigError(f"{has}; {rule}{left_out}")
     old, new = [case.log_error(base.time) for case in known], left_out_errors(known, base.time)
     before, after = errors(old), errors(new)
-    kept = after["median_error"] < before["median_error"]
-    factor, error = math.exp(median(map(abs, old))), min(before["median_error"], after["median_error"])
-    if factor > MAX_FACTOR or error > MAX_ERROR:
-        wrong = f"half of {len(known):,} runs are off by a factor of {factor:,.3g} from profile {base.name}"
-        fitted = f"by {100 * error:,.0f} % from constants that were fitted without them"
-        rule = f"a profile needs less than {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} %"
-        raise ConfigError(f"{wrong}, {fitted}; {rule}: check the seconds, hardware and model of the rows")
-    memory, told = _memory([case.run for case in given], base)
+    better = after["median_error"] < before["median_error"]
+    _require_near(old, new, base)
+    memory, told, memory_runs = _memory([case.run for case in given], base)
+    fitted = {"step_time": better * len(known), "memory": memory_runs}
     profile = replace(
         base,
         name=name,
         memory=memory,
-        source=f"fitted to {counted(len(known), 'run')}, from profile {base.name}",
+        source=_source(fitted, len(known), base),
         date=date,
         prior=base.name,
-        time=fit_time(known, base.time) if kept else base.time,
-        interval=intervals(known, new if kept else old),
-        quality={"runs": len(known), **(after if kept else before)},
+        time=fit_time(known, base.time) if better else base.time,
+        interval=intervals(known, new if better else old, base.interval),
+        quality={"runs": len(known), **(after if better else before)},
     )
-    return Calibration(profile=profile, runs=len(known), before=before, after=after, kept=kept, memory=told)
+    return Calibration(
+        profile=profile, runs=len(known), before=before, after=after, fitted=fitted, memory=told
+    )
+
+
+def _require_near(old: Sequence[float], new: Sequence[float], base: Profile) -> None:
+    """Raises where neither the constants of `base` nor fitted ones explain the step times.
+
+    Args:
+        old: log(measured / predicted) of each run with the constants of `base`.
+        new: the same with constants that were fitted without the run.
+    """
+    factor = math.exp(median(map(abs, old)))
+    error = min(errors(logs)["median_error"] for logs in (old, new))
+    if factor > MAX_FACTOR or error > MAX_ERROR:
+        wrong = f"half of {len(old):,} runs are off by a factor of {factor:,.3g} from profile {base.name}"
+        fitted = f"by {100 * error:,.0f} % from constants that were fitted without them"
+        rule = f"a profile needs less than {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} %"
+        raise ConfigError(f"{wrong}, {fitted}; {rule}: check the seconds, hardware and model of the rows")
+
+
+def _source(fitted: dict[str, int], runs: int, base: Profile) -> str:
+    """Where each part of a profile comes from."""
+    told = (
+        f"{part.replace('_', ' ')} " + (f"fitted to {counted(n, 'run')}" if n else f"of profile {base.name}")
+        for part, n in fitted.items()
+    )
+    return f"{', '.join(told)}, intervals of {counted(runs, 'run')} mixed with those of {base.name}"
 
 
 def _memory(
     given: Sequence[MeasuredRun], base: Profile
-) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """The constants of memory that are better on runs left out, and the errors before and after."""
+) -> tuple[dict[str, Any], dict[str, dict[str, float]], int]:
+    """The constants of memory that are better on runs left out, the errors before and after, and the runs of the fit."""
     known, prior = usable(given), memory_constants(base.framework, base.memory)
     if not isinstance(prior, NanotronMemory) or len(known) < MIN_RUNS:
-        return base.memory, {}
+        return base.memory, {}, 0
     old, new = errors(memory_errors(known, prior)), errors(memory_left_out(known, prior))
     better = new["median_error"] < old["median_error"]
-    return to_dict(fit_memory(known, prior)) if better else base.memory, {"before": old, "after": new}
+    told = {"before": old, "after": new}
+    return (to_dict(fit_memory(known, prior)), told, len(known)) if better else (base.memory, told, 0)
 
 
 def errors(logs: Sequence[float]) -> dict[str, float]:

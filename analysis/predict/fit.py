@@ -1,7 +1,7 @@
 """Fits the constants of the step time to measured runs, starting from those of another profile."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, replace
 from statistics import quantiles
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ ERROR_SCALE = 0.1
 FOLDS = 5
 """Number of fits of a check, each without another fifth of the runs."""
 SHRINKAGE_RUNS = 30
-"""Number of runs of a regime at which its quantiles count as much as those of all runs together."""
+"""Number of runs at which their quantiles count as much as those of a wider group, or of the profile before."""
 
 
 def fit_time(given: Sequence[Case], prior: TimeConstants) -> TimeConstants:
@@ -91,19 +91,29 @@ def left_out_errors(
     return [case.log_error(fitted[own]) for case, own in zip(given, groups, strict=True)]
 
 
-def intervals(given: Sequence[Case], errors: Sequence[float]) -> dict[str, Quantiles]:
+def intervals(
+    given: Sequence[Case], errors: Sequence[float], before: Mapping[str, Quantiles] | None = None
+) -> dict[str, Quantiles]:
     """Regime -> 10 and 90 % quantiles of its errors, mixed with those of all runs.
 
     Those of a regime with k runs have the weight k / (k + SHRINKAGE_RUNS).
+
+    Args:
+        before: the intervals of another profile; those of all runs are mixed with them first, in the same way.
     """
     whole = _quantiles(errors)
-    found = {"all": whole}
-    for name in sorted({case.regime for case in given}):
+    before = before or {"all": whole}
+    found = dict[str, Quantiles]()
+    for name in ("all", *sorted({*before, *(case.regime for case in given)} - {"all"})):
         own = [error for case, error in zip(given, errors, strict=True) if case.regime == name]
-        share = len(own) / (len(own) + SHRINKAGE_RUNS)
-        mixed = (share * a + (1 - share) * b for a, b in zip(_quantiles(own), whole, strict=True))
-        found[name] = Quantiles(*mixed)
+        wider = _mixed(whole, before.get(name, before["all"]), len(errors))
+        found[name] = _mixed(_quantiles(own), wider, len(own)) if own else wider
     return found
+
+
+def _mixed(found: Quantiles, wider: Quantiles, runs: int) -> Quantiles:
+    share = runs / (runs + SHRINKAGE_RUNS)
+    return Quantiles(*(share * a + (1 - share) * b for a, b in zip(found, wider, strict=True)))
 
 
 def _quantiles(errors: Sequence[float]) -> Quantiles:

@@ -53,7 +53,7 @@ def without_own_group(given: Sequence[Case], prior: TimeConstants, by: str) -> d
     found: dict[Hashable, Fitted] = {}
     for own in groups:
         others = [(case, error) for case, error in errors if group(case) != own]
-        found[own] = constants[own], intervals(*zip(*others, strict=True))
+        found[own] = constants[own], intervals([case for case, _ in others], [error for _, error in others])
     return found
 
 

@@ -24,6 +24,7 @@ from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.nanotron_memory import nanotron_memory
 from ultrabench.sweep.predict.network import network
+from ultrabench.sweep.predict.profile import Quantiles
 from ultrabench.sweep.predict.step_time import predict_step_time
 
 BASE = load_profile("ultrabench")
@@ -73,7 +74,10 @@ def fitted():
 
 def test_a_few_runs_make_a_profile_that_predicts_others(fitted):
     others = measured(TRUTH, 30, seed=1)
-    assert fitted.kept
+    assert fitted.fitted == {"step_time": 20, "memory": 0}
+    assert (
+        "step time fitted to 20 runs, memory of profile ultrabench, intervals of 20" in fitted.profile.source
+    )
     assert fitted.after["median_error"] < fitted.before["median_error"] / 3
     assert median_error(others, BASE.time) > 0.1
     assert median_error(others, fitted.profile.time) < 0.03
@@ -97,7 +101,10 @@ def test_noise_alone_does_not_make_a_profile_worse():
     for seed in range(2):
         found = calibrate(measured(BASE.time, 8, noise=0.05, seed=seed), BASE, name="mine", date="2026-11-22")
         assert median_error(measured(BASE.time, 40, noise=0, seed=9), found.profile.time) < 0.03
-        assert not found.kept or found.after["median_error"] < found.before["median_error"]
+        if found.after["median_error"] >= found.before["median_error"]:
+            assert found.fitted["step_time"] == 0
+            assert found.profile.source.startswith("step time of profile ultrabench, ")
+            assert found.profile.time == BASE.time
 
 
 def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved(fitted):
@@ -260,6 +267,11 @@ def test_intervals_hold_what_they_promise():
     low, high = found["all"]
     assert sum(low <= error <= high for error in errors) / len(errors) == pytest.approx(0.8, abs=0.05)
     assert set(found) == {"all", "fast"}
+    before = {"all": Quantiles(-0.4, 0.4), "slow": Quantiles(-0.6, 0.2)}
+    few = intervals(given[:5], [0.01] * 5, before)
+    assert few["all"] == pytest.approx((-0.4 * 30 / 35, (0.01 * 5 + 0.4 * 30) / 35))
+    assert few["slow"] == pytest.approx((-0.6 * 30 / 35, (0.01 * 5 + 0.2 * 30) / 35))
+    assert few["fast"][1] == pytest.approx((0.01 * 5 + few["all"][1] * 30) / 35)
 
 
 def test_memory_is_compared_with_the_version_that_made_the_row():

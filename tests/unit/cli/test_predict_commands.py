@@ -59,7 +59,8 @@ def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     pytest.importorskip("scipy")
     code, out, _ = ultrabench("predict", "calibrate", runs(TRUTH), "--json")
     found = json.loads(out)
-    assert (code, found["runs"], found["kept"], found["prior"]) == (0, 8, True, "ultrabench")
+    assert (code, found["runs"], found["prior"]) == (0, 8, "ultrabench")
+    assert found["fitted"] == {"step_time": 8, "memory": 0}
     assert found["after"]["median_error"] < found["before"]["median_error"]
     assert load_profile("mine").prior == "ultrabench"
     _, out, _ = ultrabench("predict", "validate", "runs.parquet", "--profile", "mine", "--json")

@@ -54,18 +54,19 @@ def run_calibrate(
     output.parent.mkdir(parents=True, exist_ok=True)
     write_result(output, to_yaml(found.profile, base).encode())
     if json_:
-        kept = {"profile": str(output), "prior": base.name, "runs": found.runs, "kept": found.kept}
-        print_json(kept | {"before": found.before, "after": found.after, "memory": found.memory})
+        made = {"profile": str(output), "prior": base.name, "runs": found.runs, "fitted": found.fitted}
+        print_json(made | {"before": found.before, "after": found.after, "memory": found.memory})
         return
-    told = {"step time": {"before": found.before, "after": found.after}, "memory of rank 0": found.memory}
-    rows = [
-        (what, name, *(f"{100 * errors[when][key]:.1f} %" for key in ("median_error", "p90_error")))
-        for what, errors in told.items()
-        if errors
-        for when, name in (("before", f"profile {base.name}"), ("after", "fitted"))
-    ]
+    told = {"step_time": {"before": found.before, "after": found.after}, "memory": found.memory}
+    rows = []
+    for part, errors in told.items():
+        names = {
+            "before": f"profile {base.name}",
+            "after": "fitted" + ", not used" * (not found.fitted[part]),
+        }
+        for when in errors:
+            shares = (f"{100 * errors[when][key]:.1f} %" for key in ("median_error", "p90_error"))
+            rows.append((part.replace("_", " "), names[when], *shares))
     title = f"error on runs left out of the fit ({counted(found.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
-    before = f"the constants of {base.name}, since fitted ones are no better,"
-    what = "fitted constants" if found.kept else before
-    say(f"wrote {what} to {output}; sweeps use it with profile={output.stem}")
+    say(f"wrote {output}: {found.profile.source}; sweeps use it with profile={output.stem}")
