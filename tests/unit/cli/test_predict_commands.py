@@ -7,6 +7,7 @@ import pytest
 from tests.unit.test_calibrate import BASE, TRUTH, measured
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.record import values_of
+from ultrabench.sweep.config.compose import files
 from ultrabench.sweep.config.load import load_profile
 
 
@@ -53,6 +54,15 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench, runs, tmp_path):
     code, out, _ = ultrabench("predict", "validate", "runs.parquet")
     assert code == 0
     assert "healthy rows, profile ultrabench: 8 (0 excluded); memory and OOM of all" in out
+
+
+@pytest.mark.parametrize("profile", sorted(files("profiles")))
+def test_every_profile_predicts_a_layout(ultrabench, profile):
+    code, out, _ = ultrabench(
+        "predict", "model=1B", "hardware=h100x8", "tp=2", f"profile={profile}", "--json"
+    )
+    assert code == 0
+    assert 0 < json.loads(out)["peak_mem_bytes"] < 80 * 2**30
 
 
 def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
