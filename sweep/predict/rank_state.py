@@ -67,7 +67,16 @@ def rank_stages(
         tensors = len(matrices) * stage.num_layers + ends
         return StageSizes(stage, shards, whole, whole // shards, layer, last, first, tensors, tied)
 
-    found, firsts, most = list[RankStages](), dict[tuple[object, ...], int](), -1
+    ranks = _ranks(shape, pp, virtual, schedule, every)
+    return tuple(RankStages(like, less, tuple(map(sizes, stages))) for like, less, stages in ranks)
+
+
+@lru_cache(maxsize=4096)
+def _ranks(
+    shape: ModelShape, pp: int, virtual: int, schedule: str, every: int
+) -> tuple[tuple[int, bool, tuple[Stage, ...]], ...]:
+    """`like` and `less` of each rank of the pipeline axis, and its stages, whatever tp and dp."""
+    found, firsts, most = list[tuple[int, bool, tuple[Stage, ...]]](), dict[tuple[object, ...], int](), -1
     ranks = stages_by_rank(shape, Layout(dp=1, pp=pp, virtual_stages=virtual, pp_schedule=schedule))
     for rank, stages in enumerate(ranks):
         layers = sum(s.num_layers for s in stages)
@@ -77,7 +86,7 @@ def rank_stages(
         # that one has more micro-batches in flight, since it sends no gradients.
         less = like < rank or (virtual == 1 and every < 2 and layers <= most and 0 < rank < pp - 1)
         most = max(most, layers) if rank or schedule == "1f1b" else most
-        found.append(RankStages(like, less, tuple(sizes(stage) for stage in stages)))
+        found.append((like, less, stages))
     return tuple(found)
 
 

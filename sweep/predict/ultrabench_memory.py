@@ -59,16 +59,16 @@ def _reduction(params: int, w: int, shards: int, at: RankState) -> float:
     return w * params if at.summed else (w + 4) * params
 
 
-def _moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator[_Moment]:
+def _moments(m: MicroBatch, layout: Layout, at: RankState) -> list[_Moment]:
     s = at.stage
     if at.ends_forward:  # the last layer's parameters and the buffer in which they were gathered
-        yield FORWARD, m.word * (s.last + 2 * s.layer), at.summed, at.kept, 0.0, m.layer - m.kept
-        return
-    yield from _head_moments(m, layout, at)
+        return [(FORWARD, m.word * (s.last + 2 * s.layer), at.summed, at.kept, 0.0, m.layer - m.kept)]
+    moments = [*_head_moments(m, layout, at)]
     if s.stage.num_layers:
-        yield from _layer_moments(m, layout, at)
+        moments += _layer_moments(m, layout, at)
     if s.stage.has_embedding:
-        yield from _embedding_moments(m, layout, at)
+        moments += _embedding_moments(m, layout, at)
+    return moments
 
 
 def _head_moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator[_Moment]:
@@ -177,7 +177,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
         spec.shape, tokens, own_len, layout.tp, ring, layout.recompute, every, word, ranks[0].stages[0].layer
     )
     scale = 2 if spec.kernel.precision == "fp64" else 1
-    gas = layout.gas  # more than two micro-batches beside those in flight add nothing
+    gas = layout.gas  # more than three add nothing but activations in flight, which `_Peak` adds
     if layout.pp_schedule in ("none", "1f1b"):
         gas = min(gas, 3)
     batch = tokens, own_len, ring, word, gas, max(1, layout.zero_stage), layout.recompute
@@ -222,7 +222,7 @@ class _Peak(NamedTuple):
 def _peak(layout: Layout, m: MicroBatch, own: RankStages, rank: int) -> _Peak:
     largest = []
     for state in rank_states(layout, m, own, rank):
-        moments = [*_moments(m, layout, state)]
+        moments = _moments(m, layout, state)
         totals = [a + b + c + d + e for _, a, b, c, d, e in moments]
         most = max(totals)
         phase, weights, gradients, kept, logits, work = moments[totals.index(most)]
