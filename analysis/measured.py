@@ -45,6 +45,8 @@ class MeasuredRun:
     suspect: str | None
     """All reasons to doubt the row, joined by `; `."""
     step_time_s: float | None
+    predicted_step_time_s: float | None
+    """What was predicted when the run was planned."""
     peak_mem_allocated_bytes: int | None
     peak_mem_reserved_bytes: int | None
     peak_mem_reserved_rank0_bytes: int | None

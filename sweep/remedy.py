@@ -1,8 +1,9 @@
 """Plans of which nothing can run or fit, and what would make layouts fit into memory."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from ultrabench.errors import ConfigError, counted
@@ -56,23 +57,30 @@ def nothing_fits(plan: Plan, but: Collection[CellKey] = ()) -> Iterator[str]:
 def remedies(config: SweepConfig, shape: ModelShape, nodes: int) -> Iterator[str]:
     """What to change so that a layout is predicted to fit, each with the memory of the smallest such layout.
 
-    First come settings of layouts on the same nodes, then the least of 2, 4, 8 and so on times the nodes.
+    First come settings of layouts on the same nodes, then the least of 2, 4, 8 and so on times the nodes, if need be
+    with such settings.
     """
     layouts = config.axes.layout
     new = ({k: v for k, v in each.items() if v not in layouts[k]} for each in SETTINGS)
     settings = dict.fromkeys(tuple(each.items()) for each in new if each)
     for words in settings:
         if smallest := _smallest(config, shape, nodes, dict(words)):
-            yield f"{' '.join(f'sweep.{k}=[{v}]' for k, v in words)} ({_layout(smallest)})"
+            yield f"{_words(words)} ({_layout(smallest)})"
             break
-    for more in range(1, (MOST_NODES // nodes).bit_length()):
-        if smallest := _smallest(config, shape, nodes << more, {}):
-            yield f"sweep.nodes=[{nodes << more}] ({_layout(smallest)})"
+    most = list(settings)[-1:]  # with the one that saves most
+    for more, words in product(range(1, (MOST_NODES // nodes).bit_length()), ((), *most)):
+        if smallest := _smallest(config, shape, nodes << more, dict(words)):
+            yield f"{_words((('nodes', nodes << more), *words))} ({_layout(smallest)})"
             break
+
+
+def _words(values: Iterable[tuple[str, Any]]) -> str:
+    return " ".join(f"sweep.{axis}=[{value}]" for axis, value in values)
 
 
 def _layout(run: Candidate) -> str:
-    return f"{run.layout.label()}, {run.prediction.peak_mem_bytes / GIB:,.1f} GiB"
+    told = run.prediction
+    return f"{run.layout.label()}, {told.peak_mem_bytes / GIB:,.1f} GiB, P(OOM) {100 * told.p_oom:.0f} %"
 
 
 def _smallest(config: SweepConfig, shape: ModelShape, nodes: int, words: dict[str, Any]) -> Candidate | None:

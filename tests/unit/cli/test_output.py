@@ -82,7 +82,10 @@ def test_plan_top_names_only_what_fits(ultrabench):
     assert all(row["peak_mem_bytes"] < 80 * 2**30 for row in document["top"])
     assert (document["cells"][0]["pruned"], document["cells"][0]["runs"]) == (115, 0)
     note = r"80B on 1 node: nothing is predicted to fit into 80 GiB; the smallest layout is dp1 tp8 pp1 z0 mbs1 gas256, "
-    assert re.match(note + r"[\d.]+ GiB; what would fit: sweep.nodes=\[4\] \(dp", document["notes"][0])
+    assert re.match(
+        note + r"[\d.]+ GiB, P\(OOM\) 100 %; what would fit: sweep.nodes=\[\d\] [^|]*, P\(OOM\) [1-4]?\d %\)",
+        document["notes"][0],
+    )
     assert document["notes"][0] in ultrabench(*words)[1]
 
 

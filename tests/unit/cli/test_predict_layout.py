@@ -51,6 +51,7 @@ def test_predict_shows_measured_runs_that_are_like_the_layout(ultrabench, sweep)
     some = ("predict", "model=tiny", "hardware=cpu", f"nodes={measured.nodes}", "seq_len=64", *words)
     (run,) = as_json(ultrabench, *some)["nearest"]
     assert (run["run_id"], run["step_time_s"]) == (measured.run_id, pytest.approx(0.1))
+    assert (run["seq_len"], run["predicted_step_time_s"]) == (64, measured.prediction.step_time_s)
     told = ultrabench(*some)[1]
     assert "measured runs that are most alike" in told
     assert "a core is taken to reach 50 GFLOP/s; a sweep measures it first" in told

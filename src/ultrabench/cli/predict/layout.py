@@ -105,8 +105,8 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
         for run in nearest:
             ratio = f"{run['step_time_s'] / run['predicted_step_time_s']:.2f}"
             numbers = (f"{run['step_time_s']:.3g}", ratio, f"{run['tokens_per_s_per_gpu']:,.0f}")
-            rows.append((run["sweep"], run["nodes"], run["layout"], *numbers, run["run_id"]))
-        heads = ("sweep", ">nodes", "layout", ">step s", ">/ predicted", ">tokens/s/GPU", "run")
+            rows.append((run["sweep"], run["nodes"], run["layout"], run["seq_len"], *numbers, run["run_id"]))
+        heads = ("sweep", ">nodes", "layout", ">seq_len", ">step s", ">/ predicted", ">tokens/s/GPU", "run")
         yield table("\nmeasured runs that are most alike", *heads, rows=rows)
 
 
@@ -135,8 +135,9 @@ def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[
             "run_id": run.run_id,
             "nodes": run.spec.nodes,
             "layout": run.spec.layout.label(),
+            "seq_len": run.spec.workload.seq_len,
             "step_time_s": run.step_time_s,
-            "predicted_step_time_s": document(run.spec, config)["step_time_s"],
+            "predicted_step_time_s": run.predicted_step_time_s or document(run.spec, config)["step_time_s"],
             "tokens_per_s_per_gpu": run.spec.tokens_per_step / run.step_time_s / run.spec.layout.world_size,
         }
 
