@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.unit.allocations import with_launcher
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.choose import SHARE, node_share
+from ultrabench.launchers.choose import PARTITION_DIVISOR, node_share
 from ultrabench.launchers.slurm.site import Limits
 
 HOPPER = Limits(name="hopper", total_nodes=16)
@@ -68,7 +68,7 @@ def test_every_size_of_a_sweep_can_be_submitted(nodes, asked, total, most, user)
     try:
         share = node_share(wanting(*nodes, max_nodes=asked), limits)
     except ConfigError:
-        assert not possible or max(nodes) > (asked or max(1, total // SHARE))
+        assert not possible or max(nodes) > (asked or max(1, total // PARTITION_DIVISOR))
         return
     assert possible
     assert max(nodes) <= share
