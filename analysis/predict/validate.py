@@ -2,27 +2,30 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
 from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
 from ultrabench.analysis.predict.fit import fit_time, intervals
+from ultrabench.analysis.predict.fit_memory import fit_memory, usable
 from ultrabench.analysis.predict.nanotron_version import of_version
 from ultrabench.layout import AXES
+from ultrabench.record import to_dict
 from ultrabench.result import Status
-from ultrabench.sweep.predict.memory import MemoryConstants, memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
 from ultrabench.sweep.predict.predict import LIKELY_OOM
-from ultrabench.sweep.predict.profile import Profile, Quantiles
-from ultrabench.sweep.predict.time_constants import TimeConstants
+from ultrabench.sweep.predict.profile import Profile
 
 GROUPS: Mapping[str, Callable[[Case], Hashable]] = {
     "model": lambda case: case.run.spec.shape.name,
     "nodes": lambda case: case.run.spec.nodes,
 }
 """What `--leave-out` can leave out -> the group of a case."""
-SLICES = {"model": "model", "nodes": "nodes", "parallelism": "parallelism"}
-"""Name of a slice in the metrics -> column of the table."""
+SLICES = ("model", "nodes", "parallelism")
+"""Columns of the table, for each value of which there are metrics."""
 CELL = ["model", "num_params", "gbs", "nodes"]
 """Columns of the table whose values the runs of a cell share: they train the same model on the same nodes."""
 MIN_RANKED = 5
@@ -36,40 +39,42 @@ BORDERLINE = (46 / 80, 92 / 80)
 ALLOCATABLE_SHARE = 0.956
 """Largest share of a device's memory that an allocator can hold: 76.5 of 80 GiB, CUDA and NCCL need the rest."""
 
-Fitted = tuple[TimeConstants, Mapping[str, Quantiles]]
-"""Constants of the step time, and the intervals of predictions made with them."""
 
+def without_own_group(given: Sequence[Case], prior: Profile, by: str) -> dict[Hashable, Profile]:
+    """Group -> the profile that is fitted to the runs of all other groups, starting from `prior`.
 
-def without_own_group(given: Sequence[Case], prior: TimeConstants, by: str) -> dict[Hashable, Fitted]:
-    """Group -> constants and intervals from the healthy runs of all other groups, the fit starting from `prior`.
-
-    The intervals come from the errors of those runs, each with the constants that were fitted without its group.
+    Step times are fitted to healthy runs; the intervals come from their errors, each with the constants that were
+    fitted without its group. Memory is fitted for nanotron only, but not the limits behind P(OOM).
     """
     group = GROUPS[by]
     known, _ = healthy_timed(given)
+    memory = memory_constants(prior.framework, prior.memory)
     groups = sorted({group(case) for case in given}, key=str)
-    constants = {own: fit_time([case for case in known if group(case) != own], prior) for own in groups}
+    constants = {own: fit_time([case for case in known if group(case) != own], prior.time) for own in groups}
     errors = [(case, case.log_error(constants[group(case)])) for case in known]
-    found: dict[Hashable, Fitted] = {}
+    found: dict[Hashable, Profile] = {}
     for own in groups:
         others = [(case, error) for case, error in errors if group(case) != own]
-        found[own] = constants[own], intervals([case for case, _ in others], [error for _, error in others])
+        interval = intervals([case for case, _ in others], [error for _, error in others])
+        found[own] = replace(prior, time=constants[own], interval=interval)
+        if isinstance(memory, NanotronMemory):
+            runs = usable(case.run for case in given if group(case) != own)
+            found[own] = replace(found[own], memory=to_dict(fit_memory(runs, memory)))
     return found
 
 
-def table(given: Sequence[Case], profile: Profile, fitted: Callable[[Case], Fitted]) -> pd.DataFrame:
-    """One row for each case: its layout, what was measured, and what `fitted` predicts with its interval."""
-    memory = memory_constants(profile.framework, profile.memory) if profile.memory else None
+def table(given: Sequence[Case], profile_of: Callable[[Case], Profile]) -> pd.DataFrame:
+    """One row for each case: its layout, what was measured, and what its profile predicts with its interval."""
     rows = [
-        _row(case, fitted(case)) | _memory(case, memory) | {"healthy": not reason, "exclusion": reason}
+        _row(case, profile_of(case)) | {"healthy": not reason, "exclusion": reason}
         for case, reason in zip(given, exclusions(given), strict=True)
     ]
     return pd.DataFrame(rows)
 
 
-def _row(case: Case, fitted: Fitted) -> dict[str, Any]:
-    run, spec, (constants, interval) = case.run, case.run.spec, fitted
-    time_s, (low, high) = case.predict_s(constants), interval.get(case.regime, interval["all"])
+def _row(case: Case, profile: Profile) -> dict[str, Any]:
+    run, spec = case.run, case.run.spec
+    time_s, (low, high) = case.predict_s(profile.time), profile.quantiles(case.regime)
     layout = {name: getattr(spec.layout, name) for name in AXES}
     return {
         "run_id": run.run_id,
@@ -87,14 +92,13 @@ def _row(case: Case, fitted: Fitted) -> dict[str, Any]:
         "predicted_low_s": time_s * math.exp(low),
         "predicted_high_s": time_s * math.exp(high),
         "peak_mem_reserved_bytes": run.peak_mem_reserved_rank0_bytes or run.peak_mem_reserved_bytes,
+        **_memory(case, profile),
     }
 
 
-def _memory(case: Case, constants: MemoryConstants | None) -> dict[str, float | None]:
+def _memory(case: Case, profile: Profile) -> dict[str, float]:
     """The columns about memory; that of rank 0 is compared where the row has no other."""
-    if constants is None:
-        return dict.fromkeys(("predicted_peak_mem_bytes", "allocated_share", "p_oom"))
-    constants = of_version(constants, case.run)
+    constants = of_version(memory_constants(profile.framework, profile.memory), case.run)
     stages, size = predict_memory(case.run.spec, constants), case.hardware.mem_bytes
     peaks = [min(stage.peak_bytes, ALLOCATABLE_SHARE * size) for stage in stages]
     return {
@@ -113,10 +117,7 @@ def metrics(rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def _metrics(rows: pd.DataFrame) -> dict[str, Any]:
-    by = {
-        name: {str(value): _errors(own) for value, own in rows.groupby(column)}
-        for name, column in SLICES.items()
-    }
+    by = {name: {str(value): _errors(own) for value, own in rows.groupby(name)} for name in SLICES}
     reasons = rows.exclusion[~rows.timed].value_counts()
     return _errors(rows) | {"by": by, "excluded_by_reason": {str(k): int(n) for k, n in reasons.items()}}
 

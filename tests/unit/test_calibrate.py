@@ -20,6 +20,7 @@ from ultrabench.analysis.predict.replay import cells_of
 from ultrabench.analysis.predict.validate import metrics, table, without_own_group
 from ultrabench.errors import ConfigError
 from ultrabench.layout import Layout
+from ultrabench.record import to_dict
 from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.nanotron_memory import nanotron_memory
@@ -209,7 +210,7 @@ def test_health_follows_from_the_probe_of_the_job_alone():
 
 def test_metrics_of_a_perfect_and_of_a_wrong_prediction(tmp_path):
     given = measured(BASE.time, 30, noise=0)
-    exact = metrics(table(given, BASE, lambda case: (BASE.time, BASE.interval)).assign(gbs=64))
+    exact = metrics(table(given, lambda case: BASE).assign(gbs=64))
     assert set(exact) == {"healthy", "all"}
     all_ = exact["all"]
     assert (all_["rows"], all_["excluded"], all_["more_than_twice"]) == (30, 0, 0)
@@ -221,8 +222,8 @@ def test_metrics_of_a_perfect_and_of_a_wrong_prediction(tmp_path):
     assert set(all_["by"]) == {"model", "nodes", "parallelism"}
     assert set(all_["by"]["model"]) == {"1B", "8B"}
     assert all_["by"]["nodes"]["1"]["rows"] + all_["by"]["nodes"]["2"]["rows"] == 30
-    slow = replace(BASE.time, gemm_efficiency=0.1)
-    rows = table(given, BASE, lambda case: (slow, BASE.interval))
+    slow = replace(BASE, time=replace(BASE.time, gemm_efficiency=0.1))
+    rows = table(given, lambda case: slow)
     wrong = metrics(rows)["healthy"]
     assert wrong["step_time"]["median_error"] > 1
     assert wrong["interval"]["coverage"] < 0.2
@@ -235,7 +236,7 @@ def test_metrics_of_a_perfect_and_of_a_wrong_prediction(tmp_path):
 
 
 def test_a_cell_has_runs_of_the_same_model_and_batch_and_enough_of_them():
-    rows = table(measured(BASE.time, 30, noise=0), BASE, lambda case: (BASE.time, BASE.interval))
+    rows = table(measured(BASE.time, 30, noise=0), lambda case: BASE)
     of_8b = rows[(rows.model == "8B") & (rows.nodes == 1)].assign(gbs=64)
     for column in ("num_params", "gbs"):
         slow = of_8b.assign(step_time_s=9 * of_8b.step_time_s, **{column: 1})
@@ -255,9 +256,21 @@ def test_a_model_that_is_left_out_is_scored_with_the_constants_of_the_others():
         else replace(case, run=replace(case.run, step_time_s=9 * case.run.step_time_s))
         for case in given
     ]
-    fitted = without_own_group(mixed, BASE.time, "model")
-    assert median_error([c for c in given if c.run.spec.shape.name == "8B"], fitted["8B"][0]) < 0.1
-    assert median_error([c for c in given if c.run.spec.shape.name == "1B"], fitted["1B"][0]) > 0.3
+    fitted = without_own_group(mixed, BASE, "model")
+    assert median_error([c for c in given if c.run.spec.shape.name == "8B"], fitted["8B"].time) < 0.1
+    assert median_error([c for c in given if c.run.spec.shape.name == "1B"], fitted["1B"].time) > 0.3
+
+
+def test_the_memory_of_a_model_that_is_left_out_is_fitted_to_the_others():
+    pytest.importorskip("scipy")
+    nanotron = load_profile("nanotron")
+    prior = memory_constants("nanotron", nanotron.memory)
+    runs = [replace(case.run, peak_mem_reserved_rank0_bytes=2**34) for case in measured(nanotron.time, 16)]
+    fitted = without_own_group(cases(runs)[0], nanotron, "model")
+    for own, other in (("1B", "8B"), ("8B", "1B")):
+        others = [run for run in runs if run.spec.shape.name == other]
+        assert fitted[own].memory == to_dict(fit_memory(others, prior))
+        assert fitted[own].memory != to_dict(prior)
 
 
 def test_intervals_hold_what_they_promise():
@@ -296,7 +309,7 @@ def test_memory_is_compared_with_the_version_that_made_the_row():
         for job, doubt in (("14099000", "broken NVLink"), ("14113488", None))
     ]
     failed = run_of(spec_of(Layout(dp=8, mbs=64), "8B"), None, status="oom")
-    rows = table(cases([*runs, failed])[0], profile, lambda case: (profile.time, profile.interval))
+    rows = table(cases([*runs, failed])[0], lambda case: profile)
     ahead, latest, oom = rows.predicted_peak_mem_bytes
     assert ahead > latest
     assert oom == pytest.approx(0.956 * GPUS.mem_bytes)

@@ -53,7 +53,9 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench, runs, tmp_path):
     assert (tmp_path / "f.svg").read_text().startswith("<?xml")
     code, out, _ = ultrabench("predict", "validate", "runs.parquet")
     assert code == 0
-    assert "healthy rows, profile ultrabench: 8 (0 excluded); memory and OOM of all" in out
+    assert "step time of healthy rows, profile ultrabench: 8 rows (0 excluded)" in out
+    assert out.count("memory and OOM of all rows") == 1
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("profile", sorted(files("profiles")))
@@ -73,7 +75,9 @@ def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     assert found["fitted"] == {"step_time": 8, "memory": 0}
     assert found["after"]["median_error"] < found["before"]["median_error"]
     assert load_profile("mine").prior == "ultrabench"
-    _, out, _ = ultrabench("predict", "validate", "runs.parquet", "--profile", "mine", "--json")
+    _, out, err = ultrabench("predict", "validate", "runs.parquet", "--profile", "mine", "--json")
+    assert json.loads(out)["profile"]["source"] in err
+    assert "are those of the fit" in err
     assert json.loads(out)["all"]["step_time"]["median_error"] < found["before"]["median_error"] / 2
 
 

@@ -18,6 +18,9 @@ def test_predict_json_keeps_its_promise(ultrabench):
         found["peak_mem_bytes"], rel=1e-6
     )
     assert len(found["stages"]) == 4
+    for memory in (found["memory"], *found["stages"]):
+        assert not [name for name, value in memory.items() if isinstance(value, float)]  # bytes
+    assert found["p_oom"] == round(found["p_oom"], 6)
     assert sum(found["time"].values()) == pytest.approx(found["step_time_s"])
     assert found["step_time_low_s"] < found["step_time_s"] < found["step_time_high_s"]
     tokens = found["spec"]["workload"]["gbs"] * 4096 / found["step_time_s"] / 64

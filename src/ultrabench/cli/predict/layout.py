@@ -58,9 +58,13 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "profile": config.profile.name,
         "peak_mem_bytes": told.peak_mem_bytes,
         "rank_mem_bytes": config.hardware.mem_bytes,
-        "p_oom": told.p_oom,
-        "memory": {part: getattr(largest, part) for part in PARTS},
-        "stages": [stage._asdict() | {"peak_bytes": stage.peak_bytes} for stage in stages],
+        "p_oom": round(told.p_oom, 6),
+        "memory": {part: round(getattr(largest, part)) for part in PARTS},
+        "stages": [
+            {"pp_rank": stage.pp_rank, "phase": stage.phase}
+            | {part: round(getattr(stage, part)) for part in (*PARTS, "peak_bytes")}
+            for stage in stages
+        ],
         "step_time_s": told.step_time_s,
         "step_time_low_s": told.step_time_low_s,
         "step_time_high_s": told.step_time_high_s,
