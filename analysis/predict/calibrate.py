@@ -92,7 +92,7 @@ def _require_near(old: Sequence[float], new: Sequence[float], base: Profile) -> 
     factor = math.exp(median(map(abs, old)))
     error = min(errors(logs)["median_error"] for logs in (old, new))
     if factor > MAX_FACTOR or error > MAX_ERROR:
-        wrong = f"half of {len(old):,} runs are off by a factor of {factor:,.3g} from profile {base.name}"
+        wrong = f"half of {len(old):,} runs are off by a factor of {factor:,.1f} from profile {base.name}"
         fitted = f"by {100 * error:,.0f} % from constants that were fitted without them"
         rule = f"a profile needs less than {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} %"
         raise ConfigError(f"{wrong}, {fitted}; {rule}: check the seconds, hardware and model of the rows")

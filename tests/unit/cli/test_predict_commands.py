@@ -81,6 +81,18 @@ def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     assert json.loads(out)["all"]["step_time"]["median_error"] < found["before"]["median_error"] / 2
 
 
+@pytest.mark.parametrize("command", ["calibrate", "validate", "replay"])
+def test_rows_without_a_time_above_0_are_counted(ultrabench, runs, tmp_path, command):
+    path = tmp_path / runs(BASE.time, 3)
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("step_time_s")
+    times = pa.array([-1.0, 0.0, -2.0], pa.float64())
+    pq.write_table(table.set_column(at, table.schema.field(at), times), path)
+    code, _, err = ultrabench("predict", command, "runs.parquet")
+    assert code == 2
+    assert "0 runs; left out: 3 with a step time that is not above 0 s" in err
+
+
 @pytest.mark.parametrize(("words", "line"), [
     ("validate runs.parquet --leave-out kernel", "unknown group for --leave-out 'kernel'"),
     ("validate runs.parquet --profile nanotrn", "unknown profile 'nanotrn'; did you mean nanotron?"),

@@ -35,11 +35,11 @@ def open_cases(
         reasons = "; ".join(f"{n:,}: {reason}" for reason, n in unknown.most_common(5))
         say(f"{counted(unknown.total(), 'row')} cannot be predicted ({reasons})")
     given, others = cases(runs)
+    told = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
+    say(f"{counted(len(given), 'run')}; left out: {told or 'none'}")
     if not given:
         rows = counted(len(runs) + unknown.total(), "row")
         raise ConfigError(f"none of {rows} is of a run that can be predicted and ended ok or out of memory")
-    told = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
-    say(f"{counted(len(given), 'run')}; left out: {told or 'none'}")
     return given, load_profile(profile or default_profile(given))
 
 
