@@ -56,10 +56,8 @@ def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> 
     if len(known) < MIN_RUNS:
         has = f"{counted(len(known), 'healthy run')} with a step time"
         rule = f"a fit needs at least {MIN_RUNS}: measure more layouts, or name more files"
-        left_out = "; left out: " * bool(others) + ", ".join(
-            f"{n:,} {why}" for why, n in others.most_common()
-        )
-        raise ConfigError(f"{has}; {rule}{left_out}")
+        left_out = ", ".join(f"{n:,} {why}" for why, n in others.most_common())
+        raise ConfigError(f"{has}; {rule}" + f"; left out: {left_out}" * bool(others))
     old, new = [case.log_error(base.time) for case in known], left_out_errors(known, base.time)
     before, after = errors(old), errors(new)
     better = after["median_error"] < before["median_error"]
@@ -93,9 +91,8 @@ def _require_near(old: Sequence[float], new: Sequence[float], base: Profile) -> 
     error = min(errors(logs)["median_error"] for logs in (old, new))
     if factor > MAX_FACTOR or error > MAX_ERROR:
         wrong = f"half of {len(old):,} runs are off by a factor of {factor:,.1f} from profile {base.name}"
-        fitted = f"by {100 * error:,.0f} % from constants that were fitted without them"
-        rule = f"a profile needs less than {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} %"
-        raise ConfigError(f"{wrong}, {fitted}; {rule}: check the seconds, hardware and model of the rows")
+        rule = f"and by {100 * error:,.0f} % or more after a fit; at most {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} % are"
+        raise ConfigError(f"{wrong} {rule} written: check the seconds, hardware and model of the rows")
 
 
 def _source(fitted: dict[str, int], runs: int, base: Profile) -> str:

@@ -22,8 +22,6 @@ def run_replay(
     """Replays a finished sweep with a strategy, and prints its hours and regret by cell."""
     require_known("strategy", STRATEGIES, strategy)
     given, used = open_cases([source], profile, results_dir)
-    if not used.memory:
-        raise ConfigError(f"profile {used.name} has no constants of memory; name another with --profile")
     cells = cells_of(given, used)
     if not cells:
         raise ConfigError(f"no layout of {source or 'the sweep'} worked; replay a finished sweep")
