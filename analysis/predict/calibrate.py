@@ -91,8 +91,9 @@ def _require_near(old: Sequence[float], new: Sequence[float], base: Profile) -> 
     error = min(errors(logs)["median_error"] for logs in (old, new))
     if factor > MAX_FACTOR or error > MAX_ERROR:
         wrong = f"half of {len(old):,} runs are off by a factor of {factor:,.1f} from profile {base.name}"
-        rule = f"and by {100 * error:,.0f} % or more after a fit; at most {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} % are"
-        raise ConfigError(f"{wrong} {rule} written: check the seconds, hardware and model of the rows")
+        rule = f"a profile is written up to {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} %"
+        fit = f"by {100 * error:,.0f} % or more after a fit"
+        raise ConfigError(f"{wrong}, {fit}; {rule}: check the seconds, hardware and model of the rows")
 
 
 def _source(fitted: dict[str, int], runs: int, base: Profile) -> str:
