@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure, SubFigure
@@ -18,8 +19,8 @@ WIDTH = 7.2
 """Width of a figure in inches, at which two columns of panels stay readable on a phone."""
 MOST_PANELS = 60
 """Largest number of panels of one figure."""
-COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494")
-"""Colours that colour-blind readers can tell apart: seaborn's palette colorblind; its import takes a second."""
+COLOURS = sns.color_palette("colorblind", 8).as_hex()
+"""Colours that colour-blind readers can tell apart."""
 PALE = "#d9d9d9"
 """Colour of grid lines."""
 _TITLE_LINE, _NOTE_LINE, _MARGIN = 0.23, 0.15, 0.1

@@ -1,9 +1,11 @@
 """Draws bus bandwidth over the number of nodes, with a panel for each operation and a line for each size."""
 
 from math import log2
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import seaborn as sns
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
@@ -19,6 +21,10 @@ _RATES = {
     "p95": ("busbw_p95_bytes_per_s", "max"),
 }
 """Name of a rate in `points` -> its name in the column `bandwidths`, and what is taken of several."""
+_LINE: dict[str, Any] = {
+    "estimator": "median", "errorbar": ("pi", 100), "err_kws": {"linewidth": 0}, "markersize": 4, "markeredgewidth": 0,
+}  # fmt: skip
+"""Options of seaborn for a line through the medians and a band from the lowest to the highest rate."""
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -57,12 +63,11 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     heading = f"Bus bandwidth over node counts: {title}"
     whole, middle, panels = panel_grid(len(OPERATIONS), title=heading, notes=notes, sharey=True)
     styles = looks(sizes, ordered=True)
+    rates = drawn.melt(["operation", "size", "nodes"], [*_RATES], value_name="rate")
+    rates = rates.assign(GB_per_s=rates["rate"] / 1e9, at=rates["nodes"].map(nodes.index))
     for axes, operation in zip(panels, OPERATIONS, strict=True):
-        for size, held in drawn[drawn["operation"] == operation].groupby("size"):
-            low, middle_, high = (held[name] / 1e9 for name in _RATES)
-            at, style = held["nodes"].map(nodes.index), styles[size]
-            axes.fill_between(at, low, high, color=style["color"], alpha=0.2, linewidth=0)
-            axes.plot(at, middle_, markersize=4, **style)
+        for size, held in rates[rates["operation"] == operation].groupby("size"):
+            sns.lineplot(held, x="at", y="GB_per_s", ax=axes, **_LINE, **styles[size])
         label(axes, _TITLES[operation], "nodes (1: inside a node)", "bus bandwidth (GB/s)")
         categories(axes, [int(n) for n in nodes])
         axes.set_yscale("log")

@@ -14,7 +14,7 @@ from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 
 OK, CRASHED = (run.run_id for run in QUICK.runs[:2])
-HEAVY = {"torch", "pandas", "scipy", "matplotlib", "hydra", "submitit", "numpy"}
+HEAVY = {"torch", "pandas", "scipy", "matplotlib", "seaborn", "hydra", "submitit", "numpy"}
 
 
 def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
@@ -274,7 +274,7 @@ def test_reading_commands_import_no_torch_and_draw_nothing(tmp_path, sweep):
     )
     for words, (told, loaded) in zip(commands, modules_after(tmp_path, *commands), strict=True):
         assert told or words == "collect"
-        assert not {"torch", "matplotlib", "submitit"} & loaded, words
+        assert not {"torch", "matplotlib", "seaborn", "submitit"} & loaded, words
         assert "plan" not in words or not {"pandas", "scipy"} & loaded, words
     assert (sweep.path / "runs.parquet").is_file()
 
