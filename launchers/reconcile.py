@@ -54,8 +54,10 @@ class Reconciler:
         self._cancelled_at = -CANCEL_S
         self._touched = 0.0
         """When this launch last showed other launches that it is alive."""
-        attempts = sweep.state().attempts.items()
-        self._old = frozenset(key for key, attempt in attempts if attempt.result is not None)
+        attempts = sweep.state().attempts
+        self._begun = frozenset(attempts)
+        """Attempts that began before this launch."""
+        self._old = frozenset(key for key, attempt in attempts.items() if attempt.result is not None)
         """Attempts that ended before this launch."""
         self._excused = frozenset[str]()
         """Allocations that already existed when the sweep was paused or cancelled."""
@@ -116,6 +118,7 @@ class Reconciler:
             by=self.launcher.by,
             accepts=self.sweep.accepts,
             old=self._old,
+            begun=self._begun,
             ended_s={key: now - at for key, at in self._ended_at.items()},
             excused=self._excused,
         )

@@ -106,6 +106,8 @@ class Launch:
     """Tells whether an ok result counts; a result of another environment may not."""
     old: frozenset[AttemptKey] = frozenset()
     """Attempts that had ended before this launch."""
+    begun: frozenset[AttemptKey] = frozenset()
+    """Attempts that had begun before this launch; their results count only if it accepts them, whenever they end."""
     ended_s: Mapping[AttemptKey, float] = field(default_factory=dict)
     """Seconds since this launch saw each attempt end, by its own monotonic clock, because a run may have to
     wait after a failure. Attempts that ended before this launch are left out, for they waited long enough."""
@@ -253,12 +255,12 @@ class _Following:
         """The attempt that the nth counted repeat of `run` still needs; None when it needs no more."""
         tried = groupby(self.tried.get(run.run_id, ()), key=lambda attempt: attempt.key.repeat)
         by_repeat = {repeat: [*attempts] for repeat, attempts in tried}
-        old, accepts = self.launch.old, self.launch.accepts
+        begun, accepts = self.launch.begun, self.launch.accepts
         counted, doubts = -1, 0
         for repeat in range(len(by_repeat) + repeats):
             attempts = by_repeat.get(repeat, [])
             oks = {a.key: a.ok for a in attempts if a.ok}
-            if oks and not any(key not in old or accepts(ok) for key, ok in oks.items()):
+            if oks and not any(key not in begun or accepts(ok) for key, ok in oks.items()):
                 continue  # an old result of another environment is kept, but does not count as a repeat
             if oks and doubts < self.policy.attempts["suspect"] and oks.keys() <= self.doubted:
                 doubts += 1

@@ -155,10 +155,13 @@ def elsewhere(result):
 def test_a_result_of_another_environment_needs_a_new_repeat():
     state = history(Status.OK)
     run_id = ONE.spec.run_id
-    assert keys(left([ONE], state, NOBODY, accepts=elsewhere, old=frozenset(state.attempts))) == [
+    assert keys(left([ONE], state, NOBODY, accepts=elsewhere, begun=frozenset(state.attempts))) == [
         (run_id, 1, 0)
     ]
     assert left([ONE], state, NOBODY, accepts=elsewhere).over, "what this launch has measured counts"
+    assert not left([ONE], state, NOBODY, accepts=elsewhere, begun=frozenset(state.attempts)).over, (
+        "although it ran on"
+    )
     key = AttemptKey(run_id, 1, 0)
     ours = RunResult(status=Status.OK, env_id="here")
     state.attempts[key] = AttemptState(key=key, result=ours)
@@ -169,7 +172,7 @@ def test_a_result_of_another_environment_needs_a_new_repeat():
 def test_repeats_elsewhere_and_here_are_counted_apart():
     state = state_of((ONE, 0, 0, Status.OK), (ONE, 1, 0, Status.OK))
     old = frozenset(state.attempts)
-    found = keys(left([ONE], state, NOBODY, repeats=2, accepts=elsewhere, old=old))
+    found = keys(left([ONE], state, NOBODY, repeats=2, accepts=elsewhere, begun=old))
     assert found == [(ONE.spec.run_id, 2, 0), (ONE.spec.run_id, 3, 0)]
 
 

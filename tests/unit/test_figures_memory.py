@@ -37,15 +37,14 @@ def test_a_bar_is_the_rank_that_needs_most_and_its_parts_are_those_of_predict():
     drawn = points(LAYOUT, axis="tp")[0].set_index("value")
     told = predicted(**LAYOUT)
     assert drawn.loc["2", "bytes"] == pytest.approx(told["peak_mem_bytes"], rel=1e-9)
-    assert drawn.loc["2", [*PARTS]].to_dict() == told["memory"]
-    assert drawn.loc["2", "p_oom"] == told["p_oom"]
+    assert drawn.loc["2", [*PARTS]].to_dict() == pytest.approx(told["memory"], abs=1)
+    assert drawn.loc["2", "p_oom"] == pytest.approx(told["p_oom"], abs=1e-6)
     assert [*drawn.index] == ["1", "2", "4"]
 
 
 def test_over_stages_every_rank_of_the_pipeline_has_a_bar():
-    assert [*bars("stage", **LAYOUT).values()] == [
-        stage["peak_bytes"] for stage in predicted(**LAYOUT)["stages"]
-    ]
+    told = [stage["peak_bytes"] for stage in predicted(**LAYOUT)["stages"]]
+    assert [*bars("stage", **LAYOUT).values()] == pytest.approx(told, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_over_stages_every_rank_of_the_pipeline_has_a_bar():
 def test_what_follows_from_the_axis_changes_with_it(axis, layout, names, same_as):
     found = bars(axis, **layout)
     assert [*found] == names
-    assert int([*found.values()][-1]) == predicted(**same_as)["peak_mem_bytes"]
+    assert [*found.values()][-1] == pytest.approx(predicted(**same_as)["peak_mem_bytes"], abs=1)
 
 
 def test_values_that_cannot_run_are_told_with_their_reasons():

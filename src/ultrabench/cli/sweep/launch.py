@@ -78,7 +78,8 @@ def run_launch(
 
 def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
     """Whether a sweep has no attempts left to submit or to wait for."""
-    return next_attempts(plan, state, launch=Launch(accepts=accepts, old=frozenset(state.attempts))).over
+    known = frozenset(state.attempts)
+    return next_attempts(plan, state, launch=Launch(accepts=accepts, old=known, begun=known)).over
 
 
 def follow(
