@@ -47,7 +47,7 @@ def fit_time(given: Sequence[Case], prior: TimeConstants) -> TimeConstants:
 def fit_constants(
     prior: T, names: Sequence[str], log_errors: Callable[[T], Sequence[float]], scale: float, ridge: float
 ) -> T:
-    """The constants, a dataclass, whose logarithmic errors are smallest near `prior`; efficiencies are at most 1.
+    """The constants, a dataclass, whose logarithmic errors are smallest near `prior`; efficiencies and shares are at most 1.
 
     Args:
         names: fields of `prior` that may change; they are positive.
@@ -60,7 +60,7 @@ def fit_constants(
 
     def constants(logs: np.ndarray) -> T:
         now: dict[str, Any] = {name: math.exp(x) for name, x in zip(names, logs, strict=True)}
-        now |= {name: min(x, 1.0) for name, x in now.items() if name.endswith("_efficiency")}
+        now |= {name: min(x, 1.0) for name, x in now.items() if name.endswith(("_efficiency", "_shared"))}
         return replace(prior, **now)  # type: ignore[type-var]
 
     def residuals(logs: np.ndarray) -> np.ndarray:

@@ -261,8 +261,10 @@ def predict_step_time(
     )
     move_s = c.accumulate_bytes / tp / stream
     slowest, gpu_s, pass_s, all_s = _passes(ranks, block, move_s, _layer_launch_s(spec, network, c), c)
+    even = all_s / layout.pp  # a rank's share if none waited
+    busy = gas * (1 - c.wait_shared * (1 - even / pass_s))
     gemm, attention, memory_bound, tp_s, cp_s = (
-        gas * (a * slowest.layers + b * slowest.again + d * slowest.heads)
+        busy * (a * slowest.layers + b * slowest.again + d * slowest.heads)
         for a, b, d in zip(*block, strict=True)
     )
     params = max(rank.params for rank in ranks) / tp
@@ -273,13 +275,13 @@ def predict_step_time(
     return StepTime(
         gemm=gemm,
         attention=attention,
-        memory_bound=memory_bound + gas * move_s * slowest.params,
-        launch=gas * (pass_s - gpu_s),
+        memory_bound=memory_bound + busy * move_s * slowest.params,
+        launch=busy * (pass_s - gpu_s),
         tp=tp_s,
         cp=cp_s,
         dp=dp_s + zero_s,
         pp=_exchanges_s(spec, tokens * shape.hidden_size * word / tp, network, c),
-        bubble=(all_s - pass_s) * waiting(layout) / max(1, layout.pp - 1),
+        bubble=(1 - c.wait_shared) * (all_s - pass_s) * waiting(layout) / max(1, layout.pp - 1),
         optimizer=held + c.optimizer_layer_s * layers,
         rest=c.rest_s,
         dp_total=dp_total_s,

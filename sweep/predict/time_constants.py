@@ -5,7 +5,7 @@ from typing import Annotated
 
 from ultrabench.allowed import NonNegative, between, require_allowed
 
-Efficiency = Annotated[float, between(0.0, 1.0)]
+Share = Annotated[float, between(0.0, 1.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class TimeConstants:
     by the rate of the memory. Seconds are those of forward and backward together unless told otherwise.
     """
 
-    gemm_efficiency: Efficiency
+    gemm_efficiency: Share
     """Share of the peak that a product of endlessly large matrices reaches."""
     gemm_m0: NonNegative
     """Rows M (tokens) at which a product reaches half of that; a product of M rows reaches M / (M + m0)."""
@@ -24,7 +24,7 @@ class TimeConstants:
     """Columns N at which a product reaches half of its rate; one of N columns reaches N / (N + n0)."""
     gemm_k0: NonNegative
     """Inner size K at which a product reaches half of its rate; one of inner size K reaches K / (K + k0)."""
-    attention_efficiency: Efficiency
+    attention_efficiency: Share
     """Share of the peak that flash attention reaches with heads of 128 channels and a causal mask."""
     attention_width_power: NonNegative
     """Exponent p of the rate of narrower heads, which is (width / 128)**p of that."""
@@ -34,7 +34,7 @@ class TimeConstants:
     """Memory traffic of the activation of the feed-forward block, for each token and intermediate channel."""
     logit_bytes: NonNegative
     """Memory traffic of the cross-entropy for each logit."""
-    hbm_efficiency: Efficiency
+    hbm_efficiency: Share
     """Share of the memory's rate that such kernels reach."""
     compiled_traffic: NonNegative
     """Factor of hidden_bytes and ffn_bytes where layers are compiled."""
@@ -62,17 +62,17 @@ class TimeConstants:
     """Collectives over tp that are waited for in embedding, head and loss together, in one micro-batch."""
     tp_recompute_calls: NonNegative
     """Collectives over tp that full recomputation adds in one layer."""
-    tp_link_efficiency: Efficiency
+    tp_link_efficiency: Share
     """Share of the links in a node that collectives over tp reach."""
     tp_call_s: NonNegative
     """Seconds of a collective over tp beside its transfer."""
-    tp_node_link_efficiency: Efficiency
+    tp_node_link_efficiency: Share
     """Share of the links of a node to others that collectives over tp reach when tp spans nodes."""
     tp_hop_s: NonNegative
     """Seconds of each of the tp - 1 hops of a collective over tp between nodes."""
     tp_probe_hops: NonNegative
     """Share of the hop time of the probe that each of the tp - 1 hops takes in addition."""
-    dp_link_efficiency: Efficiency
+    dp_link_efficiency: Share
     """Share of the links that the collectives of data parallelism reach before anything from the probe."""
     dp_probe: NonNegative
     """Share of the time of the probe's all-reduce, scaled to the gradients, that is added to theirs."""
@@ -98,9 +98,9 @@ class TimeConstants:
     """Seconds of one exchange between two pipeline ranks beside its transfers, for each micro-batch."""
     pp_slow_call_s: NonNegative
     """Seconds that slow links between nodes add to such an exchange."""
-    pp_link_efficiency: Efficiency
+    pp_link_efficiency: Share
     """Share of a link in a node that an exchange reaches."""
-    pp_node_link_efficiency: Efficiency
+    pp_node_link_efficiency: Share
     """Share of a link between nodes that an exchange reaches."""
     optimizer_bytes: NonNegative
     """Memory traffic of the optimizer for each parameter whose state the rank holds."""
@@ -110,6 +110,8 @@ class TimeConstants:
     """Seconds of the host for each layer of a rank in the optimizer."""
     rest_s: NonNegative
     """Seconds of a step outside all of this."""
+    wait_shared: Share = 0.0
+    """Share of the time for which a pipeline rank waits that others gain, because they share processors with it."""
     ties_advance: bool = False
     """Whether stages are cut as later versions of nanotron do; see `split_stages`."""
 

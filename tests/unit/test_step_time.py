@@ -101,6 +101,23 @@ def test_a_pipeline_waits_while_it_fills_and_less_so_with_more_micro_batches():
     assert step_time(spec_of(halved, "8B")).bubble < 0.7 * few.bubble
 
 
+def test_what_a_rank_waits_for_makes_others_faster_where_they_share_processors():
+    spec = spec_of(
+        Layout(dp=1, pp=2, gas=4, pp_schedule="1f1b")
+    )  # 1B has 10 layers on rank 0, and 6 with the head
+    time, links = profile_of("nanotron").time, network(GPUS, 1)
+    apart, half, shared = (
+        predict_step_time(spec, GPUS, PEAK, links, replace(time, wait_shared=part))
+        for part in (0.0, 0.5, 1.0)
+    )
+    assert apart == predict_step_time(spec, GPUS, PEAK, links, time)
+    assert half.total == pytest.approx((apart.total + shared.total) / 2)
+    assert (shared.bubble, apart.bubble > 0) == (0.0, True)
+    assert shared.gemm < apart.gemm
+    alone = spec_of(Layout(dp=2, gas=4))
+    assert step_time(alone) == predict_step_time(alone, GPUS, PEAK, links, replace(time, wait_shared=1.0))
+
+
 def test_zbv_waits_for_a_sixth_of_1f1b_and_for_more_where_few_micro_batches_fill_it():
     zbv, plain = {"pp_schedule": "zbv", "virtual_stages": 2}, {"pp_schedule": "1f1b"}
     for gas, share in ((8, 1 / 3), (16, 1 / 6)):
