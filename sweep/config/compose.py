@@ -24,8 +24,8 @@ from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.sweep.config.sweep_config import moved
 
 GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
-FOLDERS = (*GROUPS, "profiles")
-"""Folders of configuration files: those of the groups, and the profiles of predictions."""
+FOLDERS = {group: group for group in GROUPS} | {"profile": "profiles"}
+"""What an override such as profile=NAME names -> the folder of its files."""
 _SIZES = r"hidden_|(^|_)layers|(^|_)heads|ffn_|vocab_|intermediate_"
 """Pattern in the names of sizes of a model."""
 _NO_SETTING = "${{{0}}} is no setting; for a variable of the shell on the nodes write \\${{{0}}}"
@@ -269,7 +269,7 @@ def search_path() -> list[Path]:
     """
 
     def holds_files(folder: Path) -> bool:
-        return any(path for group in FOLDERS for path in (folder / group).glob("*.yaml"))
+        return any(path for group in FOLDERS.values() for path in (folder / group).glob("*.yaml"))
 
     used = filter(holds_files, _user_folders())
     return [*used, (Path(ultrabench.__file__).parent / "configs").resolve()]

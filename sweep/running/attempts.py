@@ -81,16 +81,14 @@ def not_promising(runs: Iterable[Candidate], state: SweepState) -> dict[str, str
     return {run_id: reason for of_cell in told for run_id, reason in of_cell.items()}
 
 
-def expected(
-    planned: Sequence[Candidate], state: SweepState, max_p_oom: float, batch: int
-) -> list[Candidate]:
+def expected(runs: Iterable[Candidate], state: SweepState, max_p_oom: float, batch: int) -> list[Candidate]:
     """The runs that the adaptive search is expected to begin yet, if all measurements are as predicted.
 
     Args:
+        runs: those of a plan that are not `left_out`.
         batch: number of runs of a cell that are made at the same time.
     """
-    dominated = left_out(planned, state)
-    cells = outcomes((run for run in planned if run.run_id not in dominated), state, max_p_oom)
+    cells = outcomes(runs, state, max_p_oom)
     return [run for own, tried in cells for run in expected_runs(own, tried, batch)]
 
 

@@ -20,6 +20,7 @@ from ultrabench.sweep.running.attempts import (
     Launch,
     PlannedAttempt,
     expected,
+    left_out,
     next_attempts,
 )
 from ultrabench.sweep.running.outliers import step_time_s
@@ -284,8 +285,9 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
     state = state or SweepState()
     todo = next_attempts(plan, state, launch=Launch(old=frozenset(state.attempts))).todo
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
-        known = {t.key.run_id for t in todo}
-        later = expected(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
+        known, dominated = {t.key.run_id for t in todo}, left_out(plan.runs, state)
+        open_runs = (run for run in plan.runs if run.run_id not in dominated)
+        later = expected(open_runs, state, plan.config.max_p_oom, plan.config.batch)
         further = [PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in later]
         todo = (*todo, *(t for t in further if t.key.run_id not in known))
     confirmations = _confirmations(plan, todo)

@@ -105,7 +105,8 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
     state = with_loss_outliers(state)
     runs = {r.run_id: r for r in planned}
     final = {run_id: a for run_id, a in standing_attempts(state).items() if run_id in runs}
-    skipped = left_out(planned, state) | not_promising(planned, state)
+    dominated = left_out(planned, state)
+    skipped = dominated | not_promising(planned, state)
     status = {run_id: "skipped" if run_id in skipped else "pending" for run_id in runs}
     status |= {i: a.result.status.value if a.result else "running" for i, a in final.items()}
     doubts = doubtful(planned, state, device)
@@ -115,9 +116,9 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
         by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
     left = {run_id for run_id, s in status.items() if s in UNSETTLED}
     if search := searching(state):
-        told = state.config
+        told, open_runs = state.config, (run for run in planned if run.run_id not in dominated)
         later = expected(
-            planned, state, float(told.get("max_p_oom", 1.0)), int(told["sweep"].get("batch", 1))
+            open_runs, state, float(told.get("max_p_oom", 1.0)), int(told["sweep"].get("batch", 1))
         )
         left &= final.keys() | {run.run_id for run in later}
     left_s = sum(runs[run_id].prediction.duration_s for run_id in left)

@@ -15,13 +15,12 @@ def configs(
 ) -> None:
     """List the names that overrides take, or print the file of one."""
     from ultrabench.cli.tables import plain, print_json, say, show, table
-    from ultrabench.sweep.config.compose import GROUPS, describe, files, read_text
+    from ultrabench.sweep.config.compose import FOLDERS, describe, files, read_text
 
-    folders = {group: group for group in GROUPS} | {"profile": "profiles"}
     if group is not None:
-        require_known("config group", folders, group := group.removesuffix("s"))
+        require_known("config group", FOLDERS, group := group.removesuffix("s"))
     if group is not None and name is not None:
-        found = files(folders[group])
+        found = files(FOLDERS[group])
         require_known(group, found, name)
         text = read_text(found[name])
         if json_:
@@ -30,7 +29,7 @@ def configs(
             say(str(found[name]))
             sys.stdout.write(plain(text))
         return
-    described = {each: describe(folders[each]) for each in ([group] if group else folders)}
+    described = {each: describe(FOLDERS[each]) for each in ([group] if group else FOLDERS)}
     if json_:
         print_json(described)
         return
