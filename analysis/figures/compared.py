@@ -6,18 +6,17 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from ultrabench.analysis.cells import MAY_DIFFER
 from ultrabench.analysis.compare import ALPHA, Comparison
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.style import key, label, legend, panel_grid
+from ultrabench.analysis.figures.style import factors, key, label, legend, panel_grid
 from ultrabench.errors import ConfigError, counted
 
 _LOOKS: dict[str | None, dict[str, Any]] = {
-    "slower": {"marker": "^", "color": "#d55e00", "markersize": 7},
-    "faster": {"marker": "v", "color": "#0173b2", "markersize": 7},
-    None: {"marker": "o", "color": "#949494", "markersize": 3.5},
+    "slower": {"marker": "^", "color": "#d55e00", "markersize": 7, "linestyle": ""},
+    "faster": {"marker": "v", "color": "#0173b2", "markersize": 7, "linestyle": ""},
+    None: {"marker": "o", "color": "#949494", "markersize": 3.5, "linestyle": ""},
 }
 """Finding -> marker; layouts without one have small grey points."""
 _WON: dict[str, Any] = {
@@ -53,11 +52,11 @@ def figure(found: Comparison, *, title: str, threshold: float, names: tuple[str,
         axes.axhline(1, color=GREY, linewidth=0.8)
         _draw(axes, rows[rows["model"] == model].reset_index(drop=True), won)
         label(axes, model, "layouts, sorted by their ratio", f"step time of {b} / {a}")
-        _scale_ratios(axes, rows["ratio"])
-    handles = [
-        key(f"{name}, p <= {ALPHA:g} corrected" if name else "no finding", linestyle="", **look)
-        for name, look in _LOOKS.items()
-    ]
+        axes.set_yscale("log")
+        factors(axes.yaxis, rows["ratio"].min(), rows["ratio"].max())
+        axes.yaxis.set_major_formatter("{x:g} x")
+    names_of = {name: f"{name}, p <= {ALPHA:g} corrected" if name else "no finding" for name in _LOOKS}
+    handles = [key(names_of[name], **look) for name, look in _LOOKS.items()]
     legend(middle, [*handles, key("won its cell only in A or only in B", **_WON)])
     return whole
 
@@ -66,31 +65,18 @@ def _draw(axes: Axes, held: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
     """Draws the ratios of one model with their findings, frames around winners, and the name of the largest."""
     for finding, look in _LOOKS.items():
         shown = held[held["finding"].isna() if finding is None else held["finding"] == finding]
-        axes.plot(shown.index + 1, shown["ratio"], linestyle="", markeredgewidth=0, **look)
+        axes.plot(shown.index + 1, shown["ratio"], markeredgewidth=0, **look)
     framed = [cell in won for cell in zip(held["model"], held["nodes"], held["layout"], strict=True)]
     axes.plot(held.index[framed] + 1, held["ratio"][framed], **_WON)
     last, number = held.iloc[-1], len(held)
-    beside: dict[str, Any] = (
-        {"ha": "right", "xytext": (-9, 0)} if number > 1 else {"ha": "left", "xytext": (9, 0)}
-    )
-    beside |= {"fontsize": 6, "color": GREY, "va": "center", "textcoords": "offset points"}
-    axes.annotate(last["layout"], (number, last["ratio"]), **beside)
+    side, away = ("right", -9) if number > 1 else ("left", 9)
+    axes.annotate(
+        last["layout"], (number, last["ratio"]), (away, 0), textcoords="offset points", fontsize=6, color=GREY,
+        ha=side, va="center",
+    )  # fmt: skip
     step = max(1, round(number / 10))
-    ticks = sorted({1, number, *range(step, number - step // 2, step)})
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.set_xticks(sorted({1, number, *range(step, number - step // 2, step)}))
     axes.set_xlim(0.2, number + 1)
-
-
-def _scale_ratios(axes: Axes, ratios: pd.Series) -> None:
-    """Scales ratios by factors, with some ticks also within a part of a decade."""
-    axes.set_yscale("log")
-    if ratios.max() > 2 * ratios.min():  # else parts of a decade have too few ticks
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} x"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _notes(found: Comparison, names: tuple[str, str]) -> str:
