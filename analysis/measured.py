@@ -47,15 +47,11 @@ class MeasuredRun:
     step_time_s: float | None
     predicted_step_time_s: float | None
     """What was predicted when the run was planned."""
-    peak_mem_allocated_bytes: int | None
     peak_mem_reserved_bytes: int | None
     peak_mem_reserved_rank0_bytes: int | None
     allreduce_busbw_bytes_per_s: float | None
     allgather_busbw_bytes_per_s: float | None
-    reducescatter_busbw_bytes_per_s: float | None
     allreduce_intra_node_busbw_bytes_per_s: float | None
-    allgather_intra_node_busbw_bytes_per_s: float | None
-    reducescatter_intra_node_busbw_bytes_per_s: float | None
 
 
 _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "spec")

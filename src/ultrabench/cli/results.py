@@ -55,7 +55,7 @@ def heatmap(
     from ultrabench.cli.tables import print_json, say, warn
 
     name, default, table = open_results(source, results_dir, warn)
-    cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), None
+    cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), ""
     if other is not None:
         label, _, others = open_results(other, results_dir, warn)
         cells = compared_with(cells, rank(others, rank_by=rank_by, include_suspects=include_suspects))
