@@ -331,26 +331,23 @@ def _data_parallel_s(
     gradients, stage = c.gradient_bytes * params, layout.zero_stage
     if ranks == 1:
         return 0.0, 0.0
+
+    def summed(size: float, ranks: int, stride: int = layout.tp) -> float:
+        return _crossing_s(size, ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
+
     if stage == 0:
-        total = 2 * _crossing_s(
-            gradients, ranks, layout.tp, links, c.dp_probe, links.allreduce_bytes_per_s, c
-        )
+        total = 2 * summed(gradients, ranks)
         if c.dp_bucket_bytes and ranks * layout.tp > links.gpus_per_node:
             hops = c.dp_bucket_hops * ranks / math.sqrt(_share(layout.tp, links))
             total += gradients / c.dp_bucket_bytes * hops * links.allreduce_hop_s
         window = 0.0 if links.slow else c.dp_overlap * pass_s * 2 / 3
     else:
         reduces, gathers = _reduces_and_gathers(layout)
-        scatter = _crossing_s(gradients, shards, layout.tp, links, c.dp_probe, links.allreduce_bytes_per_s, c)
-        gather = _crossing_s(
-            word * params, shards, layout.tp, links, c.dp_gather_probe, links.allgather_bytes_per_s, c
-        )  # fmt: skip
-        total = reduces * c.zero_crossings * scatter + gathers * gather
+        probe, busbw = c.dp_gather_probe, links.allgather_bytes_per_s
+        gather = _crossing_s(word * params, shards, layout.tp, links, probe, busbw, c)
+        total = reduces * c.zero_crossings * summed(gradients, shards) + gathers * gather
         if shards < ranks:
-            total += 2 * _crossing_s(
-                gradients / shards, ranks // shards, layout.tp * shards, links, c.dp_probe,
-                links.allreduce_bytes_per_s, c,
-            )  # fmt: skip
+            total += 2 * summed(gradients / shards, ranks // shards, layout.tp * shards)
         window = c.zero_overlap * pass_s * (gas if stage == 3 or reduces > 1 else 1)
     return max(total - window, c.dp_exposed * total), total
 

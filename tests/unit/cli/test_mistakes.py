@@ -143,7 +143,7 @@ FILES = [
     ("hardware/mine.yaml", "gpu: [", "/ultrabench/hardware/mine.yaml: while parsing"),
     ("model/mine.yaml", "hidden: 4\n", "/ultrabench/model/mine.yaml: unknown field of model mine 'hidden'"),
     ("model/mine.yaml", "hidden_size: [", "/ultrabench/model/mine.yaml: while parsing"),
-    ("model/mine.yaml", "- a\n- b\n", "/ultrabench/model/mine.yaml is no model: it holds no mapping"),
+    ("model/mine.yaml", "- a\n- b\n", "/ultrabench/model/mine.yaml holds no settings; write them as in configs/model/"),
     ("model/mine.yaml", "", "model mine lacks hidden_size"),
     ("model/mine.yaml", MODEL.format(layers="two"), "num_hidden_layers='two' is no whole number"),
     ("model/mine.yaml", MODEL.format(layers=0), "num_hidden_layers=0; must be >= 1"),
