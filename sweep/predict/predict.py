@@ -40,7 +40,7 @@ class Prediction:
     peak_mem_bytes: int
     """Memory of the rank that needs most, with what its allocator holds in reserve."""
     memory_share: float
-    """peak_mem_bytes divided by the memory that a rank has."""
+    """peak_mem_bytes divided by the memory that a rank has; on CPUs that is what its process may hold."""
     p_oom: float
     """Probability that the run does not fit into memory."""
     limited_by: str
@@ -81,12 +81,14 @@ class Predictor:
         time_s, peak = times.total, max(stage.peak_bytes for stage in stages)
         chance = p_oom(stages, hardware.mem_bytes, self.memory)
         low, high = self.profile.quantiles(regime(spec, self.links))
+        # The limit of a process counts from what it held before its tensors.
+        held = self.memory.base_bytes if hardware.device == "cpu" else 0.0
         return Prediction(
             step_time_s=time_s,
             step_time_low_s=time_s * math.exp(low),
             step_time_high_s=time_s * math.exp(high),
             peak_mem_bytes=int(peak),
-            memory_share=peak / hardware.mem_bytes,
+            memory_share=peak / (hardware.mem_bytes + held),
             p_oom=chance,
             limited_by="memory" if chance > LIKELY_OOM else _limit(times, time_s),
             duration_s=begin_s + (self.measure.priced_s(time_s) if chance <= LIKELY_OOM else 0.0),

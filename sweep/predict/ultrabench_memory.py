@@ -36,7 +36,7 @@ class UltrabenchMemory:
     fragmentation: NonNegative
     """The part of activations, logits and buffers that the allocator holds beyond them."""
     base_bytes: NonNegative
-    """Bytes that the allocator holds in any run."""
+    """Bytes that the allocator holds in any run; on CPUs the resident set of a rank beside its tensors."""
     zbv_margin: NonNegative
     """What the schedule zbv needs beyond the activations of its micro-batches in flight, as a part of them."""
     limit: MemoryLimit

@@ -67,6 +67,19 @@ def test_a_smaller_micro_batch_never_needs_more_bytes(layout, shape, smaller):
     assert less.peak_mem_bytes <= predicted(layout, shape).peak_mem_bytes
 
 
+def test_what_a_process_holds_beside_its_tensors_is_predicted_and_does_not_count_towards_its_limit():
+    config = load_config(["model=mini"])
+    work = {"workload": Workload(seq_len=1024, gbs=64), "layout": Layout(dp=1, mbs=64)}
+    spec = RunSpec(shape=load_model("mini"), kernel=config.kernel, nodes=1, gpus_per_node=1, **work)
+    whole = predictor(config, 1, config.hardware.peak("fp32", 1, None, 1))
+    tensors = replace(whole, memory=replace(whole.memory, base_bytes=0.0))
+    limit = replace(config.hardware, mem_bytes=tensors.predict(spec).peak_mem_bytes)
+    found, bare = (replace(p, hardware=limit).predict(spec) for p in (whole, tensors))
+    assert found.peak_mem_bytes == bare.peak_mem_bytes + whole.memory.base_bytes
+    assert (found.memory_share, bare.memory_share) == pytest.approx((1, 1))
+    assert found.p_oom == bare.p_oom
+
+
 @given(layout=layouts(), shape=shapes(), more=st.integers(1, 64))
 def test_more_layers_never_take_less_time_without_a_pipeline(layout, shape, more):
     layout = replace(layout, pp=1, pp_schedule="none", virtual_stages=1)
