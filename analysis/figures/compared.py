@@ -27,11 +27,8 @@ _NAMED = 6
 """Number of cells with another winner that the notes name."""
 
 
-def figure(found: Comparison, *, title: str, threshold: float, names: tuple[str, str]) -> Figure:
+def figure(found: Comparison) -> Figure:
     """The ratios of step times B / A of all layouts that were measured in both.
-
-    Args:
-        names: those of A and B.
 
     Raises:
         ConfigError: no layout was measured in both.
@@ -41,14 +38,13 @@ def figure(found: Comparison, *, title: str, threshold: float, names: tuple[str,
         without = "compare without -o for how their runs ended"
         raise ConfigError(f"no layout has a step time in A and in B; {without}")
     models = list(rows.sort_values(["num_params", "model"])["model"].unique())
-    heading = f"Step times of {title}: {counted(len(rows), 'layout')}"
-    note = _notes(found, names)
-    whole, middle, panels = panel_grid(len(models), title=heading, notes=note, sharey=True)
+    heading = f"Step times of {found.title}: {counted(len(rows), 'layout')}"
+    whole, middle, panels = panel_grid(len(models), title=heading, notes=_notes(found), sharey=True)
     winners = found.winners.to_dict("records")
     won = {(w["model"], w["nodes"], w[side]) for w in winners for side in ("best_a", "best_b")}
-    a, b = (name if len(name) <= 14 else f"{name[:12]}.." for name in names)
+    a, b = (name if len(name) <= 14 else f"{name[:12]}.." for name in found.names)
     for axes, model in zip(panels, models, strict=True):
-        axes.axhspan(1 / (1 + threshold), 1 + threshold, color="#efefef", zorder=0)
+        axes.axhspan(1 / (1 + found.threshold), 1 + found.threshold, color="#efefef", zorder=0)
         axes.axhline(1, color=GREY, linewidth=0.8)
         _draw(axes, rows[rows["model"] == model].reset_index(drop=True), won)
         label(axes, model, "layouts, sorted by their ratio", f"step time of {b} / {a}")
@@ -79,7 +75,7 @@ def _draw(axes: Axes, held: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
     axes.set_xlim(0.2, number + 1)
 
 
-def _notes(found: Comparison, names: tuple[str, str]) -> str:
+def _notes(found: Comparison) -> str:
     """The note under the figure: what was left out, and which cells another layout wins."""
     won = [
         f"{w['model']} on {counted(w['nodes'], 'node')}: {w['best_a']} -> {w['best_b']}"
@@ -89,7 +85,7 @@ def _notes(found: Comparison, names: tuple[str, str]) -> str:
     changes = {name: found.differing[name] for name in MAY_DIFFER if name in found.differing}
     told = ", ".join(f"{name} {a} -> {b}" for name, (a, b) in changes.items())
     lines = [
-        f"A is {names[0]}, B is {names[1]}. From A to B: {told or 'no other hardware, kernel or precision known'}.",
+        f"A is {found.names[0]}, B is {found.names[1]}. From A to B: {told or 'no other hardware, kernel or precision known'}.",
         " ".join(found.notes),
         "Grey band: differences up to the threshold. Above 1 x, B is slower.",
     ]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source, require_parquet, words
 from ultrabench.cli.results import Output
 
 
@@ -24,34 +24,12 @@ predict_app = typer.Typer(
     cls=_LayoutFirst, no_args_is_help=True, rich_markup_mode=None,
     help="Predict one layout, check predictions against runs, and fit them.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
 )  # fmt: skip
-Arguments = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[NAME=VALUE]...", default_factory=list, show_default=False,
-        help="Layout, such as tp=2 pp=2 gas=4 recompute=full; model, hardware, nodes, seq_len, kernel, profile.",
-    ),
-]  # fmt: skip
+_LAYOUT = "Layout, such as tp=2 pp=2 gas=4 recompute=full; model, hardware, nodes, seq_len, kernel, profile."
+Arguments = Annotated[list[str], words("[NAME=VALUE]...", _LAYOUT)]
 ProfileName = Annotated[
     str | None, typer.Option("--profile", metavar="NAME", help="Default: that of the runs' program.")
 ]
-
-
-Rows = Annotated[Path | None, typer.Option("--rows", help="Write each row with its prediction, as .parquet.")]
-LeaveOut = Annotated[
-    str | None,
-    typer.Option(
-        metavar="model or nodes", help="Fit anew without each model or number of nodes, and score on it."
-    ),
-]
-Sources = Annotated[
-    list[str] | None, typer.Argument(metavar="[SWEEP or FILE.parquet]...", help="Default: the newest sweep.")
-]
-Mine = Annotated[Path, typer.Option("-o", "--output", help="The profile to write.")]
 MINE = Path("ultrabench/profiles/mine.yaml")
-Strategy = Annotated[
-    str, typer.Option("--strategy", metavar="NAME", help="adaptive, exhaustive, random or predicted.")
-]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Runs that are made at the same time.")]
 
 
 @predict_app.command()
@@ -68,8 +46,14 @@ def layout(arguments: Arguments, json_: Json = False, results_dir: ResultsDir = 
 def validate(
     source: Source = None,
     profile: ProfileName = None,
-    rows: Rows = None,
-    leave_out: LeaveOut = None,
+    rows: Path | None = typer.Option(
+        None, callback=require_parquet, help="Write each row with its prediction, as .parquet."
+    ),
+    leave_out: str | None = typer.Option(
+        None,
+        metavar="model or nodes",
+        help="Fit anew without each model or number of nodes, and score on it.",
+    ),
     output: Output = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
@@ -82,9 +66,11 @@ def validate(
 
 @predict_app.command()
 def calibrate(
-    sources: Sources = None,
+    sources: list[str] | None = typer.Argument(
+        None, metavar="[SWEEP or FILE.parquet]...", help="Default: the newest sweep."
+    ),
     profile: ProfileName = None,
-    output: Mine = MINE,
+    output: Path = typer.Option(MINE, "-o", "--output", help="The profile to write."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
@@ -99,8 +85,10 @@ def calibrate(
 @predict_app.command()
 def replay(
     source: Source = None,
-    strategy: Strategy = "adaptive",
-    batch: Batch = 1,
+    strategy: str = typer.Option(
+        "adaptive", metavar="NAME", help="adaptive, exhaustive, random or predicted."
+    ),
+    batch: int = typer.Option(1, min=1, help="Runs that are made at the same time."),
     profile: ProfileName = None,
     output: Output = None,
     json_: Json = False,

@@ -9,7 +9,7 @@ from ultrabench.analysis.collect import parquet
 from ultrabench.analysis.numbers import percent
 from ultrabench.analysis.predict.validate import GROUPS, metrics, table, without_own_group
 from ultrabench.cli.predict.calibrate import open_cases
-from ultrabench.cli.results import draw, require_parquet, write_result
+from ultrabench.cli.results import draw, write_result
 from ultrabench.cli.tables import print_json, say, show
 from ultrabench.cli.tables import table as rich_table
 from ultrabench.errors import require_known
@@ -26,8 +26,6 @@ def run_validate(
     results_dir: Path,
 ) -> None:
     """Prints the metrics of a profile on measured runs, and writes its rows and figure where asked for."""
-    if rows is not None:
-        require_parquet(rows)
     if leave_out is not None:
         require_known("group for --leave-out", GROUPS, leave_out)
     given, used = open_cases([source], profile, results_dir)
