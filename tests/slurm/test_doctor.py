@@ -132,13 +132,3 @@ def test_an_acceptance_run_in_small(sweeps):
     checks = doctor(sweeps, *SMALL, "--wait", "0")
     assert checks.pop("job")["status"] == "skip"
     assert {c["status"] for c in checks.values()} == {"pass"}, checks
-
-
-def test_ctrl_c_ends_the_jobs_of_an_acceptance_run(sweeps, slurm):
-    process = sweeps.start("doctor", *LITTLE, *SMALL, "--wait", "0")
-    slurm.wait_for(slurm.jobs, 120)
-    os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    slurm.wait_for(lambda: not slurm.jobs(), 20)
-    assert not [*sweeps.folder.rglob("doctor.json")]

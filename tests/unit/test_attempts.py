@@ -216,14 +216,6 @@ def test_a_pause_counts_from_when_its_end_was_seen_whatever_clocks_say(clock_off
         assert (decision.waiting, decision.over) == (int(rests), False)
 
 
-def test_what_ended_before_this_launch_has_rested_enough():
-    state = failed_at(time.time() + 3600.0, Status.HANG)
-    elsewhere = {AttemptKey(TWO.spec.run_id, 0, 0): 0.0}
-    for ended_s in ({}, elsewhere):
-        decision = left([ONE], state, NOBODY, policy=RESTING, ended_s=ended_s)
-        assert keys(decision) == [(ONE.spec.run_id, 0, 1)]
-
-
 def test_it_is_the_end_of_the_latest_attempt_that_counts():
     state = failed_at(0.0, Status.HANG, Status.HANG)
     first, second = state.attempts
@@ -310,11 +302,6 @@ def test_pack_fills_an_allocation_before_the_next():
     same_nodes = [i for i, r in enumerate(RUNS) if r.nodes == RUNS[0].nodes][:5]
     groups = pack(todos([(i, 0) for i in same_nodes]), with_launcher(pack=2))
     assert [len(g) for g in groups] == [2, 2, 1]
-
-
-def test_a_run_longer_than_an_allocation_gets_one_of_its_own():
-    groups = pack(todos([(0, 0), (1, 0)]), with_launcher(allocation_minutes=1e-9))
-    assert [len(g) for g in groups] == [1, 1]
 
 
 def test_the_limit_of_a_run_follows_prediction_and_patience():

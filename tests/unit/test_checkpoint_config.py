@@ -85,11 +85,6 @@ def test_the_models_name(path, change, name):
     assert load_config([f"model={write(path, change)}"]).models[0].name == name
 
 
-def test_the_folder_of_a_checkpoint_will_do():
-    write("Llama-3.1-8B/config.json")
-    assert load_model("./Llama-3.1-8B").hidden_size == 4096
-
-
 def test_what_is_absent_is_what_transformers_takes():
     llama = load_model(
         write("a.json", without=("num_key_value_heads", "tie_word_embeddings", "rms_norm_eps", "rope_theta"))

@@ -46,11 +46,6 @@ def test_valid_layouts_alone_are_predicted(playbook):
         assert table[column].is_valid().equals(table["valid"])
 
 
-@pytest.fixture(scope="module")
-def one_model():
-    return load_config(["sweep=playbook", "model=1B"])
-
-
 def stages_used(layers, hidden, intermediate, pp):
     """Stages that hold a block, by the rule of the playbook's own sweep."""
     decoder = 4 * hidden**2 + 3 * hidden * intermediate

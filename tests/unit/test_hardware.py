@@ -1,13 +1,11 @@
 """Hardware comes from YAML files only: the package's, or the user's own."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ultrabench.errors import ConfigError
-from ultrabench.hardware import Hardware
 from ultrabench.launchers.open_sweep import require_same, sweep_json_of
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.compose import describe, files, read_yaml
@@ -157,9 +155,3 @@ def test_a_broken_file_breaks_no_other_hardware(broken):
     assert described["toasters"] == "Two of our own GPUs."
     assert described["broken"].startswith("unusable: ")
     assert "\n" not in described["broken"]
-
-
-def test_the_memory_of_a_rank_can_be_overridden():
-    hardware = load_config(["hardware=h100x8", "hardware.mem_bytes=1000000000"]).hardware
-    assert (hardware.mem_bytes, math.isclose(hardware.link_bytes_per_s, 450e9)) == (10**9, True)
-    assert isinstance(hardware, Hardware)

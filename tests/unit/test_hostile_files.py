@@ -84,15 +84,6 @@ def test_a_journal_folder_that_is_gone_is_named(tmp_path):
             list(read_journal(path))
 
 
-def test_absurd_nesting_is_a_corrupt_line(tmp_path):
-    deep = b"[" * 100_000 + b"]" * 100_000
-    nested = line(seq=2)[:-2] + b', "more": ' + deep + b"}\n"
-    (tmp_path / "w.jsonl").write_bytes(deep + b"\n" + nested + line(seq=1))
-    told = []
-    assert [e.seq for e in read_journal(tmp_path, told.append)] == [1]
-    assert len(told) == 2
-
-
 def test_an_overlong_line_is_skipped_in_bounded_memory(tmp_path):
     path = tmp_path / "w.jsonl"
     path.write_bytes(line(seq=0))

@@ -33,20 +33,6 @@ def test_a_torn_write_is_told_and_the_next_event_starts_a_new_line(tmp_path, mon
     assert len(warnings) == 1
 
 
-def test_a_write_that_fails_is_told_in_one_line(tmp_path, monkeypatch):
-    def full(fd, data):
-        raise OSError(28, "No space left on device")
-
-    writer = JournalWriter(tmp_path, "agent")
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(SweepFolderError, match="No space left on device") as raised:
-        writer.write(Cancel(generation=1))
-    monkeypatch.undo()
-    assert "\n" not in str(raised.value)
-    writer.write(Cancel(generation=2))
-    assert [e.event.generation for e in read_journal(tmp_path)] == [2]
-
-
 def test_a_journal_that_cannot_be_opened_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SweepFolderError) as raised:

@@ -129,16 +129,6 @@ def test_an_allocation_of_others_lives_and_is_left_alone(watched, by, started):
     assert not watched.once(), "there is nothing of ours to wait for"
 
 
-def test_ours_on_another_login_node_is_ours(watched):
-    by = {"user": own_name(), "cluster": "big", "host": "login99"}
-    plan(watched.sweep, THEIRS, by=by)
-    watched.once()
-    assert watched.launcher.looked[-1] == [THEIRS]
-    watched.sweep.journal.write(Cancel(generation=2))
-    watched.once()
-    assert THEIRS in watched.launcher.cancelled[0]
-
-
 def test_what_others_finish_is_settled(watched):
     watched.once()
     (mine,) = watched.launcher.taken

@@ -71,11 +71,12 @@ def test_what_cannot_be_read_now_is_not_taken_for_garbage(tmp_path, refuse, name
     """A claim that a stale file server hides is that of somebody who may be alive."""
     claim(tmp_path, KEY, {"allocation": "n1-x.3"})
     refuse(name)
-    for ask in (owner, owner_of):
+    for ask in (owner, owner_of, give_up):
         with pytest.raises(OSError, match=os.strerror(getattr(errno, name))):
             ask(tmp_path, KEY)
     refuse(None)
     assert owner_of(tmp_path, KEY) == "n1-x.3"
+    assert not give_up(tmp_path, KEY)
 
 
 @pytest.mark.parametrize("name", ["ENXIO", "EPERM"])
@@ -98,19 +99,16 @@ def test_odd_files_in_the_place_of_a_claim_are_somebody(tmp_path, make):
 NAME = "n1-0000aaaa.0"
 
 
-def test_an_allocation_that_was_given_up_belongs_to_no_agent(tmp_path):
-    assert give_up(tmp_path, NAME)
-    assert owner(tmp_path, NAME) == {"allocation": GIVEN_UP}
-    assert not claim(tmp_path, NAME, {"allocation": NAME, "job": {"job_id": "57_0", "restart": 0}})
-    assert owner_of(tmp_path, NAME) == GIVEN_UP
-
-
-def test_it_may_be_given_up_again_and_by_another_launcher(tmp_path, monkeypatch):
+def test_an_allocation_that_was_given_up_belongs_to_no_agent(tmp_path, monkeypatch):
+    """It may be given up again, and by another launcher."""
     assert give_up(tmp_path, NAME)
     assert give_up(tmp_path, NAME)
     monkeypatch.setattr("ultrabench.store.claim._PROCESS", "another")
     assert give_up(tmp_path, NAME)
     assert [p.name for p in tmp_path.iterdir()] == [NAME]
+    assert owner(tmp_path, NAME) == {"allocation": GIVEN_UP}
+    assert not claim(tmp_path, NAME, {"allocation": NAME, "job": {"job_id": "57_0", "restart": 0}})
+    assert owner_of(tmp_path, NAME) == GIVEN_UP
 
 
 @pytest.mark.parametrize("content", [b'{"allocation": "n1-0000aaaa.0"}', b"{", b"", b"{}"])
@@ -119,16 +117,6 @@ def test_what_an_agent_owns_is_not_given_up(tmp_path, content):
     (tmp_path / NAME).write_bytes(content)
     assert not give_up(tmp_path, NAME)
     assert (tmp_path / NAME).read_bytes() == content
-
-
-@pytest.mark.parametrize("name", PASSING)
-def test_nobody_is_said_to_own_it_while_the_disk_does_not_tell(tmp_path, refuse, name):
-    claim(tmp_path, NAME, {"allocation": NAME})
-    refuse(name)
-    with pytest.raises(OSError, match=os.strerror(getattr(errno, name))):
-        give_up(tmp_path, NAME)
-    refuse(None)
-    assert not give_up(tmp_path, NAME)
 
 
 def test_of_agents_and_a_launcher_that_race_for_an_allocation_one_wins(tmp_path):

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import layouts, shapes
@@ -50,21 +50,6 @@ def test_everything_is_finite_and_the_interval_contains_the_step_time(layout, sh
     assert found.step_time_low_s <= found.step_time_s <= found.step_time_high_s
     assert 0 <= found.p_oom <= 1
     assert (found.limited_by == "memory") == (found.p_oom > 0.5)
-
-
-@given(layout=layouts(), shape=real_shapes, profile=st.sampled_from(NAMES))
-def test_a_higher_zero_stage_is_no_more_likely_to_run_out_of_memory(layout, shape, profile):
-    assume(layout.dp > 1)
-    by = [predicted(replace(layout, zero_stage=z), shape, profile=profile) for z in (0, 1)]
-    assert by[1].p_oom <= by[0].p_oom
-    assert by[1].peak_mem_bytes <= by[0].peak_mem_bytes
-
-
-@given(layout=layouts(), shape=shapes(), smaller=st.integers(1, 8))
-def test_a_smaller_micro_batch_never_needs_more_bytes(layout, shape, smaller):
-    assume(smaller < layout.mbs)
-    less = predicted(replace(layout, mbs=smaller), shape)
-    assert less.peak_mem_bytes <= predicted(layout, shape).peak_mem_bytes
 
 
 def test_what_a_process_holds_beside_its_tensors_is_predicted_and_does_not_count_towards_its_limit():

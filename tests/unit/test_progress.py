@@ -185,23 +185,6 @@ def test_what_an_allocation_held_beside_its_run_of_an_hour(starts, held_s, betwe
     assert gpu_hours(state, GPUS) == (GPUS, wasted)
 
 
-@given(
-    seconds=st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 1e5)), max_size=6),
-    elapsed=st.lists(st.floats(0, 1e5), min_size=3, max_size=3),
-)
-def test_what_was_held_is_useful_or_wasted(seconds, elapsed):
-    state = SweepState()
-    for name, time_s in zip("abc", elapsed, strict=True):
-        held(state, name, 1, time_s)
-    for n, (name, time_s) in enumerate(seconds):
-        told(state, ONE, (Status.OK, Status.CRASH)[n % 2], repeat=n, seconds=time_s, allocation=name)
-    useful, wasted = gpu_hours(state, GPUS)
-    ran = {name: sum(s for other, s in seconds if other == name) for name in "abc"}
-    total = sum(max(ran[name], time_s) for name, time_s in zip("abc", elapsed, strict=True))
-    assert (useful + sum(wasted.values())) * 3600 == pytest.approx(GPUS * total)
-    assert all(hours >= 0 for hours in wasted.values())
-
-
 def test_the_rest_is_scaled_by_what_was_measured():
     planned = [replace(r, predicted=replace(r.prediction, duration_s=10.0)) for r in PLANNED]
     state = told(SweepState(), RUNS[0], Status.OK, seconds=30.0)

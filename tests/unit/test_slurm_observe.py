@@ -242,15 +242,6 @@ def test_jobs_of_others_whose_names_begin_alike_are_not_ours(slurm, name):
     assert (seen.alive, seen.jobs, list(seen.ended_jobs)) == (frozenset(), {}, [A])
 
 
-def test_elements_that_were_cancelled_with_their_array_are_found(slurm):
-    slurm.submitted(B, "57_1")
-    assert slurm.observe(("57", "CANCELLED"), ("57_0", "RUNNING")).alive == {A, B}
-    seen = slurm.observe(after=GRACE_S)
-    assert seen.alive == {A}
-    assert seen.ended_jobs[B].status == Status.CANCELLED
-    assert seen.ended_jobs[B].reason == "Slurm ended job 57_1: CANCELLED"
-
-
 def test_what_a_person_has_to_mend_is_told_once(slurm):
     slurm.submitted(B, "57_1")
     for reason, notes in (("PartitionTimeLimit", 1), ("Resources", 0)):

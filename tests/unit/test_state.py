@@ -157,7 +157,8 @@ def test_a_damaged_field_breaks_nothing(event):
     b"{", b"\x00\xff\xfe", b"null", b"7", b'"text"', b"[]", b"{}", b'{"v": "one"}', b'{"v": 1}',
     b'{"v":2,"writer":"w","seq":Infinity,"time":0,"event":"cancel","generation":1}',
     b'{"v":1e999,"writer":"w","seq":0,"time":0,"event":"cancel","generation":1}',
-    b'{"v":2,"writer":"w","seq":0,"time":0,"event":"cancel"}',
+    b'{"v":2,"writer":"w","seq":0,"time":0,"event":"cancel"}', b"[" * 100_000 + b"]" * 100_000,
+    b'{"v":2,"writer":"w","seq":0,"time":0,"event":"cancel","generation":1,"more":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
 ])  # fmt: skip
 def test_a_corrupt_line_is_skipped_with_a_warning(corrupt):
     before, after = written(Cancel(generation=1)), written(ended("ok"), seq=1)

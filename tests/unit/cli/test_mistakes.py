@@ -97,7 +97,7 @@ WITH_A_SWEEP = [
     ("sweep status quik-cpu", "unknown sweep 'quik-cpu'; did you mean quick-cpu?"),
     ("sweep status --results-dir other", "no sweep in other/"),
     ("sweep retry --only crsh", "unknown status to retry 'crsh'; did you mean crash?"),
-    ("sweep retry --only ok", "unknown status to retry 'ok'"),
+    ("sweep retry --only ok", "unknown status to retry 'ok' (known: "),
     ("sweep retry --run zzzz", "no run of quick-cpu has an id that begins with 'zzzz'"),
     ("sweep show zzzz", "has an id that begins with 'zzzz'"),
     ("sweep show ''", "runs: "),
@@ -110,7 +110,6 @@ WITH_A_SWEEP = [
      "cannot write results/quick-cpu/sweep.json/x.parquet"),
     ("heatmap -o map.docx", "unknown kind of picture '.docx'"),
     ("heatmap --rank-by speed", "speed"),
-    ("plot com", "unknown figure 'com'; did you mean comm?"),
     ("plot comm",
      "no bandwidths here; measure them with: ultrabench sweep launch sweep=comm"),
 ]  # fmt: skip
