@@ -1,7 +1,12 @@
-"""Values of the package's configuration, for tests that change a few of them."""
+"""Values of the package's configuration, for tests that change a few of them, and the refusal of others."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
+
+from ultrabench.errors import ConfigError, UltrabenchError
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import Launch, next_attempts
@@ -34,3 +39,12 @@ def left(runs, state, alive=frozenset(), *, repeats=1, confirm=1, policy=None, c
         launcher=slurm(control=canary),
     )
     return next_attempts(Plan(config=config, candidates=tuple(runs)), state, alive, Launch(**words))
+
+
+@contextmanager
+def refused(line: str, kind: type[UltrabenchError] = ConfigError) -> Iterator[None]:
+    """Expects an error of one line that contains `line`."""
+    with pytest.raises(kind) as raised:
+        yield
+    assert line in str(raised.value)
+    assert "\n" not in str(raised.value)

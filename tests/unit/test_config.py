@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.configs import refused
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.open_sweep import folder_of, in_force, sweep_json_of
 from ultrabench.record import to_dict
@@ -227,10 +228,8 @@ def test_every_option_of_every_group_says_what_it_is(group):
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
-    with pytest.raises(ConfigError) as raised:
+    with refused(line):
         load_config(overrides)
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -266,10 +265,8 @@ def test_values_of_a_composed_tree_that_cannot_be_used(given, line):
     *groups, name = key.split(".")
     tree = deepcopy(TREE)
     reduce(getitem, groups, tree)[name] = yaml.safe_load(value)
-    with pytest.raises(ConfigError) as raised:
+    with refused(line):
         config_from_tree(tree)
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

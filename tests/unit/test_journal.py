@@ -3,6 +3,7 @@ import os
 
 import pytest
 
+from tests.configs import refused
 from ultrabench.errors import SweepFolderError
 from ultrabench.store.events import Cancel, Phase
 from ultrabench.store.journal import JournalWriter, read_journal
@@ -35,9 +36,8 @@ def test_a_torn_write_is_told_and_the_next_event_starts_a_new_line(tmp_path, mon
 
 def test_a_journal_that_cannot_be_opened_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SweepFolderError) as raised:
+    with refused(str(tmp_path / "file"), SweepFolderError):
         JournalWriter(tmp_path / "file", "agent").write(Cancel(generation=1))
-    assert "\n" not in str(raised.value)
 
 
 def test_lines_hold_no_nan(tmp_path):

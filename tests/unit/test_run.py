@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.configs import refused
 from tests.strategies import LONG, results, run_specs
 from ultrabench import run
 from ultrabench.errors import ConfigError
@@ -178,10 +179,8 @@ def test_env_id_holds_the_kernel_and_its_declared_variables():
 def test_what_is_no_spec_is_refused_in_one_line(change, line):
     values = to_dict(SPEC)
     change(values)
-    with pytest.raises(ConfigError) as raised:
+    with refused(line):
         from_dict(RunSpec, values)
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +191,5 @@ def test_what_is_no_spec_is_refused_in_one_line(change, line):
     ],
 )
 def test_a_spec_fits_its_nodes_and_batch(change, line):
-    with pytest.raises(ConfigError) as raised:
+    with refused(line):
         replace(SPEC, **change)
-    assert line in str(raised.value)
