@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.configs import left, retry
+from tests.configs import left, retry, told
 from tests.strategies import FAILURES
 from tests.unit.allocations import open_sweep
 from tests.unit.played import Played, reconciler_of
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Failed
-from ultrabench.store.state import AllocationState, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
@@ -30,9 +30,7 @@ def state_of(*attempts, retried=()):
     """A state of (run, repeat, attempt, status); status None means no end was told."""
     made = SweepState(retried=frozenset(retried))
     for run, repeat, attempt, status in attempts:
-        key = AttemptKey(run.spec.run_id, repeat, attempt)
-        result = None if status is None else RunResult(status=status)
-        made.attempts[key] = AttemptState(key=key, result=result)
+        told(made, run, status, repeat, attempt)
     return made
 
 
@@ -162,9 +160,7 @@ def test_a_result_of_another_environment_needs_a_new_repeat():
     assert not left([ONE], state, NOBODY, accepts=elsewhere, begun=frozenset(state.attempts)).over, (
         "although it ran on"
     )
-    key = AttemptKey(run_id, 1, 0)
-    ours = RunResult(status=Status.OK, env_id="here")
-    state.attempts[key] = AttemptState(key=key, result=ours)
+    told(state, ONE, Status.OK, 1, env_id="here")
     assert left([ONE], state, NOBODY, accepts=elsewhere).over
     assert left([ONE], state, NOBODY, repeats=2, accepts=lambda result: True).over
 

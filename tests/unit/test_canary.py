@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.configs import left
+from tests.configs import left, told
 from tests.unit.allocations import CONFIG, PLAN, with_launcher
-from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.state import AllocationState, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.running.attempts import PlannedAttempt
 from ultrabench.sweep.running.price import ROUND_S, START_S, allocation_limit_s, pack, run_limit_s
 
@@ -22,14 +21,6 @@ RUNS = [*ONE[:3], *TWO[:3]]
 
 def key_of(run, repeat=0, attempt=0):
     return AttemptKey(run.spec.run_id, repeat, attempt)
-
-
-def told(state, run, status, **words):
-    """Adds an attempt that was claimed, and ended if there is a status."""
-    key = key_of(run, **words)
-    result = None if status is None else RunResult(status=status)
-    state.attempts[key] = AttemptState(key=key, spec=to_dict(run.spec), result=result)
-    return state
 
 
 def holds(state, name, *runs):

@@ -1,14 +1,19 @@
 """The plain model: its size, its norm, and stages that add up to it."""
 
 import dataclasses
+from types import FunctionType
 
 import pytest
 import torch
 
+from ultrabench.kernel.compile import GraphCounter
+from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import take
 from ultrabench.kernel.model import INIT_STD, Decoder, RmsNorm
+from ultrabench.kernel.recompute import apply_recompute, recompute_of
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel.step import learning_rate
+from ultrabench.layout import Layout
 from ultrabench.stages import split_stages
 
 TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
@@ -74,3 +79,32 @@ def test_take_follows_the_cuts() -> None:
     full = torch.arange(24).reshape(6, 4)
     assert torch.equal(take(full, ((0, 2, 4), (0, 1, 2), (1, 0, 3))), full[3:5, :3])
     assert take(full, ((0, 6, 0),)).numel() == 0
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective", "attention", "every3"])
+def test_dynamo_can_read_a_recomputed_layer(recompute: str) -> None:
+    """Dynamo compiles functions; of a functools.partial it compiles nothing, without a word."""
+    model = Decoder(TINY, split_stages(TINY, 1)[0], [range(8)])
+    layout = Layout(dp=1, recompute=recompute)
+    assert recompute_of([model], layout) == "none"
+    apply_recompute(model, layout)
+    assert recompute_of([model], layout) == recompute
+    functions = [f for layer in model.layers.values() for f in (layer.forward, layer.attention.core)]
+    wrapped = [f for f in functions if hasattr(f, "recompute")]
+    assert len(wrapped) == (1 if recompute == "every3" else TINY.num_hidden_layers)
+    assert all(isinstance(f, FunctionType) for f in wrapped)
+
+
+def test_one_graph_serves_equal_layers_and_its_products_are_counted() -> None:
+    """Counting neither compiles anew nor runs eagerly; layers of another shape need a graph of their own."""
+    counter, x = GraphCounter("aot_eager"), torch.ones(4, 8)
+    layers = [torch.nn.Linear(8, width, bias=False) for width in (8, 8, 16)]
+    compiled = [torch.compile(layer.forward, backend=counter, fullgraph=True) for layer in layers]
+    graphs = list[int]()
+    for layer in compiled:
+        layer(x)
+        graphs.append(counter.graphs)
+    with ExecutedFlops() as executed:
+        compiled[0](x)
+    assert graphs == [1, 1, 2]
+    assert (counter.graphs, executed.flops) == (2, 2 * 4 * 8 * 8)
