@@ -43,7 +43,7 @@ def test_the_price_counts_steps_and_seconds(words, step_time_s, seconds):
 class Compiling(Timing):
     """Steps that take no time and compile a graph each, until `last`."""
 
-    def __init__(self, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, last, monkeypatch):
         task: Any = SimpleNamespace(measure=measure(warmup_steps=2), device="cpu")
         trainer: Any = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(graphs=0))
         report: Any = None
@@ -52,24 +52,22 @@ class Compiling(Timing):
         monkeypatch.setattr(self, "_any_rank", bool)
         monkeypatch.setattr(self, "_of_rank_0", float)
 
-    def step(self) -> None:
+    def step(self):
         """One more step."""
         self.done_steps += 1
         self.compiled = self.done_steps <= self.last
-        self.trainer.compiler.graphs += self.compiled  # type: ignore[misc]
+        self.trainer.compiler.graphs += self.compiled
 
 
 @pytest.mark.parametrize(("last", "steps"), [(0, 2), (1, 2), (2, 3), (5, 6)])
-def test_the_warm_up_goes_on_while_graphs_are_compiled(
-    monkeypatch: pytest.MonkeyPatch, last: int, steps: int
-) -> None:
+def test_the_warm_up_goes_on_while_graphs_are_compiled(monkeypatch, last, steps):
     """So that no measured step compiles."""
     timing = Compiling(last, monkeypatch)
     timing._warm_up()
     assert timing.done_steps == steps
 
 
-def test_compilation_without_an_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_without_an_end_is_told(monkeypatch):
     """In place of a measurement."""
     with pytest.raises(
         RuntimeError, match=r"step 12 still compiled layers, 12 graphs in all; take kernel.compile"
