@@ -14,6 +14,8 @@ from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
 from ultrabench.sweep.grid import refusal
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 # The files of config.json as their publishers have them on the hub.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
@@ -49,12 +51,6 @@ MISTRAL = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.42.0.dev0", "use_cache": True,
     "vocab_size": 32768,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "nobody"))
 
 
 def write(path, change=(), without=(), base=LLAMA):

@@ -16,13 +16,7 @@ from ultrabench.store.sweep_json import write_sweep_json
 from ultrabench.sweep.config.compose import GROUPS, describe, files, search_path
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
 
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    """No configuration but the package's, whatever this machine's user has."""
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "user"))
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def write(folder, name, text):
@@ -282,20 +276,6 @@ def test_values_of_a_composed_tree_that_cannot_be_used(given, line):
 def test_seconds_of_measuring_are_those_of_the_hardware_unless_given(overrides, seconds):
     measure = load_config(["model=tiny", *overrides]).measure
     assert (measure.warmup_s, measure.min_s) == seconds
-
-
-@pytest.mark.parametrize(
-    "line", ["hardware: h100x8", "launcher: slurm", "kernel: null", "measure: quick", "retry: default"]
-)
-def test_a_group_that_a_sweep_file_only_names_is_told_how_to_be_chosen(tmp_path, monkeypatch, line):
-    folder = tmp_path / "ultrabench" / "sweep"
-    folder.mkdir(parents=True)
-    axes = "{models: [tiny], nodes: [1], seq_len: 64, gbs: 8, tp: [1], pp: [1], cp: [1], zero_stage: [0], mbs: [1]}"
-    (folder / "mine.yaml").write_text(f"# @package _global_\nsweep: {axes}\n{line}\n")
-    monkeypatch.chdir(tmp_path)
-    group = line.partition(":")[0]
-    with pytest.raises(ConfigError, match=f"- override /{group}: NAME"):
-        load_config(["sweep=mine"])
 
 
 def test_a_sweep_goes_on_with_the_profile_that_it_began_with(tmp_path):

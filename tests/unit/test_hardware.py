@@ -13,6 +13,8 @@ from ultrabench.sweep.config.compose import describe, files, read_yaml
 from ultrabench.sweep.config.load import config_from_tree, load_config, read_hardware
 from ultrabench.sweep.plan import make_plan
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 OURS = """# Two of our own GPUs.
 gpu: Toaster-9000
 peak_flops_per_s: {bf16: 1.0e14}
@@ -24,12 +26,6 @@ source: https://example.org/toaster
 gpus_per_node: 2
 node_link_bytes_per_s: 1.0e10
 """
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "nobody"))
 
 
 def write(name, text):

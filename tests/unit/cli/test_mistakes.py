@@ -130,6 +130,8 @@ FILES = [
     ("sweep/mine.yaml", f"{GLOBAL}sweeps: {{models: [tiny], {AXES}}}\n", "/sweep/mine.yaml: unknown override 'sweeps'; did you mean sweep?"),
     ("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], {AXES}}}\nmeasure: {{steps: 5}}\n",
      "/sweep/mine.yaml: unknown field of measure 'steps'"),
+    *(("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], {AXES}}}\n{group}: {name}\n", f"- override /{group}: NAME")
+      for group, name in {"hardware": "h100x8", "launcher": "slurm", "kernel": "null", "retry": "default"}.items()),
     *(("sweep/mine.yaml", f"{GLOBAL}defaults: [{line}]\n",
        "/sweep/mine.yaml: in a sweep file another hardware is chosen under defaults: '- override /hardware: NAME'")
       for line in ("override hardware: h100x8", "override /hardware h100x8")),
