@@ -102,16 +102,13 @@ def test_how_often_each_status_is_tried(status, tries):
 @pytest.mark.parametrize(
     ("statuses", "again"),
     [
-        (("hang", "crash"), False),
-        (("crash", "hang"), True),
-        (("hang", "comm_error", "hang"), True),
+        (("hang", "crash"), False), (("crash", "hang"), True), (("hang", "comm_error", "hang"), True),
         (("lost", "node_fail", "preempted", "lost", "lost"), True),
         (("lost", "node_fail", "preempted", "lost", "lost", "node_fail"), False),
-        (("hang", "hang", "lost"), True),
-        (("timeout", "hang", "timeout"), False),
+        (("hang", "hang", "lost"), True), (("timeout", "hang", "timeout"), False),
         (("oom", "cancelled"), True),
     ],
-)
+)  # fmt: skip
 def test_mixed_histories(statuses, again):
     assert (todo_after(*map(Status, statuses)) is not None) is again
 

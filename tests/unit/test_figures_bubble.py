@@ -21,13 +21,10 @@ def piped(run_id, pp=2, dp=4, rate=80.0, **more):
 
 LIKE = row("like", rate=100.0)
 RUNS = [
-    LIKE,
-    piped("a"),
-    piped("b", pp=4, dp=2, rate=50.0, pp_schedule="interleaved", virtual_stages=3),
-    piped("c", mbs=2, rate=70.0),
-    piped("d", rate=10.0, suspect="mfu 1.2 is above 1"),
+    LIKE, piped("a"), piped("b", pp=4, dp=2, rate=50.0, pp_schedule="interleaved", virtual_stages=3),
+    piped("c", mbs=2, rate=70.0), piped("d", rate=10.0, suspect="mfu 1.2 is above 1"),
     row("e", status="oom", pp=8, dp=1, gas=256, pp_schedule="1f1b"),
-]
+]  # fmt: skip
 
 
 def test_a_measured_share_is_against_the_run_that_differs_only_in_its_pipeline():

@@ -104,14 +104,8 @@ def test_measured_runs_of_the_layouts_are_marked_in_any_order_of_rows():
 
 def test_a_measured_peak_far_above_the_prediction_is_inside_the_scale():
     held = {
-        "hardware": "cpu",
-        "precision": "fp32",
-        "model": "tiny",
-        "seq_len": 64,
-        "nodes": 2,
-        "dp": 4,
-        "gas": 8,
-    }
+        "hardware": "cpu", "precision": "fp32", "model": "tiny", "seq_len": 64, "nodes": 2, "dp": 4, "gas": 8,
+    }  # fmt: skip
     table = table_of(row("a", **(held | {"nodes": 2}), peak_mem_reserved_bytes=300 * 2**20))
     layout = {"model": "tiny", "hardware": "cpu", "nodes": 2, "seq_len": 64, "gas": 8}
     figure = prepared("memory", table, title="s", axis="tp", layout=layout)[1]()

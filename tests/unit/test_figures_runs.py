@@ -47,15 +47,12 @@ def table_of(*rows):
 
 
 SEVERAL = [
-    row("a", rate=200.0),
-    row("b", nodes=2, rate=150.0),
+    row("a", rate=200.0), row("b", nodes=2, rate=150.0),
     row("c", nodes=2, rate=900.0, suspect="mfu 1.2 is above 1"),
-    row("d", nodes=4, rate=120.0, stopped="slower_than_best"),
-    row("e", nodes=4, status="oom"),
-    row("f", nodes=4, status="rejected", rule="heads"),
-    row("g", nodes=4, status=None),
+    row("d", nodes=4, rate=120.0, stopped="slower_than_best"), row("e", nodes=4, status="oom"),
+    row("f", nodes=4, status="rejected", rule="heads"), row("g", nodes=4, status=None),
     row("h", model="80B", num_params=80_000_000_000, nodes=4, rate=10.0),
-]
+]  # fmt: skip
 RUNS = [kind for kind in KINDS if kind in ("scatter", "scaling", "pareto", "predicted", "failures")]
 
 
@@ -273,9 +270,6 @@ def test_published_runs_are_all_drawn_or_counted():
     scatter, failures = (prepared(kind, table, title="playbook")[0] for kind in ("scatter", "failures"))
     assert (len(scatter), int(scatter["good"].sum())) == (896, 586)
     assert failures.groupby("end")["runs"].sum().to_dict() == {
-        "ok": 586,
-        "suspect": 310,
-        "oom": 824,
-        "crash": 225,
-    }
+        "ok": 586, "suspect": 310, "oom": 824, "crash": 225,
+    }  # fmt: skip
     assert list(scatter.sort_values("num_params")["panel"].unique()) == ["1B", "8B", "80B"]

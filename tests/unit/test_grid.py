@@ -25,12 +25,9 @@ from ultrabench.sweep.remedy import require_runs
 RULES = {"tp_divides_heads", "tp_divides_kv_heads", "zero_needs_dp", "enough_micro_batches", "no_empty_stage"}
 # layers, hidden, heads (kv heads alike), intermediate
 MODELS = {
-    "1B": (16, 2048, 32, 8192),
-    "3B": (28, 3072, 32, 8192),
-    "8B": (32, 4096, 32, 14336),
-    "80B": (80, 8192, 64, 28672),
-    "469B": (126, 16384, 128, 53248),
-}
+    "1B": (16, 2048, 32, 8192), "3B": (28, 3072, 32, 8192), "8B": (32, 4096, 32, 14336),
+    "80B": (80, 8192, 64, 28672), "469B": (126, 16384, 128, 53248),
+}  # fmt: skip
 VOCABULARY = 131072
 
 

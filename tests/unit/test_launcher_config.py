@@ -127,14 +127,11 @@ def test_what_is_no_name_is_refused(key, value):
     ("given", "sbatch"),
     [
         ({"mail-type": "FAIL", "switches": "1@10"}, {"mail-type": "FAIL", "switches": "1@10"}),
-        ({"requeue": ""}, {"requeue": ""}),
-        ({"requeue": None}, {"requeue": ""}),
-        ({"requeue": True}, {"requeue": ""}),
-        ({"requeue": False}, {}),
-        ({"priority": 5}, {"priority": "5"}),
+        ({"requeue": ""}, {"requeue": ""}), ({"requeue": None}, {"requeue": ""}),
+        ({"requeue": True}, {"requeue": ""}), ({"requeue": False}, {}), ({"priority": 5}, {"priority": "5"}),
         (None, {}),
     ],
-)
+)  # fmt: skip
 def test_options_of_sbatch(given, sbatch):
     assert composed(sbatch=given).sbatch == sbatch
 

@@ -39,22 +39,15 @@ def test_this_user_on_this_host_is_the_origin(monkeypatch):
 @pytest.mark.parametrize(
     ("own", "by", "place", "seen"),
     [
-        (BIG, BIG, True, True),
-        (BIG, {**BIG, "host": "login2"}, True, True),
-        (BIG, {**BIG, "user": "bob"}, True, False),
-        (BIG, {**BIG, "cluster": "small"}, False, False),
-        (BIG, HERE, False, False),
-        (BIG, {**HERE, "host": "login1"}, False, False),
-        (HERE, HERE, True, True),
+        (BIG, BIG, True, True), (BIG, {**BIG, "host": "login2"}, True, True),
+        (BIG, {**BIG, "user": "bob"}, True, False), (BIG, {**BIG, "cluster": "small"}, False, False),
+        (BIG, HERE, False, False), (BIG, {**HERE, "host": "login1"}, False, False), (HERE, HERE, True, True),
         (HERE, {**HERE, "host": "desk:4026532"}, False, False),
-        (HERE, {**HERE, "host": "desk2"}, False, False),
-        (HERE, {**HERE, "user": "bob"}, True, False),
-        (HERE, BIG, False, False),
-        (HERE, {**BIG, "host": "desk"}, False, False),
-        (BIG, {}, True, True),
+        (HERE, {**HERE, "host": "desk2"}, False, False), (HERE, {**HERE, "user": "bob"}, True, False),
+        (HERE, BIG, False, False), (HERE, {**BIG, "host": "desk"}, False, False), (BIG, {}, True, True),
         (HERE, {}, True, True),
     ],
-)
+)  # fmt: skip
 def test_who_sees_whose_allocations(own, by, place, seen):
     """Jobs are seen on all hosts of their cluster, processes on theirs; what says nothing is older, and ours."""
     assert same_place(own, by) is place

@@ -174,13 +174,10 @@ def plan_of(predictions, nodes=1):
 @pytest.mark.parametrize(
     ("predictions", "chosen"),
     [
-        ([(0.5, 2.0), (0.9, 1.0), (1.1, 0.5)], 1),
-        ([(1.0, 1.0), (0.1, 2.0)], 0),
-        ([(1.3, 1.0), (1.2, 9.0), (1.4, 0.1)], 1),
-        ([(1.2, 1.0), (0.999, 9.0)], 1),
-        ([(5.0, 1.0)], 0),
+        ([(0.5, 2.0), (0.9, 1.0), (1.1, 0.5)], 1), ([(1.0, 1.0), (0.1, 2.0)], 0),
+        ([(1.3, 1.0), (1.2, 9.0), (1.4, 0.1)], 1), ([(1.2, 1.0), (0.999, 9.0)], 1), ([(5.0, 1.0)], 0),
     ],
-)
+)  # fmt: skip
 def test_the_fastest_that_surely_fits_else_the_smallest(predictions, chosen):
     plan, runs = plan_of(predictions)
     assert controls(plan) == {runs[0].cell: runs[chosen]}

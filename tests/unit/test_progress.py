@@ -40,20 +40,15 @@ def standing(*attempts):
 @pytest.mark.parametrize(
     ("attempts", "status"),
     [
-        ([], "pending"),
-        ([(0, 0, None)], "running"),
-        ([(0, 0, Status.CRASH)], "crash"),
-        ([(0, 0, Status.CRASH), (0, 1, None)], "running"),
-        ([(0, 0, Status.HANG), (0, 1, Status.OK)], "ok"),
-        ([(0, 0, Status.OK), (1, 0, Status.CRASH)], "ok"),
-        ([(0, 0, Status.CRASH), (1, 0, Status.OK)], "ok"),
+        ([], "pending"), ([(0, 0, None)], "running"), ([(0, 0, Status.CRASH)], "crash"),
+        ([(0, 0, Status.CRASH), (0, 1, None)], "running"), ([(0, 0, Status.HANG), (0, 1, Status.OK)], "ok"),
+        ([(0, 0, Status.OK), (1, 0, Status.CRASH)], "ok"), ([(0, 0, Status.CRASH), (1, 0, Status.OK)], "ok"),
         ([(0, 0, Status.CRASH), (1, 0, Status.OK), (2, 0, None)], "ok"),
         ([(0, 0, Status.CRASH), (3, 0, Status.LOST)], "lost"),
-        ([(0, 0, Status.CRASH), (1, 0, None)], "running"),
-        ([(0, 0, Status.CANCELLED)], "cancelled"),
+        ([(0, 0, Status.CRASH), (1, 0, None)], "running"), ([(0, 0, Status.CANCELLED)], "cancelled"),
         ([(0, 0, Status.CRASH), (0, 1, Status.PREEMPTED)], "preempted"),
     ],
-)
+)  # fmt: skip
 def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
     now = standing(*attempts)
     rest = {"pending": len(PLANNED) - 1}

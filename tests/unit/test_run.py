@@ -28,13 +28,9 @@ SPEC = RunSpec(
     gpus_per_node=2,
 )  # fmt: skip
 FACTS = {
-    "gpu_name": "NVIDIA H100 80GB HBM3",
-    "torch_version": "2.13.0",
-    "cuda_version": "13.0",
-    "nccl_version": "2.27",
-    "driver_version": "580",
-    "variables": {"NCCL_ALGO": "Ring"},
-}
+    "gpu_name": "NVIDIA H100 80GB HBM3", "torch_version": "2.13.0", "cuda_version": "13.0",
+    "nccl_version": "2.27", "driver_version": "580", "variables": {"NCCL_ALGO": "Ring"},
+}  # fmt: skip
 
 
 def shuffled(value, random):

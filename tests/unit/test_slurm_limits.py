@@ -63,11 +63,8 @@ class Programs:
 
     def __init__(self, **changed):
         self.texts = {
-            "config": CONFIG,
-            "partition": PARTITIONS,
-            "sinfo": NODES,
-            "assoc": ASSOCIATIONS,
-        } | changed
+            "config": CONFIG, "partition": PARTITIONS, "sinfo": NODES, "assoc": ASSOCIATIONS,
+        } | changed  # fmt: skip
         self.asked = []
 
     def __call__(self, *words):
@@ -183,17 +180,12 @@ def wanting(*nodes, **launcher):
 @pytest.mark.parametrize(
     ("nodes", "asked", "limits", "share"),
     [
-        ((1,), None, {}, 4),
-        ((1, 4), None, {}, 4),
-        ((1,), None, {"total_nodes": 1}, 1),
-        ((1, 8), 8, {}, 8),
-        ((1, 8), 64, {}, 64),
-        ((1,), None, {"max_nodes_per_user": 2}, 2),
-        ((2,), 8, {"max_nodes_per_user": 2}, 2),
-        ((8,), 8, {"max_nodes": 8}, 8),
+        ((1,), None, {}, 4), ((1, 4), None, {}, 4), ((1,), None, {"total_nodes": 1}, 1), ((1, 8), 8, {}, 8),
+        ((1, 8), 64, {}, 64), ((1,), None, {"max_nodes_per_user": 2}, 2),
+        ((2,), 8, {"max_nodes_per_user": 2}, 2), ((8,), 8, {"max_nodes": 8}, 8),
         ((4,), None, {"max_nodes": 4, "max_nodes_per_user": 100}, 4),
     ],
-)
+)  # fmt: skip
 def test_what_a_sweep_may_hold(nodes, asked, limits, share):
     assert node_share(wanting(*nodes, max_nodes=asked), replace(HOPPER, **limits)) == share
 

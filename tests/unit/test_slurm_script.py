@@ -217,14 +217,10 @@ def test_everything_else_stays(name):
 @pytest.mark.parametrize(
     ("more", "taken"),
     [
-        (["HF_TOKEN"], {"HF_TOKEN"}),
-        (["HF_*"], {"HF_TOKEN", "HF_HOME"}),
-        (["hf_*"], set()),
-        (["HF"], set()),
-        (["*"], {"HF_TOKEN", "HF_HOME", "SECRET"}),
-        ([""], set()),
+        (["HF_TOKEN"], {"HF_TOKEN"}), (["HF_*"], {"HF_TOKEN", "HF_HOME"}), (["hf_*"], set()), (["HF"], set()),
+        (["*"], {"HF_TOKEN", "HF_HOME", "SECRET"}), ([""], set()),
     ],
-)
+)  # fmt: skip
 def test_further_names_are_taken_when_asked_for(more, taken):
     environ = dict.fromkeys(("HF_TOKEN", "HF_HOME", "SECRET"), "x")
     assert set(inherited(environ, more)) == taken

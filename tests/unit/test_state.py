@@ -181,15 +181,12 @@ def test_what_later_versions_write():
 @pytest.mark.parametrize(
     ("stronger", "weaker"),
     [
-        (("ok", "agent"), ("crash", "agent")),
-        (("ok", "agent"), ("node_fail", "slurm")),
-        (("ok", "agent"), ("lost", "launcher")),
-        (("crash", "agent"), ("node_fail", "slurm")),
-        (("crash", "agent"), ("lost", "launcher")),
-        (("node_fail", "slurm"), ("lost", "launcher")),
+        (("ok", "agent"), ("crash", "agent")), (("ok", "agent"), ("node_fail", "slurm")),
+        (("ok", "agent"), ("lost", "launcher")), (("crash", "agent"), ("node_fail", "slurm")),
+        (("crash", "agent"), ("lost", "launcher")), (("node_fail", "slurm"), ("lost", "launcher")),
         (("hang", "agent"), ("timeout", "somebody")),
     ],
-)
+)  # fmt: skip
 def test_who_is_believed(stronger, weaker):
     """Whoever writes first, and whatever the clocks say."""
     for events in ([ended(*stronger), ended(*weaker)], [ended(*weaker), ended(*stronger)]):
