@@ -1,3 +1,5 @@
+"""Files of an allocation, and the window in which its runs may begin."""
+
 import json
 import stat
 import time

@@ -1,3 +1,5 @@
+"""Result tables: their columns, files that hold them, and the runs that their rows measured."""
+
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Who owns an attempt or an allocation: one claim wins, and what cannot be read is somebody's."""
+
 import errno
 import json
 import os

@@ -1,4 +1,4 @@
-"""Agents meet on a port that anybody may call: strangers are disconnected and delay nobody."""
+"""Where agents are, and how they meet: strangers on their port are disconnected and delay nobody."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""The causes of real faults, of public error texts, and of both among the errors of 7 peers."""
+"""The causes of real faults and of public error texts, also among the errors of 7 peers, and their page."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The figure of predicted memory: its bars are those of `ultrabench predict`, its points measured runs."""
+"""The figures of a layout: its predicted memory, with measured runs as points, and the timeline of its schedule."""
 
 import random
 from pathlib import Path

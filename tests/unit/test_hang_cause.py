@@ -1,4 +1,4 @@
-"""Which rank caused a hang, over constructed cases."""
+"""Which rank caused a hang, over constructed cases and by the evidence of real processes."""
 
 import json
 import math

@@ -1,3 +1,5 @@
+"""Journals: lines that are written whole, files that are no journals, and file systems that lack what a sweep needs."""
+
 import json
 import os
 import resource

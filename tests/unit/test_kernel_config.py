@@ -1,3 +1,5 @@
+"""What the digest of a kernel holds, and secrets among its variables."""
+
 import json
 import os
 import subprocess

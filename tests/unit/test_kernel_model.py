@@ -1,4 +1,4 @@
-"""The plain model: its size, its norm, and stages that add up to it."""
+"""The plain model, stages that add up to it, and its layers when they are recomputed or compiled."""
 
 import dataclasses
 from types import FunctionType

@@ -1,4 +1,4 @@
-"""When enough steps have been measured."""
+"""When the warm-up of a run ends, and when enough steps have been measured."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""One reckoning of what is left of a sweep, for its plan, the consent and the budget."""
+"""One reckoning of what is left of a sweep, for its plan, the consent and the budget; and its control layouts."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What scontrol, sinfo and sacctmgr of Slurm 22.05 printed, shortened."""
+"""What scontrol, sinfo and sacctmgr of Slurm 22.05 printed, shortened, and what a sweep may hold of it."""
 
 import getpass
 from dataclasses import replace

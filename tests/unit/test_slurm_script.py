@@ -1,4 +1,4 @@
-"""The job script: read as sbatch and as bash read it; nothing in a value may be taken for shell."""
+"""The job script, read as sbatch and as bash read it, and the environment that it inherits."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The command `plot`: its kinds, and what it says of mistakes."""
+"""The commands `plot` and `report`: the kinds of figures, what is written, and what they say of mistakes."""
 
 import json
 

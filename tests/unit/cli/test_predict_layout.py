@@ -1,4 +1,4 @@
-"""`ultrabench predict LAYOUT`: one layout by part, in a table or as JSON."""
+"""`ultrabench predict LAYOUT` and `kernel dryrun`: one layout by part, in a table or as JSON."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or plain ASCII, and text that must not reach a terminal."""
+"""Standard streams, text that must not reach a terminal, and tables on terminals of all widths."""
 
 import io
 import os
