@@ -4,12 +4,9 @@ import random
 
 import pytest
 
-from tests.published import PLAYBOOK, needs
 from tests.unit.test_figures_runs import drawn, row, table_of
 from ultrabench.analysis.figures.kinds import prepared
 from ultrabench.analysis.figures.plots.bubble import points
-from ultrabench.analysis.importing.import_table import import_csv
-from ultrabench.analysis.importing.table_map import built_in, read_map
 from ultrabench.errors import ConfigError
 
 
@@ -68,10 +65,3 @@ def test_formulas_stand_alone_where_no_run_was_measured():
 def test_no_pipeline_is_an_error_that_says_what_to_do():
     with pytest.raises(ConfigError, match="no run with pp > 1 among 1 row; plan them with"):
         points(table_of(LIKE))
-
-
-@needs(PLAYBOOK)
-def test_pairs_of_the_playbook():
-    found, _ = points(import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table)
-    pairs = found[found["nodes"] > 0]
-    assert (len(pairs), sorted(pairs["pp"].unique())) == (174, [2, 4, 8, 16, 32])

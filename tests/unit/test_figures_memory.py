@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.published import PLAYBOOK, needs
 from tests.unit.test_figures_runs import row, table_of
 from ultrabench.analysis.figures.kinds import prepared
 from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.figures.plots.memory import points
-from ultrabench.analysis.importing.import_table import import_csv
-from ultrabench.analysis.importing.table_map import built_in, read_map
 from ultrabench.cli.predict.layout import document
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
@@ -120,14 +117,6 @@ def test_the_note_tells_defaults_moments_of_peaks_and_words_without_a_row():
     told = points(LAYOUT | {"gas": 64, "seq_len": 8192}, table_of(*RUNS), axis="tp")[1]
     assert "No row has gas=64, seq_len=8192." in told
     assert "No row has" not in points(LAYOUT, table_of(*RUNS), axis="tp")[1]
-
-
-@needs(PLAYBOOK)
-def test_the_playbook_has_runs_of_every_tensor_parallel_degree_of_a_node():
-    table = import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table
-    drawn, _ = points({"model": "8B", "profile": "nanotron", "gas": 16}, table, axis="tp")
-    ends = drawn[drawn["shown"] != "predicted"].set_index("value")["shown"].to_dict()
-    assert ends == {"1": "oom", "2": "oom", "4": "measured_rank0", "8": "measured_rank0"}
 
 
 def drawn(kind, table=None, axis=None, **layout):

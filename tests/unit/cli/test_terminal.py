@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from rich.table import Table
 
 from tests.unit.cli.conftest import QUICK, record
 from ultrabench.cli.run_doctor import _show
@@ -108,16 +107,6 @@ def test_a_terminal_with_no_color_gets_no_colours(sweep):
 def test_plain_text_keeps_lines_and_tabs():
     assert plain("a\tb\nc\r\x7f") == "a\tb\nc"
     assert plain(HOSTILE) == SHOWN
-
-
-def test_tables_and_styles_are_plain_too(capsys):
-    made = Table("a")
-    made.add_row(HOSTILE)
-    PlainConsole(force_terminal=True, color_system="standard", width=80).print(made, style="red")
-    shown = capsys.readouterr().out
-    assert "\x1b[31m" in shown  # our own colour
-    assert "cuttxt.exe" in shown
-    assert "\x1b]" not in shown
 
 
 RUN_ID = "5ef64a46843185df"
