@@ -86,7 +86,7 @@ def launch(folder: Path, name: str, *more: str) -> tuple[Way, list[sweeps.Event]
 
 def cold(folder: Path, tasks: Sequence[Path]) -> Way:
     """Runs one job for each run, one after another; returns the times."""
-    job, command = f"cold-{os.getpid()}", f"srun {shlex.join(sweeps.torchrun(folder, 2))}"
+    job, command = f"cold-{os.getpid()}", f"srun {shlex.join(sweeps.cold_ranks(folder, 2))}"
     options = [f"--job-name={job}", "--dependency=singleton", "--exclusive", "--nodes=1", "--time=10"]
     for task in tasks:
         log = f"--output={task}.log"

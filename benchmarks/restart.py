@@ -36,7 +36,7 @@ def forked(folder: Path) -> tuple[list[float], list[Path]]:
 
 def cold(folder: Path, tasks: list[Path]) -> list[float]:
     """Runs one torchrun after another; returns the gaps."""
-    command, ends, firsts = sweeps.torchrun(folder, 4), [], []
+    command, ends, firsts = sweeps.cold_ranks(folder, 4), [], []
     for task in tasks:
         subprocess.run(command, env=sweeps.task_variables(task), check=True)
         at = {line["name"]: line["time"] for line in sweeps.report(task) if line["event"] == "phase"}

@@ -9,6 +9,8 @@ from typing import Any
 
 from timing import ultrabench
 
+from ultrabench.processes import thread_variables
+
 MODEL = """\
 hidden_size: 64
 num_hidden_layers: 2
@@ -65,26 +67,31 @@ def write_tasks(sweep: Path, folder: Path) -> list[Path]:
     return [*files]
 
 
-def torchrun(folder: Path, ranks: int) -> list[str]:
-    """The command that runs a task on so many ranks by torchrun, with the variables of `task_variables`."""
-    wrapper = folder / "wrapper.py"
-    wrapper.write_text(WRAPPER)
+def torchrun(ranks: int, *words: str) -> list[str]:
+    """The command by which torchrun starts a program on so many ranks of this machine."""
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         f"--nproc-per-node={ranks}",
-        str(wrapper),
+        *words,
     ]
 
 
+def cold_ranks(folder: Path, ranks: int) -> list[str]:
+    """The command by which torchrun runs a task, which `task_variables` names, in processes that are not forked."""
+    wrapper = folder / "wrapper.py"
+    wrapper.write_text(WRAPPER)
+    return torchrun(ranks, str(wrapper))
+
+
 def task_variables(task: Path) -> dict[str, str]:
-    """The environment in which ranks run a task that `write_tasks` wrote."""
-    own = {"ULTRABENCH_SPEC": str(task), "ULTRABENCH_REPORT": f"{task}.report", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **own}
+    """The environment in which ranks run the task in a file."""
+    own = {"ULTRABENCH_SPEC": str(task), "ULTRABENCH_REPORT": f"{task}.report"}
+    return {**os.environ, **own, **thread_variables(1)}
 
 
 def report(task: Path) -> list[Event]:
-    """The lines that rank 0 reported of such a task."""
+    """The lines that rank 0 reported of the task in a file."""
     return [json.loads(line) for line in Path(f"{task}.report0").read_text().splitlines()]
