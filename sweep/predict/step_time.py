@@ -16,7 +16,7 @@ from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.stages import Stage, split_stages
+from ultrabench.stages import Stage, stages_by_rank
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import waiting
 from ultrabench.sweep.predict.time_constants import TimeConstants
@@ -83,8 +83,6 @@ def _pipeline_ranks(
     shape: ModelShape, pp: int, pp_schedule: str, virtual_stages: int, recompute: str, ties_advance: bool
 ) -> tuple[_PipelineRank, ...]:
     layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, recompute=recompute)
-    stages = split_stages(shape, layout.num_stages, ties_advance=ties_advance)
-    held = ([stages[index] for index in layout.stages_of(rank)] for rank in range(pp))
     ranks = Counter(
         _PipelineRank(
             stages=len(own),
@@ -93,7 +91,7 @@ def _pipeline_ranks(
             heads=sum(stage.has_head for stage in own),
             params=sum(stage.num_params(shape) for stage in own),
         )
-        for own in held
+        for own in stages_by_rank(shape, layout, ties_advance=ties_advance)
     )
     return tuple(rank._replace(num_ranks=count) for rank, count in ranks.items())
 
@@ -216,35 +214,25 @@ def _ring_s(work: _Work, attention: float, links: Network, c: TimeConstants) -> 
     return calls * c.tp_call_s + max(0.0, waits)
 
 
-class _Passes(NamedTuple):
-    """Seconds of a micro-batch on the ranks of a pipeline."""
-
-    rank: _PipelineRank
-    """The slowest rank."""
-    gpu_s: float
-    """Seconds that its GPU works."""
-    slowest_s: float
-    """Seconds that it needs, with what its GPU waits for the host."""
-    sum_s: float
-    """Seconds of all ranks together."""
-
-
 def _passes(
     ranks: tuple[_PipelineRank, ...], block: _Block, move_s: float, host_s: float, c: TimeConstants
-) -> _Passes:
-    """The times of a micro-batch, with `move_s` for each parameter and `host_s` for each layer on the host."""
+) -> tuple[_PipelineRank, float, float, float]:
+    """The slowest rank, and seconds of a micro-batch: of its GPU at work, of the rank, and of all ranks together.
+
+    Those of a rank contain what its GPU waits for the host. `move_s` are the seconds of each parameter, `host_s` those
+    of each layer on the host.
+    """
     layer_s, again_s, head_s = map(sum, block)
-    slowest, all_s = None, 0.0
+    slowest, gpu_s, slowest_s, all_s = ranks[0], 0.0, 0.0, 0.0
     for rank in ranks:
         gpu = layer_s * rank.layers + again_s * rank.again + head_s * rank.heads + move_s * rank.params
         # A forward that is repeated is launched again; it is a third of forward and backward.
         host = (rank.layers + rank.again / 3) * host_s + rank.stages * c.micro_batch_launch_s
         pass_s = _smooth_max(gpu, host, c.smooth_power)
         all_s += rank.num_ranks * pass_s
-        if slowest is None or pass_s > slowest[2]:
-            slowest = rank, gpu, pass_s
-    assert slowest is not None
-    return _Passes(*slowest, all_s)
+        if pass_s > slowest_s:
+            slowest, gpu_s, slowest_s = rank, gpu, pass_s
+    return slowest, gpu_s, slowest_s, all_s
 
 
 def predict_step_time(
