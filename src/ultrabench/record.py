@@ -155,13 +155,9 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
     raise ConfigError(f"{where}={value!r} is no {kind}{advice}")
 
 
-def canonical_json(value: Any, fields_of: Callable[[Any], dict[str, Any]] = values_of) -> str:
-    """The only JSON text of `value`, a record or JSON: its keys are sorted, and it has no spaces and no NaN.
-
-    Args:
-        fields_of: which fields of records it has, all or those of `non_default_values`.
-    """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=fields_of)
+def canonical_json(value: Any) -> str:
+    """The only JSON text of `value`, a record or JSON: its keys are sorted, and it has no spaces and no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=values_of)
 
 
 def content_id(value: Any) -> str:

@@ -6,9 +6,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
+import msgspec
+
 from ultrabench.allowed import at_least, require_allowed
 from ultrabench.errors import ConfigError, SweepFolderError
-from ultrabench.record import canonical_json, from_dict, non_default_values
+from ultrabench.record import non_default_values
 from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey, OfAttempt
 
@@ -234,6 +236,11 @@ class Line:
     """Hash of the whole line."""
 
 
+_encoder = json.JSONEncoder(
+    default=non_default_values, allow_nan=False, ensure_ascii=False, sort_keys=True, separators=(",", ":")
+)
+
+
 def encode(line: Line) -> bytes:
     """The bytes of a line, with its newline; fields that have their default are left out.
 
@@ -242,11 +249,23 @@ def encode(line: Line) -> bytes:
     """
     head = {"v": SCHEMA_VERSION, "writer": line.writer, "seq": line.seq, "time": line.time}
     values = {**head, "event": NAMES[type(line.event)], **non_default_values(line.event)}
-    return canonical_json(values, non_default_values).encode() + b"\n"
+    text = _encoder.encode(values)
+    return text.encode(errors="replace") + b"\n"  # halves of surrogate pairs, which are no UTF-8, become ?
 
 
-_decoder = json.JSONDecoder(parse_constant=int)  # int raises ValueError for NaN and Infinity
-DAMAGED = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError, ConfigError)
+class _Head(msgspec.Struct):
+    """The fields of a line beside those of its event."""
+
+    v: int
+    writer: str
+    seq: int
+    time: float
+    event: str
+
+
+_head_of = msgspec.json.Decoder(_Head).decode
+_event_of = {name: msgspec.json.Decoder(kind).decode for name, kind in EVENTS.items()}
+DAMAGED = (ConfigError, RecursionError, ValueError)
 """Exceptions that `decode` raises for text that is no event."""
 
 
@@ -257,15 +276,11 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
         SweepFolderError: the line has a newer schema; the message names `path`, the file that holds it.
         DAMAGED: the text is no event.
     """
-    written = text.decode().strip()
-    values, end = _decoder.raw_decode(written)  # `decode` would look for white space, too, which takes longer
-    if end != len(written):
-        raise ValueError(f"{written[end:]!r:.40} follows the JSON value")
-    version, writer, seq, name = int(values["v"]), values["writer"], int(values["seq"]), values["event"]
-    if version > SCHEMA_VERSION:
-        raise SweepFolderError(f"{path} has schema {version}; we read up to {SCHEMA_VERSION}: upgrade it")
-    if name not in EVENTS:
+    head = _head_of(text)
+    if head.v > SCHEMA_VERSION:
+        raise SweepFolderError(f"{path} has schema {head.v}; we read up to {SCHEMA_VERSION}: upgrade it")
+    if head.event not in EVENTS:
         return None
     digest = hashlib.sha256(text).hexdigest()[:16]
-    event = from_dict(EVENTS[name], values, skip_unknown=True)
-    return Line(event=event, writer=str(writer), seq=seq, time=float(values["time"]), digest=digest)
+    event: Event = _event_of[head.event](text)
+    return Line(event=event, writer=head.writer, seq=head.seq, time=head.time, digest=digest)
