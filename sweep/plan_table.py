@@ -1,6 +1,8 @@
 """Writes and reads plan.parquet: one row for each candidate, with decision, reason and prediction."""
 
 import functools
+import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,8 +27,16 @@ Row = dict[str, Any]
 _COLUMNS = {f.name: f.name if f.name == "p_oom" else f"predicted_{f.name}" for f in fields(Prediction)}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
 _OF_RUNS = (
-    "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", *AXES, *_COLUMNS.values(),
-)  # fmt: skip
+    "decision",
+    "run_id",
+    "model",
+    "nodes",
+    "gpus_per_node",
+    "seq_len",
+    "gbs",
+    *AXES,
+    *_COLUMNS.values(),
+)
 """Columns that `runs_of` reads."""
 
 NULLABLE = pa.schema({"rule": pa.string(), "reason": pa.string()})
@@ -89,9 +99,10 @@ def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
     try:
         file = pq.ParquetFile(path)  # read_table would import pandas, which takes longer
         table = file.read(columns=[*_OF_RUNS] if runs_only else None)
-        names, lines = table.column_names, zip(*(column.to_pylist() for column in table.columns), strict=True)
-        rows = (dict(zip(names, line, strict=True)) for line in lines)
-        return [row for row in rows if not runs_only or row["decision"] == "run"]
+        names, columns = table.column_names, [column.to_pylist() for column in table.columns]
+        kept = (not runs_only or decision == "run" for decision in table["decision"].to_pylist())
+        lines = itertools.compress(zip(*columns, strict=True), kept)
+        return [dict(zip(names, line, strict=True)) for line in lines]
     except FileNotFoundError:
         raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None
     except (OSError, pa.ArrowException) as error:
@@ -124,7 +135,8 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
     shapes, trains = shapes_of(sweep, state), sweep.kernel.kind != "probe"
     formula = formula_of(sweep, state)
     # Many runs have equal parts; checking each part once takes a third of the time.
-    layout_of = functools.cache(lambda *values: Layout(**dict(zip(AXES, values, strict=True))))
+    axes_of = operator.itemgetter(*AXES)
+    layout_of = functools.cache(lambda values: Layout(**dict(zip(AXES, values, strict=True))))
     workload_of = functools.cache(lambda seq_len, gbs: replace(sweep.workload, seq_len=seq_len, gbs=gbs))
     peak_of = functools.cache(lambda nodes: sweep.peak(nodes, sweep.kernel.precision) if trains else None)
     for row in rows:
@@ -138,7 +150,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             spec=RunSpec(
                 shape=shapes[row["model"]],
                 workload=workload_of(row["seq_len"], row["gbs"]),
-                layout=layout_of(*(row[name] for name in AXES)),
+                layout=layout_of(axes_of(row)),
                 kernel=sweep.kernel,
                 nodes=row["nodes"],
                 gpus_per_node=row["gpus_per_node"],

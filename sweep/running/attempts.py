@@ -162,7 +162,7 @@ def next_attempts(
     on_their_way = {key for allocation in held for key in allocation.tasks} - ended
     # Attempts whose losses differ without a majority are not repeated: repeats would differ in the same way.
     suspects = outliers.suspect_attempts(state, device=config.hardware.device)
-    doubted = suspects.keys() - outliers.disputed_attempts(state).keys()
+    doubted = suspects.keys() - state.disputed.keys()
     following = _Following(state, state.by_run(), config.retry, launch, doubted)
     dominated = left_out(plan.runs, state)
     open_runs = [run for run in plan.runs if run.run_id not in dominated]

@@ -10,13 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from ultrabench.device_rates import summary
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.state import AttemptState, SweepState
+from ultrabench.store.state import SweepState
 
 FEWEST = 3
 """Smallest number of comparable measurements, or of comparable layouts, among which one can be an outlier."""
@@ -53,11 +55,12 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
     """Ok attempts whose measurement is doubtful -> all reasons in one text.
 
     Args:
+        state: what `with_loss_outliers` returns.
         device: the torch device type of the hardware, cuda or cpu.
     """
     slack = 1.0 if device == "cuda" else SHARED_CORES_FACTOR
     allocations = [_preflights(state, slack), _controls(state, slack)]
-    attempts = [_clocks(state, slack), disputed_attempts(state)]
+    attempts = [_clocks(state, slack), state.disputed]
     found = {}
     for key, attempt in state.attempts.items():
         if attempt.ok is None:
@@ -201,41 +204,29 @@ class LossGroup:
 
 
 def with_loss_outliers(state: SweepState) -> SweepState:
-    """A copy of `state` in which the results of `invalid_attempts` have the status `invalid`."""
-    attempts = dict(state.attempts)
-    for key, reason in invalid_attempts(state).items():
-        held = attempts[key]
-        assert held.result is not None
-        attempts[key] = replace(held, result=replace(held.result, status=Status.INVALID, reason=reason))
-    return replace(state, attempts=attempts)
+    """A copy of `state` in which attempts with an outlying loss are `invalid`, and those in dispute are `disputed`.
 
-
-def invalid_attempts(state: SweepState) -> dict[AttemptKey, str]:
-    """Ok attempts whose loss differs from that of most layouts of their model and batch -> the reason.
-
-    An attempt is invalid only where there are at least three layouts and two thirds of them agree.
+    An outlier differs from most layouts of its model and batch: there are at least three, and two thirds of them
+    agree. Where these do not, all of them are in dispute.
     """
-    found = {}
-    for most, *others in loss_groups(state):
-        if _agreed(most, others):
-            for key, loss in (item for group in others for item in group.losses.items()):
-                result = state.attempts[key].result
-                at = f" at step {result.loss_step}" if result and result.loss_step is not None else ""
-                number = len(most.run_ids - {key.run_id})
-                text = f"loss {most.text(loss)}{at}; the other {number} layouts of this model and batch"
-                found[key] = f"{text} have {most}"
-    return dict(sorted(found.items()))
-
-
-def disputed_attempts(state: SweepState) -> dict[AttemptKey, str]:
-    """Ok attempts of layouts that differ in their loss without a majority -> the reason."""
-    found: dict[AttemptKey, str] = {}
+    attempts, disputed = dict(state.attempts), dict[AttemptKey, str]()
     for groups in loss_groups(state):
-        if not _agreed(groups[0], groups[1:]):
+        most, *others = groups
+        if not _agreed(most, others):
             shown = ", ".join(f"{len(g.run_ids)} of them have {g}" for g in groups[:3])
             reason = f"layouts of this model and batch differ in their loss: {shown}"
-            found |= {key: reason for group in groups for key in group.losses}
-    return found
+            disputed |= {key: reason for group in groups for key in group.losses}
+            continue
+        for key, loss in (item for group in others for item in group.losses.items()):
+            held = attempts[key]
+            assert held.result is not None
+            at = "" if held.result.loss_step is None else f" at step {held.result.loss_step}"
+            number = len(most.run_ids - {key.run_id})
+            reason = (
+                f"loss {most.text(loss)}{at}; the other {number} layouts of this model and batch have {most}"
+            )
+            attempts[key] = replace(held, result=replace(held.result, status=Status.INVALID, reason=reason))
+    return replace(state, attempts=attempts, disputed=disputed)
 
 
 def loss_groups(state: SweepState) -> list[list[LossGroup]]:
@@ -245,12 +236,12 @@ def loss_groups(state: SweepState) -> list[list[LossGroup]]:
     tolerance belong to one group, however long the chain is. So a new attempt may join two groups into one,
     but never split a group.
     """
-    comparable: dict[tuple[float, object], dict[AttemptKey, float]] = defaultdict(dict)
+    comparable: dict[tuple[float, bytes], dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in state.attempts.items():
-        if attempt.ok and attempt.ok.loss_final is not None:
+        if (ok := attempt.ok) and ok.loss_final is not None:
             try:
-                comparable[_tolerance(attempt), _workload(attempt)][key] = attempt.ok.loss_final
-            except (AttributeError, KeyError, TypeError):
+                comparable[_workload(attempt.spec or {}, ok)][key] = ok.loss_final
+            except (KeyError, TypeError):
                 continue  # the claim of the attempt was lost or damaged
     return [
         _groups(losses, tolerance)
@@ -270,22 +261,21 @@ def _groups(losses: Mapping[AttemptKey, float], tolerance: float) -> list[LossGr
     return sorted(groups, key=lambda group: -len(group.run_ids))
 
 
-def _tolerance(attempt: AttemptState) -> float:
-    """The tolerance of the losses of an attempt."""
-    kernel = (attempt.spec or {})["kernel"]
-    return TOLERANCE[kernel["precision"]] if kernel["kind"] == "embedded" else PROGRAM_TOLERANCE
+_text_of = msgspec.json.Encoder(order="deterministic").encode
 
 
-def _workload(attempt: AttemptState) -> object:
-    """Everything that decides a loss: model, batch, program, versions and step.
+def _workload(spec: Mapping[str, Any], result: RunResult) -> tuple[float, bytes]:
+    """The tolerance of a loss, and all that decides it as a text: model, batch, program, versions and step.
 
     Raises:
-        TypeError: the claim holds something that cannot be hashed.
+        KeyError, TypeError: the spec is damaged.
     """
-    spec, result = attempt.spec or {}, attempt.result
-    shape = frozenset((spec["shape"] | {"name": None}).items())
-    kernel = (spec["kernel"]["name"], spec["kernel"]["precision"])
-    return shape, frozenset(spec["workload"].items()), kernel, result and (result.env_id, result.loss_step)
+    kernel = spec["kernel"]
+    precision = kernel["precision"]
+    tolerance = TOLERANCE[precision] if kernel["kind"] == "embedded" else PROGRAM_TOLERANCE
+    shape = spec["shape"] | {"name": None}
+    parts = (shape, spec["workload"], kernel["name"], precision, result.env_id, result.loss_step)
+    return tolerance, _text_of(parts)
 
 
 def _agreed(most: LossGroup, others: Iterable[LossGroup]) -> bool:

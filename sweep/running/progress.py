@@ -109,7 +109,7 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
     skipped = dominated | not_promising(planned, state)
     status = {run_id: "skipped" if run_id in skipped else "pending" for run_id in runs}
     status |= {i: a.result.status.value if a.result else "running" for i, a in final.items()}
-    doubts = doubtful(planned, state, device)
+    doubts, rates = measured(planned, state, device)
     useful, wasted = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
     by_nodes: dict[int, Counter[str]] = {}
     for run in planned:
@@ -138,7 +138,7 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
         to_go=len(left) if search else None,
         eta_s=left_s * median(ratios) / max(1, unended.count(True)) if ratios else None,
         runs_per_hour=_runs_per_hour(state),
-        best=_best(planned, measured_rates(planned, state, doubts)),
+        best=_best(planned, rates),
         wide={
             run_id: width
             for run_id, a in final.items()
@@ -199,31 +199,25 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
     return useful, {**by_status} | ({"between_runs": between} if between else {})
 
 
-def doubtful(planned: Sequence[Candidate], state: SweepState, device: str) -> dict[AttemptKey, str]:
-    """Ok attempts in doubt, by `suspect_attempts` or because their mfu is impossible -> the reasons."""
+def measured(
+    planned: Sequence[Candidate], state: SweepState, device: str
+) -> tuple[dict[AttemptKey, str], dict[str, float | None]]:
+    """Ok attempts in doubt -> the reasons, and run_id -> median tokens/s/GPU of the repeats that may win their cell.
+
+    Attempts are in doubt by `suspect_attempts`, or because their mfu is impossible. The rate of a run is None where
+    no ok repeat may win.
+    """
     runs, doubts = {r.run_id: r for r in planned}, suspect_attempts(state, device=device)
+    counted, rates = final_attempts(state), defaultdict[str, list[float]](list)
     for key, attempt in state.attempts.items():
         run, ok = runs.get(key.run_id), attempt.ok
         if run and ok and ok.step_times_s:
-            reasons = (doubts.get(key), impossible(run.mfu(run.tokens_per_s_per_gpu(ok))))
-            if told := "; ".join(filter(None, reasons)):
+            rate = run.tokens_per_s_per_gpu(ok)
+            if told := "; ".join(filter(None, (doubts.get(key), impossible(run.mfu(rate))))):
                 doubts[key] = told
-    return doubts
-
-
-def measured_rates(
-    planned: Sequence[Candidate], state: SweepState, doubts: Mapping[AttemptKey, str]
-) -> dict[str, float | None]:
-    """run_id -> median tokens/s/GPU of the ok repeats that may win their cell; None where no repeat may."""
-    runs = {r.run_id: r for r in planned}
-    rates: dict[str, list[float]] = {}
-    for (run_id, _), attempt in sorted(final_attempts(state).items()):
-        run, ok = runs.get(run_id), attempt.ok
-        if run and ok and ok.step_times_s:
-            told = rates.setdefault(run_id, [])
-            if may_win(ok.status, ok.stopped, doubts.get(attempt.key)):
-                told.append(run.tokens_per_s_per_gpu(ok))
-    return {run_id: median(told) if told else None for run_id, told in rates.items()}
+            if counted[key.run_id, key.repeat] is attempt:
+                rates[key.run_id] += [rate] if may_win(ok.status, ok.stopped, told or None) else []
+    return doubts, {run_id: median(told) if told else None for run_id, told in rates.items()}
 
 
 def _best(

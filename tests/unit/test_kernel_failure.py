@@ -27,7 +27,7 @@ from ultrabench.kernel.rank.failure import (
         (ValueError("what"), "exception"),
     ],
 )
-def test_kind(error, kind):
+def test_kind(error: Exception, kind: str) -> None:
     """Directly, and as the cause of what a pipeline stage raises."""
     assert kind_of(error) == kind
     wrapped = RuntimeError("failed to run forward")
@@ -36,7 +36,7 @@ def test_kind(error, kind):
     assert one_line(wrapped) == one_line(error)
 
 
-def test_one_line():
+def test_one_line() -> None:
     """Type and first line."""
     assert one_line(ValueError("a\nb")) == "ValueError: a"
     assert one_line(MemoryError()) == "MemoryError"

@@ -6,22 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies import LONG
 from tests.unit.analysis_sweeps import LAYOUTS, OK, TINY, spec_of
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.step_time import extremes
-from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts
+from ultrabench.store.events import AllocationPlanned, Claimed, Line, Preflight, Result
+from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import next_attempts
-from ultrabench.sweep.running.outliers import (
-    disputed_attempts,
-    invalid_attempts,
-    suspect_attempts,
-    with_loss_outliers,
-)
+from ultrabench.sweep.running.outliers import suspect_attempts, with_loss_outliers
 
 BF16 = KernelConfig(name="embedded", precision="bf16")
 FP32 = KernelConfig(name="embedded", precision="fp32")
@@ -44,17 +41,23 @@ def losses(*values, kernel=BF16):
     return state_of(attempt(n, kernel=kernel, loss_final=value) for n, value in enumerate(values))
 
 
+def invalid(state):
+    ended = {key: attempt.result for key, attempt in with_loss_outliers(state).attempts.items()}
+    return {key: result.reason for key, result in ended.items() if result.status == Status.INVALID}
+
+
 def bad(state):
-    return {int(key.run_id) for key in invalid_attempts(state)}
+    return {int(key.run_id) for key in invalid(state)}
 
 
 def doubts(state, device="cuda"):
-    return {key.run_id: reason for key, reason in suspect_attempts(state, device=device).items()}
+    found = suspect_attempts(with_loss_outliers(state), device=device)
+    return {key.run_id: reason for key, reason in found.items()}
 
 
 def test_an_outlying_loss_is_invalid_and_says_what_the_others_have():
     state = losses(*[AGREED + 1e-4 * (n % 3) for n in range(11)], 7.12)
-    (reason,) = invalid_attempts(state).values()
+    (reason,) = invalid(state).values()
     assert reason == "loss 7.12 at step 5; the other 11 layouts of this model and batch have 6.9301 +- 0.0001"
     assert suspect_attempts(state, device="cuda") == {}
 
@@ -66,7 +69,7 @@ def test_how_close_losses_must_be(kernel, tolerance):
 
 
 def test_a_difference_beyond_the_tolerance_is_legible():
-    (reason,) = invalid_attempts(losses(6.0483303, 6.0483303, 6.0483403, kernel=FP32)).values()
+    (reason,) = invalid(losses(6.0483303, 6.0483303, 6.0483403, kernel=FP32)).values()
     assert "loss 6.0483403 at step 5; the other 2 layouts" in reason
 
 
@@ -103,6 +106,11 @@ def test_another_model_batch_or_seed_has_a_loss_of_its_own():
     assert bad(state_of([*losses(5.0, 5.0, 5.0).attempts.values(), named])) == {10}
 
 
+def test_losses_of_models_with_scaled_rotations_are_compared():
+    spec = to_dict(replace(spec_of(LAYOUTS[0], BF16), shape=replace(TINY, rope_scaling=LONG)))
+    assert bad(state_of(attempt(n, spec=spec, loss_final=5.0 + n // 3) for n in range(4))) == {3}
+
+
 @pytest.mark.parametrize("spec", [{}, {"kernel": 7}, {"kernel": {"kind": "x"}}, {"shape": [], "kernel": {}}])
 def test_a_damaged_claim_is_not_compared(spec):
     assert (
@@ -115,7 +123,7 @@ def test_repeats_of_a_layout_are_one_witness_and_can_differ_from_themselves():
     repeats = [attempt(0, repeat=n, loss_final=7.0) for n in range(5)]
     assert bad(state_of([*repeats, attempt(1, loss_final=6.0)])) == set()
     normal = losses(6.0, 6.0, 6.0).attempts.values()
-    found = invalid_attempts(state_of([*normal, attempt(0, repeat=1, loss_final=7.0)]))
+    found = invalid(state_of([*normal, attempt(0, repeat=1, loss_final=7.0)]))
     assert list(found) == [AttemptKey("0", 1, 0)]
 
 
@@ -136,34 +144,40 @@ LOSSES = st.lists(st.sampled_from([5.0, 5.02, 5.04, 5.2, 7.0]), max_size=9)
 def test_fewer_than_three_layouts_never_have_an_outlier(some, more):
     for values in (some[:2], more[:2]):
         state = losses(*values)
-        assert invalid_attempts(state) == disputed_attempts(state) == {}
+        assert invalid(state) == with_loss_outliers(state).disputed == {}
 
 
 @given(LOSSES, st.integers(0, 8))
 def test_a_further_normal_run_makes_no_normal_run_an_outlier(values, which):
     state = losses(*values)
     normal = [n for n in range(len(values)) if n not in bad(state)]
-    if len(values) < 3 or disputed_attempts(state):
+    if len(values) < 3 or with_loss_outliers(state).disputed:
         return  # nobody was called normal
     alike = values[normal[which % len(normal)]]
     assert bad(losses(*values, alike)) == bad(state)
 
 
+def events_of(values):
+    """A journal in which each layout ran in an allocation of its own."""
+    for n, value in enumerate(values):
+        name, key = f"a{n}", {"run_id": str(n), "repeat": 0, "attempt": 0}
+        held = attempt(n, loss_final=value)
+        found = allocation(f"a{n}", gemm=(value,)).preflight
+        yield Claimed(**key, allocation=name, spec=held.spec)
+        yield Result(**key, allocation=name, result=held.result)
+        yield AllocationPlanned(allocation=name, nodes=1, limit_s=9.0, tasks=(), control="0")
+        yield Preflight(allocation=name, found=found)
+
+
 @given(LOSSES, st.randoms())
-def test_the_order_of_attempts_and_allocations_never_matters(values, random):
-    """In which journals tell of them."""
-    names = [f"a{n}" for n in range(len(values))]
-    attempts = [
-        attempt(n, allocation=name, loss_final=v)
-        for n, (name, v) in enumerate(zip(names, values, strict=True))
-    ]
-    held = [allocation(name, gemm=(value,), control="0") for name, value in zip(names, values, strict=True)]
-    state = state_of(attempts, held)
-    random.shuffle(attempts)
-    random.shuffle(held)
-    other = state_of(attempts, held)
-    assert with_loss_outliers(state) == with_loss_outliers(other)
+def test_the_order_of_events_never_matters(values, random):
+    events = [Line(event=e, writer=f"w{i % 3}", seq=i, time=0.0) for i, e in enumerate(events_of(values))]
+    state = with_loss_outliers(fold(events))
+    random.shuffle(events)
+    other = with_loss_outliers(fold(events))
+    assert state == other
     assert suspect_attempts(state, device="cuda") == suspect_attempts(other, device="cuda")
+    assert state.attempts.keys() == {AttemptKey(str(n), 0, 0) for n in range(len(values))}
 
 
 def allocation(name, gemm=(1.0, 1.0), busbw=1.0, control=None, nodes=1):

@@ -79,6 +79,7 @@ def main() -> None:
         sys.stdout.flush()
     except OSError:  # reported above; Python must not write the rest again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    gc.freeze()  # otherwise Python looks for cycles in all that is left before it exits
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -120,6 +120,8 @@ class SweepState:
     """Whether the sweep was cancelled and has not been launched again since."""
     retried: frozenset[AttemptKey] = frozenset()
     """Failed attempts that the user wants to have tried again."""
+    disputed: dict[AttemptKey, str] = field(default_factory=dict)
+    """Ok attempts whose loss may be wrong -> the reason; `with_loss_outliers` finds them."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -219,7 +221,7 @@ class Fold:
         """Sets fields that no line of higher precedence has set; empty values are ignored."""
         ranks = self._ranks.setdefault(held.key if isinstance(held, AttemptState) else held.name, {})
         for name, value in values.items():
-            if value not in (None, {}) and ranks.get(name, rank) <= rank:
+            if (value or value not in (None, {})) and ranks.get(name, rank) <= rank:
                 ranks[name] = rank
                 setattr(held, name, value)
 

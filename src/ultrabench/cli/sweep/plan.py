@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ultrabench.cli.results import require_parquet
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, too_long
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, counted
@@ -25,7 +26,7 @@ from ultrabench.sweep.remedy import nothing_fits, require_runs
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import with_loss_outliers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
-from ultrabench.sweep.running.progress import doubtful, measured_rates
+from ultrabench.sweep.running.progress import measured
 
 COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fit": "predicted_to_fit"}
 """Column of the table -> key of a cell in the JSON document."""
@@ -39,6 +40,7 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
     except ConfigError as error:
         warn(f"a launch from here would be refused: {error}")
     if output is not None:
+        require_parquet(output)
         write_plan(plan.candidates, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     best = recommend(plan, top) if top else []
@@ -149,7 +151,7 @@ def _measured(plan: Plan) -> dict[str, float | None]:
     state, device = with_loss_outliers(fold(read_journal(folder.journal))), plan.config.hardware.device
     if known.core_flops_per_s and not plan.config.hardware.peak_flops_per_s:  # as measured for that sweep
         plan = make_plan(plan.config, core_flops_per_s=known.core_flops_per_s, cores=known.cores or 1)
-    return measured_rates(plan.runs, state, doubtful(plan.runs, state, device))
+    return measured(plan.runs, state, device)[1]
 
 
 def print_script(overrides: list[str]) -> None:
