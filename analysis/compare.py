@@ -4,7 +4,7 @@ docs/compare.md says what the test takes for chance, and why p-values are correc
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, sqrt
 from statistics import median
@@ -28,7 +28,7 @@ from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
 Runs = Sequence[Sequence[float]]
 """The step times in seconds of each run of one layout."""
 _Key = tuple[Any, ...]
-"""Model, batch and layout of a row: its values in the columns of `_names`."""
+"""Model, batch and layout of a row: its values in the columns of `_columns`."""
 
 ALPHA = 0.05
 """Share of the findings that may be false: corrected p-values up to this are significant."""
@@ -48,6 +48,10 @@ _CONTEXT = (
 class Comparison:
     """What B has in common with A, and how it differs."""
 
+    names: tuple[str, str]
+    """Names of A and B."""
+    threshold: float
+    """Relative difference of step times up to which it is no finding."""
     rows: pd.DataFrame
     """One row for each layout that was tried in both, sorted by ratio: model, batch and layout, status and
     median step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that so
@@ -62,6 +66,11 @@ class Comparison:
     """Numbers of layouts that were tried only in A and only in B."""
     notes: tuple[str, ...]
     """Sentences about what was left out and what the test takes for chance."""
+
+    @property
+    def title(self) -> str:
+        """What is compared with what."""
+        return f"{self.names[1]} against {self.names[0]}"
 
     @property
     def findings(self) -> pd.DataFrame:
@@ -97,7 +106,7 @@ class Comparison:
         return int(self.rows["finding"].isin([SLOWER, FAILING]).sum())
 
 
-def compare(a: pa.Table, b: pa.Table, threshold: float) -> Comparison:
+def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] = ("A", "B")) -> Comparison:
     """Compares the layouts of the same model and batch that were tried in both tables.
 
     Args:
@@ -107,18 +116,19 @@ def compare(a: pa.Table, b: pa.Table, threshold: float) -> Comparison:
         ConfigError: no layout was tried in both.
     """
     tried = [_tried(table) for table in (a, b)]
-    work, layout = _names(tried)
-    names = work + layout
-    in_a, in_b = (_by_key(rows, names) for rows in tried)
+    work, layout = _columns(tried)
+    in_a, in_b = (_by_key(rows, work + layout) for rows in tried)
     both = sorted(in_a.keys() & in_b.keys(), key=str)
     if not both:
-        raise ConfigError(_nothing_in_common(tried, names))
+        raise ConfigError(_nothing_in_common(tried, work + layout))
     pairs = [(_runs(in_a[key]), _runs(in_b[key])) for key in both]
     p_values, chance = corrected(pairs)
     rows = [_row(in_a[key], in_b[key], pair) for key, pair in zip(both, pairs, strict=True)]
-    frame = pd.DataFrame(rows).assign(**p_values)
+    frame = pd.DataFrame(rows).join(p_values)
     frame["finding"] = [_finding(row, threshold) for row in frame.to_dict("records")]
     return Comparison(
+        names=names,
+        threshold=threshold,
         rows=frame.sort_values(["ratio", "model", "nodes", "layout"], ignore_index=True),
         winners=_changed((rank(a), rank(b)), (in_a, in_b), slice(len(work))),
         differing=_differing(a, b),
@@ -127,7 +137,7 @@ def compare(a: pa.Table, b: pa.Table, threshold: float) -> Comparison:
     )
 
 
-def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[dict[str, list[float]], list[str]]:
+def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[str]]:
     """The p-values of layouts with several measured steps on both sides, and sentences about what counts as chance.
 
     `p_least` is the smallest p-value that the first of two tests can give for these numbers of steps.
@@ -135,26 +145,26 @@ def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[dict[str, list[float]
     neighbours are alike, and of Student's test on the logarithms of the runs' medians. `p_corrected` is that
     of Benjamini and Hochberg over all layouts. Both are NaN where a side has a single step or none.
     """
-    names = ("p_value", "p_corrected", "p_least")
-    p_values = np.full((3, len(pairs)), np.nan)
+    p_values = pd.DataFrame(np.nan, range(len(pairs)), ["p_value", "p_corrected", "p_least"])
     tested = [at for at, pair in enumerate(pairs) if min(sum(map(len, runs)) for runs in pair) > 1]
     if not tested:
-        return dict(zip(names, p_values.tolist(), strict=True)), []
+        return p_values, []
     correlation = _correlation(run for at in tested for runs in pairs[at] for run in runs)
     spread, freedom, told = _between_runs([pairs[at] for at in tested])
+    found = []
     for at in tested:
         a, b = pairs[at]
         steps_a, steps_b = np.concatenate(a), np.concatenate(b)
         p = _ranks(steps_a, steps_b, correlation)
         apart = np.arange(len(steps_a)), len(steps_a) + np.arange(len(steps_b))
-        p_values[2, at] = _ranks(*apart, correlation)
         if spread:
             error = spread * sqrt(1 / len(a) + 1 / len(b))
             p = max(p, 2 * stats.t.sf(abs(log(_step_time(b) / _step_time(a))) / error, freedom))
-        p_values[0, at] = min(1.0, p)
-    p_values[1, tested] = stats.false_discovery_control(p_values[0, tested])
+        found.append((min(1.0, p), _ranks(*apart, correlation)))
+    p_values.loc[tested, ["p_value", "p_least"]] = found
+    p_values.loc[tested, "p_corrected"] = stats.false_discovery_control(p_values.loc[tested, "p_value"])
     worth = f"{(1 - correlation) / (1 + correlation):.2f}"
-    return dict(zip(names, p_values.tolist(), strict=True)), [
+    return p_values, [
         f"Steps next to each other correlate by {correlation:.2f}: one counts as {worth}.",
         told,
     ]
@@ -222,7 +232,7 @@ def _tried(table: pa.Table) -> list[Row]:
     return sorted(rows, key=lambda row: (row["run_id"], str(row["sweep"]), row["repeat"] or 0, str(row)))
 
 
-def _names(tried: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
+def _columns(tried: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
     """The columns that tell model and batch, and those that tell the layout, of which both tables have values."""
 
     def known(names: Iterable[str]) -> list[str]:
@@ -330,22 +340,18 @@ def _differing(a: pa.Table, b: pa.Table) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> list[str]:
+def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> Iterator[str]:
     """Sentences about what was compared and what was left out."""
-    both = rows["ratio"].notna()
-    untested = int((both & rows["p_value"].isna()).sum())
-    tried_in_both = f"{counted(len(rows), 'layout')} tried in both"
-    told = [f"{tried_in_both}, {int(both.sum()):,} of them have a step time in both."]
-    if stopped := int((both & rows["stopped"]).sum()):
-        early = "were stopped early in A or in B, as slower than the best of their cell."
-        told.append(f"{stopped:,} of them {early}")
-    if short := int((both & (rows["p_least"] > ALPHA)).sum()):
-        least = rows.loc[both & (rows["p_least"] > ALPHA), "p_least"].min()
-        too_few = "because a side has too few steps"
-        told.append(f"{short:,} of them could not become significant, {too_few} (p is {least:.2g} or more).")
+    both = rows[rows["ratio"].notna()]
+    yield f"{counted(len(rows), 'layout')} tried in both, {len(both):,} of them have a step time in both."
+    if stopped := int(both["stopped"].sum()):
+        yield f"{stopped:,} of them were stopped early in A or in B, as slower than the best of their cell."
+    short = both.loc[both["p_least"] > ALPHA, "p_least"]
+    if len(short):
+        why = f"because a side has too few steps (p is {short.min():.2g} or more)"
+        yield f"{len(short):,} of them could not become significant, {why}."
     suspect = [sum(row["suspect"] is not None for row in side) for side in tried]
     if any(suspect):
-        told.append(f"Suspect rows are left out: {suspect[0]:,} of A and {suspect[1]:,} of B.")
-    if untested:
-        told.append(f"{untested:,} of them not tested, because a side has a single step time.")
-    return told
+        yield f"Suspect rows are left out: {suspect[0]:,} of A and {suspect[1]:,} of B."
+    if untested := int(both["p_value"].isna().sum()):
+        yield f"{untested:,} of them not tested, because a side has a single step time."

@@ -47,15 +47,11 @@ class MeasuredRun:
     step_time_s: float | None
     predicted_step_time_s: float | None
     """What was predicted when the run was planned."""
-    peak_mem_allocated_bytes: int | None
     peak_mem_reserved_bytes: int | None
     peak_mem_reserved_rank0_bytes: int | None
     allreduce_busbw_bytes_per_s: float | None
     allgather_busbw_bytes_per_s: float | None
-    reducescatter_busbw_bytes_per_s: float | None
     allreduce_intra_node_busbw_bytes_per_s: float | None
-    allgather_intra_node_busbw_bytes_per_s: float | None
-    reducescatter_intra_node_busbw_bytes_per_s: float | None
 
 
 _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "spec")
@@ -86,23 +82,22 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
     """
     if unknown := [name for name in _NEEDED if row[name] is None]:
         raise ConfigError(f"row lacks {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
-    known = {name: value for name, value in row.items() if value is not None}
-    layout = {name: known[name] for name in AXES if name in known}
-    work = {name: known[name] for name in ("seq_len", "gbs") if name in known}
-    options = {name: known[name] for name in ("precision", "compile", "attention") if name in known}
-    version = known.get("kernel_version", "")
-    kernel = {
-        "name": row["kernel"],
-        "version": int(version) if version.isdecimal() else 1,
-        **({} if row["kernel"] == "embedded" else {"kind": "command", "command": (row["kernel"],)}),
-    }
-    whole: dict[str, Any] = {name: known[name] for name in ("nodes", "gpus_per_node") if name in known}
+
+    def part(cls: Any, where: str, *names: str, **more: Any) -> Any:
+        given = more | {name: row[name] for name in names if row[name] is not None}
+        return _record(cls, where, *given.items())
+
+    program, version = row["kernel"], row["kernel_version"] or ""
+    of_kernel: dict[str, Any] = {"name": program, "version": int(version) if version.isdecimal() else 1}
+    of_kernel |= {} if program == "embedded" else {"kind": "command", "command": (program,)}
     records = {
-        "layout": _record(Layout, "row.layout", *layout.items()),
-        "kernel": _record(KernelConfig, "row.kernel", *kernel.items(), *options.items()),
-        "workload": _record(Workload, "row.workload", *work.items()),
+        "shape": shape_of(row),
+        "layout": part(Layout, "row.layout", *AXES),
+        "kernel": part(KernelConfig, "row.kernel", "precision", "compile", "attention", **of_kernel),
+        "workload": part(Workload, "row.workload", "seq_len", "gbs"),
     }
-    return from_dict(RunSpec, {"shape": shape_of(row), **records, **whole}, where="row")
+    whole = {name: row[name] for name in ("nodes", "gpus_per_node") if row[name] is not None}
+    return from_dict(RunSpec, records | whole, where="row")
 
 
 def shape_of(row: Mapping[str, Any]) -> ModelShape:

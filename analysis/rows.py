@@ -61,6 +61,7 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
     state = with_loss_outliers(told)
     attempts = state.by_run()
     final = {attempt.key for attempt in final_attempts(state).values()}
+    circumstances = {name: _circumstances(allocation) for name, allocation in state.allocations.items()}
     control, suspects = control_times(state), suspect_attempts(state, device=sweep.hardware.device)
     shapes, formula = shapes_of(sweep, state), formula_of(sweep, state)
     runs = list(runs_of(sweep, (row for row in plan if row["model"] in shapes), state))
@@ -68,7 +69,8 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
     unpromising = not_promising((run for run in runs if run.run_id not in dominated), state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
-        row = _attempted(base, attempt, state) | {"is_final": attempt.key in final}
+        row = _attempted(base, attempt, circumstances.get(attempt.allocation or "", {}))
+        row["is_final"] = attempt.key in final
         # A run that is invalid only because of its loss keeps the speeds that its agent measured.
         row |= _speed(row, told.attempts[attempt.key].result, shape, formula)
         time_s, control_s = row.get("step_time_s"), control.get(attempt.allocation or "")
@@ -145,17 +147,15 @@ def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, 
     return _base(sweep, spec.kernel, place_of(spec), spec.shape), spec.shape
 
 
-def _attempted(base: Row, attempt: AttemptState, state: SweepState) -> Row:
+def _attempted(base: Row, attempt: AttemptState, circumstances: Row) -> Row:
     """The row of one attempt without its speeds; it has no status while there is no result."""
-    allocation = state.allocations.get(attempt.allocation or "")
-    told = ((allocation and allocation.job) or {}).get("job_id")
     return {
         **base,
         **attempt.key._asdict(),
         "allocation": attempt.allocation,
         **_known({name: attempt.predicted.get(name.removeprefix("predicted_")) for name in _PREDICTED}),
-        **(_circumstances(allocation) if allocation else {}),
-        "job_id": attempt.job.job_id if attempt.job else None if told is None else str(told),
+        **circumstances,
+        **({"job_id": attempt.job.job_id} if attempt.job else {}),
         **(_measured(attempt.result, base.get("gpus")) if attempt.result else {}),
     }
 
@@ -166,13 +166,14 @@ def _known(row: Row) -> Row:
 
 
 def _circumstances(allocation: AllocationState) -> Row:
-    """Columns of the allocation: rates in its preflight, its commit of ultrabench, and its control layout."""
-    found = allocation.preflight
+    """Columns of the allocation: rates in its preflight, its commit of ultrabench, its job and its control layout."""
+    found, job_id = allocation.preflight, (allocation.job or {}).get("job_id")
     nodes, probe = found.get("nodes"), found.get("probe")
     first = nodes[0] if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict) else {}
     row: Row = summary(probe) if isinstance(probe, dict) else {}
     commit = {"git_commit": first["git_commit"]} if isinstance(first.get("git_commit"), str) else {}
-    return _known(row | commit | {"control": allocation.control})
+    job = {"job_id": None if job_id is None else str(job_id)}
+    return _known(row | commit | job | {"control": allocation.control})
 
 
 def _measured(result: RunResult, gpus: int | None) -> Row:

@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec
@@ -18,11 +15,17 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.sweep_json import SweepJson, write_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.grid import broken_rules, layouts
-from ultrabench.sweep.plan_table import place_of
+from ultrabench.sweep.plan import Candidate
+from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.predict.predict import Prediction
 
 NODES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 PACKED = 100
 """Attempts of one allocation, which has a journal file of its own."""
+PREDICTED = Prediction(
+    step_time_s=5.0, step_time_low_s=4.0, step_time_high_s=6.0, peak_mem_bytes=40 << 30, memory_share=0.5, p_oom=0.2,
+    limited_by="compute", duration_s=90.0,
+)  # fmt: skip
 
 
 def write_sweep(path: Path, attempts: int) -> SweepFolder:
@@ -38,54 +41,32 @@ def write_sweep(path: Path, attempts: int) -> SweepFolder:
         for shape in config.models
         for more in (0, 1)
     ]
-    plan = []
-    per_node = config.hardware.gpus_per_node
+    workload, per_node, plan = config.workload, config.hardware.gpus_per_node, list[Candidate]()
     for shape, nodes in itertools.product(shapes, NODES):
-        for layout in layouts(config.axes, nodes * per_node, per_node, config.workload):
+        on = {"shape": shape, "kernel": config.kernel, "nodes": nodes, "gpus_per_node": per_node}
+        for layout in layouts(config.axes, nodes * per_node, per_node, workload):
             rule, reason = next(broken_rules(layout, shape), (None, None))
-            place = {"nodes": nodes, "gpus_per_node": per_node}
-            spec = RunSpec(
-                shape=shape, workload=config.workload, layout=layout, kernel=config.kernel, **place
-            )
-            plan.append((spec, rule, reason))
-    every = max(1, sum(rule is None for _, rule, _ in plan) // attempts)
+            spec = RunSpec(**on, workload=workload, layout=layout)
+            told = {"rule": rule, "reason": reason, "predicted": PREDICTED, "flops_formula": "palm"}
+            plan.append(Candidate(run_id=spec.run_id, spec=spec, **told))
+    every = max(1, sum(c.runs for c in plan) // attempts)
     # Of each cell at least some layouts are kept, since neighbours in the list are of one cell.
     plan = plan[::every]
     folder = SweepFolder(path)
     folder.create()
     common = {"sweep": path.name, "cluster": None, "hardware": config.hardware, "kernel": config.kernel}
     origin = {"kernel_digest": "d" * 16, "provenance": {}, "config": {}}
-    write_sweep_json(folder, SweepJson(**common, **origin, models=tuple(shapes), workload=config.workload))
-    pq.write_table(pa.Table.from_pylist([*map(_row, itertools.count(), plan)]), folder.plan)
-    runs = itertools.cycle([spec for spec, rule, _ in plan if rule is None])
-    number = sum(rule is None for _, rule, _ in plan)
+    write_sweep_json(folder, SweepJson(**common, **origin, models=tuple(shapes), workload=workload))
+    write_plan(plan, folder.plan)
+    specs = [c.spec for c in plan if c.runs]
+    runs, number = itertools.cycle(specs), len(specs)
     for first in range(0, attempts, PACKED):
         name = f"agent-n1-{first}"
-        told = (
-            event
-            for n in range(first, min(first + PACKED, attempts))
-            for event in _told(next(runs), n // number, n, f"a{first}")
-        )
-        lines = (
-            events.encode(events.Line(event=event, writer=name, seq=seq, time=float(first)))
-            for seq, event in enumerate(told)
-        )
-        (folder.journal / f"{name}.jsonl").write_bytes(b"".join(lines))
+        numbers = range(first, min(first + PACKED, attempts))
+        told = itertools.chain(*(_told(next(runs), n // number, n, f"a{first}") for n in numbers))
+        lines = (events.Line(event=e, writer=name, seq=n, time=float(first)) for n, e in enumerate(told))
+        (folder.journal / f"{name}.jsonl").write_bytes(b"".join(map(events.encode, lines)))
     return folder
-
-
-def _row(order: int, candidate: tuple[RunSpec, str | None, str | None]) -> dict[str, object]:
-    """The row of a candidate in plan.parquet."""
-    spec, rule, reason = candidate
-    predicted = {
-        "step_time_s": 5.0, "step_time_low_s": 4.0, "step_time_high_s": 6.0, "peak_mem_bytes": 40 << 30,
-        "memory_share": 0.5, "limited_by": "compute", "duration_s": 90.0,
-    }  # fmt: skip
-    return {
-        "order": order, "run_id": spec.run_id, **place_of(spec), "valid": rule is None, "rule": rule, "reason": reason,
-        "decision": "rejected" if rule else "run", **{f"predicted_{k}": v for k, v in predicted.items()},
-        "p_oom": 0.2, "predicted_to_fit": True, "predicted_gpu_hours": 0.1,
-    }  # fmt: skip
 
 
 def _told(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[events.Event]:
@@ -107,23 +88,14 @@ def _told(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[event
     }  # fmt: skip
     if n % 6 < 3:
         held = {"peak_mem_allocated_bytes": 30 << 30, "peak_mem_reserved_bytes": 41 << 30}
-        ok = {
-            "step_times_s": steps,
-            "ci_reached": True,
-            "stopped": "interval",
-            "loss_final": 11.0,
-            "loss_step": 5,
-        }
-        result = RunResult(status=Status.OK, **known, **ok, **held)
+        ok = {"step_times_s": steps, "ci_reached": True, "stopped": "interval"}
+        result = RunResult(status=Status.OK, loss_final=11.0, loss_step=5, **known, **ok, **held)
         yield events.Result(**key, allocation=allocation, result=result)
         return
     status, cause = (Status.OOM, "cuda_oom") if n % 6 < 5 else (Status.CRASH, "exception")
     told = {"reason": f"rank {n % 8}: tried to allocate 2.00 GiB", "cause": cause, "fingerprint": "f" * 16}
-    evidence = {
-        "exits": {str(rank): 1 for rank in range(8)},
-        "tail": [f"line {k} of the log" for k in range(8)],
-    }
-    result = RunResult(status=status, **known, **told, evidence=evidence)
+    exits, tail = {str(rank): 1 for rank in range(8)}, [f"line {k} of the log" for k in range(8)]
+    result = RunResult(status=status, **known, **told, evidence={"exits": exits, "tail": tail})
     yield events.Failed(**key, allocation=allocation, result=result)
 
 

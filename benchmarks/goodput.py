@@ -5,11 +5,10 @@ with `launcher.pack=1`, and with a job for each run that starts a cold `torchrun
 that all three have the same cores.
 """
 
-import json
 import os
 import re
+import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,32 +16,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+import sweeps
 from cluster import cluster, output
 
-WRAPPER = """
-import os, sys
-os.environ["ULTRABENCH_REPORT"] += os.environ["RANK"]
-from ultrabench.kernel.worker import main
-sys.exit(main())
-"""
-OVERRIDES = [
-    "launcher=slurm", "launcher.max_jobs=1", "launcher.max_nodes=1", "launcher.poll_s=1", "hardware=cpu",
-    "model=minute", "sweep.nodes=[1]", "sweep.tp=[1]", "sweep.pp=[1,2]", "sweep.zero_stage=[0,1,2,3]",
-    "sweep.mbs=[1,2,3,4,6,8,12,24]", "sweep.gas=[1,2,3,4,6]", "sweep.gbs=24", "sweep.seq_len=16", "measure=quick",
-]  # fmt: skip
-"""25 layouts with steps of about 40 ms, of which 6 to 10 are measured; preflight and control are as usual."""
-MODEL = """
-hidden_size: 64
-num_hidden_layers: 2
-num_attention_heads: 4
-num_key_value_heads: 4
-intermediate_size: 256
-vocab_size: 512
-tie_word_embeddings: false
-rope_theta: 10000.0
-"""
+ONE_JOB = ("launcher=slurm", "launcher.max_jobs=1", "launcher.max_nodes=1", "launcher.poll_s=1")
+"""Preflight and control are as usual."""
 ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
 
 
@@ -94,68 +73,41 @@ def seconds(clock: str) -> int:
     return sum(part * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False))
 
 
-def launch(folder: Path, name: str, *more: str) -> tuple[Way, list[dict[str, Any]]]:
+def launch(folder: Path, name: str, *more: str) -> tuple[Way, list[sweeps.Event]]:
     """Runs a sweep; returns its times and the events of its journal."""
-    command = [sys.executable, "-m", "ultrabench.cli.main", "sweep", "launch", *OVERRIDES, *more]
-    subprocess.run(
-        [*command, f"name={name}", "--max-gpu-hours", "1000"],
-        cwd=folder,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    lines = [p.read_text().splitlines() for p in folder.glob(f"results/{name}/journal/*.jsonl")]
-    events = sorted((json.loads(line) for some in lines for line in some), key=lambda e: e["time"])
+    sweeps.launch(folder, *sweeps.LAYOUTS, *ONE_JOB, *more, f"name={name}", "--max-gpu-hours", "1000")
+    events = sweeps.events(folder / "results" / name)
     results = [e["result"] for e in events if e["event"] == "result"]
     jobs = {re.sub(r"\.\d+$", "", e["allocation"]) for e in events if e["event"] == "submitted"}
     node_s = held([f"ub-{name}-{job}" for job in sorted(jobs)])
-    return Way(
-        name, len(results), len(node_s), sum(node_s), sum(sum(r["step_times_s"]) for r in results)
-    ), events
+    steps_s = sum(sum(result["step_times_s"]) for result in results)
+    return Way(name, len(results), len(node_s), sum(node_s), steps_s), events
 
 
-def tasks(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The tasks that the ranks of a sweep were given."""
-    found = folder.glob(f"results/{name}/allocations/*/allocation.json")
-    return [task for path in found for task in json.loads(path.read_text())["tasks"]]
-
-
-def cold(folder: Path, specs: Sequence[dict[str, Any]]) -> Way:
+def cold(folder: Path, tasks: Sequence[Path]) -> Way:
     """Runs one job for each run, one after another; returns the times."""
-    wrapper = folder / "wrapper.py"
-    wrapper.write_text(WRAPPER)
-    job = f"cold-{os.getpid()}"
-    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 {wrapper}"
-    for number, task in enumerate(specs):
-        spec = folder / f"{number}.json"
-        spec.write_text(json.dumps(task))
-        environ = os.environ | {
-            "OMP_NUM_THREADS": "1", "ULTRABENCH_SPEC": str(spec), "ULTRABENCH_REPORT": f"{spec}.report"
-        }  # fmt: skip
-        options = [f"--job-name={job}", "--dependency=singleton", "--exclusive", "--nodes=1", "--time=10"]
-        output("sbatch", *options, f"--output={spec}.log", "--wrap", f"srun {torchrun}", env=environ)
-    node_s = held([job])
-    steps = []
-    for report in sorted(folder.glob("*.json.report0")):
-        lines = [json.loads(line) for line in report.read_text().splitlines()]
-        assert any(line["event"] == "done" for line in lines), Path(str(report)[:-8] + ".log").read_text()
-        steps.append(sum(line["seconds"] for line in lines if line["event"] == "step" and line["measured"]))
-    assert len(steps) == len(specs)
-    return Way("cold torchrun", len(steps), len(node_s), sum(node_s), sum(steps))
+    job, command = f"cold-{os.getpid()}", f"srun {shlex.join(sweeps.cold_ranks(folder, 2))}"
+    options = [f"--job-name={job}", "--dependency=singleton", "--exclusive", "--nodes=1", "--time=10"]
+    for task in tasks:
+        log = f"--output={task}.log"
+        output("sbatch", *options, log, "--wrap", command, env=sweeps.task_variables(task))
+    node_s, steps_s = held([job]), 0.0
+    for task in tasks:
+        lines = sweeps.report(task)
+        assert any(line["event"] == "done" for line in lines), Path(f"{task}.log").read_text()
+        steps_s += sum(line["seconds"] for line in lines if line["event"] == "step" and line["measured"])
+    return Way("cold torchrun", len(tasks), len(node_s), sum(node_s), steps_s)
 
 
-def account(events: list[dict[str, Any]], node_s: float) -> str:
+def account(events: list[sweeps.Event], node_s: float) -> str:
     """A text that says how the packed job spent its time, by the journal."""
     at = {e["event"]: e["time"] for e in events if e["event"].startswith(("allocation_", "preflight"))}
     ends = {e["run_id"]: e["time"] for e in events if e["event"] == "result"}
     claims = {e["run_id"]: e["time"] for e in events if e["event"] == "claimed" and e["run_id"] in ends}
     phases: dict[str, list[float]] = {}
     for run_id in claims:
-        told = [("fork", claims[run_id])]
-        told += [
-            (e["name"], e["at"] or e["time"])
-            for e in events
-            if e["event"] == "phase" and e["run_id"] == run_id
-        ]
+        own = (e for e in events if e["event"] == "phase" and e["run_id"] == run_id)
+        told = [("fork", claims[run_id]), *((e["name"], e.get("at", e["time"])) for e in own)]
         for (name, start), (_, end) in pairwise([*told, ("", ends[run_id])]):
             phases.setdefault(name, []).append(end - start)
     first, last = min(claims.values()), max(ends.values())
@@ -173,12 +125,10 @@ def account(events: list[dict[str, Any]], node_s: float) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name, cluster():
         folder = Path(name)
-        model = folder / "ultrabench" / "model" / "minute.yaml"
-        model.parent.mkdir(parents=True)
-        model.write_text(MODEL)
+        sweeps.write_model(folder)
         packed, events = launch(folder, "packed")
         alone, _ = launch(folder, "alone", "launcher.pack=1")
-        torchrun = cold(folder, tasks(folder, "packed"))
+        torchrun = cold(folder, sweeps.write_tasks(folder / "results/packed", folder))
     print(
         f"{'':14}{'runs':>6}{'jobs':>6}{'node s':>9}{'in steps s':>12}{'goodput':>9}{'x cold':>8}{'rest s/run':>12}"
     )

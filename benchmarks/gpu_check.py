@@ -44,20 +44,23 @@ from ultrabench.sweep.plan_table import read_rows, runs_of
 PRECISIONS = {"cuda": ("fp32", "bf16"), "cpu": ("fp64",)}
 CHECKS = {
     1: ("dp=1 gas=2", "dp=1 attention=cudnn", "dp=1 attention=flash"),
-    2: (
-        "dp=2 gas=2",
-        "dp=2 zero_stage=1 gas=2",
-        "dp=2 zero_stage=3 gas=2",
-        "tp=2 gas=2",
-        "cp=2 gas=2",
-        "cp=2 attention=flash",
-    ),
+    2: ("dp=2 gas=2", "dp=2 zero_stage=1 gas=2", "dp=2 zero_stage=3 gas=2", "tp=2 gas=2", "cp=2 gas=2",
+        "cp=2 attention=flash"),
     4: ("pp=4 gas=4 model=tiny-gqa", "dp=2 tp=2 zero_stage=2 gas=2", "dp=4 dp_shard=2 zero_stage=3 gas=2"),
     8: ("dp=2 tp=2 pp=2 zero_stage=1 gas=4", "dp=2 tp=2 cp=2 zero_stage=3 gas=2", "dp=8 zero_stage=3"),
-}
+}  # fmt: skip
 """Number of ranks -> layouts; tiny-gqa has tied embeddings, of which middle stages of a pipeline hold none."""
 SCHEDULES = ("1f1b", "afab", "interleaved", "zbv")
 COMPILED = ("dp=2 zero_stage=3 gas=2", "tp=2", "pp=2 gas=2", "cp=2")
+MEMORY_RUNS = (
+    "model=1B", "measure=quick", "sweep.seq_len=4096", "sweep.gas=null", "sweep.tp=[1,2]", "sweep.pp=[1,2]",
+    "sweep.zero_stage=[0,3]", "sweep.mbs=[1]", "sweep.cp=[1]", "kernel.compile=false",
+)  # fmt: skip
+SPEED = ("measure=default", "measure.confirm=1")
+SPEED_8B = (
+    *SPEED, "model=llama3-8b", "sweep.seq_len=8192", "sweep.gbs=16", "sweep.gas=null", "sweep.mbs=[1,2]", "sweep.tp=[1]",
+    "sweep.pp=[1]", "sweep.cp=[1]", "sweep.zero_stage=[3]", "sweep.recompute=[selective]",
+)  # fmt: skip
 LINK_SHARE = 0.6
 """Least bus bandwidth at the largest size, as a share of the rate of a GPU's links in the file of the hardware."""
 MEMORY_OFF = {"cuda": 0.02, "cpu": 0.04}
@@ -126,9 +129,8 @@ def machine_lines(at: Machine) -> Iterator[Line]:
 
     def doctor() -> tuple[bool, str]:
         words = ("launcher=local", f"hardware={at.hardware}", f"hardware.gpus_per_node={at.ranks}")
-        checks = run_ultrabench("doctor", *words, "--json") or [
-            {"name": "doctor", "status": "fail", "told": ""}
-        ]
+        nothing = [{"name": "doctor", "status": "fail", "told": ""}]
+        checks = run_ultrabench("doctor", *words, "--json") or nothing
         bad = [f"{c['name']}: {c['told']}" for c in checks if c["status"] == "fail"]
         return not bad, "; ".join(bad) or f"{len(checks)} checks"
 
@@ -167,9 +169,8 @@ def links(at: Machine) -> tuple[bool, str]:
     rows, _ = at.sweep("gpu-check-links", "sweep=comm")
     if not rows or not rows[0]["bandwidths"]:
         return False, rows[0]["reason"] if rows else "no result"
-    largest = {
-        row["operation"]: row["busbw_bytes_per_s"] for row in rows[0]["bandwidths"] if row["scope"] == "all"
-    }
+    everywhere = (row for row in rows[0]["bandwidths"] if row["scope"] == "all")
+    largest = {row["operation"]: row["busbw_bytes_per_s"] for row in everywhere}
     needed = LINK_SHARE * load_config([f"hardware={at.hardware}"]).hardware.link_bytes_per_s
     told = ", ".join(f"{name} {rate / 1e9:.3g}" for name, rate in largest.items())
     slow = at.device == "cuda" and min(largest.values()) < needed
@@ -183,26 +184,10 @@ def memory(at: Machine) -> tuple[bool, str]:
         spec = CheckSpec(layout=Layout(dp=2, zero_stage=3, gas=2), precision="bf16").run
         peaks = [(spec, max(live_peaks(spec)))]
     else:
-        degrees = [
-            "sweep.tp=[1,2]",
-            "sweep.pp=[1,2]",
-            "sweep.zero_stage=[0,3]",
-            "sweep.mbs=[1]",
-            "sweep.cp=[1]",
-        ]
-        batch = [
-            "model=1B",
-            "sweep.seq_len=4096",
-            f"sweep.gbs={2 * at.ranks}",
-            "sweep.gas=null",
-            "measure=quick",
-        ]
-        rows, specs = at.sweep("gpu-check-memory", *batch, *degrees, "kernel.compile=false")
-        ran = [row for row in rows if row["run_id"] in specs]
-        failed = [f"{row['run_id']} {row['status']}: {row['reason']}" for row in ran if row["status"] != "ok"]
-        peaks = [
-            (specs[row["run_id"]], row["peak_mem_allocated_bytes"]) for row in ran if row["status"] == "ok"
-        ]
+        rows, specs = at.sweep("gpu-check-memory", *MEMORY_RUNS, f"sweep.gbs={2 * at.ranks}")
+        ran = [(specs[row["run_id"]], row) for row in rows if row["run_id"] in specs]
+        failed = [f"{r['run_id']} {r['status']}: {r['reason']}" for _, r in ran if r["status"] != "ok"]
+        peaks = [(spec, r["peak_mem_allocated_bytes"]) for spec, r in ran if r["status"] == "ok"]
     dry = [(spec, peak, max(cost.peak_bytes for cost in dry_run(spec))) for spec, peak in peaks]
     if not dry or failed:
         return False, "; ".join(failed) or "no run has ended"
@@ -236,26 +221,9 @@ def speed(at: Machine, name: str, published: float, source: str, *overrides: str
 
 def speed_8b(at: Machine) -> Iterator[Line]:
     """Llama 3 8B with fully sharded data parallelism, eager and compiled."""
-    batch = [
-        "measure=default",
-        "measure.confirm=1",
-        "model=llama3-8b",
-        "sweep.seq_len=8192",
-        "sweep.gbs=16",
-        "sweep.gas=null",
-        "sweep.mbs=[1,2]",
-    ]
-    degrees = [
-        "sweep.tp=[1]",
-        "sweep.pp=[1]",
-        "sweep.cp=[1]",
-        "sweep.zero_stage=[3]",
-        "sweep.recompute=[selective]",
-    ]
     for compiled, published in TORCHTITAN_8B.items():
-        words = (*batch, *degrees, f"kernel.compile={compiled}")
         name = f"gpu-check-8B-{'compiled' if compiled == 'true' else 'eager'}"
-        yield name, partial(speed, at, name, published, TORCHTITAN, *words)
+        yield name, partial(speed, at, name, published, TORCHTITAN, *SPEED_8B, f"kernel.compile={compiled}")
 
 
 def speed_1b(at: Machine) -> Iterator[Line]:
@@ -263,17 +231,9 @@ def speed_1b(at: Machine) -> Iterator[Line]:
     told = read_yaml(files("published")["h100x8"])
     row = next(row for row in told["runs"] if row["nodes"] == 1)
     axes = [f"sweep.{word}=[{row.get(word, 1)}]" for word in ("tp", "pp", "cp", "zero_stage", "mbs", "gas")]
-    batch = [
-        "measure=default",
-        "measure.confirm=1",
-        f"model={told['model']}",
-        f"sweep.seq_len={told['seq_len']}",
-        f"sweep.gbs={told['gbs']}",
-    ]
-    yield (
-        "gpu-check-1B",
-        partial(speed, at, "gpu-check-1B", row["tokens_per_s_per_gpu"], told["source"], *batch, *axes),
-    )
+    batch = (f"model={told['model']}", f"sweep.seq_len={told['seq_len']}", f"sweep.gbs={told['gbs']}")
+    name, published = "gpu-check-1B", row["tokens_per_s_per_gpu"]
+    yield name, partial(speed, at, name, published, told["source"], *SPEED, *batch, *axes)
 
 
 def lines_of(step: str, at: Machine) -> Iterator[Line]:
@@ -337,9 +297,8 @@ def print_lines(lines: dict[str, dict[str, Any]], at: Machine) -> None:
     show(*(f"{step} failed; look at: {look}" for step, look in LOOK.items() if step in failed))
     left = [step for step in LOOK if not any(key.startswith(f"{step}: ") for key in lines)]
     if left:
-        show(
-            f"not run: {', '.join(left)} (links, schedules, compile and memory need 2 GPUs, speeds 8 of them)"
-        )
+        needs = "links, schedules, compile and memory need 2 GPUs, speeds 8 of them"
+        show(f"not run: {', '.join(left)} ({needs})")
 
 
 def require_gpus(facts: dict[str, Any]) -> None:
@@ -361,13 +320,11 @@ def require_gpus(facts: dict[str, Any]) -> None:
 
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument(
-        "--only", action="append", default=[], metavar="STEP", help="do a step or `STEP: LINE` again"
-    )
+    again = "do a step or `STEP: LINE` again"
+    asked.add_argument("--only", action="append", default=[], metavar="STEP", help=again)
     asked.add_argument("--cpu", action="store_true", help="two processes of this machine instead of GPUs")
-    asked.add_argument(
-        "--hardware", help="the file in configs/hardware/; default: the one that names this GPU"
-    )
+    of_gpu = "the file in configs/hardware/; default: the one that names this GPU"
+    asked.add_argument("--hardware", help=of_gpu)
     asked.add_argument("--results-dir", type=Path, default=Path("results"), help="for the sweeps")
     asked.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/gpu-check-HARDWARE.json")
     words = asked.parse_args()

@@ -4,16 +4,16 @@ A sweep of two layouts runs on this machine; a rank of the first is stopped with
 measures. The ratio is to the deadline of a steady step, here its floor (argument: seconds).
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from sweeps import Event, events
+from timing import ultrabench
 
 from ultrabench.processes import command_line, descendants, own_processes, tag_of
 
@@ -24,21 +24,14 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
-def events(folder: Path) -> Iterator[dict[str, Any]]:
-    """The events that the agents have written so far, from complete lines only."""
-    for journal in sorted(folder.glob("results/hang/journal/agent-*.jsonl")):
-        lines = journal.read_text().rpartition("\n")[0].splitlines()
-        yield from (json.loads(line) for line in lines)
-
-
-def measured(folder: Path) -> list[dict[str, Any]]:
+def measured(sweep: Path) -> list[Event]:
     """The events by which runs began to measure, with the time by the clock of their ranks."""
-    return [e for e in events(folder) if e["event"] == "phase" and e["name"] == "measure"]
+    return [e for e in events(sweep) if e["event"] == "phase" and e["name"] == "measure"]
 
 
-def freeze(folder: Path) -> float:
+def freeze(sweep: Path) -> float:
     """Stops one forked rank of this sweep and of no other sweep; returns the time."""
-    ours = {path.name for path in folder.glob("results/hang/allocations/*")}
+    ours = {path.name for path in sweep.glob("allocations/*")}
     servers = [
         pid
         for pid in own_processes()
@@ -53,15 +46,14 @@ def freeze(folder: Path) -> float:
 def main() -> None:
     floor_s = float(sys.argv[1]) if len(sys.argv) > 1 else 30.0
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        words = ["sweep", "launch", *OVERRIDES, f"measure.deadline_floor_s={floor_s}"]
-        command = [sys.executable, "-m", "ultrabench.cli.main", *words]
-        with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
-            while not measured(folder):
+        sweep = Path(name) / "results/hang"
+        command = ultrabench("sweep", "launch", *OVERRIDES, f"measure.deadline_floor_s={floor_s}")
+        with subprocess.Popen(command, cwd=name, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+            while not measured(sweep):
                 time.sleep(0.05)
-            at = freeze(folder)
-        result = next(e["result"] for e in events(folder) if e["event"] == "failed")
-        again_s = measured(folder)[1]["at"] - at
+            at = freeze(sweep)
+        result = next(e["result"] for e in events(sweep) if e["event"] == "failed")
+        again_s = measured(sweep)[1]["at"] - at
     print(result["reason"])
     print(f"frozen rank to the next run measuring: {again_s:.1f} s, {again_s / floor_s:.2f} of {floor_s:g} s")
 

@@ -20,12 +20,28 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from sweeps import cold_ranks, report, task_variables, torchrun
+
 from ultrabench.agent.agent_group import free_port
 
 FORMS = {"single": 0, "ddp": 0, "fsdp2": 3}
 """Form of plain torch -> the ZeRO stage it is compared with."""
 PEAK_FLOPS_PER_S = 989e12
 """Peak rate of H100 and H200 SXM in dense bf16, from their data sheets."""
+FORKED = """
+import os
+from functools import partial
+from ultrabench.kernel import worker
+from ultrabench.kernel.children import run_forked
+
+def body(rank):
+    own = os.environ["ULTRABENCH_REPORT"] + str(rank)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ULTRABENCH_REPORT=own)
+    assert worker.main() == 0
+
+run_forked({str(rank): partial(body, rank) for rank in range(2)}, 300)
+"""
+"""A program that forks two ranks of a task from a process that has imported the kernel."""
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -96,22 +112,10 @@ def plain(job: dict[str, Any], device: Any) -> Callable[[], float]:
 
 
 def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Runs the ranks of a job; returns what rank 0 measured."""
-    shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
-              "OMP_NUM_THREADS": "1"}  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--rank", json.dumps(job)],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    said = [process.communicate()[0] for process in started]
-    if any(process.returncode for process in started):
-        return {}
-    return dict(json.loads(said[0].splitlines()[-1]))
+    """Runs the ranks of a job; returns what rank 0 measured, or nothing if a rank failed."""
+    command = torchrun(ranks, __file__, "--job", json.dumps(job))
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    return {} if done.returncode else dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -120,9 +124,8 @@ def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
 
     found: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
     # On CPUs both run in the same processes; on GPUs each has the memory for itself.
-    for turn in (
-        [["ours"], ["plain"], ["plain"], ["ours"]] if job["device"] == "cuda" else [["ours", "plain"]]
-    ):
+    alone = [["ours"], ["plain"], ["plain"], ["ours"]]
+    for turn in alone if job["device"] == "cuda" else [["ours", "plain"]]:
         seen = ranks_of({**job, "who": turn}, ranks)
         for who in turn:
             found[who].append(seen)
@@ -149,47 +152,29 @@ def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
     from ultrabench.run import RunSpec, Task, Workload
     from ultrabench.sweep.config.load import load_config, load_model
 
+    steps = {"warmup_steps": 5, "min_steps": 60, "max_steps": 60, "target_ci95_rel": 1e-9}
     layout = Layout(dp=2, zero_stage=1, mbs=4)
     spec = RunSpec(shape=load_model("mini"), workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout,
                    kernel=KernelConfig(name="embedded"), nodes=1, gpus_per_node=2)  # fmt: skip
-    measure_ = replace(
-        load_config([]).measure, warmup_steps=5, min_steps=60, max_steps=60, target_ci95_rel=1e-9
-    )
-    task = Task(run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=measure_, device="cpu",
-                rank_mem_bytes=2**32, predicted_step_time_s=0.1, predicted_duration_s=10, limit_s=100)  # fmt: skip
-    (folder / "task.json").write_text(json.dumps(to_dict(task)))
+    task = Task(run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=replace(load_config([]).measure, **steps),
+                device="cpu", rank_mem_bytes=2**32, predicted_step_time_s=0.1, predicted_duration_s=10, limit_s=100)  # fmt: skip
     found: dict[str, list[float]] = {"forked": [], "execed": []}
     for turn in range(2 * times):
-        way = ("forked", "execed", "execed", "forked")[turn % 4]
-        shared = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": str(free_port("127.0.0.1")), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-                  "ULTRABENCH_SPEC": str(folder / "task.json")}  # fmt: skip
-        reports = [folder / f"{turn}.{rank}" for rank in range(2)]
-        if way == "forked":
-            code = (
-                "import os\nfrom functools import partial\n"
-                "from ultrabench.kernel import worker\nfrom ultrabench.kernel.children import run_forked\n"
-                "def body(rank):\n"
-                f"    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ULTRABENCH_REPORT='{folder}/{turn}.' + str(rank))\n"
-                "    assert worker.main() == 0\n"
-                f"print(run_forked({{str(r): partial(body, r) for r in range(2)}}, 300))\n"
-            )
-            subprocess.run([sys.executable, "-c", code], env=shared, check=True, stdout=subprocess.DEVNULL)
-        else:
-            started = [
-                subprocess.Popen([sys.executable, "-P", "-m", "ultrabench.kernel.worker"], stdout=subprocess.DEVNULL,
-                                 env={**shared, "RANK": str(r), "LOCAL_RANK": str(r), "ULTRABENCH_REPORT": str(reports[r])})
-                for r in range(2)
-            ]  # fmt: skip
-            assert [process.wait() for process in started] == [0, 0]
-        lines = [json.loads(line) for line in reports[0].read_text().splitlines()]
-        found[way].append(median(e["seconds"] for e in lines if e["event"] == "step" and e["measured"]))
-    return {way: min(times_) for way, times_ in found.items()}
+        way, path = ("forked", "execed", "execed", "forked")[turn % 4], folder / f"{turn}.json"
+        path.write_text(json.dumps(to_dict(task)))
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        place["MASTER_PORT"] = str(free_port("127.0.0.1"))
+        command = [sys.executable, "-c", FORKED] if way == "forked" else cold_ranks(folder, 2)
+        env = task_variables(path) | (place if way == "forked" else {})
+        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
+        steps_s = [e["seconds"] for e in report(path) if e["event"] == "step" and e["measured"]]
+        found[way].append(median(steps_s))
+    return {way: min(times_s) for way, times_s in found.items()}
 
 
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--rank", help=argparse.SUPPRESS)
+    asked.add_argument("--job", help=argparse.SUPPRESS)
     asked.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     asked.add_argument("--ranks", type=int, default=None)
     asked.add_argument("--models", default="mini")
@@ -199,8 +184,10 @@ def main() -> None:
     asked.add_argument("--steps", type=int, default=None)
     asked.add_argument("--out", type=Path, help="file that gets a JSON line a row")
     words = asked.parse_args()
-    if words.rank:
-        print(json.dumps(measure(json.loads(words.rank))))
+    if words.job:
+        measured = measure(json.loads(words.job))
+        if os.environ["RANK"] == "0":
+            print(json.dumps(measured))
         return
     cuda = words.device == "cuda"
     ranks = words.ranks or (1 if cuda else 2)

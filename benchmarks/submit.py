@@ -4,7 +4,6 @@ For comparison a sample of the runs is then submitted one by one with `sbatch --
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -14,9 +13,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cluster import asked, cluster, output, rpcs
+from sweeps import Event, events, write_model
+from timing import ultrabench
 
 PROGRAM = Path(__file__).parent / "tiny_run.sh"
 A_JOB = 80
@@ -55,9 +55,8 @@ class Cost:
 def overrides(folder: Path, runs: int) -> list[str]:
     """Options of a sweep of about `runs` runs on one rank: it writes the models, each of A_JOB layouts."""
     models = [f"m{number}" for number in range(max(1, round(runs / A_JOB)))]
-    (folder / "ultrabench/model").mkdir(parents=True)
     for number, name in enumerate(models):
-        (folder / f"ultrabench/model/{name}.yaml").write_text(MODEL.format(size=8 + number))
+        write_model(folder, name, MODEL.format(size=8 + number))
     gas = [n for n in range(1, 1000) if GBS % n == 0][: min(A_JOB, runs)]
     return [
         "launcher=slurm", "launcher.max_nodes=8", "launcher.preflight=false", "hardware=cpu",
@@ -89,13 +88,11 @@ def cpu_s(pid: int) -> tuple[float, float]:
 
 def sweep(folder: Path, runs: int) -> tuple[Cost, dict[str, float]]:
     """Runs a sweep; returns its cost and further numbers that only a launcher has."""
-    command = [sys.executable, "-m", "ultrabench.cli.main", "sweep", "launch", *overrides(folder, runs)]
+    command = ultrabench("sweep", "launch", *overrides(folder, runs), "--max-gpu-hours", "100000")
     environ = os.environ | {"PATH": f"{counting(folder)}:{os.environ['PATH']}"}
     before, began = rpcs(), time.monotonic()
     with (folder / "launch.log").open("w") as log:
-        launcher = subprocess.Popen(
-            [*command, "--max-gpu-hours", "100000"], cwd=folder, env=environ, stdout=log, stderr=log
-        )
+        launcher = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log)
         own_s, children_s = cpu_s(launcher.pid)
     wall_s = time.monotonic() - began
     if launcher.wait():
@@ -103,31 +100,30 @@ def sweep(folder: Path, runs: int) -> tuple[Cost, dict[str, float]]:
     time.sleep(SETTLE_S)
     seen = rpcs() - before
     results = folder / "results/submit"
-    journal = "".join(path.read_text() for path in results.glob("journal/*.jsonl"))
-    events = [json.loads(line) for line in journal.splitlines()]
+    told = events(results)
     done = Cost(
-        runs=len({e["run_id"] for e in events if e["event"] == "result"}),
+        runs=len({e["run_id"] for e in told if e["event"] == "result"}),
         wall_s=wall_s,
-        submit_s=submitting_s(events),
+        submit_s=submitting_s(told),
         calls=Counter((folder / "calls").read_text().split()),
         rpcs=seen,
         files=sum(path.is_file() for path in results.rglob("*")),
     )
-    at = [e["time"] for e in events if e["event"] == "claimed"]
+    at = [e["time"] for e in told if e["event"] in ("claimed", "result")]
     return done, {
         "own_s": own_s,
         "children_s": children_s,
-        "journal_bytes": len(journal.encode()),
-        "jobs": sum(e["event"] == "submitted" for e in events),
-        "running_s": max(e["time"] for e in events if e["event"] == "result") - min(at),
+        "journal_bytes": sum(path.stat().st_size for path in results.glob("journal/*.jsonl")),
+        "jobs": sum(e["event"] == "submitted" for e in told),
+        "running_s": at[-1] - at[0],
     }
 
 
-def submitting_s(events: list[dict[str, Any]]) -> float:
+def submitting_s(told: list[Event]) -> float:
     """Seconds from `submitting` to `submitted`, counted once for each array."""
     spans: dict[str, list[float]] = {}
-    token = {e["allocation"]: e["token"] for e in events if e["event"] == "submitting"}
-    for event in events:
+    token = {e["allocation"]: e["token"] for e in told if e["event"] == "submitting"}
+    for event in told:
         if event["event"] in ("submitting", "submitted"):
             spans.setdefault(token[event["allocation"]], []).append(float(event["time"]))
     return sum(max(times) - min(times) for times in spans.values())

@@ -27,16 +27,8 @@ Row = dict[str, Any]
 _COLUMNS = {f.name: f.name if f.name == "p_oom" else f"predicted_{f.name}" for f in fields(Prediction)}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
 _OF_RUNS = (
-    "decision",
-    "run_id",
-    "model",
-    "nodes",
-    "gpus_per_node",
-    "seq_len",
-    "gbs",
-    *AXES,
-    *_COLUMNS.values(),
-)
+    "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", *AXES, *_COLUMNS.values(),
+)  # fmt: skip
 """Columns that `runs_of` reads."""
 
 NULLABLE = pa.schema({"rule": pa.string(), "reason": pa.string()})

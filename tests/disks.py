@@ -42,14 +42,8 @@ mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk))
 def on_a_small_disk(folder: Path, code: str) -> str:
     """What `code` prints; for it, `disk` is a folder of 256 KiB with `fill`, `free`, `read_only` and `later`."""
     words = [
-        "unshare",
-        "--map-root-user",
-        "--mount",
-        sys.executable,
-        "-c",
-        PRELUDE + dedent(code),
-        str(folder),
-    ]
+        "unshare", "--map-root-user", "--mount", sys.executable, "-c", PRELUDE + dedent(code), str(folder),
+    ]  # fmt: skip
     done = patience.run(words, 280, cwd=ROOT)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

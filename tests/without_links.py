@@ -18,11 +18,8 @@ LINK_CALLS = {"x86_64": (86, 265), "aarch64": (37, 37)}
 
 class Instruction(ctypes.Structure):
     _fields_ = [
-        ("code", ctypes.c_uint16),
-        ("jt", ctypes.c_uint8),
-        ("jf", ctypes.c_uint8),
-        ("k", ctypes.c_uint32),
-    ]
+        ("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32),
+    ]  # fmt: skip
 
 
 class Program(ctypes.Structure):

@@ -6,18 +6,17 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from ultrabench.analysis.cells import MAY_DIFFER
 from ultrabench.analysis.compare import ALPHA, Comparison
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.style import key, label, legend, panel_grid
+from ultrabench.analysis.figures.style import factors, key, label, legend, panel_grid
 from ultrabench.errors import ConfigError, counted
 
 _LOOKS: dict[str | None, dict[str, Any]] = {
-    "slower": {"marker": "^", "color": "#d55e00", "markersize": 7},
-    "faster": {"marker": "v", "color": "#0173b2", "markersize": 7},
-    None: {"marker": "o", "color": "#949494", "markersize": 3.5},
+    "slower": {"marker": "^", "color": "#d55e00", "markersize": 7, "linestyle": ""},
+    "faster": {"marker": "v", "color": "#0173b2", "markersize": 7, "linestyle": ""},
+    None: {"marker": "o", "color": "#949494", "markersize": 3.5, "linestyle": ""},
 }
 """Finding -> marker; layouts without one have small grey points."""
 _WON: dict[str, Any] = {
@@ -28,11 +27,8 @@ _NAMED = 6
 """Number of cells with another winner that the notes name."""
 
 
-def figure(found: Comparison, *, title: str, threshold: float, names: tuple[str, str]) -> Figure:
+def figure(found: Comparison) -> Figure:
     """The ratios of step times B / A of all layouts that were measured in both.
-
-    Args:
-        names: those of A and B.
 
     Raises:
         ConfigError: no layout was measured in both.
@@ -42,22 +38,21 @@ def figure(found: Comparison, *, title: str, threshold: float, names: tuple[str,
         without = "compare without -o for how their runs ended"
         raise ConfigError(f"no layout has a step time in A and in B; {without}")
     models = list(rows.sort_values(["num_params", "model"])["model"].unique())
-    heading = f"Step times of {title}: {counted(len(rows), 'layout')}"
-    note = _notes(found, names)
-    whole, middle, panels = panel_grid(len(models), title=heading, notes=note, sharey=True)
+    heading = f"Step times of {found.title}: {counted(len(rows), 'layout')}"
+    whole, middle, panels = panel_grid(len(models), title=heading, notes=_notes(found), sharey=True)
     winners = found.winners.to_dict("records")
     won = {(w["model"], w["nodes"], w[side]) for w in winners for side in ("best_a", "best_b")}
-    a, b = (name if len(name) <= 14 else f"{name[:12]}.." for name in names)
+    a, b = (name if len(name) <= 14 else f"{name[:12]}.." for name in found.names)
     for axes, model in zip(panels, models, strict=True):
-        axes.axhspan(1 / (1 + threshold), 1 + threshold, color="#efefef", zorder=0)
+        axes.axhspan(1 / (1 + found.threshold), 1 + found.threshold, color="#efefef", zorder=0)
         axes.axhline(1, color=GREY, linewidth=0.8)
         _draw(axes, rows[rows["model"] == model].reset_index(drop=True), won)
         label(axes, model, "layouts, sorted by their ratio", f"step time of {b} / {a}")
-        _scale_ratios(axes, rows["ratio"])
-    handles = [
-        key(f"{name}, p <= {ALPHA:g} corrected" if name else "no finding", linestyle="", **look)
-        for name, look in _LOOKS.items()
-    ]
+        axes.set_yscale("log")
+        factors(axes.yaxis, rows["ratio"].min(), rows["ratio"].max())
+        axes.yaxis.set_major_formatter("{x:g} x")
+    names_of = {name: f"{name}, p <= {ALPHA:g} corrected" if name else "no finding" for name in _LOOKS}
+    handles = [key(names_of[name], **look) for name, look in _LOOKS.items()]
     legend(middle, [*handles, key("won its cell only in A or only in B", **_WON)])
     return whole
 
@@ -66,34 +61,21 @@ def _draw(axes: Axes, held: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
     """Draws the ratios of one model with their findings, frames around winners, and the name of the largest."""
     for finding, look in _LOOKS.items():
         shown = held[held["finding"].isna() if finding is None else held["finding"] == finding]
-        axes.plot(shown.index + 1, shown["ratio"], linestyle="", markeredgewidth=0, **look)
+        axes.plot(shown.index + 1, shown["ratio"], markeredgewidth=0, **look)
     framed = [cell in won for cell in zip(held["model"], held["nodes"], held["layout"], strict=True)]
     axes.plot(held.index[framed] + 1, held["ratio"][framed], **_WON)
     last, number = held.iloc[-1], len(held)
-    beside: dict[str, Any] = (
-        {"ha": "right", "xytext": (-9, 0)} if number > 1 else {"ha": "left", "xytext": (9, 0)}
-    )
-    beside |= {"fontsize": 6, "color": GREY, "va": "center", "textcoords": "offset points"}
-    axes.annotate(last["layout"], (number, last["ratio"]), **beside)
+    side, away = ("right", -9) if number > 1 else ("left", 9)
+    axes.annotate(
+        last["layout"], (number, last["ratio"]), (away, 0), textcoords="offset points", fontsize=6, color=GREY,
+        ha=side, va="center",
+    )  # fmt: skip
     step = max(1, round(number / 10))
-    ticks = sorted({1, number, *range(step, number - step // 2, step)})
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.set_xticks(sorted({1, number, *range(step, number - step // 2, step)}))
     axes.set_xlim(0.2, number + 1)
 
 
-def _scale_ratios(axes: Axes, ratios: pd.Series) -> None:
-    """Scales ratios by factors, with some ticks also within a part of a decade."""
-    axes.set_yscale("log")
-    if ratios.max() > 2 * ratios.min():  # else parts of a decade have too few ticks
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} x"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _notes(found: Comparison, names: tuple[str, str]) -> str:
+def _notes(found: Comparison) -> str:
     """The note under the figure: what was left out, and which cells another layout wins."""
     won = [
         f"{w['model']} on {counted(w['nodes'], 'node')}: {w['best_a']} -> {w['best_b']}"
@@ -103,7 +85,7 @@ def _notes(found: Comparison, names: tuple[str, str]) -> str:
     changes = {name: found.differing[name] for name in MAY_DIFFER if name in found.differing}
     told = ", ".join(f"{name} {a} -> {b}" for name, (a, b) in changes.items())
     lines = [
-        f"A is {names[0]}, B is {names[1]}. From A to B: {told or 'no other hardware, kernel or precision known'}.",
+        f"A is {found.names[0]}, B is {found.names[1]}. From A to B: {told or 'no other hardware, kernel or precision known'}.",
         " ".join(found.notes),
         "Grey band: differences up to the threshold. Above 1 x, B is slower.",
     ]

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ultrabench.analysis.cells import Cell, layout_words, tried
-from ultrabench.analysis.figures.picture import GREY
+from ultrabench.analysis.figures.picture import GREY, wrapped
 from ultrabench.analysis.numbers import count, memory, too_wide, with_unit
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
@@ -54,7 +54,7 @@ _COLOURS = "viridis"
 class Grid:
     """A panel of the figure, with its rows (models) and its columns (numbers of nodes)."""
 
-    def __init__(self, cells: Sequence[Cell], width: float, compared_with: str | None) -> None:
+    def __init__(self, cells: Sequence[Cell], width: float, compared_with: str) -> None:
         sizes = {_model(cell): cell.num_params or 0 for cell in cells}
         self.cells = cells
         self.models = sorted(sizes, key=lambda label: (sizes[label], label))
@@ -86,9 +86,8 @@ def paint(axes: Axes, grid: Grid, cell: Cell, lines: Sequence[Line], end: float)
     ink = _NO_RESULT_TEXT if cell.run_id is None else _LIGHT if _luminance(fill) <= 0.2 else _DARK
     if cell.compare_layout:
         wide, high = _CORNER / grid.width, _CORNER / grid.height
-        axes.add_patch(
-            Polygon([(x + 1, y), (x + 1 - wide, y), (x + 1, y + high)], facecolor=ink, linewidth=0)
-        )
+        corner = [(x + 1, y), (x + 1 - wide, y), (x + 1, y + high)]
+        axes.add_patch(Polygon(corner, facecolor=ink, linewidth=0))
     places = _places(lines)
     # Each line is a text of its own, so that a viewer without the font still centres every line.
     for place, (text, size, weight) in zip(places, lines, strict=True):
@@ -102,25 +101,23 @@ def _places(lines: Sequence[Line]) -> list[float]:
     return [*accumulate(steps, initial=0.0)]
 
 
-def _lines(cell: Cell, width: float, compared_with: str | None) -> list[Line]:
+def _lines(cell: Cell, width: float, compared_with: str) -> list[Line]:
     """The lines of a square of `width` inches.
 
     Args:
         compared_with: name of what compare_ratio is relative to.
     """
     other = " ".join(layout_words(cell.compare_layout or {}, cell.varied_axes)).split()
-    below = [(text, _FINE, "normal") for text in _wrapped(["other:", *other], " ", _LONGEST_FINE) if other]
+    fine = _wrapped(tried(cell), ", ", _LONGEST_FINE) if cell.run_id else []
+    fine += _wrapped(["other:", *other], " ", _LONGEST_FINE) if other else []
+    below = [(text, _FINE, "normal") for text in fine]
     if cell.run_id is None:
-        return [
-            *((text, _REASON, "normal") for text in wrap_reason(cell.reason or "no result", width)),
-            *below,
-        ]
-    below = [*((text, _FINE, "normal") for text in _wrapped(tried(cell), ", ", _LONGEST_FINE)), *below]
-    words = (
-        _wrapped(text.split(), " ", _LONGEST_LINE) for text in layout_words(cell.layout, cell.varied_axes)
-    )
+        reason = wrap_reason(cell.reason or "no result", width)
+        return [*((text, _REASON, "normal") for text in reason), *below]
+    words = layout_words(cell.layout, cell.varied_axes)
+    layout = chain.from_iterable(_wrapped(text.split(), " ", _LONGEST_LINE) for text in words)
     held = memory(cell.peak_mem_reserved_bytes, cell.peak_mem_reserved_rank0_bytes)
-    small = [(text, _USUAL, "normal") for text in (*chain(*words), held) if text is not None]
+    small = [(text, _USUAL, "normal") for text in (*layout, held) if text is not None]
     if cell.compare_ratio is not None:
         ratio = f"{cell.compare_ratio:.2f}x"
         whole = f"{ratio} of {compared_with}"
@@ -173,7 +170,7 @@ def wrap_reason(reason: str, width: float) -> list[str]:
     return textwrap.wrap(printable, width=int(15.5 * width), max_lines=6, placeholder=" ...")
 
 
-def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with: str | None = None) -> Figure:
+def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with: str = "") -> Figure:
     """The heatmap, with one panel for each hardware, kernel and workload.
 
     Args:
@@ -192,7 +189,7 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     room = width - left
     whole = f"Best layout per cell: {title}"
     heading = textwrap.wrap(whole, int(room * 7.2), max_lines=3, placeholder=" ...")
-    lines = _note_lines(cells, notes, compared_with, room)
+    lines = wrapped("\n".join([notes, *_sentences(cells, compared_with)]), int((room - 0.3) * 17))
     foot = 0.2 + _NOTE_LINE * len(lines)
     top = foot + sum(_HEADER + grid.size[1] + _AXIS for grid in grids)
     height = top + _TITLE_LINE * len(heading) + _TOP
@@ -214,7 +211,7 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     return picture
 
 
-def _grids(cells: Sequence[Cell], compared_with: str | None) -> list[Grid]:
+def _grids(cells: Sequence[Cell], compared_with: str) -> list[Grid]:
     """The panels of the figure; all cells of a panel have the same hardware, kernel and workload."""
     panels: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
@@ -287,33 +284,26 @@ def _scale_end(cells: Sequence[Cell]) -> float:
     return next((float(step) for step in steps if step >= most), most)
 
 
-def _note_lines(cells: Sequence[Cell], notes: str, compared_with: str | None, room: float) -> list[str]:
-    """The lines under the figure, wrapped to `room` inches; names are not cut at their hyphens."""
-    sentences = [notes]
+def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
+    """The sentences under the figure that its cells give; `other` is what compare_ratio is relative to."""
+    every = counted(len(cells), "cell")
     if formulas := {cell.flops_formula for cell in cells if cell.shown_column == "mfu" and cell.mfu} - {None}:
-        sentences.append(f"FLOPs of MFU by the formula {', '.join(map(str, formulas))}.")
+        yield f"FLOPs of MFU by the formula {', '.join(map(str, formulas))}."
     if any(cell.compare_ratio is not None for cell in cells):
-        sentences.append(f"1.00x: as many tokens/s/GPU as the best of {compared_with or 'the other'}.")
-    pairs = {
-        (name, there or "unknown", getattr(cell, name) or "unknown")
+        yield f"1.00x: as many tokens/s/GPU as the best of {other}."
+    differing = {
+        f"{name} {there or 'unknown'} instead of {getattr(cell, name) or 'unknown'}"
         for cell in cells
         for name, there in cell.compare_differing.items()
     }
-    if pairs:
-        told = ", ".join(f"{name} {there} instead of {here}" for name, there, here in sorted(pairs))
-        sentences.append(f"{compared_with or 'The other'} has {told}.")
-    if other := sum(cell.compare_layout is not None for cell in cells):
-        where = f"In {other} of {counted(len(cells), 'cell')}, which have a dark or light corner"
-        sentences.append(
-            f"{where}, the best layout of {compared_with or 'the other'} is another one, which `other` names."
-        )
+    if differing:
+        yield f"{other} has {', '.join(sorted(differing))}."
+    if moved := sum(cell.compare_layout is not None for cell in cells):
+        where = f"In {moved} of {every}, which have a dark or light corner"
+        yield f"{where}, the best layout of {other} is another one, which `other` names."
     if close := sum(bool(cell.as_good_as_best) for cell in cells):
-        where = f"In {close} of {counted(len(cells), 'cell')}"
-        sentences.append(f"{where} other layouts are as good within the 95 % interval.")
+        yield f"In {close} of {every} other layouts are as good within the 95 % interval."
     if wide := [cell for cell in cells if cell.ci_reached is False and cell.step_time_ci95_rel is not None]:
         most = max(wide, key=lambda cell: cell.step_time_ci95_rel or 0.0)
         told = f"{too_wide(False, most.step_time_ci95_rel)} ({most.model} on {counted(most.nodes, 'node')})"
-        where = f"In {len(wide)} of {counted(len(cells), 'cell')}"
-        sentences.append(f"{where} the interval of the best is wider than its target, up to {told}.")
-    columns = int((room - 0.3) * 17)
-    return [line for text in sentences for line in textwrap.wrap(text, columns, break_on_hyphens=False)]
+        yield f"In {len(wide)} of {every} the interval of the best is wider than its target, up to {told}."

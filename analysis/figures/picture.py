@@ -1,6 +1,7 @@
 """Renders a figure as PNG, SVG or PDF; the same figure always gives the same bytes."""
 
 import io
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,11 @@ def styled() -> Iterator[None]:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
         yield
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The lines of a text, wrapped to `width` characters between words; names are not cut at their hyphens."""
+    return [line for part in text.splitlines() for line in textwrap.wrap(part, width, break_on_hyphens=False)]
 
 
 def _settle(drawn: Figure) -> None:

@@ -26,7 +26,7 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
         notes=f"Numbers: nodes of a cell. Line: {_NEAR} %. White: the strategy found no layout that works.",
         height=3.6,
     )
-    styles = looks([*dict.fromkeys(cell["model"] for cell in cells)], ordered=False)
+    styles = looks([*dict.fromkeys(cell["model"] for cell in cells)], ordered=False, linestyle="")
     for cell in cells:
         found = cell["regret"] is not None
         at = 100 * cell["gpu_hours_share"], 100 * (cell["regret"] if found else 1.2 * worst)
@@ -34,5 +34,5 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
         axes.annotate(str(cell["nodes"]), at, (4, 3), textcoords="offset points", fontsize=7)
     axes.axhline(_NEAR, color=GREY, linewidth=0.8)
     label(axes, "", "GPU hours of the strategy (% of those of all layouts)", "regret (%)")
-    legend(middle, [key(str(model), **style | {"linestyle": ""}) for model, style in styles.items()])
+    legend(middle, [key(str(model), **style) for model, style in styles.items()])
     return whole

@@ -1,5 +1,8 @@
 """Chooses the runs that figures show: final rows of runs that train a model, and those that were measured."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -19,18 +22,17 @@ _NUMBERS = (
 )  # fmt: skip
 _TEXTS = ("run_id", "status", "suspect", "stopped", "flops_formula")
 _NEEDED = (
-    "source",
-    "model",
-    "hardware",
-    "kernel",
-    "precision",
-    "seq_len",
-    *_SIZES,
-    "nodes",
-    *AXES,
-    *_TEXTS,
-    *_NUMBERS,
-)
+    "source", "model", "hardware", "kernel", "precision", "seq_len", *_SIZES, "nodes", *AXES, *_TEXTS, *_NUMBERS,
+)  # fmt: skip
+_SETTINGS: dict[str, Callable[[Any], str]] = {
+    "hardware": str,
+    "kernel": str,
+    "precision": str,
+    "seq_len": "seq_len {:,.0f}".format,
+    "gbs": "gbs {:,.0f}".format,
+    "num_params": lambda value: count(value, "params"),
+}
+"""Column that a panel names where it varies among the rows of a model -> the text of its value."""
 
 
 def final(table: pa.Table) -> pd.DataFrame:
@@ -49,12 +51,9 @@ def final(table: pa.Table) -> pd.DataFrame:
         if len(layouts):
             rule = "all rejected by a rule, so that none may run; see why: ultrabench heatmap"
             raise ConfigError(f"{counted(len(layouts), 'layout')} here, {rule}")
-        probes = len(table) and "probe" in table["kernel"].to_pylist()
-        todo = (
-            "draw its bandwidths with: ultrabench plot comm"
-            if probes
-            else "launch a sweep: ultrabench sweep launch"
-        )
+        todo = "launch a sweep: ultrabench sweep launch"
+        if "probe" in table["kernel"].to_pylist():
+            todo = "draw its bandwidths with: ultrabench plot comm"
         raise ConfigError(f"{counted(len(table), 'row')} without a run that trains a model; {todo}")
     frame = frame.sort_values([*_NEEDED], ignore_index=True)
     frame["nodes"] = frame["nodes"].astype(int)
@@ -72,14 +71,10 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     """
     ok = frame[(frame["status"] == "ok") & (frame["tokens_per_s_per_gpu"] > 0)]
     if not len(ok):
-        raise ConfigError(
-            f"no ok run with a speed among {counted(len(frame), 'row')}; see why: ultrabench plot failures"
-        )
-    ends = zip(ok["status"], ok["stopped"], ok["suspect"], strict=True)
-    good = [
-        may_win(status, stopped, doubt if isinstance(doubt, str) else None) for status, stopped, doubt in ends
-    ]
-    ok = ok.assign(good=good)
+        among = f"among {counted(len(frame), 'row')}"
+        raise ConfigError(f"no ok run with a speed {among}; see why: ultrabench plot failures")
+    doubts = ok["suspect"].astype(object).where(ok["suspect"].notna(), None)
+    ok = ok.assign(good=[may_win("ok", *ends) for ends in zip(ok["stopped"], doubts, strict=True)])
     runs = ok.groupby(["panel", "run_id", "good"])["tokens_per_s_per_gpu"]
     ok["off"] = (ok["tokens_per_s_per_gpu"] - runs.transform("median")).abs()
     ok = ok.sort_values(["good", "off"], ascending=[False, True], kind="stable")
@@ -96,10 +91,9 @@ def winnable(runs: pd.DataFrame) -> pd.DataFrame:
     """
     good = runs[runs["good"]]
     if not len(good):
-        rule = (
-            "suspect or stopped early, so that none may be the best; draw them with: ultrabench plot scatter"
-        )
-        raise ConfigError(f"{counted(len(runs), 'run')} here, all {rule}")
+        rule = "all suspect or stopped early, so that none may be the best"
+        todo = "draw them with: ultrabench plot scatter"
+        raise ConfigError(f"{counted(len(runs), 'run')} here, {rule}; {todo}")
     rank0 = good["peak_mem_reserved_bytes"].isna().all()
     held = good["peak_mem_reserved_rank0_bytes" if rank0 else "peak_mem_reserved_bytes"]
     return good.assign(memory_gib=held / GIB, memory_of="of rank 0" if rank0 else "largest of all ranks")
@@ -138,22 +132,10 @@ def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.Dat
 def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with the column `panel`, sorted by the sizes of the models."""
     doubted, usual = usual_sizes(frame, _SIZES)
-    frame = frame.assign(
-        **{name: frame[name].where(~doubted | usual[name].isna(), usual[name]) for name in _SIZES}
-    )
+    sizes = {name: frame[name].where(~doubted | usual[name].isna(), usual[name]) for name in _SIZES}
+    frame = frame.assign(**sizes)
     panel = frame["model"].astype(str)
-    words = {
-        "hardware": "{}",
-        "kernel": "{}",
-        "precision": "{}",
-        "seq_len": "seq_len {:,.0f}",
-        "gbs": "gbs {:,.0f}",
-    }
-    varying = [name for name in (*words, "num_params") if frame.groupby("model")[name].nunique().max() > 1]
-    for name in varying:
-        text = {
-            value: count(value, "params") if name == "num_params" else words[name].format(value)
-            for value in frame[name].dropna().unique()
-        }
-        panel = panel + " | " + frame[name].map(text).fillna(f"unknown {name}")
+    for name, text in _SETTINGS.items():
+        if frame.groupby("model")[name].nunique().max() > 1:
+            panel += " | " + frame[name].map(text, na_action="ignore").fillna(f"unknown {name}")
     return frame.assign(panel=panel).sort_values(["num_params", "panel"], kind="stable", ignore_index=True)

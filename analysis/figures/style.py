@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import seaborn as sns
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter
 
-from ultrabench.analysis.figures.picture import GREY
+from ultrabench.analysis.figures.picture import GREY, wrapped
 from ultrabench.errors import ConfigError, counted
 
 WIDTH = 7.2
@@ -29,33 +29,6 @@ _TITLE_WIDTH, _NAME_WIDTH, _NOTE_WIDTH, _LEGEND_WIDTH, _TICKS_WIDTH = 66, 72, 13
 """Numbers of characters that fit into the width of a figure."""
 _MARKERS = "osD^vPX*<>"
 _LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-
-
-class StatusLook(NamedTuple):
-    """How a status is shown: its name in plain words, its colour and its hatch."""
-
-    name: str
-    colour: str
-    hatch: str = ""
-
-
-STATUSES = {
-    "ok": StatusLook("ok", "#029e73"),
-    "suspect": StatusLook("ok, but suspect", "#8fd6be", "///"),
-    "oom": StatusLook("out of memory", "#de8f05", "xxx"),
-    "crash": StatusLook("crash", "#d55e00", "\\\\\\"),
-    "hang": StatusLook("hang", "#cc78bc", "..."),
-    "timeout": StatusLook("time-out", "#fbafe4", "ooo"),
-    "comm_error": StatusLook("communication error", "#ca9161", "+++"),
-    "node_fail": StatusLook("node failure", "#ece133", "***"),
-    "invalid": StatusLook("invalid result", "#0173b2", "---"),
-    "lost": StatusLook("lost", "#56b4e9", "|||"),
-    "preempted": StatusLook("preempted", "#949494", "x"),
-    "cancelled": StatusLook("cancelled", "#5f5f5f", "//"),
-    "skipped": StatusLook("skipped", "#e4e4e4", ".."),
-    "pending": StatusLook("waits or runs", "#ffffff"),
-}
-"""Status of a run, and suspect for a number in doubt -> its look, in the order in which figures stack them."""
 
 
 def panel_grid(
@@ -79,20 +52,15 @@ def panel_grid(
         raise ConfigError(f"{counted(number, 'panel')} to draw, {rule}")
     columns = min(columns, number)
     rows = -(-number // columns)
-    heading = textwrap.wrap(title, _TITLE_WIDTH, break_on_hyphens=False)
-    told = [
-        line
-        for text in notes.splitlines()
-        for line in textwrap.wrap(text, _NOTE_WIDTH, break_on_hyphens=False)
-    ]
+    heading = wrapped(title, _TITLE_WIDTH)
+    told = wrapped(notes, _NOTE_WIDTH)
     parts = [_TITLE_LINE * len(heading) + _MARGIN, rows * height + 0.3, _NOTE_LINE * len(told) + _MARGIN]
     whole = Figure(figsize=(WIDTH, sum(parts)), layout="constrained", facecolor="white")
     above, middle, below = whole.subfigures(3, 1, squeeze=False, height_ratios=parts).flat
     beside = 0.08 / WIDTH
     above.text(beside, 1 - _MARGIN / parts[0], "\n".join(heading), fontsize=12, fontweight="bold", va="top")
-    below.text(
-        beside, _MARGIN / parts[2], "\n".join(told), fontsize=7, color=GREY, va="bottom", linespacing=1.35
-    )
+    small: dict[str, Any] = {"fontsize": 7, "color": GREY, "linespacing": 1.35}
+    below.text(beside, _MARGIN / parts[2], "\n".join(told), va="bottom", **small)
     panels = list(middle.subplots(rows, columns, squeeze=False, **options).flat)
     for unused in panels[number:]:
         unused.remove()
@@ -132,6 +100,11 @@ def factors(scale: Axis, least: float, most: float) -> None:
     scale.set_minor_formatter(NullFormatter())
 
 
+def remark(axes: Axes, text: str) -> None:
+    """Writes a text near the top of a panel that lacks what it would show."""
+    axes.text(0.5, 0.9, text, transform=axes.transAxes, ha="center", fontsize=9)
+
+
 def legend(middle: SubFigure, handles: Sequence[Any], title: str | None = None) -> None:
     """Draws a legend above the panels, in as many columns as fit."""
     names = [str(handle.get_label()) for handle in handles]
@@ -140,11 +113,12 @@ def legend(middle: SubFigure, handles: Sequence[Any], title: str | None = None) 
     middle.legend(handles=handles, title=title, loc="outside upper left", ncols=columns, **options)
 
 
-def looks(values: Sequence[object], *, ordered: bool) -> dict[Any, dict[str, Any]]:
+def looks(values: Sequence[object], *, ordered: bool, **options: Any) -> dict[Any, dict[str, Any]]:
     """Value -> colour, marker and line style, so that series differ without colour, too.
 
     Args:
         ordered: whether the values have an order, which the colours then follow from dark to light.
+        options: options of all series, such as linestyle="" for markers alone.
     """
     if ordered:
         map_ = matplotlib.colormaps["viridis"]
@@ -156,6 +130,7 @@ def looks(values: Sequence[object], *, ordered: bool) -> dict[Any, dict[str, Any
             "color": colours[at % len(colours)],
             "marker": _MARKERS[at % len(_MARKERS)],
             "linestyle": _LINES[at % len(_LINES)],
+            **options,
         }
         for at, value in enumerate(values)
     }

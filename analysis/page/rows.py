@@ -14,8 +14,7 @@ from ultrabench.analysis.page.commands import launch_words, predict_words
 from ultrabench.analysis.page.parts import predicted_parts
 from ultrabench.analysis.ranking import rank_and_order
 from ultrabench.analysis.rows import Row
-from ultrabench.analysis.schema import GROUPS, MODEL, SCHEMA, type_name
-from ultrabench.device_rates import OPERATIONS
+from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, MODEL, SCHEMA, type_name
 from ultrabench.layout import AXES
 from ultrabench.result import SLOWER
 from ultrabench.sweep.config.compose import files
@@ -33,15 +32,8 @@ NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_ver
          "driver_version")  # fmt: skip
 """Names in a public page; of a name that is a path only the last part is told."""
 PUBLIC = frozenset({
-    *NAMES, *MODEL, *AXES, "run_id", "repeat", "attempt", "nodes", "gpus_per_node", "gpus", "zero_shards", "gbs", "seq_len",
-    "precision", "compile", "status", "is_final", "rule", "cause", "confirmed", "suspect", "stopped", "dominated_by",
-    "measured_by", "ci_reached", "kernel_digest", "step_time_s", "step_time_ci95_rel", "num_steps_measured", "tokens_per_s",
-    "tokens_per_s_per_gpu", "mfu", "hfu", "flops_formula", "peak_flops_per_s", "source_mfu",
-    "model_flops_per_s_per_gpu", "control_ratio", "graphs", "attention", "loss_final", "peak_mem_allocated_bytes",
-    "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes", "init_time_s", "predicted_step_time_s",
-    "predicted_peak_mem_bytes", "p_oom", "gemm_flops_per_s", "memory_copy_bytes_per_s", "sm_clock_hz", "throttled",
-    "duration_s", "gpu_hours",
-    *(f"{operation}{scope}_busbw_bytes_per_s" for operation in OPERATIONS for scope in ("", "_intra_node")),
+    *(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *MODEL, *AXES, "run_id", "precision",
+    "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by", "kernel_digest", "flops_formula", "attention",
 })  # fmt: skip
 """The only columns of a public page: none of them holds a host, a path, a user, an account or a free text."""
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.cases import Case, healthy_timed
-from ultrabench.analysis.predict.fit import fit_time, intervals, left_out_errors
-from ultrabench.analysis.predict.fit_memory import fit_memory, memory_errors, memory_left_out, usable
+from ultrabench.analysis.predict.fit import fit_time, intervals, left_out_errors, log_errors
+from ultrabench.analysis.predict.fit_memory import fit_memory, memory_errors, usable
 from ultrabench.errors import ConfigError, counted
 from ultrabench.record import to_dict
 from ultrabench.sweep.predict.memory import memory_constants
@@ -58,7 +58,8 @@ def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         rule = f"a fit needs at least {MIN_RUNS}: measure more layouts, or name more files"
         left_out = ", ".join(f"{n:,} {why}" for why, n in others.most_common())
         raise ConfigError(f"{has}; {rule}" + f"; left out: {left_out}" * bool(others))
-    old, new = [case.log_error(base.time) for case in known], left_out_errors(known, base.time)
+    old = log_errors(known, base.time)
+    new = left_out_errors(known, lambda others: fit_time(others, base.time), log_errors)
     before, after = errors(old), errors(new)
     better = after["median_error"] < before["median_error"]
     _require_near(old, new, base)
@@ -112,7 +113,8 @@ def _memory(
     known, prior = usable(given), memory_constants(base.framework, base.memory)
     if not isinstance(prior, NanotronMemory) or len(known) < MIN_RUNS:
         return base.memory, {}, 0
-    old, new = errors(memory_errors(known, prior)), errors(memory_left_out(known, prior))
+    left_out = left_out_errors(known, lambda others: fit_memory(others, prior), memory_errors)
+    old, new = errors(memory_errors(known, prior)), errors(left_out)
     better = new["median_error"] < old["median_error"]
     told = {"before": old, "after": new}
     return (to_dict(fit_memory(known, prior)), told, len(known)) if better else (base.memory, told, 0)

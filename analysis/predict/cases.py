@@ -68,12 +68,11 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
 
 
 def _case(run: MeasuredRun, hardware: Hardware) -> Case:
-    spec, rate = run.spec, run.peak_flops_per_s
-    peak = (
-        Peak(flops_per_s=rate, source="row")
-        if rate
-        else hardware.peak(spec.kernel.precision, spec.nodes, None, 1)
-    )
+    spec = run.spec
+    if rate := run.peak_flops_per_s:
+        peak = Peak(flops_per_s=rate, source="row")
+    else:
+        peak = hardware.peak(spec.kernel.precision, spec.nodes, None, 1)
     reduce, gather = run.allreduce_busbw_bytes_per_s, run.allgather_busbw_bytes_per_s
     links = network(hardware, spec.nodes, reduce, gather)
     return Case(run=run, hardware=hardware, peak=peak, links=links, regime=regime(spec, links))

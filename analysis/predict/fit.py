@@ -1,7 +1,7 @@
 """Fits the constants of the step time to measured runs, starting from those of another profile."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from statistics import quantiles
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from ultrabench.analysis.predict.cases import Case
 from ultrabench.sweep.predict.profile import Quantiles
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 NOT_FITTED = frozenset({
@@ -39,13 +40,16 @@ def fit_time(given: Sequence[Case], prior: TimeConstants) -> TimeConstants:
     """
     names = [f.name for f in fields(prior) if f.name not in NOT_FITTED and _positive(getattr(prior, f.name))]
     ridge = RIDGE[len(given) < FEW_RUNS]
-    return fit_constants(
-        prior, names, lambda now: [case.log_error(now) for case in given], ERROR_SCALE, ridge
-    )
+    return fit_constants(prior, names, lambda now: log_errors(given, now), ERROR_SCALE, ridge)
+
+
+def log_errors(given: Sequence[Case], constants: TimeConstants) -> list[float]:
+    """log(measured / predicted) of the step time of each case."""
+    return [case.log_error(constants) for case in given]
 
 
 def fit_constants(
-    prior: T, names: Sequence[str], log_errors: Callable[[T], Sequence[float]], scale: float, ridge: float
+    prior: T, names: Sequence[str], errors_of: Callable[[T], Sequence[float]], scale: float, ridge: float
 ) -> T:
     """The constants, a dataclass, whose logarithmic errors are smallest near `prior`; efficiencies and shares are at most 1.
 
@@ -64,7 +68,7 @@ def fit_constants(
         return replace(prior, **now)  # type: ignore[type-var]
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        errors = np.array(log_errors(constants(logs))) / scale
+        errors = np.array(errors_of(constants(logs))) / scale
         soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
         return np.concatenate([soft, (logs - start) / ridge])
 
@@ -76,19 +80,14 @@ def _positive(value: object) -> bool:
 
 
 def left_out_errors(
-    given: Sequence[Case], prior: TimeConstants, group: Callable[[int, Case], Hashable] | None = None
+    given: Sequence[S], fit: Callable[[Sequence[S]], T], errors: Callable[[Sequence[S], T], Sequence[float]]
 ) -> list[float]:
-    """log(measured / predicted) of each case, with constants that were fitted without the cases of its group.
-
-    Args:
-        group: index and case -> its group; None means that every fifth case is one.
-    """
-    groups = [group(n, case) if group else n % FOLDS for n, case in enumerate(given)]
-    fitted = {
-        own: fit_time([case for case, other in zip(given, groups, strict=True) if other != own], prior)
-        for own in dict.fromkeys(groups)
-    }
-    return [case.log_error(fitted[own]) for case, own in zip(given, groups, strict=True)]
+    """The errors of runs with constants that were fitted without them: without every fifth run in turn."""
+    found = [0.0] * len(given)
+    for fold in range(FOLDS):
+        fitted = fit([run for n, run in enumerate(given) if n % FOLDS != fold])
+        found[fold::FOLDS] = errors(given[fold::FOLDS], fitted)
+    return found
 
 
 def intervals(

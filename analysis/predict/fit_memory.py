@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ultrabench.analysis.measured import MeasuredRun
-from ultrabench.analysis.predict.fit import FOLDS, fit_constants
+from ultrabench.analysis.predict.fit import fit_constants
 from ultrabench.analysis.predict.nanotron_version import nanotron_version
 from ultrabench.result import Status
 from ultrabench.sweep.predict.nanotron_memory import VERSIONS, NanotronMemory, nanotron_memory
@@ -42,12 +42,3 @@ def memory_errors(given: Sequence[MeasuredRun], constants: NanotronMemory) -> li
 def fit_memory(given: Sequence[MeasuredRun], prior: NanotronMemory) -> NanotronMemory:
     """The constants that predict the reserved memory of usable runs best without moving far from `prior`."""
     return fit_constants(prior, FITTED, lambda now: memory_errors(given, now), ERROR_SCALE, RIDGE)
-
-
-def memory_left_out(given: Sequence[MeasuredRun], prior: NanotronMemory) -> list[float]:
-    """The errors of usable runs with constants that were fitted without them: without every fifth run in turn."""
-    errors = [0.0] * len(given)
-    for fold in range(FOLDS):
-        fitted = fit_memory([run for n, run in enumerate(given) if n % FOLDS != fold], prior)
-        errors[fold::FOLDS] = memory_errors(given[fold::FOLDS], fitted)
-    return errors

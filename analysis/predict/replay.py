@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,23 +185,16 @@ def replay(
     Hours are shares of those of all runs. A regret of 0.02 means that the best layout found is 2 % slower than the
     best of its cell; it is None where the strategy found none.
     """
-    done = list(_replayed(cells, strategy, batch, max_p_oom))
-    rows: list[dict[str, Any]] = []
-    for (model, nodes), cell in done:
-        best_s = min(run.step_time_s for run in cell.runs if run.step_time_s)
-        regret = cell.best_s / best_s - 1 if cell.best_s < math.inf else None
-        counts = {"model": model, "nodes": nodes, "layouts": len(cell.runs), "runs": len(cell.made)}
-        rows.append({**counts, "gpu_hours_share": cell.gpu_s / cell.total_gpu_s, "regret": regret})
-    spent, total = (sum(getattr(c, name) for _, c in done) for name in ("gpu_s", "total_gpu_s"))
-    whole = {"gpu_hours_share": spent / total, "runs": sum(row["runs"] for row in rows)}
-    return {"strategy": strategy, "batch": batch, **whole, "cells": rows}
-
-
-def _replayed(
-    cells: Mapping[CellKey, Sequence[ReplayedRun]], strategy: str, batch: int, max_p_oom: float
-) -> Iterator[tuple[CellKey, Replay]]:
-    for key, runs in cells.items():
+    done, rows = list[Replay](), list[dict[str, Any]]()
+    for (model, nodes), runs in cells.items():
         cell = Replay(runs, max_p_oom)
         STRATEGIES[strategy](cell, batch)
         cell.confirm()
-        yield key, cell
+        done.append(cell)
+        best_s = min(run.step_time_s for run in runs if run.step_time_s)
+        regret = cell.best_s / best_s - 1 if cell.best_s < math.inf else None
+        counts = {"model": model, "nodes": nodes, "layouts": len(runs), "runs": len(cell.made)}
+        rows.append({**counts, "gpu_hours_share": cell.gpu_s / cell.total_gpu_s, "regret": regret})
+    share = sum(cell.gpu_s for cell in done) / sum(cell.total_gpu_s for cell in done)
+    whole = {"gpu_hours_share": share, "runs": sum(row["runs"] for row in rows)}
+    return {"strategy": strategy, "batch": batch, **whole, "cells": rows}

@@ -80,9 +80,11 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
         (such as `allreduce_intra_node_busbw_bytes_per_s`).
     """
     columns = {name: _slowest(probe.get(name)) for name in DEVICE_RATES}
-    for scope, infix in SCOPES.items():
-        for name in OPERATIONS:
-            columns[f"{name}{infix}_busbw_bytes_per_s"] = _busbw(probe, name, scope)
+    columns |= {f"{name}{infix}_busbw_bytes_per_s": None for infix in SCOPES.values() for name in OPERATIONS}
+    for row in sorted(
+        bandwidths(probe), key=lambda row: row["bytes"]
+    ):  # the largest size comes last and stays
+        columns[f"{row['operation']}{SCOPES[row['scope']]}_busbw_bytes_per_s"] = row["busbw_bytes_per_s"]
     return columns
 
 
@@ -93,8 +95,10 @@ def bandwidths(probe: dict[str, Any]) -> list[dict[str, Any]]:
         for scope in SCOPES:
             try:
                 rows = probe["collectives"][name][scope]
-                read = [{k: number(row[k]) for k in MEASURED} | {"bytes": int(row["bytes"])} for row in rows]
-            except (LookupError, TypeError, ValueError, OverflowError):
+                read = [
+                    {k: number(row.get(k)) for k in MEASURED} | {"bytes": int(row["bytes"])} for row in rows
+                ]
+            except (LookupError, TypeError, ValueError, OverflowError, AttributeError):
                 continue
             found += [{"operation": name, "scope": scope, **row} for row in read]
     return found
@@ -104,11 +108,3 @@ def _slowest(rates: Any) -> float | None:
     """The lowest rate; None unless the rates of all devices are known."""
     known = isinstance(rates, list) and rates and all(map(is_number, rates))
     return float(min(rates)) if known else None
-
-
-def _busbw(probe: dict[str, Any], name: str, scope: str) -> float | None:
-    try:
-        rows = probe["collectives"][name][scope]
-        return number(max(rows, key=lambda row: row["bytes"])["busbw_bytes_per_s"])
-    except (LookupError, TypeError, ValueError):
-        return None

@@ -67,7 +67,9 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
     return tuple(stages)
 
 
-def stages_by_rank(shape: ModelShape, layout: Layout) -> list[tuple[Stage, ...]]:
-    """The stages that each rank of the pp axis holds, in their order in the model."""
-    stages = split_stages(shape, layout.num_stages)
+def stages_by_rank(
+    shape: ModelShape, layout: Layout, *, ties_advance: bool = False
+) -> list[tuple[Stage, ...]]:
+    """The stages that each rank of the pp axis holds, in their order in the model; `split_stages` cuts them."""
+    stages = split_stages(shape, layout.num_stages, ties_advance=ties_advance)
     return [tuple(stages[index] for index in layout.stages_of(rank)) for rank in range(layout.pp)]

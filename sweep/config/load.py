@@ -3,10 +3,10 @@
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
@@ -42,6 +42,8 @@ SEARCH = ("strategy", "batch")
 """Keys of `sweep` that say which of its layouts are run."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses them."""
+
+_T = TypeVar("_T")
 
 
 def _axes(sweep: dict[str, Any]) -> Axes:
@@ -208,7 +210,21 @@ def load_hardware(name: str) -> Hardware:
     if name not in known:
         advice = "give its rates in ./ultrabench/hardware/NAME.yaml"
         raise ConfigError(f"{unknown_name('hardware', name, known)}; {advice}")
-    return read_hardware({"name": name, **read_yaml(known[name])})
+    return _of_file(known[name], read_hardware)
+
+
+def _of_file(path: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
+    """What `read` makes of the settings in a file, with its name.
+
+    Raises:
+        ConfigError: the file holds no settings, or one that cannot be used; the message names the file.
+    """
+    if not isinstance(values := read_yaml(path), dict):
+        raise ConfigError(f"{path} holds no settings; write them as in configs/{path.parent.name}/")
+    try:
+        return read({"name": path.stem, **values})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
@@ -251,13 +267,7 @@ def load_model(name: str) -> ModelShape:
         return read_checkpoint_config(name)
     if name not in known:
         raise ConfigError(unknown_option("model", name))
-    values = read_yaml(known[name])
-    if not isinstance(values, dict):
-        raise ConfigError(f"{known[name]} is no model: it holds no mapping of sizes; see configs/model/")
-    try:
-        return _shape({"name": name, **values}, f"model {name}")
-    except ConfigError as error:
-        raise ConfigError(f"{known[name]}: {error}") from error
+    return _of_file(known[name], lambda values: _shape(values, f"model {name}"))
 
 
 def load_profile(name: str) -> Profile:
@@ -270,11 +280,7 @@ def load_profile(name: str) -> Profile:
     if name not in known:
         advice = "`ultrabench predict calibrate` fits one to runs of yours"
         raise ConfigError(f"{unknown_name('profile', name, known)}; {advice}")
-    values = read_yaml(known[name])
-    try:
-        return from_dict(Profile, {"name": name, **values}, where="profile")
-    except ConfigError as error:
-        raise ConfigError(f"{known[name]}: {error}") from error
+    return _of_file(known[name], lambda values: from_dict(Profile, values, where="profile"))
 
 
 MODEL_TYPES: dict[str, dict[str, Any]] = {

@@ -26,22 +26,23 @@ _OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "nt
 """Options of sbatch that ultrabench sets itself and that a user must not change."""
 
 
+_MOVED = {
+    r"kernel\.recompute": "is an axis of layouts; write sweep.recompute=[full]",
+    r"(?:sweep\.)?dp": "is no axis; dp follows from the GPUs: dp = GPUs/(tp*pp*cp): choose it with sweep.nodes, sweep.tp, "
+    "sweep.pp and sweep.cp",
+    r"(?:.*\.)?(?:gpus|num_gpus|ngpus|nproc_per_node)":
+        "is no setting; GPUs = nodes * hardware.gpus_per_node: give sweep.nodes=[1,2]",
+    r"(?:launcher\.)?(reservation|constraint)":
+        r"is no setting, but an option of sbatch; write +launcher.sbatch.\1=VALUE, or in the file of a cluster sbatch: "
+        "{NAME: VALUE}",
+}  # fmt: skip
+"""Pattern of a key that is a setting elsewhere -> what it is and what to write."""
+
+
 def moved(key: str) -> ConfigError | None:
     """The error for a `key` that is a setting elsewhere: an option of sbatch or an axis; None for others."""
-    if key == "kernel.recompute":
-        return ConfigError(f"{key} is an axis of layouts; write sweep.recompute=[full]")
-    if key in ("dp", "sweep.dp"):
-        rule = "dp follows from the GPUs: dp = GPUs/(tp*pp*cp)"
-        choice = "choose it with sweep.nodes, sweep.tp, sweep.pp and sweep.cp"
-        return ConfigError(f"{key} is no axis; {rule}: {choice}")
-    if key.rpartition(".")[2] in ("gpus", "num_gpus", "ngpus", "nproc_per_node"):
-        rule = "GPUs = nodes * hardware.gpus_per_node"
-        return ConfigError(f"{key} is no setting; {rule}: give sweep.nodes=[1,2]")
-    name = key.removeprefix("launcher.")
-    if name not in ("reservation", "constraint"):
-        return None
-    advice = f"write +launcher.sbatch.{name}=VALUE, or in the file of a cluster sbatch: {{NAME: VALUE}}"
-    return ConfigError(f"{key} is no setting, but an option of sbatch; {advice}")
+    found = ((re.fullmatch(pattern, key), told) for pattern, told in _MOVED.items())
+    return next((ConfigError(f"{key} {match.expand(told)}") for match, told in found if match), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

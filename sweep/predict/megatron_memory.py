@@ -10,7 +10,8 @@ from ultrabench.allowed import NonNegative, require_allowed
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict.stage_memory import FORWARD, MemoryLimit, StageMemory, in_flight, rank_sizes
+from ultrabench.stages import split_stages
+from ultrabench.sweep.predict.stage_memory import FORWARD, MemoryLimit, StageMemory, in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +54,9 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     whole, kept = megatron_layer_bytes(shape, layout, spec.workload.seq_len)
     logits = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * shape.vocab_size
     found = []
-    for rank, size in enumerate(rank_sizes(shape, layout.pp, False)):
-        n = size.params / layout.tp
-        held, head = in_flight(layout, rank) * kept * size.layers, logits if size.has_head else 0.0
+    for rank, stage in enumerate(split_stages(shape, layout.pp)):
+        n = stage.num_params(shape) / layout.tp
+        held, head = in_flight(layout, rank) * kept * stage.num_layers, logits if stage.has_head else 0.0
         buffers = whole if kept < whole else 0.0
         reserve = c.base_bytes + c.fragmentation * held
         state = 2 * n, 4 * n, 12 * n / layout.zero_shards

@@ -12,6 +12,10 @@ from ultrabench.sweep.predict.stage_memory import StageMemory
 from ultrabench.sweep.predict.ultrabench_memory import UltrabenchMemory, ultrabench_memory
 
 MemoryConstants = UltrabenchMemory | NanotronMemory | MegatronMemory
+FORMS: dict[str, type[MemoryConstants]] = {
+    "ultrabench": UltrabenchMemory, "nanotron": NanotronMemory, "megatron": MegatronMemory,
+}  # fmt: skip
+"""Framework -> the constants of its form of memory."""
 
 
 def memory_constants(framework: str, values: Mapping[str, Any]) -> MemoryConstants:
@@ -20,11 +24,7 @@ def memory_constants(framework: str, values: Mapping[str, Any]) -> MemoryConstan
     Raises:
         ConfigError: a constant is unknown, is missing, or is no number.
     """
-    if framework == "ultrabench":
-        return from_dict(UltrabenchMemory, values, where="memory")
-    if framework == "megatron":
-        return from_dict(MegatronMemory, values, where="memory")
-    return from_dict(NanotronMemory, values, where="memory")
+    return from_dict(FORMS[framework], values, where="memory")
 
 
 def predict_memory(

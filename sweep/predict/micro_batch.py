@@ -70,19 +70,12 @@ def micro_batch(
 
     Each `every`-th layer keeps its input only; `layer` is the number of parameters of a layer.
     """
-    h, q, kv, f, a = (
-        shape.hidden_size,
-        shape.q_width,
-        shape.kv_width,
-        shape.intermediate_size,
-        shape.num_attention_heads,
-    )
-    gathers, t = tp > 1, tokens / tp
+    h, q, kv, f = shape.hidden_size, shape.q_width, shape.kv_width, shape.intermediate_size
+    a, gathers, t = shape.num_attention_heads, tp > 1, tokens / tp
     tw, hidden, gathered = t * word, t * word * h, tokens * word * h
     heads = a + shape.num_key_value_heads
-    whole = tw * (4 * h + 2 * q + 2 * kv + 4 * f + shape.qk_norm * (q + kv)) + 4 * t * (
-        a + 2 + heads * shape.qk_norm
-    )
+    whole = tw * (4 * h + 2 * q + 2 * kv + 4 * f) + 4 * t * (a + 2)
+    whole += shape.qk_norm * (tw * (q + kv) + 4 * t * heads)
     selective = tw * (h + 2 * q + kv + f + 2 * h * gathers) + 4 * t * a
     kept = {"selective": selective, "attention": whole - 4 * t * a}.get(recompute, whole)
     loss, table = loss_bytes(shape, tp, word, tokens)

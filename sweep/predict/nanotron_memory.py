@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from ultrabench.allowed import NonNegative, one_of, require_allowed
-from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
+from ultrabench.stages import Stage, split_stages
 from ultrabench.sweep.predict.stage_memory import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
     MemoryLimit,
-    RankSize,
     StageMemory,
     in_flight,
-    rank_sizes,
 )
 
 VERSIONS = ("latest", "run-ahead", "before-fix", "old")
@@ -115,31 +113,29 @@ def nanotron_memory(spec: RunSpec, c: NanotronMemory) -> tuple[StageMemory, ...]
     (ZeRO-0 with dp > 1), or 6 n + 12 n / dp with ZeRO-1, which nanotron has in place of higher stages.
     """
     batch = _micro_batch(spec, c)
-    sizes = rank_sizes(spec.shape, spec.layout.pp, c.ties_advance)
-    return tuple(_rank_memory(spec.layout, c, batch, rank, size) for rank, size in enumerate(sizes))
+    stages = split_stages(spec.shape, spec.layout.pp, ties_advance=c.ties_advance)
+    return tuple(_rank_memory(spec, c, batch, stage) for stage in stages)
 
 
-def _rank_memory(
-    layout: Layout, c: NanotronMemory, batch: _MicroBatch, rank: int, size: RankSize
-) -> StageMemory:
-    n, shards, flight = size.params / layout.tp, layout.zero_shards, in_flight(layout, rank)
-    one = batch.layer * size.layers
+def _rank_memory(spec: RunSpec, c: NanotronMemory, batch: _MicroBatch, stage: Stage) -> StageMemory:
+    layout, rank = spec.layout, stage.index
+    n, shards, flight = stage.num_params(spec.shape) / layout.tp, layout.zero_shards, in_flight(layout, rank)
+    one = batch.layer * stage.num_layers
     kept, gathered = flight * one, 0.0
     if c.version == "old" and layout.pp == 1:
-        gathered = batch.gathered * size.layers
+        gathered = batch.gathered * stage.num_layers
     elif c.version == "run-ahead" and layout.pp > 1:
-        gathered = batch.gathered * size.layers * max(0.0, flight - 2) + c.run_ahead * one
-    work = batch.work + (batch.embedding if size.has_embedding else 0.0)
-    logits = batch.logits if size.has_head and batch.logits > work else 0.0
+        gathered = batch.gathered * stage.num_layers * max(0.0, flight - 2) + c.run_ahead * one
+    work = batch.work + (batch.embedding if stage.has_embedding else 0.0)
+    logits = batch.logits if stage.has_head and batch.logits > work else 0.0
     gradients, late = (6 * n, 0.0) if shards == 1 < layout.dp * layout.cp else (4 * n, 2 * n)
     parameters = 4 * n if shards > 1 else 0.0
     # The bytes of each phase beyond the static ones, and those that the allocator holds besides.
     forward, backward = kept + (logits or work), late + kept - one + work
     temporary = forward + gathered
     behind = gathered * (layout.pp > 1) + c.backward_slack * temporary
-    held = (
-        max(forward + gathered, backward + behind, parameters + c.optimizer_slack * temporary) + c.base_bytes
-    )
+    optimizing = parameters + c.optimizer_slack * temporary
+    held = c.base_bytes + max(forward + gathered, backward + behind, optimizing)
     weights, optimizer = 2 * n, 12 * n / shards
     if forward >= backward and forward >= parameters:
         buffers = 0.0 if logits else work

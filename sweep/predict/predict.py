@@ -40,7 +40,7 @@ class Prediction:
     peak_mem_bytes: int
     """Memory of the rank that needs most, with what its allocator holds in reserve."""
     memory_share: float
-    """peak_mem_bytes divided by the memory that a rank has."""
+    """peak_mem_bytes divided by the memory that a rank has; on CPUs that is what its process may hold."""
     p_oom: float
     """Probability that the run does not fit into memory."""
     limited_by: str
@@ -72,7 +72,7 @@ class Predictor:
     def predict(self, spec: RunSpec) -> Prediction:
         """The prediction of a run."""
         if spec.kernel.kind == "probe":
-            return _predict_probe(spec, self.hardware, self.measure, start_s(self.hardware, spec.nodes))
+            return self._of_probe(spec)
         return self.of_parts(spec, predict_memory(spec, self.memory, every_rank=False), self.step_time(spec))
 
     def of_parts(self, spec: RunSpec, stages: Sequence[StageMemory], times: StepTime) -> Prediction:
@@ -81,12 +81,14 @@ class Predictor:
         time_s, peak = times.total, max(stage.peak_bytes for stage in stages)
         chance = p_oom(stages, hardware.mem_bytes, self.memory)
         low, high = self.profile.quantiles(regime(spec, self.links))
+        # The limit of a process counts from what it held before its tensors.
+        held = self.memory.base_bytes if hardware.device == "cpu" else 0.0
         return Prediction(
             step_time_s=time_s,
             step_time_low_s=time_s * math.exp(low),
             step_time_high_s=time_s * math.exp(high),
             peak_mem_bytes=int(peak),
-            memory_share=peak / hardware.mem_bytes,
+            memory_share=peak / (hardware.mem_bytes + held),
             p_oom=chance,
             limited_by="memory" if chance > LIKELY_OOM else _limit(times, time_s),
             duration_s=begin_s + (self.measure.priced_s(time_s) if chance <= LIKELY_OOM else 0.0),
@@ -99,6 +101,22 @@ class Predictor:
     def step_time(self, spec: RunSpec) -> StepTime:
         """The time of one step by part."""
         return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time)
+
+    def _of_probe(self, spec: RunSpec) -> Prediction:
+        """The prediction of a run that measures devices and links."""
+        hardware, settings = self.hardware, long_probe(self.hardware.device, 0, 1)
+        memory, time_s = 3.0 * max(settings.sizes_bytes), probe_step_time_s(spec, hardware, settings)
+        share, begin_s = memory / hardware.mem_bytes, start_s(hardware, spec.nodes) + 2 * settings.device_s
+        return Prediction(
+            step_time_s=time_s,
+            step_time_low_s=time_s,
+            step_time_high_s=time_s,
+            peak_mem_bytes=int(memory),
+            memory_share=share,
+            p_oom=float(share > 1),
+            limited_by="communication",
+            duration_s=begin_s + self.measure.priced_s(time_s) * (share <= 1),
+        )
 
 
 def _limit(times: StepTime, total_s: float) -> str:
@@ -115,23 +133,6 @@ def start_s(hardware: Hardware, nodes: int) -> float:
     """Seconds from the start of a run to its first step; on CPUs they grow with the ranks of a host."""
     ranks_on_host = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
     return RANK_START_S[hardware.device] * (ranks_on_host if hardware.device == "cpu" else 1)
-
-
-def _predict_probe(spec: RunSpec, hardware: Hardware, measure: Measure, begin_s: float) -> Prediction:
-    """The prediction of a run that measures devices and links."""
-    settings = long_probe(hardware.device, 0, 1)
-    memory, time_s = 3.0 * max(settings.sizes_bytes), probe_step_time_s(spec, hardware, settings)
-    share = memory / hardware.mem_bytes
-    return Prediction(
-        step_time_s=time_s,
-        step_time_low_s=time_s,
-        step_time_high_s=time_s,
-        peak_mem_bytes=int(memory),
-        memory_share=share,
-        p_oom=float(share > 1),
-        limited_by="communication",
-        duration_s=begin_s + 2 * settings.device_s + measure.priced_s(time_s) * (share <= 1),
-    )
 
 
 def probe_step_time_s(spec: RunSpec, hardware: Hardware, settings: ProbeSettings) -> float:

@@ -1,13 +1,10 @@
 """The memory of one rank of a pipeline, by part, and what all forms of its prediction share."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from ultrabench.allowed import Positive, require_allowed
 from ultrabench.layout import Layout
-from ultrabench.model_shape import ModelShape
-from ultrabench.stages import split_stages
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 """The fields of `StageMemory` that add up to its peak."""
@@ -67,24 +64,6 @@ class StageMemory(NamedTuple):
     def peak_bytes(self) -> float:
         """Bytes that the allocator holds."""
         return self.allocated_bytes + self.reserve
-
-
-class RankSize(NamedTuple):
-    """What one rank of the pipeline axis holds of a model, before it is cut by tensor parallelism."""
-
-    params: int
-    layers: int
-    has_embedding: bool
-    has_head: bool
-
-
-@lru_cache(maxsize=4096)
-def rank_sizes(shape: ModelShape, pp: int, ties_advance: bool) -> tuple[RankSize, ...]:
-    """The sizes of the ranks of a pipeline with one stage on each, cut as `split_stages` says."""
-    return tuple(
-        RankSize(stage.num_params(shape), stage.num_layers, stage.has_embedding, stage.has_head)
-        for stage in split_stages(shape, pp, ties_advance=ties_advance)
-    )
 
 
 def in_flight(layout: Layout, pp_rank: int) -> float:

@@ -16,7 +16,7 @@ from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.stages import Stage, split_stages
+from ultrabench.stages import Stage, stages_by_rank
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import waiting
 from ultrabench.sweep.predict.time_constants import TimeConstants
@@ -83,8 +83,6 @@ def _pipeline_ranks(
     shape: ModelShape, pp: int, pp_schedule: str, virtual_stages: int, recompute: str, ties_advance: bool
 ) -> tuple[_PipelineRank, ...]:
     layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, recompute=recompute)
-    stages = split_stages(shape, layout.num_stages, ties_advance=ties_advance)
-    held = ([stages[index] for index in layout.stages_of(rank)] for rank in range(pp))
     ranks = Counter(
         _PipelineRank(
             stages=len(own),
@@ -93,7 +91,7 @@ def _pipeline_ranks(
             heads=sum(stage.has_head for stage in own),
             params=sum(stage.num_params(shape) for stage in own),
         )
-        for own in held
+        for own in stages_by_rank(shape, layout, ties_advance=ties_advance)
     )
     return tuple(rank._replace(num_ranks=count) for rank, count in ranks.items())
 
@@ -216,35 +214,25 @@ def _ring_s(work: _Work, attention: float, links: Network, c: TimeConstants) -> 
     return calls * c.tp_call_s + max(0.0, waits)
 
 
-class _Passes(NamedTuple):
-    """Seconds of a micro-batch on the ranks of a pipeline."""
-
-    rank: _PipelineRank
-    """The slowest rank."""
-    gpu_s: float
-    """Seconds that its GPU works."""
-    slowest_s: float
-    """Seconds that it needs, with what its GPU waits for the host."""
-    sum_s: float
-    """Seconds of all ranks together."""
-
-
 def _passes(
     ranks: tuple[_PipelineRank, ...], block: _Block, move_s: float, host_s: float, c: TimeConstants
-) -> _Passes:
-    """The times of a micro-batch, with `move_s` for each parameter and `host_s` for each layer on the host."""
+) -> tuple[_PipelineRank, float, float, float]:
+    """The slowest rank, and seconds of a micro-batch: of its GPU at work, of the rank, and of all ranks together.
+
+    Those of a rank contain what its GPU waits for the host. `move_s` are the seconds of each parameter, `host_s` those
+    of each layer on the host.
+    """
     layer_s, again_s, head_s = map(sum, block)
-    slowest, all_s = None, 0.0
+    slowest, gpu_s, slowest_s, all_s = ranks[0], 0.0, 0.0, 0.0
     for rank in ranks:
         gpu = layer_s * rank.layers + again_s * rank.again + head_s * rank.heads + move_s * rank.params
         # A forward that is repeated is launched again; it is a third of forward and backward.
         host = (rank.layers + rank.again / 3) * host_s + rank.stages * c.micro_batch_launch_s
         pass_s = _smooth_max(gpu, host, c.smooth_power)
         all_s += rank.num_ranks * pass_s
-        if slowest is None or pass_s > slowest[2]:
-            slowest = rank, gpu, pass_s
-    assert slowest is not None
-    return _Passes(*slowest, all_s)
+        if pass_s > slowest_s:
+            slowest, gpu_s, slowest_s = rank, gpu, pass_s
+    return slowest, gpu_s, slowest_s, all_s
 
 
 def predict_step_time(
@@ -331,26 +319,23 @@ def _data_parallel_s(
     gradients, stage = c.gradient_bytes * params, layout.zero_stage
     if ranks == 1:
         return 0.0, 0.0
+
+    def summed(size: float, ranks: int, stride: int = layout.tp) -> float:
+        return _crossing_s(size, ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
+
     if stage == 0:
-        total = 2 * _crossing_s(
-            gradients, ranks, layout.tp, links, c.dp_probe, links.allreduce_bytes_per_s, c
-        )
+        total = 2 * summed(gradients, ranks)
         if c.dp_bucket_bytes and ranks * layout.tp > links.gpus_per_node:
             hops = c.dp_bucket_hops * ranks / math.sqrt(_share(layout.tp, links))
             total += gradients / c.dp_bucket_bytes * hops * links.allreduce_hop_s
         window = 0.0 if links.slow else c.dp_overlap * pass_s * 2 / 3
     else:
         reduces, gathers = _reduces_and_gathers(layout)
-        scatter = _crossing_s(gradients, shards, layout.tp, links, c.dp_probe, links.allreduce_bytes_per_s, c)
-        gather = _crossing_s(
-            word * params, shards, layout.tp, links, c.dp_gather_probe, links.allgather_bytes_per_s, c
-        )  # fmt: skip
-        total = reduces * c.zero_crossings * scatter + gathers * gather
+        probe, busbw = c.dp_gather_probe, links.allgather_bytes_per_s
+        gather = _crossing_s(word * params, shards, layout.tp, links, probe, busbw, c)
+        total = reduces * c.zero_crossings * summed(gradients, shards) + gathers * gather
         if shards < ranks:
-            total += 2 * _crossing_s(
-                gradients / shards, ranks // shards, layout.tp * shards, links, c.dp_probe,
-                links.allreduce_bytes_per_s, c,
-            )  # fmt: skip
+            total += 2 * summed(gradients / shards, ranks // shards, layout.tp * shards)
         window = c.zero_overlap * pass_s * (gas if stage == 3 or reduces > 1 else 1)
     return max(total - window, c.dp_exposed * total), total
 

@@ -36,7 +36,7 @@ class UltrabenchMemory:
     fragmentation: NonNegative
     """The part of activations, logits and buffers that the allocator holds beyond them."""
     base_bytes: NonNegative
-    """Bytes that the allocator holds in any run."""
+    """Bytes that the allocator holds in any run; on CPUs the resident set of a rank beside its tensors."""
     zbv_margin: NonNegative
     """What the schedule zbv needs beyond the activations of its micro-batches in flight, as a part of them."""
     limit: MemoryLimit
@@ -80,14 +80,8 @@ def _head_moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator[_Mom
     copy = w * (s.last or s.layer) if shards > 1 and at.copied else 0
     kept = at.kept - (m.gathered + table if head else 0.0)
     if head and at.forward:
-        yield (
-            FORWARD,
-            gathered + copy,
-            at.summed,
-            kept,
-            m.loss - m.hidden * (not (s.stage.has_norm or s.tied)),
-            0.0,
-        )
+        loss = m.loss - m.hidden * (not (s.stage.has_norm or s.tied))
+        yield FORWARD, gathered + copy, at.summed, kept, loss, 0.0
     if head:
         ahead = w * s.layer if late and shards > 1 and s.stage.num_layers else 0
         yield BACKWARD, gathered + ahead, at.summed, at.kept, m.gathered + table, 0.0
@@ -113,13 +107,9 @@ def _layer_moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator[_Mo
     others = s.whole - layer - s.first
     ends = layer if layers > 1 else s.last
     first = others, at.alone, m.layer_kept(s.stage.first_layer), ends
-    places = [
-        (s.last, kept, held, s.last),
-        (s.last + layer, kept - held, m.layer_kept(top - 1), layer),
-        first,
-    ]
-    if layers <= 2:
-        places = [places[0], first]
+    places = [(s.last, kept, held, s.last), first]
+    if layers > 2:
+        places.insert(1, (s.last + layer, kept - held, m.layer_kept(top - 1), layer))
     if not late and m.full <= 1:  # then layers hold ever less activations
         if at.summed and not at.reduces:  # weights and gradients stay as they are
             places = places[:1]

@@ -92,14 +92,8 @@ def main() -> int:
             say(f"campaign {number + 1}: {count} faults")
             fit = tuple(kind for kind in kinds if kind in EMBEDDED_KINDS)
             embedded = number % 4 == 3 and bool(fit)
-            told = part(
-                folder / "work",
-                cluster,
-                f"{words.seed}.{number}",
-                count,
-                fit if embedded else kinds,
-                embedded,
-            )
+            seed, drawn = f"{words.seed}.{number}", fit if embedded else kinds
+            told = part(folder / "work", cluster, seed, count, drawn, embedded)
             with done_file.open("a") as file:
                 file.write(json.dumps(told) + "\n")
             cluster.tool("up", *SETTINGS)

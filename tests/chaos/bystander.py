@@ -114,15 +114,10 @@ def _onlookers(campaign: "Campaign", fault: Fault) -> Iterator[Any]:
             environment = {**os.environ, **(more or {})}
             started.append(
                 subprocess.Popen(
-                    words,
-                    cwd=campaign.bench.folder,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    start_new_session=True,
+                    words, cwd=campaign.bench.folder, env=environment, stdin=subprocess.DEVNULL, stdout=file,
+                    stderr=file, start_new_session=True,
                 )
-            )
+            )  # fmt: skip
 
     try:
         yield start

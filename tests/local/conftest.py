@@ -144,6 +144,11 @@ class Bench:
                 found.append(f"{pid} {tag} {' '.join(words)[:200]}")
         return found
 
+    def agents(self) -> list[int]:
+        """The agents of sweeps in this folder."""
+        words = {pid: command_line(pid) for pid in own_processes()}
+        return [p for p, w in words.items() if "ultrabench.agent" in w and str(self.folder) in " ".join(w)]
+
     def allocations(self) -> set[str]:
         return {p.name for p in self.folder.glob("results/*/allocations/*")}
 

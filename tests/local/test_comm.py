@@ -13,13 +13,8 @@ pytestmark = pytest.mark.local
 
 def test_a_sweep_measures_the_links_and_plot_draws_them(bench):
     words = [
-        "sweep=comm",
-        "name=t",
-        "measure.max_steps=6",
-        "measure.min_steps=6",
-        "measure.warmup_steps=2",
-        PEAK,
-    ]
+        "sweep=comm", "name=t", "measure.max_steps=6", "measure.min_steps=6", "measure.warmup_steps=2", PEAK,
+    ]  # fmt: skip
     bench.run("sweep", "launch", *words, "measure.loss_step=3")
     assert bench.status()["by_status"] == {"ok": 2}
     bench.run("collect", "t")

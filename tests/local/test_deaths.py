@@ -11,18 +11,8 @@ import pytest
 
 from tests import patience
 from tests.local.conftest import Bench
-from ultrabench.processes import command_line, own_processes
 
 pytestmark = pytest.mark.local
-
-
-def agents(bench: Bench) -> list[int]:
-    words = {"ultrabench.agent", "submitit.local._local"}
-    return [
-        pid
-        for pid in own_processes()
-        if words & set(command_line(pid)) and any(str(bench.folder) in w for w in command_line(pid))
-    ]
 
 
 def judge(bench: Bench, runs: int) -> None:
@@ -75,8 +65,8 @@ def test_killed_launchers_and_agents_lose_nothing_and_repeat_nothing(bench, monk
     for number in range(5):
         launcher = bench.start(*words)
         time.sleep(chance.uniform(1.0, 4.0) * bench.slowness)
-        if number % 2 == 0 and agents(bench):
-            os.kill(chance.choice(agents(bench)), signal.SIGKILL)
+        if number % 2 == 0 and bench.agents():
+            os.kill(chance.choice(bench.agents()), signal.SIGKILL)
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.communicate()
     bench.run(*words)

@@ -74,14 +74,6 @@ def _ranks(bench):
     return sorted(pid for pid, parent in parents.items() if parent in parents)
 
 
-def _agents(bench):
-    return [
-        pid
-        for pid in own_processes()
-        if "ultrabench.agent" in command_line(pid) and any(str(bench.folder) in w for w in command_line(pid))
-    ]
-
-
 def test_killed_ranks_and_agents_are_told_and_their_runs_made_again(bench):
     words = [
         *QUICK, "name=t", "sweep.nodes=2", "sweep.tp=1", "sweep.pp=1", "sweep.mbs=1", "sweep.gas=2",
@@ -94,7 +86,7 @@ def test_killed_ranks_and_agents_are_told_and_their_runs_made_again(bench):
     bench.wait_for(lambda: '"status":"crash"' in bench.journal())
     before = bench.journal().count('"name":"measure"')
     bench.wait_for(lambda: bench.journal().count('"name":"measure"') > before)
-    agents = _agents(bench)
+    agents = bench.agents()
     assert len(agents) == 2
     os.kill(max(agents), signal.SIGKILL)
     output, _ = launcher.communicate(timeout=120)

@@ -33,13 +33,9 @@ def changed(tmp_path, monkeypatch):
 
 def test_one_more_field_is_one_more_axis(changed, bench):
     axes = (
-        "sweep.nodes=1",
-        "sweep.gbs=8",
-        "sweep.zero_stage=0",
-        "sweep.mbs=1",
-        "sweep.gas=null",
+        "sweep.nodes=1", "sweep.gbs=8", "sweep.zero_stage=0", "sweep.mbs=1", "sweep.gas=null",
         "+sweep.shards=[1,2]",
-    )
+    )  # fmt: skip
     words = bench.overrides("fine", *axes)
     bench.apart_always = True
     plan = json.loads(bench.run("sweep", "plan", *words, "--json"))

@@ -6,25 +6,14 @@ pytestmark = pytest.mark.local
 
 # One run a behaviour: mbs names it.
 BEHAVIOURS = {
-    1: "raise",
-    2: "kill",
-    4: "memory",
-    8: "nan",
-    16: "hang",
-    32: "stuck",
-    64: "fine",
-    128: "orphans",
-}
+    1: "raise", 2: "kill", 4: "memory", 8: "nan", 16: "hang", 32: "stuck", 64: "fine", 128: "orphans",
+}  # fmt: skip
 EXPECTED = {
-    "raise": ("crash", "planted error"),
-    "kill": ("crash", "killed by SIGKILL"),
-    "memory": ("oom", "MemoryError"),
-    "nan": ("invalid", "loss is nan at step 5"),
-    "hang": ("hang", "no progress"),
-    "stuck": ("timeout", "still in phase train"),
-    "fine": ("ok", None),
+    "raise": ("crash", "planted error"), "kill": ("crash", "killed by SIGKILL"),
+    "memory": ("oom", "MemoryError"), "nan": ("invalid", "loss is nan at step 5"),
+    "hang": ("hang", "no progress"), "stuck": ("timeout", "still in phase train"), "fine": ("ok", None),
     "orphans": ("crash", "left an orphan"),
-}
+}  # fmt: skip
 
 
 def test_statuses_retry_and_table(bench):

@@ -12,6 +12,7 @@ import pytest
 from tests.configs import measure as measure_of
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline
+from tests.unit import one_node
 from ultrabench.agent.ranks.fork_server import ForkServer
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
@@ -27,26 +28,12 @@ def task_of(case: str, precision: str = "fp32", rank_mem_bytes: int = GIB) -> Ta
     """A short run of the layout that `case` describes."""
     layout = spec_of(case).layout
     spec = RunSpec(
-        shape=TINY,
-        workload=Workload(seq_len=64, gbs=layout.gbs),
-        layout=layout,
-        kernel=KernelConfig(name="embedded", precision=precision),
-        nodes=1,
-        gpus_per_node=layout.world_size,
-    )
+        shape=TINY, workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout, nodes=1,
+        kernel=KernelConfig(name="embedded", precision=precision), gpus_per_node=layout.world_size,
+    )  # fmt: skip
     measure = measure_of(warmup_steps=2, min_steps=6, max_steps=8, target_ci95_rel=1e-9, loss_step=5)
-    return Task(
-        run_id=spec.run_id,
-        repeat=0,
-        attempt=0,
-        spec=spec,
-        measure=measure,
-        device="cpu",
-        rank_mem_bytes=rank_mem_bytes,
-        predicted_step_time_s=0.1,
-        predicted_duration_s=1.0,
-        limit_s=60.0,
-    )
+    made = one_node.task("", "cpu")
+    return replace(made, run_id=spec.run_id, spec=spec, measure=measure, rank_mem_bytes=rank_mem_bytes)
 
 
 Lines = list[dict[str, Any]]

@@ -1,15 +1,11 @@
-"""What a launcher cannot see, reads wrongly or gets twice: nothing runs twice, and nothing is submitted for ever."""
+"""Journals that are lost, a budget that is used up and a cancel that Slurm refuses: no run and no job too many."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
-import time
 
 import pytest
 
-from tests.chaos.target import processes
 from tests.slurm.sweeps import FEW, slurm_says
 
 pytestmark = pytest.mark.slurm
@@ -28,30 +24,6 @@ def claims(sweeps):
     return [p for p in sorted((sweeps.folder / "results/t/claims").glob("*.*.*")) if p.name[0] != "."]
 
 
-def end_leader(sweeps) -> None:
-    """Kills the leading agent of the job that runs, so that it can say nothing."""
-    (leader,) = processes(sweeps.folder, "leader")
-    os.kill(leader.pid, signal.SIGKILL)
-
-
-def test_a_claim_that_cannot_be_read_costs_an_attempt_and_not_a_night(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.8")
-    launcher = sweeps.start(*sweeps.launch("fine", *ONE))
-    sweeps.wait_for(sweeps.executions)
-    (claim,) = claims(sweeps)
-    content = claim.read_bytes()
-    claim.write_bytes(b"")
-    end_leader(sweeps)
-    monkeypatch.setenv("STEP_S", "0.002")
-    sweeps.wait_for(lambda: planned(sweeps) == 2)
-    claim.write_bytes(content)
-    output, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0, output
-    rows = sweeps.judge(runs=1, allowed=frozenset({"lost"}))
-    assert [row["status"] for row in rows] == ["lost", "ok"]
-    assert planned(sweeps) == 2
-
-
 def test_lost_journals_with_claims_that_stayed_cost_an_attempt_each(sweeps, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.3")
     launcher = sweeps.start(*sweeps.launch("fine", *FEW))
@@ -66,76 +38,6 @@ def test_lost_journals_with_claims_that_stayed_cost_an_attempt_each(sweeps, monk
     rows = sweeps.judge(runs=10, allowed=frozenset({"lost"}))
     assert 2 <= sum(row["status"] == "lost" for row in rows) <= before + 8, output
     assert planned(sweeps) < 20
-
-
-def test_who_watches_writes_nothing_and_submits_nothing(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.2")
-    words = sweeps.launch("fine", *ONE, "retry.attempts.crash=1")
-    sweeps.run(*words, "--detach")
-    sweeps.wait_for(sweeps.executions)
-    end_leader(sweeps)  # now something is left to do, and nobody follows
-    sweeps.wait_for(lambda: not sweeps.job_ids())
-
-    def files():
-        return {str(p): p.stat().st_size for p in sorted(sweeps.folder.rglob("*")) if p.is_file()}
-
-    def jobs():
-        """Numbers of the jobs that slurmctld remembers; it forgets old ones."""
-        return set(slurm_says("squeue", "-h", "-r", "-t", "all", "-o", "%i").split())
-
-    before, submitted = files(), jobs()
-    watcher = sweeps.start("sweep", "status", "t", "--watch")
-    time.sleep(12 * sweeps.slowness)  # longer than three heartbeats and twice the grace
-    assert watcher.poll() is None
-    watcher.send_signal(signal.SIGINT)
-    output, _ = watcher.communicate(timeout=20)
-    assert "ultrabench sweep resume t" in output
-    assert files() == before
-    assert jobs() <= submitted
-    sweeps.run("sweep", "resume", "t")
-    rows = sweeps.judge(runs=1, allowed=frozenset({"lost"}))
-    assert [row["status"] for row in rows] == ["lost", "ok"]
-
-
-def test_jobs_of_another_cluster_are_watched_only(sweeps, bare, monkeypatch):
-    """`bare` is the second cluster; its Slurm is what SLURM_CONF names now."""
-    second = os.environ["SLURM_CONF"]
-    monkeypatch.setenv("STEP_S", "1")
-    first = sweeps.environ["SLURM_CONF"]
-    monkeypatch.setenv("SLURM_CONF", first)
-    words = sweeps.launch("fine", *ONE)
-    sweeps.run(*words, "--detach")
-    sweeps.wait_for(sweeps.executions)
-    monkeypatch.setenv("SLURM_CONF", second)
-    done = sweeps.done(*words)
-    assert "it is watched, and neither ended nor replaced" in done.stderr
-    rows = sweeps.judge(runs=1)
-    assert [row["status"] for row in rows] == ["ok"]
-    assert planned(sweeps) == 1
-
-
-def test_an_empty_squeue_and_a_sacct_that_is_wrong_kill_nothing(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "1")
-    launcher = sweeps.start(*sweeps.launch("fine", *ONE))
-    sweeps.wait_for(sweeps.executions)
-    launcher.kill()
-    launcher.communicate()
-    sweeps.fake("squeue", "exit 0")
-    sweeps.fake("sacct", '$REAL "$@" | sed "s/|RUNNING|/|COMPLETED|/"')
-    output = sweeps.run(*sweeps.launch("fine", *ONE))
-    rows = sweeps.judge(runs=1)
-    assert [row["status"] for row in rows] == ["ok"], output
-    assert planned(sweeps) == 1
-
-
-def test_a_wrapper_that_submits_everything_twice(sweeps):
-    sweeps.fake("sbatch", '$REAL "$@" >/dev/null && exec $REAL "$@"')
-    launcher = sweeps.start(*sweeps.launch("fine", *FEW))
-    output, _ = launcher.communicate(timeout=200)
-    assert launcher.returncode == 0, output
-    rows = sweeps.judge(runs=10)
-    assert {row["status"] for row in rows} == {"ok"}
-    assert sweeps.journal().count('"event":"allocation_started"') == planned(sweeps)
 
 
 def test_a_budget_bounds_what_is_held_with_its_setup_and_a_larger_one_goes_on(sweeps):

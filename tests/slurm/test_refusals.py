@@ -65,15 +65,6 @@ def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
     assert all(r["hostnames"] != ["gpu01"] for r in rows if r["status"] == "ok")
 
 
-def test_nobody_to_ask_and_no_budget(sweeps):
-    words = sweeps.launch("fine", *FEW)[:-2]
-    line = refused(sweeps, *words, code=2)
-    assert "no terminal to ask whether" in line
-    assert "--max-gpu-hours" in line
-    assert not (sweeps.folder / "results").exists(), "nothing was written"
-    assert sweeps.job_ids() == []
-
-
 @pytest.mark.parametrize(
     ("override", "told"),
     [

@@ -65,14 +65,9 @@ def small():
 def repeated():
     """One cell whose runs have several repeats, which end differently."""
     ends = [
-        ("ok", "crash"),
-        ("oom", "crash"),
-        ("hang", "crash"),
-        ("crash", "ok"),
-        ("crash", None),
-        (None, None),
+        ("ok", "crash"), ("oom", "crash"), ("hang", "crash"), ("crash", "ok"), ("crash", None), (None, None),
         ("skipped",),
-    ]
+    ]  # fmt: skip
     pairs = [(n, repeat, status) for n, ended in enumerate(ends) for repeat, status in enumerate(ended)]
     return table(
         *(

@@ -26,17 +26,13 @@ from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 H100 = ("sweep=acceptance", "hardware=h100x8", "launcher=slurm", "cluster=local")
 PLAN = make_plan(load_config(["sweep=acceptance-small"]))
 OK = RunResult(status=Status.OK, loss_final=6.0, loss_step=5, step_times_s=(0.5,) * 6)
 RUNS = PLAN.runs[:3]
 ACCEPTED = passed("x").named("a")
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "nobody"))
 
 
 def outcome(*ends, runs=RUNS):
@@ -121,13 +117,13 @@ def test_nothing_is_published_of_other_hardware():
     assert "compare" in check_speed(None, outcome()).told
 
 
-def test_a_published_file_of_the_user_that_lacks_something(tmp_path):
+def test_a_published_file_of_the_user_that_lacks_something(alone):
     for group, text in (
         ("hardware", "gpu: H100-SXM\ngpus_per_node: 8\nnode_link_bytes_per_s: 1e10\nprecision: bf16"),
         ("published", "runs: [{nodes: 1}]"),
     ):
-        (tmp_path / "ultrabench" / group).mkdir(parents=True)
-        (tmp_path / "ultrabench" / group / "mine.yaml").write_text(text)
+        (alone / "ultrabench" / group).mkdir(parents=True)
+        (alone / "ultrabench" / group / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"published/mine.yaml: KeyError\('dp'\); write it as"):
         published(load_config(["sweep=acceptance", "hardware=mine"]))
 

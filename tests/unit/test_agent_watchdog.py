@@ -173,28 +173,6 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
     assert end.endswith("waited 0.0166667 minutes; what runs goes on: mend it, then launch again")
 
 
-def test_silence_counts_changes_and_not_clocks(watch):
-    def silent_s(name, *paths, after):
-        watch.now += after
-        watch.dog.observe([watch.allocation(*paths, name=n) for n in names], RUNNING)
-        return watch.dog.silent_s(name)
-
-    most_gap_s, gone, names = LOCAL_S / 3, watch.folder.journal / "agent-none-0000.jsonl", [NAME]
-    watch.of()
-    assert [silent_s(NAME, watch.journal, after=after) for after in (0.0, 4.0, 4.0)] == [0.0, 4.0, 8.0]
-    watch.touch(watch.journal, 0)  # a clock that jumps back is a sign of life, too
-    assert silent_s(NAME, watch.journal, after=4.0) == 0.0
-    # The one who looks was away for an hour: that proves little.
-    assert silent_s(NAME, watch.journal, after=3600.0) == most_gap_s
-    # It goes on from there, for each name alone; a file that is not there is no sign of life.
-    assert silent_s(NAME, watch.journal, gone, after=2.0) == most_gap_s + 2.0
-    names.append("b")
-    assert silent_s("b", watch.journal, after=0.0) == 0.0
-    watch.touch(watch.journal, 5)
-    assert silent_s(NAME, watch.journal, gone, after=4.0) == 0.0
-    assert silent_s("b", watch.journal, after=0.0) == 0.0
-
-
 def test_silence_of_what_never_had_a_file_counts_too(watch):
     gone, found = watch.folder.journal / "agent-none-0000.jsonl", []
     watch.of(watch.allocation(gone))

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.configs import told
 from tests.unit.allocations import PLAN, jobs_of, open_sweep
 from tests.unit.allocations import made_of as allocations_of
 from ultrabench.launchers.allocate import shapes
-from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import read_allocation
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
-from ultrabench.store.state import AllocationState, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.running.attempts import AttemptsLeft, PlannedAttempt
 from ultrabench.sweep.running.price import (
     ALLOCATION_START_S,
@@ -77,9 +77,7 @@ def test_a_control_that_is_to_be_done_anyway_goes_first_and_once(sweep, more):
 
 
 def test_repeats_of_controls_known_from_anywhere_are_not_taken_again(sweep):
-    state = SweepState()
-    done = AttemptKey(CONTROLS[1], 4, 0)
-    state.attempts[done] = AttemptState(key=done, result=RunResult(status=Status.OK, step_times_s=(1.0,)))
+    state = told(SweepState(), control(1), Status.OK, repeat=4)
     waiting = AttemptKey(CONTROLS[1], 6, 0)
     state.allocations["n1-a.0"] = AllocationState(name="n1-a.0", tasks=(waiting,))
     made = made_of(sweep, decided(*(todo_of(r) for r in others(1, 4))), state)
@@ -117,10 +115,7 @@ def test_nothing_is_asked_for_twice_and_nothing_is_lost(data):
     state = SweepState()
     for run in PLAN.runs:
         for repeat in data.draw(st.sets(st.integers(0, 3), max_size=2)):
-            status = data.draw(st.sampled_from((None, Status.OK, Status.LOST)))
-            key = AttemptKey(run.spec.run_id, repeat, 0)
-            result = RunResult(status=status) if status else None
-            state.attempts[key] = AttemptState(key=key, result=result, spec=to_dict(run.spec))
+            told(state, run, data.draw(st.sampled_from((None, Status.OK, Status.LOST))), repeat)
     sweep = open_sweep("anywhere", pack=data.draw(st.sampled_from((None, 1, 2, 5))))
     sweep.accepts = data.draw(st.sampled_from((lambda result: True, lambda result: False)))
     made = jobs_of(sweep, state)
@@ -234,9 +229,7 @@ def test_the_next_allocation_is_priced_with_what_the_ones_before_took_beyond_the
         name = f"n1-{n}.0"
         held(state, name, one, (10.0, held_s))
         state.allocations[name].agents = (LeadingAgent(host="gpu01", job=Start(job_id="57_0")),)
-        key = AttemptKey(one.spec.run_id, n, 0)
-        ok = RunResult(status=Status.OK, step_times_s=(1.0,), duration_s=40.0)
-        state.attempts[key] = AttemptState(key=key, result=ok, allocation=name)
+        told(state, one, Status.OK, n, allocation=name, duration_s=40.0)
     held(state, "n1-never.0", one, (0.0, None))  # no agent of it has started: it tells nothing
     (priced,) = made_of(sweep, todo, state)
     assert priced.gpu_hours - free.gpu_hours == pytest.approx((120.0 - START_S) * 1 * 2 / HOUR)

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.configs import left, retry
+from tests.configs import left, retry, told
 from tests.strategies import FAILURES
 from tests.unit.allocations import open_sweep
 from tests.unit.played import Played, reconciler_of
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Failed
-from ultrabench.store.state import AllocationState, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
@@ -30,9 +30,7 @@ def state_of(*attempts, retried=()):
     """A state of (run, repeat, attempt, status); status None means no end was told."""
     made = SweepState(retried=frozenset(retried))
     for run, repeat, attempt, status in attempts:
-        key = AttemptKey(run.spec.run_id, repeat, attempt)
-        result = None if status is None else RunResult(status=status)
-        made.attempts[key] = AttemptState(key=key, result=result)
+        told(made, run, status, repeat, attempt)
     return made
 
 
@@ -104,16 +102,13 @@ def test_how_often_each_status_is_tried(status, tries):
 @pytest.mark.parametrize(
     ("statuses", "again"),
     [
-        (("hang", "crash"), False),
-        (("crash", "hang"), True),
-        (("hang", "comm_error", "hang"), True),
+        (("hang", "crash"), False), (("crash", "hang"), True), (("hang", "comm_error", "hang"), True),
         (("lost", "node_fail", "preempted", "lost", "lost"), True),
         (("lost", "node_fail", "preempted", "lost", "lost", "node_fail"), False),
-        (("hang", "hang", "lost"), True),
-        (("timeout", "hang", "timeout"), False),
+        (("hang", "hang", "lost"), True), (("timeout", "hang", "timeout"), False),
         (("oom", "cancelled"), True),
     ],
-)
+)  # fmt: skip
 def test_mixed_histories(statuses, again):
     assert (todo_after(*map(Status, statuses)) is not None) is again
 
@@ -162,9 +157,7 @@ def test_a_result_of_another_environment_needs_a_new_repeat():
     assert not left([ONE], state, NOBODY, accepts=elsewhere, begun=frozenset(state.attempts)).over, (
         "although it ran on"
     )
-    key = AttemptKey(run_id, 1, 0)
-    ours = RunResult(status=Status.OK, env_id="here")
-    state.attempts[key] = AttemptState(key=key, result=ours)
+    told(state, ONE, Status.OK, 1, env_id="here")
     assert left([ONE], state, NOBODY, accepts=elsewhere).over
     assert left([ONE], state, NOBODY, repeats=2, accepts=lambda result: True).over
 
@@ -214,14 +207,6 @@ def test_a_pause_counts_from_when_its_end_was_seen_whatever_clocks_say(clock_off
         decision = left([ONE], state, NOBODY, policy=RESTING, ended_s={first: ago_s})
         assert keys(decision) == ([] if rests else [again])
         assert (decision.waiting, decision.over) == (int(rests), False)
-
-
-def test_what_ended_before_this_launch_has_rested_enough():
-    state = failed_at(time.time() + 3600.0, Status.HANG)
-    elsewhere = {AttemptKey(TWO.spec.run_id, 0, 0): 0.0}
-    for ended_s in ({}, elsewhere):
-        decision = left([ONE], state, NOBODY, policy=RESTING, ended_s=ended_s)
-        assert keys(decision) == [(ONE.spec.run_id, 0, 1)]
 
 
 def test_it_is_the_end_of_the_latest_attempt_that_counts():
@@ -310,11 +295,6 @@ def test_pack_fills_an_allocation_before_the_next():
     same_nodes = [i for i, r in enumerate(RUNS) if r.nodes == RUNS[0].nodes][:5]
     groups = pack(todos([(i, 0) for i in same_nodes]), with_launcher(pack=2))
     assert [len(g) for g in groups] == [2, 2, 1]
-
-
-def test_a_run_longer_than_an_allocation_gets_one_of_its_own():
-    groups = pack(todos([(0, 0), (1, 0)]), with_launcher(allocation_minutes=1e-9))
-    assert [len(g) for g in groups] == [1, 1]
 
 
 def test_the_limit_of_a_run_follows_prediction_and_patience():

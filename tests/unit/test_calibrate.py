@@ -38,12 +38,9 @@ TRUTH = replace(
 def run_of(spec, time_s, **columns):
     empty = dict.fromkeys(MeasuredRun.__dataclass_fields__)
     given = {
-        "run_id": spec.run_id,
-        "spec": spec,
-        "hardware": "h100x8",
-        "peak_flops_per_s": 989e12,
+        "run_id": spec.run_id, "spec": spec, "hardware": "h100x8", "peak_flops_per_s": 989e12,
         "is_final": True,
-    }
+    }  # fmt: skip
     return MeasuredRun(**{**empty, **given, "status": "ok", "step_time_s": time_s, **columns})
 
 

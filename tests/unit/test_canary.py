@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.configs import left
+from tests.configs import left, told
 from tests.unit.allocations import CONFIG, PLAN, with_launcher
-from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.state import AllocationState, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.running.attempts import PlannedAttempt
-from ultrabench.sweep.running.price import MARGIN, ROUND_S, START_S, allocation_limit_s, pack, run_limit_s
+from ultrabench.sweep.running.price import ROUND_S, START_S, allocation_limit_s, pack, run_limit_s
 
 ONE = [r for r in PLAN.runs if r.nodes == 1]
 TWO = [r for r in PLAN.runs if r.nodes == 2]
@@ -22,14 +21,6 @@ RUNS = [*ONE[:3], *TWO[:3]]
 
 def key_of(run, repeat=0, attempt=0):
     return AttemptKey(run.spec.run_id, repeat, attempt)
-
-
-def told(state, run, status, **words):
-    """Adds an attempt that was claimed, and ended if there is a status."""
-    key = key_of(run, **words)
-    result = None if status is None else RunResult(status=status)
-    state.attempts[key] = AttemptState(key=key, spec=to_dict(run.spec), result=result)
-    return state
 
 
 def holds(state, name, *runs):
@@ -137,16 +128,6 @@ def test_models_share_an_allocation_only_where_there_is_no_control(control, grou
         assert [{t.candidate.shape.name for t in group} for group in made] == [{"tiny"}, {"other"}]
 
 
-def test_the_limit_of_an_allocation_by_hand():
-    group = [todo_of(r) for r in ONE[:4]]
-    predicted = sum(t.candidate.prediction.duration_s for t in group)
-    needed = START_S + MARGIN * predicted + CONFIG.measure.run_limit_s
-    limit = allocation_limit_s(group, CONFIG)
-    assert needed <= limit < needed + ROUND_S
-    assert limit % ROUND_S == 0
-    assert allocation_limit_s(group, with_launcher(time_minutes=7)) == 420.0
-
-
 @given(
     chosen=st.lists(st.sampled_from(ONE), min_size=1, max_size=6),
     patience=st.sampled_from((1.0, 2.0, 4.0)),
@@ -160,3 +141,4 @@ def test_any_one_run_may_be_slow(chosen, patience, seconds):
         assert START_S + others + run_limit_s(slow, CONFIG) <= limit
     assert allocation_limit_s(group[:1], CONFIG) <= limit
     assert limit % ROUND_S == 0
+    assert allocation_limit_s(group, with_launcher(time_minutes=7)) == 420.0

@@ -33,7 +33,7 @@ FROZEN = "open(f'pids/{os.getpid()}', 'w').close()\nos.kill(os.getpid(), signal.
 class OneNode:
     """A node whose rank runs some code."""
 
-    def __init__(self, folder: Path, code: str, *device: str, **environment: str) -> None:
+    def __init__(self, folder, code, *device, **environment):
         self.pids = folder / "pids"
         self.pids.mkdir()
         prelude = f"{HERE}\nPRELUDE = {HERE!r}\n"
@@ -44,18 +44,18 @@ class OneNode:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
         )  # fmt: skip
 
-    def wait_for(self, count: int) -> dict[int, int]:
+    def wait_for(self, count):
         """Pids of so many processes of the run, with their start times."""
         wait_until(lambda: len(list(self.pids.iterdir())) >= count or self._process.poll() is not None, 20)
         assert self._process.poll() is None
         return {int(p.name): start_time(int(p.name)) or 0 for p in self.pids.iterdir()}
 
-    def ask(self, expression: str):
+    def ask(self, expression):
         self._process.stdin.write(expression + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def close(self) -> None:
+    def close(self):
         self._process.communicate()
         assert self._process.returncode == 0
 

@@ -6,13 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import ultrabench as library
-from tests.published import PLAYBOOK, needs
 from tests.unit.cli.conftest import one_line, ultrabench  # noqa: F401
-from ultrabench.analysis.collect import parquet, read_parquet
+from ultrabench.analysis.collect import parquet
 from ultrabench.analysis.compare import compare, corrected
-from ultrabench.analysis.importing.import_table import import_csv
-from ultrabench.analysis.importing.table_map import built_in, read_map
 from ultrabench.analysis.notebook import table_of
 from ultrabench.errors import ConfigError
 
@@ -158,14 +154,3 @@ def test_nothing_in_common_names_the_columns():
         compare(table(1), table(1).slice(0, 0), 0.05)
     with pytest.raises(ConfigError, match=r"no layout is in both: compare the same models and batch$"):
         compare(table(1, status="skipped"), table(1), 0.05)
-
-
-@needs(PLAYBOOK)
-def test_the_playbook_against_itself(tmp_path):
-    imported = import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table
-    (tmp_path / "p.parquet").write_bytes(parquet(imported))
-    found = compare(*[read_parquet(tmp_path / "p.parquet")] * 2, 0.0)
-    assert len(found.rows) > 1900
-    assert found.regressions == 0
-    assert len(found.winners) == 0
-    assert len(library.read(tmp_path / "p.parquet")) == 1945

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.configs import refused
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.open_sweep import folder_of, in_force, sweep_json_of
 from ultrabench.record import to_dict
@@ -15,13 +16,7 @@ from ultrabench.store.sweep_json import write_sweep_json
 from ultrabench.sweep.config.compose import GROUPS, describe, files, search_path
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
 
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    """No configuration but the package's, whatever this machine's user has."""
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "user"))
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def write(folder, name, text):
@@ -48,21 +43,14 @@ tie_word_embeddings: false
 """
 
 
-@pytest.mark.parametrize("where", ["ultrabench", "../user"])
-def test_a_model_of_the_user_is_found(where):
-    write(where, "model/mine", MODEL.format(layers=7))
-    assert load_model("mine").num_hidden_layers == 7
-    assert load_config(["model=mine"]).models == (load_model("mine"),)
-    assert describe("model")["mine"] == "A model of mine."
-
-
 def test_the_strongest_folder_wins():
     assert load_model("tiny").num_hidden_layers == 4
     write("../user", "model/tiny", MODEL.format(layers=8))
     assert load_model("tiny").num_hidden_layers == 8
     write("ultrabench", "model/tiny", MODEL.format(layers=9))
     assert load_model("tiny").num_hidden_layers == 9
-    assert load_config(["model=tiny"]).models[0].num_hidden_layers == 9
+    assert load_config(["model=tiny"]).models == (load_model("tiny"),)
+    assert describe("model")["tiny"] == "A model of mine."
     assert list(files("model")).count("tiny") == 1
 
 
@@ -227,10 +215,8 @@ def test_every_option_of_every_group_says_what_it_is(group):
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
-    with pytest.raises(ConfigError) as raised:
+    with refused(line):
         load_config(overrides)
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -266,10 +252,8 @@ def test_values_of_a_composed_tree_that_cannot_be_used(given, line):
     *groups, name = key.split(".")
     tree = deepcopy(TREE)
     reduce(getitem, groups, tree)[name] = yaml.safe_load(value)
-    with pytest.raises(ConfigError) as raised:
+    with refused(line):
         config_from_tree(tree)
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -285,20 +269,6 @@ def test_values_of_a_composed_tree_that_cannot_be_used(given, line):
 def test_seconds_of_measuring_are_those_of_the_hardware_unless_given(overrides, seconds):
     measure = load_config(["model=tiny", *overrides]).measure
     assert (measure.warmup_s, measure.min_s) == seconds
-
-
-@pytest.mark.parametrize(
-    "line", ["hardware: h100x8", "launcher: slurm", "kernel: null", "measure: quick", "retry: default"]
-)
-def test_a_group_that_a_sweep_file_only_names_is_told_how_to_be_chosen(tmp_path, monkeypatch, line):
-    folder = tmp_path / "ultrabench" / "sweep"
-    folder.mkdir(parents=True)
-    axes = "{models: [tiny], nodes: [1], seq_len: 64, gbs: 8, tp: [1], pp: [1], cp: [1], zero_stage: [0], mbs: [1]}"
-    (folder / "mine.yaml").write_text(f"# @package _global_\nsweep: {axes}\n{line}\n")
-    monkeypatch.chdir(tmp_path)
-    group = line.partition(":")[0]
-    with pytest.raises(ConfigError, match=f"- override /{group}: NAME"):
-        load_config(["sweep=mine"])
 
 
 def test_a_sweep_goes_on_with_the_profile_that_it_began_with(tmp_path):

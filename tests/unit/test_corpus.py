@@ -1,8 +1,13 @@
-"""The causes of real faults, of public error texts, and of both among the errors of 7 peers."""
+"""The causes of real faults and of public error texts, also among the errors of 7 peers, and their page."""
+
+import re
+from pathlib import Path
 
 import pytest
 
 from tests.corpus.replay import made, mixed, quoted
+from ultrabench.agent.diagnose.signatures import BY_NAME
+from ultrabench.result import CAUSES
 
 
 @pytest.mark.parametrize("case", made() + quoted(), ids=lambda case: case.name)
@@ -38,3 +43,17 @@ def test_fingerprints_are_of_the_fault_not_of_the_place():
     # The same fault, whatever becomes of the peers.
     twins = ["exception", "exit_early"]
     assert sorted(same) == sorted([*twins, "exception_while_peers_sleep", "early_while_peers_sleep"])
+
+
+PAGE = Path(__file__).parents[2] / "docs/failures.md"
+
+
+def test_every_cause_is_known_and_explained():
+    assert set(BY_NAME) <= set(CAUSES)
+    table = PAGE.read_text().split("| cause | status |")[1].split("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", table)) >= set(CAUSES)
+    rows = [line.split("|") for line in table.splitlines()[2:]]
+    for cause in BY_NAME.values():
+        (row,) = (row for row in rows if f"`{cause.name}`" in row[1])
+        assert cause.status.value in row[2]
+        assert ("yes" in row[3]) == cause.blames_host

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.configs import told
 from tests.unit.allocations import PLAN, with_launcher
-from ultrabench.result import RunResult, Status
+from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen
-from ultrabench.store.state import AllocationState, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.running.attempts import Launch
 from ultrabench.sweep.running.decide import decide
 
@@ -94,9 +95,8 @@ def test_what_a_person_has_stopped():
 def test_runs_that_all_fail_alike_end_the_sweep():
     state, ended_s = SweepState(), {}
     for n, run in enumerate(ONES[:10]):
-        key = AttemptKey(run.run_id, 0, 0)
-        crash = RunResult(status=Status.CRASH, fingerprint="same", reason="no module x")
-        state.attempts[key], ended_s[key] = AttemptState(key=key, result=crash), 10.0 - n
+        told(state, run, Status.CRASH, fingerprint="same", reason="no module x")
+        ended_s[AttemptKey(run.run_id, 0, 0)] = 10.0 - n
     found = actions(state, launch=replace(LAUNCH, ended_s=ended_s))
     assert (found.end_jobs, found.submit) == (True, ())
     assert "no module x" in found.stopped
@@ -105,9 +105,7 @@ def test_runs_that_all_fail_alike_end_the_sweep():
 def test_a_sweep_with_nothing_left_is_over():
     state, seen = in_flight(("n1-a.0", ONES[0], BIG))
     assert actions(state, seen, plan_of(ONES[0])).wait
-    key = AttemptKey(ONES[0].run_id, 0, 0)
-    ok = RunResult(status=Status.OK, step_times_s=(1.0,))
-    state.attempts[key] = AttemptState(key=key, result=ok, allocation="n1-a.0")
+    told(state, ONES[0], Status.OK, allocation="n1-a.0")
     config = replace(plan_of().config, measure=replace(PLAN.config.measure, confirm=1))
     assert actions(state, plan=replace(plan_of(ONES[0]), config=config)) == actions(
         SweepState(), plan=replace(plan_of(), candidates=())
@@ -117,9 +115,6 @@ def test_a_sweep_with_nothing_left_is_over():
 def test_nodes_under_suspicion_are_named_with_the_submission():
     state = SweepState()
     for n in range(2):
-        key = AttemptKey(ONES[n].run_id, 0, 0)
-        lost = RunResult(
-            status=Status.NODE_FAIL, suspect_hosts=("gpu07",), hostnames=("gpu07",), reason="no answer"
-        )
-        state.attempts[key] = AttemptState(key=key, result=lost, allocation=f"n1-{n}.0")
+        lost = {"suspect_hosts": ("gpu07",), "hostnames": ("gpu07",), "reason": "no answer"}
+        told(state, ONES[n], Status.NODE_FAIL, allocation=f"n1-{n}.0", **lost)
     assert actions(state).avoid == {"gpu07": "no answer"}

@@ -33,15 +33,11 @@ def test_the_columns_are_those_of_the_results():
 
 def test_the_slowest_device_and_the_largest_size():
     assert summary(WHOLE) == NOTHING | {
-        "gemm_flops_per_s": 6e14,
-        "memory_copy_bytes_per_s": 2.5e12,
-        "allreduce_busbw_bytes_per_s": 4e10,
-        "allgather_busbw_bytes_per_s": 5e10,
-        "reducescatter_busbw_bytes_per_s": 6e10,
-        "allreduce_intra_node_busbw_bytes_per_s": 3e11,
-        "allgather_intra_node_busbw_bytes_per_s": 2e11,
+        "gemm_flops_per_s": 6e14, "memory_copy_bytes_per_s": 2.5e12, "allreduce_busbw_bytes_per_s": 4e10,
+        "allgather_busbw_bytes_per_s": 5e10, "reducescatter_busbw_bytes_per_s": 6e10,
+        "allreduce_intra_node_busbw_bytes_per_s": 3e11, "allgather_intra_node_busbw_bytes_per_s": 2e11,
         "reducescatter_intra_node_busbw_bytes_per_s": 1e11,
-    }
+    }  # fmt: skip
 
 
 def test_the_order_of_sizes_and_other_fields_of_a_report_do_not_matter():

@@ -4,12 +4,9 @@ import random
 
 import pytest
 
-from tests.published import PLAYBOOK, needs
 from tests.unit.test_figures_runs import drawn, row, table_of
 from ultrabench.analysis.figures.kinds import prepared
 from ultrabench.analysis.figures.plots.bubble import points
-from ultrabench.analysis.importing.import_table import import_csv
-from ultrabench.analysis.importing.table_map import built_in, read_map
 from ultrabench.errors import ConfigError
 
 
@@ -21,13 +18,10 @@ def piped(run_id, pp=2, dp=4, rate=80.0, **more):
 
 LIKE = row("like", rate=100.0)
 RUNS = [
-    LIKE,
-    piped("a"),
-    piped("b", pp=4, dp=2, rate=50.0, pp_schedule="interleaved", virtual_stages=3),
-    piped("c", mbs=2, rate=70.0),
-    piped("d", rate=10.0, suspect="mfu 1.2 is above 1"),
+    LIKE, piped("a"), piped("b", pp=4, dp=2, rate=50.0, pp_schedule="interleaved", virtual_stages=3),
+    piped("c", mbs=2, rate=70.0), piped("d", rate=10.0, suspect="mfu 1.2 is above 1"),
     row("e", status="oom", pp=8, dp=1, gas=256, pp_schedule="1f1b"),
-]
+]  # fmt: skip
 
 
 def test_a_measured_share_is_against_the_run_that_differs_only_in_its_pipeline():
@@ -71,10 +65,3 @@ def test_formulas_stand_alone_where_no_run_was_measured():
 def test_no_pipeline_is_an_error_that_says_what_to_do():
     with pytest.raises(ConfigError, match="no run with pp > 1 among 1 row; plan them with"):
         points(table_of(LIKE))
-
-
-@needs(PLAYBOOK)
-def test_pairs_of_the_playbook():
-    found, _ = points(import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table)
-    pairs = found[found["nodes"] > 0]
-    assert (len(pairs), sorted(pairs["pp"].unique())) == (174, [2, 4, 8, 16, 32])

@@ -1,17 +1,14 @@
-"""The figure of predicted memory: its bars are those of `ultrabench predict`, its points measured runs."""
+"""The figures of a layout: its predicted memory, with measured runs as points, and the timeline of its schedule."""
 
 import random
 from pathlib import Path
 
 import pytest
 
-from tests.published import PLAYBOOK, needs
 from tests.unit.test_figures_runs import row, table_of
 from ultrabench.analysis.figures.kinds import prepared
 from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.figures.plots.memory import points
-from ultrabench.analysis.importing.import_table import import_csv
-from ultrabench.analysis.importing.table_map import built_in, read_map
 from ultrabench.cli.predict.layout import document
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
@@ -104,14 +101,8 @@ def test_measured_runs_of_the_layouts_are_marked_in_any_order_of_rows():
 
 def test_a_measured_peak_far_above_the_prediction_is_inside_the_scale():
     held = {
-        "hardware": "cpu",
-        "precision": "fp32",
-        "model": "tiny",
-        "seq_len": 64,
-        "nodes": 2,
-        "dp": 4,
-        "gas": 8,
-    }
+        "hardware": "cpu", "precision": "fp32", "model": "tiny", "seq_len": 64, "nodes": 2, "dp": 4, "gas": 8,
+    }  # fmt: skip
     table = table_of(row("a", **(held | {"nodes": 2}), peak_mem_reserved_bytes=300 * 2**20))
     layout = {"model": "tiny", "hardware": "cpu", "nodes": 2, "seq_len": 64, "gas": 8}
     figure = prepared("memory", table, title="s", axis="tp", layout=layout)[1]()
@@ -128,9 +119,38 @@ def test_the_note_tells_defaults_moments_of_peaks_and_words_without_a_row():
     assert "No row has" not in points(LAYOUT, table_of(*RUNS), axis="tp")[1]
 
 
-@needs(PLAYBOOK)
-def test_the_playbook_has_runs_of_every_tensor_parallel_degree_of_a_node():
-    table = import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table
-    drawn, _ = points({"model": "8B", "profile": "nanotron", "gas": 16}, table, axis="tp")
-    ends = drawn[drawn["shown"] != "predicted"].set_index("value")["shown"].to_dict()
-    assert ends == {"1": "oom", "2": "oom", "4": "measured_rank0", "8": "measured_rank0"}
+def drawn(kind, table=None, axis=None, **layout):
+    """The points of a figure of a layout, and the figure."""
+    points, make = prepared(kind, table, title="", axis=axis, layout=layout)
+    return points, make()
+
+
+@pytest.mark.parametrize(
+    ("layout", "passes", "told"),
+    [
+        ({"pp": 4, "gas": 8}, 64, "schedule 1f1b, 8 micro-batches on 4 ranks: the bubble is 27.3 %"),
+        ({"pp": 4, "pp_schedule": "interleaved"}, 128, "schedule interleaved, 8 micro-batches on 4 ranks: the bubble is 15.8 %"),
+        ({"pp": 4, "gas": 8, "pp_schedule": "zbv"}, 192, "schedule zbv, 8 micro-batches on 4 ranks: the bubble is 5.9 %"),
+        ({"pp": 4, "gas": 3}, 24, "schedule afab, 3 micro-batches on 4 ranks: the bubble is 50.0 %"),
+        ({"pp": 1, "gas": 1}, 2, "schedule none, 1 micro-batch on 1 rank: the bubble is 0.0 %"),
+    ],
+)  # fmt: skip
+def test_a_schedule_names_its_bubble_and_numbers_its_passes(layout, passes, told):
+    points, figure = drawn("schedule", **layout)
+    texts = [text.get_text() for part in figure.subfigs for text in part.texts]
+    (axes,) = figure.axes
+    assert told in texts[0].replace("\n", " ")
+    assert sorted(text.get_text() for text in axes.texts) == sorted(map(str, points["micro_batch"]))
+    assert len(points) == passes
+
+
+def test_boxes_that_are_too_small_have_no_numbers():
+    assert not drawn("schedule", pp=8, gas=128)[1].axes[0].texts
+
+
+def test_equal_layouts_give_equal_bytes():
+    one, two = (
+        render(prepared("schedule", None, title="", layout={"pp": 4})[1], Path("x.svg")) for _ in range(2)
+    )
+    assert one == two
+    assert b">idle</text>" in one

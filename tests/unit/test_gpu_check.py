@@ -54,12 +54,9 @@ def test_sweeps_have_the_published_layouts(monkeypatch):
         config = load_config([*overrides, f"hardware={self.hardware}", f"name={name}", "sweep.nodes=[1]"])
         planned[name] = make_plan(config).runs
         row = {
-            "run_id": "x",
-            "tokens_per_s_per_gpu": 5200.0,
-            "mfu": 0.3,
-            "peak_flops_per_s": 989e12,
+            "run_id": "x", "tokens_per_s_per_gpu": 5200.0, "mfu": 0.3, "peak_flops_per_s": 989e12,
             "suspect": None,
-        }
+        }  # fmt: skip
         ends = {"status": status, "reason": "no room", "peak_mem_allocated_bytes": 1019}
         return [row | ends, row | ends | {"mfu": None}], {"x": planned[name][0].spec}
 

@@ -25,12 +25,9 @@ from ultrabench.sweep.remedy import require_runs
 RULES = {"tp_divides_heads", "tp_divides_kv_heads", "zero_needs_dp", "enough_micro_batches", "no_empty_stage"}
 # layers, hidden, heads (kv heads alike), intermediate
 MODELS = {
-    "1B": (16, 2048, 32, 8192),
-    "3B": (28, 3072, 32, 8192),
-    "8B": (32, 4096, 32, 14336),
-    "80B": (80, 8192, 64, 28672),
-    "469B": (126, 16384, 128, 53248),
-}
+    "1B": (16, 2048, 32, 8192), "3B": (28, 3072, 32, 8192), "8B": (32, 4096, 32, 14336),
+    "80B": (80, 8192, 64, 28672), "469B": (126, 16384, 128, 53248),
+}  # fmt: skip
 VOCABULARY = 131072
 
 
@@ -44,11 +41,6 @@ def test_valid_layouts_alone_are_predicted(playbook):
     table = plan_table(playbook.candidates)
     for column in ("p_oom", "predicted_gpu_hours", "predicted_to_fit"):
         assert table[column].is_valid().equals(table["valid"])
-
-
-@pytest.fixture(scope="module")
-def one_model():
-    return load_config(["sweep=playbook", "model=1B"])
 
 
 def stages_used(layers, hidden, intermediate, pp):
@@ -97,7 +89,7 @@ def test_the_playbook_grid_is_the_one_enumerated_by_hand(playbook):
     by_hand = playbook_by_hand()
     assert len(by_hand) == 12000
     assert {words(c): c.valid for c in playbook.candidates} == by_hand
-    assert len(playbook.candidates) == 12000
+    assert len(playbook.candidates) == len({c.run_id for c in playbook.candidates}) == 12000
     assert all(c.layout.cp == 1 for c in playbook.candidates)
 
 
@@ -135,10 +127,6 @@ def test_every_rejected_candidate_is_counted_under_one_rule(playbook):
     assert [(c["model"], c["nodes"]) for c in summary["cells"]] == [
         (model, 2**n) for model in MODELS for n in range(7)
     ]
-
-
-def test_no_run_id_twice(playbook):
-    assert len({c.spec.run_id for c in playbook.candidates}) == 12000
 
 
 def test_runs_come_first_and_cheapest_first(playbook):
@@ -226,16 +214,17 @@ def test_what_a_list_of_gas_leaves_out_has_a_row_with_its_reason():
 def test_the_default_sweep_is_small_and_covers_everything():
     runs = make_plan(load_config([])).runs
     assert 12 <= len(runs) <= 30
-    for values, wanted in (
-        ({c.layout.zero_stage for c in runs}, {0, 1, 2, 3}),
-        ({c.nodes for c in runs}, {1, 2}),
-        ({c.layout.tp for c in runs}, {1, 2}),
-        ({c.layout.pp for c in runs}, {1, 2}),
-        ({c.layout.mbs for c in runs}, {1, 2}),
-    ):
-        assert wanted <= values
-    assert any(c.layout.dp > 1 for c in runs)
-    assert len({c.layout.gas for c in runs}) > 1
+    covered = {
+        "zero_stage": {0, 1, 2, 3},
+        "tp": {1, 2},
+        "pp": {1, 2},
+        "mbs": {1, 2},
+        "dp": {1, 2},
+        "gas": {2, 4},
+    }
+    assert {c.nodes for c in runs} >= {1, 2}
+    for axis, wanted in covered.items():
+        assert {getattr(c.layout, axis) for c in runs} >= wanted, axis
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,6 @@
+"""What the digest of a kernel holds, and secrets among its variables."""
+
+import json
 import os
 import subprocess
 import sys
@@ -6,7 +9,11 @@ from pathlib import Path
 import pytest
 
 import ultrabench
+from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig, rank_sources
+from ultrabench.launchers.open_sweep import require_same, sweep_json_of
+from ultrabench.store.kernel_secrets import REDACTED, hide, keep, redacted, revealed
+from ultrabench.sweep.config.load import config_from_tree, load_config
 
 ROOT = Path(ultrabench.__file__).parent
 
@@ -53,3 +60,54 @@ def test_each_source_changes_the_digest(tmp_path, monkeypatch):
         path.write_text(path.read_text() + "# changed\n")
     seen.add(kernel.digest())
     assert len(seen) == len(rank_sources(tmp_path)) + 1
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "apiKey", "DB_PASSWORD", "wandb_api_key"]
+)
+def test_names_of_secrets_are_known(name):
+    assert redacted({name: "hunter2", "LEVEL": "3"}) == ({name: REDACTED, "LEVEL": "3"}, {name: "hunter2"})
+    assert redacted({name: REDACTED}) == ({name: REDACTED}, {})
+
+
+def test_values_are_kept_for_their_owner_and_found_again(tmp_path):
+    file, env = tmp_path / "secrets.json", {"A_TOKEN": REDACTED, "B_KEY": REDACTED, "LEVEL": "3"}
+    with pytest.raises(
+        ConfigError, match=r"kernel.env.B_KEY is kept in .*, which has no value for it; give it again"
+    ):
+        keep(env, file, {"A_TOKEN": "1"})
+    keep(env, file, {"A_TOKEN": "1", "B_KEY": "2"})
+    keep(env, file, {"B_KEY": "3"})
+    keep(env, file, {})
+    assert json.loads(file.read_text()) == {"A_TOKEN": "1", "B_KEY": "3"}
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert revealed(env, file) == {"A_TOKEN": "1", "B_KEY": "3", "LEVEL": "3"}
+    assert revealed({"LEVEL": "3"}, tmp_path / "nothing") == {"LEVEL": "3"}
+
+
+@pytest.mark.parametrize("word", ["kernel.env={T: a.b}", 'kernel.env={T: "a.b"}', "kernel.env={T: 'a.b'}"])
+def test_a_command_line_without_its_secret_can_be_used_again(word):
+    assert hide(["x", word], {"T": "a.b"}) == ["x", f"kernel.env={{T: '{REDACTED}'}}"]
+
+
+def test_a_renewed_secret_is_the_same_sweep(tmp_path):
+    def config(value):
+        return load_config(
+            ["kernel=command", "kernel.command=[python,x.py]", f"kernel.env={{A_TOKEN: {value}, L: x}}"]
+        )
+
+    first, second = config("hunter2"), config("hunter3")
+    assert "hunter" not in repr(first)
+    assert first.secrets == {"A_TOKEN": "hunter2"}
+    assert first.kernel == second.kernel
+    known = sweep_json_of(first, {})
+    require_same(known, second, tmp_path)
+    assert config_from_tree(known.config).secrets == {}
+
+
+def test_a_secret_can_be_taken_from_the_shell(monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "hunter2")
+    env = 'kernel.env={A_TOKEN: "${oc.env:A_TOKEN}"}'
+    config = load_config(["kernel=command", "kernel.command=[python,x.py]", env])
+    assert config.secrets == {"A_TOKEN": "hunter2"}
+    assert "hunter2" not in json.dumps(config.resolved["kernel"]["env"])

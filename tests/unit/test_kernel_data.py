@@ -10,7 +10,7 @@ from ultrabench.run import Workload
 
 
 @given(dp=st.integers(1, 6), mbs=st.integers(1, 4), gas=st.integers(1, 5))
-def test_samples_of_all_dp_ranks_are_the_global_batch(dp: int, mbs: int, gas: int) -> None:
+def test_samples_of_all_dp_ranks_are_the_global_batch(dp, mbs, gas):
     """Once each, mbs*gas on every rank."""
     layout = Layout(dp=dp, mbs=mbs, gas=gas)
     ranks = [data.sample_indices(layout, rank) for rank in range(dp)]
@@ -18,10 +18,10 @@ def test_samples_of_all_dp_ranks_are_the_global_batch(dp: int, mbs: int, gas: in
     assert sorted(i for indices in ranks for i in indices) == list(range(layout.gbs))
 
 
-def test_tokens_depend_on_seed_step_and_index_only() -> None:
+def test_tokens_depend_on_seed_step_and_index_only():
     """The same sample read alone or in a batch; another in another step or with another seed."""
 
-    def batch(indices: range, seed: int = 1, step: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(indices, seed=1, step=1):
         return data.load(indices, step, Workload(seq_len=16, gbs=4, seed=seed), 100, torch.device("cpu"))
 
     inputs, targets = batch(range(4))

@@ -27,7 +27,7 @@ from ultrabench.kernel.rank.failure import (
         (ValueError("what"), "exception"),
     ],
 )
-def test_kind(error: Exception, kind: str) -> None:
+def test_kind(error, kind):
     """Directly, and as the cause of what a pipeline stage raises."""
     assert kind_of(error) == kind
     wrapped = RuntimeError("failed to run forward")
@@ -36,7 +36,7 @@ def test_kind(error: Exception, kind: str) -> None:
     assert one_line(wrapped) == one_line(error)
 
 
-def test_one_line() -> None:
+def test_one_line():
     """Type and first line."""
     assert one_line(ValueError("a\nb")) == "ValueError: a"
     assert one_line(MemoryError()) == "MemoryError"

@@ -1,8 +1,6 @@
 """Groups of ranks, the copies that they hold, and the GPU of a rank's threads; without any other rank."""
 
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,12 +24,12 @@ ONE_ULP = torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("on_nccl", [True, False])
-def test_every_rank_asks_for_all_rings(monkeypatch: pytest.MonkeyPatch, on_nccl: bool) -> None:
+def test_every_rank_asks_for_all_rings(monkeypatch, on_nccl):
     """With NCCL in one call, which splits the communicator of all ranks; with gloo in one for each ring."""
     asked: list[Any] = []
     names = set[str]()
 
-    def make(**given: Any) -> None:
+    def make(**given):
         names.add(given["group_desc"])
         asked.append(given.get("split_ranks") or given["ranks"])
 
@@ -41,7 +39,7 @@ def test_every_rank_asks_for_all_rings(monkeypatch: pytest.MonkeyPatch, on_nccl:
     for rank in range(layout.world_size):
         dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
         if on_nccl:
-            dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # type: ignore[union-attr]
+            dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
         cp_group(layout)
         dist.destroy_process_group()
     rings = [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -53,15 +51,13 @@ def test_every_rank_asks_for_all_rings(monkeypatch: pytest.MonkeyPatch, on_nccl:
     ("schedule", "virtual", "peers"),
     [("1f1b", 1, [2, None, 0]), ("interleaved", 2, [2, None, 0]), ("zbv", 2, [None, None, None])],
 )
-def test_who_holds_the_other_copy_of_a_tied_embedding(
-    schedule: str, virtual: int, peers: list[int | None]
-) -> None:
+def test_who_holds_the_other_copy_of_a_tied_embedding(schedule, virtual, peers):
     """The other end of the pipeline; under zbv one rank holds both copies."""
     layout = Layout(dp=1, pp=3, gas=3, pp_schedule=schedule, virtual_stages=virtual)
     assert [tied_peer(layout, rank) for rank in range(3)] == peers
 
 
-def trainer_with(tp: int, tied: bool) -> Any:
+def trainer_with(tp, tied):
     """As much of a trainer as the comparison looks at, with two copies along every axis of more than one rank."""
     names = ("layers.0.attention_norm.weight", "layers.0.ffn.up.weight", "head.weight")
     sizes = {"tp": tp, "dp_replicate": 2, "pp": 1}
@@ -85,19 +81,17 @@ def trainer_with(tp: int, tied: bool) -> Any:
         (2, "head.weight", "pp", 0.0, False),
     ],
 )
-def test_copies_differ_by_rounding_only_where_they_may(
-    monkeypatch: pytest.MonkeyPatch, tp: int, name: str, axis: str, apart: float, told: bool
-) -> None:
+def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, axis, apart, told):
     """The copies of norms along tp, and of its groups; every other bit must be the same."""
     trainer = trainer_with(tp, tied=axis == "pp")
     theirs = trainer_with(tp, tied=axis == "pp")
     theirs.params[name] = theirs.params[name] + apart
     calls: list[tuple[Any, torch.Tensor, Any]] = []
 
-    def record(tensor: torch.Tensor, op: Any, group: Any = None) -> None:
+    def record(tensor, op, group=None):
         calls.append((group and group.axis, tensor, op))
 
-    def swap(mine: torch.Tensor, *_: Any) -> torch.Tensor:
+    def swap(mine, *_):
         return theirs.params[name].view(torch.int32).sum()
 
     monkeypatch.setattr(replicas, "swap", swap)
@@ -105,7 +99,7 @@ def test_copies_differ_by_rounding_only_where_they_may(
     replicas.require_equal_replicas(theirs)
     from_them = iter([tensor.clone() for _, tensor, _ in calls])
 
-    def all_reduce(tensor: torch.Tensor, op: Any, group: Any = None) -> None:
+    def all_reduce(tensor, op, group=None):
         sent = next(from_them, tensor)
         if group is not None and group.axis == axis:
             tensor.copy_(torch.maximum(tensor, sent))
@@ -118,7 +112,7 @@ def test_copies_differ_by_rounding_only_where_they_may(
         replicas.require_equal_replicas(trainer)
 
 
-def test_variables_that_steer_a_run_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_steer_a_run_are_recorded(monkeypatch):
     """Not those of launchers, and no folder of a cache, which would make each job an environment of its own."""
     for name in [name for name in environment.os.environ if name.startswith(environment.STEERING)]:
         monkeypatch.delenv(name)
@@ -140,9 +134,7 @@ def test_variables_that_steer_a_run_are_recorded(monkeypatch: pytest.MonkeyPatch
         ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, "12.8", {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}),
     ],
 )
-def test_segments_can_grow_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], cuda: str | None, set_to: dict[str, str]
-) -> None:
+def test_segments_can_grow_unless_the_user_says_otherwise(monkeypatch, given, cuda, set_to):
     """Either name of the variable counts, and only GPUs have that allocator."""
     monkeypatch.setattr(environment.os, "environ", given)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -157,14 +149,12 @@ def test_segments_can_grow_unless_the_user_says_otherwise(
         lambda _: kernel.measure({"device": "cpu", "who": []}),
     ],
 )
-def test_checks_and_benchmarks_join_their_groups_as_a_rank_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, joins: Callable[[Path], Any]
-) -> None:
+def test_checks_and_benchmarks_join_their_groups_as_a_rank_does(monkeypatch, tmp_path, joins):
     """The allocator is configured, and groups of all axes have the long time-out, before the first group is made."""
     seen, c10d = list[Any](), dist.distributed_c10d
 
-    def join(*_: Any, **__: Any) -> None:
-        seen.extend((c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))  # type: ignore[attr-defined]
+    def join(*_, **__):
+        seen.extend((c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))
         raise InterruptedError
 
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
@@ -177,14 +167,14 @@ def test_checks_and_benchmarks_join_their_groups_as_a_rank_does(
     assert seen == ["allocator", PATIENCE, PATIENCE]
 
 
-def test_the_thread_that_watches_a_gpu_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_that_watches_a_gpu_uses_it(monkeypatch):
     """It says so before it asks whether a micro-batch has ended, and in its own thread."""
     seen, counted = list[Any](), threading.Event()
 
     class Event:
-        def record(self) -> None: ...
+        def record(self): ...
 
-        def query(self) -> bool:
+        def query(self):
             seen.append(("asked", threading.current_thread()))
             return True
 
@@ -198,9 +188,7 @@ def test_the_thread_that_watches_a_gpu_uses_it(monkeypatch: pytest.MonkeyPatch) 
     assert one is other is not threading.current_thread()
 
 
-def test_the_thread_that_tells_of_collectives_uses_the_gpu_of_its_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_thread_that_tells_of_collectives_uses_the_gpu_of_its_rank(monkeypatch):
     """It is the one with the memory of this process; a new thread would look at GPU 0."""
     used = [0]
     reserved = [0, 0, 30]

@@ -137,11 +137,8 @@ def runs(draw):
     )
     pp = draw(st.sampled_from((1, 2, 4)))
     axes = {
-        "dp": 2,
-        "tp": draw(divisors(shape.num_key_value_heads)),
-        "pp": pp,
-        "gas": draw(st.integers(pp, 9)),
-    }
+        "dp": 2, "tp": draw(divisors(shape.num_key_value_heads)), "pp": pp, "gas": draw(st.integers(pp, 9)),
+    }  # fmt: skip
     axes["recompute"] = draw(st.sampled_from(("none", "selective", "full", "every2")))
     return run(shape, 512, mbs=draw(st.integers(1, 4)), zero_stage=draw(st.integers(0, 3)), **axes)
 

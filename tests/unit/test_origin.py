@@ -39,22 +39,15 @@ def test_this_user_on_this_host_is_the_origin(monkeypatch):
 @pytest.mark.parametrize(
     ("own", "by", "place", "seen"),
     [
-        (BIG, BIG, True, True),
-        (BIG, {**BIG, "host": "login2"}, True, True),
-        (BIG, {**BIG, "user": "bob"}, True, False),
-        (BIG, {**BIG, "cluster": "small"}, False, False),
-        (BIG, HERE, False, False),
-        (BIG, {**HERE, "host": "login1"}, False, False),
-        (HERE, HERE, True, True),
+        (BIG, BIG, True, True), (BIG, {**BIG, "host": "login2"}, True, True),
+        (BIG, {**BIG, "user": "bob"}, True, False), (BIG, {**BIG, "cluster": "small"}, False, False),
+        (BIG, HERE, False, False), (BIG, {**HERE, "host": "login1"}, False, False), (HERE, HERE, True, True),
         (HERE, {**HERE, "host": "desk:4026532"}, False, False),
-        (HERE, {**HERE, "host": "desk2"}, False, False),
-        (HERE, {**HERE, "user": "bob"}, True, False),
-        (HERE, BIG, False, False),
-        (HERE, {**BIG, "host": "desk"}, False, False),
-        (BIG, {}, True, True),
+        (HERE, {**HERE, "host": "desk2"}, False, False), (HERE, {**HERE, "user": "bob"}, True, False),
+        (HERE, BIG, False, False), (HERE, {**BIG, "host": "desk"}, False, False), (BIG, {}, True, True),
         (HERE, {}, True, True),
     ],
-)
+)  # fmt: skip
 def test_who_sees_whose_allocations(own, by, place, seen):
     """Jobs are seen on all hosts of their cluster, processes on theirs; what says nothing is older, and ours."""
     assert same_place(own, by) is place
@@ -127,16 +120,6 @@ def test_an_allocation_of_others_lives_and_is_left_alone(watched, by, started):
     assert watched.ended(THEIRS) is None
     assert watched.ended(mine.name) == f"the agents of {mine.name} were ended"
     assert not watched.once(), "there is nothing of ours to wait for"
-
-
-def test_ours_on_another_login_node_is_ours(watched):
-    by = {"user": own_name(), "cluster": "big", "host": "login99"}
-    plan(watched.sweep, THEIRS, by=by)
-    watched.once()
-    assert watched.launcher.looked[-1] == [THEIRS]
-    watched.sweep.journal.write(Cancel(generation=2))
-    watched.once()
-    assert THEIRS in watched.launcher.cancelled[0]
 
 
 def test_what_others_finish_is_settled(watched):

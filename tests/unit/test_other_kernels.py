@@ -98,11 +98,8 @@ def test_megatron_is_told_layout_and_model():
     assert "--untie-embeddings-and-output-weights" in set(words) - set(words_of_other)
     expected = {"num-layers": 80, "hidden-size": 8192, "num-query-groups": 8, "tensor-model-parallel-size": 2}
     expected |= {
-        "pipeline-model-parallel-size": 2,
-        "micro-batch-size": 1,
-        "global-batch-size": 8,
-        "seq-length": 4096,
-    }
+        "pipeline-model-parallel-size": 2, "micro-batch-size": 1, "global-batch-size": 8, "seq-length": 4096,
+    }  # fmt: skip
     assert told.items() >= {name: str(value) for name, value in expected.items()}.items()
     assert "--use-distributed-optimizer" in words
     assert not [word for word in words if "{" in word]
@@ -136,11 +133,8 @@ def test_every_word_of_a_run_changes_the_command_or_is_named_beside_it(framework
     def shown(**more):
         layout = {"dp": 2, "tp": 2, "gas": 4, "zero_stage": zero_stage}
         records = (
-            Layout(**layout),
-            shape,
-            Workload(seq_len=4096, gbs=8),
-            KernelConfig(name="x", precision="bf16"),
-        )
+            Layout(**layout), shape, Workload(seq_len=4096, gbs=8), KernelConfig(name="x", precision="bf16"),
+        )  # fmt: skip
         made = [replace(r, **{k: v for k, v in more.items() if k in values_of(r)}) for r in records]
         spec = RunSpec(layout=made[0], shape=made[1], workload=made[2], kernel=made[3], nodes=1,
                        gpus_per_node=made[0].world_size)  # fmt: skip

@@ -13,8 +13,7 @@ from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.step_time import extremes
-from ultrabench.store.events import AllocationPlanned, Claimed, Line, Preflight, Result
-from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
+from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import next_attempts
@@ -157,27 +156,21 @@ def test_a_further_normal_run_makes_no_normal_run_an_outlier(values, which):
     assert bad(losses(*values, alike)) == bad(state)
 
 
-def events_of(values):
-    """A journal in which each layout ran in an allocation of its own."""
-    for n, value in enumerate(values):
-        name, key = f"a{n}", {"run_id": str(n), "repeat": 0, "attempt": 0}
-        held = attempt(n, loss_final=value)
-        found = allocation(f"a{n}", gemm=(value,)).preflight
-        yield Claimed(**key, allocation=name, spec=held.spec)
-        yield Result(**key, allocation=name, result=held.result)
-        yield AllocationPlanned(allocation=name, nodes=1, limit_s=9.0, tasks=(), control="0")
-        yield Preflight(allocation=name, found=found)
-
-
 @given(LOSSES, st.randoms())
-def test_the_order_of_events_never_matters(values, random):
-    events = [Line(event=e, writer=f"w{i % 3}", seq=i, time=0.0) for i, e in enumerate(events_of(values))]
-    state = with_loss_outliers(fold(events))
-    random.shuffle(events)
-    other = with_loss_outliers(fold(events))
-    assert state == other
+def test_the_order_of_attempts_and_allocations_never_matters(values, random):
+    """In which journals tell of them."""
+    names = [f"a{n}" for n in range(len(values))]
+    attempts = [
+        attempt(n, allocation=name, loss_final=v)
+        for n, (name, v) in enumerate(zip(names, values, strict=True))
+    ]
+    held = [allocation(name, gemm=(value,), control="0") for name, value in zip(names, values, strict=True)]
+    state = state_of(attempts, held)
+    random.shuffle(attempts)
+    random.shuffle(held)
+    other = state_of(attempts, held)
+    assert with_loss_outliers(state) == with_loss_outliers(other)
     assert suspect_attempts(state, device="cuda") == suspect_attempts(other, device="cuda")
-    assert state.attempts.keys() == {AttemptKey(str(n), 0, 0) for n in range(len(values))}
 
 
 def allocation(name, gemm=(1.0, 1.0), busbw=1.0, control=None, nodes=1):

@@ -156,11 +156,8 @@ def test_figures_are_drawn_when_seen_and_have_their_numbers_as_a_table(opened):
     assert best.locator("canvas").count() > 0
     assert "lowest value" in best.locator("p").inner_text()
     assert numbers(best)[:4] == [
-        ["1B", "1", "1"],
-        ["1B", "2", "1.03"],
-        ["1B", "4", "1.06"],
-        ["8B", "1", "1.2"],
-    ]
+        ["1B", "1", "1"], ["1B", "2", "1.03"], ["1B", "4", "1.06"], ["8B", "1", "1.2"],
+    ]  # fmt: skip
     assert "1 of them, in doubt or stopped early" in drawn(tab, "every").locator("p").inner_text()
     tab.evaluate("views.every.model.renderers[0].data_source.selected.indices = [2]")
     assert "Layouts of 1B" in tab.locator("#runs-title").inner_text()

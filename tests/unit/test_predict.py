@@ -4,15 +4,16 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import layouts, shapes
+from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.load import load_config, load_model, load_profile
-from ultrabench.sweep.plan import predictor
+from ultrabench.sweep.plan import make_plan, predictor
 
 CONFIG = load_config(["hardware=h100x8"])
 NAMES = ("ultrabench", "nanotron", "megatron")
@@ -52,19 +53,17 @@ def test_everything_is_finite_and_the_interval_contains_the_step_time(layout, sh
     assert (found.limited_by == "memory") == (found.p_oom > 0.5)
 
 
-@given(layout=layouts(), shape=real_shapes, profile=st.sampled_from(NAMES))
-def test_a_higher_zero_stage_is_no_more_likely_to_run_out_of_memory(layout, shape, profile):
-    assume(layout.dp > 1)
-    by = [predicted(replace(layout, zero_stage=z), shape, profile=profile) for z in (0, 1)]
-    assert by[1].p_oom <= by[0].p_oom
-    assert by[1].peak_mem_bytes <= by[0].peak_mem_bytes
-
-
-@given(layout=layouts(), shape=shapes(), smaller=st.integers(1, 8))
-def test_a_smaller_micro_batch_never_needs_more_bytes(layout, shape, smaller):
-    assume(smaller < layout.mbs)
-    less = predicted(replace(layout, mbs=smaller), shape)
-    assert less.peak_mem_bytes <= predicted(layout, shape).peak_mem_bytes
+def test_what_a_process_holds_beside_its_tensors_is_predicted_and_does_not_count_towards_its_limit():
+    config = load_config(["model=mini"])
+    work = {"workload": Workload(seq_len=1024, gbs=64), "layout": Layout(dp=1, mbs=64)}
+    spec = RunSpec(shape=load_model("mini"), kernel=config.kernel, nodes=1, gpus_per_node=1, **work)
+    whole = predictor(config, 1, config.hardware.peak("fp32", 1, None, 1))
+    tensors = replace(whole, memory=replace(whole.memory, base_bytes=0.0))
+    limit = replace(config.hardware, mem_bytes=tensors.predict(spec).peak_mem_bytes)
+    found, bare = (replace(p, hardware=limit).predict(spec) for p in (whole, tensors))
+    assert found.peak_mem_bytes == bare.peak_mem_bytes + whole.memory.base_bytes
+    assert (found.memory_share, bare.memory_share) == pytest.approx((1, 1))
+    assert found.p_oom == bare.p_oom
 
 
 @given(layout=layouts(), shape=shapes(), more=st.integers(1, 64))
@@ -102,3 +101,32 @@ def test_a_run_that_is_unlikely_to_fit_lasts_as_long_as_its_start():
     fits, large = (predicted(Layout(dp=1, tp=8, mbs=mbs), shape) for mbs in (1, 64))
     assert fits.p_oom < 0.5 < large.p_oom
     assert large.duration_s == 20.0 < fits.duration_s - fits.step_time_s
+
+
+def test_a_run_for_every_node_count_whatever_it_divides():
+    """One sequence a rank, so that no batch decides which node counts are measured."""
+    plan = make_plan(load_config(["sweep=comm", "hardware=h100x8", "sweep.nodes=[1,3,64]"]))
+    assert [(c.nodes, c.layout.dp, c.spec.workload.gbs) for c in plan.runs] == [
+        (1, 8, 8),
+        (3, 24, 24),
+        (64, 512, 512),
+    ]
+    assert len(plan.candidates) == 3
+    assert {c.spec.kernel.kind for c in plan.runs} == {"probe"}
+    assert not plan.config.launcher.preflight
+
+
+def test_the_price_is_what_crosses_the_links():
+    """8 ranks at 70 % of 450 GB/s, 5 calls of each size: (2 + 1 + 1 + 1) * 7/8 + 1 = 5.375 times its bytes."""
+    alone, pair = make_plan(load_config(["sweep=comm", "hardware=h100x8", "sweep.nodes=[1,2]"])).runs
+    sizes = 2**16 + 2**20 + 2**23 + 2**26 + 2**28 + 2**30
+    inside = 5 * 5.375 * sizes / (0.7 * 450e9)
+    assert alone.prediction.step_time_s == pytest.approx(inside)
+    across = 5 * (5 * 15 / 16 + 1) * sizes / (0.7 * 50e9)
+    assert pair.prediction.step_time_s == pytest.approx(inside + across)
+    assert pair.prediction.duration_s < 90
+
+
+def test_a_kernel_of_no_kind_is_refused():
+    with pytest.raises(ConfigError, match="must be embedded, command or probe"):
+        KernelConfig(name="x", kind="prob")

@@ -4,13 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.configs import told
 from tests.unit.allocations import PLAN
 from ultrabench.cli.sweep.live import panel
-from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
-from ultrabench.run import AttemptKey
+from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
-from ultrabench.store.state import AllocationState, AttemptState, SweepState
+from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.running.progress import gpu_hours, measured, progress
 
 RUNS = PLANNED = PLAN.runs
@@ -19,20 +18,6 @@ TWO = next(r for r in RUNS if r.nodes == 2)
 GPUS = PLAN.config.hardware.gpus_per_node
 ENDS = (None, *(s for s in Status if s not in (Status.SKIPPED, Status.REJECTED)))
 HOUR = 3600.0
-
-
-def told(state, run, status, repeat=0, attempt=0, seconds=None, allocation="a", spec=True):
-    key = AttemptKey(run.spec.run_id, repeat, attempt)
-    times = (0.1,) if status == Status.OK else ()
-    result = None if status is None else RunResult(status=status, step_times_s=times, duration_s=seconds)
-    state.attempts[key] = AttemptState(
-        key=key,
-        allocation=allocation,
-        spec=to_dict(run.spec) if spec else None,
-        result=result,
-        phase="warmup",
-    )
-    return state
 
 
 def held(state, name, nodes, *seconds):
@@ -55,20 +40,15 @@ def standing(*attempts):
 @pytest.mark.parametrize(
     ("attempts", "status"),
     [
-        ([], "pending"),
-        ([(0, 0, None)], "running"),
-        ([(0, 0, Status.CRASH)], "crash"),
-        ([(0, 0, Status.CRASH), (0, 1, None)], "running"),
-        ([(0, 0, Status.HANG), (0, 1, Status.OK)], "ok"),
-        ([(0, 0, Status.OK), (1, 0, Status.CRASH)], "ok"),
-        ([(0, 0, Status.CRASH), (1, 0, Status.OK)], "ok"),
+        ([], "pending"), ([(0, 0, None)], "running"), ([(0, 0, Status.CRASH)], "crash"),
+        ([(0, 0, Status.CRASH), (0, 1, None)], "running"), ([(0, 0, Status.HANG), (0, 1, Status.OK)], "ok"),
+        ([(0, 0, Status.OK), (1, 0, Status.CRASH)], "ok"), ([(0, 0, Status.CRASH), (1, 0, Status.OK)], "ok"),
         ([(0, 0, Status.CRASH), (1, 0, Status.OK), (2, 0, None)], "ok"),
         ([(0, 0, Status.CRASH), (3, 0, Status.LOST)], "lost"),
-        ([(0, 0, Status.CRASH), (1, 0, None)], "running"),
-        ([(0, 0, Status.CANCELLED)], "cancelled"),
+        ([(0, 0, Status.CRASH), (1, 0, None)], "running"), ([(0, 0, Status.CANCELLED)], "cancelled"),
         ([(0, 0, Status.CRASH), (0, 1, Status.PREEMPTED)], "preempted"),
     ],
-)
+)  # fmt: skip
 def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
     now = standing(*attempts)
     rest = {"pending": len(PLANNED) - 1}
@@ -87,10 +67,8 @@ def test_running_layouts_have_their_step_time_and_the_sweep_its_rate():
     for at, run in enumerate(PLANNED[:4]):
         told(state, run, Status.OK if at < 3 else None)
         state.attempts[run.run_id, 0, 0].time = 1000.0 + 60 * at
-    state.attempts[PLANNED[3].run_id, 0, 0].steps, state.attempts[PLANNED[3].run_id, 0, 0].step_time_s = (
-        7,
-        0.25,
-    )
+    last = state.attempts[PLANNED[3].run_id, 0, 0]
+    last.phase, last.steps, last.step_time_s = "warmup", 7, 0.25
     now = progress("s", PLANNED, state, "cuda")
     assert now.runs_per_hour == 60
     (running,) = now.as_json()["running"]
@@ -120,7 +98,7 @@ def test_runs_no_longer_planned_do_not_count():
 def test_every_planned_run_is_counted_once(ends):
     state = SweepState()
     for run, repeat, attempt, status in ends:
-        told(state, run, status, repeat, attempt, seconds=1.0)
+        told(state, run, status, repeat, attempt, duration_s=1.0)
     now = progress("s", PLANNED, state, "cuda")
     assert sum(now.by_status.values()) == now.runs == len(PLANNED)
     assert sum(sum(counts.values()) for counts in now.by_nodes.values()) == len(PLANNED)
@@ -140,9 +118,9 @@ def _with_runs(state):
 
 def test_gpu_hours_by_hand():
     state = held(held(SweepState(), "a", 1, HOUR), "b", 2, 2 * HOUR)
-    told(state, ONE, Status.OK, seconds=0.5 * HOUR, allocation="a")
-    told(state, ONE, Status.HANG, attempt=1, seconds=0.25 * HOUR, allocation="a")
-    told(state, TWO, Status.OK, seconds=1.5 * HOUR, allocation="b")
+    told(state, ONE, Status.OK, duration_s=0.5 * HOUR, allocation="a")
+    told(state, ONE, Status.HANG, attempt=1, duration_s=0.25 * HOUR, allocation="a")
+    told(state, TWO, Status.OK, duration_s=1.5 * HOUR, allocation="b")
     useful, wasted = gpu_hours(state, GPUS)
     assert useful == pytest.approx(GPUS * (0.5 + 2 * 1.5))
     assert wasted == {
@@ -156,7 +134,7 @@ def test_nodes_that_were_held_for_nothing_are_wasted(status):
     """Of a run that vanished with its nodes nobody told how long it took, or even that it began."""
     state = held(SweepState(), "a", 2, HOUR)
     assert gpu_hours(state, GPUS) == (0.0, {"between_runs": pytest.approx(2 * GPUS)})
-    told(state, TWO, status, spec=status is None)
+    told(state, TWO, status, allocation="a", claimed=status is None)
     assert gpu_hours(state, GPUS) == (0.0, {"between_runs": pytest.approx(2 * GPUS)})
 
 
@@ -179,32 +157,15 @@ def test_an_end_that_nobody_timed_counts_to_the_limit_if_agents_had_started(agen
     ],
 )  # fmt: skip
 def test_what_an_allocation_held_beside_its_run_of_an_hour(starts, held_s, between):
-    state = told(SweepState(), ONE, Status.OK, seconds=HOUR)
+    state = told(SweepState(), ONE, Status.OK, allocation="a", duration_s=HOUR)
     state.allocations["a"] = AllocationState(name="a", nodes=1, ends=ends(*starts, held_s=held_s))
     wasted = {"between_runs": pytest.approx(between * GPUS)} if between else {}
     assert gpu_hours(state, GPUS) == (GPUS, wasted)
 
 
-@given(
-    seconds=st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 1e5)), max_size=6),
-    elapsed=st.lists(st.floats(0, 1e5), min_size=3, max_size=3),
-)
-def test_what_was_held_is_useful_or_wasted(seconds, elapsed):
-    state = SweepState()
-    for name, time_s in zip("abc", elapsed, strict=True):
-        held(state, name, 1, time_s)
-    for n, (name, time_s) in enumerate(seconds):
-        told(state, ONE, (Status.OK, Status.CRASH)[n % 2], repeat=n, seconds=time_s, allocation=name)
-    useful, wasted = gpu_hours(state, GPUS)
-    ran = {name: sum(s for other, s in seconds if other == name) for name in "abc"}
-    total = sum(max(ran[name], time_s) for name, time_s in zip("abc", elapsed, strict=True))
-    assert (useful + sum(wasted.values())) * 3600 == pytest.approx(GPUS * total)
-    assert all(hours >= 0 for hours in wasted.values())
-
-
 def test_the_rest_is_scaled_by_what_was_measured():
     planned = [replace(r, predicted=replace(r.prediction, duration_s=10.0)) for r in PLANNED]
-    state = told(SweepState(), RUNS[0], Status.OK, seconds=30.0)
+    state = told(SweepState(), RUNS[0], Status.OK, duration_s=30.0)
     assert progress("s", planned, state, "cuda").eta_s == pytest.approx(30.0 * (len(planned) - 1))
     document = progress("s", planned, state, "cuda").as_json()
     assert document["gpu_hours"]["wasted_by_status"] == {}

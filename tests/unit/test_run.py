@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.configs import refused
 from tests.strategies import LONG, results, run_specs
 from ultrabench import run
 from ultrabench.errors import ConfigError
@@ -27,13 +28,9 @@ SPEC = RunSpec(
     gpus_per_node=2,
 )  # fmt: skip
 FACTS = {
-    "gpu_name": "NVIDIA H100 80GB HBM3",
-    "torch_version": "2.13.0",
-    "cuda_version": "13.0",
-    "nccl_version": "2.27",
-    "driver_version": "580",
-    "variables": {"NCCL_ALGO": "Ring"},
-}
+    "gpu_name": "NVIDIA H100 80GB HBM3", "torch_version": "2.13.0", "cuda_version": "13.0",
+    "nccl_version": "2.27", "driver_version": "580", "variables": {"NCCL_ALGO": "Ring"},
+}  # fmt: skip
 
 
 def shuffled(value, random):
@@ -178,10 +175,8 @@ def test_env_id_holds_the_kernel_and_its_declared_variables():
 def test_what_is_no_spec_is_refused_in_one_line(change, line):
     values = to_dict(SPEC)
     change(values)
-    with pytest.raises(ConfigError) as raised:
+    with refused(line):
         from_dict(RunSpec, values)
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +187,5 @@ def test_what_is_no_spec_is_refused_in_one_line(change, line):
     ],
 )
 def test_a_spec_fits_its_nodes_and_batch(change, line):
-    with pytest.raises(ConfigError) as raised:
+    with refused(line):
         replace(SPEC, **change)
-    assert line in str(raised.value)

@@ -11,7 +11,7 @@ from ultrabench.analysis.figures.replayed import figure
 from ultrabench.analysis.predict.replay import STRATEGIES, ReplayedRun, replay
 from ultrabench.layout import Layout
 from ultrabench.sweep.predict.predict import Prediction
-from ultrabench.sweep.predict.search import Tried, beliefs_of, expected_runs, propose, reasons
+from ultrabench.sweep.predict.search import Tried, beliefs_of, propose, reasons
 
 
 def run(name, time_s, p_oom=0.0, measured=None, oom=False, **layout):
@@ -126,21 +126,6 @@ def test_reasons_name_the_memory_that_is_predicted():
     cell = [replace(run("huge", 0.5, p_oom=0.99), prediction=huge), *CELL]
     told = {"huge": "predicted 668 GiB of 80, P(OOM) 99 %"}
     assert (reasons(cell, Tried(max_p_oom=0.9)), reasons(cell, Tried(max_p_oom=1.0))) == (told, {})
-
-
-def test_a_batch_holds_different_runs_and_pending_ones_are_not_proposed_again():
-    batch = propose(CELL, Tried(), 2)
-    assert len({*names(batch)}) == 2
-    pending = Tried(pending={batch[0].run_id})
-    assert batch[0].run_id not in names(propose(CELL, pending, 2))
-    assert names(batch) == names(propose(CELL, Tried(), 2)), "two launches propose the same"
-
-
-def test_the_expected_runs_are_few_and_distinct():
-    expected = names(expected_runs(CELL, Tried()))
-    assert expected[0] == "t1m1"
-    assert 2 <= len(expected) == len({*expected}) < len(CELL)
-    assert not set(names(expected_runs(CELL, Tried(times_s={"t1m1": 1.25})))) & {"t1m1"}
 
 
 def test_replays_count_hours_and_what_was_missed(tmp_path):

@@ -30,22 +30,22 @@ REFUSED = "slurm_load_jobs error: Unable to contact slurm controller (connect fa
 class Slurm:
     """Fake programs on PATH, which write down how they were called."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def program(self, name: str, body: str) -> None:
+    def program(self, name, body):
         path = self.folder / name
         path.write_text(f'#!/bin/sh\necho "$*" >> {self.folder}/{name}.calls\n{body}\n')
         path.chmod(0o755)
 
-    def prints(self, name: str, text: str) -> None:
+    def prints(self, name, text):
         (self.folder / f"{name}.out").write_text(text)
         self.program(name, f"cat {self.folder}/{name}.out")
 
-    def fails(self, name: str, complaint: str, code: int = 1) -> None:
+    def fails(self, name, complaint, code=1):
         self.program(name, f"echo '{complaint}' >&2; exit {code}")
 
-    def calls(self, name: str) -> list[str]:
+    def calls(self, name):
         path = self.folder / f"{name}.calls"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -66,7 +66,7 @@ def clock(monkeypatch):
     class Clock:
         now = 1000.0
 
-        def monotonic(self) -> float:
+        def monotonic(self):
             return self.now
 
     made = Clock()
@@ -177,7 +177,7 @@ def test_a_program_that_hangs_is_killed_with_its_children(slurm, tmp_path):
     wait_until(lambda: not _runs(child), 3)
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

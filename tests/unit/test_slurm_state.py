@@ -9,18 +9,15 @@ QUEUED, RUNNING, HELD, OVER = Phase.QUEUED, Phase.RUNNING, Phase.HELD, Phase.OVE
 @pytest.mark.parametrize(
     ("words", "phase", "status"),
     [
-        ("PENDING", QUEUED, None),
-        ("REQUEUE_FED EXPEDITING", QUEUED, None),
+        ("PENDING", QUEUED, None), ("REQUEUE_FED EXPEDITING", QUEUED, None),
         ("REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD", HELD, None),
         ("RUNNING CONFIGURING COMPLETING SUSPENDED STOPPED", RUNNING, None),
         ("SIGNALING RESIZING STAGE_OUT REQUEUED POWER_UP_NODE UPDATE_DB", RUNNING, None),
-        ("COMPLETED FAILED", OVER, Status.LOST),
-        ("OUT_OF_MEMORY", OVER, Status.OOM),
-        ("CANCELLED TIMEOUT DEADLINE REVOKED", OVER, Status.CANCELLED),
-        ("PREEMPTED", OVER, Status.PREEMPTED),
+        ("COMPLETED FAILED", OVER, Status.LOST), ("OUT_OF_MEMORY", OVER, Status.OOM),
+        ("CANCELLED TIMEOUT DEADLINE REVOKED", OVER, Status.CANCELLED), ("PREEMPTED", OVER, Status.PREEMPTED),
         ("NODE_FAIL BOOT_FAIL LAUNCH_FAILED RECONFIG_FAIL", OVER, Status.NODE_FAIL),
     ],
-)
+)  # fmt: skip
 def test_every_state_has_a_phase_and_the_status_of_what_it_left(words, phase, status):
     for word in words.split():
         told = meaning(word)

@@ -30,7 +30,8 @@ def stage_of_each_block(shape, pp):
     return where
 
 
-def check_split(shape, pp):
+@given(shape=shapes(), pp=st.integers(1, 16))
+def test_split_follows_the_rule(shape, pp):
     where = stage_of_each_block(shape, pp)
     stages = split_stages(shape, pp)
     assert len(stages) == pp
@@ -47,11 +48,6 @@ def check_split(shape, pp):
             assert layers == list(range(stage.first_layer, stage.first_layer + stage.num_layers))
             assert stage.first_layer == next_layer
         next_layer += len(layers)
-
-
-@given(shape=shapes(), pp=st.integers(1, 16))
-def test_split_follows_the_rule(shape, pp):
-    check_split(shape, pp)
 
 
 @given(shape=shapes(), pp=st.integers(1, 16))

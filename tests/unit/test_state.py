@@ -157,7 +157,8 @@ def test_a_damaged_field_breaks_nothing(event):
     b"{", b"\x00\xff\xfe", b"null", b"7", b'"text"', b"[]", b"{}", b'{"v": "one"}', b'{"v": 1}',
     b'{"v":2,"writer":"w","seq":Infinity,"time":0,"event":"cancel","generation":1}',
     b'{"v":1e999,"writer":"w","seq":0,"time":0,"event":"cancel","generation":1}',
-    b'{"v":2,"writer":"w","seq":0,"time":0,"event":"cancel"}',
+    b'{"v":2,"writer":"w","seq":0,"time":0,"event":"cancel"}', b"[" * 100_000 + b"]" * 100_000,
+    b'{"v":2,"writer":"w","seq":0,"time":0,"event":"cancel","generation":1,"more":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     b'{"v":2,"writer":"w","seq":0,"time":0,"event":"allocation_ended","allocation":"n1","reason":"x","held_s":-1}',
 ])  # fmt: skip
 def test_a_corrupt_line_is_skipped_with_a_warning(corrupt):
@@ -181,15 +182,12 @@ def test_what_later_versions_write():
 @pytest.mark.parametrize(
     ("stronger", "weaker"),
     [
-        (("ok", "agent"), ("crash", "agent")),
-        (("ok", "agent"), ("node_fail", "slurm")),
-        (("ok", "agent"), ("lost", "launcher")),
-        (("crash", "agent"), ("node_fail", "slurm")),
-        (("crash", "agent"), ("lost", "launcher")),
-        (("node_fail", "slurm"), ("lost", "launcher")),
+        (("ok", "agent"), ("crash", "agent")), (("ok", "agent"), ("node_fail", "slurm")),
+        (("ok", "agent"), ("lost", "launcher")), (("crash", "agent"), ("node_fail", "slurm")),
+        (("crash", "agent"), ("lost", "launcher")), (("node_fail", "slurm"), ("lost", "launcher")),
         (("hang", "agent"), ("timeout", "somebody")),
     ],
-)
+)  # fmt: skip
 def test_who_is_believed(stronger, weaker):
     """Whoever writes first, and whatever the clocks say."""
     for events in ([ended(*stronger), ended(*weaker)], [ended(*weaker), ended(*stronger)]):

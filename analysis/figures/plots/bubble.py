@@ -1,17 +1,19 @@
 """Draws the bubble of pipeline schedules over the number of micro-batches, and the cost of pipelines in runs."""
 
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, measured
-from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
+from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid, remark
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, Layout, default_schedule
 from ultrabench.sweep.grid import schedule_refusals
@@ -104,15 +106,13 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
             axes.scatter(held["gas"], 100 * held["share"], 22, color=colour, marker=_MARKERS[schedule],
                          edgecolor="white", linewidth=0.4, zorder=4)  # fmt: skip
         if len(pairs) and not (pairs["pp"] == pp).any():
-            axes.text(
-                0.03, 0.92, "no pair of measured runs", transform=axes.transAxes, fontsize=8, color=GREY
-            )
+            remark(axes, "no pair of measured runs")
         label(axes, f"pp={pp}", "micro-batches of a step (gas)", "share of the step (%)")
         _scale(axes, drawn)
     measured_with = [name for name in _MARKERS if (pairs["schedule"] == name).any()]
     legend(middle, [
-        *(key(look.pop("label"), **look) for look in styles.values()),
-        *(key(f"measured, {name}", linestyle="", marker=_MARKERS[name], color="#5c5c5c") for name in measured_with),
+        *(Line2D([], [], **look) for look in styles.values()),
+        *(key(f"measured, {name}", linestyle="", marker=_MARKERS[name], color=GREY) for name in measured_with),
         *(key(counted(n, "node"), linestyle="", marker="o", color=nodes[n]["color"]) for n in nodes),
     ])  # fmt: skip
     return whole
@@ -121,15 +121,15 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
 def _styles(lines: pd.DataFrame) -> dict[tuple[str, int], dict[str, Any]]:
     """Schedule and stages on each rank -> the look of its line; the schedules differ without colour, too."""
     several = sorted({*lines.loc[lines["schedule"] == "interleaved", "virtual_stages"]})
-    looks_: dict[tuple[str, int], dict[str, Any]] = {
-        ("1f1b", 1): {"color": "#1b1b1b", "linestyle": "-", "label": "1f1b, afab"}
+    interleaved = {
+        ("interleaved", v): {"color": GREY, "linestyle": dash, "label": f"interleaved x{v:g}"}
+        for v, dash in zip(several, cycle(_DASHES), strict=False)
     }
-    for at, v in enumerate(several):
-        dash = _DASHES[at % len(_DASHES)]
-        looks_["interleaved", v] = {
-            "color": "#5c5c5c", "linestyle": dash, "label": f"interleaved x{v:g}"
-        }  # fmt: skip
-    return looks_ | {("zbv", 2): {"color": "#1b1b1b", "linestyle": ":", "label": "zbv"}}
+    return {
+        ("1f1b", 1): {"color": "#1b1b1b", "linestyle": "-", "label": "1f1b, afab"},
+        **interleaved,
+        ("zbv", 2): {"color": "#1b1b1b", "linestyle": ":", "label": "zbv"},
+    }
 
 
 def _scale(axes: Axes, drawn: pd.DataFrame) -> None:

@@ -1,5 +1,7 @@
 """Draws how runs ended: bars of their statuses over the number of nodes or another axis, a panel for each model."""
 
+from typing import Any
+
 import pandas as pd
 import pyarrow as pa
 from matplotlib.axes import Axes
@@ -9,9 +11,26 @@ from matplotlib.ticker import MaxNLocator
 
 from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.runs import final, known
-from ultrabench.analysis.figures.style import STATUSES, categories, label, legend, panel_grid
+from ultrabench.analysis.figures.style import categories, label, legend, panel_grid
 from ultrabench.errors import counted
 
+_ENDS = {
+    "ok": ("ok", "#029e73", ""),
+    "suspect": ("ok, but suspect", "#8fd6be", "///"),
+    "oom": ("out of memory", "#de8f05", "xxx"),
+    "crash": ("crash", "#d55e00", "\\\\\\"),
+    "hang": ("hang", "#cc78bc", "..."),
+    "timeout": ("time-out", "#fbafe4", "ooo"),
+    "comm_error": ("communication error", "#ca9161", "+++"),
+    "node_fail": ("node failure", "#ece133", "***"),
+    "invalid": ("invalid result", "#0173b2", "---"),
+    "lost": ("lost", "#56b4e9", "|||"),
+    "preempted": ("preempted", "#949494", "x"),
+    "cancelled": ("cancelled", "#5f5f5f", "//"),
+    "skipped": ("skipped", "#e4e4e4", ".."),
+    "pending": ("waits or runs", "#ffffff", ""),
+}
+"""Status of a run, and suspect for a number in doubt -> its name, colour and hatch, in the order in which bars stack them."""
 _SMALLEST = 0.09
 """Smallest share of a panel's height in which the number of a bar is written."""
 
@@ -22,12 +41,9 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     Each repeat of a run counts; suspect stands for an ok run in doubt.
     """
     frame = final(table)
-    frame["end"] = (
-        frame["status"]
-        .fillna("pending")
-        .mask((frame["status"] == "ok") & frame["suspect"].notna(), "suspect")
-    )
-    frame = frame[frame["end"].isin(STATUSES)]
+    doubted = (frame["status"] == "ok") & frame["suspect"].notna()
+    frame["end"] = frame["status"].fillna("pending").mask(doubted, "suspect")
+    frame = frame[frame["end"].isin(_ENDS)]
     runs, left_out = known(frame, axis, axis, "choose another --axis")
     by = runs.astype({axis: int}).groupby(["panel", axis, "end"], sort=False)
     return by.agg(runs=("run_id", "size")).reset_index(), left_out + notes(table)
@@ -35,53 +51,33 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """The bars of the numbers of runs in `drawn`, with the number in each part that is high enough."""
-    names, values = list(drawn["panel"].unique()), sorted(drawn[axis].unique())
+    of_panel, values = drawn.groupby("panel", sort=False), sorted(drawn[axis].unique())
     heading = f"How {counted(int(drawn['runs'].sum()), 'run')} ended, over {axis}: {title}"
-    whole, middle, panels = panel_grid(len(names), title=heading, notes=notes)
-    for axes, name in zip(panels, names, strict=True):
-        held = drawn[drawn["panel"] == name].pivot(index="end", columns=axis, values="runs")
-        _bars(axes, held.reindex(columns=values).fillna(0).astype(int))
-        label(axes, name, axis, "runs")
+    whole, middle, panels = panel_grid(len(of_panel), title=heading, notes=notes)
+    for axes, (name, held) in zip(panels, of_panel, strict=True):
+        numbers = held.pivot(index="end", columns=axis, values="runs").reindex(columns=values)
+        _bars(axes, numbers.fillna(0).astype(int))
+        label(axes, str(name), axis, "runs")
         categories(axes, [int(value) for value in values])
         axes.grid(visible=False, axis="x")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    shown = [look for end, look in STATUSES.items() if end in set(drawn["end"])]
-    patches = [
-        Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="black", linewidth=0.5, label=look.name)
-        for look in shown
-    ]
-    legend(middle, patches)
+    legend(middle, [Patch(**_look(end)) for end in _ENDS if end in set(drawn["end"])])
     return whole
 
 
+def _look(end: str) -> dict[str, Any]:
+    """The options of the bars of a status."""
+    name, colour, hatch = _ENDS[end]
+    return {"label": name, "facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
+
+
 def _bars(axes: Axes, held: pd.DataFrame) -> None:
-    """Draws a bar for each column of `held`, whose rows are statuses."""
-    highest = held.sum().max()
-    below = 0 * held.sum()
-    for end, look in STATUSES.items():
-        if end not in held.index:
-            continue
+    """Draws a bar for each column of `held`, whose rows are statuses, with the numbers of its larger parts."""
+    least, below = _SMALLEST * held.sum().max(), 0 * held.sum()
+    box = {"facecolor": "white", "linewidth": 0, "pad": 0.6}
+    for end in (end for end in _ENDS if end in held.index):
         runs = held.loc[end]
-        axes.bar(
-            range(len(runs)),
-            runs,
-            0.78,
-            bottom=below,
-            color=look.colour,
-            hatch=look.hatch,
-            edgecolor="black",
-            linewidth=0.5,
-        )
-        for at, number in enumerate(runs):
-            if number >= _SMALLEST * highest:
-                box = {"facecolor": "white", "linewidth": 0, "pad": 0.6}
-                axes.text(
-                    at,
-                    below.iloc[at] + number / 2,
-                    f"{number:,}",
-                    fontsize=7,
-                    ha="center",
-                    va="center",
-                    bbox=box,
-                )
+        bars = axes.bar(range(len(runs)), runs, 0.78, below, **_look(end))
+        numbers = [f"{number:,}" if number >= least else "" for number in runs]
+        axes.bar_label(bars, numbers, label_type="center", fontsize=7, bbox=box)
         below = below + runs

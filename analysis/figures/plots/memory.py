@@ -9,7 +9,6 @@ import pandas as pd
 import pyarrow as pa
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from ultrabench.analysis.figures.runs import final
 from ultrabench.analysis.figures.style import COLOURS, WIDTH, categories, key, label, legend, panel_grid
@@ -58,11 +57,12 @@ _CUT = 2.2
 _NUMBER_WIDTH = 0.3
 """Inches that a bar with a number has."""
 _MARKS = {
-    "measured": ("measured, largest of all ranks", "o", "#1b1b1b"),
-    "measured_rank0": ("measured, rank 0", "s", "#1b1b1b"),
-    "oom": ("measured: out of memory", "X", "#1b1b1b"),
+    "measured": ("measured, largest of all ranks", "o"),
+    "measured_rank0": ("measured, rank 0", "s"),
+    "oom": ("measured: out of memory", "X"),
 }
-"""What is shown of a run -> its name, marker and colour."""
+"""What is shown of a run -> its name and marker."""
+_DARK = "#1b1b1b"
 
 
 def points(
@@ -89,34 +89,29 @@ def points(
     if all(row["shown"] == "impossible" for row in rows):
         first = f"{axis}={rows[0]['value']}: " if axis != "stage" else ""
         raise ConfigError(f"no layout to draw: {first}{rows[0]['reason']}; choose another one")
-    words = {
-        name: f"{name}={at}"
-        for name, at in (given | _USUAL | given).items()
-        if name not in (axis, _FOLLOWS.get(axis))
-    }
+    whole, across = given | _USUAL | given, (axis, _FOLLOWS.get(axis))
+    words = {name: f"{name}={at}" for name, at in whole.items() if name not in across}
     fixed = " ".join(word for name, word in words.items() if name in ("model", *layout))
     usual = [word for name, word in words.items() if name not in ("model", "kernel", "profile", *layout)]
-    gpu: dict[str, Any] = {"gpu": config.hardware.gpu, "mem_bytes": config.hardware.mem_bytes}
-    drawn = pd.DataFrame(rows).assign(model=config.models[0].name, fixed=fixed, **gpu)
-    told = [*([f"Defaults: {' '.join(usual)}."] if usual else []), *_notes(drawn, config)]
-    if runs is not None:
-        told += _found(drawn, runs, config)
+    drawn = pd.DataFrame(rows).assign(
+        model=config.models[0].name, fixed=fixed, gpu=config.hardware.gpu, mem_bytes=config.hardware.mem_bytes
+    )
+    told = [f"Defaults: {' '.join(usual)}."] if usual else []
+    told += [*_notes(drawn, config), *(() if runs is None else _found(drawn, runs, config))]
     return drawn, "\n".join(told)
 
 
 def _variants(given: dict[str, Any], config: SweepConfig, axis: str) -> Iterator[dict[str, Any]]:
     """The arguments with each value of the axis."""
-    per_node = config.hardware.gpus_per_node
-    rest = prod(given.get(name, 1) for name in ("tp", "pp", "cp") if name != axis)
-    powers, most = [2**n for n in range(17)], given["nodes"] * per_node // max(1, rest)
-    whole = [n for n in powers if n * rest % per_node == 0][:8]
-    values: list[Any] = [
-        *_VALUES.get(axis, whole if axis == "dp" else [n for n in powers if n <= max(1, most)])
-    ]
-    values += [given[axis]] if axis in given and given[axis] not in values else []
     if axis == "stage":
         yield given
         return
+    per_node, powers = config.hardware.gpus_per_node, [2**n for n in range(17)]
+    rest = prod(given.get(name, 1) for name in ("tp", "pp", "cp") if name != axis)
+    degrees = [n for n in powers if n * rest <= given["nodes"] * per_node] or [1]
+    if axis == "dp":
+        degrees = [n for n in powers if n * rest % per_node == 0][:8]
+    values = dict.fromkeys([*_VALUES.get(axis, degrees), *([given[axis]] if axis in given else [])])
     for value in values if axis == "recompute" else sorted(values):
         own = {name: at for name, at in given.items() if name != _FOLLOWS.get(axis)} | {axis: value}
         if axis == "dp":
@@ -225,13 +220,14 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     whole, middle, (axes,) = panel_grid(1, title=heading, notes=notes, height=3.6)
     handles, below = list[Any](), pd.Series(0.0, bars.index)
     for part, colour, hatch in zip(PARTS, COLOURS, _HATCHES, strict=False):
-        look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
-        axes.bar(bars.index, bars[part] / unit, 0.7, below / unit, **look)
-        handles, below = [*handles, Patch(label=part, **look)], below + bars[part]
+        handles.append(
+            axes.bar(bars.index, bars[part] / unit, 0.7, below / unit, facecolor=colour, hatch=hatch, edgecolor="white",
+                     linewidth=0.4, label=part)
+        )  # fmt: skip
+        below = below + bars[part]
     if memory / unit < top:
-        line: dict[str, Any] = {"color": "#1b1b1b", "linestyle": "--", "linewidth": 1.2}
-        axes.axhline(memory / unit, **line)
-        handles.append(key(f"{memory / unit:,.4g} {name} of {first['gpu']}", **line))
+        limit = f"{memory / unit:,.4g} {name} of {first['gpu']}"
+        handles.append(axes.axhline(memory / unit, color=_DARK, linestyle="--", linewidth=1.2, label=limit))
     handles += _mark(axes, drawn, [*bars["value"]], unit)
     label(axes, first["fixed"], _ACROSS[axis], f"memory ({name})")
     _name_bars(axes, drawn, bars, top, unit)
@@ -244,13 +240,12 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
 def _mark(axes: Axes, drawn: pd.DataFrame, values: list[str], unit: float) -> list[Any]:
     """Marks the measured runs, and returns their entries of the legend."""
     keys = []
-    for shown, (name, marker, colour) in _MARKS.items():
+    for shown, (name, marker) in _MARKS.items():
         held = drawn[drawn["shown"] == shown]
         if len(held):
-            at = held["value"].map(values.index)
-            look: dict[str, Any] = {"color": colour, "marker": marker}
-            axes.scatter(at, held["bytes"] / unit, 30, **look, edgecolor="white", linewidth=0.6, zorder=4)
-            keys.append(key(name, linestyle="", **look))
+            look: dict[str, Any] = {"color": _DARK, "marker": marker, "edgecolor": "white", "linewidth": 0.6}
+            axes.scatter(held["value"].map(values.index), held["bytes"] / unit, 30, **look, zorder=4)
+            keys.append(key(name, linestyle="", color=_DARK, marker=marker))
     return keys
 
 
@@ -267,12 +262,8 @@ def _name_bars(axes: Axes, drawn: pd.DataFrame, bars: pd.DataFrame, top: float, 
         odds = f"\nP(OOM)\n{100 * chance:.0f} %" if chance >= 0.005 and wide > 2 * _NUMBER_WIDTH else ""
         near = (seen["value"] == value) & ((seen["bytes"] - held).abs() < 0.08 * top * unit)
         high = min(seen["bytes"][near].max() / unit + 0.03 * top, 0.84 * top)
-        axes.text(
-            at,
-            high,
-            f"{held / unit:,.{2 if held < 10 * unit else 1 if held < 100 * unit else 0}f}{odds}",
-            **place,
-        )
+        digits = 2 if held < 10 * unit else 1 if held < 100 * unit else 0
+        axes.text(at, high, f"{held / unit:,.{digits}f}{odds}", **place)
 
 
 def _names(values: Iterable[str]) -> list[str]:

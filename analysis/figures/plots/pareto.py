@@ -19,6 +19,11 @@ _LINES, _LINE_WIDTH = 15, 50
 """Lines of text that fit beside a panel, and characters of a line."""
 _SCALES, _CLOSE = ("memory_gib", "tokens_per_s_per_gpu"), 0.05
 """What is across and up, and how far apart two named runs are, as a part of the largest values of the front."""
+_NAME: dict[str, Any] = {
+    "fontsize": 6.5, "va": "center", "zorder": 0,
+    "arrowprops": {"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "relpos": (0, 0.5)},
+}  # fmt: skip
+"""Look of the name of a run and of the line to it."""
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -32,11 +37,9 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     todo = "a program reports it as docs/kernels.md tells"
     all_runs = measured(final(table))
     runs, left_out = known(winnable(all_runs), "memory_gib", "peak memory", todo)
-    order = ["memory_gib", "tokens_per_s_per_gpu"]
-    runs = runs.sort_values(order, ascending=[True, False], kind="stable")
-    before = runs.groupby("panel")["tokens_per_s_per_gpu"].transform(
-        lambda rate: rate.cummax().shift(fill_value=0)
-    )
+    runs = runs.sort_values([*_SCALES], ascending=[True, False], kind="stable")
+    best = runs.groupby("panel")["tokens_per_s_per_gpu"].cummax()
+    before = best.groupby(runs["panel"]).shift(fill_value=0)
     told = left_out + notes(table, all_runs)
     return runs.assign(front=runs["tokens_per_s_per_gpu"] > before).sort_index(), told
 
@@ -51,12 +54,9 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     if unnamed:
         about += f"\nWithout a name: {counted(unnamed, 'run')} of the front, too close to others or too many."
     heading = f"Throughput against memory, and the front of {counted(len(drawn), 'run')}: {title}"
-    whole, middle, panels = panel_grid(
-        len(names), title=heading, notes=f"{about}\n{notes}", columns=1, height=2.6
-    )
-    styles = {
-        n: {**style, "linestyle": "", "markersize": 3.5} for n, style in looks(nodes, ordered=True).items()
-    }
+    about += f"\n{notes}"
+    whole, middle, panels = panel_grid(len(names), title=heading, notes=about, columns=1, height=2.6)
+    styles = looks(nodes, ordered=True, linestyle="", markersize=3.5)
     for axes, name in zip(panels, names, strict=True):
         for n, own in drawn[drawn["panel"] == name].groupby("nodes"):
             axes.plot(own["memory_gib"], own["tokens_per_s_per_gpu"], alpha=0.7, **styles[n])
@@ -81,10 +81,8 @@ def _named(front: pd.DataFrame) -> pd.DataFrame:
         {str(name): value for name, value in run.items() if pd.notna(value)}
         for run in front[[*AXES]].convert_dtypes().to_dict("records")
     ]
-    words = [
-        f"{counted(nodes, 'node')}: {' '.join(layout_words(layout))}"
-        for nodes, layout in zip(front["nodes"], layouts, strict=True)
-    ]
+    told = zip(front["nodes"], layouts, strict=True)
+    words = (f"{counted(nodes, 'node')}: {' '.join(layout_words(layout))}" for nodes, layout in told)
     wrapped = [textwrap.wrap(text, _LINE_WIDTH) for text in words]
     room = min(len(front), _LINES // max(map(len, wrapped)))
     kept = [round(n * (len(front) - 1) / max(1, room - 1)) for n in range(room)]
@@ -97,13 +95,5 @@ def _name(axes: Axes, named: pd.DataFrame) -> None:
     height, end = 1 + step / 2, axes.get_ylim()[1]
     for below, run in zip(range(len(named))[::-1], named.iloc[::-1].to_dict("records"), strict=True):
         height = max((below + 0.5) * step, min(run["tokens_per_s_per_gpu"] / end, height - step))
-        axes.annotate(
-            run["text"],
-            xy=(run["memory_gib"], run["tokens_per_s_per_gpu"]),
-            xytext=(1.06, height),
-            textcoords="axes fraction",
-            fontsize=6.5,
-            va="center",
-            zorder=0,
-            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "relpos": (0, 0.5)},
-        )
+        at = run["memory_gib"], run["tokens_per_s_per_gpu"]
+        axes.annotate(run["text"], at, (1.06, height), textcoords="axes fraction", **_NAME)

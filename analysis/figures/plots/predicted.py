@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, measured, notes, winnable
-from ultrabench.analysis.figures.style import factors, key, label, legend, looks, panel_grid
+from ultrabench.analysis.figures.style import factors, key, label, legend, looks, panel_grid, remark
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 
@@ -28,10 +28,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     runs = runs.assign(predicted_gib=runs["predicted_peak_mem_bytes"] / GIB)
     known = runs[runs[[_TIME[1], _MEMORY[1]]].notna().any(axis=1)]
     if not len(known):
-        todo = "predict them with: ultrabench predict validate FILE.parquet -o FILE.png"
-        raise ConfigError(
-            f"{counted(len(runs), 'run')} here, none with a prediction, as imported rows are; {todo}"
-        )
+        none = f"{counted(len(runs), 'run')} here, none with a prediction, as imported rows are"
+        raise ConfigError(f"{none}; predict them with: ultrabench predict validate FILE.parquet -o FILE.png")
     whole = "On CPUs measured memory is that of the process, with Python and torch, which predictions leave out.\n"
     return known, whole * ("cpu" in set(table["hardware"].to_pylist())) + notes(table, all_runs)
 
@@ -42,13 +40,9 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     heading = f"Predicted against measured, {counted(len(drawn), 'run')}: {title}"
     regimes = "regime" in drawn
     whole, middle, panels = panel_grid(2 + regimes, title=heading, notes=notes, height=3.1)
-    styles = {
-        name: {**style, "linestyle": "", "markersize": 3.5}
-        for name, style in looks(names, ordered=False).items()
-    }
-    for axes, columns, shown in zip(
-        panels, (_TIME, _MEMORY), ("step time (s)", "peak memory (GiB)"), strict=False
-    ):
+    styles = looks(names, ordered=False, linestyle="", markersize=3.5)
+    shown_columns = {"step time (s)": _TIME, "peak memory (GiB)": _MEMORY}
+    for axes, (shown, columns) in zip(panels, shown_columns.items(), strict=False):
         _scatter(axes, drawn, *columns, styles)
         label(axes, shown.partition(" (")[0].capitalize(), f"measured {shown}", f"predicted {shown}")
     if regimes:
@@ -61,15 +55,10 @@ def validated(rows: pd.DataFrame, profile: str) -> Figure:
     """The figure of the healthy runs that `ultrabench.analysis.predict.validate` has predicted with a profile."""
     ok = rows[rows.healthy & (rows.status == "ok") & rows.step_time_s.notna()]
     ok = ok.sort_values(["num_params", "model", "run_id", "step_time_s"])
-    in_gib = {
-        "memory_gib": ok.peak_mem_reserved_bytes / GIB,
-        "predicted_gib": ok.predicted_peak_mem_bytes / GIB,
-    }
-    return figure(
-        ok.assign(panel=ok.model, **{name: held.astype(float) for name, held in in_gib.items()}),
-        title=f"profile {profile}",
-        notes=f"{len(ok):,} of {counted(len(rows), 'row')}: ok, with a step time, and healthy.",
-    )
+    gib = ok[["peak_mem_reserved_bytes", "predicted_peak_mem_bytes"]].astype(float) / GIB
+    ok = ok.assign(panel=ok.model, memory_gib=gib.iloc[:, 0], predicted_gib=gib.iloc[:, 1])
+    note = f"{len(ok):,} of {counted(len(rows), 'row')}: ok, with a step time, and healthy."
+    return figure(ok, title=f"profile {profile}", notes=note)
 
 
 def _scatter(
@@ -79,9 +68,7 @@ def _scatter(
     known = drawn[(drawn[measured] > 0) & (drawn[predicted] > 0)]
     axes.set(xscale="log", yscale="log")
     if not len(known):
-        axes.text(
-            0.5, 0.5, "not recorded or not predicted", transform=axes.transAxes, ha="center", fontsize=9
-        )
+        remark(axes, "not recorded or not predicted")
         return
     both = known[[measured, predicted]]
     ends = [both.min().min() / 1.2, both.max().max() * 1.2]

@@ -11,7 +11,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.runs import final, known, measured, notes, winnable
-from ultrabench.analysis.figures.style import categories, key, label, legend, looks, panel_grid
+from ultrabench.analysis.figures.style import categories, key, label, legend, looks, panel_grid, remark
 from ultrabench.errors import counted
 from ultrabench.layout import AXES
 
@@ -51,15 +51,12 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     about += f" Reserved memory: {drawn['memory_of'].iloc[0]}.\n{notes}"
     heading = f"Throughput and memory over {axis}, best and all else equal: {title}"
     whole, middle, panels = panel_grid(2 * len(names), title=heading, notes=about)
-    styles = looks(lines, ordered=True)
+    styles = looks(lines, ordered=True, markersize=4.5, linewidth=1.4)
     pairs = ((name, column) for name in names for column in _COLUMNS)
     for axes, (name, column) in zip(panels, pairs, strict=True):
         _draw(axes, drawn[drawn["panel"] == name], column, axis, sorted(drawn[axis].unique()), styles)
         label(axes, name, axis, _COLUMNS[column])
-    keys = [
-        key(f"best on {counted(n, 'node')}" if n else "best layout", markersize=4.5, **styles[n])
-        for n in lines
-    ]
+    keys = [key(f"best on {counted(n, 'node')}" if n else "best layout", **styles[n]) for n in lines]
     legend(middle, [*keys, key("all else equal", color=_THIN["color"], linewidth=0.7)])
     return whole
 
@@ -81,8 +78,8 @@ def _draw(
     lines = np.split(alike[["across", column]].to_numpy(), ends)
     axes.add_collection(LineCollection([line for line in lines if len(line) > 1], **_THIN), autolim=False)
     for line, own in told[told["best"]].groupby("line"):
-        axes.plot(own["across"], own[column], markersize=4.5, linewidth=1.4, **styles[line])
+        axes.plot(own["across"], own[column], **styles[line])
     categories(axes, [int(value) for value in values])
     axes.set_ylim(0, 1.06 * told[column].max() if len(told) else 1)
     if not len(told):
-        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", fontsize=9)
+        remark(axes, "not recorded")

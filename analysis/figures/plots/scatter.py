@@ -42,29 +42,26 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each model; the markers of runs that cannot win are crosses without colour."""
-    names, nodes = list(drawn.sort_index()["panel"].unique()), sorted(drawn["nodes"].unique())
+    names, nodes = drawn.sort_index()["panel"].unique(), sorted(drawn["nodes"].unique())
     shown, most = drawn["shown"].iloc[0], drawn["height"].max()
     heading = f"{shown.partition(' ')[0]} and throughput of {counted(len(drawn), 'run')} over nodes: {title}"
     whole, middle, panels = panel_grid(len(names), title=heading, notes=notes, sharey=True)
     for axes, name in zip(panels, names, strict=True):
         held = drawn[drawn["panel"] == name]
         largest = held["tokens_per_s"].max()
-        at, area = (
-            held["nodes"].map(nodes.index) + held["beside"],
-            np.maximum(_LARGEST * held["tokens_per_s"] / largest, _SMALLEST),
+        held = held.assign(
+            at=held["nodes"].map(nodes.index) + held["beside"],
+            area=np.maximum(_LARGEST * held["tokens_per_s"] / largest, _SMALLEST),
         )
-        good = held["good"]
-        axes.scatter(
-            at[~good], held["height"][~good], area[~good], color="#8a8a8a", marker="x", linewidth=0.7
-        )
-        axes.scatter(at[good], held["height"][good], area[good], held["height"][good], cmap="viridis", vmin=0, vmax=most,
+        good, crosses = held[held["good"]], held[~held["good"]]
+        axes.scatter("at", "height", "area", color="#8a8a8a", marker="x", linewidth=0.7, data=crosses)
+        axes.scatter("at", "height", "area", "height", data=good, cmap="viridis", vmin=0, vmax=most,
                      alpha=0.85, edgecolor="black", linewidth=0.3)  # fmt: skip
         label(axes, name, f"nodes (largest marker: {count(largest, 'tokens/s')})", shown)
         categories(axes, [int(n) for n in nodes])
         axes.set_ylim(0, 1.06 * most)
-    bar = middle.colorbar(
-        ScalarMappable(Normalize(0, most), "viridis"), ax=panels, fraction=0.03, pad=0.01, format="{x:,.10g}"
-    )
+    colours = ScalarMappable(Normalize(0, most), "viridis")
+    bar = middle.colorbar(colours, ax=panels, fraction=0.03, pad=0.01, format="{x:,.10g}")
     bar.outline.set_visible(False)
     bar.set_label(shown, fontsize=8.5, color=GREY)
     bar.ax.tick_params(labelsize=8, color=GREY)

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from ultrabench.analysis.compare import Comparison
 
 Results = Annotated[str, typer.Argument(metavar="SWEEP or FILE.parquet", show_default=False)]
-Threshold = Annotated[float, typer.Option(min=0.0, help="Relative difference of step times to ignore.")]
-Output = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", help="All layouts as .parquet, or a figure as .png, .svg or .pdf."),
-]
 Record = dict[Any, Any]
 """Column -> value of one row."""
 MOST_ROWS = 10
@@ -31,8 +26,10 @@ MOST_UNPROVEN = 5
 def compare(
     a: Results,
     b: Results,
-    threshold: Threshold = 0.05,
-    output: Output = None,
+    threshold: float = typer.Option(0.05, min=0.0, help="Relative difference of step times to ignore."),
+    output: Path | None = typer.Option(
+        None, "-o", "--output", help="All layouts as .parquet, or a figure as .png, .svg or .pdf."
+    ),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
@@ -44,25 +41,24 @@ def compare(
     from ultrabench.cli.tables import print_json, say, warn
 
     (name_a, _, table_a), (name_b, _, table_b) = (open_results(each, results_dir, warn) for each in (a, b))
-    found, title = compared(table_a, table_b, threshold), f"{name_b} against {name_a}"
+    found = compared(table_a, table_b, threshold, (name_a, name_b))
     if output is not None:
-        _write(found, output, title, threshold, (name_a, name_b))
+        _write(found, output)
         say(f"wrote {counted(len(found.rows), 'layout')} to {output}")
     if json_:
-        only = dict(zip(("only_a", "only_b"), found.only, strict=True))
-        settings = {"a": name_a, "b": name_b, "threshold": threshold, "differing": found.differing, **only}
-        told = {name: getattr(found, name) for name in ("regressions", "median_ratio", "notes", "warning")}
+        sides = {"a": name_a, "b": name_b, "only_a": found.only[0], "only_b": found.only[1]}
+        names = ("threshold", "differing", "regressions", "median_ratio", "notes", "warning")
         tables = {"winners": found.winners, "rows": found.rows}
         rows = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
-        print_json(settings | told | rows)
+        print_json(sides | {name: getattr(found, name) for name in names} | rows)
     else:
-        _print(found, title, threshold, (name_a, name_b))
+        _print(found)
     if found.warning:
         warn(found.warning)
     return int(found.regressions > 0)
 
 
-def _write(found: "Comparison", path: Path, title: str, threshold: float, names: tuple[str, str]) -> None:
+def _write(found: "Comparison", path: Path) -> None:
     """Writes the compared layouts as parquet, or draws them."""
     if path.suffix == ".parquet":
         import pyarrow as pa
@@ -73,10 +69,10 @@ def _write(found: "Comparison", path: Path, title: str, threshold: float, names:
         return
     from ultrabench.analysis.figures.compared import figure
 
-    draw(path, lambda: figure(found, title=title, threshold=threshold, names=names))
+    draw(path, lambda: figure(found))
 
 
-def _print(found: "Comparison", title: str, threshold: float, names: tuple[str, str]) -> None:
+def _print(found: "Comparison") -> None:
     """Prints what differs, layouts with a finding or a large ratio, cells with another winner, and the notes."""
     from ultrabench.analysis.compare import FAILING, FASTER, RUNNING_AGAIN, SLOWER
     from ultrabench.cli.tables import show, table
@@ -84,15 +80,15 @@ def _print(found: "Comparison", title: str, threshold: float, names: tuple[str, 
     counts = found.rows["finding"].value_counts()
     told = [f"{counts.get(name, 0)} {name}" for name in (SLOWER, FASTER, FAILING, RUNNING_AGAIN)]
     middle = "unknown" if found.median_ratio is None else f"{found.median_ratio:.3f}"
-    show(f"{title}: median ratio of step times {middle}; {', '.join(told)} (threshold {threshold:.1%})")
-    show(f"  A is {names[0]}, B is {names[1]}; a ratio is B / A")
-    for name, (left, right) in found.differing.items():
-        show(f"  {name}: {left} -> {right}")
+    counts_line = f"{', '.join(told)} (threshold {found.threshold:.1%})"
+    show(f"{found.title}: median ratio of step times {middle}; {counts_line}")
+    show(f"  A is {found.names[0]}, B is {found.names[1]}; a ratio is B / A")
+    show(*(f"  {name}: {left} -> {right}" for name, (left, right) in found.differing.items()))
     rows = found.findings.to_dict("records")
     heads = ("finding", "model", ">nodes", "layout", ">step A", ">step B", ">ratio", ">p")
     if rows:
         show(table(f"\nfindings{_more(rows)}", *heads, rows=map(_cells, rows[:MOST_ROWS])))
-    large = found.unproven[found.unproven["ratio"] > 1 + threshold].to_dict("records")
+    large = found.unproven[found.unproven["ratio"] > 1 + found.threshold].to_dict("records")
     if large:
         columns = ("model", ">nodes", "layout", ">ratio", ">p", ">steps A", ">steps B")
         first = large[:MOST_UNPROVEN]

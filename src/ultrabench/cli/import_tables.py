@@ -6,24 +6,25 @@ from typing import Annotated
 
 import typer
 
-from ultrabench.cli.options import Json
-from ultrabench.cli.results import require_parquet, write_result
+from ultrabench.cli.options import Json, table_file
+from ultrabench.cli.results import write_result
 from ultrabench.errors import ConfigError, counted
 
-Given = Annotated[
-    list[str],
-    typer.Argument(metavar="[nanotron] FILE.csv", show_default=False, help="A known format, and the table."),
-]
-Map = Annotated[
-    Path | None, typer.Option("--map", help="A YAML file that maps the columns of any other table.")
-]
-Imported = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", help="The file to write; default: NAME.parquet of FILE in this folder."),
+Output = Annotated[
+    Path | None, table_file("The file to write; default: NAME.parquet of FILE in this folder.")
 ]
 
 
-def import_table(given: Given, map_: Map = None, output: Imported = None, json_: Json = False) -> None:
+def import_table(
+    given: list[str] = typer.Argument(
+        metavar="[nanotron] FILE.csv", show_default=False, help="A known format, and the table."
+    ),
+    map_: Path | None = typer.Option(
+        None, "--map", help="A YAML file that maps the columns of any other table."
+    ),
+    output: Output = None,
+    json_: Json = False,
+) -> None:
     """Turn the result table of another program into a parquet file."""
     from ultrabench.analysis.collect import parquet
     from ultrabench.analysis.importing.import_table import import_csv
@@ -34,8 +35,6 @@ def import_table(given: Given, map_: Map = None, output: Imported = None, json_:
     if len(formats) + (map_ is not None) != 1:
         forms = "ultrabench import nanotron FILE.csv, or ultrabench import --map map.yaml FILE.csv"
         raise ConfigError(f"import {' '.join(given)} needs one format or one map: {forms}")
-    if output is not None:
-        require_parquet(output)
     imported = import_csv(Path(file), read_map(map_ or built_in(formats[0])))
     path = output or Path(Path(file).name).with_suffix(".parquet")
     write_result(path, parquet(imported.table))

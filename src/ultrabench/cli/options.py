@@ -1,20 +1,39 @@
 """The arguments and options that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ultrabench.errors import ConfigError
+
 RESULTS = Path("results")
 
+
+def words(metavar: str, meaning: str) -> Any:
+    """An argument that takes any number of words; `meaning` is its help."""
+    return typer.Argument(metavar=metavar, default_factory=list, show_default=False, help=meaning)
+
+
+def table_file(meaning: str) -> Any:
+    """The option -o for a table to write as parquet; `meaning` is its help."""
+    return typer.Option("-o", "--output", callback=require_parquet, help=meaning)
+
+
+def require_parquet(path: Path | None) -> Path | None:
+    """The name of a table to write; raises ConfigError when it does not end in .parquet."""
+    if path is not None and path.suffix != ".parquet":
+        raise ConfigError(f"-o {path}; tables are written as parquet: name a file that ends in .parquet")
+    return path
+
+
 Overrides = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[OVERRIDES]...", default_factory=list, show_default=False,
-        help="Hydra overrides, such as hardware=h100x8 cluster=mine.",
-    ),
-]  # fmt: skip
+    list[str], words("[OVERRIDES]...", "Hydra overrides, such as hardware=h100x8 cluster=mine.")
+]
 Source = Annotated[str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="Default: the newest.")]
 RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="A numeric column of the result table.")]
+ProfileName = Annotated[
+    str | None, typer.Option("--profile", metavar="NAME", help="Default: that of the runs' program.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 ResultsDir = Annotated[Path, typer.Option(help="The folder that holds the sweeps.")]

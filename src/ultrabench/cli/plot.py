@@ -1,7 +1,6 @@
 """The command `ultrabench plot`, which draws figures of results."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -10,24 +9,19 @@ from ultrabench.cli.options import RESULTS, ResultsDir
 from ultrabench.cli.results import Output, draw
 from ultrabench.errors import ConfigError, counted, require_known
 
-Kind = Annotated[str | None, typer.Argument(metavar="KIND", help="What to draw; --list shows the kinds.")]
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[SWEEP or FILE.parquet] [NAME=VALUE]...",
-        help="Results (default: the newest sweep); only rows with these values, such as nodes=4, or a layout to show.",
-    ),
-]
-Axis = Annotated[str | None, typer.Option("--axis", metavar="NAME", help="What is across, as --list shows.")]
-ListKinds = Annotated[bool, typer.Option("--list", help="Show the kinds of figures.")]
+_WORDS = (
+    "Results (default: the newest sweep); only rows with these values, such as nodes=4, or a layout to show."
+)
 
 
 def plot(
-    kind: Kind = None,
-    words: Words = None,
+    kind: str | None = typer.Argument(None, metavar="KIND", help="What to draw; --list shows the kinds."),
+    given: list[str] | None = typer.Argument(
+        None, metavar="[SWEEP or FILE.parquet] [NAME=VALUE]...", help=_WORDS
+    ),
     output: Output = None,
-    axis: Axis = None,
-    list_: ListKinds = False,
+    axis: str | None = typer.Option(None, metavar="NAME", help="What is across, as --list shows."),
+    list_: bool = typer.Option(False, "--list", help="Show the kinds of figures."),
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Draw another figure of the results, as .png, .svg or .pdf."""
@@ -40,7 +34,7 @@ def plot(
     require_known("figure", KINDS, kind)
     from ultrabench.analysis.collect import open_results
 
-    source, settings = _split(words or [])
+    source, settings = _split(given or [])
     if KINDS[kind].of_layout:
         name, default, table = open_results(source, results_dir, warn) if source else ("", Path(kind), None)
         options = {"layout": settings}

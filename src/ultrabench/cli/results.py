@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, RankBy, ResultsDir, Source
-from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.cli.options import RESULTS, Json, RankBy, ResultsDir, Source, table_file
+from ultrabench.errors import SweepFolderError, counted
 from ultrabench.store.folder import find_sweep, write_whole
 
 if TYPE_CHECKING:  # for other commands these would be slow imports
@@ -15,19 +15,18 @@ if TYPE_CHECKING:  # for other commands these would be slow imports
     from matplotlib.figure import Figure
 
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write.")]
+Table = Annotated[Path | None, table_file("The file to write.")]
 Sweeps = Annotated[
     list[str] | None, typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: the newest.")
 ]
 
 
-def collect_sweeps(sweeps: Sweeps = None, output: Output = None, results_dir: ResultsDir = RESULTS) -> None:
+def collect_sweeps(sweeps: Sweeps = None, output: Table = None, results_dir: ResultsDir = RESULTS) -> None:
     """Collect the journals of sweeps into one parquet file."""
     from ultrabench.analysis.cells import doubts
     from ultrabench.analysis.collect import collect, parquet
     from ultrabench.cli.tables import say, warn
 
-    if output is not None:
-        require_parquet(output)
     named = [find_sweep(name, results_dir) for name in sweeps or (None,)]
     folders = [*{folder.path.resolve(): folder for folder in named}.values()]
     table = collect(folders, warn)
@@ -55,7 +54,7 @@ def heatmap(
     from ultrabench.cli.tables import print_json, say, warn
 
     name, default, table = open_results(source, results_dir, warn)
-    cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), None
+    cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), ""
     if other is not None:
         label, _, others = open_results(other, results_dir, warn)
         cells = compared_with(cells, rank(others, rank_by=rank_by, include_suspects=include_suspects))
@@ -72,12 +71,6 @@ def heatmap(
     close = sum(bool(cell.as_good_as_best) for cell in cells)
     tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {path}{tied if close else ''}")
-
-
-def require_parquet(path: Path) -> None:
-    """Raises ConfigError when the name of a table to write does not end in .parquet."""
-    if path.suffix != ".parquet":
-        raise ConfigError(f"-o {path}; tables are written as parquet: name a file that ends in .parquet")
 
 
 def draw(path: Path, make: "Callable[[], Figure]") -> None:

@@ -244,18 +244,6 @@ def test_a_no_writes_and_submits_nothing(ultrabench, site, typed):
     assert [p.name for p in site.iterdir()] == ["asked"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["sweep.nodes=[1,4]"], "by default a sweep takes 2: set launcher.max_nodes=4"),
-        (["launcher.partition=hoper"], "unknown launcher.partition 'hoper'; did you mean hopper?"),
-    ],
-)
-def test_what_the_site_does_not_give_is_said_first(ultrabench, site, overrides, line):
-    assert line in one_line(ultrabench, "sweep", "launch", "launcher=slurm", "model=tiny", *overrides)
-    assert [p.name for p in site.iterdir()] == ["asked"]
-
-
 @pytest.mark.parametrize("hours", ["inf", "nan", "-1", "1e400", "many"])
 @pytest.mark.parametrize("launcher", ["local", "slurm"])
 def test_a_budget_is_a_number(ultrabench, site, hours, launcher):

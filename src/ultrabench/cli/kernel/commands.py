@@ -4,16 +4,11 @@ from typing import Annotated
 
 import typer
 
-from ultrabench.cli.options import Json
+from ultrabench.cli.options import Json, words
 
 kernel_app = typer.Typer(help="Try the embedded kernel alone.", no_args_is_help=True, rich_markup_mode=None)
-Arguments = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[NAME=VALUE]...", default_factory=list, show_default=False,
-        help="Layout and model, such as tp=2 pp=2 gas=4 model=tiny recompute=full, and nodes=8 for dryrun.",
-    ),
-]  # fmt: skip
+_LAYOUT = "Layout and model, such as tp=2 pp=2 gas=4 model=tiny recompute=full, and nodes=8 for dryrun."
+Arguments = Annotated[list[str], words("[NAME=VALUE]...", _LAYOUT)]
 
 
 @kernel_app.command()

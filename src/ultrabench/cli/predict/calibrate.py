@@ -1,56 +1,38 @@
-"""What `ultrabench predict calibrate` prints and writes."""
+"""The command `ultrabench predict calibrate`, which fits a profile to measured runs."""
 
-from collections import Counter
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ultrabench.analysis.collect import open_results
-from ultrabench.analysis.measured import measured_runs
-from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
-from ultrabench.analysis.predict.cases import Case, cases, default_profile
+import typer
+
+from ultrabench.cli.options import RESULTS, Json, ProfileName, ResultsDir
 from ultrabench.cli.results import write_result
-from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, counted
-from ultrabench.sweep.config.load import load_profile
-from ultrabench.sweep.predict.profile import Profile
+
+MINE = Path("ultrabench/profiles/mine.yaml")
 
 
-def open_cases(
-    sources: Sequence[str | None], profile: str | None, results_dir: Path
-) -> tuple[list[Case], Profile]:
-    """The runs of sweeps and files that predictions can be compared with, and the profile of these predictions.
-
-    The other runs are counted on stderr.
-
-    Args:
-        profile: its name; None means that of the program which the runs used.
-    """
-    runs, unknown = [], Counter[str]()
-    for source in sources:
-        found, unusable = measured_runs(open_results(source, results_dir, warn)[2])
-        runs += found
-        unknown.update({reason.partition(": ")[0]: n for reason, n in unusable.items()})
-    if unknown:
-        reasons = "; ".join(f"{n:,}: {reason}" for reason, n in unknown.most_common(5))
-        say(f"{counted(unknown.total(), 'row')} cannot be predicted ({reasons})")
-    given, others = cases(runs)
-    told = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
-    say(f"{counted(len(given), 'run')}; left out: {told or 'none'}")
-    if not given:
-        rows = counted(len(runs) + unknown.total(), "row")
-        raise ConfigError(f"none of {rows} is of a run that can be predicted and ended ok or out of memory")
-    return given, load_profile(profile or default_profile(given))
-
-
-def run_calibrate(
-    sources: Sequence[str | None], profile: str | None, output: Path, json_: bool, results_dir: Path
+def calibrate(
+    sources: list[str] | None = typer.Argument(
+        None, metavar="[SWEEP or FILE.parquet]...", help="Default: the newest sweep."
+    ),
+    profile: ProfileName = None,
+    output: Path = typer.Option(MINE, "-o", "--output", help="The profile to write."),
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Fits a profile, writes its file and prints the errors on runs left out of the fit."""
+    """Fit a profile to measured runs.
+
+    It tells the errors on runs left out of the fit."""
     if output.suffix != ".yaml":
         raise ConfigError(f"{output} is no name of a profile; end it in .yaml")
-    given, base = open_cases(sources, profile, results_dir)
-    found = calibrate(given, base, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
+    from ultrabench.analysis.predict.calibrate import calibrate as calibrated
+    from ultrabench.analysis.predict.calibrate import to_yaml
+    from ultrabench.cli.predict.cases import open_cases
+    from ultrabench.cli.tables import print_json, say, show, table
+
+    given, base = open_cases(sources or [None], profile, results_dir)
+    found = calibrated(given, base, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_result(output, to_yaml(found.profile, base).encode())
     if json_:

@@ -1,31 +1,38 @@
-"""What `ultrabench predict replay` prints and writes."""
+"""The command `ultrabench predict replay`, which measures what a strategy of search costs and misses."""
 
-from pathlib import Path
+import typer
 
-from ultrabench.analysis.predict.replay import STRATEGIES, cells_of, replay
-from ultrabench.cli.predict.calibrate import open_cases
-from ultrabench.cli.results import draw
-from ultrabench.cli.tables import print_json, say, show, table
+from ultrabench.cli.options import RESULTS, Json, ProfileName, ResultsDir, Source
+from ultrabench.cli.results import Output, draw
 from ultrabench.errors import ConfigError, require_known
-from ultrabench.sweep.config.load import load_config
 
 
-def run_replay(
-    source: str | None,
-    strategy: str,
-    batch: int,
-    profile: str | None,
-    output: Path | None,
-    json_: bool,
-    results_dir: Path,
+def replay(
+    source: Source = None,
+    strategy: str = typer.Option(
+        "adaptive", metavar="NAME", help="adaptive, exhaustive, random or predicted."
+    ),
+    batch: int = typer.Option(1, min=1, help="Runs that are made at the same time."),
+    profile: ProfileName = None,
+    output: Output = None,
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Replays a finished sweep with a strategy, and prints its hours and regret by cell."""
+    """Replay a finished sweep as if live.
+
+    It tells GPU hours and regret of a strategy, drawn with -o FILE.png."""
+    from ultrabench.analysis.predict.replay import STRATEGIES, cells_of
+    from ultrabench.analysis.predict.replay import replay as replayed
+    from ultrabench.cli.predict.cases import open_cases
+    from ultrabench.cli.tables import print_json, say, show, table
+    from ultrabench.sweep.config.load import load_config
+
     require_known("strategy", STRATEGIES, strategy)
     given, used = open_cases([source], profile, results_dir)
     cells = cells_of(given, used)
     if not cells:
         raise ConfigError(f"no layout of {source or 'the sweep'} worked; replay a finished sweep")
-    found = replay(cells, strategy, batch, load_config().max_p_oom)
+    found = replayed(cells, strategy, batch, load_config().max_p_oom)
     if output is not None:
         from ultrabench.analysis.figures.replayed import figure
 

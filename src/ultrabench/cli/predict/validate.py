@@ -1,38 +1,48 @@
-"""What `ultrabench predict validate` prints and writes."""
+"""The command `ultrabench predict validate`, which compares predictions with measured runs."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultrabench.analysis.collect import parquet
+import typer
+
 from ultrabench.analysis.numbers import percent
-from ultrabench.analysis.predict.validate import GROUPS, metrics, table, without_own_group
-from ultrabench.cli.predict.calibrate import open_cases
-from ultrabench.cli.results import draw, require_parquet, write_result
-from ultrabench.cli.tables import print_json, say, show
-from ultrabench.cli.tables import table as rich_table
+from ultrabench.cli.options import RESULTS, Json, ProfileName, ResultsDir, Source, require_parquet
+from ultrabench.cli.results import Output, draw, write_result
 from ultrabench.errors import require_known
-from ultrabench.sweep.config.load import load_profile
+
+Metrics = dict[str, Any]
+"""Errors of predictions, as `ultrabench.analysis.predict.validate.metrics` gives them."""
 
 
-def run_validate(
-    source: str | None,
-    profile: str | None,
-    rows: Path | None,
-    leave_out: str | None,
-    output: Path | None,
-    json_: bool,
-    results_dir: Path,
+def validate(
+    source: Source = None,
+    profile: ProfileName = None,
+    rows: Path | None = typer.Option(
+        None, callback=require_parquet, help="Write each row with its prediction, as .parquet."
+    ),
+    leave_out: str | None = typer.Option(
+        None,
+        metavar="model or nodes",
+        help="Fit anew without each model or number of nodes, and score on it.",
+    ),
+    output: Output = None,
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Prints the metrics of a profile on measured runs, and writes its rows and figure where asked for."""
-    if rows is not None:
-        require_parquet(rows)
+    """Compare predictions with measured runs; -o draws them."""
+    from ultrabench.analysis.predict.validate import GROUPS, metrics, without_own_group
+    from ultrabench.analysis.predict.validate import table as predicted
+    from ultrabench.cli.predict.cases import open_cases
+    from ultrabench.cli.tables import print_json, say, show
+    from ultrabench.sweep.config.load import load_profile
+
     if leave_out is not None:
         require_known("group for --leave-out", GROUPS, leave_out)
     given, used = open_cases([source], profile, results_dir)
     if leave_out is None:
-        found = table(given, lambda case: used)
+        found = predicted(given, lambda case: used)
         if used.prior:
             fit = f"profile {used.name}: {used.source}; the errors of runs that it was fitted to are those of the fit"
             say(f"{fit}: --leave-out model or nodes fits without them")
@@ -42,10 +52,12 @@ def run_validate(
         memory = " and memory (not its limits)" if used.framework == "nanotron" else ""
         say(f"--leave-out {leave_out}: step time{memory} fitted anew without each, from profile {prior.name}")
         fitted = without_own_group(given, replace(prior, memory=prior.memory | limits), leave_out)
-        found = table(given, lambda case: fitted[GROUPS[leave_out](case)])
+        found = predicted(given, lambda case: fitted[GROUPS[leave_out](case)])
     measured = metrics(found)
     if rows is not None:
         import pyarrow as pa
+
+        from ultrabench.analysis.collect import parquet
 
         write_result(rows, parquet(pa.Table.from_pandas(found, preserve_index=False)))
     if output is not None:
@@ -72,18 +84,17 @@ MEMORY = ("median", "90 %", "OOM right", "borderline", "wrong prune", "OOM caugh
 
 
 def _show(
-    title: str,
-    columns: tuple[str, ...],
-    all_: dict[str, Any],
-    cells: Callable[[dict[str, Any]], tuple[str, ...]],
+    title: str, columns: tuple[str, ...], all_: Metrics, cells: Callable[[Metrics], tuple[str, ...]]
 ) -> None:
     """Prints one line for all rows and one for each value of a slice."""
+    from ultrabench.cli.tables import show, table
+
     by = {f"{name} {value}": m for name, slices in all_["by"].items() for value, m in slices.items()}
     rows = [(name.removeprefix("parallelism "), *cells(m)) for name, m in ({"all": all_} | by).items()]
-    show(rich_table(title, "rows of", *(f">{head}" for head in columns), rows=rows), "")
+    show(table(title, "rows of", *(f">{head}" for head in columns), rows=rows), "")
 
 
-def _time(m: dict[str, Any]) -> tuple[str, ...]:
+def _time(m: Metrics) -> tuple[str, ...]:
     """The texts of one line, in the order of TIME."""
     time, planning, correlation = m["step_time"], m["planning"], m["step_time"]["spearman_in_cell"]
     return (
@@ -93,7 +104,7 @@ def _time(m: dict[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _memory(m: dict[str, Any]) -> tuple[str, ...]:
+def _memory(m: Metrics) -> tuple[str, ...]:
     """The texts of one line, in the order of MEMORY."""
     memory, oom = m["memory"], m["oom"]
     shares = (oom[name] for name in ("accuracy", "borderline_accuracy", "false_prune", "caught"))

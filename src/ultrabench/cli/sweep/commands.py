@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, Overrides, RankBy, ResultsDir, Source
+from ultrabench.cli.options import RESULTS, Json, Overrides, RankBy, ResultsDir, Source, table_file
 from ultrabench.errors import ConfigError
 from ultrabench.store.folder import find_sweep
 
@@ -29,7 +29,7 @@ Detach = Annotated[bool, typer.Option("--detach", help="Submit the jobs and retu
 InResults = Annotated[
     Path | None, typer.Option("--results-dir", help="The folder that holds the sweeps: results_dir=FOLDER.")
 ]
-PlanFile = Annotated[Path | None, typer.Option("-o", "--output", help="Write all candidates as parquet.")]
+PlanFile = Annotated[Path | None, table_file("Write all candidates as parquet.")]
 Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]
 InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="The same as --sweep.")]
 InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder of its sweep; by default any.")]

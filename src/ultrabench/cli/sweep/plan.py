@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ultrabench.cli.results import require_parquet
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, too_long
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, counted
@@ -40,7 +39,6 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
     except ConfigError as error:
         warn(f"a launch from here would be refused: {error}")
     if output is not None:
-        require_parquet(output)
         write_plan(plan.candidates, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     best = recommend(plan, top) if top else []

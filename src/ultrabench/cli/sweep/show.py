@@ -75,9 +75,8 @@ def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
     for row in rows:
         cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
         shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"]}
-        shown["reason"] = (
-            row["reason"] if row["attempt"] is None else None
-        )  # others are in the table of attempts
+        if row["attempt"] is None:  # others are in the table of attempts
+            shown["reason"] = row["reason"]
         for name, value in shown.items():
             if value:
                 yield Text(f"{name:<14}").append(value)

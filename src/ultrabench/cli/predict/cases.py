@@ -1,0 +1,40 @@
+"""Reads the measured runs that the commands `ultrabench predict ...` compare with predictions."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from ultrabench.analysis.collect import open_results
+from ultrabench.analysis.measured import measured_runs
+from ultrabench.analysis.predict.cases import Case, cases, default_profile
+from ultrabench.cli.tables import say, warn
+from ultrabench.errors import ConfigError, counted
+from ultrabench.sweep.config.load import load_profile
+from ultrabench.sweep.predict.profile import Profile
+
+
+def open_cases(
+    sources: Sequence[str | None], profile: str | None, results_dir: Path
+) -> tuple[list[Case], Profile]:
+    """The runs of sweeps and files that predictions can be compared with, and the profile of these predictions.
+
+    The other runs are counted on stderr.
+
+    Args:
+        profile: its name; None means that of the program which the runs used.
+    """
+    runs, unknown = [], Counter[str]()
+    for source in sources:
+        found, unusable = measured_runs(open_results(source, results_dir, warn)[2])
+        runs += found
+        unknown.update({reason.partition(": ")[0]: n for reason, n in unusable.items()})
+    if unknown:
+        reasons = "; ".join(f"{n:,}: {reason}" for reason, n in unknown.most_common(5))
+        say(f"{counted(unknown.total(), 'row')} cannot be predicted ({reasons})")
+    given, others = cases(runs)
+    told = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
+    say(f"{counted(len(given), 'run')}; left out: {told or 'none'}")
+    if not given:
+        rows = counted(len(runs) + unknown.total(), "row")
+        raise ConfigError(f"none of {rows} is of a run that can be predicted and ended ok or out of memory")
+    return given, load_profile(profile or default_profile(given))
