@@ -3,7 +3,7 @@
 import csv
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ class Imported:
     """The rows of a table in our columns, with what an account of the import tells."""
 
     table: pa.Table
-    doubts: Counter[tuple[str, str | None]]
-    """Reason of doubt without what follows its colon, and status -> rows; a row may have several reasons."""
+    doubts: dict[str, Counter[str]]
+    """Reason of doubt without what follows its colon -> status -> rows; a row may have several reasons."""
     unused: tuple[str, ...]
     """Columns of the file that the map does not use."""
 
@@ -43,7 +43,7 @@ def import_csv(path: Path, given: TableMap) -> Imported:
     header, told = _read(path)
     used = [source.column for sources in given.columns.values() for source in sources]
     require_known(f"column of {path}", header, *used)
-    rows, doubts, repeats = list[Row](), Counter[tuple[str, str | None]](), Counter[str]()
+    rows, doubts, repeats = list[Row](), defaultdict[str, Counter[str]](Counter), Counter[str]()
     for number, texts in enumerate(told, start=2):
         try:
             row, reasons = completed(_converted(texts, given), given.models)
@@ -54,7 +54,8 @@ def import_csv(path: Path, given: TableMap) -> Imported:
         row |= {"sweep": row.get("sweep") or path.stem, "source": row.get("source") or path.name}
         row["repeat"] = repeats[row["run_id"]]
         repeats[row["run_id"]] += 1
-        doubts.update((reason.partition(": ")[0], row.get("status")) for reason in reasons)
+        for reason in reasons:
+            doubts[reason.partition(": ")[0]][row["status"]] += 1
         rows.append(row)
     unused = tuple(name for name in header if name not in used)
     try:
@@ -62,7 +63,7 @@ def import_csv(path: Path, given: TableMap) -> Imported:
     except (pa.ArrowException, OverflowError) as error:
         large = f"{path} holds a number that is too large: {error}"
         raise ConfigError(f"{large}; correct it or its unit") from error
-    return Imported(table=table, doubts=doubts, unused=unused)
+    return Imported(table=table, doubts=dict(sorted(doubts.items())), unused=unused)
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:

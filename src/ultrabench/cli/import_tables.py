@@ -41,18 +41,15 @@ def import_table(
     rows = imported.table.select(["status", "model", "suspect"]).to_pylist()
     by_status = Counter(str(row["status"]) for row in rows)
     by_model = Counter(str(row["model"]) for row in rows)
-    reasons = sorted({reason for reason, _ in imported.doubts})
-    doubts = {reason: {s: n for (r, s), n in imported.doubts.items() if r == reason} for reason in reasons}
     suspects = sum(row["suspect"] is not None for row in rows)
     if json_:
         counts = {"rows": len(rows), "by_status": by_status, "by_model": by_model, "suspect": suspects}
-        print_json({**counts, "doubts": doubts, "unused_columns": imported.unused})
+        print_json({**counts, "doubts": imported.doubts, "unused_columns": imported.unused})
     else:
-        told = [(reason, sum(found.values()), found.get("ok", 0)) for reason, found in doubts.items()]
+        told = [(reason, ends.total(), ends["ok"]) for reason, ends in imported.doubts.items()]
         show(table("rows", "status", ">rows", rows=by_status.items()), "")
         show(table("models", "model", ">rows", rows=by_model.items()), "")
         show(table("doubts", "reason", ">rows", ">ok rows", rows=told), "")
         show(f"columns that were not used: {', '.join(imported.unused) or 'none'}")
-    say(
-        f"read {counted(len(rows), 'row')} of {file}, wrote {counted(len(rows), 'row')} to {path}; {suspects:,} in doubt"
-    )
+    number = counted(len(rows), "row")
+    say(f"read {number} of {file}, wrote {number} to {path}; {suspects:,} in doubt")

@@ -65,18 +65,12 @@ def _print_cell(name: str, runs: list[Row], first: int) -> None:
 
 def numbers(row: Row) -> dict[str, str | Text | None]:
     """Column of the table -> text of the most important numbers of a run; None where one is unknown."""
-    rate, step_s, sure = row["tokens_per_s_per_gpu"], row["step_time_s"], row["step_time_ci95_rel"]
-    predicted_s = row["predicted_step_time_s"]
-    interval = "" if sure is None else f" +- {percent(sure)}"
-    return {
-        "layout": " ".join(layout_words(row)),
-        "MFU": percent(row["mfu"]),
-        "tokens/s/GPU": None if rate is None else f"{rate:,.0f}",
-        "memory": memory(row["peak_mem_reserved_bytes"], row["peak_mem_reserved_rank0_bytes"]),
-        "step": None if step_s is None else f"{step_s:.4g} s{interval}",
-        "predicted": None if predicted_s is None else f"{predicted_s:.4g} s",
-        "status": _status(row),
-    }
+    shown: dict[str, str | Text | None] = {"layout": " ".join(layout_words(row))}
+    shown |= {name: with_unit(column, row[column]) for column, name in SHOWN_AS.items()}
+    shown["memory"] = memory(row["peak_mem_reserved_bytes"], row["peak_mem_reserved_rank0_bytes"])
+    if shown["step"] and row["step_time_ci95_rel"] is not None:
+        shown["step"] = f"{shown['step']} +- {percent(row['step_time_ci95_rel'])}"
+    return shown | {"status": _status(row)}
 
 
 def _status(row: Row) -> Text:
