@@ -82,12 +82,12 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
     """
     if unknown := [name for name in _NEEDED if row[name] is None]:
         raise ConfigError(f"row lacks {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
+    known = {name: value for name, value in row.items() if value is not None}
 
     def part(cls: Any, where: str, *names: str, **more: Any) -> Any:
-        given = more | {name: row[name] for name in names if row[name] is not None}
-        return _record(cls, where, *given.items())
+        return _record(cls, where, *(more | {n: known[n] for n in names if n in known}).items())
 
-    program, version = row["kernel"], row["kernel_version"] or ""
+    program, version = row["kernel"], known.get("kernel_version", "")
     of_kernel: dict[str, Any] = {"name": program, "version": int(version) if version.isdecimal() else 1}
     of_kernel |= {} if program == "embedded" else {"kind": "command", "command": (program,)}
     records = {
@@ -96,7 +96,7 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
         "kernel": part(KernelConfig, "row.kernel", "precision", "compile", "attention", **of_kernel),
         "workload": part(Workload, "row.workload", "seq_len", "gbs"),
     }
-    whole = {name: row[name] for name in ("nodes", "gpus_per_node") if row[name] is not None}
+    whole = {name: known[name] for name in ("nodes", "gpus_per_node") if name in known}
     return from_dict(RunSpec, records | whole, where="row")
 
 

@@ -10,14 +10,18 @@ import pyarrow.compute as pc
 
 from ultrabench.analysis import schema
 from ultrabench.analysis.cells import Cell, layout_words, made_with, repeats_failed
+from ultrabench.analysis.measured import measured_runs
 from ultrabench.analysis.page.commands import launch_words, predict_words
-from ultrabench.analysis.page.parts import predicted_parts
+from ultrabench.analysis.predict.cases import cases, default_profile
 from ultrabench.analysis.ranking import rank_and_order
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, MODEL, SCHEMA, type_name
+from ultrabench.errors import ConfigError
 from ultrabench.layout import AXES
-from ultrabench.result import SLOWER
+from ultrabench.result import SLOWER, Status
 from ultrabench.sweep.config.compose import files
+from ultrabench.sweep.config.load import load_profile
+from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.stage_memory import PARTS
 
 _KEY = ("sweep", "run_id", "repeat", "attempt")
@@ -63,8 +67,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     rejected = [row for row in rows if row["status"] == "rejected"]
     shown = sorted((row for row in rows if row["status"] != "rejected"), key=_rank_first)
     in_order = table.take(pa.array((row["number"] for row in shown), pa.int64()))
-    columns = {name: _plain(in_order[name]) for name in told} | _derived(shown)
-    columns |= _parts(shown, predicted_parts(table))
+    columns = {name: _plain(in_order[name]) for name in told} | _derived(shown, _predicted_parts(table))
     return {
         "public": public,
         "made_with": made_with(table),
@@ -123,16 +126,11 @@ def _ranked(table: pa.Table) -> tuple[list[Row], list[Row]]:
 
 def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
     hardware, kernel, precision, seq_len, gbs = cell.panel
-    return {
-        "model": cell.model,
-        "nodes": cell.nodes,
-        "num_params": cell.num_params,
-        "panel": panels.index(cell.panel),
-        "setting": [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision]
-        + [text for text in (seq_len and f"seq_len {seq_len:,}", gbs and f"gbs {gbs:,}") if text],
-        "reason": cell.reason,
-        "ranked_by": cell.ranked_by,
-    }
+    sizes = [text for text in (seq_len and f"seq_len {seq_len:,}", gbs and f"gbs {gbs:,}") if text]
+    setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
+    names = ("model", "nodes", "num_params", "reason", "ranked_by")
+    told = {name: getattr(cell, name) for name in names}
+    return told | {"panel": panels.index(cell.panel), "setting": setting}
 
 
 def _place(run: Row | None) -> Row:
@@ -149,9 +147,14 @@ def _rank_first(row: Row) -> tuple[bool, int, int]:
     return row["rank"] is None, row["cell"] or 0, row["rank"] or 0
 
 
-def _derived(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """The columns of the page that are no columns of the schema."""
-    profiles = files("profiles")
+def _derived(rows: Sequence[Row], parts: Mapping[str, Mapping[str, int]]) -> dict[str, list[Any]]:
+    """The columns of the page that are no columns of the schema.
+
+    Args:
+        parts: what `_predicted_parts` gives.
+    """
+    profiles, nothing = files("profiles"), dict[str, int]()
+    held = [nothing if row["rank"] is None else parts.get(row["run_id"], nothing) for row in rows]
     state = [row["status"] or ("pending" if row["attempt"] is None else "running") for row in rows]
     return {
         **{name: [row[name] for row in rows] for name in ("rank", "cell", "mark", "repeats_failed")},
@@ -160,13 +163,32 @@ def _derived(rows: Sequence[Row]) -> dict[str, list[Any]]:
         "layout": [" ".join(filter(None, layout_words(row))) or None for row in rows],
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
         "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],
+        **{f"predicted_{part}_bytes": [found.get(part) for found in held] for part in PARTS},
     }
 
 
-def _parts(rows: Sequence[Row], parts: Mapping[str, Mapping[str, int]]) -> dict[str, list[int | None]]:
-    """The predicted memory of the ranked rows, a column for each part."""
-    known = [parts.get(row["run_id"], {}) if row["rank"] is not None else {} for row in rows]
-    return {f"predicted_{part}_bytes": [held.get(part) for held in known] for part in PARTS}
+def _predicted_parts(table: pa.Table) -> dict[str, dict[str, int]]:
+    """Run id -> part of PARTS -> bytes, for runs that ended ok or out of memory; of the rank that needs most.
+
+    They follow from the profile of the kernel as it is now, also where a run was planned with another one.
+    Runs of a kernel or hardware without a profile, and those that do not tell their model and layout in full,
+    are left out.
+    """
+    ended = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
+    runs, _ = measured_runs(table.filter(ended))
+    found = {}
+    for program in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
+        mine = [run for run in runs if (run.spec.kernel.name, run.hardware) == program]
+        try:
+            profile = load_profile(default_profile(cases(mine[:1])[0]))
+        except ConfigError:
+            continue
+        constants = memory_constants(profile.framework, profile.memory)
+        for run in mine:
+            stages = predict_memory(run.spec, constants, every_rank=False)
+            stage = max(stages, key=lambda one: one.peak_bytes)
+            found[run.run_id] = {part: round(getattr(stage, part)) for part in PARTS}
+    return found
 
 
 def _plain(column: pa.ChunkedArray) -> list[Any]:

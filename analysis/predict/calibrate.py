@@ -10,7 +10,7 @@ from typing import Any
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.cases import Case, healthy_timed
 from ultrabench.analysis.predict.fit import fit_time, intervals, left_out_errors, log_errors
-from ultrabench.analysis.predict.fit_memory import fit_memory, memory_errors, usable
+from ultrabench.analysis.predict.nanotron import fit_memory, memory_errors, usable
 from ultrabench.errors import ConfigError, counted
 from ultrabench.record import to_dict
 from ultrabench.sweep.predict.memory import memory_constants

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ultrabench.analysis.predict.cases import Case
-from ultrabench.analysis.predict.nanotron_version import of_version
+from ultrabench.analysis.predict.nanotron import of_version
 from ultrabench.layout import Layout, dominates
 from ultrabench.result import Status
 from ultrabench.sweep.grid import broken_rules

@@ -9,8 +9,7 @@ import pandas as pd
 
 from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
 from ultrabench.analysis.predict.fit import fit_time, intervals
-from ultrabench.analysis.predict.fit_memory import fit_memory, usable
-from ultrabench.analysis.predict.nanotron_version import of_version
+from ultrabench.analysis.predict.nanotron import fit_memory, of_version, usable
 from ultrabench.layout import AXES
 from ultrabench.record import to_dict
 from ultrabench.result import Status

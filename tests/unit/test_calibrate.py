@@ -14,8 +14,7 @@ from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
 from ultrabench.analysis.predict.cases import cases, default_profile, exclusions
 from ultrabench.analysis.predict.fit import fit_time, intervals
-from ultrabench.analysis.predict.fit_memory import fit_memory, usable
-from ultrabench.analysis.predict.nanotron_version import nanotron_version
+from ultrabench.analysis.predict.nanotron import fit_memory, nanotron_version, usable
 from ultrabench.analysis.predict.replay import cells_of
 from ultrabench.analysis.predict.validate import metrics, table, without_own_group
 from ultrabench.errors import ConfigError

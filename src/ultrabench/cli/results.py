@@ -1,4 +1,4 @@
-"""The commands `ultrabench collect` and `heatmap`, which make the table and the best layouts of results."""
+"""The commands `ultrabench collect`, `heatmap` and `report`, which make a table, a picture or a page of results."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultrabench.cli.options import RESULTS, Json, RankBy, ResultsDir, Source, table_file
-from ultrabench.errors import SweepFolderError, counted
+from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.store.folder import find_sweep, write_whole
 
 if TYPE_CHECKING:  # for other commands these would be slow imports
@@ -71,6 +71,32 @@ def heatmap(
     close = sum(bool(cell.as_good_as_best) for cell in cells)
     tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {path}{tied if close else ''}")
+
+
+def report(
+    source: Source = None,
+    output: Output = None,
+    public: bool = typer.Option(False, "--public", help="Leave out hosts, paths, users and all free texts."),
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Write one page with all results, which opens without a network."""
+    if output is not None and output.suffix not in (".html", ".htm"):
+        raise ConfigError(f"-o {output}; the page is HTML: name a file that ends in .html")
+    from ultrabench.analysis.collect import open_results
+    from ultrabench.analysis.page.page import page
+    from ultrabench.analysis.page.rows import document
+    from ultrabench.cli.tables import print_json, say, warn
+
+    name, default, table = open_results(source, results_dir, warn)
+    path = output or default.with_name("report.html")
+    held = document(table, public=public)
+    made = page(held, title=name).encode()
+    write_result(path, made)
+    if json_:
+        print_json({"path": str(path), "bytes": len(made), "rows": len(table), "cells": len(held["cells"])})
+        return
+    say(f"wrote {counted(len(table), 'row')} as a page of {len(made) / 1e6:.1f} MB to {path}")
 
 
 def draw(path: Path, make: "Callable[[], Figure]") -> None:

@@ -1,4 +1,4 @@
-"""Fits the constants of nanotron's memory to the peaks that measured runs reserved on their first rank."""
+"""Measured runs of nanotron: which version of it made each, and constants of its memory that fit them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,10 +6,14 @@ from dataclasses import replace
 
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.fit import fit_constants
-from ultrabench.analysis.predict.nanotron_version import nanotron_version
 from ultrabench.result import Status
+from ultrabench.sweep.predict.memory import MemoryConstants
 from ultrabench.sweep.predict.nanotron_memory import VERSIONS, NanotronMemory, nanotron_memory
 
+GATHERS_KEPT = ((0, 14_017_000), (14_102_400, 14_103_000))
+"""Job ids of runs without a pipeline that kept gathered tokens."""
+RUN_AHEAD = (14_098_500, 14_110_000)
+"""Job ids of runs with a pipeline whose host ran ahead of the device, so that more was allocated at once."""
 FITTED = (
     "layer_hidden", "work_hidden", "work_ffn", "work_gathered", "work_embedding", "logits", "gathered", "run_ahead",
     "backward_slack", "optimizer_slack", "base_bytes",
@@ -21,6 +25,27 @@ RIDGE = 0.5
 """Standard deviation of log(constant / prior)."""
 NOT_FULL = 73 * 2**30
 """Reserved bytes above which the allocator of an 80 GiB device gives back what it would hold otherwise."""
+
+
+def nanotron_version(run: MeasuredRun) -> str:
+    """The `version` of NanotronMemory for an imported run; latest where its job id does not tell another.
+
+    The periods were found in the reserved memory of the runs: a pipeline before the fix is told by the row itself.
+    """
+    pipeline = run.spec.layout.pp > 1
+    if pipeline and run.kernel_version == "before_pp_fix":
+        return "before-fix"
+    job = int(run.job_id) if run.job_id and run.job_id.isdecimal() and run.source else RUN_AHEAD[1]
+    if pipeline:
+        return "run-ahead" if RUN_AHEAD[0] < job < RUN_AHEAD[1] else "latest"
+    return "old" if any(low <= job < high for low, high in GATHERS_KEPT) else "latest"
+
+
+def of_version(constants: MemoryConstants, run: MeasuredRun) -> MemoryConstants:
+    """The constants of nanotron's memory for the version that made a run; those of other programs as they are."""
+    if not isinstance(constants, NanotronMemory):
+        return constants
+    return replace(constants, version=nanotron_version(run))
 
 
 def usable(given: Iterable[MeasuredRun]) -> list[MeasuredRun]:
