@@ -29,6 +29,10 @@ class Stage:
         body = self.num_layers * shape.layer_params + int(self.has_norm) * shape.hidden_size
         return tables * shape.embedding_params + body
 
+    def num_recomputed(self, every: int) -> int:
+        """Number of layers of this stage that are recomputed where each `every`-th layer of the model is; 0 means none."""
+        return (self.first_layer + self.num_layers) // every - self.first_layer // every if every else 0
+
     def matmul_params(self, shape: ModelShape) -> int:
         """Number of parameters of this stage that take part in matrix products."""
         head = shape.embedding_params if self.has_head else 0

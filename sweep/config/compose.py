@@ -43,11 +43,12 @@ _FOREIGN = {
 
 def unknown_option(group: str, name: str) -> str:
     """One line for a group that has no option of this name; it tells of a file with another ending."""
-    others = [path for folder in _user_folders() if (path := folder / group / f"{name}.yml").is_file()]
+    file = f"{FOLDERS[group]}/{name}.yml"
+    others = [path for folder in _user_folders() if (path := folder / file).is_file()]
     if others:
         return f"{group}={name}: {others[0]} is not read, since its name must end in .yaml; rename it"
     more = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
-    return unknown_name(group, name, files(group)) + (more if group == "cluster" else "")
+    return unknown_name(group, name, files(FOLDERS[group])) + (more if group == "cluster" else "")
 
 
 def unknown_override(key: str, value: object = None) -> str:

@@ -6,16 +6,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.layout import AXES, TEXT_AXES, Layout
 from ultrabench.model_shape import ModelShape, RopeScaling
-from ultrabench.record import from_dict, lacking, to_dict, value_from
+from ultrabench.record import T, from_dict, lacking, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redacted
 from ultrabench.sweep.config.compose import (
+    FOLDERS,
     as_list,
     compose_tree,
     files,
@@ -42,8 +43,6 @@ SEARCH = ("strategy", "batch")
 """Keys of `sweep` that say which of its layouts are run."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses them."""
-
-_T = TypeVar("_T")
 
 
 def _axes(sweep: dict[str, Any]) -> Axes:
@@ -200,31 +199,33 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
     return from_dict(Hardware, values, where="hardware")
 
 
+def _load(group: str, name: str, read: Callable[[Mapping[str, Any]], T], advice: str = "") -> T:
+    """What `read` makes of the settings in the file of this name, with the name.
+
+    Args:
+        advice: what a user can do who has no such file.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no settings, or one that cannot be used.
+    """
+    path = files(FOLDERS[group]).get(name)
+    if path is None:
+        raise ConfigError(unknown_option(group, name) + advice)
+    if not isinstance(values := read_yaml(path), dict):
+        raise ConfigError(f"{path} holds no settings; write them as in configs/{path.parent.name}/")
+    try:
+        return read({"name": name, **values})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
 def load_hardware(name: str) -> Hardware:
     """The hardware of that name on the search path.
 
     Raises:
         ConfigError: there is no such hardware, or a value of its file cannot be used.
     """
-    known = files("hardware")
-    if name not in known:
-        advice = "give its rates in ./ultrabench/hardware/NAME.yaml"
-        raise ConfigError(f"{unknown_name('hardware', name, known)}; {advice}")
-    return _of_file(known[name], read_hardware)
-
-
-def _of_file(path: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """What `read` makes of the settings in a file, with its name.
-
-    Raises:
-        ConfigError: the file holds no settings, or one that cannot be used; the message names the file.
-    """
-    if not isinstance(values := read_yaml(path), dict):
-        raise ConfigError(f"{path} holds no settings; write them as in configs/{path.parent.name}/")
-    try:
-        return read({"name": path.stem, **values})
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    return _load("hardware", name, read_hardware, "; give its rates in ./ultrabench/hardware/NAME.yaml")
 
 
 def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
@@ -262,12 +263,9 @@ def load_model(name: str) -> ModelShape:
     Raises:
         ConfigError: there is no such model, or its file lacks a value.
     """
-    known = files("model")
-    if "/" in name or name.endswith(".json") or (name not in known and Path(name).is_dir()):
+    if "/" in name or name.endswith(".json") or (name not in files("model") and Path(name).is_dir()):
         return read_checkpoint_config(name)
-    if name not in known:
-        raise ConfigError(unknown_option("model", name))
-    return _of_file(known[name], lambda values: _shape(values, f"model {name}"))
+    return _load("model", name, lambda values: _shape(values, f"model {name}"))
 
 
 def load_profile(name: str) -> Profile:
@@ -276,11 +274,8 @@ def load_profile(name: str) -> Profile:
     Raises:
         ConfigError: there is no such profile, or a constant is missing or cannot be used.
     """
-    known = files("profiles")
-    if name not in known:
-        advice = "`ultrabench predict calibrate` fits one to runs of yours"
-        raise ConfigError(f"{unknown_name('profile', name, known)}; {advice}")
-    return _of_file(known[name], lambda values: from_dict(Profile, values, where="profile"))
+    advice = "; `ultrabench predict calibrate` fits one to runs of yours"
+    return _load("profile", name, lambda values: from_dict(Profile, values, where="profile"), advice)
 
 
 MODEL_TYPES: dict[str, dict[str, Any]] = {

@@ -35,7 +35,8 @@ class MicroBatch(NamedTuple):
     work: float
     """What the backward of a layer has at most beyond what the layer keeps."""
     work_in_place: float
-    """The same where gradients of weights are added in place to those of earlier micro-batches."""
+    """What the backward of a layer has at most beyond what the layer keeps, where the gradients of weights are
+    added in place to those of earlier micro-batches."""
     norm_work: float
     rope: float
 
@@ -45,9 +46,7 @@ class MicroBatch(NamedTuple):
 
     def kept_by(self, stage: Stage) -> float:
         """Activations that a stage keeps: its layers, its output or the input of the norm, and tables."""
-        again = 0
-        if self.full:
-            again = (stage.first_layer + stage.num_layers) // self.full - stage.first_layer // self.full
+        again = stage.num_recomputed(self.full)
         layers = (stage.num_layers - again) * self.kept + again * self.hidden
         ends = 9 * self.tokens * stage.has_embedding + stage.has_head * (self.gathered + self.table)
         both = stage.has_norm and not (stage.has_head or stage.num_layers)

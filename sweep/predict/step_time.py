@@ -16,7 +16,7 @@ from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.stages import Stage, stages_by_rank
+from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import waiting
 from ultrabench.sweep.predict.time_constants import TimeConstants
@@ -83,25 +83,18 @@ def _pipeline_ranks(
     shape: ModelShape, pp: int, pp_schedule: str, virtual_stages: int, recompute: str, ties_advance: bool
 ) -> tuple[_PipelineRank, ...]:
     layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, recompute=recompute)
+    every = 0 if recompute == "none" else layout.full_every or 1
     ranks = Counter(
         _PipelineRank(
             stages=len(own),
             layers=sum(stage.num_layers for stage in own),
-            again=sum(recomputed_layers(stage, layout) for stage in own),
+            again=sum(stage.num_recomputed(every) for stage in own),
             heads=sum(stage.has_head for stage in own),
             params=sum(stage.num_params(shape) for stage in own),
         )
         for own in stages_by_rank(shape, layout, ties_advance=ties_advance)
     )
     return tuple(rank._replace(num_ranks=count) for rank, count in ranks.items())
-
-
-def recomputed_layers(stage: Stage, layout: Layout) -> int:
-    """Number of layers of `stage` of which backward computes something again."""
-    if layout.recompute == "none":
-        return 0
-    every, last = layout.full_every or 1, stage.first_layer + stage.num_layers
-    return last // every - stage.first_layer // every
 
 
 class _Work(NamedTuple):

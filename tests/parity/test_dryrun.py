@@ -13,10 +13,9 @@ from tests.parity.test_layouts import TINY, spec_of
 from ultrabench.kernel.requests import SINGLE_THREADED, CheckSpec, RankCost
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
-from ultrabench.stages import split_stages, stages_by_rank
+from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
-from ultrabench.sweep.predict.step_time import recomputed_layers
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
 
 pytestmark = pytest.mark.parity
@@ -97,7 +96,7 @@ def flops_of_one_rank_a_stage(spec: CheckSpec) -> int:
     """6 for each parameter in a matrix product, and 14*L*h*s for attention, computed anew in backward."""
     shape, layout, run = spec.shape, spec.layout, spec.run
     attention = 14 * shape.num_hidden_layers * shape.q_width * run.workload.seq_len
-    again = sum(recomputed_layers(stage, layout) for stage in split_stages(shape, layout.num_stages))
+    again = (layout.recompute != "none") * shape.num_hidden_layers // (layout.full_every or 1)
     more = again * recomputed_flops(run)
     return run.tokens_per_step * (6 * shape.num_matmul_params + attention + more) // (layout.dp * layout.tp)
 
