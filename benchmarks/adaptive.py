@@ -38,7 +38,8 @@ def call(folder: Path, *words: str) -> str:
 
 def launched(folder: Path, name: str, *words: str) -> list[Row]:
     """The attempts of a sweep that is launched and followed to its end."""
-    call(folder, "sweep", "launch", *SWEEP, *sys.argv[1:], f"name={name}", "--yes", *words)
+    overrides = {word.partition("=")[0]: word for word in (*SWEEP, *sys.argv[1:], f"name={name}", *words)}
+    call(folder, "sweep", "launch", *overrides.values(), "--yes")
     call(folder, "collect", name, "-o", f"{name}.parquet")
     return [row for row in pq.read_table(folder / f"{name}.parquet").to_pylist() if row["gpu_hours"]]
 

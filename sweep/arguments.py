@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ultrabench.errors import ConfigError, counted, require_known
+from ultrabench.errors import ConfigError, counted, require_known, require_once
 from ultrabench.hardware import Hardware
 from ultrabench.layout import AXES, TEXT_AXES, Layout, default_schedule, default_virtual_stages
 from ultrabench.run import RunSpec, Workload
@@ -34,8 +34,10 @@ def read_arguments(arguments: Sequence[str], options: Collection[str], example: 
     """Name -> value of all arguments; a name is an axis of a layout or one of `options`.
 
     Raises:
-        ConfigError: an argument is not NAME=VALUE, its name is unknown, or its value is no whole number.
+        ConfigError: an argument is not NAME=VALUE, its name is unknown or given twice, or its value is no whole
+            number.
     """
+    require_once(arguments)
     known = (*AXES, *options)
     values: dict[str, Any] = {}
     for argument in arguments:

@@ -82,3 +82,13 @@ def require_known(kind: str, known: Collection[str], *given: object, first: Iter
     for name in given:
         if name not in known:
             raise ConfigError(unknown_name(kind, name, known, first))
+
+
+def require_once(words: Iterable[str]) -> None:
+    """Raises ConfigError if two of the words KEY=VALUE have the same key, since only the last would count."""
+    given: dict[str, str] = {}
+    for word in words:
+        key = word.lstrip("+").partition("=")[0]
+        if key in given:
+            raise ConfigError(f"{given[key]} {word}: {key} is given twice; leave one out")
+        given[key] = word

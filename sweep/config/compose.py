@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ultrabench
-from ultrabench.errors import ConfigError, unknown_name
+from ultrabench.errors import ConfigError, require_once, unknown_name
 from ultrabench.sweep.config.sweep_config import moved
 
 GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
@@ -372,6 +372,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: an override cannot be used.
     """
+    require_once(overrides)
     for override in overrides:
         if unusable := _unusable(override):
             raise ConfigError(unusable)

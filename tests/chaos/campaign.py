@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,8 +100,9 @@ class Campaign:
             path: a folder that comes first in PATH.
         """
         self._launches += 1
-        words = self.launch_words()
-        command = [sys.executable, "-P", *program, *words] if program else self.bench.command(*words)
+        command = self.bench.command(*self.launch_words())
+        if program:
+            command[1:3] = ["-P", *program]
         places = [str(path)] if path else []
         environment = {**os.environ, "PATH": os.pathsep.join([*places, os.environ["PATH"]])}
         with (self.bench.folder / f"launcher.{self._launches}.log").open("wb") as log:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,15 @@ class Bench:
         return self.folder / "witness.txt"
 
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "ultrabench.cli.main", *(self._scaled(word) for word in words)]
+        return [sys.executable, "-m", "ultrabench.cli.main", *self._scaled(words)]
 
-    def _scaled(self, word: str) -> str:
-        name, _, value = word.partition("=")
-        return f"{name}={float(value) * self.slowness:.1f}" if name in DEADLINES else word
+    def _scaled(self, words: Sequence[str]) -> list[str]:
+        """The words, with deadlines for this machine; of options of the same name only the last."""
+        last = {word.partition("=")[0] if "=" in word else i: word for i, word in enumerate(words)}
+        return [
+            f"{name}={float(word.partition('=')[2]) * self.slowness:.1f}" if name in DEADLINES else word
+            for name, word in last.items()
+        ]
 
     def environment(self) -> dict[str, str]:
         """Our environment variables; on a slow machine steps of the program last longer, as tests do."""
@@ -65,7 +70,7 @@ class Bench:
     def here(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs a command in this process, without the second that its imports take elsewhere."""
         output, said = io.StringIO(), io.StringIO()
-        command = ["ultrabench", *(self._scaled(word) for word in words)]
+        command = ["ultrabench", *self._scaled(words)]
         with (
             pytest.MonkeyPatch.context() as patch, contextlib.chdir(self.folder),
             contextlib.redirect_stdout(output), contextlib.redirect_stderr(said),

@@ -279,10 +279,9 @@ def test_a_value_that_fits_nothing_is_named_with_the_numbers(overrides, lost):
     assert [(row["axis"], row["value"], row["reason"]) for row in rows] == lost
     for axis, value, reason in lost:
         if "divisible" in reason:
+            others = [f"sweep.{o}" for o in overrides if not o.startswith(f"{axis}=")]
             with pytest.raises(ConfigError, match=re.escape(reason)):
-                make_plan(
-                    load_config(["model=tiny", *(f"sweep.{o}" for o in overrides), f"sweep.{axis}=[{value}]"])
-                )
+                make_plan(load_config(["model=tiny", *others, f"sweep.{axis}=[{value}]"]))
 
 
 def test_the_plan_table_has_a_row_for_every_candidate(playbook):

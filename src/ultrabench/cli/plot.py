@@ -7,7 +7,7 @@ import typer
 from ultrabench.analysis.figures.kinds import KINDS
 from ultrabench.cli.options import RESULTS, ResultsDir
 from ultrabench.cli.results import Output, draw
-from ultrabench.errors import ConfigError, counted, require_known
+from ultrabench.errors import ConfigError, counted, require_known, require_once
 
 _WORDS = (
     "Results (default: the newest sweep); only rows with these values, such as nodes=4, or a layout to show."
@@ -59,8 +59,9 @@ def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:
     """The sweep or file among the words, None for the newest, and the values of columns.
 
     Raises:
-        ConfigError: two words are no COLUMN=VALUE.
+        ConfigError: two words are no COLUMN=VALUE, or have the same column.
     """
+    require_once(words)
     sources = [word for word in words if "=" not in word]
     if len(sources) > 1:
         raise ConfigError(f"{' '.join(sources)}: name one sweep or file; all else is COLUMN=VALUE")
