@@ -15,7 +15,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.record import to_dict
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
-from ultrabench.sweep.predict.profile import Profile
+from ultrabench.sweep.predict.profile import Profile, words_of
 
 MIN_RUNS = 5
 """Smallest number of runs with which a fit can be checked on runs left out of it."""
@@ -75,10 +75,21 @@ def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         time=fit_time(known, base.time) if better else base.time,
         interval=intervals(known, new if better else old, base.interval),
         quality={"runs": len(known), **(after if better else before)},
+        measured=measured(known, base),
     )
     return Calibration(
         profile=profile, runs=len(known), before=before, after=after, fitted=fitted, memory=told
     )
+
+
+def measured(known: Sequence[Case], base: Profile) -> dict[str, tuple[Any, ...]]:
+    """The words of these runs and of those that `base` was fitted to, as `Profile.measured` has them."""
+    found = {name: {*values} for name, values in base.measured.items()}
+    for case in known:
+        for name, value in words_of(case.run.spec, case.hardware.gpu).items():
+            found.setdefault(name, set()).add(value)
+    ends = ((name, sorted(values)) for name, values in found.items())
+    return {n: (*v,) if isinstance(v[0], str) else (v[0], v[-1]) for n, v in ends}
 
 
 def _require_near(old: Sequence[float], new: Sequence[float], base: Profile) -> None:
@@ -131,7 +142,7 @@ def to_yaml(profile: Profile, base: Profile) -> str:
     values, old = to_dict(profile), to_dict(base)["time"]
     head = (f"{key}: {_text(values[key])}" for key in ("framework", "source", "date", "prior"))
     lines = [f"# {profile.source}.", *head]
-    for key in ("time", "memory", "interval", "quality"):
+    for key in ("time", "memory", "interval", "quality", "measured"):
         lines += [f"{key}:" if values[key] else f"{key}: {{}}"]
         for name, value in values[key].items():
             told = f"  {name}: {_text(value)}"

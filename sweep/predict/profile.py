@@ -45,6 +45,9 @@ class Profile:
     """Regime -> its quantiles; `all` stands for regimes that are not named."""
     quality: dict[str, Any] = field(default_factory=dict)
     """What predictions reached on rows that the constants were not fitted to; nothing was measured where empty."""
+    measured: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Word of `words_of` -> its values in the runs that the constants were fitted to, of numbers the smallest and the
+    largest; empty where they are not known."""
 
     def __post_init__(self) -> None:
         require_allowed(self, f"profile {self.name}: ")
@@ -60,6 +63,23 @@ class Profile:
     def quantiles(self, regime: str) -> Quantiles:
         """The quantiles of a regime."""
         return self.interval.get(regime) or self.interval["all"]
+
+    def unmeasured(self, spec: RunSpec, gpu: str) -> list[str]:
+        """The words of a run that no run of the fit had, such as `zero_stage=3 (0 to 1)`."""
+        found = []
+        for name, value in words_of(spec, gpu).items():
+            known, is_word = self.measured.get(name, (value,)), isinstance(value, str)
+            if value not in known if is_word else not min(known) <= value <= max(known):
+                told = (", " if is_word else " to ").join(dict.fromkeys(map(str, known)))
+                found.append(f"{name}={value} ({told})")
+        return found
+
+
+def words_of(spec: RunSpec, gpu: str) -> dict[str, int | str]:
+    """What decides whether a run is like those that a profile was fitted to; `gpu` is the name of the accelerator."""
+    axes = ("tp", "pp", "cp", "zero_stage", "mbs", "pp_schedule", "recompute")
+    run: dict[str, int | str] = {"gpu": gpu, "nodes": spec.nodes, "seq_len": spec.workload.seq_len}
+    return run | {"precision": spec.kernel.precision} | {name: getattr(spec.layout, name) for name in axes}
 
 
 def regime(spec: RunSpec, links: Network) -> str:

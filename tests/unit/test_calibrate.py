@@ -89,6 +89,9 @@ def test_the_file_of_a_profile_is_read_back(fitted, tmp_path, monkeypatch):
     path.write_text(to_yaml(fitted.profile, BASE))
     again = load_profile("mine")
     assert (again.name, again.framework, again.memory) == ("mine", "ultrabench", BASE.memory)
+    assert again.measured == fitted.profile.measured
+    specs = [case.run.spec for case in measured(TRUTH, 20)]
+    assert again.measured["tp"] == (min(s.layout.tp for s in specs), max(s.layout.tp for s in specs))
     assert median_error(measured(TRUTH, 9, seed=2), again.time) < 0.03
     assert again.time.gemm_efficiency == pytest.approx(fitted.profile.time.gemm_efficiency, rel=1e-3)
 

@@ -39,6 +39,18 @@ def test_another_profile_and_kernel_predict_something_else(ultrabench):
     assert len({found["step_time_s"] for found in (ours, nanotron, megatron)}) == 3
 
 
+def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):
+    words = ("predict", "model=8B", "profile=nanotron")
+    assert as_json(ultrabench, *words, "tp=4", "zero_stage=1")["unmeasured"] == []
+    told = as_json(ultrabench, *words, "zero_stage=3", "hardware=b200x8")["unmeasured"]
+    assert told == ["gpu=B200 (H100-SXM)", "zero_stage=3 (0 to 1)"]
+    assert (
+        f"no run of that fit had {', '.join(told)}"
+        in ultrabench(*words, "zero_stage=3", "hardware=b200x8")[1]
+    )
+    assert "no run of that fit" not in ultrabench("predict", "profile=megatron", "zero_stage=1")[1]
+
+
 def test_predict_draws_bars_and_says_what_limits_the_layout(ultrabench):
     out = ultrabench("predict", *WORDS)[1]
     assert "llama3-70b, dp2 tp8 pp4" in out.splitlines()[0]

@@ -72,6 +72,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "limited_by": told.limited_by,
         "tokens_per_s_per_gpu": rate,
         "mfu": None if peak.source == GUESSED else rate * flops / peak.flops_per_s,
+        "unmeasured": config.profile.unmeasured(spec, config.hardware.gpu),
     }
 
 
@@ -104,6 +105,8 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
         yield f"a core is taken to reach {guessed}; a sweep measures it first, so it predicts other times"
     profile = config.profile
     yield f"profile {profile.name} ({profile.framework}, {profile.date}): {profile.source}"
+    if found["unmeasured"]:
+        yield f"no run of that fit had {', '.join(found['unmeasured'])}: the prediction is an extrapolation"
     if nearest := found["nearest"]:
         rows = []
         for run in nearest:
