@@ -146,7 +146,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         **{k: v for k, v in tree["sweep"].items() if k in SEARCH and v is not None},
         "axes": _axes({k: v for k, v in tree["sweep"].items() if k not in (*WORKLOAD, *SEARCH)}),
         "workload": from_dict(Workload, workload, where="sweep"),
-        "resolved": tree | {"profile": to_dict(profile)},
+        "resolved": tree | {"hardware": to_dict(hardware), "profile": to_dict(profile)},
         "secrets": secrets,
     }
     return from_dict(SweepConfig, values, where="")

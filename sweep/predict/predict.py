@@ -6,7 +6,7 @@ deadlines.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
 from ultrabench.hardware import GIB, Hardware, Peak
@@ -117,6 +117,21 @@ class Predictor:
             limited_by="communication",
             duration_s=begin_s + self.measure.priced_s(time_s) * (share <= 1),
         )
+
+
+def with_links(
+    told: Prediction, spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, profile: Profile
+) -> Prediction:
+    """The prediction of a training run with its step time on these links; its memory and its price stay."""
+    times = predict_step_time(spec, hardware, peak, links, profile.time)
+    low, high = profile.quantiles(regime(spec, links))
+    return replace(
+        told,
+        step_time_s=times.total,
+        step_time_low_s=times.total * math.exp(low),
+        step_time_high_s=times.total * math.exp(high),
+        limited_by=told.limited_by if told.p_oom > LIKELY_OOM else _limit(times, times.total),
+    )
 
 
 def _limit(times: StepTime, total_s: float) -> str:

@@ -1,18 +1,26 @@
 """Pure functions that find which attempts a sweep still needs and which runs it leaves out."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import median
+from typing import Any
 
+from ultrabench.errors import ConfigError
+from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import dominates
+from ultrabench.record import from_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
 from ultrabench.sweep.plan import Candidate, CellKey, Plan, by_cell
+from ultrabench.sweep.predict.network import network
+from ultrabench.sweep.predict.predict import with_links
+from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import Tried, expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
@@ -21,6 +29,10 @@ CONTENDER_FACTOR = 1.05
 """A contender's step time is at most this many times the best step time of its cell."""
 MAX_CONTENDERS = 4
 """Largest number of contenders of one cell."""
+LINKS = ("allreduce_busbw_bytes_per_s", "allgather_busbw_bytes_per_s")
+"""Columns of the rates that predictions take from preflights."""
+LATEST = 3
+"""Number of allocations whose median rates count: fewer follow a change of the cluster sooner, more an ill one less."""
 
 
 def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
@@ -50,10 +62,12 @@ def outcomes(
 ) -> Iterator[tuple[list[Candidate], Tried]]:
     """For each cell its runs, and how those that were tried ended, for the adaptive search.
 
-    The step time of a run is the median over all its measurements, also those that were stopped as slower.
+    The step time of a run is the median over all its measurements, also those that were stopped as slower. What is
+    predicted is that of `on_measured_links`.
     """
-    tried = state.by_run()
-    for own in by_cell(runs).values():
+    tried, rates = state.by_run(), outliers.preflight_rates(state)
+    for of_cell in by_cell(runs).values():
+        own = on_measured_links(of_cell, state.config, rates)
         ends = {run.run_id: tried.get(run.run_id, []) for run in own}
         timed = {i: [median(a.ok.step_times_s) for a in ends[i] if a.ok and a.ok.step_times_s] for i in ends}
         times_s = {run_id: median(times) for run_id, times in timed.items() if times}
@@ -62,6 +76,30 @@ def outcomes(
         oom = {i for i, result in failed.items() if result and result.status == Status.OOM}
         gave_none = failed.keys() - oom
         yield own, Tried(times_s=times_s, oom=oom, failed=gave_none, pending=waits, max_p_oom=max_p_oom)
+
+
+def on_measured_links(
+    runs: list[Candidate], config: Mapping[str, Any], rates: Mapping[tuple[int, str], Mapping[str, float]]
+) -> list[Candidate]:
+    """The runs of a cell with the step times that are predicted for the links that allocations have measured.
+
+    The median of the latest allocations of as many nodes counts. Where there is none, or its launch was of a version
+    with other constants, the step times are those of the plan, for links as in the data sheet.
+
+    Args:
+        config: the configuration of the latest launch, which holds hardware and profile.
+        rates: what `preflight_rates` returns.
+    """
+    nodes, peak = runs[0].nodes, runs[0].peak_flops_per_s
+    latest = [[*rates.get((nodes, column), {}).values()][-LATEST:] for column in LINKS]
+    if any(latest) and peak is not None:
+        with contextlib.suppress(ConfigError, KeyError):
+            hardware = from_dict(Hardware, config["hardware"])
+            profile = from_dict(Profile, config["profile"], skip_unknown=True)
+            links = network(hardware, nodes, *(median(some) if some else None for some in latest))
+            given = hardware, Peak(flops_per_s=peak, source="plan"), links, profile
+            return [replace(r, predicted=with_links(r.prediction, r.spec, *given)) for r in runs]
+    return runs
 
 
 def searching(state: SweepState) -> bool:

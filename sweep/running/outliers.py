@@ -6,6 +6,7 @@ in. This changes only the state; the journal keeps what was measured.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from ultrabench.device_rates import summary
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.state import SweepState
+from ultrabench.store.state import AllocationState, SweepState
 
 FEWEST = 3
 """Smallest number of comparable measurements, or of comparable layouts, among which one can be an outlier."""
@@ -130,19 +131,32 @@ def _clocks(state: SweepState, slack: float) -> dict[AttemptKey, str]:
 def _preflights(state: SweepState, slack: float) -> Mapping[str, list[str]]:
     """Allocations with slower devices or links than most others of as many nodes -> the reasons."""
     found: dict[str, list[str]] = defaultdict(list)
-    rates: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
-    for name, allocation in sorted(state.allocations.items()):
-        probe = allocation.preflight.get("probe")
-        for column, rate in summary(probe).items() if isinstance(probe, dict) else ():
-            if rate is not None:
-                rates[allocation.nodes, column][name] = rate
-    for (nodes, column), by_name in rates.items():
+    for (nodes, column), by_name in preflight_rates(state).items():
         for name, share in _slower(by_name, RATES * slack).items():
             text = f"{column} of its allocation is {share:.2f} of the median"
             found[name].append(f"{text} of {_number(by_name, nodes)}")
         for name in by_name if column == "gemm_flops_per_s" else ():
             found[name] += _odd_device(state.allocations[name].preflight["probe"][column], slack)
     return found
+
+
+def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]]:
+    """(number of nodes, column of `summary`) -> allocation -> the rate that it measured before its runs.
+
+    The allocations are in the order of their submission as far as Slurm tells it, which numbers its jobs.
+    """
+
+    def submitted(held: AllocationState) -> tuple[int, str]:
+        number = re.match(r"\d+", str((held.job or {}).get("job_id")))
+        return int(number[0]) if number else 0, held.name
+
+    rates: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
+    for allocation in sorted(state.allocations.values(), key=submitted):
+        probe = allocation.preflight.get("probe")
+        for column, rate in summary(probe).items() if isinstance(probe, dict) else ():
+            if rate is not None:
+                rates[allocation.nodes, column][allocation.name] = rate
+    return rates
 
 
 def _odd_device(rates: list[float], slack: float) -> list[str]:

@@ -50,5 +50,5 @@ def test_one_more_field_is_one_more_axis(changed, bench):
     bench.run("heatmap", "t", "-o", "f.svg", "--rank-by", "shards", "--include-suspects")
     assert "shards2" in (bench.folder / "f.svg").read_text()
     assert re.search(r"^shards +2$", bench.run("sweep", "show", two, "--sweep", "t"), re.MULTILINE)
-    bad = bench.start("sweep", "plan", *words, "sweep.shards=[3]").communicate(timeout=60)[0]
+    bad = bench.start("sweep", "plan", *words, "+sweep.shards=[3]").communicate(timeout=60)[0]
     assert "sweep.shards=[3]; each must be 1, 2 or 4" in bad

@@ -1,5 +1,6 @@
 """A sweep with the adaptive strategy: what is due next, when a cell is over, and why the rest is left out."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,9 @@ from ultrabench.analysis.rows import sweep_rows
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.sweep.show import show_run
 from ultrabench.errors import ConfigError
+from ultrabench.hardware import Peak
 from ultrabench.launchers.open_sweep import sweep_json_of
-from ultrabench.record import to_dict
+from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.events import Claimed, Launched, Result
 from ultrabench.store.folder import SweepFolder
@@ -17,8 +19,9 @@ from ultrabench.store.journal import JournalWriter
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.store.sweep_json import write_sweep_json
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.plan import make_plan, predictor
 from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.running.attempts import next_attempts, not_promising
 from ultrabench.sweep.running.price import price_of
 from ultrabench.sweep.running.progress import progress
@@ -98,6 +101,63 @@ def test_a_failed_run_is_tried_again_before_the_cell_goes_on():
     state = state_of(first)
     state.attempts[first[0].key] = AttemptState(key=first[0].key, result=RunResult(status=Status.NODE_FAIL))
     assert [t.key for t in next_attempts(PLAN, state).todo] == [first[0].key._replace(attempt=1)]
+
+
+LARGE = make_plan(
+    load_config([*WORDS[:2], "sweep.nodes=[64]", *WORDS[3:], "kernel=megatron", "profile=nanotron"])
+)
+
+
+def probed(name, job, *rates):
+    """An allocation of 64 nodes whose all-reduce and all-gather have these bus bandwidths in bytes/s."""
+    words = zip(("allreduce", "allgather"), rates, strict=True)
+    found = {word: {"all": [{"bytes": 2**28, "busbw_bytes_per_s": rate}]} for word, rate in words}
+    preflight = {"probe": {"collectives": found}}
+    return AllocationState(name=name, nodes=64, job={"job_id": f"{job}_0"}, preflight=preflight)
+
+
+def on_links(*allocations, runs=()):
+    """The state after these runs with these allocations."""
+    state = state_of(runs, LARGE)
+    state.launched = Launched(generation=1, config=json.loads(canonical_json(LARGE.config.resolved)))
+    state.allocations = {held.name: held for held in allocations}
+    return state
+
+
+def test_a_cell_is_searched_with_the_links_that_its_allocations_have_measured():
+    one = replace(LARGE, config=replace(LARGE.config, batch=1))
+    states = on_links(), on_links(probed("a", 7, 13e9, 6.5e9))
+    sheet, known = (next_attempts(one, state).todo[0].candidate for state in states)
+    fits = [run for run in LARGE.runs if run.fits]
+    assert sheet == min(fits, key=lambda run: run.prediction.step_time_s)
+    predicts = predictor(LARGE.config, 64, Peak(flops_per_s=sheet.peak_flops_per_s, source=""))
+    predicts = replace(predicts, links=network(LARGE.config.hardware, 64, 13e9, 6.5e9))
+    assert known == min(fits, key=lambda run: predicts.predict(run.spec).step_time_s) != sheet
+
+
+def test_the_latest_three_allocations_count_in_any_order_of_the_journal():
+    slow, runs = probed("e", 10, 13e9, 6.5e9), next_attempts(LARGE, on_links()).todo[:2]
+    older = [probed(f"d{job}", job, 177e9, 44e9) for job in (7, 8, 9)]
+    held = [*older, slow, probed("c", 11, 13e9, 6.5e9), probed("b", 12, 1e9, 0.5e9)]
+    told = not_promising(LARGE.runs, on_links(slow, runs=runs))
+    expected = next_attempts(LARGE, on_links(slow, runs=runs)).todo
+    assert expected != next_attempts(LARGE, on_links(runs=runs)).todo
+    for order in (held, held[::-1], held[3:] + older):
+        state = on_links(*order, runs=runs)
+        assert next_attempts(LARGE, state).todo == expected
+        assert not_promising(LARGE.runs, state) == told
+
+
+def test_what_is_left_out_is_explained_by_the_measured_links():
+    whole = search(LARGE)[1]
+    reasons = [
+        not_promising(LARGE.runs, on_links(*held, runs=whole)) for held in ([], [probed("a", 7, 13e9, 6.5e9)])
+    ]
+    assert reasons[0] != reasons[1]
+    state = on_links(probed("a", 7, 13e9, 6.5e9), runs=whole)
+    config = LARGE.config.resolved
+    state.launched = Launched(generation=1, config=config | {"hardware": {"gpu": "H100-SXM"}})
+    assert not_promising(LARGE.runs, state) == reasons[0], "a launch of an older version told less"
 
 
 def test_the_price_is_that_of_the_runs_that_are_expected():
