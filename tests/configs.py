@@ -36,12 +36,9 @@ def slurm(**words):
 def left(runs, state, alive=frozenset(), *, repeats=1, confirm=1, policy=None, canary=False, **words):
     """What is left to do of a sweep of these runs, by default once each."""
     config = replace(
-        _DEFAULT,
-        repeats=repeats,
-        retry=policy or retry(),
-        measure=measure(confirm=confirm),
+        _DEFAULT, repeats=repeats, retry=policy or retry(), measure=measure(confirm=confirm),
         launcher=slurm(control=canary),
-    )
+    )  # fmt: skip
     return next_attempts(Plan(config=config, candidates=tuple(runs)), state, alive, Launch(**words))
 
 

@@ -6,14 +6,9 @@ from hypothesis import HealthCheck, Phase, settings
 
 # Machines that run tests are shared, so no example has a deadline.
 settings.register_profile(
-    "same",
-    deadline=None,
-    max_examples=25,
-    derandomize=True,
-    database=None,
-    phases=(Phase.explicit, Phase.generate, Phase.shrink),
-    suppress_health_check=[HealthCheck.too_slow],
-)
+    "same", deadline=None, max_examples=25, derandomize=True, database=None,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
 settings.register_profile("hunt", settings.get_profile("same"), max_examples=1000, derandomize=False)
 settings.load_profile("same")
 

@@ -7,40 +7,20 @@ WITH_THE_JOB = frozenset({"lost", "node_fail", "cancelled", "preempted"})
 """Ends of an attempt whose allocation is taken away."""
 
 FAILURES: dict[str, frozenset[str]] = {
-    "kill_launcher": frozenset(),
-    "two_launchers": frozenset(),
-    "kill_leader": WITH_THE_JOB,
-    "kill_follower": WITH_THE_JOB,
-    "stop_leader": WITH_THE_JOB,
-    "stop_follower": WITH_THE_JOB,
-    "kill_rank": frozenset({"crash"}),
-    "stop_rank": frozenset({"hang"}),
-    "sleep_rank": frozenset({"hang"}),
-    "exit_rank": frozenset({"crash"}),
-    "orphan": frozenset(),
-    "node_down": WITH_THE_JOB,
-    "node_silent": WITH_THE_JOB,
-    "slurmctld": frozenset(),
-    "scancel": WITH_THE_JOB,
-    "requeue": WITH_THE_JOB,
-    "disk_full": frozenset(),
-    "read_only": frozenset(),
-    "torn_line": frozenset(),
-    "deleted_logs": frozenset(),
-}
+    "kill_launcher": frozenset(), "two_launchers": frozenset(), "kill_leader": WITH_THE_JOB,
+    "kill_follower": WITH_THE_JOB, "stop_leader": WITH_THE_JOB, "stop_follower": WITH_THE_JOB,
+    "kill_rank": frozenset({"crash"}), "stop_rank": frozenset({"hang"}), "sleep_rank": frozenset({"hang"}),
+    "exit_rank": frozenset({"crash"}), "orphan": frozenset(), "node_down": WITH_THE_JOB,
+    "node_silent": WITH_THE_JOB, "slurmctld": frozenset(), "scancel": WITH_THE_JOB, "requeue": WITH_THE_JOB,
+    "disk_full": frozenset(), "read_only": frozenset(), "torn_line": frozenset(), "deleted_logs": frozenset(),
+}  # fmt: skip
 """Kinds of faults by which something dies, stops or is full, with the ends that they explain."""
 INTERFERENCE: dict[str, frozenset[str]] = {
-    "other_user": frozenset(),
-    "other_cluster": frozenset(),
-    "clock_offset": frozenset(),
-    "unreadable_claim": WITH_THE_JOB,
-    "double_submission": frozenset(),
-    "empty_squeue": frozenset(),
-    "hostile_numbers": frozenset({"invalid"}),
-    "port_scan": frozenset(),
-    "reforking_children": frozenset(),
+    "other_user": frozenset(), "other_cluster": frozenset(), "clock_offset": frozenset(),
+    "unreadable_claim": WITH_THE_JOB, "double_submission": frozenset(), "empty_squeue": frozenset(),
+    "hostile_numbers": frozenset({"invalid"}), "port_scan": frozenset(), "reforking_children": frozenset(),
     "fifo_journal": frozenset(),
-}
+}  # fmt: skip
 """Kinds of faults by which others look on, something gives false answers, or a program misbehaves."""
 EXPLAINS = FAILURES | INTERFERENCE
 """Kind of fault -> the true ends of the attempt it hits; it explains at most one end per allocation."""

@@ -65,30 +65,22 @@ def caught_memory_error():
 libc = ctypes.CDLL(None)
 FAULTS = {
     "exception": lambda: torch.zeros(2, 3) @ torch.zeros(2, 3),
-    "key_error": lambda: {}["model.layers.31.weight"],
-    "assertion": lambda: check(1, 2),
+    "key_error": lambda: {}["model.layers.31.weight"], "assertion": lambda: check(1, 2),
     "c_assertion": lambda: libc.__assert_fail(b"size > 0", b"kernel.c", 12, b"launch"),
     "cpu_oom": lambda: (limited(2**26), torch.zeros(2**28)),
-    "memory_error": lambda: (limited(2**26), bytearray(2**30)),
-    "host_oom": lambda: bytearray(b"1") * 2**32,
+    "memory_error": lambda: (limited(2**26), bytearray(2**30)), "host_oom": lambda: bytearray(b"1") * 2**32,
     "bad_alloc": lambda: ctypes.CDLL("libstdc++.so.6")._Znwm(ctypes.c_size_t(2**62)),
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "sigfpe": lambda: os.kill(os.getpid(), signal.SIGFPE),
-    "segfault": lambda: ctypes.string_at(0),
-    "abort": os.abort,
-    "bus_error": bus_error,
+    "sigfpe": lambda: os.kill(os.getpid(), signal.SIGFPE), "segfault": lambda: ctypes.string_at(0),
+    "abort": os.abort, "bus_error": bus_error,
     "import_error": lambda: __import__("flash_attention_that_is_not_installed"),
     "missing_library": lambda: ctypes.CDLL("libcudart.so.9.9"),
-    "undefined_symbol": lambda: libc.ncclCommThatIsTooNew,
-    "disk_full": write_to_full_disk,
-    "exit_early": lambda: os._exit(0),
-    "exit_3": lambda: os._exit(3),
-    "refused": refused,
+    "undefined_symbol": lambda: libc.ncclCommThatIsTooNew, "disk_full": write_to_full_disk,
+    "exit_early": lambda: os._exit(0), "exit_3": lambda: os._exit(3), "refused": refused,
     "caught_then_killed": lambda: (caught_memory_error(), os.kill(os.getpid(), signal.SIGKILL)),
-    "caught_then_fine": caught_memory_error,
-    "late": lambda: time.sleep(1000),
-}
+    "caught_then_fine": caught_memory_error, "late": lambda: time.sleep(1000),
+}  # fmt: skip
 
 
 def check(a, b):

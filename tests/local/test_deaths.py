@@ -9,13 +9,10 @@ from collections import Counter
 
 import pytest
 
-from tests import patience
-from tests.local.conftest import Bench
-
 pytestmark = pytest.mark.local
 
 
-def judge(bench: Bench, runs: int) -> None:
+def judge(bench, runs):
     """Nothing lost, nothing twice, nothing invented."""
     rows = bench.rows()
     attempts = {f"{r['run_id']} {r['repeat']} {r['attempt']}": r["status"] for r in rows}
@@ -31,14 +28,14 @@ def judge(bench: Bench, runs: int) -> None:
     assert {r["status"] for r in rows} <= {"ok", "lost", "node_fail", "cancelled"}
 
 
-def launch_words(bench: Bench) -> list[str]:
+def launch_words(bench):
     return [
         "sweep", "launch", *bench.overrides("fine", "sweep.nodes=[1,2]", "sweep.gbs=16"),
         "sweep.zero_stage=[0,1,3]", "sweep.mbs=[1,2,4]", "sweep.gas=[1,2,4,8]",
     ]  # fmt: skip
 
 
-def underway(bench: Bench, words: list[str]) -> patience.Process:
+def underway(bench, words):
     """A launcher that follows what already runs, or has begun a run in an allocation of its own."""
     ran, adopted, planned = len(bench.executions()), adoptions(bench), allocations(bench)
     launcher = bench.start(*words)
@@ -48,12 +45,12 @@ def underway(bench: Bench, words: list[str]) -> patience.Process:
     return launcher
 
 
-def allocations(bench: Bench) -> int:
+def allocations(bench):
     """Number of allocations that launchers have made."""
     return bench.journal().count('"event":"allocation_planned"')
 
 
-def adoptions(bench: Bench) -> int:
+def adoptions(bench):
     return bench.journal().count('"event":"adopted"')
 
 
@@ -122,7 +119,7 @@ def test_every_way_to_end_a_launcher_loses_nothing_and_repeats_nothing(bench, mo
     judge(bench, runs=18)
 
 
-def follow_again(launcher: patience.Process, number: signal.Signals) -> list[str]:
+def follow_again(launcher, number):
     """Ends a launcher by a signal; gives the words that it says to follow the sweep again."""
     os.kill(launcher.pid, number)
     output, _ = launcher.communicate(timeout=60)

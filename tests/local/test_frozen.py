@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.conftest import Bench
 from ultrabench.processes import command_line, own_processes, tag_of
 
 pytestmark = pytest.mark.local
 
 
-def agent(bench: Bench, node: int, prefix: str = "") -> int | None:
+def agent(bench, node, prefix=""):
     """The agent of this simulated node, in an allocation whose name begins like this."""
     for pid in [*own_processes()]:
         words = command_line(pid)

@@ -30,7 +30,7 @@ print(json.dumps({"event": "done"}), file=report)
 """
 
 
-def allocation_of(folder, program) -> Allocation:
+def allocation_of(folder, program):
     """Two nodes of one GPU, and two tasks."""
     first = one_node.task(str(program), "cuda")
     layout = Layout(dp=2, tp=1, pp=1, mbs=1, gas=1, zero_stage=0)

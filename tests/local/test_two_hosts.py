@@ -5,12 +5,11 @@ import subprocess
 import pytest
 
 from tests import patience
-from tests.local.conftest import Bench
 
 pytestmark = pytest.mark.local
 
 
-def test_a_launcher_on_another_host_waits_for_what_it_cannot_see(bench: Bench, monkeypatch):
+def test_a_launcher_on_another_host_waits_for_what_it_cannot_see(bench, monkeypatch):
     if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
         pytest.skip("no UTS namespace can be made here: another host needs root")
     monkeypatch.setenv("STEP_S", "0.8")

@@ -1,10 +1,7 @@
 """What a step sends equals the formulas that dp.py, tp.py and pp.py state."""
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.parity.conftest import Server
 from tests.parity.test_layouts import SHALLOW, spec_of
 from ultrabench.kernel.requests import TINY
 
@@ -23,7 +20,7 @@ NORM = [1, 16]
 
 
 @pytest.fixture
-def counted(server: Server) -> Callable[[str], list[Counts]]:
+def counted(server):
     """Counts of one step by rank, for a case of test_layouts."""
     return lambda case: server.ask("counts", spec_of(case))
 
@@ -49,13 +46,13 @@ ZERO = {
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_zero(counted: Callable[[str], list[Counts]], zero_stage: int) -> None:
+def test_zero(counted, zero_stage):
     """The table of dp.py, with payloads of whole parameters."""
     for counts in counted(f"dp=2 gas={GAS} zero_stage={zero_stage}"):
         assert counts == ZERO[zero_stage]
 
 
-def test_hybrid(counted: Callable[[str], list[Counts]]) -> None:
+def test_hybrid(counted):
     """The counts of ZeRO-3 among the shards, and one all-reduce a group and step of 1/shards of all bytes."""
     for counts in counted(f"dp=4 dp_shard=2 gas={GAS} zero_stage=3"):
         assert counts.pop("dp_replicate all_reduce") == [GROUPS, PARAM_BYTES // 2]
@@ -64,7 +61,7 @@ def test_hybrid(counted: Callable[[str], list[Counts]]) -> None:
 
 
 @pytest.mark.parametrize("gas", [1, 2])
-def test_tensor_parallel(counted: Callable[[str], list[Counts]], gas: int) -> None:
+def test_tensor_parallel(counted, gas):
     """6 gathers and 4 reduce-scatters a layer, 2 for embedding and head, B*S*H elements each.
 
     All-reduces: 2 for the loss of a micro-batch (maxima; sums and target logits), one for the
@@ -80,14 +77,14 @@ def test_tensor_parallel(counted: Callable[[str], list[Counts]], gas: int) -> No
         assert counts == {}
 
 
-def test_pipeline(counted: Callable[[str], list[Counts]]) -> None:
+def test_pipeline(counted):
     """Each of the two ranks sends and receives B*S*H elements once a micro-batch."""
     calls = [GAS, GAS * 4 * 64 * TINY.hidden_size]
     for counts in counted(f"pp=2 gas={GAS}"):
         assert counts == {"pp send": calls, "pp recv": calls, "pp all_reduce": NORM}
 
 
-def test_tied_pipeline(counted: Callable[[str], list[Counts]]) -> None:
+def test_tied_pipeline(counted):
     """Once a step both ends send each other their gradient of the tied embedding, which no other rank sees."""
     sent = GAS * 4 * 64 * TINY.hidden_size
     for rank, counts in enumerate(counted(f"pp=3 gas={GAS} tied")):
@@ -97,7 +94,7 @@ def test_tied_pipeline(counted: Callable[[str], list[Counts]]) -> None:
         assert counts == {"pp send": calls, "pp recv": calls, "pp all_reduce": NORM}
 
 
-def test_zero3_pipeline(counted: Callable[[str], list[Counts]]) -> None:
+def test_zero3_pipeline(counted):
     """1+gas gathers a layer, gas of the embedding, one of the head; one reduce-scatter a group."""
     first, *_, last = counted(f"dp=2 pp=2 gas={GAS} zero_stage=3")
     assert first["dp_shard all_gather"][0] == 3 * (1 + GAS) + GAS
@@ -106,21 +103,21 @@ def test_zero3_pipeline(counted: Callable[[str], list[Counts]]) -> None:
     assert last["dp_shard reduce_scatter"][0] == 1 + 1
 
 
-def test_zero1_pipeline(counted: Callable[[str], list[Counts]]) -> None:
+def test_zero1_pipeline(counted):
     """Each group of a stage is gathered and reduced once."""
     first, *_, last = counted(f"dp=2 pp=2 gas={GAS} zero_stage=1")
     for counts, groups in ((first, 3 + 1), (last, 1 + 1)):
         assert counts["dp_shard all_gather"][0] == counts["dp_shard reduce_scatter"][0] == groups
 
 
-def test_order(server: Server) -> None:
+def test_order(server):
     """Layer 0 is requested before the look-up of tokens, and gradients are reduced before the last backward ends."""
     first, *_, last = server.ask("order", spec_of("dp=2 pp=2 gas=2 zero_stage=3"))
     assert first[:3] == ["dp_shard all_gather", "dp_shard all_gather", "look-up"]
     assert last.index("dp_shard reduce_scatter") < max(i for i, name in enumerate(last) if name == "pp send")
 
 
-def test_ring(counted: Callable[[str], list[Counts]]) -> None:
+def test_ring(counted):
     """cp.py: keys and values cp-1 times forward and as often backward, their gradients cp times."""
     cp = 4
     pair = 2 * 4 * TINY.kv_width * 64 // cp
@@ -129,7 +126,7 @@ def test_ring(counted: Callable[[str], list[Counts]]) -> None:
         assert counts["cp send"] == counts["cp recv"] == [calls, calls * pair]
 
 
-def test_recompute(counted: Callable[[str], list[Counts]]) -> None:
+def test_recompute(counted):
     """A layer that runs forward again gathers and scatters again: 2 of each; a selective one keeps the sums."""
     (full, *_), (selective, *_) = counted("tp=2 full"), counted("tp=2 selective")
     (plain, *_) = counted("tp=2")

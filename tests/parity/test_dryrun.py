@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.parity.conftest import ROOT, Server
+from tests.parity.conftest import ROOT
 from tests.parity.test_layouts import TINY, spec_of
-from ultrabench.kernel.requests import SINGLE_THREADED, CheckSpec, RankCost
+from ultrabench.kernel.requests import SINGLE_THREADED, RankCost
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
@@ -36,13 +36,13 @@ CASES = [
 ]  # fmt: skip
 
 
-def costs(server: Server, what: str, spec: CheckSpec) -> list[RankCost]:
+def costs(server, what, spec):
     """What a step costs each real rank, or by a dry run the first rank of each pipeline stage."""
     return [from_dict(RankCost, found) for found in server.ask(what, spec)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_dry_run_equals_a_real_step(server: Server, case: str) -> None:
+def test_a_dry_run_equals_a_real_step(server, case):
     """Bytes between steps, FLOPs, calls and bytes of every collective exactly; the peak nearly."""
     spec = spec_of(case, TINY)  # in fewer layers, what a collective holds a little longer weighs more
     dry_run = costs(server, "dry costs", spec)
@@ -70,7 +70,7 @@ def test_a_dry_run_equals_a_real_step(server: Server, case: str) -> None:
         assert sum(dry.hardware_flops for dry in dry_run) == flops_of_one_rank_a_stage(spec)
 
 
-def require_closed_form(run: RunSpec, dry_run: list[RankCost]) -> None:
+def require_closed_form(run, dry_run):
     """The closed form of `sweep/predict/` gives what a dry run measures."""
     layout, constants = run.layout, memory_constants("ultrabench", load_profile("ultrabench").memory)
     error = CLOSED_FORM.get(layout.pp_schedule, 0.02 if layout.recompute == "none" else 0.07)
@@ -79,7 +79,7 @@ def require_closed_form(run: RunSpec, dry_run: list[RankCost]) -> None:
     assert peaks == pytest.approx([cost.peak_bytes for cost in dry_run], rel=error)
 
 
-def test_the_closed_form_holds_for_random_layouts() -> None:
+def test_the_closed_form_holds_for_random_layouts():
     """A sample of the benchmark: with and without a pipeline, 1f1b and interleaved, a ring, and all kinds of recomputation."""
     program = [sys.executable, "benchmarks/memory.py", "6", "82"]
     env = os.environ | SINGLE_THREADED
@@ -92,7 +92,7 @@ def test_the_closed_form_holds_for_random_layouts() -> None:
         assert largest < bound, name
 
 
-def flops_of_one_rank_a_stage(spec: CheckSpec) -> int:
+def flops_of_one_rank_a_stage(spec):
     """6 for each parameter in a matrix product, and 14*L*h*s for attention, computed anew in backward."""
     shape, layout, run = spec.shape, spec.layout, spec.run
     attention = 14 * shape.num_hidden_layers * shape.q_width * run.workload.seq_len
@@ -101,7 +101,7 @@ def flops_of_one_rank_a_stage(spec: CheckSpec) -> int:
     return run.tokens_per_step * (6 * shape.num_matmul_params + attention + more) // (layout.dp * layout.tp)
 
 
-def recomputed_flops(run: RunSpec) -> float:
+def recomputed_flops(run):
     """FLOPs for each token that backward computes again in one layer.
 
     full: a forward of the layer, of which the last product is left out at tp=1, since nothing needs its result.
@@ -117,7 +117,7 @@ def recomputed_flops(run: RunSpec) -> float:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_recomputation_keeps_what_docs_say(server: Server, tp: int) -> None:
+def test_recomputation_keeps_what_docs_say(server, tp):
     """Numbers of each token by the table of docs/kernel.md, in bf16; the log-sums of attention are in the tolerance."""
     h, q, kv, f, layers, tokens = 64, 64, 32, 128, TINY.num_hidden_layers, 16 * 64 // tp
     whole, half = 4 * h + 2 * q + 2 * kv + 4 * f, h + 2 * q + kv + f + (2 * h if tp > 1 else 0)
@@ -131,7 +131,7 @@ def test_recomputation_keeps_what_docs_say(server: Server, tp: int) -> None:
         )
 
 
-def test_8b_on_64_gpus_fits_this_machine() -> None:
+def test_8b_on_64_gpus_fits_this_machine():
     """The command's answer: masters and moments are 12 bytes a parameter, spread over all ranks."""
     words = "model=llama3-8b nodes=8 tp=8 zero_stage=3 --json"
     command = [sys.executable, "-P", "-m", "ultrabench.cli.main", "kernel", "dryrun", *words.split()]

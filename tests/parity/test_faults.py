@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.mutations import IN_TESTS, Mutation, find
-from tests.parity.conftest import Server
+from tests.mutations import IN_TESTS, find
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline, slowness, wait_until
 from ultrabench.kernel.requests import TOLERANCE
@@ -31,7 +30,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("mutation", IN_TESTS, ids=lambda m: f"{m.fault}: {m.where}")
-def test_planted_fault_is_caught(server: Server, mutation: Mutation) -> None:
+def test_planted_fault_is_caught(server, mutation):
     """By the check that is meant to see it, far above rounding; `make mutations` plants the others."""
     found = find(server, mutation)
     assert found.by == mutation.by, found
@@ -47,7 +46,7 @@ def test_planted_fault_is_caught(server: Server, mutation: Mutation) -> None:
         ("tp=2 cp=2", "bf16"),
     ],
 )
-def test_rounding_is_allowed(server: Server, case: str, precision: str) -> None:
+def test_rounding_is_allowed(server, case, precision):
     """Layouts that add up in another order than one process pass, where fp64's tolerance would fail them."""
     result = server.check(replace(spec_of(case), precision=precision))
     assert result.passed, result
@@ -55,7 +54,7 @@ def test_rounding_is_allowed(server: Server, case: str, precision: str) -> None:
     assert TOLERANCE < result.grad_diff < result.grad_allowed < {"fp32": 1e-4, "bf16": 0.1}[precision]
 
 
-def test_what_torch_gets_wrong_without_a_word_is_caught(server: Server) -> None:
+def test_what_torch_gets_wrong_without_a_word_is_caught(server):
     """A split backward pass of sharded parameters: why `grid.refusal` names it."""
     result = server.check(spec_of("dp=2 pp=2 zero_stage=3 gas=4 zbv"))
     assert result.error is None
@@ -64,14 +63,14 @@ def test_what_torch_gets_wrong_without_a_word_is_caught(server: Server) -> None:
     assert result.grad_diff > 1e-3
 
 
-def test_dead_rank_fails_the_check(server: Server) -> None:
+def test_dead_rank_fails_the_check(server):
     """The peers of a rank that left would wait; the check does not."""
     result = server.check(spec_of("dp=2"), "dead_rank")
     assert result.error == "rank 1: SystemExit: rank 1 has had enough"
     assert result.seconds < 10 * slowness()
 
 
-def test_killed_rank_fails_the_check(server: Server) -> None:
+def test_killed_rank_fails_the_check(server):
     """SIGKILL to a rank ends the check in seconds and leaves no process."""
     answers = []
     asking = threading.Thread(target=lambda: answers.append(server.check(spec_of("dp=2"), "frozen_rank")))

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.parity.conftest import Server
 from ultrabench.kernel.requests import TINY, TOLERANCE, CheckSpec
 from ultrabench.layout import PP_SCHEDULES, RECOMPUTE, Layout, default_schedule, default_virtual_stages
-from ultrabench.model_shape import ModelShape, RopeScaling
+from ultrabench.model_shape import RopeScaling
 
 pytestmark = pytest.mark.parity
 
@@ -74,7 +73,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def spec_of(case: str, shallow: ModelShape = SHALLOW) -> CheckSpec:
+def spec_of(case, shallow=SHALLOW):
     """The check that a line of CASES describes; without a pipeline of the model `shallow`."""
     words = case.split()
     numbers = {k: int(v) for k, _, v in (w.partition("=") for w in words if "=" in w)}
@@ -86,15 +85,13 @@ def spec_of(case: str, shallow: ModelShape = SHALLOW) -> CheckSpec:
     virtual = default_virtual_stages(schedule)
     recompute = next(filter(RECOMPUTE.holds, words), "none")
     layout = Layout(
-        **{"dp": 1, "virtual_stages": virtual, **numbers},
-        pp_schedule=schedule,
-        recompute=recompute,  # type: ignore[arg-type]
+        **{"dp": 1, "virtual_stages": virtual, **numbers}, pp_schedule=schedule, recompute=recompute
     )
     return CheckSpec(layout=layout, shape=shape, compile="compile" in words)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layout_equals_one_process(server: Server, case: str) -> None:
+def test_layout_equals_one_process(server, case):
     """Loss of 3 steps, gradients of the first, parameters after the third; one graph for each kind of layer."""
     spec = spec_of(case)
     result = server.check(spec)

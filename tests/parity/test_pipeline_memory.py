@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.parity.conftest import Server
 from tests.parity.test_dryrun import costs
 from tests.parity.test_layouts import TINY, spec_of
 
@@ -10,7 +9,7 @@ pytestmark = pytest.mark.parity
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_more_micro_batches_need_no_more_memory(server: Server, schedule: str) -> None:
+def test_more_micro_batches_need_no_more_memory(server, schedule):
     """Only their inputs and targets stay, of 8 bytes each, but no messages nor what a loss was computed from."""
     few, many = (spec_of(f"pp=2 gas={gas} {schedule}", TINY) for gas in (8, 12))
     less, more = (costs(server, "dry costs", spec)[-1].peak_bytes for spec in (few, many))

@@ -1,26 +1,23 @@
 """The preflight of an allocation on real ranks, started as an agent starts them."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.parity.test_worker import run_ranks, task_of
-from ultrabench.agent.ranks.fork_server import ForkServer
 from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS, SHORT, summary
 from ultrabench.rank_report import read_progress
 
 pytestmark = pytest.mark.parity
 
 
-def shares(ranks: int) -> dict[str, float]:
+def shares(ranks):
     """The share of a tensor's bytes that crosses each link, from the definition of nccl-tests."""
     part = (ranks - 1) / ranks
     return {"allreduce": 2 * part, "allgather": part, "reducescatter": part, "alltoall": part, "sendrecv": 1}
 
 
-def check_rows(rows: list[dict[str, Any]], sizes: tuple[int, ...], share: float, ranks: int) -> None:
+def check_rows(rows, sizes, share, ranks):
     """A row for each size, whose bandwidth follows from its bytes and seconds."""
     assert [row["bytes"] for row in rows] == [size // 4 // ranks * 4 * ranks for size in sizes]
     for row in rows:
@@ -33,9 +30,7 @@ def check_rows(rows: list[dict[str, Any]], sizes: tuple[int, ...], share: float,
     ("nodes", "gpus_per_node", "short"),
     [(1, 1, True), (1, 2, True), (3, 1, True), (2, 2, True), (2, 2, False)],
 )
-def test_all_ranks_measure_and_rank_0_tells(
-    forks: ForkServer, tmp_path: Path, nodes: int, gpus_per_node: int, short: bool
-) -> None:
+def test_all_ranks_measure_and_rank_0_tells(forks, tmp_path, nodes, gpus_per_node, short):
     """The dict has what its docstring says, its numbers fit each other, and every rank is done.
 
     The short probe is a preflight of any kernel's allocation, the long one a run of kernel=probe.

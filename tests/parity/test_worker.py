@@ -4,7 +4,6 @@ import dataclasses
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +12,17 @@ from tests.configs import measure as measure_of
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline
 from tests.unit import one_node
-from ultrabench.agent.ranks.fork_server import ForkServer
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import read_progress
 from ultrabench.record import to_dict
-from ultrabench.run import RunSpec, Task, Workload
+from ultrabench.run import RunSpec, Workload
 
 pytestmark = pytest.mark.parity
 GIB = 2**30
 
 
-def task_of(case: str, precision: str = "fp32", rank_mem_bytes: int = GIB) -> Task:
+def task_of(case, precision="fp32", rank_mem_bytes=GIB):
     """A short run of the layout that `case` describes."""
     layout = spec_of(case).layout
     spec = RunSpec(
@@ -39,7 +37,7 @@ def task_of(case: str, precision: str = "fp32", rank_mem_bytes: int = GIB) -> Ta
 Lines = list[dict[str, Any]]
 
 
-def run_ranks(forks: ForkServer, task: Task, folder: Path, **more: str) -> tuple[list[int], list[Lines]]:
+def run_ranks(forks, task, folder, **more):
     """Exit codes and report lines of all ranks; the test is the agent that passes on the port."""
     (folder / "task.json").write_text(json.dumps(to_dict(task)))
     ranks = range(task.spec.layout.world_size)
@@ -64,7 +62,7 @@ def run_ranks(forks: ForkServer, task: Task, folder: Path, **more: str) -> tuple
     return [codes[rank] for rank in ranks], [lines_of(report) for report in reports]
 
 
-def lines_of(report: Path) -> Lines:
+def lines_of(report):
     """The whole lines of a report so far."""
     text = report.read_text() if report.exists() else ""
     return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
@@ -73,9 +71,7 @@ def lines_of(report: Path) -> Lines:
 @pytest.mark.parametrize(
     ("case", "precision", "seconds"), [("dp=2 zero_stage=1 gas=2", "fp32", 0.0), ("pp=2 gas=2", "bf16", 0.4)]
 )
-def test_a_run_from_start_to_end(
-    forks: ForkServer, tmp_path: Path, case: str, precision: str, seconds: float
-) -> None:
+def test_a_run_from_start_to_end(forks, tmp_path, case, precision, seconds):
     """Every event of a healthy run, in order, on both ranks; warm-up and measuring last at least `seconds`."""
     task = task_of(case, precision)
     task = replace(task, measure=replace(task.measure, warmup_s=seconds, min_s=seconds))
@@ -128,7 +124,7 @@ def test_a_run_from_start_to_end(
     assert losses[0] == losses[1]
 
 
-def test_too_little_memory_is_oom(forks: ForkServer, tmp_path: Path) -> None:
+def test_too_little_memory_is_oom(forks, tmp_path):
     """The limit is enforced, and the report names it; peers may only see a lost connection."""
     codes, lines = run_ranks(forks, task_of("dp=2 mbs=64", rank_mem_bytes=40 * 2**20), tmp_path)
     assert codes == [1, 1]
@@ -137,7 +133,7 @@ def test_too_little_memory_is_oom(forks: ForkServer, tmp_path: Path) -> None:
     assert {error["kind"] for error in errors} <= {"oom", "comm"}
 
 
-def test_replicas_that_differ_are_told(forks: ForkServer, tmp_path: Path) -> None:
+def test_replicas_that_differ_are_told(forks, tmp_path):
     """One bit of one copy of a parameter is flipped on rank 1 before the last step."""
     name = "layers.1.ffn.up.weight"
     codes, lines = run_ranks(forks, task_of("dp=2"), tmp_path, FLIP=name)

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ SMALL = ("--nodes=2", "--gpus=0", "--no-accounting", "--slurmd-timeout=5")
 
 
 @pytest.fixture(scope="module")
-def other(slurm: Cluster) -> Iterator[Cluster]:
+def other(slurm):
     """A second cluster beside the session's: no GPUs, no accounting; the last test that uses it takes it down."""
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="ultrabench-slurm-")))
     try:
@@ -28,7 +27,7 @@ def other(slurm: Cluster) -> Iterator[Cluster]:
         cluster.tool("down")
 
 
-def daemon(cluster: Cluster, name: str) -> int:
+def daemon(cluster, name):
     """Pid of a daemon; a slurmd is named after its node."""
     lines = {pid: command_line(pid) for pid in own_processes()}
     ours = {pid: words for pid, words in lines.items() if any(str(cluster.folder) in word for word in words)}
@@ -36,7 +35,7 @@ def daemon(cluster: Cluster, name: str) -> int:
     return pid
 
 
-def mentions(folder: Path) -> list[str]:
+def mentions(folder):
     """Processes with a folder in their command line or as their place."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -49,13 +48,13 @@ def mentions(folder: Path) -> list[str]:
     return found
 
 
-def test_a_second_up_finds_it_running(slurm: Cluster) -> None:
+def test_a_second_up_finds_it_running(slurm):
     before = daemon(slurm, "slurmctld")
     assert "already runs" in slurm.tool("up", *SETTINGS)
     assert daemon(slurm, "slurmctld") == before
 
 
-def test_a_step_sees_its_nodes_and_gpus(slurm: Cluster) -> None:
+def test_a_step_sees_its_nodes_and_gpus(slurm):
     words = "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"
     lines = slurm.run("srun", "-N4", "--gpus-per-node=8", "sh", "-c", words).splitlines()
     assert sorted(lines) == [f"gpu0{i} 0,1,2,3,4,5,6,7" for i in range(1, 5)]
@@ -63,7 +62,7 @@ def test_a_step_sees_its_nodes_and_gpus(slurm: Cluster) -> None:
     assert sorted(lines) == ["gpu01 0,1", "gpu01 2,3"]
 
 
-def test_an_array_runs_and_sacct_knows_it(slurm: Cluster, tmp_path: Path) -> None:
+def test_an_array_runs_and_sacct_knows_it(slurm, tmp_path):
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran.$SLURM_ARRAY_TASK_ID\n")
     job = slurm.run(
@@ -76,18 +75,11 @@ def test_an_array_runs_and_sacct_knows_it(slurm: Cluster, tmp_path: Path) -> Non
     slurm.run("sbatch", "--array=0-101", str(script), code=1)
 
 
-def test_a_job_may_be_killed_with_its_node(slurm: Cluster) -> None:
+def test_a_job_may_be_killed_with_its_node(slurm):
     job = slurm.run(
-        "sbatch",
-        "--parsable",
-        "--no-requeue",
-        "-w",
-        "gpu0[1-2]",
-        "-o",
-        "/dev/null",
-        "--wrap",
+        "sbatch", "--parsable", "--no-requeue", "-w", "gpu0[1-2]", "-o", "/dev/null", "--wrap",
         "srun sleep 600",
-    )
+    )  # fmt: skip
     slurm.wait_for(lambda: slurm.nodes()["gpu02"] == "mixed")
     slurm.tool("node-down", "gpu02")
     assert slurm.nodes()["gpu02"] == "down"
@@ -97,7 +89,7 @@ def test_a_job_may_be_killed_with_its_node(slurm: Cluster) -> None:
     assert slurm.nodes()["gpu02"] == "idle"
 
 
-def test_without_accounting_and_beside_another(slurm: Cluster, other: Cluster) -> None:
+def test_without_accounting_and_beside_another(slurm, other):
     assert other.nodes() == {"gpu01": "idle", "gpu02": "idle"}
     assert other.run("srun", "-N2", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES").strip() == ""
     other.run("squeue")
@@ -105,7 +97,7 @@ def test_without_accounting_and_beside_another(slurm: Cluster, other: Cluster) -
     assert len(slurm.nodes()) == 8
 
 
-def test_up_mends_and_replaces(other: Cluster) -> None:
+def test_up_mends_and_replaces(other):
     for name in ("munged", "gpu02"):
         os.kill(daemon(other, name), signal.SIGKILL)
     assert "munged, gpu02" in other.tool("up", *SMALL)
@@ -114,7 +106,7 @@ def test_up_mends_and_replaces(other: Cluster) -> None:
     assert "MaxArraySize            = 7" in other.run("scontrol", "show", "config")
 
 
-def test_a_controller_that_starts_again_knows_its_jobs(other: Cluster) -> None:
+def test_a_controller_that_starts_again_knows_its_jobs(other):
     job = other.run("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 600").strip()
     state = other.folder / "state/job_state"
     before = state.stat().st_mtime_ns if state.exists() else 0
@@ -126,7 +118,7 @@ def test_a_controller_that_starts_again_knows_its_jobs(other: Cluster) -> None:
     other.run("scancel", job)
 
 
-def test_down_leaves_nothing(slurm: Cluster, other: Cluster) -> None:
+def test_down_leaves_nothing(slurm, other):
     folder = other.folder
     port = int(other.run("scontrol", "show", "config").split("SlurmctldPort")[1].split()[1])
     job = f"cd {folder}; exec sleep 600"
@@ -145,7 +137,7 @@ def test_down_leaves_nothing(slurm: Cluster, other: Cluster) -> None:
     assert len(slurm.nodes()) == 8
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
     for verb in ("up", "down"):
         assert "is not empty" in Cluster(tmp_path).tool(verb, code=2)

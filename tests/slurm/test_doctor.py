@@ -10,13 +10,12 @@ import time
 import pytest
 
 from tests.local.test_doctor import SMALL
-from tests.slurm.sweeps import SlurmBench
 
 pytestmark = pytest.mark.slurm
 LITTLE = ("launcher.mem=200M", "launcher.poll_s=1", "launcher.grace_s=2")
 
 
-def doctor(sweeps: SlurmBench, *words: str, code: int = 0):
+def doctor(sweeps, *words, code=0):
     """The checks by name."""
     found = json.loads(sweeps.run("doctor", *LITTLE, *words, "--json", code=code))
     assert not list(sweeps.folder.glob("*/.doctor-*")) or code

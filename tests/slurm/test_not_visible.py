@@ -15,7 +15,7 @@ ONE = ("sweep.nodes=[1]", "sweep.gbs=8", "sweep.zero_stage=[0]", "sweep.mbs=[1]"
 """A single run on one node."""
 
 
-def planned(sweeps) -> int:
+def planned(sweeps):
     return sweeps.journal().count('"event":"allocation_planned"')
 
 
@@ -60,11 +60,11 @@ def test_a_budget_bounds_what_is_held_with_its_setup_and_a_larger_one_goes_on(sw
     sweeps.judge(runs=10)
 
 
-def _sacct(sweeps) -> list[str]:
+def _sacct(sweeps):
     """Seconds|nodes of each job of the sweep, once the accounting knows the end of all of them."""
     names = {p.name.rpartition(".")[0] for p in sweeps.folder.glob("results/t/allocations/*")}
 
-    def rows() -> list[list[str]]:
+    def rows():
         text = slurm_says(
             "sacct", "--parsable2", "--noheader", "--allocations", "--format=JobName,ElapsedRaw,NNodes,End",
             "--starttime=now-1hour",

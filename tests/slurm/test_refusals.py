@@ -8,13 +8,13 @@ import subprocess
 import pytest
 
 from tests.local.conftest import PROGRAM
-from tests.slurm.sweeps import FEW, SlurmBench
+from tests.slurm.sweeps import FEW
 from tests.unit.test_gpus import DRIVER
 
 pytestmark = pytest.mark.slurm
 
 
-def refused(sweeps: SlurmBench, *words: str, code: int) -> str:
+def refused(sweeps, *words, code):
     """What a launch says that must not come about."""
     done = sweeps.here(*words)
     assert done.returncode == code, done.stderr

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.slurm.sweeps import FEW, MANY, SlurmBench, in_files
+from tests.slurm.sweeps import FEW, MANY, in_files
 
 pytestmark = pytest.mark.slurm
 
@@ -40,7 +40,7 @@ def test_forty_runs_on_1_2_and_4_nodes_with_collect_and_heatmap_meanwhile(sweeps
     assert sweeps.status()["by_status"] == {"ok": 40}
 
 
-def planned(sweeps: SlurmBench) -> int:
+def planned(sweeps):
     return sweeps.journal().count('"event":"allocation_planned"')
 
 
@@ -104,7 +104,7 @@ def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_giv
     assert all(r["attempt"] == 0 for r in rows), "the runs under way were finished"
 
 
-def followers(sweeps: SlurmBench) -> int:
+def followers(sweeps):
     """Number of launchers that follow or have followed the jobs of others."""
     events = [json.loads(line) for line in sweeps.journal().splitlines() if '"event":"adopted"' in line]
     return len({event["writer"] for event in events})

@@ -8,26 +8,26 @@ import pytest
 
 from tests import patience
 from tests.slurm.conftest import SETTINGS
-from tests.slurm.sweeps import FEW, MANY, SlurmBench, slurm_says
+from tests.slurm.sweeps import FEW, MANY, slurm_says
 
 pytestmark = pytest.mark.slurm
 
 
-def scontrol(*words: str) -> None:
+def scontrol(*words):
     assert patience.run(["scontrol", *words]).returncode == 0
 
 
-def running(sweeps: SlurmBench) -> list[tuple[str, str]]:
+def running(sweeps):
     """(job id, nodes) of the sweep's running jobs."""
     text = slurm_says("squeue", "-h", "-r", "-t", "R", "-o", "%i %N")
     return [(line.split()[0], line.split()[1]) for line in text.splitlines() if len(line.split()) == 2]
 
 
-def first_node(nodes: str) -> str:
+def first_node(nodes):
     return slurm_says("scontrol", "show", "hostnames", nodes).split()[0]
 
 
-def started(sweeps: SlurmBench, *more: str):
+def started(sweeps, *more):
     """A launch in the middle of its first runs."""
     os.environ["STEP_S"] = "0.25"
     launcher = sweeps.start(*sweeps.launch("fine", *MANY, *more))
@@ -35,7 +35,7 @@ def started(sweeps: SlurmBench, *more: str):
     return launcher
 
 
-def ended(launcher) -> str:
+def ended(launcher):
     output, _ = launcher.communicate(timeout=280)
     assert launcher.returncode == 0, output
     return output
@@ -45,7 +45,7 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm):
     """A node that dies, a cancelled job, a requeued one, a node set down, a slurmctld that starts again."""
     launcher = started(sweeps, "retry.max_excluded=2")
 
-    def next_job() -> tuple[str, str]:
+    def next_job():
         """A job with another run begun since the last trouble."""
         begun = len(sweeps.executions())
         sweeps.wait_for(lambda: len(sweeps.executions()) > begun and running(sweeps))

@@ -26,15 +26,10 @@ def open_sweep(path, plan=PLAN, **launcher):
     """A sweep as `sweep launch` opens it; nothing is written."""
     folder = SweepFolder(Path(path))
     return OpenSweep(
-        folder=folder,
-        plan=replace(plan, config=with_launcher(plan.config, **launcher)),
-        journal=JournalWriter(folder.journal, "test"),
-        reader=JournalReader(folder.journal),
-        environment={},
-        accepts=lambda result: True,
-        kernel_digest="digest",
-        git_commit=None,
-    )
+        folder=folder, plan=replace(plan, config=with_launcher(plan.config, **launcher)),
+        journal=JournalWriter(folder.journal, "test"), reader=JournalReader(folder.journal), environment={},
+        accepts=lambda result: True, kernel_digest="digest", git_commit=None,
+    )  # fmt: skip
 
 
 def jobs_of(sweep, state=None, alive=frozenset(), max_limit_s=float("inf")):
@@ -42,13 +37,9 @@ def jobs_of(sweep, state=None, alive=frozenset(), max_limit_s=float("inf")):
     state = state or SweepState()
     config = sweep.config
     decision = left(
-        sweep.plan.runs,
-        state,
-        alive,
-        repeats=config.repeats,
-        accepts=sweep.accepts,
+        sweep.plan.runs, state, alive, repeats=config.repeats, accepts=sweep.accepts,
         canary=config.launcher.control,
-    )
+    )  # fmt: skip
     return [*planned_jobs(sweep.plan, decision, state, max_limit_s)]
 
 

@@ -25,24 +25,17 @@ GPUS = read_hardware({"name": "h100x8", "gpu": "H100-SXM"})
 LAPTOP = read_hardware({"name": "laptop", "gpu": "cpu"})
 LAYOUTS = tuple(Layout(dp=8, zero_stage=z, mbs=m, gas=16 // m) for z in (0, 1) for m in (1, 2, 4, 8))
 OK = RunResult(
-    status=Status.OK,
-    step_times_s=(0.3, 0.1, 0.2),
-    hardware_flops_per_step=4e12,
-    duration_s=90.0,
-    hostnames=("n0",),
-    started_at=0.0,
-)
+    status=Status.OK, step_times_s=(0.3, 0.1, 0.2), hardware_flops_per_step=4e12, duration_s=90.0,
+    hostnames=("n0",), started_at=0.0,
+)  # fmt: skip
 
 
 def spec_of(layout, kernel=None, nodes=1, gpus_per_node=8):
     return RunSpec(
-        shape=TINY,
-        workload=Workload(seq_len=128, gbs=layout.gbs),
-        layout=layout,
-        kernel=kernel or KernelConfig(name="embedded", precision="bf16"),
-        nodes=nodes,
+        shape=TINY, workload=Workload(seq_len=128, gbs=layout.gbs), layout=layout,
+        kernel=kernel or KernelConfig(name="embedded", precision="bf16"), nodes=nodes,
         gpus_per_node=gpus_per_node,
-    )
+    )  # fmt: skip
 
 
 def candidate(spec, decision="run", rule=None, reason=None):

@@ -266,13 +266,9 @@ class Stage:
         else:
             agents[name] = made.process
         told = replace(
-            world,
-            files=world.files | made.files,
-            jobs=jobs,
-            agents=agents,
-            witness=(*world.witness, *made.witness),
-            story=(*world.story, made.told),
-        )
+            world, files=world.files | made.files, jobs=jobs, agents=agents,
+            witness=(*world.witness, *made.witness), story=(*world.story, made.told),
+        )  # fmt: skip
         return told, made.steps
 
     def _run(self, world: World, process: Process, job: SmallJob, most: int) -> Block:

@@ -99,17 +99,12 @@ def test_svg_holds_the_words():
         cell("tiny", 2, mfu=None, num_params=295_000, tokens_per_s_per_gpu=1234.0),
         cell("tiny", 8, mfu=None, num_params=295_000, tokens_per_s_per_gpu=None),
         cell(
-            "tiny",
-            16,
-            mfu=0.0012,
-            num_params=295_000,
-            peak_mem_reserved_bytes=2**20,
-            hardware="cpu",
+            "tiny", 16, mfu=0.0012, num_params=295_000, peak_mem_reserved_bytes=2**20, hardware="cpu",
             peak_source="measured",
         ),
         cell("tiny", 4, compare_ratio=1.08, num_params=295_000, as_good_as_best=("b",)),
         cell("1B", 4, peak_mem_reserved_bytes=None, peak_mem_reserved_rank0_bytes=3 * GIB),
-    ]
+    ]  # fmt: skip
     words = {"title": "quick & <dirty>", "notes": "Layouts: 2 ok.", "compared_with": "old"}
     svg = ET.fromstring(render(lambda: figure(cells, **words), Path("f.svg")))
     words = [" ".join("".join(e.itertext()).split()) for e in svg.iter() if e.tag.endswith("text")]

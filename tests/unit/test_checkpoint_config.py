@@ -134,24 +134,21 @@ def test_what_changes_nothing_is_taken(change):
     [
         (
             {"attention_bias": True},
-            "attention_bias is true; ultrabench trains models whose attention_bias is false",
+            "attention_bias is true; ultrabench trains models whose attention_bias is",
         ),
         ({"mlp_bias": True}, "mlp_bias is true"),
         (
             {"hidden_act": "gelu"},
-            'whose hidden_act is "silu": for its sizes alone write them to ./ultrabench/model/NAME.yaml and give',
+            'whose hidden_act is "silu": for its sizes alone write them to ./ultrabench/',
         ),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            'rope_type is "yarn"; ultrabench trains models whose rope_type is "llama3"',
+            {"rope_scaling": {"rope_type": "yarn"}},
+            '"yarn"; ultrabench trains models whose rope_type is "llama3"',
         ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear"'),
         ({"rope_scaling": "dynamic"}, 'rope_type is "dynamic"'),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks factor, low_freq_factor"),
-        (
-            {"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 4}},
-            "must be above low_freq_factor=4",
-        ),
+        ({"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 4}}, "above low_freq_factor=4"),
         ({"rope_scaling": {**LLAMA["rope_scaling"], "factor": 0.5}}, "rope_scaling.factor=0.5; must be >= 1"),
         ({"head_dim": 127}, "head_dim=127; rotations need an even width of heads"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is "),
@@ -159,10 +156,7 @@ def test_what_changes_nothing_is_taken(change):
         ({"num_local_experts": 8}, "num_local_experts is 8"),
         ({"n_routed_experts": 64}, "n_routed_experts is 64"),
         ({"kv_lora_rank": 512}, "kv_lora_rank is 512"),
-        (
-            {"model_type": "qwen3_moe"},
-            "model_type 'qwen3_moe'; ultrabench trains the decoders of llama, mistral, qwen3 only",
-        ),
+        ({"model_type": "qwen3_moe"}, "'qwen3_moe'; ultrabench trains the decoders of llama, mistral, qwen3"),
         ({"model_type": "qwen2"}, "model_type 'qwen2'"),
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"model_type": None}, "model_type None"),

@@ -215,13 +215,8 @@ def test_the_default_sweep_is_small_and_covers_everything():
     runs = make_plan(load_config([])).runs
     assert 12 <= len(runs) <= 30
     covered = {
-        "zero_stage": {0, 1, 2, 3},
-        "tp": {1, 2},
-        "pp": {1, 2},
-        "mbs": {1, 2},
-        "dp": {1, 2},
-        "gas": {2, 4},
-    }
+        "zero_stage": {0, 1, 2, 3}, "tp": {1, 2}, "pp": {1, 2}, "mbs": {1, 2}, "dp": {1, 2}, "gas": {2, 4},
+    }  # fmt: skip
     assert {c.nodes for c in runs} >= {1, 2}
     for axis, wanted in covered.items():
         assert {getattr(c.layout, axis) for c in runs} >= wanted, axis

@@ -126,15 +126,11 @@ def runs(draw):
     """A run with two ranks of dp, of a model whose matrices no padding of fully_shard enlarges."""
     heads = draw(st.sampled_from((4, 8, 16)))
     shape = ModelShape(
-        name="drawn",
-        hidden_size=64 * heads,
-        num_hidden_layers=draw(st.integers(4, 40)),
-        num_attention_heads=heads,
-        num_key_value_heads=draw(divisors(heads)),
-        intermediate_size=64 * draw(st.integers(2, 100)),
-        vocab_size=512 * draw(st.integers(1, 250)),
+        name="drawn", hidden_size=64 * heads, num_hidden_layers=draw(st.integers(4, 40)),
+        num_attention_heads=heads, num_key_value_heads=draw(divisors(heads)),
+        intermediate_size=64 * draw(st.integers(2, 100)), vocab_size=512 * draw(st.integers(1, 250)),
         tie_word_embeddings=draw(st.booleans()),
-    )
+    )  # fmt: skip
     pp = draw(st.sampled_from((1, 2, 4)))
     axes = {
         "dp": 2, "tp": draw(divisors(shape.num_key_value_heads)), "pp": pp, "gas": draw(st.integers(pp, 9)),

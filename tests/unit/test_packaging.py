@@ -62,11 +62,8 @@ def test_the_wheel_plans_a_sweep_beside_files_named_like_its_rooms(unpacked, tmp
         "from ultrabench.cli.main import main; main()"
     )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "PYTHONSAFEPATH": "1"},
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert '"sweep": "quick-cpu"' in done.stdout

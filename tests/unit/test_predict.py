@@ -25,13 +25,10 @@ real_shapes = st.sampled_from(PLAYBOOK).map(load_model)
 
 def predicted(layout, shape, *, profile="ultrabench", seq_len=4096, precision="bf16", nodes=1):
     spec = RunSpec(
-        shape=shape,
-        workload=Workload(seq_len=seq_len, gbs=layout.gbs),
-        layout=layout,
-        kernel=KernelConfig(name="embedded", precision=precision),
-        nodes=nodes,
+        shape=shape, workload=Workload(seq_len=seq_len, gbs=layout.gbs), layout=layout,
+        kernel=KernelConfig(name="embedded", precision=precision), nodes=nodes,
         gpus_per_node=layout.world_size // nodes,
-    )
+    )  # fmt: skip
     peak = CONFIG.hardware.peak(precision, nodes, None, 1)
     return predictor(CONFIGS[profile], nodes, peak).predict(spec)
 

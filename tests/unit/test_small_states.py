@@ -42,9 +42,6 @@ class WrongError(AssertionError):
     """A world that must not be."""
 
 
-ONE_RUN = pytest.mark.parametrize("stage", [1], indirect=True)
-
-
 @pytest.fixture
 def stage(monkeypatch, request):
     """A stage of two runs that share an allocation, or of one, without clocks and chance."""
@@ -170,88 +167,62 @@ def test_launchers_and_jobs_may_die_at_every_step(stage):
     assert explore(stage) > 1000
 
 
-def test_a_claim_that_everybody_wins_is_found_out(stage):
-    stage.claim = stage.owns = lambda claims, key, owner: True
-    stage.coarse, stage.most_kills = True, 0
-    with pytest.raises(WrongError, match=r"ran twice|has ended"):
-        explore(stage)
+AT_ONCE = {"coarse": True, "most_kills": 0}
+IN_TURN = {"in_turn": True, "most_kills": 1}
+DOUBLE = {"double": True, "most_jobs": 4}
+HIDDEN, STRANGER = {"most_hidden": 1}, {"stranger": True}
+WORLDS = {
+    "an unreadable claim costs an attempt and no more": (1, IN_TURN | HIDDEN, 1000),
+    "of two jobs of one allocation one runs": (1, IN_TURN | DOUBLE, 500),
+    "who sees no jobs of others does not take them for dead": (
+        2,
+        AT_ONCE | STRANGER | {"most_kills": HUNT},
+        50,
+    ),
+    "the last line of an agent may come late": (1, IN_TURN | {"late": True}, 1000),
+}
 
 
-def test_a_launcher_that_does_not_look_for_lost_answers_is_found_out(stage, monkeypatch):
-    known = "ultrabench.launchers.settle.open_allocations"
-    monkeypatch.setattr(
-        known, lambda state: {n: a for n, a in state.allocations.items() if not a.ended and a.job}
-    )
-    stage.in_turn, stage.most_kills = True, 1
-    with pytest.raises(WrongError, match=r"in two jobs at once|has ended"):
-        explore(stage)
+@pytest.mark.parametrize(("stage", "words", "least"), WORLDS.values(), ids=WORLDS, indirect=["stage"])
+def test_nothing_is_lost_and_nothing_runs_twice_where(stage, words, least):
+    vars(stage).update(words)
+    assert explore(stage) > least
 
 
-@ONE_RUN
-def test_an_unreadable_claim_costs_an_attempt_and_no_more(stage):
-    stage.in_turn, stage.most_kills, stage.most_hidden = True, 1, 1
-    assert explore(stage) > 1000
+def always(*_):
+    return True
 
 
-@ONE_RUN
-def test_of_two_jobs_of_one_allocation_one_runs(stage):
-    stage.in_turn, stage.most_kills, stage.double, stage.most_jobs = True, 1, True, 4
-    assert explore(stage) > 500
+def without_jobs(plan, state, seen, *rest):
+    """A decision that is told nothing of what is under way."""
+    return decide(plan, state, JobsSeen(), *rest)
 
 
-def test_who_sees_no_jobs_of_others_does_not_take_them_for_dead(stage):
-    stage.stranger, stage.coarse, stage.most_kills = True, True, HUNT
-    assert explore(stage) > 50
+def submitted_only(state):
+    return {n: a for n, a in state.allocations.items() if not a.ended and a.job}
 
 
-@ONE_RUN
-def test_the_last_line_of_an_agent_may_come_late(stage):
-    stage.in_turn, stage.most_kills, stage.late = True, 1, True
-    assert explore(stage) > 1000
+FAULTS = {
+    "a claim that everybody wins": (2, AT_ONCE | {"claim": always, "owns": always}, {}, r"ran twice|has ended"),
+    "lost answers are not looked for": (
+        2, IN_TURN, {"settle.open_allocations": submitted_only}, r"in two jobs at once|has ended"),
+    "a second job that does not leave": (1, IN_TURN | DOUBLE | {"owns": always}, {}, "has ended"),
+    "claims that cannot be read are passed over": (
+        1, IN_TURN | HIDDEN, {"settle.Settler.settle_claimed": lambda *_: False}, "has ended"),
+    "what is not seen is taken for dead": (2, AT_ONCE | STRANGER, {"settle.sees": always}, "has ended"),
+    "the dead are not buried": (2, IN_TURN, {"settle.Settler.settle": lambda *_: None}, "has ended"),
+    "jobs are given up without being told": (2, {"most_kills": 0}, {"settle.Settler.give_up": always}, "has ended"),
+    "what is under way is forgotten": (
+        1, IN_TURN | {"most_kills": 0}, {"reconcile.decide": without_jobs}, "in two jobs at once"),
+}  # fmt: skip
 
 
-@ONE_RUN
-def test_a_second_job_that_does_not_leave_is_found_out(stage):
-    stage.owns = lambda claims, name, me: True
-    stage.in_turn, stage.most_kills, stage.double, stage.most_jobs = True, 1, True, 4
-    with pytest.raises(WrongError, match="has ended"):
-        explore(stage)
-
-
-@ONE_RUN
-def test_a_launcher_that_passes_over_claims_it_cannot_read_is_found_out(stage, monkeypatch):
-    monkeypatch.setattr("ultrabench.launchers.settle.Settler.settle_claimed", lambda self, keys, state: False)
-    stage.in_turn, stage.most_kills, stage.most_hidden = True, 1, 1
-    with pytest.raises(WrongError, match="has ended"):
-        explore(stage)
-
-
-def test_a_launcher_that_takes_what_it_does_not_see_for_dead_is_found_out(stage, monkeypatch):
-    monkeypatch.setattr("ultrabench.launchers.settle.sees", lambda own, by: True)
-    stage.stranger, stage.coarse, stage.most_kills = True, True, 0
-    with pytest.raises(WrongError, match="has ended"):
-        explore(stage)
-
-
-def test_a_launcher_that_does_not_bury_the_dead_is_found_out(stage, monkeypatch):
-    monkeypatch.setattr("ultrabench.launchers.settle.Settler.settle", lambda self, held, gone, state: None)
-    stage.in_turn, stage.most_kills = True, 1
-    with pytest.raises(WrongError, match="has ended"):
-        explore(stage)
-
-
-def test_a_launcher_that_gives_jobs_up_without_telling_them_is_found_out(stage, monkeypatch):
-    monkeypatch.setattr("ultrabench.launchers.settle.Settler.give_up", lambda self, name: True)
-    stage.most_kills = 0
-    with pytest.raises(WrongError, match="has ended"):
-        explore(stage)
-
-
-@ONE_RUN
-def test_a_decision_that_forgets_what_is_under_way_is_found_out(stage, monkeypatch):
-    """Of what it has seen it is told nothing."""
-    known = "ultrabench.launchers.reconcile.decide"
-    monkeypatch.setattr(known, lambda plan, state, seen, *rest: decide(plan, state, JobsSeen(), *rest))
-    stage.in_turn, stage.most_kills = True, 0
-    with pytest.raises(WrongError, match="in two jobs at once"):
+@pytest.mark.parametrize(
+    ("stage", "words", "planted", "told"), FAULTS.values(), ids=FAULTS, indirect=["stage"]
+)
+def test_a_planted_fault_is_found_out(stage, words, planted, told, monkeypatch):
+    vars(stage).update(words)
+    for name, value in planted.items():
+        monkeypatch.setattr(f"ultrabench.launchers.{name}", value)
+    with pytest.raises(WrongError, match=told):
         explore(stage)
