@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.cli.conftest import record
 from ultrabench.analysis.rows import sweep_rows
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.sweep.show import show_run
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Peak
 from ultrabench.launchers.open_sweep import sweep_json_of
-from ultrabench.record import canonical_json, to_dict
+from ultrabench.record import canonical_json
 from ultrabench.result import RunResult, Status
-from ultrabench.store.events import Claimed, Launched, Result
+from ultrabench.store.events import Launched
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
@@ -186,14 +187,9 @@ def test_rows_and_show_tell_why_a_run_was_left_out(tmp_path, capsys):
     folder.create()
     write_sweep_json(folder, sweep_json_of(PLAN.config, {}))
     write_plan(PLAN.candidates, folder.plan)
-    writer = JournalWriter(folder.journal, "agent")
-    writer.write(Launched(generation=1, config=PLAN.config.resolved))
+    JournalWriter(folder.journal, "agent").write(Launched(generation=1, config=PLAN.config.resolved))
     for todo in search()[1]:
-        told = {"run_id": todo.key.run_id, "repeat": 0, "attempt": 0}
-        time_s = 1.1 * todo.candidate.prediction.step_time_s
-        result = RunResult(status=Status.OK, step_times_s=(time_s,) * 6)
-        writer.write(Claimed(**told, allocation="n1", spec=to_dict(todo.candidate.spec), predicted={}))
-        writer.write(Result(**told, source="agent", result=result))
+        record(folder, todo.candidate, step_times_s=(1.1 * todo.candidate.prediction.step_time_s,) * 6)
     rows = {row["run_id"]: row for row in sweep_rows(folder, print)}
     assert rows[first[0].key.run_id]["status"] == "ok"
     left = [rows[run.run_id] for run in PLAN.runs if rows[run.run_id]["status"] == "skipped"]

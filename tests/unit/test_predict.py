@@ -18,9 +18,6 @@ from ultrabench.sweep.plan import make_plan, predictor
 CONFIG = load_config(["hardware=h100x8"])
 NAMES = ("ultrabench", "nanotron", "megatron")
 CONFIGS = {name: replace(CONFIG, profile=load_profile(name)) for name in NAMES}
-PLAYBOOK = ("1B", "3B", "8B", "80B", "469B")
-
-real_shapes = st.sampled_from(PLAYBOOK).map(load_model)
 
 
 def predicted(layout, shape, *, profile="ultrabench", seq_len=4096, precision="bf16", nodes=1):

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 from tests.unit.cli.conftest import QUICK, record
 from ultrabench.cli.sweep.launch import first_lines, other_launches
-from ultrabench.result import RunResult, Status
-from ultrabench.store.events import Failed
-from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.result import Status
+from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.sweep.running.price import price_of
 from ultrabench.sweep.running.progress import settled_runs
@@ -14,10 +13,8 @@ from ultrabench.sweep.running.progress import settled_runs
 
 def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
     ids = [run.run_id for run in QUICK.runs]
-    oom = RunResult(status=Status.OOM, reason="no memory")
-    for run_id in ids[2:4]:
-        writer = JournalWriter(sweep.journal, "agent")
-        writer.write(Failed(run_id=run_id, repeat=0, attempt=0, source="agent", result=oom))
+    for run in QUICK.runs[2:4]:
+        record(sweep, run, status=Status.OOM, reason="no memory")
     state = fold(read_journal(sweep.journal))
     assert [*other_launches(state, set(ids), before=set())] == []
     assert [*other_launches(state, set(ids[1:]), before=set(ids[:2]))] == [
