@@ -32,8 +32,5 @@ Overrides = Annotated[
 ]
 Source = Annotated[str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="Default: the newest.")]
 RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="A numeric column of the result table.")]
-ProfileName = Annotated[
-    str | None, typer.Option("--profile", metavar="NAME", help="Default: that of the runs' program.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 ResultsDir = Annotated[Path, typer.Option(help="The folder that holds the sweeps.")]

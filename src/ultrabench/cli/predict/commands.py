@@ -1,14 +1,30 @@
 """The commands `ultrabench predict ...`, which check predictions against runs and fit them."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, words
-from ultrabench.cli.predict.calibrate import calibrate
-from ultrabench.cli.predict.replay import replay
-from ultrabench.cli.predict.validate import validate
+from ultrabench.analysis.numbers import percent
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source, require_parquet, words
+from ultrabench.cli.results import Output, draw, write_result
+from ultrabench.errors import ConfigError, counted, require_known
+
+Metrics = dict[str, Any]
+"""Errors of predictions, as `ultrabench.analysis.predict.validate.metrics` gives them."""
+
+TIME = ("rows", "> 2x", "median", "90 %", "in 80 %", "rank corr.", "top 5", "regret")
+"""Columns of the errors of step times; `> 2x` counts rows that took more than twice as long as predicted."""
+MEMORY = ("median", "90 %", "OOM right", "borderline", "wrong prune", "OOM caught")
+"""Columns of the errors of memory."""
+MINE = Path("ultrabench/profiles/mine.yaml")
+ProfileName = Annotated[
+    str | None, typer.Option("--profile", metavar="NAME", help="Default: that of the runs' program.")
+]
 
 
 class _LayoutFirst(TyperGroup):
@@ -39,5 +55,184 @@ def layout(arguments: Arguments, json_: Json = False, results_dir: ResultsDir = 
     run_predict(arguments, json_, results_dir)
 
 
-for command in (validate, calibrate, replay):
-    predict_app.command()(command)
+@predict_app.command()
+def validate(
+    source: Source = None,
+    profile: ProfileName = None,
+    rows: Path | None = typer.Option(
+        None, callback=require_parquet, help="Write each row with its prediction, as .parquet."
+    ),
+    leave_out: str | None = typer.Option(
+        None,
+        metavar="model or nodes",
+        help="Fit anew without each model or number of nodes, and score on it.",
+    ),
+    output: Output = None,
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Compare predictions with measured runs; -o draws them."""
+    from ultrabench.analysis.predict.validate import GROUPS, metrics, without_own_group
+    from ultrabench.analysis.predict.validate import table as predicted
+    from ultrabench.cli.predict.cases import open_cases
+    from ultrabench.cli.tables import print_json, say, show
+    from ultrabench.sweep.config.load import load_profile
+
+    if leave_out is not None:
+        require_known("group for --leave-out", GROUPS, leave_out)
+    given, used = open_cases([source], profile, results_dir)
+    if leave_out is None:
+        found = predicted(given, lambda case: used)
+        if used.prior:
+            fit = f"profile {used.name}: {used.source}; the errors of runs that it was fitted to are those of the fit"
+            say(f"{fit}: --leave-out model or nodes fits without them")
+    else:
+        prior = load_profile(used.prior) if used.prior else used
+        limits = {name: value for name, value in used.memory.items() if name.endswith("limit")}
+        memory = " and memory (not its limits)" if used.framework == "nanotron" else ""
+        say(f"--leave-out {leave_out}: step time{memory} fitted anew without each, from profile {prior.name}")
+        fitted = without_own_group(given, replace(prior, memory=prior.memory | limits), leave_out)
+        found = predicted(given, lambda case: fitted[GROUPS[leave_out](case)])
+    measured = metrics(found)
+    if rows is not None:
+        import pyarrow as pa
+
+        from ultrabench.analysis.collect import parquet
+
+        write_result(rows, parquet(pa.Table.from_pandas(found, preserve_index=False)))
+    if output is not None:
+        from ultrabench.analysis.figures.plots.predicted import validated
+
+        draw(output, lambda: validated(found, used.name))
+    if json_:
+        scored = {"name": used.name, "source": used.source, "prior": used.prior, "leave_out": leave_out}
+        print_json(measured | {"profile": scored})
+        return
+    for scope, all_ in measured.items():
+        reasons = ", ".join(f"{n:,} {why}" for why, n in all_["excluded_by_reason"].items())
+        title = f"step time of {scope} rows, profile {used.name}: {all_['rows']:,} rows ({all_['excluded']:,} excluded)"
+        _show(f"{title}: {reasons}" if reasons else title, TIME, all_, _time)
+        told = ", ".join(f"{k} {_percent(v)}" for k, v in all_["interval"]["regimes"].items())
+        show(f"{scope} rows in their 80 % interval by regime: {told or 'none'}", "")
+    _show(f"memory and OOM of all rows, profile {used.name}", MEMORY, measured["all"], _memory)
+
+
+def _show(
+    title: str, columns: tuple[str, ...], all_: Metrics, cells: Callable[[Metrics], tuple[str, ...]]
+) -> None:
+    """Prints one line for all rows and one for each value of a slice."""
+    from ultrabench.cli.tables import show, table
+
+    by = {f"{name} {value}": m for name, slices in all_["by"].items() for value, m in slices.items()}
+    rows = [(name.removeprefix("parallelism "), *cells(m)) for name, m in ({"all": all_} | by).items()]
+    show(table(title, "rows of", *(f">{head}" for head in columns), rows=rows), "")
+
+
+def _time(m: Metrics) -> tuple[str, ...]:
+    """The texts of one line, in the order of TIME."""
+    time, planning, correlation = m["step_time"], m["planning"], m["step_time"]["spearman_in_cell"]
+    return (
+        f"{m['rows']:,}", f"{m['more_than_twice']:,}", _percent(time["median_error"]), _percent(time["p90_error"]),
+        _percent(m["interval"]["coverage"]), "-" if correlation is None else f"{correlation:.3f}",
+        _percent(planning["best_in_top5"]), _percent(planning["top1_regret"]),
+    )  # fmt: skip
+
+
+def _memory(m: Metrics) -> tuple[str, ...]:
+    """The texts of one line, in the order of MEMORY."""
+    memory, oom = m["memory"], m["oom"]
+    shares = (oom[name] for name in ("accuracy", "borderline_accuracy", "false_prune", "caught"))
+    return (*map(_percent, (memory["median_error"], memory["p90_error"], *shares)),)
+
+
+def _percent(share: float | None) -> str:
+    return percent(share) or "-"
+
+
+@predict_app.command()
+def calibrate(
+    sources: list[str] | None = typer.Argument(
+        None, metavar="[SWEEP or FILE.parquet]...", help="Default: the newest sweep."
+    ),
+    profile: ProfileName = None,
+    output: Path = typer.Option(MINE, "-o", "--output", help="The profile to write."),
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Fit a profile to measured runs.
+
+    It tells the errors on runs left out of the fit."""
+    if output.suffix != ".yaml":
+        raise ConfigError(f"{output} is no name of a profile; end it in .yaml")
+    from ultrabench.analysis.predict.calibrate import calibrate as calibrated
+    from ultrabench.analysis.predict.calibrate import to_yaml
+    from ultrabench.cli.predict.cases import open_cases
+    from ultrabench.cli.tables import print_json, say, show, table
+
+    given, base = open_cases(sources or [None], profile, results_dir)
+    found = calibrated(given, base, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_result(output, to_yaml(found.profile, base).encode())
+    if json_:
+        made = {"profile": str(output), "prior": base.name, "runs": found.runs, "fitted": found.fitted}
+        print_json(made | {"before": found.before, "after": found.after, "memory": found.memory})
+        return
+    told = {"step_time": {"before": found.before, "after": found.after}, "memory": found.memory}
+    rows = []
+    for part, errors in told.items():
+        fitted = "fitted" if found.fitted[part] else "fitted, not used"
+        names = {"before": f"profile {base.name}", "after": fitted}
+        for when in errors:
+            shares = (f"{100 * errors[when][key]:.1f} %" for key in ("median_error", "p90_error"))
+            rows.append((part.replace("_", " "), names[when], *shares))
+    title = f"error on runs left out of the fit ({counted(found.runs, 'healthy run')})"
+    show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
+    say(f"wrote {output}: {found.profile.source}; sweeps use it with profile={output.stem}")
+
+
+@predict_app.command()
+def replay(
+    source: Source = None,
+    strategy: str = typer.Option(
+        "adaptive", metavar="NAME", help="adaptive, exhaustive, random or predicted."
+    ),
+    batch: int = typer.Option(1, min=1, help="Runs that are made at the same time."),
+    profile: ProfileName = None,
+    output: Output = None,
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Replay a finished sweep as if live.
+
+    It tells GPU hours and regret of a strategy, drawn with -o FILE.png."""
+    from ultrabench.analysis.predict.replay import STRATEGIES, cells_of
+    from ultrabench.analysis.predict.replay import replay as replayed
+    from ultrabench.cli.predict.cases import open_cases
+    from ultrabench.cli.tables import print_json, say, show, table
+    from ultrabench.sweep.config.load import load_config
+
+    require_known("strategy", STRATEGIES, strategy)
+    given, used = open_cases([source], profile, results_dir)
+    cells = cells_of(given, used)
+    if not cells:
+        raise ConfigError(f"no layout of {source or 'the sweep'} worked; replay a finished sweep")
+    found = replayed(cells, strategy, batch, load_config().max_p_oom)
+    if output is not None:
+        from ultrabench.analysis.figures.replayed import figure
+
+        draw(output, lambda: figure(found, str(source or "sweep")))
+    if json_:
+        print_json(found)
+        return
+    rows = [
+        (c["model"], c["nodes"], c["layouts"], c["runs"], f"{c['gpu_hours_share']:.1%}",
+         "none found" if c["regret"] is None else f"{c['regret']:.1%}")
+        for c in found["cells"]
+    ]  # fmt: skip
+    title = f"strategy {strategy}, batch {batch}, profile {used.name}"
+    show(table(title, "model", ">nodes", ">layouts", ">runs", ">GPU hours", ">regret", rows=rows), "")
+    near = sum(c["regret"] is not None and c["regret"] <= 0.02 for c in found["cells"])
+    say(
+        f"{found['runs']:,} runs, {found['gpu_hours_share']:.1%} of the GPU hours of all layouts; "
+        f"within 2 % of the best in {near} of {len(rows)} cells"
+    )
