@@ -5,27 +5,22 @@ sweep of training runs, such as the bandwidth of sweep=comm, is named and left o
 """
 
 import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
-from finished_sweep import write_sweep
+from finished_sweep import ended_sweeps
 from timing import print_row, ultrabench
 
 from ultrabench.analysis.figures.kinds import KINDS
 
 print("| figure | attempts | CPU time | wall-clock time |\n|---|---|---|---|")
-for attempts in map(int, sys.argv[1:] or (1000, 4000, 16000, 100_000)):
-    with tempfile.TemporaryDirectory() as folder:
-        sweep, table = str(write_sweep(Path(folder) / "sweep", attempts).path), f"{folder}/runs.parquet"
-        subprocess.run(ultrabench("collect", sweep, "-o", table), check=True, stderr=subprocess.DEVNULL)
-        commands = {"report": ("report", table, "-o", f"{folder}/page.html")}
-        commands["heatmap"] = ("heatmap", table, "-o", f"{folder}/figure.png")
-        for kind in KINDS:
-            source = () if kind == "schedule" else (table,)
-            commands[f"plot {kind}"] = ("plot", kind, *source, "-o", f"{folder}/figure.png")
-        for name, words in commands.items():
-            try:
-                print_row(name, attempts, ultrabench(*words))
-            except subprocess.CalledProcessError as error:
-                print(f"| {name} | {attempts:,} | exit code {error.returncode} | |", flush=True)
+for attempts, sweep, table in ended_sweeps():
+    subprocess.run(ultrabench("collect", sweep, "-o", table), check=True, stderr=subprocess.DEVNULL)
+    commands: dict[str, tuple[str, ...]] = {"report": ("report", table, "-o", f"{table}.html")}
+    commands["heatmap"] = ("heatmap", table, "-o", f"{table}.png")
+    for kind in KINDS:
+        source = () if kind == "schedule" else (table,)
+        commands[f"plot {kind}"] = ("plot", kind, *source, "-o", f"{table}.png")
+    for name, words in commands.items():
+        try:
+            print_row(name, attempts, ultrabench(*words))
+        except subprocess.CalledProcessError as error:
+            print(f"| {name} | {attempts:,} | exit code {error.returncode} | |", flush=True)

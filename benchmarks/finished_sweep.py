@@ -3,6 +3,7 @@
 import itertools
 import math
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,13 @@ def _told(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[event
     exits, tail = {str(rank): 1 for rank in range(8)}, [f"line {k} of the log" for k in range(8)]
     result = RunResult(status=status, **known, **told, evidence={"exits": exits, "tail": tail})
     yield events.Failed(**key, allocation=allocation, result=result)
+
+
+def ended_sweeps() -> Iterator[tuple[int, str, str]]:
+    """Writes a sweep for each number of attempts on the command line: the number, its folder, and a path for a table."""
+    for attempts in map(int, sys.argv[1:] or (1000, 4000, 16000, 100_000)):
+        with tempfile.TemporaryDirectory() as folder:
+            yield attempts, str(write_sweep(Path(folder) / "sweep", attempts).path), f"{folder}/runs.parquet"
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from statistics import median
 import sweeps
 from cluster import cluster, output
 
+from ultrabench.launchers.slurm.job import duration_s
+
 ONE_JOB = ("launcher=slurm", "launcher.max_jobs=1", "launcher.max_nodes=1", "launcher.poll_s=1")
 """Preflight and control are as usual."""
 ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
@@ -51,9 +53,8 @@ class Way:
 def held(job_names: Sequence[str]) -> list[float]:
     """Waits until all jobs with these names are over; returns the node seconds of each."""
     names = f"--name={','.join(job_names)}"
-    while any(
-        state in ACTIVE for state in output("squeue", "-h", "-r", "-t", "all", names, "-o", "%T").split()
-    ):
+    listed = ("squeue", "-h", "-r", "-t", "all", names, "-o")
+    while {*ACTIVE} & {*output(*listed, "%T").split()}:
         time.sleep(0.5)
     time.sleep(3)  # the accounting gets the end a little later
     try:
@@ -63,14 +64,9 @@ def held(job_names: Sequence[str]) -> list[float]:
             return [float(seconds) * int(nodes) for _, seconds, nodes in rows]
     except subprocess.CalledProcessError:
         pass
-    said = output("squeue", "-h", "-r", "-t", "all", names, "-o", "%M %D")
-    return [seconds(clock) * int(nodes) for clock, nodes in (line.split() for line in said.splitlines())]
-
-
-def seconds(clock: str) -> int:
-    """The seconds of a time that squeue prints as [[days-]hours:]minutes:seconds."""
-    parts = [int(part) for part in re.split("[-:]", clock)]
-    return sum(part * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False))
+    said = output(*listed, "%M %D")
+    rows = [line.split() for line in said.splitlines()]
+    return [(duration_s(clock) or 0.0) * int(nodes) for clock, nodes in rows]
 
 
 def launch(folder: Path, name: str, *more: str) -> tuple[Way, list[sweeps.Event]]:

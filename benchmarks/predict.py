@@ -1,15 +1,13 @@
 """Measures how many layouts a core predicts in a second, and the CPU time of a plan in composes of Hydra."""
 
 import gc
-import resource
-import subprocess
 import time
 from collections.abc import Callable
 from functools import lru_cache
 from os import cpu_count
 from statistics import median
 
-from timing import ultrabench
+from timing import costs, ultrabench
 
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan, predictor
@@ -37,24 +35,16 @@ def cpu_s(work: Callable[[], object]) -> float:
     return median(seconds)
 
 
-def plan_s() -> float:
-    """CPU seconds of one whole process `ultrabench sweep plan sweep=playbook`."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(ultrabench("sweep", "plan", PLAYBOOK), check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 config = load_config([PLAYBOOK])
 valid = [c.spec for c in make_plan(config).candidates if c.valid]
 peaks = {n: config.hardware.peak(config.kernel.precision, n, None, 1) for n in config.axes.nodes}
 predictors = {nodes: predictor(config, nodes, peak) for nodes, peak in peaks.items()}
 predict_s = cpu_s(lambda: [predictors[spec.nodes].predict(spec) for spec in valid])
 compose_s = cpu_s(lambda: load_config([PLAYBOOK]))
-whole_s = median(plan_s() for _ in range(TIMES))
-print(
+whole_s = median(costs(ultrabench("sweep", "plan", PLAYBOOK))[0] for _ in range(TIMES))
+told = (
     f"{len(valid) / predict_s:,.0f} layouts/s: memory, P(OOM) and step time of {len(valid):,} valid layouts"
 )
 print(
-    f"sweep plan {PLAYBOOK}: {whole_s:.2f} s of CPU, {whole_s / compose_s:.1f} x one compose ({compose_s:.3f} s)"
+    f"{told}\nsweep plan {PLAYBOOK}: {whole_s:.2f} s of CPU, {whole_s / compose_s:.1f} x one compose ({compose_s:.3f} s)"
 )

@@ -254,12 +254,6 @@ def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iter
             yield f"kernel {kernel.name} supports {word} in [{shown}]; {word}={value}"
 
 
-def not_listed(axes: Axes, layout: Layout) -> str | None:
-    """The reason why sweep.gas leaves this layout out; None when it does not."""
-    listed = axes.layout.get("gas", (layout.gas,))
-    return None if layout.gas in listed else f"gas={layout.gas} is not in sweep.gas={list(listed)}"
-
-
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:
     """The reason why axes give no candidate, with the numbers that do not divide one another."""
     gpus, at = [n * gpus_per_node for n in sorted({*axes.nodes})], axes.layout

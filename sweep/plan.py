@@ -16,7 +16,6 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import (
     broken_rules,
     layouts,
-    not_listed,
     refusal,
     require_countable,
     why_none,
@@ -244,9 +243,9 @@ def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:
 
 def _rejections(config: SweepConfig, layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
     """Each rule that rejects a layout, with its reason; the rule is `kernel` where the kernel refuses it."""
-    hardware = config.hardware
+    hardware, listed = config.hardware, config.axes.layout.get("gas", (layout.gas,))
     yield from broken_rules(layout, shape)
-    if reason := not_listed(config.axes, layout):
-        yield "gas_not_listed", reason
+    if layout.gas not in listed:
+        yield "gas_not_listed", f"gas={layout.gas} is not in sweep.gas={list(listed)}"
     if reason := refusal(config.kernel, layout, shape, config.workload.seq_len, hardware.device, hardware):
         yield "kernel", reason
