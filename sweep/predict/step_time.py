@@ -122,12 +122,8 @@ class _Parts(NamedTuple):
     cp: float
 
 
-class _Block(NamedTuple):
-    """The times of a layer, what recomputation adds to them, and the times of the head."""
-
-    layer: _Parts
-    again: _Parts
-    head: _Parts
+_Block = tuple[_Parts, _Parts, _Parts]
+"""The times of a layer, what recomputation adds to them, and the times of the head."""
 
 
 @lru_cache(maxsize=65536)
@@ -152,7 +148,7 @@ def _block(work: _Work, links: Network, peak: float, stream: float, c: TimeConst
     elif work.recompute != "none":
         gemm_again, attention_again, tp_again = forward - kept_down, attention, call * c.tp_recompute_calls
     moved_again = traffic * (c.recompute_traffic - 1) * (gemm_again > 0)
-    return _Block(
+    return (
         _Parts(3 * forward, 3.5 * attention, traffic, call * c.tp_calls, _ring_s(work, 3.5 * attention, links, c)),
         _Parts(gemm_again, attention_again, moved_again, tp_again, 0.0),
         _Parts(3 * _gemm_s(tokens, logits, h, peak, c), 0.0, c.logit_bytes * tokens * logits / stream, call * c.tp_end_calls, 0.0),
