@@ -18,21 +18,21 @@ HEAVY = {"torch", "pandas", "scipy", "matplotlib", "seaborn", "hydra", "submitit
 
 
 def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
-    plan = as_json(ultrabench, "sweep", "plan", "sweep=playbook", "model=1B")
+    words = ("sweep", "plan", "sweep=playbook", "model=1B", "sweep.nodes=[1,2]")
+    plan = as_json(ultrabench, *words)
     assert plan["sweep"] == "playbook-h100x8"
     shared = {"hardware": "h100x8", "seq_len": 4096, "gbs": 256, "precision": "bf16", "kernel": "embedded"}
     assert shared.items() <= plan.items()
     assert plan["candidates"] == plan["valid"] + sum(plan["rejected"].values())
-    assert (plan["valid"], plan["runs"]) == (1178, plan["runs"])
-    assert [c["nodes"] for c in plan["cells"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert [c["nodes"] for c in plan["cells"]] == [1, 2]
     numbers = {"candidates", "valid", "runs", "runs_at_most", "pruned", "predicted_to_fit"}
     promised = {"model", "nodes", "predicted_gpu_hours", "predicted_gpu_hours_interval"} | numbers
     assert all(set(c) == promised for c in plan["cells"])
     beside = {what: told["count"] for what, told in plan["beside_runs"].items()}
-    assert 0 < beside["repeats of the best"] <= 56
+    assert 0 < beside["repeats of the best"] <= 16
     assert 0 < plan["runs"] < plan["runs_at_most"] / 5
     assert plan["runs"] == sum(c["runs"] for c in plan["cells"])
-    every = as_json(ultrabench, "sweep", "plan", "sweep=playbook", "model=1B", "sweep.strategy=exhaustive")
+    every = as_json(ultrabench, *words, "sweep.strategy=exhaustive")
     assert every["runs"] == every["runs_at_most"] == plan["runs_at_most"]
     parts = [part["predicted_gpu_hours"] for part in (*plan["cells"], *plan["beside_runs"].values())]
     assert sum(parts) == pytest.approx(plan["predicted_gpu_hours"], rel=1e-3)
