@@ -1,6 +1,7 @@
 """What a launcher makes of squeue and sacct; both are played here, answer by answer."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm import launcher as slurm_module
 from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, SlurmLauncher
-from ultrabench.launchers.slurm.query import Answer
+from ultrabench.launchers.slurm.query import Answer, CommandError
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.folder import SweepFolder
@@ -349,3 +350,32 @@ def test_a_job_that_runs_on_after_its_end_is_ended(slurm, refuses, requeue):
         assert slurm.cancelled == []
     slurm.observe(after=1)
     assert slurm.cancelled == ([] if requeue else [["57_0"]])
+
+
+@pytest.mark.parametrize("squeue_answers", [False, True])
+def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatch, squeue_answers):
+    """Whether the first try made a job, only squeue knows."""
+    tries, told, jobs = [], [], slurm.jobs
+
+    def submit(path, script, environment):
+        tries.append(slurm.now)
+        if len(tries) == 1:
+            raise CommandError("Socket timed out on send/recv operation")
+        return "99"
+
+    def answer(prefix, *, fresh=False):
+        if slurm.now > 300.0:
+            slurm.polled, slurm.listed = True, rows(("60_0", "PENDING"))
+        slurm.sleep(0.1)
+        found = jobs(prefix, fresh=fresh)
+        slurm.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(slurm_module, "array_script", lambda *what, **more: None)
+    monkeypatch.setattr(slurm_module, "submit", submit)
+    slurm.jobs, slurm.asked_at, slurm.polled = answer, -1.0, squeue_answers
+    found = slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], told.append)
+    assert found == {A: {"job_id": "99_0" if squeue_answers else "60_0", "name": JOB_NAME}}
+    assert len(tries) == 1 + squeue_answers
+    waited = told.count("squeue does not answer; nothing is submitted before it does")
+    assert bool(waited) != squeue_answers
