@@ -64,11 +64,9 @@ def without_own_group(given: Sequence[Case], prior: Profile, by: str) -> dict[Ha
 
 def table(given: Sequence[Case], profile_of: Callable[[Case], Profile]) -> pd.DataFrame:
     """One row for each case: its layout, what was measured, and what its profile predicts with its interval."""
-    rows = [
-        _row(case, profile_of(case)) | {"healthy": not reason, "exclusion": reason}
-        for case, reason in zip(given, exclusions(given), strict=True)
-    ]
-    return pd.DataFrame(rows)
+    reasons = exclusions(given)
+    rows = pd.DataFrame([_row(case, profile_of(case)) for case in given])
+    return rows.assign(healthy=[not reason for reason in reasons], exclusion=reasons)
 
 
 def _row(case: Case, profile: Profile) -> dict[str, Any]:

@@ -42,6 +42,7 @@ predict_app = typer.Typer(
     help="Predict one layout, check predictions against runs, and fit them.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
 )  # fmt: skip
 _LAYOUT = "Layout, such as tp=2 pp=2 gas=4 recompute=full; model, hardware, nodes, seq_len, kernel, profile."
+_LEAVE_OUT = "Fit anew without each model or number of nodes, and score on it."
 Arguments = Annotated[list[str], words("[NAME=VALUE]...", _LAYOUT)]
 
 
@@ -62,11 +63,7 @@ def validate(
     rows: Path | None = typer.Option(
         None, callback=require_parquet, help="Write each row with its prediction, as .parquet."
     ),
-    leave_out: str | None = typer.Option(
-        None,
-        metavar="model or nodes",
-        help="Fit anew without each model or number of nodes, and score on it.",
-    ),
+    leave_out: str | None = typer.Option(None, metavar="model or nodes", help=_LEAVE_OUT),
     output: Output = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,

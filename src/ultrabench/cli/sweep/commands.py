@@ -32,6 +32,7 @@ InResults = Annotated[
 PlanFile = Annotated[Path | None, table_file("Write all candidates as parquet.")]
 Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]
 InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="The same as --sweep.")]
+_AS = "Print how to train the run's layout with another framework: megatron or torchtitan."
 InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder of its sweep; by default any.")]
 
 
@@ -168,12 +169,7 @@ def show(
     run_id: Run,
     in_sweep: InThis = None,
     sweep: InSweep = None,
-    as_: str | None = typer.Option(
-        None,
-        "--as",
-        metavar="FRAMEWORK",
-        help="Print how to train the run's layout with another framework: megatron or torchtitan.",
-    ),
+    as_: str | None = typer.Option(None, "--as", metavar="FRAMEWORK", help=_AS),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
