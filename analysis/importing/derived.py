@@ -1,7 +1,9 @@
 """Completes an imported row: what follows from its other columns, and why it may be in doubt."""
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any
 
 from ultrabench.analysis.measured import shape_of
 from ultrabench.analysis.rows import Row
@@ -143,12 +145,8 @@ def _fill_speed(row: Row) -> None:
 
 def _product(row: Row, *names: str) -> int | None:
     """The product of columns; None where one of them is unknown."""
-    product = 1
-    for name in names:
-        if row.get(name) is None:
-            return None
-        product *= row[name]
-    return product
+    values: list[Any] = [row.get(name) for name in names]
+    return None if None in values else math.prod(values)
 
 
 def _peak(hardware: str, precision: str) -> Row:

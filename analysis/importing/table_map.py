@@ -84,11 +84,12 @@ class TableMap:
 
     def __post_init__(self) -> None:
         require_known("column of results", KINDS, *self.columns, *self.constants)
-        for name, sources in self.columns.items():
-            for value in (v for source in sources for v in source.values.values()):
-                _require_kind(name, value)
-        for name, value in self.constants.items():
-            _require_kind(name, value)
+        kinds: dict[Any, type] = {TEXT: str, INT: int, FLOAT: float, BOOL: bool}
+        sources = ((name, source) for name, found in self.columns.items() for source in found)
+        translated = ((name, value) for name, source in sources for value in source.values.values())
+        for name, value in (*translated, *self.constants.items()):
+            if value is not None:
+                value_from(kinds[KINDS[name]], value, name)
         conditions = [condition for given in self.doubts.values() for condition in given]
         require_known("column of results", {*KINDS, "tokens_per_step"}, *(c.column for c in conditions))
         if split := [reason for reason in self.doubts if "; " in reason]:
@@ -124,13 +125,6 @@ def built_in(name: str) -> Path:
     known = files("import")
     require_known("format to import", known, name)
     return known[name]
-
-
-def _require_kind(name: str, value: Any) -> None:
-    """Raises ConfigError for a value that our column cannot hold; null is always allowed."""
-    kinds = {TEXT: str, INT: int, FLOAT: float, BOOL: bool}
-    if value is not None:
-        value_from(kinds[KINDS[name]], value, name)
 
 
 def _sources(given: Any) -> list[Any]:
