@@ -253,16 +253,22 @@ def encode(line: Line) -> bytes:
     return text.encode(errors="replace") + b"\n"  # halves of surrogate pairs, which are no UTF-8, become ?
 
 
-class _Head(msgspec.Struct):
-    """The fields of a line beside those of its event."""
+class _Version(msgspec.Struct):
+    """The only field that lines of all schemas have."""
 
     v: int
+
+
+class _Head(_Version):
+    """The fields of a line beside those of its event."""
+
     writer: str
     seq: int
     time: float
     event: str
 
 
+_version_of = msgspec.json.Decoder(_Version).decode
 _head_of = msgspec.json.Decoder(_Head).decode
 _event_of = {name: msgspec.json.Decoder(kind).decode for name, kind in EVENTS.items()}
 DAMAGED = (ConfigError, RecursionError, ValueError)
@@ -276,9 +282,10 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
         SweepFolderError: the line has a newer schema; the message names `path`, the file that holds it.
         DAMAGED: the text is no event.
     """
+    version = _version_of(text).v
+    if version > SCHEMA_VERSION:
+        raise SweepFolderError(f"{path} has schema {version}; we read up to {SCHEMA_VERSION}: upgrade it")
     head = _head_of(text)
-    if head.v > SCHEMA_VERSION:
-        raise SweepFolderError(f"{path} has schema {head.v}; we read up to {SCHEMA_VERSION}: upgrade it")
     if head.event not in EVENTS:
         return None
     digest = hashlib.sha256(text).hexdigest()[:16]
