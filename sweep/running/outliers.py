@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 from typing import Any, TypeVar
 
@@ -60,18 +61,13 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
         device: the torch device type of the hardware, cuda or cpu.
     """
     slack = 1.0 if device == "cuda" else SHARED_CORES_FACTOR
-    allocations = [_preflights(state, slack), _controls(state, slack)]
-    attempts = [_clocks(state, slack), state.disputed]
-    found = {}
-    for key, attempt in state.attempts.items():
-        if attempt.ok is None:
-            continue
-        reasons = list(_own(attempt.ok, slack))
-        reasons += [reason for doubts in allocations for reason in doubts.get(attempt.allocation or "", ())]
-        reasons += [reasons_of[key] for reasons_of in attempts if key in reasons_of]
-        if reasons:
-            found[key] = "; ".join(reasons)
-    return found
+    found = (doubts_of(state, slack) for doubts_of in (_preflights, _controls, _clocks))
+    doubts: dict[object, list[str]] = defaultdict(list)
+    for of, reason in chain(*found, state.disputed.items()):
+        doubts[of].append(reason)
+    oks = ((key, attempt.allocation, attempt.ok) for key, attempt in state.attempts.items() if attempt.ok)
+    told = {key: [*_own(ok, slack), *doubts.get(held, ()), *doubts.get(key, ())] for key, held, ok in oks}
+    return {key: "; ".join(reasons) for key, reasons in told.items() if reasons}
 
 
 def may_win(status: str | None, stopped: str | None, suspect: str | None) -> bool:
@@ -111,8 +107,8 @@ def _own(result: RunResult, slack: float) -> Iterator[str]:
         yield f"rank {slow} took {high / low:.2f} x the step time of rank {fast}"
 
 
-def _clocks(state: SweepState, slack: float) -> dict[AttemptKey, str]:
-    """Attempts whose SM clock was far below that of other attempts of the same run -> the reason.
+def _clocks(state: SweepState, slack: float) -> Iterator[tuple[AttemptKey, str]]:
+    """Each attempt whose SM clock was far below that of other attempts of the same run, and the reason.
 
     Only attempts of one run are compared, because a layout that works a GPU harder has a lower clock: the
     power limit slows it.
@@ -121,23 +117,24 @@ def _clocks(state: SweepState, slack: float) -> dict[AttemptKey, str]:
     for key, attempt in state.attempts.items():
         if attempt.ok and attempt.ok.sm_clock_hz is not None:
             clocks[key.run_id][key] = attempt.ok.sm_clock_hz
-    return {
-        key: f"its SM clock was {share:.2f} of the median of {len(by_key)} measurements of this run"
-        for by_key in clocks.values()
-        for key, share in _slower(by_key, RATES * slack).items()
-    }
+    for by_key in clocks.values():
+        for key, share in _slower(by_key, RATES * slack).items():
+            yield key, f"its SM clock was {share:.2f} of the median of {len(by_key)} measurements of this run"
 
 
-def _preflights(state: SweepState, slack: float) -> Mapping[str, list[str]]:
-    """Allocations with slower devices or links than most others of as many nodes -> the reasons."""
-    found: dict[str, list[str]] = defaultdict(list)
+def _preflights(state: SweepState, slack: float) -> Iterator[tuple[str, str]]:
+    """Each allocation with slower devices or links than most others of as many nodes, and a reason."""
     for (nodes, column), by_name in preflight_rates(state).items():
         for name, share in _slower(by_name, RATES * slack).items():
             text = f"{column} of its allocation is {share:.2f} of the median"
-            found[name].append(f"{text} of {_number(by_name, nodes)}")
+            yield name, f"{text} of {_number(by_name, nodes)}"
         for name in by_name if column == "gemm_flops_per_s" else ():
-            found[name] += _odd_device(state.allocations[name].preflight["probe"][column], slack)
-    return found
+            devices = state.allocations[name].preflight["probe"][column]
+            # All ranks wait for that of the slowest device.
+            if slower := _slower(dict(enumerate(devices)), RATES * slack):
+                rank = min(slower, key=slower.__getitem__)
+                text = f"the device of rank {rank} multiplies at {slower[rank]:.2f}"
+                yield name, f"{text} of the median of the {len(devices)} devices of its allocation"
 
 
 def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]]:
@@ -159,27 +156,15 @@ def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]
     return rates
 
 
-def _odd_device(rates: list[float], slack: float) -> list[str]:
-    """The reason when one device is slower than most of its allocation, since all ranks wait for its rank."""
-    slower = _slower(dict(enumerate(rates)), RATES * slack)
-    if not slower:
-        return []
-    rank = min(slower, key=slower.__getitem__)
-    text = f"the device of rank {rank} multiplies at {slower[rank]:.2f}"
-    return [f"{text} of the median of the {len(rates)} devices of its allocation"]
-
-
-def _controls(state: SweepState, slack: float) -> Mapping[str, list[str]]:
-    """Allocations in which the control layout was slower than in most others -> the reason."""
-    found: dict[str, list[str]] = {}
+def _controls(state: SweepState, slack: float) -> Iterator[tuple[str, str]]:
+    """Each allocation in which the control layout was slower than in most others, and the reason."""
     times: dict[str | None, dict[str, float]] = defaultdict(dict)
     for name, time_s in control_times(state).items():
         times[state.allocations[name].control][name] = time_s
     for by_name in times.values():
         for name, ratio in _slower(by_name, TIMES * slack, sign=-1).items():
             text = f"the control layout of its allocation took {ratio:.2f} x its median"
-            found[name] = [f"{text} over {_number(by_name, state.allocations[name].nodes)}"]
-    return found
+            yield name, f"{text} over {_number(by_name, state.allocations[name].nodes)}"
 
 
 def _number(by_name: Mapping[str, float], nodes: int) -> str:
