@@ -29,6 +29,8 @@ _ORDER = (*_KEY, "step_time_s", "reason", "job_id")
 _READ = (*_KEY, *AXES, "status", "suspect", "rule", "reason", "model", "hardware", "kernel", "source", "precision", "nodes",
          "seq_len", "gbs")  # fmt: skip
 """Columns that the texts of a row are made of."""
+_UNRANKED = dict.fromkeys(("rank", "cell", "mark", "repeats_failed"))
+"""The columns that rank a row in its cell, for a row that is not the one that stands for its run."""
 _TOO_LONG = ("schema_version", "step_times_s", "bandwidths")
 """Columns that stay out of the page for their size; the parquet file has them."""
 
@@ -57,11 +59,10 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     """
     table = _without_texts(table) if public else table
     table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _ORDER])
-    cells, runs = _ranked(table)
-    places = {tuple(run[name] for name in _KEY): run for run in runs}
+    cells, places = _ranked(table)
     told = _told(table, public)
     rows = [
-        row | _place(places.get(tuple(row[name] for name in _KEY))) | {"number": n}
+        row | places.get(tuple(row[name] for name in _KEY), _UNRANKED) | {"number": n}
         for n, row in enumerate(table.select(_READ).to_pylist())
     ]
     rejected = [row for row in rows if row["status"] == "rejected"]
@@ -111,17 +112,25 @@ def _without_texts(table: pa.Table) -> pa.Table:
     return table
 
 
-def _ranked(table: pa.Table) -> tuple[list[Row], list[Row]]:
-    """The cells of a table, and its ranked runs, each with the number of its cell and its rank in it."""
+def _ranked(table: pa.Table) -> tuple[list[Row], dict[tuple[Any, ...], Row]]:
+    """The cells of a table, and the values of a ranked row in _KEY -> the columns that rank it in its cell."""
     cells, boards = rank_and_order(table)
     tried = [n for n, cell in enumerate(cells) if cell.status != "rejected"]  # the others have no runs
-    runs = [
-        run | {"cell": n, "rank": place}
+    places = {
+        tuple(run[name] for name in _KEY): {"rank": rank, "cell": n, **_mark(run)}
         for n, board in zip(tried, boards, strict=True)
-        for place, run in enumerate(board, 1)
-    ]
+        for rank, run in enumerate(board, 1)
+    }
     panels = [*dict.fromkeys(cell.panel for cell in cells)]
-    return [_cell(cell, panels) for cell in cells], runs
+    return [_cell(cell, panels) for cell in cells], places
+
+
+def _mark(run: Row) -> Row:
+    """What marks a run among those of its cell, and how many of its repeats failed."""
+    mark = "best" if run["best"] else "as good as the best" if run["as_good_as_best"] else None
+    slower = "slower, stopped early" if run["stopped"] == SLOWER else None
+    unsure = repeats_failed(run["num_repeats"], run["num_repeats_failed"])
+    return {"mark": mark or slower, "repeats_failed": unsure}
 
 
 def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
@@ -131,16 +140,6 @@ def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
     names = ("model", "nodes", "num_params", "reason", "ranked_by")
     told = {name: getattr(cell, name) for name in names}
     return told | {"panel": panels.index(cell.panel), "setting": setting}
-
-
-def _place(run: Row | None) -> Row:
-    """The columns that rank a row in its cell; null for a row that is not the one that stands for its run."""
-    if run is None:
-        return {"rank": None, "cell": None, "mark": None, "repeats_failed": None}
-    mark = "best" if run["best"] else "as good as the best" if run["as_good_as_best"] else None
-    slower = "slower, stopped early" if run["stopped"] == SLOWER else None
-    unsure = repeats_failed(run["num_repeats"], run["num_repeats_failed"])
-    return {"rank": run["rank"], "cell": run["cell"], "mark": mark or slower, "repeats_failed": unsure}
 
 
 def _rank_first(row: Row) -> tuple[bool, int, int]:
@@ -157,7 +156,7 @@ def _derived(rows: Sequence[Row], parts: Mapping[str, Mapping[str, int]]) -> dic
     held = [nothing if row["rank"] is None else parts.get(row["run_id"], nothing) for row in rows]
     state = [row["status"] or ("pending" if row["attempt"] is None else "running") for row in rows]
     return {
-        **{name: [row[name] for row in rows] for name in ("rank", "cell", "mark", "repeats_failed")},
+        **{name: [row[name] for row in rows] for name in _UNRANKED},
         "state": state,
         "doubt": ["in doubt" if row["suspect"] else "none" for row in rows],
         "layout": [" ".join(filter(None, layout_words(row))) or None for row in rows],
