@@ -44,7 +44,7 @@ unit: env
 unit-cli: env
 	$(BIN)/pytest tests/unit/cli
 unit-others: env
-	$(BIN)/pytest tests/unit/test_*.py
+	$(BIN)/pytest tests/unit --ignore=tests/unit/cli
 parity: env
 	$(BIN)/pytest tests/parity
 local-a-to-f: env

@@ -83,7 +83,7 @@ def _worst(result: CheckResult) -> tuple[float, str]:
 
 def compared(server: Server, _: str, fault: str | None) -> Found:
     """The comparison with the models of transformers."""
-    answer = server.ask("call", "tests.unit.test_independent_model.worst_difference", fault)
+    answer = server.ask("call", "tests.unit.kernel.test_independent_model.worst_difference", fault)
     if isinstance(answer, str):
         return Found("an error", answer)
     diff, name = answer
@@ -143,7 +143,7 @@ def cost(server: Server, where: str, fault: str | None) -> Found:
 
 def called(server: Server, where: str, fault: str | None) -> Found:
     """A unit test without arguments."""
-    answer = server.ask("call", f"tests.unit.{where}", fault)
+    answer = server.ask("call", f"tests.unit.kernel.{where}", fault)
     if answer is None:
         return Found(None, "passes")
     _, sign, text = answer.partition("AssertionError")
@@ -154,8 +154,8 @@ CHECKS = {
     **dict.fromkeys((PARITY, IGNORED, DEATH, GROUPS), checked), MODELS: compared, REPLICAS: replicas,
     COUNTS: counted, COST: cost, UNIT: called,
 }  # fmt: skip
-INITIAL = "test_kernel_model.test_initial_values_depend_on_seed_and_name"
-TOKENS = "test_kernel_data.test_tokens_depend_on_seed_step_and_index_only"
+INITIAL = "test_model.test_initial_values_depend_on_seed_and_name"
+TOKENS = "test_data.test_tokens_depend_on_seed_step_and_index_only"
 TRANSFORMERS = "one process"
 IN_TESTS = tuple(
     starmap(
@@ -196,7 +196,7 @@ OF_THE_MODEL = {
     "not_causal": "llama", "wrong_scale": "llama", "reordered_groups": "llama", "gelu": "llama",
     "fixed_eps": "llama-scaled", "no_qk_norm": "qwen3", "gate_for_up": "llama", "not_tied": "llama-tied",
 }  # fmt: skip
-"""Fault -> a model of tests/unit/test_independent_model.py that shows it; that test plants them, too."""
+"""Fault -> a model of tests/unit/kernel/test_independent_model.py that shows it; that test plants them, too."""
 MORE = starmap(
     Mutation,
     (
@@ -282,7 +282,7 @@ pass. `make mutations` plants all of them and writes this page; `make test` plan
 
 The parity check compares a layout with one process that has the same decoder, data and initial values, and passes
 with most faults of these, because both have them. `transformers` is the comparison of the decoder on one process
-with the six models of [`test_independent_model.py`](../tests/unit/test_independent_model.py); unit tests see faults
+with the six models of [`test_independent_model.py`](../tests/unit/kernel/test_independent_model.py); unit tests see faults
 of data and initial values. fp32 and bf16 are the precision of a layout, else it is fp64. What is shown is the
 largest difference in relation to what is allowed, what was asked for and ran, or the assertion that fails.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.configs import measure as measure_of
-from tests.unit import one_node
+from tests.unit.agent import one_node
 from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.lead import Leader
 from ultrabench.agent.node_identity import NodeIdentity

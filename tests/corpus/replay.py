@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.configs import measure as measure_of
-from tests.unit.one_node import task
+from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.result import RunResult, Status

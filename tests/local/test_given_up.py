@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.disks import on_a_small_disk
-from tests.unit import one_node, test_gpus
+from tests.unit.agent import one_node, test_gpus
 from ultrabench.layout import Layout
 from ultrabench.run import Workload
 from ultrabench.store.allocation import Allocation

@@ -111,7 +111,7 @@ def compare_replicas(spec: CheckSpec, rank: int, folder: Path) -> Any:
 
 
 def call(name: str) -> Any:
-    """What a function, such as `tests.unit.test_kernel_data.test_x`, returns in a process of its own."""
+    """What a function, such as `tests.unit.kernel.test_data.test_x`, returns in a process of its own."""
     module, _, function = name.rpartition(".")
     try:
         return run_forked({name: getattr(import_module(module), function)}, TIMEOUT_S)[name]

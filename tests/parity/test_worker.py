@@ -11,7 +11,7 @@ import pytest
 from tests.configs import measure as measure_of
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline
-from tests.unit import one_node
+from tests.unit.agent import one_node
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import read_progress

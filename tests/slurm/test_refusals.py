@@ -9,7 +9,7 @@ import pytest
 
 from tests.local.conftest import PROGRAM
 from tests.slurm.sweeps import FEW
-from tests.unit.test_gpus import DRIVER
+from tests.unit.agent.test_gpus import DRIVER
 
 pytestmark = pytest.mark.slurm
 

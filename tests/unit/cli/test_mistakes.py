@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import QUICK, one_line
-from tests.unit.test_config import MODEL
+from tests.unit.sweep.test_config import MODEL
 from ultrabench import __version__
 from ultrabench.run import AttemptKey, fill_in
 from ultrabench.sweep.config.load import load_config

@@ -5,9 +5,9 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
+from tests.unit.analysis.test_figures_bubble import RUNS
+from tests.unit.analysis.test_figures_runs import row, table_of
 from tests.unit.cli.conftest import one_line
-from tests.unit.test_figures_bubble import RUNS
-from tests.unit.test_figures_runs import row, table_of
 from ultrabench.analysis.figures.kinds import KINDS
 from ultrabench.analysis.schema import VERSION_KEY
 

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.test_calibrate import BASE, TRUTH, measured
+from tests.unit.predict.test_calibrate import BASE, TRUTH, measured
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.record import values_of
 from ultrabench.sweep.config.compose import files

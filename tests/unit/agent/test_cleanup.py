@@ -1,0 +1,195 @@
+"""What a run leaves behind is gone before the next one begins: real processes, files and ports."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.patience import Deadline, wait_until
+from ultrabench.agent.ranks.cleanup import SHARED_MEMORY, SharedMemoryCleanup
+from ultrabench.processes import alive, start_time
+
+ROOT = Path(__file__).parents[3]
+HERE = """
+import os, signal, subprocess, sys, time
+def here():
+    open(f"pids/{os.getpid()}", "w").close()
+    time.sleep(1000)
+def child(code, **words):
+    subprocess.Popen([sys.executable, "-c", PRELUDE + code], **words)
+"""
+IGNORES = "[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]\n"
+ORPHAN = "os.fork() and os._exit(0)\nos.setsid()\nos.fork() and os._exit(0)\n"
+FROZEN = "open(f'pids/{os.getpid()}', 'w').close()\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+
+
+class OneNode:
+    """A node whose rank runs some code."""
+
+    def __init__(self, folder, code, *device, **environment):
+        self.pids = folder / "pids"
+        self.pids.mkdir()
+        prelude = f"{HERE}\nPRELUDE = {HERE!r}\n"
+        program = folder / "program.py"
+        program.write_text(prelude + dedent(code))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.agent.one_node", str(folder), str(program), *device], cwd=ROOT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
+        )  # fmt: skip
+
+    def wait_for(self, count):
+        """Pids of so many processes of the run, with their start times."""
+        wait_until(lambda: len(list(self.pids.iterdir())) >= count or self._process.poll() is not None, 20)
+        assert self._process.poll() is None
+        return {int(p.name): start_time(int(p.name)) or 0 for p in self.pids.iterdir()}
+
+    def ask(self, expression):
+        self._process.stdin.write(expression + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self):
+        self._process.communicate()
+        assert self._process.returncode == 0
+
+
+@pytest.fixture
+def one_node(tmp_path):
+    made = []
+
+    def make(code, *device, **environment):
+        made.append(OneNode(tmp_path, code, *device, **environment))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "processes"),
+    [
+        ("child('here()', start_new_session=True); here()", 2),
+        (f"child({ORPHAN + IGNORES + 'here()'!r}, env={{}}); here()", 2),
+        (f"child({ORPHAN + 'here()'!r}); os._exit(0)", 1),
+        (f"child({FROZEN!r}); here()", 2),
+        ("os.fork(); os.fork(); os.fork(); here()", 8),
+    ],
+    ids=["session", "deaf without a tag", "rank gone", "stopped", "family"],
+)
+def test_every_process_of_a_run_ends_and_the_fork_server_stays(one_node, code, processes):
+    node = one_node(code)
+    family = node.wait_for(processes)
+    server = node.ask("node._server.pid")
+    assert not node.ask("'pynvml' in __import__('sys').modules"), "it is needed on GPUs only"
+    assert node.ask("node.kill()")["left"] is None
+    assert [pid for pid, started in family.items() if alive(pid, started)] == []
+    assert start_time(server) is not None
+
+
+def test_children_that_fork_and_leave_all_the_time_end_for_good(one_node):
+    """Each lives two milliseconds, in a session of its own, and its parent is gone by then."""
+    node = one_node(
+        """
+        for chain in range(6):
+            if os.fork() == 0:
+                while True:
+                    if os.fork():
+                        os._exit(0)
+                    os.setsid()
+                    if os.fork():
+                        os._exit(0)
+                    with open(os.path.abspath(f"alive{chain}"), "w") as file:
+                        file.write(str(time.time()))
+                    time.sleep(0.002)
+        here()
+        """
+    )
+    node.wait_for(1)
+    folder = node.pids.parent
+    wait_until(lambda: len(list(folder.glob("alive*"))) == 6, 20)
+    server = node.ask("node._server.pid")
+    assert node.ask("node.kill()")["left"] is None
+    ended = time.time()
+    time.sleep(0.5)
+    # Whoever lived would have written since.
+    assert max(path.stat().st_mtime for path in folder.glob("alive*")) < ended
+    assert start_time(server) is not None
+
+
+def test_a_report_that_ends_late_is_heard_before_the_exit(one_node):
+    node = one_node("""
+        with open(os.environ["ULTRABENCH_REPORT"], "w") as report:
+            for n in range(100_000):
+                report.write('{"event": "step", "seconds": 0.5}\\n')
+            report.write('{"event": "done"}\\n')
+        open(f"pids/{os.getpid()}", "w").close()
+    """)
+    node.wait_for(1)
+    heard, deadline = [], Deadline(30)
+    while not heard or "code" not in heard[-1]:
+        assert not deadline.over()
+        rank_events = node.ask("node.rank_events()")
+        assert len(rank_events) < 50_000
+        heard += rank_events
+    assert [len(heard), heard[-2]["line"], heard[-1]["code"]] == [100_002, {"event": "done"}, 0]
+
+
+def test_what_a_run_leaves_is_removed_and_its_logs_are_kept_with_both_ends(one_node):
+    name, held = f"nccl-test-{os.getpid()}", f"torch_test_{os.getpid()}"
+    node = one_node(f"""
+        import socket
+        open("/dev/shm/{name}", "wb").write(b"x" * 4096)
+        server = socket.create_server(("127.0.0.1", 0))
+        open("port", "w").write(str(server.getsockname()[1]))
+        print("first")
+        for _ in range(40):
+            print("x" * 2**20)
+        print("last", flush=True)
+        child("here()", pass_fds=[server.fileno()])
+        here()
+    """)
+    node.wait_for(2)
+    folder, scratch = node.pids.parent, Path(node.ask("str(node.scratch)"))
+    assert len([p for p in scratch.iterdir() if p.is_dir()]) == 1
+    with (SHARED_MEMORY / held).open("wb"):  # somebody else's, in use
+        node.ask("node.kill()")
+        assert not (SHARED_MEMORY / name).exists()
+        assert (SHARED_MEMORY / held).exists()
+    (SHARED_MEMORY / held).unlink()
+    assert node.ask("node.finish(keep_all=True)") is None
+    socket.create_server(("127.0.0.1", int((folder / "port").read_text()))).close()
+    assert [p for p in scratch.iterdir() if p.is_dir()] == []
+    (log,) = folder.glob("logs/*/0.0/rank0.log")
+    text = log.read_text()
+    assert len(text) < 4.01 * 2**20
+    assert text.startswith("first\n")
+    assert text.endswith("last\n")
+    left_out = re.search(r"\n--- ultrabench left out (\d+) bytes here ---\n", text)
+    assert int(left_out[1]) + len(text) - len(left_out[0]) == len("first\nlast\n") + 40 * (2**20 + 1)
+
+
+def test_only_new_unused_files_with_a_known_name_are_removed(tmp_path):
+    assert SharedMemoryCleanup(tmp_path / "none").remove() == []
+    (tmp_path / "torch_old").write_text("from before")
+    (tmp_path / "torch_kept").write_text("from before")
+    leftovers = SharedMemoryCleanup(tmp_path)
+    (tmp_path / "torch_old").rename(tmp_path / "kept")
+    for name in ("sem.new", "torch_new", "data.bin", "torch_old"):
+        (tmp_path / name).write_text("x")
+    code = """import mmap, sys; f = open(sys.argv[1], "r+b"); m = mmap.mmap(f.fileno(), 0); f.close()
+print("up", flush=True); sys.stdin.read()"""
+    pipe = subprocess.PIPE
+    mapper = subprocess.Popen([sys.executable, "-c", code, tmp_path / "torch_new"], stdin=pipe, stdout=pipe)
+    assert mapper.stdout.readline() == b"up\n"
+    assert leftovers.remove() == ["sem.new", "torch_old"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.bin", "kept", "torch_kept", "torch_new"]
+    mapper.communicate()
+    assert leftovers.remove() == ["torch_new"]

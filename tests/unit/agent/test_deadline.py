@@ -1,0 +1,145 @@
+"""When a run is called a hang or a timeout."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.configs import measure as measure_of
+from tests.unit.agent.one_node import task
+from ultrabench.agent.lead import overdue
+from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.result import Status
+
+CALM = {
+    "now": 50.0, "started": 0.0, "moved": 49.0, "first_step": 20.0, "slowest_gap_s": 0.5, "phase": "measure",
+    "spoke": True, "predicted_step_time_s": 0.5, "limit_s": 1000.0,
+}  # fmt: skip
+STARTING = {"first_step": None, "slowest_gap_s": 0.0, "phase": "init", "moved": 0.0}
+TASK = replace(task("x.py", "cpu"), measure=measure_of(start_deadline_s=100.0, deadline_floor_s=10.0))
+HANG, TIMEOUT = Status.HANG, Status.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({}, None, ""),
+        # After the first step: the floor, or ten times the slowest gap.
+        ({"moved": 40.0}, None, ""),
+        ({"moved": 39.9}, HANG, "no progress for 10.1 s in phase measure (deadline 10.0 s)"),
+        ({"moved": 30.0, "slowest_gap_s": 2.0}, None, ""),
+        ({"moved": 29.9, "slowest_gap_s": 2.0}, HANG, "deadline 20.0 s"),
+        # A slow first step does not excuse silence after it, nor does a slow prediction.
+        ({"moved": 30.0, "predicted_step_time_s": 99.0}, HANG, "deadline 10.0 s"),
+        # Before the first step: the start deadline, or ten times the predicted step.
+        ({**STARTING, "now": 100.0}, None, ""),
+        ({**STARTING, "now": 100.1}, HANG, "in phase init (deadline 100.0 s)"),
+        ({**STARTING, "now": 500.0, "predicted_step_time_s": 50.0}, None, ""),
+        ({**STARTING, "now": 500.1, "predicted_step_time_s": 50.0}, HANG, "deadline 500.0 s"),
+        ({**STARTING, "now": 190.0, "moved": 95.0}, None, ""),
+        # Writing and reading a trace is as silent as a start.
+        ({"phase": "profile", "now": 149.0}, None, ""),
+        ({"phase": "profile", "now": 149.1}, HANG, "deadline 100.0 s"),
+        # A program that reports nothing has only its limit.
+        ({**STARTING, "now": 999.0, "spoke": False}, None, ""),
+        ({**STARTING, "now": 1000.1, "spoke": False}, TIMEOUT, "still in phase init"),
+        # The limit counts from the start, whatever moves; where both are missed, it is a timeout.
+        ({"now": 1000.0, "moved": 1000.0}, None, ""),
+        ({"now": 1000.1, "moved": 1000.1}, TIMEOUT, "still in phase measure after its limit of 1000 s"),
+        ({"now": 1100.0, "started": 200.0, "moved": 1100.0}, None, ""),
+        ({"now": 2000.0}, TIMEOUT, "limit of 1000 s"),
+    ],
+)  # fmt: skip
+def test_deadlines(change, status, reason):
+    case = {**CALM, **change}
+    progress = AttemptProgress(1, ("n0",))
+    gaps = {"steady": case["slowest_gap_s"]}
+    progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s=gaps, moved=case["moved"])
+    for name in ("started", "first_step", "spoke"):
+        setattr(progress, name, case[name])
+    limits = {name: case[name] for name in ("limit_s", "predicted_step_time_s")}
+    found = overdue(replace(TASK, **limits), progress, case["now"])
+    assert (found.status if found else None) == status
+    assert reason in (found.reason if found else "")
+
+
+class Simulated:
+    """A run whose events are given with their times; at each, no deadline may have been missed."""
+
+    def __init__(self, world_size):
+        self.progress = AttemptProgress(world_size, ("n0",))
+        self.progress.started = 0.0
+        for rank in self.progress.ranks:
+            rank.moved = 0.0
+        measure = measure_of(deadline_floor_s=2.0, start_deadline_s=100.0)
+        self.task = replace(TASK, measure=measure, predicted_step_time_s=0.1, limit_s=1e9)
+
+    def add(self, at, rank, **item):
+        assert self.hangs(at) is None, (at, rank, item)
+        self.progress.add([{"rank": rank, **item}], now=at)
+
+    def phase(self, at, rank, name):
+        self.add(at, rank, line={"event": "phase", "name": name})
+
+    def step(self, at, rank):
+        self.add(at, rank, line={"event": "step", "seconds": 1.0})
+
+    def part(self, at, rank, part, microbatches=0):
+        self.add(at, rank, microbatches=microbatches, step=1, part=part)
+
+    def hangs(self, at):
+        found = overdue(self.task, self.progress, at)
+        return found and found.status == HANG
+
+
+def test_a_healthy_run_is_as_slow_as_it_likes():
+    """The run is fifty times slower than the floor, and its first step showed its pace."""
+    run = Simulated(1)
+    for number in range(1, 8):
+        run.step(100.0 * number, 0)
+        assert not run.hangs(100.0 * number + 999.0)
+    assert run.hangs(1701.0)
+
+
+def test_a_slow_rank_among_quick_ones_is_healthy():
+    """Some rank moves every second; then all the quick ones wait 20 s for the slow one, twice."""
+    run = Simulated(3)
+    for rank in range(3):
+        run.phase(0.0, rank, "first_step")
+    for start in (0.0, 30.0, 60.0):
+        for second in range(1, 10):
+            run.part(start + second, second % 2, "forward_backward", microbatches=int(start) + second)
+        run.part(start + 29.0, 2, "forward_backward", microbatches=int(start) + 1)
+        for rank in range(3):
+            run.step(start + 30.0, rank)
+
+
+def test_what_the_start_and_the_first_step_took_is_forgotten():
+    run = Simulated(1)
+    run.phase(1.0, 0, "build")
+    run.phase(90.0, 0, "first_step")
+    run.step(110.0, 0)
+    assert not run.hangs(309.9), "ten times the first step"
+    assert run.hangs(310.1), "the start is no part of the first step"
+    run.step(111.0, 0)
+    assert not run.hangs(120.9)
+    assert run.hangs(121.1), "from the second step on the first does not count"
+    # What is found at a rank that hangs is no progress.
+    run.progress.add([{"rank": 0, "found": {"state": "T"}}], now=112.0)
+    assert (run.progress.ranks[0].moved, run.progress.ranks[0].found) == (111.0, {"state": "T"})
+
+
+def test_the_optimizer_has_a_deadline_of_its_own():
+    """With steps of 1 s and an optimizer of 50 s, a silence of 11 s is a hang only in a step."""
+    run = Simulated(1)
+    run.phase(0.0, 0, "first_step")
+    now = 0.0
+    for _ in range(3):
+        run.part(now, 0, "forward_backward")
+        run.part(now + 1.0, 0, "optimizer", microbatches=int(now))
+        now += 51.0
+        run.step(now, 0)
+        run.part(now, 0, "data")
+    assert not run.hangs(now + 9.9)
+    assert run.hangs(now + 10.1)
+    run.part(now + 1.0, 0, "optimizer", microbatches=int(now))
+    assert not run.hangs(now + 400.0)

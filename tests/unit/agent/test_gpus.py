@@ -1,0 +1,165 @@
+"""GPUs as NVML describes them, asked through a driver library of our own (fake_nvml.c): this needs no GPU."""
+
+import os
+import pwd
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.unit.agent.test_cleanup import OneNode
+from ultrabench.agent.ranks import gpus
+from ultrabench.agent.ranks.gpus import VisibleGpu, foreign_processes, visible_gpus
+
+GIB = 2**30
+DRIVER = Path(__file__).parent / "fake_nvml.c"
+A, B, C = "00000000:1B:00.0", "00000000:43:00.0", "00000001:C3:00.0"
+
+
+def gpu(letter, bus, used=0, mhz=1980, mask=0, pid=0):
+    return f"GPU-{letter} {bus} {used} {80 * GIB} {mhz} {mask} {pid}\n"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nvml")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", DRIVER], check=True)
+    return folder
+
+
+@pytest.fixture
+def driver(tmp_path, library, monkeypatch):
+    """Sets the GPUs of this driver, which processes started from here on find."""
+
+    def set_gpus(*lines):
+        (tmp_path / "gpus.new").write_text("".join(lines))
+        (tmp_path / "gpus.new").replace(tmp_path / "gpus")
+
+    set_gpus(gpu("a", A, 1 * GIB), gpu("b", B))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
+    monkeypatch.setenv("FAKE_GPUS", str(tmp_path / "gpus"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return set_gpus
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, "012"), ("2,0", "20"), (" 1 ", "1"), ("GPU-bb22,GPU-aa00", "20"), ("GPU-bb,0", "20"), ("", ""),
+        ("-1", ""), ("NoDevFiles", ""), ("0,7,1", "0"), ("GPU-aa", ""), ("MIG-aa00", ""),
+    ],
+)  # fmt: skip
+def test_visible_gpus_are_those_cuda_would_take(driver, monkeypatch, visible, expected):
+    known = {"0": ("aa00", A), "1": ("aa11", B), "2": ("bb22", C)}
+    driver(*(gpu(*known[n]) for n in "012"))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = [(g.number, g.uuid, g.bus_id) for g in visible_gpus()]
+    assert found == [(n, f"GPU-{known[n][0]}", known[n][1]) for n in expected]
+
+
+def test_every_process_that_is_not_ours_is_named(driver, monkeypatch):
+    assert foreign_processes(lambda pid: False) == []
+    me, user = os.getpid(), pwd.getpwuid(os.getuid()).pw_name
+    driver(gpu("a", A, GIB, pid=me), gpu("b", B, 7, pid=4242), gpu("c", C, pid=99999999))
+    mine = f"process {me} (python, user {user}) on GPU 0 with 1024 MiB"
+    hidden = "process 99999999 (unknown program, unknown user) on GPU 2"
+    assert foreign_processes(lambda pid: pid == 4242) == [mine, hidden]
+    assert foreign_processes(lambda pid: True) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert foreign_processes(lambda pid: pid == 4242) == [mine]
+
+
+@pytest.mark.parametrize("trouble", ["FAKE_FAILURE", "FAKE_HANG", "LD_LIBRARY_PATH"])
+def test_a_driver_that_fails_hangs_or_is_absent_knows_nothing(driver, monkeypatch, trouble):
+    monkeypatch.setenv(trouble, "1")
+    monkeypatch.setattr(gpus, "LIST_S", 2.0 if trouble == "FAKE_HANG" else 60.0)
+    assert visible_gpus() == []
+    assert foreign_processes(lambda pid: False) == []
+
+
+ASK = """
+import sys, time
+from ultrabench.agent.ranks import gpus
+gpus.SAMPLE_S = gpus.FREE_S = 0.0
+gauge = gpus.GpuGauge([gpus.VisibleGpu(n, u, "") for n, u in (("0", "GPU-a"), ("1", "GPU-b"), ("2", "GPU-gone"))])
+print("up", flush=True)
+for line in sys.stdin:
+    print(eval(line), flush=True)
+"""
+
+
+@pytest.fixture
+def gauge(driver):
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", ASK], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout.readline() == "up\n"
+
+    def ask(expression):
+        process.stdin.write(expression + "\n")
+        process.stdin.flush()
+        return process.stdout.readline().strip()
+
+    yield ask, driver
+    process.communicate()
+
+
+def test_clocks_and_what_slows_them(gauge):
+    ask, set_gpus = gauge
+    ask("gauge.sample()")
+    assert ask("gauge.clocks_hz, gauge.slowdowns") == "([1980000000.0, 1980000000.0], set())"
+    # No work, and a power cap that was reached, are no faults; the others are.
+    set_gpus(gpu("a", A, mhz=1200, mask=0x1 | 0x4), gpu("b", B, mhz=900, mask=0x8 | 0x40 | 0x80))
+    ask("gauge.sample()")
+    assert ask("gauge.clocks_hz[2:]") == "[1200000000.0, 900000000.0]"
+    assert (
+        ask("sorted(gauge.slowdowns)") == "['hardware slowdown', 'hardware thermal slowdown', 'power brake']"
+    )
+    ask("gauge.clear()")
+    set_gpus()  # they fell off the bus
+    ask("gauge.sample()")
+    assert ask("gauge.clocks_hz, gauge.slowdowns, gauge.occupied(lambda: None)") == "([], set(), None)"
+
+
+def test_memory_has_to_be_as_free_as_before(gauge):
+    ask, set_gpus = gauge
+    held = "GPU 0 still holds 12.0 GiB after the run: "
+    for used, pid, message in (
+        (1 * GIB, 0, "None"), (int(2.5 * GIB), 0, "None"), (13 * GIB, 77, f"{held}process 77"),
+        (13 * GIB, 0, f"{held}no known process"),
+    ):  # fmt: skip
+        set_gpus(gpu("a", A, used, pid=pid), gpu("b", B))
+        assert ask("gauge.occupied(lambda: None)") == message
+
+
+def test_without_a_driver_the_gauge_knows_nothing():
+    gauge = gpus.GpuGauge([VisibleGpu("0", "GPU-none", "")])
+    gauge.sample()
+    assert (gauge.occupied(lambda: None), gauge.clocks_hz) == (None, [])
+
+
+STEPS = """
+import json
+report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
+for step in range(3):
+    print(json.dumps({"event": "step", "step": step, "seconds": 0.1}), file=report)
+here()
+"""
+
+
+def test_a_node_samples_its_gpus_and_names_the_one_whose_memory_is_not_freed_in_time(tmp_path, driver):
+    node = OneNode(tmp_path, STEPS, "cuda")
+    node.wait_for(1)
+    assert len(node.ask("node.rank_events()")) == 3
+    driver(gpu("a", A, 41 * GIB))
+    freed = threading.Timer(1.0, driver, [gpu("a", A, 1 * GIB)])
+    freed.start()
+    assert node.ask("node.kill()") == {"left": None, "sm_clocks_hz": [1980e6], "slowdowns": []}
+    assert not freed.is_alive()
+    driver(gpu("a", A, 41 * GIB))
+    node.ask("setattr(gpus, 'FREE_S', 0.2)")
+    held = "GPU 0 still holds 40.0 GiB after the run: no known process"
+    assert node.ask("node.kill()")["left"] == held
+    node.close()

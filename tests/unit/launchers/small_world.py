@@ -1,0 +1,343 @@
+"""Two launchers, their jobs and the agents in them as values: every step of each can be taken, or cut short."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from tests.unit.launchers.small_slurm import OTHERS, OURS, SmallJob, SmallSlurm
+from tests.unit.launchers.small_tape import (
+    PLAIN,
+    WHOLE,
+    Halt,
+    Process,
+    Tape,
+    TapedJournal,
+    TapedSlurm,
+    TapedSweep,
+)
+from ultrabench.agent.lead import owns
+from ultrabench.errors import ClusterError
+from ultrabench.launchers.open_sweep import OpenSweep
+from ultrabench.launchers.reconcile import Reconciler
+from ultrabench.launchers.settle import Settler
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
+from ultrabench.run import Task
+from ultrabench.store.claim import claim, owner
+from ultrabench.store.events import (
+    AllocationEnded,
+    AllocationStarted,
+    Claimed,
+    Failed,
+    LeadingAgent,
+    Result,
+    Start,
+    Started,
+)  # fmt: skip
+from ultrabench.store.state import SweepState
+
+UNSEEN = (lambda state, alive: None), (lambda note: None)
+"""Arguments of a reconciler that shows and says nothing."""
+MOST_BLOCKS = 200_000
+"""Largest number of blocks of steps that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything there is at one moment."""
+
+    files: dict[str, bytes]
+    jobs: dict[str, SmallJob]
+    launchers: dict[str, Process]
+    agents: dict[str, Process]
+    witness: tuple[str, ...] = ()
+    """Attempts in the order they ran."""
+    kills: int = 0
+    """How often somebody has died so far."""
+    hidden: tuple[tuple[str, bytes], ...] = ()
+    """Claims that cannot be read for a while, with their content."""
+    hid: int = 0
+    """How many were hidden so far."""
+    story: tuple[str, ...] = ()
+    """How it came to this; worlds with different stories can be the same."""
+
+    def digest(self) -> int:
+        """Equal for worlds with the same future."""
+        processes = tuple(p.key for group in (self.launchers, self.agents) for _, p in sorted(group.items()))
+        witness = tuple(sorted(self.witness))
+        return hash((self.lines, self.queue, processes, witness, self.kills, self.hidden, self.hid))
+
+    @property
+    def lines(self) -> frozenset[tuple[str, bytes]]:
+        """What can be read in the files; half a line is there for nobody."""
+        return frozenset((path, _whole(content)) for path, content in self.files.items())
+
+    @property
+    def queue(self) -> frozenset[tuple[str, str, int]]:
+        """What Slurm knows of its jobs."""
+        return frozenset((name, job.phase, job.restart) for name, job in self.jobs.items())
+
+
+@functools.cache
+def _whole(content: bytes) -> bytes:
+    return content.rpartition(b"\n")[0] or content
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(held) for key, held in value.items()}
+    return set(value) if isinstance(value, set) else value
+
+
+class Block(NamedTuple):
+    """What a block of steps of one process has changed."""
+
+    files: dict[str, bytes]
+    jobs: dict[str, SmallJob]
+    process: Process
+    witness: list[str]
+    told: str
+    steps: int
+    over: bool = False
+    """Whether the process was an agent, and has done its work."""
+
+
+class Stage:
+    """Where worlds come to life: a folder, the plan, and the programs of launchers and agents."""
+
+    def __init__(self, sweep: OpenSweep, *, in_turn: bool = False, most_kills: int = 2) -> None:
+        """`in_turn`: the second launcher starts when the first one is gone."""
+        self.sweep, self.in_turn, self.most_kills = sweep, in_turn, most_kills
+        self.coarse = False
+        """A launcher that has looked once sees jobs and journals at one moment."""
+        self.most_jobs = 2
+        """That Slurm takes before everybody starts anew."""
+        self.double = False
+        """Every submission makes two jobs."""
+        self.stranger = False
+        """The second launcher is another user's, who sees no jobs but his own."""
+        self.most_hidden = 0
+        """Claims that may be unreadable for a while."""
+        self.late = False
+        """Slurm may call a job over before the last line of its agent is there."""
+        self.claim: Callable[..., bool] = claim
+        self.owns: Callable[..., bool] = owns
+        self.reconciler = Reconciler
+        self.current = ""
+        """Names the next allocation: whose it is and how many there were."""
+        self._on_disk: dict[str, bytes] = {}
+        self._folds: dict[bytes, SweepState] = {}
+        self._blocks: dict[Any, Block] = {}
+        """All that a process can see, and how far it goes -> what it does then: worlds differ in little."""
+        kept = ("folder", "plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
+        self._open = {name: getattr(sweep, name) for name in kept}
+        self._template = vars(Reconciler(sweep, SmallSlurm({}), *UNSEEN))
+        self.settler = vars(self._template["settler"])
+
+    def first(self) -> World:
+        return World({}, {}, {n: Process(n) for n in ("launcher-a", "launcher-b")}, {})
+
+    def after(self, world: World) -> Iterator[World]:
+        """Every world that one block of steps of somebody, or his death in it, can make of this one."""
+        mortal = world.kills < self.most_kills
+        for name, process in world.launchers.items():
+            if process.over or self.waits(world, name):
+                continue
+            untouched = world.launchers["launcher-a"] == Process("launcher-a")
+            if name == "launcher-b" and untouched and not self.stranger:
+                continue  # two launchers of one user are alike, so that the first one may begin
+            whole, steps = self.launcher(world, name)
+            yield whole
+            for most in range(steps if mortal else 0):
+                yield replace(self.launcher(world, name, most)[0], kills=world.kills + 1)
+        yield from self._hide(world)
+        for name, job in world.jobs.items():
+            if job.phase == "over" and name in world.agents:
+                yield self.agent(world, name)[0]
+                if mortal:
+                    yield self._end(world, name, job)
+            elif job.phase == "running" and self.late and "done" in world.agents[name].known:
+                told = (*world.story, f"Slurm calls {name} over")
+                yield replace(world, jobs=world.jobs | {name: replace(job, phase="over")}, story=told)
+            if job.phase == "pending":
+                yield self.start(world, name)
+                if mortal:
+                    yield self._end(world, name, replace(job, phase="over"))
+            elif job.phase == "running":
+                whole, steps = self.agent(world, name)
+                yield whole
+                for most in range(steps if mortal else 0):
+                    cut, _ = self.agent(world, name, most)
+                    yield self._end(cut, name, replace(job, phase="over"))
+                    yield self._end(cut, name, job.requeued())
+
+    def waits(self, world: World, name: str) -> bool:
+        """Whether this launcher starts only when the first one is gone, which it is not yet."""
+        return self.in_turn and name == "launcher-b" and not world.launchers["launcher-a"].over
+
+    def _hide(self, world: World) -> Iterator[World]:
+        """A claim that cannot be read, or can be read again."""
+        for path, content in world.hidden:
+            rest = tuple(h for h in world.hidden if h[0] != path)
+            told = (*world.story, f"{path} can be read again")
+            yield replace(world, files=world.files | {path: content}, hidden=rest, story=told)
+        for path, content in world.files.items() if world.hid < self.most_hidden else ():
+            if path.startswith("claims/") and content:
+                told = (*world.story, f"{path} cannot be read")
+                hidden = (*world.hidden, (path, content))
+                files = world.files | {path: b""}
+                yield replace(world, files=files, hidden=hidden, hid=world.hid + 1, story=told)
+
+    def start(self, world: World, name: str) -> World:
+        """Slurm starts a job, with an agent in it."""
+        job = replace(world.jobs[name], phase="running")
+        agent = Process(f"agent-{name}-{job.restart}".replace("+", "_"))
+        told = (*world.story, f"Slurm starts {name}")
+        return replace(world, jobs=world.jobs | {name: job}, agents=world.agents | {name: agent}, story=told)
+
+    def _end(self, world: World, name: str, job: SmallJob) -> World:
+        """A job loses its nodes: its agent died where it stood."""
+        agents = {n: a for n, a in world.agents.items() if n != name}
+        told = (*world.story, f"Slurm ends {name}: {job.phase}")
+        return replace(world, jobs=world.jobs | {name: job}, agents=agents, kills=world.kills + 1, story=told)
+
+    def launcher(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
+        """A launcher's next block of steps, at most `most` of them before it dies; and how many they were."""
+        process = world.launchers[name]
+        how = (most, self.most_jobs, self.coarse)
+        seen = (process.key, how, world.queue, world.lines)
+        made = self._blocks.get(seen)
+        if made is None:
+            made = self._remembered(seen, self._launch(world, process, most))
+        launchers = world.launchers | {name: made.process}
+        jobs, story = world.jobs | made.jobs, (*world.story, made.told)
+        files = world.files | made.files
+        return replace(world, files=files, jobs=jobs, launchers=launchers, story=story), made.steps
+
+    def _remembered(self, seen: Any, made: Block) -> Block:
+        if len(self._blocks) > MOST_BLOCKS:
+            self._blocks.clear()
+        self._blocks[seen] = made
+        return made
+
+    def _launch(self, world: World, process: Process, most: int) -> Block:
+        """Runs a launcher on the files of a world, until it has to wait for others or dies."""
+        name, jobs, folder = process.name, dict(world.jobs), self.sweep.folder
+        self.show(world)
+        tape = Tape(process, most)
+        tape.coarse = self.coarse and bool(process.memory)
+        journal = TapedJournal(folder.journal, process, tape)
+        told = {path: lines for path, lines in world.files.items() if path.startswith("journal/")}
+        sweep = TapedSweep(**self._open, journal=journal, tape=tape, folds=self._folds, told=told)  # type: ignore[arg-type]
+        try:
+            by = OTHERS if self.stranger and name in ("launcher-b", "launcher-d") else OURS
+            reconciler = self._born(sweep, process, TapedSlurm(jobs, self.most_jobs, tape, by, self.double))
+            self.current = f"{name[-1]}{reconciler.submitted}"
+            _, busy = reconciler.once()
+            memory = {k: v for k, v in vars(reconciler).items() if isinstance(v, PLAIN)}
+            settler = vars(reconciler.settler).items()
+            memory["settler"] = {k: v for k, v in settler if isinstance(v, PLAIN) and k != "_runs"}
+            process = Process(name, seq=journal.seq, memory=memory) if busy else Process(name, over=True)
+        except Halt:
+            process = replace(process, answers=tuple(tape.answers), known=tape.known)
+        except ClusterError:
+            process = Process(name, over=True)
+        if most != WHOLE:
+            process = Process(name, over=True)
+        new = {name: job for name, job in jobs.items() if name not in world.jobs}
+        return Block(self._from_disk(process.name), new, process, [], tape.told(name), tape.new)
+
+    def _born(self, sweep: TapedSweep, process: Process, slurm: TapedSlurm) -> Reconciler:
+        """The reconciler of a launcher that has just started, or of one that begins to look again."""
+        if not process.memory:
+            return self.reconciler(sweep, slurm, *UNSEEN)
+        made, settler = object.__new__(self.reconciler), object.__new__(Settler)
+        memory = _copied(process.memory)
+        vars(settler).update(self.settler, _sweep=sweep, _launcher=slurm, **memory.pop("settler"))
+        vars(made).update(self._template, sweep=sweep, launcher=slurm, settler=settler, **memory)
+        return made
+
+    def agent(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
+        """The same for the leading agent of a job, which sees its own journal and the claims."""
+        process, job = world.agents[name], world.jobs[name]
+        own = f"journal/{process.name}.jsonl"
+        files = frozenset(f for f in world.files.items() if f[0] == own or f[0].startswith("claims/"))
+        seen = (process.key, most, name, job.restart, files)
+        made = self._blocks.get(seen)
+        if made is None:
+            made = self._remembered(seen, self._run(world, process, job, most))
+        agents = {n: a for n, a in world.agents.items() if n != name}
+        jobs = world.jobs
+        if made.over:
+            jobs = jobs | {name: replace(job, phase="over")}
+        else:
+            agents[name] = made.process
+        told = replace(
+            world, files=world.files | made.files, jobs=jobs, agents=agents,
+            witness=(*world.witness, *made.witness), story=(*world.story, made.told),
+        )  # fmt: skip
+        return told, made.steps
+
+    def _run(self, world: World, process: Process, job: SmallJob, most: int) -> Block:
+        """Runs an agent on the files of a world, until it has to wait for others or dies."""
+        self.show(world)
+        tape, witness, over = Tape(process, most), list[str](), False
+        journal = TapedJournal(self.sweep.folder.journal, process, tape)
+        try:
+            self._lead(job, journal, tape, witness)
+            over = True
+        except Halt:
+            process = replace(process, answers=tuple(tape.answers), known=tape.known)
+        told = tape.told(f"agent of {job.job_id}")
+        return Block(self._from_disk(process.name), {}, process, witness, told, tape.new, over)
+
+    def _lead(self, job: SmallJob, journal: TapedJournal, tape: Tape, witness: list[str]) -> None:
+        """What ultrabench.agent.lead does, as far as others can see it."""
+        claims, allocation = self.sweep.folder.claims, job.allocation
+        start = Start(job_id=job.job_id, restart=job.restart)
+        me, name = {"allocation": allocation.name, "job": to_dict(start)}, {"allocation": allocation.name}
+        if not tape.step(lambda: self.owns(claims, allocation.name, me), word="claims itself"):
+            return
+        journal.write(AllocationStarted(**name, agent=LeadingAgent(job=start)))
+        for task in allocation.tasks if job.restart else ():
+            held = tape.step(lambda task=task: owner(claims, str(task.key)), word="reads a claim") or {}
+            if held.get("allocation") == allocation.name and held.get("job") != me["job"]:
+                journal.write(Failed(**_end_of(task, Status.LOST), **name, source="slurm"))
+        for task in allocation.tasks:
+            if tape.step(
+                lambda task=task: self.claim(claims, str(task.key), me),
+                word=f"claims {task.key}",
+                kind=str(task.key),
+            ):
+                journal.write(Claimed(**task.key._asdict(), **name, spec={"nodes": 1}))
+                journal.write(Started(**task.key._asdict(), **name))
+                tape.step(lambda task=task: witness.append(str(task.key)), word="runs")
+                journal.write(Result(**_end_of(task, Status.OK), **name), wait=True)
+        tape.step(lambda: None, word="is done", kind="done")
+        end = AllocationEnded(**name, job=start, reason="all tasks done", source="agent")
+        journal.write(end, wait=self.late)
+
+    def show(self, world: World) -> None:
+        """Makes the files of a world those on disk."""
+        files, root = world.files, self.sweep.folder.path
+        for path in self._on_disk.keys() - files.keys():
+            (root / path).unlink()
+        for path, content in files.items():
+            if self._on_disk.get(path) != content:
+                (root / path).write_bytes(content)
+        self._on_disk = files
+
+    def _from_disk(self, writer: str) -> dict[str, bytes]:
+        """What a process has added: the journal it has written, and claims, which never change."""
+        root, own = self.sweep.folder.path, f"journal/{writer}.jsonl"
+        claims = {f"claims/{entry.name}" for entry in os.scandir(root / "claims")}
+        changed = {*(claims - self._on_disk.keys()), *([own] if (root / own).exists() else ())}
+        found = {path: (root / path).read_bytes() for path in changed}
+        self._on_disk = self._on_disk | found
+        return found
+
+
+def _end_of(task: Task, status: Status) -> dict[str, Any]:
+    return {**task.key._asdict(), "result": RunResult(status=status, step_times_s=(1.0,))}

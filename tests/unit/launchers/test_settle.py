@@ -1,0 +1,303 @@
+"""What a launcher concludes of allocations that are over, and when it stops; the batch system is played here."""
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.allocations import jobs_of
+from tests.unit.allocations import made_of as allocations_of
+from tests.unit.launchers.played import (
+    CONTROL,
+    JOB,
+    NAME,
+    OTHERS,
+    Agents,
+    Played,
+    key_of,
+    keys,
+    plan,
+    reconciler_of,
+    statuses,
+    sweep,
+    written,
+)
+from ultrabench.errors import ClusterError
+from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.reconcile import CANCEL_S
+from ultrabench.launchers.settle import Settler
+from ultrabench.result import Status
+from ultrabench.store.claim import claim, give_up
+from ultrabench.store.events import Cancel, Pause, Submitting
+from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
+from ultrabench.sweep.running.attempts import Launch
+from ultrabench.sweep.running.decide import MOST_WITHOUT_RUN, decide
+
+__all__ = ["sweep"]  # a fixture
+
+GONE = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", held_s=77.0)
+
+# one allocation
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_it_claimed_and_did_not_finish_is_lost(sweep, told):
+    """Also where the claim is all that its agents could write."""
+    mine, theirs, free = key_of(CONTROL), key_of(OTHERS[0]), key_of(OTHERS[1])
+    plan(sweep, tasks=[mine, theirs, free])
+    agents = Agents(sweep).start()
+    agents.claim(mine, told)
+    claim(sweep.folder.claims, str(theirs), {"allocation": "n1-another.0"})
+    Settler(sweep, Played()).settle(sweep.state().allocations[NAME], GONE, sweep.state())
+    assert statuses(sweep) == {mine: Status.NODE_FAIL}
+    held = sweep.state().allocations[NAME]
+    assert (held.ended, held.held_s, held.timed) == (GONE.reason, 77.0, True)
+    assert set(held.ends) == {JOB}
+
+
+def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
+    key = key_of(CONTROL)
+    plan(sweep, tasks=[key])
+    Agents(sweep).start().claim(key, told=False)
+    settler, state, read = Settler(sweep, Played()), sweep.state(), Path.read_bytes
+
+    def stale(path):
+        if path == sweep.folder.claims / str(key):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", stale)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Stale"):
+                settler.settle(state.allocations[NAME], GONE, state)
+            with pytest.raises(OSError, match="Stale"):
+                settler.settle_claimed([key], state)
+    assert (statuses(sweep), sweep.state().allocations[NAME].ended, settler.settled) == ({}, None, set())
+    settler.settle(state.allocations[NAME], GONE, state)
+    assert statuses(sweep) == {key: Status.NODE_FAIL}
+    assert settler.settled == {(NAME, JOB)}
+
+
+def test_what_agents_own_is_not_given_up(sweep):
+    settler = Settler(sweep, Played())
+    Agents(sweep).start()
+    assert not settler.give_up(NAME)
+    assert settler.claimed == {NAME}
+    assert settler.give_up("n1-0000bbbb.0")
+    assert settler.give_up("n1-0000bbbb.0"), "it was given up before"
+    give_up(sweep.folder.claims, "n1-0000cccc.0")
+    assert settler.give_up("n1-0000cccc.0"), "by another launcher"
+
+
+# claims of nobody who lives
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"allocation": 7}', b'{"allocation": "gone"}',
+                                     b'{"allocation": "../../../etc"}', b'{"allocation": "a\\u0000b"}',
+                                     b'{"allocation": "' + b"x" * 5000 + b'"}'])  # fmt: skip
+def test_an_attempt_whose_owner_nobody_knows_is_lost(sweep, content):
+    key, free = key_of(CONTROL), key_of(OTHERS[0])
+    settler = Settler(sweep, Played())
+    assert not settler.settle_claimed([key, free], sweep.state())
+    (sweep.folder.claims / str(key)).write_bytes(content)
+    assert settler.settle_claimed([free, key], sweep.state())
+    assert (statuses(sweep), written(sweep, "allocation_planned")) == ({key: Status.LOST}, [])
+
+
+def test_an_owner_that_has_not_ended_is_not_called_dead(sweep):
+    """Another launcher planned it since this one has looked, and its agent was quick."""
+    key = key_of(CONTROL)
+    plan(sweep, tasks=[key])
+    agents = Agents(sweep)
+    claim(agents.claims, str(key), agents.me)
+    settler = Settler(sweep, Played())
+    assert settler.settle_claimed([key], sweep.state())
+    assert statuses(sweep) == {}
+    agents.start().end()
+    assert settler.settle_claimed([key], sweep.state())
+    assert statuses(sweep) == {key: Status.LOST}
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "null", '{"name": 7}'])
+def test_files_of_an_owner_that_cannot_be_used_do_no_harm(sweep, content):
+    key = key_of(CONTROL)
+    claim(sweep.folder.claims, str(key), {"allocation": NAME})
+    (sweep.folder.allocations / NAME).mkdir()
+    if content is not None:
+        (sweep.folder.allocations / NAME / "allocation.json").write_text(content)
+    assert Settler(sweep, Played()).settle_claimed([key], sweep.state())
+    assert statuses(sweep) == {key: Status.LOST}
+
+
+def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
+    """The journal of the launcher that submitted it was lost: its job may run."""
+    by = {"user": origin()["user"], "cluster": "big", "host": "login7"}
+    (made,) = allocations_of(sweep, jobs_of(sweep)[:1], by)
+    made.write()
+    agents = Agents(sweep, made.name).start()
+    agents.claim(keys(made)[0], told=False)
+    agents.journal.path.unlink()
+    launcher = Played()
+    reconciler = reconciler_of(sweep, launcher)
+    assert reconciler.once()[1]
+    (told,) = written(sweep, "allocation_planned")
+    assert (told.allocation, told.by, told.limit_s) == (made.name, by, made.limit_s)
+    assert list(told.tasks) == keys(made)
+    assert launcher.taken == []
+    for _ in range(3):
+        assert reconciler.once()[1]
+    assert launcher.looked[-1] == [made.name]
+    assert (launcher.taken, statuses(sweep)) == ([], {})
+    assert len(written(sweep, "allocation_planned")) == 1
+
+
+# brakes
+
+
+def test_what_was_refused_is_over_for_launchers_of_other_clusters_too(sweep):
+    """Which could not see whether the job is still there."""
+
+    def refuse(allocation):
+        raise ClusterError("sbatch does not take it")
+
+    def play(allocation):
+        agents = Agents(sweep, allocation.name).start()
+        for key in keys(allocation):
+            agents.ok(key)
+        agents.end()
+
+    with pytest.raises(ClusterError, match="sbatch does not take it"):
+        reconciler_of(sweep, Played(refuse)).run()
+    refused = {name: held.ended for name, held in sweep.state().allocations.items()}
+    assert set(refused.values()) == {"not submitted: sbatch does not take it"}
+    elsewhere = Played(play)
+    elsewhere.by = origin("small")
+    reconciler_of(sweep, elsewhere).run()
+    assert set(statuses(sweep).values()) == {Status.OK}
+    assert {allocation.name for allocation in elsewhere.taken}.isdisjoint(refused)
+
+
+@pytest.mark.parametrize(("max_jobs", "log"), [(1, "submitit/7_1_log.err"), (4, "job.log")])
+def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
+    def play(allocation):
+        Agents(sweep, allocation.name).start().end("crashed")
+        (allocation.folder / "submitit").mkdir()
+        (allocation.folder / "submitit/7_0_log.err").touch()
+        (allocation.folder / log).write_text("first\nImportError: no module x\n\n")
+
+    launcher = Played(play, max_jobs)
+    with pytest.raises(ClusterError) as stopped:
+        reconciler_of(sweep, launcher).run()
+    assert str(stopped.value).startswith(
+        "3 allocations in a row ended without running anything (crashed; its log ends: ImportError: no module x"
+    )
+    assert str(stopped.value).endswith(f"; see {launcher.taken[-1].folder}/{log}, then launch again")
+    assert len(launcher.taken) == MOST_WITHOUT_RUN
+
+
+def dead_end_of(sweep, ends, max_jobs):
+    """Why a launch gives up after allocations that ended one after another, each by a letter.
+
+    n: ran nothing, c: its control only, a: a run that was asked for, p: nothing, for the sweep is paused, w: its
+    control, outside the window, o: another launch's that ran nothing; |: what is there is excused.
+    """
+    excused = frozenset()
+    for number, kind in enumerate(ends):
+        if kind == "|":
+            excused = frozenset(sweep.state().allocations)
+            continue
+        name, tasks = f"n1-0000aaaa.{number}", [key_of(CONTROL, number), key_of(OTHERS[0], number)]
+        plan(sweep, name, tasks, control=CONTROL.run_id)
+        if kind != "o":
+            sweep.journal.write(Submitting(allocation=name, token="t"))
+        agents = Agents(sweep, name).start()
+        if kind in "cwa":
+            agents.ok(tasks[kind == "a"])
+        agents.end(
+            {"p": "the sweep is paused", "w": "outside the window 19:00-07:00"}.get(kind, "no time left")
+        )
+    launch = Launch(name=sweep.journal.name, by=origin("big"), excused=excused)
+    limits = JobLimits(max_jobs=max_jobs)
+    found = decide(sweep.plan, sweep.state(), JobsSeen(), limits, launch, time.time()).dead_end
+    return found and (found.number, found.what)
+
+
+ANYTHING, ASKED = (3, "anything"), (3, "any run that was asked for but control layouts")
+
+
+@pytest.mark.parametrize(
+    ("max_jobs", "ends", "found"),
+    [
+        (1, "nna" * 3 + "nn", None), (1, "nna" * 3 + "nnn", ANYTHING),
+        (1, "cca" * 3 + "cc", None), (1, "cca" * 3 + "ccc", ASKED),
+        (1, "cna" * 3 + "cn", None), (1, "cna" * 3 + "cnc", ASKED),
+        (9, "nnc" * 5 + "nn", None), (9, "nnc" * 5 + "nnn", ANYTHING),
+        (1, "pwoa" * 5, None), (1, "nnnnn|nn", None), (1, "nnnnn|nnn", ANYTHING),
+        (2, "ccccc", None), (2, "cccccc", (6, ASKED[1])),
+    ],
+)  # fmt: skip
+def test_only_useless_ends_that_follow_each_other_stop_a_launch(sweep, max_jobs, ends, found):
+    """Not those on request, of others, or of what was there when the sweep was paused."""
+    assert dead_end_of(sweep, ends, max_jobs) == found
+
+
+def test_a_launcher_excuses_what_was_there_while_the_sweep_was_paused(sweep):
+    launcher = Played(max_jobs=1)
+    reconciler = reconciler_of(sweep, launcher)
+    for generation in range(2, 12, 2):
+        reconciler.once()
+        sweep.journal.write(Pause(generation=generation, on=True))
+        launcher.ended_jobs[launcher.taken[-1].name] = JobEnd(status=Status.CANCELLED, reason="cancelled")
+        assert not reconciler.once()[1]
+        sweep.journal.write(Pause(generation=generation + 1, on=False))
+    assert len(launcher.taken) == 5
+
+
+# a cancelled sweep
+
+
+def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
+    clock, told = [1000.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    launcher = Played()
+    reconciler = reconciler_of(sweep, launcher, say=told.append)
+    reconciler.once()
+    (made,) = launcher.taken
+    sweep.journal.write(Cancel(generation=2))
+    launcher.refusals = 2
+    for tries in range(1, 5):
+        assert reconciler.once()[1], "something is left"
+        assert reconciler.once()[1]
+        assert launcher.cancelled == [[made.name]] * tries
+        clock[0] += CANCEL_S
+    assert told == ["cannot cancel: scancel: no answer; trying again until it is done"]
+    Agents(sweep, made.name).start().end("the allocation was ended by SIGTERM")
+    assert not reconciler.once()[1]
+    assert (len(launcher.cancelled), len(launcher.taken)) == (4, 1)
+
+
+# for how long nodes were held
+
+
+def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
+    launcher = Played()
+    reconciler = reconciler_of(sweep, launcher)
+    reconciler.once()
+    (made,) = launcher.taken
+    launcher.timed = {made.name: 130.0}
+    reconciler.once()
+    assert written(sweep, "allocation_ended") == [], "it has not ended"
+    agents = Agents(sweep, made.name).start()
+    agents.ok(keys(made)[0])
+    agents.end("all tasks done")
+    reconciler.once()
+    launcher.timed = {}
+    reconciler.once()
+    held = sweep.state().allocations[made.name]
+    assert (held.ended, held.held_s, held.timed) == ("all tasks done", 130.0, True)
+    (told,) = (e for e in written(sweep, "allocation_ended") if e.source == "slurm")
+    assert (told.job, told.held_s) == (JOB, 130.0)
+    assert set(held.ends) == {JOB}

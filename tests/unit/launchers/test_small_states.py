@@ -1,0 +1,228 @@
+"""Every order of what two launchers and their jobs can do, each killed at every step: never lost, never twice.
+
+What is left out, and why nothing is lost by it: several steps of a process are taken at once where nobody else
+can tell the difference (an agent's lines about its run and its next claim: launchers read the lines, but claims
+only of jobs that are over; a launcher's lines about what it is going to submit), each of them is still where
+it may die. Worlds that differ only in how they came about, in half lines of the dead and in what a launcher
+knew before it read again have the same future and are visited once. Slurm takes two jobs from these launchers;
+one more launcher then finishes what is left, where nobody dies.
+
+The runs of every day bound the deaths and, for two launchers at once, let one that has looked before see jobs and
+journals at one moment; `--hypothesis-profile=hunt` lets one more die, and takes every look apart (minutes).
+"""
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+
+from tests.unit.allocations import CONFIG, with_launcher
+from tests.unit.launchers.small_tape import Process
+from tests.unit.launchers.small_world import Stage, World
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.launchers.open_sweep import OpenSweep
+from ultrabench.result import Status
+from ultrabench.store.allocation import Allocation
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.jobs_seen import JobsSeen
+from ultrabench.store.journal import JournalReader, JournalWriter, read_journal
+from ultrabench.store.state import fold
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running.decide import decide
+
+RUNS = 2
+HUNT = int(settings.get_current_profile_name() == "hunt")
+
+
+class WrongError(AssertionError):
+    """A world that must not be."""
+
+
+@pytest.fixture
+def stage(monkeypatch, request):
+    """A stage of two runs that share an allocation, or of one, without clocks and chance."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        config = with_launcher(CONFIG, control=False)
+        config = replace(config, measure=replace(config.measure, confirm=1))
+        plan = make_plan(config)
+        plan = replace(
+            plan, candidates=tuple(c for c in plan.runs if c.nodes == 1)[: getattr(request, "param", RUNS)]
+        )
+        sweep_folder = SweepFolder(Path(folder))
+        sweep_folder.create()
+        made = Stage(
+            OpenSweep(
+                folder=sweep_folder, plan=plan, journal=JournalWriter(sweep_folder.journal, "nobody"),
+                reader=JournalReader(sweep_folder.journal), environment={}, accepts=lambda result: True,
+                kernel_digest="digest", git_commit=None,
+            )
+        )  # fmt: skip
+        clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 0.0)
+        names = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=made.current))
+        monkeypatch.setattr("ultrabench.store.journal.time", SimpleNamespace(time=lambda: 0.0))
+        monkeypatch.setattr("ultrabench.launchers.reconcile.time", clock)
+        monkeypatch.setattr("ultrabench.launchers.reconcile.uuid", names)
+        monkeypatch.setattr(Allocation, "write", lambda self: None)
+        monkeypatch.setattr(KernelConfig, "digest", lambda self: "digest")
+        yield made
+
+
+def explore(stage: Stage) -> int:
+    """Visits all worlds, and takes those where nothing moves any more to their end; how many there are."""
+    seen, left = set[int](), [stage.first()]
+    while left:
+        world = left.pop()
+        digest = world.digest()
+        if digest in seen:
+            continue
+        seen.add(digest)
+        require_once(world, stage.in_turn)
+        following = list(stage.after(world))
+        if not following or comes_to_nothing(stage, world):
+            require_end(stage, world)
+        left += following
+    return len(seen)
+
+
+def comes_to_nothing(stage: Stage, world: World) -> bool:
+    """Whether all jobs are over and launchers, if any, look at them again and again, and nothing changes.
+
+    A claim that cannot be read may stay so for ever.
+    """
+    busy = any(not launcher.over and launcher.answers for launcher in world.launchers.values())
+    if busy or world.agents or any(job.phase != "over" for job in world.jobs.values()):
+        return False
+    after = world
+    for name, process in world.launchers.items():
+        for _ in range(0 if process.over or stage.waits(world, name) else 5):
+            after, _ = stage.launcher(after, name)
+            if not after.launchers[name].answers:
+                break
+    return after.digest() == world.digest()
+
+
+def require_once(world: World, in_turn: bool) -> None:
+    """Nothing ran twice; with one launcher after another nothing even waits twice."""
+    if len(set(world.witness)) < len(world.witness):
+        raise WrongError("\n".join([f"ran twice: {world.witness}", *world.story]))
+    waiting = {job.allocation.name: job for job in world.jobs.values() if job.phase != "over"}
+    claims = {name: json.loads(world.files.get(f"claims/{name}") or "{}").get("job") for name in waiting}
+    # The second job of an allocation, and one that was given up, will run nothing.
+    tasks = [
+        str(task.key) for name, job in waiting.items() for task in job.allocation.tasks
+        if f"claims/{name}" not in world.files or (claims[name] or {}).get("job_id") == job.job_id
+    ]  # fmt: skip
+    if in_turn and len(set(tasks)) < len(tasks):
+        raise WrongError("\n".join([f"is in two jobs at once: {tasks}", *world.story]))
+
+
+def require_end(stage: Stage, world: World) -> None:
+    """Another launch brings each run to one ok, after which it was not tried again."""
+    names = ("launcher-c", *(("launcher-d",) if stage.stranger else ()))
+    world = replace(world, launchers={name: Process(name) for name in names})
+    most_jobs, stage.most_jobs = stage.most_jobs, 99
+    for _ in range(60):
+        if all(p.over for p in world.launchers.values()) and all(
+            j.phase == "over" for j in world.jobs.values()
+        ):
+            break
+        for name in names:
+            if not world.launchers[name].over:
+                world, _ = stage.launcher(world, name)
+        for name, job in world.jobs.items():
+            if job.phase == "pending":
+                world = stage.start(world, name)
+            elif name in world.agents:
+                world, _ = stage.agent(world, name)
+        require_once(world, in_turn=False)
+    stage.most_jobs = most_jobs
+    stage.show(world)
+    events = list(read_journal(stage.sweep.folder.journal))
+    state = fold(events)
+    if state != fold(reversed(events)):
+        raise WrongError("the order of events matters")
+    for run in stage.sweep.plan.runs:
+        attempts = [a for k, a in sorted(state.attempts.items()) if k.run_id == run.run_id]
+        statuses = [a.result and a.result.status for a in attempts]
+        if statuses.count(Status.OK) != 1 or statuses[-1] != Status.OK:
+            raise WrongError("\n".join([f"{run.run_id} has ended {statuses}", *world.story]))
+    if not set(world.witness) <= {str(key) for key in state.attempts}:
+        raise WrongError("ran and is not recorded")
+
+
+@pytest.mark.timeout(3600)
+def test_two_launchers_at_once_lose_nothing_and_repeat_nothing(stage):
+    for coarse, most_kills in [(True, 0), *HUNT * ((True, 1), (False, 0))]:
+        stage.coarse, stage.most_kills = coarse, most_kills
+        assert explore(stage) > 1000
+
+
+@pytest.mark.timeout(3600)
+def test_launchers_and_jobs_may_die_at_every_step(stage):
+    stage.in_turn, stage.most_kills = True, 1 + HUNT
+    assert explore(stage) > 1000
+
+
+AT_ONCE = {"coarse": True, "most_kills": 0}
+IN_TURN = {"in_turn": True, "most_kills": 1}
+DOUBLE = {"double": True, "most_jobs": 4}
+HIDDEN, STRANGER = {"most_hidden": 1}, {"stranger": True}
+WORLDS = {
+    "an unreadable claim costs an attempt and no more": (1, IN_TURN | HIDDEN, 1000),
+    "of two jobs of one allocation one runs": (1, IN_TURN | DOUBLE, 500),
+    "who sees no jobs of others does not take them for dead": (
+        2,
+        AT_ONCE | STRANGER | {"most_kills": HUNT},
+        50,
+    ),
+    "the last line of an agent may come late": (1, IN_TURN | {"late": True}, 1000),
+}
+
+
+@pytest.mark.parametrize(("stage", "words", "least"), WORLDS.values(), ids=WORLDS, indirect=["stage"])
+def test_nothing_is_lost_and_nothing_runs_twice_where(stage, words, least):
+    vars(stage).update(words)
+    assert explore(stage) > least
+
+
+def always(*_):
+    return True
+
+
+def without_jobs(plan, state, seen, *rest):
+    """A decision that is told nothing of what is under way."""
+    return decide(plan, state, JobsSeen(), *rest)
+
+
+def submitted_only(state):
+    return {n: a for n, a in state.allocations.items() if not a.ended and a.job}
+
+
+FAULTS = {
+    "a claim that everybody wins": (2, AT_ONCE | {"claim": always, "owns": always}, {}, r"ran twice|has ended"),
+    "lost answers are not looked for": (
+        2, IN_TURN, {"settle.open_allocations": submitted_only}, r"in two jobs at once|has ended"),
+    "a second job that does not leave": (1, IN_TURN | DOUBLE | {"owns": always}, {}, "has ended"),
+    "claims that cannot be read are passed over": (
+        1, IN_TURN | HIDDEN, {"settle.Settler.settle_claimed": lambda *_: False}, "has ended"),
+    "what is not seen is taken for dead": (2, AT_ONCE | STRANGER, {"settle.sees": always}, "has ended"),
+    "the dead are not buried": (2, IN_TURN, {"settle.Settler.settle": lambda *_: None}, "has ended"),
+    "jobs are given up without being told": (2, {"most_kills": 0}, {"settle.Settler.give_up": always}, "has ended"),
+    "what is under way is forgotten": (
+        1, IN_TURN | {"most_kills": 0}, {"reconcile.decide": without_jobs}, "in two jobs at once"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "words", "planted", "told"), FAULTS.values(), ids=FAULTS, indirect=["stage"]
+)
+def test_a_planted_fault_is_found_out(stage, words, planted, told, monkeypatch):
+    vars(stage).update(words)
+    for name, value in planted.items():
+        monkeypatch.setattr(f"ultrabench.launchers.{name}", value)
+    with pytest.raises(WrongError, match=told):
+        explore(stage)

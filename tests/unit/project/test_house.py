@@ -1,0 +1,95 @@
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "src" / "ultrabench"
+ROOMS = ("agent", "analysis", "configs", "kernel", "launchers", "sweep")
+SOURCES = sorted(
+    [*PACKAGE.glob("**/*.py")] + [path for room in ROOMS for path in (ROOT / room).glob("**/*.py")]
+)
+OUR_FOLDERS = (*ROOMS, "src", "docs", "tests", "examples", "benchmarks", ".ci")
+PAGES = sorted([*ROOT.glob("*.md"), *(p for f in ("docs", "results") for p in (ROOT / f).glob("**/*.md"))])
+MACHINE_PATH = re.compile(r"(?<![\w./$~}])/(?:work|root|Users|home/\w+|workspace)/")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_is_the_folder_at_the_top(room):
+    link = PACKAGE / room
+    assert link.is_symlink()
+    assert link.resolve() == ROOT / room
+    assert not link.readlink().is_absolute()
+
+
+def test_there_are_no_other_rooms():
+    assert {p.name for p in PACKAGE.iterdir() if p.is_symlink()} == set(ROOMS)
+
+
+def tree(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_module_imports_by_full_names(path):
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            assert node.module.split(".")[0] not in ROOMS, f"line {node.lineno}: {node.module}"
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                assert name.name.split(".")[0] not in ROOMS, f"line {node.lineno}: {name.name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_default_that_a_page_tells_with_its_unit_is_that_of_the_configuration(page):
+    choices = {"measure": "measure/default", "launcher": "launcher/slurm", "retry": "retry/default"}
+    told = re.findall(
+        r"`(measure|launcher|retry)\.(\w+)`\s+\(([\d.]+) (?:s|MiB)\)", page.read_text(encoding="utf-8")
+    )
+    for group, key, number in told:
+        text = (ROOT / f"configs/{choices[group]}.yaml").read_text(encoding="utf-8")
+        assert float(yaml.safe_load(text)[key]) == float(number), f"{group}.{key}"
+
+
+def anchors(page):
+    heads = re.findall(r"^#+ +(.+?) *$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{target} does not exist"
+        if anchor and linked.suffix == ".md":
+            assert anchor in anchors(linked), f"{target} has no such heading"
+
+
+def our_files():
+    tops = [p for p in ROOT.iterdir() if p.is_file()]
+    inside = [p for folder in OUR_FOLDERS for p in (ROOT / folder).rglob("*")]
+    names = {".py", ".yaml", ".yml", ".toml", ".md", ".sh", ".txt", ".cfg", ""}
+    return sorted(
+        {p for p in (*tops, *inside) if p.is_file() and p.suffix in names and "__pycache__" not in p.parts}
+    )
+
+
+def test_no_file_names_a_path_of_somebodys_machine():
+    found = []
+    for path in our_files():
+        for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if MACHINE_PATH.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()[:80]}")
+    assert found == []
+
+
+def test_sources_are_ascii():
+    odd = [str(p.relative_to(ROOT)) for p in SOURCES if not p.read_bytes().isascii()]
+    assert odd == []

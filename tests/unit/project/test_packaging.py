@@ -1,0 +1,69 @@
+"""The built wheel holds every module and every configuration, and works by itself."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+ROOMS = ("sweep", "launchers", "agent", "kernel", "analysis", "configs")
+
+pytestmark = pytest.mark.packaging
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """The content of a wheel built from the files that git tracks, in an empty folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+    ).stdout.split("\0")
+    for name in filter(None, listed):
+        path, to = ROOT / name, source / name
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():
+            to.symlink_to(path.readlink())
+        elif path.exists():
+            to.write_bytes(path.read_bytes())
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*build, "-w", str(folder), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+def test_every_module_and_configuration_is_in_the_wheel(unpacked):
+    expected = set()
+    for path in (ROOT / "src/ultrabench").rglob("*.py"):
+        expected.add(str(path.relative_to(ROOT / "src")))
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*"):
+            if path.suffix in (".py", ".yaml", ".html", ".css", ".js"):
+                expected.add(f"ultrabench/{path.relative_to(ROOT)}")
+    found = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.is_file()}
+    assert expected <= found
+    strangers = {f for f in found if f.endswith((".py", ".yaml"))} - expected
+    assert strangers == set(), "the wheel holds what is not in the tree"
+
+
+def test_the_wheel_plans_a_sweep_beside_files_named_like_its_rooms(unpacked, tmp_path):
+    for name in (*ROOMS, "random", "ultrabench_main"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
+    code = (
+        f"import sys; sys.path[:] = [p for p in sys.path if 'main/src' not in p]; "
+        f"sys.path.insert(0, {str(unpacked)!r}); "
+        "import ultrabench; assert 'site' in ultrabench.__file__, ultrabench.__file__; "
+        "sys.argv = ['ultrabench', 'sweep', 'plan', '--json']; "
+        "from ultrabench.cli.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert '"sweep": "quick-cpu"' in done.stdout

@@ -1,0 +1,180 @@
+"""Journals: lines that are written whole, files that are no journals, and file systems that lack what a sweep needs."""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.configs import refused
+from ultrabench.errors import SweepFolderError
+from ultrabench.result import RunResult, Status
+from ultrabench.store.events import Cancel, Failed, Phase
+from ultrabench.store.journal import MAX_LINE_BYTES, JournalReader, JournalWriter, read_journal
+
+
+def test_a_writer_numbers_its_events(tmp_path):
+    writer = JournalWriter(tmp_path, "launcher")
+    for n in range(3):
+        writer.write(Cancel(generation=n))
+    assert [(e.writer, e.seq, e.event.generation) for e in read_journal(tmp_path)] == [
+        (writer.name, n, n) for n in range(3)
+    ]
+    assert JournalWriter(tmp_path, "launcher").path != writer.path
+
+
+def test_a_torn_write_is_told_and_the_next_event_starts_a_new_line(tmp_path, monkeypatch):
+    writer = JournalWriter(tmp_path, "agent")
+    writer.write(Cancel(generation=1))
+    real_write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[: len(data) // 2]))
+    with pytest.raises(SweepFolderError, match="No space left on device"):
+        writer.write(Cancel(generation=2))
+    monkeypatch.undo()
+    writer.write(Cancel(generation=3))
+    warnings = []
+    found = list(read_journal(tmp_path, warnings.append))
+    assert [(e.seq, e.event.generation) for e in found] == [(0, 1), (1, 3)]
+    assert len(warnings) == 1
+
+
+def test_a_journal_that_cannot_be_opened_is_told_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with refused(str(tmp_path / "file"), SweepFolderError):
+        JournalWriter(tmp_path / "file", "agent").write(Cancel(generation=1))
+
+
+def test_lines_hold_no_nan(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        JournalWriter(tmp_path, "agent").write(Cancel(generation=float("nan")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_is_one_json_object(tmp_path):
+    writer = JournalWriter(tmp_path, "agent")
+    writer.write(Phase(run_id="aaaa", repeat=0, attempt=0, name="two\nlines \u2028 and more"))
+    raw = writer.path.read_bytes()
+    assert raw.count(b"\n") == 1
+    assert json.loads(raw)["name"] == "two\nlines \u2028 and more"
+
+
+def test_a_result_with_bytes_that_are_no_utf8_is_read_again(tmp_path):
+    told = {
+        "reason": os.fsdecode(b"no such file: caf\xe9"),
+        "evidence": {"tail": [os.fsdecode(b"\xff\xfe ok \xc3\xa9")]},
+    }
+    writer = JournalWriter(tmp_path, "agent")
+    writer.write(Failed(run_id="aaaa", repeat=0, attempt=0, result=RunResult(status=Status.CRASH, **told)))
+    (found,) = read_journal(tmp_path, pytest.fail)
+    assert found.event.result.reason == "no such file: caf?"
+    assert found.event.result.evidence == {"tail": ["?? ok \u00e9"]}
+
+
+ROOT = Path(__file__).resolve().parents[3]
+GOOD = {"v": 1, "writer": "w", "seq": 0, "time": 0.0, "event": "cancel", "generation": 1}
+
+
+def line(**values):
+    return json.dumps({**GOOD, **values}).encode() + b"\n"
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def folder(path):
+    path.mkdir()
+
+
+def loop(path):
+    path.symlink_to(path)
+
+
+def unix_socket(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [fifo, folder, loop, unix_socket, device], ids=lambda make: make.__name__)
+def test_what_is_no_regular_file_is_skipped_with_one_warning(tmp_path, make):
+    (tmp_path / "a.jsonl").write_bytes(line(seq=0))
+    make(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").write_bytes(line(seq=1))
+    told = []
+    reader = JournalReader(tmp_path, told.append)
+    assert [e.seq for e in reader.poll()] == [0, 1]
+    assert list(reader.poll()) == []
+    assert len(told) == 1
+    assert str(tmp_path / "b.jsonl") in told[0]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
+def test_a_file_of_another_user_is_skipped_and_an_unreadable_folder_is_named(tmp_path):
+    for parent in [tmp_path, *tmp_path.parents[:2]]:
+        parent.chmod(0o755)
+    (tmp_path / "a.jsonl").write_bytes(line())
+    (tmp_path / "b.jsonl").write_bytes(line())
+    (tmp_path / "b.jsonl").chmod(0o000)
+    told = []
+    os.seteuid(65534)
+    try:
+        assert len(list(read_journal(tmp_path, told.append))) == 1
+        os.seteuid(0)
+        tmp_path.chmod(0o000)
+        os.seteuid(65534)
+        with pytest.raises(SweepFolderError, match=str(tmp_path)):
+            list(read_journal(tmp_path))
+    finally:
+        os.seteuid(0)
+        tmp_path.chmod(0o755)
+    assert len(told) == 1
+
+
+def test_a_journal_folder_that_is_gone_is_named(tmp_path):
+    for path in (tmp_path / "journal", tmp_path / "file"):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(SweepFolderError, match=f"cannot read the journal folder {path}: .*; results"):
+            list(read_journal(path))
+
+
+def test_an_overlong_line_is_skipped_in_bounded_memory(tmp_path):
+    path = tmp_path / "w.jsonl"
+    path.write_bytes(line(seq=0))
+    with path.open("ab") as file:
+        file.truncate(8 * MAX_LINE_BYTES)  # 512 MiB of NULs that take no room on the disk
+    told = []
+    reader = JournalReader(tmp_path, told.append)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert [e.seq for e in reader.poll()] == [0]
+    assert len(told) == 1
+    with path.open("ab") as file:
+        file.write(b"\n" + line(seq=1))
+    assert [e.seq for e in reader.poll()] == [1]
+    assert len(told) == 1
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 4 * MAX_LINE_BYTES
+
+
+@pytest.mark.parametrize("number", ["EPERM", "EOPNOTSUPP", "EMLINK", "ENOSYS"])
+def test_a_file_system_without_hard_links_is_refused_when_the_sweep_is_opened(tmp_path, number):
+    code = (
+        "import sys; from pathlib import Path; from ultrabench.store.folder import SweepFolder\n"
+        "SweepFolder(Path(sys.argv[1])).create()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.without_links", number, sys.executable, "-c", code, str(tmp_path / "s")],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"ultrabench.errors.SweepFolderError: the file system of {tmp_path / 's'} makes no"
+    )
+    assert "results_dir=FOLDER" in last
+    assert list((tmp_path / "s" / "claims").iterdir()) == []
