@@ -13,7 +13,7 @@ from ultrabench.analysis.predict.nanotron import fit_memory, of_version, usable
 from ultrabench.layout import AXES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
-from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.memory import limit_share, memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
 from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.predict.profile import Profile
@@ -97,7 +97,8 @@ def _memory(case: Case, profile: Profile) -> dict[str, float]:
     """The columns about memory; that of rank 0 is compared where the row has no other."""
     constants = of_version(memory_constants(profile.framework, profile.memory), case.run)
     stages, size = predict_memory(case.run.spec, constants), case.hardware.mem_bytes
-    peaks = [min(stage.peak_bytes, ALLOCATABLE_SHARE * size) for stage in stages]
+    limit = limit_share(stages, constants) * size  # an allocator gives back its reserve before it fails
+    peaks = [min(s.peak_bytes, max(s.allocated_bytes, limit), ALLOCATABLE_SHARE * size) for s in stages]
     return {
         "predicted_peak_mem_bytes": peaks[0] if case.run.peak_mem_reserved_rank0_bytes else max(peaks),
         "allocated_share": max(stage.allocated_bytes for stage in stages) / size,

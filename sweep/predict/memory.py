@@ -47,7 +47,11 @@ def p_oom(stages: Sequence[StageMemory], mem_bytes: float, constants: MemoryCons
     P = Phi(ln(allocated / limit) / sigma), with the standard normal distribution Phi, the rank that allocates most,
     and the limit and sigma of the constants. What the allocator holds besides does not count.
     """
-    limit = constants.limit
-    share = limit.pipeline_share if len(stages) > 1 else limit.share
     most = max(stage.allocated_bytes for stage in stages)
-    return 0.5 * math.erfc(-math.log(most / (share * mem_bytes)) / (limit.sigma * math.sqrt(2)))
+    over = math.log(most / (limit_share(stages, constants) * mem_bytes))
+    return 0.5 * math.erfc(-over / (constants.limit.sigma * math.sqrt(2)))
+
+
+def limit_share(stages: Sequence[StageMemory], constants: MemoryConstants) -> float:
+    """The part of a device's memory at which one half of such runs fail."""
+    return constants.limit.pipeline_share if len(stages) > 1 else constants.limit.share

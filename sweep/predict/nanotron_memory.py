@@ -21,6 +21,8 @@ from ultrabench.sweep.predict.stage_memory import (
 
 VERSIONS = ("latest", "run-ahead", "before-fix", "old")
 """The versions of nanotron and its environment, latest first, that the Ultra-Scale Playbook was measured with."""
+AHEAD_LAYERS = 28
+"""Number of layers by whose forwards the host is ahead of the device at most; a backward counts as two forwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class NanotronMemory:
     gathered: NonNegative
     """Bytes for each hidden channel, layer and gathered token that runs of some versions do not free in time."""
     run_ahead: NonNegative
-    """The part of the activations by which allocations run ahead of the device in the version run-ahead."""
+    """The part of the activations by which allocations of tp run ahead of the device in the version run-ahead."""
     backward_slack: NonNegative
     """The part of all temporary bytes that the allocator cannot use again in backward."""
     optimizer_slack: NonNegative
@@ -52,14 +54,17 @@ class NanotronMemory:
     base_bytes: NonNegative
     """Bytes that the allocator holds in any run."""
     latest_limit: MemoryLimit
-    """The limit of the memory of runs in all versions but before-fix."""
+    """The limit of the memory of runs in the versions latest and old."""
     before_fix_limit: MemoryLimit
     """The limit of runs in the version before-fix."""
+    run_ahead_limit: MemoryLimit | None = None
+    """The limit of runs in the version run-ahead; None: latest_limit."""
     version: Annotated[str, one_of(*VERSIONS)] = "latest"
     """What is predicted: latest, or what older measurements were made with.
 
     before-fix and old cut stages by an older rule. In old, runs without a pipeline keep gathered tokens; in
-    run-ahead, runs with a pipeline do so for the micro-batches in flight beyond two.
+    run-ahead, runs with a pipeline do so for the micro-batches in flight beyond two. Neither keeps those of more
+    layers than the host is ahead of the device.
     """
 
     def __post_init__(self) -> None:
@@ -73,7 +78,8 @@ class NanotronMemory:
     @property
     def limit(self) -> MemoryLimit:
         """When runs of this version fail."""
-        return self.before_fix_limit if self.version == "before-fix" else self.latest_limit
+        own = {"before-fix": self.before_fix_limit, "run-ahead": self.run_ahead_limit}
+        return own.get(self.version) or self.latest_limit
 
 
 class _MicroBatch(NamedTuple):
@@ -123,9 +129,11 @@ def _rank_memory(spec: RunSpec, c: NanotronMemory, batch: _MicroBatch, stage: St
     one = batch.layer * stage.num_layers
     kept, gathered = flight * one, 0.0
     if c.version == "old" and layout.pp == 1:
-        gathered = batch.gathered * stage.num_layers
+        forwards = min(AHEAD_LAYERS, stage.num_layers)
+        gathered = batch.gathered * (forwards if layout.gas == 1 else (forwards + AHEAD_LAYERS) / 2)
     elif c.version == "run-ahead" and layout.pp > 1:
-        gathered = batch.gathered * stage.num_layers * max(0.0, flight - 2) + c.run_ahead * one
+        gathered = batch.gathered * min(AHEAD_LAYERS, stage.num_layers * max(0.0, flight - 2))
+        gathered += c.run_ahead * one * (layout.tp > 1)
     work = batch.work + (batch.embedding if stage.has_embedding else 0.0)
     logits = batch.logits if stage.has_head and batch.logits > work else 0.0
     gradients, late = (6 * n, 0.0) if shards == 1 < layout.dp * layout.cp else (4 * n, 2 * n)

@@ -109,7 +109,7 @@ def test_noise_alone_does_not_make_a_profile_worse():
 
 def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved(fitted):
     prior = memory_constants("nanotron", load_profile("nanotron").memory)
-    truth = replace(prior, layer_hidden=30.0, logits=9.0, base_bytes=5e8)
+    truth = replace(prior, layer_hidden=30.0, base_bytes=5e8)
     runs = []
     for case in measured(BASE.time, 40):
         peak = int(nanotron_memory(case.run.spec, truth)[0].peak_bytes)
@@ -119,8 +119,8 @@ def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved(fitted):
     assert failed not in known
     found = fit_memory(known, prior)
     assert found.layer_hidden == pytest.approx(30.0, rel=0.1)
-    assert found.logits == pytest.approx(9.0, rel=0.1)
-    assert (found.layer_ffn, found.latest_limit) == (prior.layer_ffn, prior.latest_limit)
+    given = ("layer_ffn", "logits", "latest_limit")
+    assert all(getattr(found, name) == getattr(prior, name) for name in given)
     few, nanotron = cases(known[:10])[0], load_profile("nanotron")
     mine = calibrate(few, nanotron, name="mine", date="2026-11-22")
     assert mine.memory["after"]["median_error"] < mine.memory["before"]["median_error"] / 2

@@ -117,6 +117,9 @@ def test_older_versions_keep_gathered_tokens_and_cut_stages_by_the_older_rule():
     latest, old = (predict_memory(one, constants("nanotron", version=v))[0] for v in ("latest", "old"))
     assert old.peak_bytes > latest.peak_bytes
     assert old.allocated_bytes == latest.allocated_bytes
+    many = replace(one, shape=replace(one.shape, num_hidden_layers=80))  # the host is not so far ahead
+    more = [predict_memory(many, constants("nanotron", version=v))[0].reserve for v in ("latest", "old")]
+    assert more[1] - more[0] == pytest.approx(old.reserve - latest.reserve)
     layers = [split_stages(load_model("1B"), 2, ties_advance=ties)[0].num_layers for ties in (False, True)]
     assert layers == [11, 10]
 
