@@ -1,6 +1,5 @@
 """Draws throughput and memory over one degree or the number of nodes: the best of each value, and all else equal."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,33 +52,27 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     whole, middle, panels = panel_grid(2 * len(names), title=heading, notes=about)
     styles = looks(lines, ordered=True, markersize=4.5, linewidth=1.4)
     pairs = ((name, column) for name in names for column in _COLUMNS)
+    values = sorted(drawn[axis].unique())
+    drawn = drawn.assign(across=drawn[axis].map(values.index))
     for axes, (name, column) in zip(panels, pairs, strict=True):
-        _draw(axes, drawn[drawn["panel"] == name], column, axis, sorted(drawn[axis].unique()), styles)
+        _draw(axes, drawn[drawn["panel"] == name], column, styles)
+        categories(axes, [int(value) for value in values])
         label(axes, name, axis, _COLUMNS[column])
     keys = [key(f"best on {counted(n, 'node')}" if n else "best layout", **styles[n]) for n in lines]
     legend(middle, [*keys, key("all else equal", color=_THIN["color"], linewidth=0.7)])
     return whole
 
 
-def _draw(
-    axes: Axes,
-    held: pd.DataFrame,
-    column: str,
-    axis: str,
-    values: Sequence[int],
-    styles: dict[Any, dict[str, Any]],
-) -> None:
+def _draw(axes: Axes, held: pd.DataFrame, column: str, styles: dict[Any, dict[str, Any]]) -> None:
     """Draws the lines of a panel, each from the smallest value of the axis to the largest."""
-    fastest = [axis, "tokens_per_s_per_gpu"]
+    fastest = ["across", "tokens_per_s_per_gpu"]
     told = held.dropna(subset=column).sort_values(fastest, ascending=[True, False], kind="stable")
-    told = told.assign(across=told[axis].map(list(values).index))
-    alike = told.drop_duplicates(["equal", axis]).sort_values("equal", kind="stable")
+    alike = told.drop_duplicates(["equal", "across"]).sort_values("equal", kind="stable")
     ends = np.flatnonzero(alike["equal"].diff()[1:]) + 1
     lines = np.split(alike[["across", column]].to_numpy(), ends)
     axes.add_collection(LineCollection([line for line in lines if len(line) > 1], **_THIN), autolim=False)
     for line, own in told[told["best"]].groupby("line"):
         axes.plot(own["across"], own[column], **styles[line])
-    categories(axes, [int(value) for value in values])
     axes.set_ylim(0, 1.06 * told[column].max() if len(told) else 1)
     if not len(told):
         remark(axes, "not recorded")

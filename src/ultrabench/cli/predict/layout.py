@@ -16,6 +16,7 @@ from ultrabench.analysis.numbers import count
 from ultrabench.cli.tables import print_json, show, table, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S
+from ultrabench.layout import AXES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import RunSpec
@@ -154,6 +155,6 @@ def distance(a: RunSpec, b: RunSpec) -> float:
     numbers = ("dp", "tp", "pp", "cp", "mbs", "gas")
     sizes = ((getattr(a.layout, name), getattr(b.layout, name)) for name in numbers)
     more = ((a.nodes, b.nodes), (a.workload.seq_len, b.workload.seq_len))
-    words = ("zero_stage", "dp_shard", "pp_schedule", "virtual_stages", "recompute")
-    other: float = sum(getattr(a.layout, name) != getattr(b.layout, name) for name in words)
+    others = (name for name in AXES if name not in numbers)
+    other: float = sum(getattr(a.layout, name) != getattr(b.layout, name) for name in others)
     return other + sum(math.fabs(math.log2(one / two)) for one, two in (*sizes, *more))
