@@ -43,7 +43,7 @@ class StepTime(NamedTuple):
     cp: float
     """Keys and values on their way round the ring."""
     dp: float
-    """Gradients and parameters between data-parallel ranks."""
+    """Gradients and parameters between data-parallel ranks, beyond what computing hides."""
     pp: float
     """Exchanges between pipeline ranks."""
     bubble: float
@@ -52,17 +52,11 @@ class StepTime(NamedTuple):
     """Clipping and the update of parameters."""
     rest: float
     """Everything else, once a step."""
-    dp_total: float
-    """Seconds of all collectives of data parallelism, of which `dp` is the exposed part; not a part of the sum."""
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(self[:-1])
-
-    def parts(self) -> dict[str, float]:
-        """Part -> its seconds; they add up to `total`."""
-        return dict(zip(self._fields[:-1], self, strict=False))
+        return sum(self)
 
 
 class _PipelineRank(NamedTuple):
@@ -246,7 +240,7 @@ def predict_step_time(
     )
     params = max(rank.params for rank in ranks) / tp
     layers = max(rank.layers for rank in ranks)
-    dp_s, dp_total_s = _data_parallel_s(spec, params, word, pass_s, network, c)
+    dp_s = _data_parallel_s(spec, params, word, pass_s, network, c)
     zero_s = c.zero_layer_s * layers * sum(_reduces_and_gathers(layout)) / 2 if layout.zero_stage else 0.0
     held = (c.optimizer_bytes / layout.zero_shards + c.clip_bytes) * params / stream
     return StepTime(
@@ -261,7 +255,6 @@ def predict_step_time(
         bubble=(1 - c.wait_shared) * (all_s - pass_s) * waiting(layout) / max(1, layout.pp - 1),
         optimizer=held + c.optimizer_layer_s * layers,
         rest=c.rest_s,
-        dp_total=dp_total_s,
     )
 
 
@@ -297,8 +290,8 @@ def _exchanges_s(spec: RunSpec, size: float, links: Network, c: TimeConstants) -
 
 def _data_parallel_s(
     spec: RunSpec, params: float, word: int, pass_s: float, links: Network, c: TimeConstants
-) -> tuple[float, float]:
-    """Seconds of the collectives of data parallelism in a step: exposed, and all.
+) -> float:
+    """Seconds of the collectives of data parallelism in a step that computing does not hide.
 
     Below ZeRO-1 one all-reduce sums the gradients. Above, they are scattered among the shards and their parts
     summed over the replicas, and the parameters are gathered, twice for each micro-batch in ZeRO-3.
@@ -307,7 +300,7 @@ def _data_parallel_s(
     ranks, shards = layout.dp * layout.cp, layout.zero_shards
     gradients, stage = c.gradient_bytes * params, layout.zero_stage
     if ranks == 1:
-        return 0.0, 0.0
+        return 0.0
 
     def summed(size: float, ranks: int, stride: int = layout.tp) -> float:
         return _crossing_s(size, ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
@@ -326,7 +319,7 @@ def _data_parallel_s(
         if shards < ranks:
             total += 2 * summed(gradients / shards, ranks // shards, layout.tp * shards)
         window = c.zero_overlap * pass_s * (gas if stage == 3 or reduces > 1 else 1)
-    return max(total - window, c.dp_exposed * total), total
+    return max(total - window, c.dp_exposed * total)
 
 
 def _reduces_and_gathers(layout: Layout) -> tuple[int, int]:

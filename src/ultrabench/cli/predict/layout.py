@@ -69,7 +69,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "step_time_s": told.step_time_s,
         "step_time_low_s": told.step_time_low_s,
         "step_time_high_s": told.step_time_high_s,
-        "time": times.parts(),
+        "time": times._asdict(),
         "limited_by": told.limited_by,
         "tokens_per_s_per_gpu": rate,
         "mfu": None if peak.source == GUESSED else rate * flops / peak.flops_per_s,
