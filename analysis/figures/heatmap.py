@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
-from matplotlib.colors import Normalize, to_rgb
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -49,6 +49,8 @@ _TITLE: dict[str, Any] = {"fontsize": 14, "fontweight": "bold"}
 _SMALL: dict[str, Any] = {"fontsize": 7.5, "color": GREY}
 _COLOURS = "viridis"
 """A colour map of matplotlib that stays readable in grey print and for colour-blind readers."""
+_DARK_COLOURS = 120 / 256
+"""Part of the colour map whose relative luminance is below 0.2 (WCAG 2.2), so that light text is readable on it."""
 
 
 class Grid:
@@ -77,13 +79,14 @@ def paint(axes: Axes, grid: Grid, cell: Cell, lines: Sequence[Line], end: float)
     """
     x, y = grid.nodes.index(cell.nodes), grid.models.index(_model(cell))
     fill: Any = _NO_RESULT if cell.run_id is None else _NO_MFU
+    ink = _NO_RESULT_TEXT if cell.run_id is None else _DARK
     if (value := _scaled(cell)) is not None:
         fill = matplotlib.colormaps[_COLOURS](value / end)
+        ink = _LIGHT if value / end < _DARK_COLOURS else _DARK
     square = Rectangle((x, y), 1, 1, facecolor=fill, linewidth=0)
     axes.add_patch(square)
     if cell.run_id is None:
         _hatch(axes, grid, square)
-    ink = _NO_RESULT_TEXT if cell.run_id is None else _LIGHT if _luminance(fill) <= 0.2 else _DARK
     if cell.compare_layout:
         wide, high = _CORNER / grid.width, _CORNER / grid.height
         corner = [(x + 1, y), (x + 1 - wide, y), (x + 1, y + high)]
@@ -108,14 +111,14 @@ def _lines(cell: Cell, width: float, compared_with: str) -> list[Line]:
         compared_with: name of what compare_ratio is relative to.
     """
     other = " ".join(layout_words(cell.compare_layout or {}, cell.varied_axes)).split()
-    fine = _wrapped(tried(cell), ", ", _LONGEST_FINE) if cell.run_id else []
-    fine += _wrapped(["other:", *other], " ", _LONGEST_FINE) if other else []
+    fine = _word_lines(tried(cell), ", ", _LONGEST_FINE) if cell.run_id else []
+    fine += _word_lines(["other:", *other], " ", _LONGEST_FINE) if other else []
     below = [(text, _FINE, "normal") for text in fine]
     if cell.run_id is None:
         reason = wrap_reason(cell.reason or "no result", width)
         return [*((text, _REASON, "normal") for text in reason), *below]
     words = layout_words(cell.layout, cell.varied_axes)
-    layout = chain.from_iterable(_wrapped(text.split(), " ", _LONGEST_LINE) for text in words)
+    layout = chain.from_iterable(_word_lines(text.split(), " ", _LONGEST_LINE) for text in words)
     held = memory(cell.peak_mem_reserved_bytes, cell.peak_mem_reserved_rank0_bytes)
     small = [(text, _USUAL, "normal") for text in (*layout, held) if text is not None]
     if cell.compare_ratio is not None:
@@ -128,19 +131,13 @@ def _lines(cell: Cell, width: float, compared_with: str) -> list[Line]:
     return [(_headline(cell), _LARGE, "normal" if wide else "bold"), *small, *below]
 
 
-def _wrapped(words: Sequence[str], between: str, longest: int) -> list[str]:
+def _word_lines(words: Sequence[str], between: str, longest: int) -> list[str]:
     """Lines of whole words of at most `longest` characters, where the words are not longer."""
     lines = [""]
     for word in words:
         longer = f"{lines[-1]}{between}{word}" if lines[-1] else word
         lines = [*lines[:-1], longer] if len(longer) <= longest or not lines[-1] else [*lines, word]
     return [line for line in lines if line]
-
-
-def _luminance(colour: Any) -> float:
-    """Relative luminance of a colour, 0 for black and 1 for white (WCAG 2.2); seaborn's takes a second to import."""
-    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in to_rgb(colour)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def _headline(cell: Cell) -> str:
