@@ -11,6 +11,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from timing import seconds_a_call
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -53,12 +54,7 @@ def seconds(tp: int, recompute: str) -> tuple[float, int]:
     once()
     with CollectiveCounts(trainer.mesh, trainer.cp_group) as counts:
         once()
-    taken = []
-    for _ in range(ROUNDS):
-        start = time.process_time()
-        for _ in range(TIMES):
-            once()
-        taken.append((time.process_time() - start) / TIMES)
+    taken = seconds_a_call(once, TIMES, ROUNDS, time.process_time)
     dist.destroy_process_group()
     return min(taken), sum(n for key, (n, _) in counts.found.items() if key.startswith("tp ") and tp > 1)
 

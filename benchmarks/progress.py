@@ -5,12 +5,11 @@ with 8 micro-batches. If there is a GPU, the event of a micro-batch is counted t
 """
 
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
+from timing import seconds_a_call
 
 from ultrabench.kernel.rank.progress import device_progress
 from ultrabench.rank_report import PARTS, Report, read_progress
@@ -19,17 +18,6 @@ STEP_S = 0.010
 MICROBATCHES = 8
 POLLS_PER_S = 20
 """Number of times per second that an agent looks at each of its ranks."""
-
-
-def seconds(call: Callable[[], object], times: int) -> float:
-    """Median seconds per call, over five rounds of `times` calls."""
-    rounds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        for _ in range(times):
-            call()
-        rounds.append((time.perf_counter() - begin) / times)
-    return median(rounds)
 
 
 def main() -> None:
@@ -45,7 +33,8 @@ def main() -> None:
             for _ in range(MICROBATCHES):
                 count()
 
-        step_s, read_s = seconds(step, 2000), seconds(lambda: read_progress(path), 2000)
+        calls = (step, lambda: read_progress(path))
+        step_s, read_s = (median(seconds_a_call(call, 2000)) for call in calls)
     print(f"a step of {MICROBATCHES} micro-batches on {device.type}: {step_s * 1e6:.2f} us", end="")
     print(f", {step_s / STEP_S:.5%} of a step of 10 ms")
     print(f"an agent's look at a rank: {read_s * 1e6:.1f} us, {read_s * POLLS_PER_S:.4%} of one core")

@@ -1,9 +1,10 @@
-"""Measures the wall-clock time of whole processes, in turns so that disturbances affect all equally."""
+"""Measures the time of whole processes, in turns so that disturbances affect all equally, and of calls."""
 
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 
 
@@ -17,6 +18,19 @@ def medians(commands: dict[str, list[str]], times: int) -> dict[str, float]:
             if round_:
                 seconds[name].append(time.perf_counter() - start)
     return {name: median(values) for name, values in seconds.items()}
+
+
+def seconds_a_call(
+    call: Callable[[], object], times: int, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Seconds of a call in each round of `times` calls, by a clock of the module time."""
+    taken = []
+    for _ in range(rounds):
+        begin = clock()
+        for _ in range(times):
+            call()
+        taken.append((clock() - begin) / times)
+    return taken
 
 
 def python(code: str) -> list[str]:
