@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,6 +131,20 @@ class Bench:
     def measuring(self) -> bool:
         """Whether some run has reached its measured steps."""
         return '"name":"measure"' in self.journal()
+
+    def judge(self, runs: int, allowed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+        """Asserts that every run ended ok once per repeat and nothing ran twice; returns all rows."""
+        rows, executions = self.rows(), self.executions()
+        attempts = {f"{r['run_id']} {r['repeat']} {r['attempt']}": r["status"] for r in rows}
+        assert max(Counter(executions).values()) == 1, "an attempt ran twice"
+        assert set(executions) <= set(attempts), "a run that is not recorded"
+        # An agent that dies between its claim and the first line of the program leaves an attempt without execution.
+        assert "ok" not in {attempts[key] for key in set(attempts) - set(executions)}
+        oks = Counter((r["run_id"], r["repeat"]) for r in rows if r["status"] == "ok")
+        assert len({run for run, _ in oks}) == runs
+        assert set(oks.values()) == {1}
+        assert {r["status"] for r in rows} <= {"ok", *allowed}, Counter(r["status"] for r in rows)
+        return rows
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.run("sweep", "status", "t", "--json"))

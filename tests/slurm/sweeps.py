@@ -2,10 +2,8 @@
 
 import os
 import stat
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests import patience
 from tests.local.conftest import Bench
@@ -47,19 +45,6 @@ class SlurmBench(Bench):
     def job_ids(self) -> list[str]:
         """The jobs of the sweep that are queued or running."""
         return slurm_says("squeue", "-h", "-r", "-o", "%i", "-t", "PD,R,CF").split()
-
-    def judge(self, runs: int, allowed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
-        """Asserts that every run ended ok once per repeat and nothing ran twice; returns all rows."""
-        rows = self.rows()
-        attempts = {f"{r['run_id']} {r['repeat']} {r['attempt']}": r["status"] for r in rows}
-        executions = self.executions()
-        assert max(Counter(executions).values()) == 1, "an attempt ran twice"
-        assert set(executions) <= set(attempts), "a run that is not recorded"
-        oks = Counter((r["run_id"], r["repeat"]) for r in rows if r["status"] == "ok")
-        assert len({run for run, _ in oks}) == runs
-        assert set(oks.values()) == {1}
-        assert {r["status"] for r in rows} <= {"ok", *allowed}, Counter(r["status"] for r in rows)
-        return rows
 
 
 def in_files(folder: Path, text: str) -> list[str]:

@@ -7,11 +7,13 @@ from pathlib import Path
 from tests.configs import left
 from ultrabench.launchers.allocate import allocations
 from ultrabench.launchers.open_sweep import OpenSweep
+from ultrabench.run import AttemptKey
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running.attempts import PlannedAttempt
 from ultrabench.sweep.running.price import planned_jobs
 
 CONFIG = load_config(["launcher=slurm", "model=tiny"])
@@ -54,3 +56,12 @@ def made_of(sweep, jobs, by=None):
 def first_allocations(sweep, count=1):
     """The allocations of the first jobs, which are alike enough for an array."""
     return made_of(sweep, jobs_of(sweep)[:count])
+
+
+def key_of(run, repeat=0, attempt=0):
+    return AttemptKey(run.run_id, repeat, attempt)
+
+
+def todo_of(run, repeat=0, patience=1.0):
+    """An attempt of a run that is due."""
+    return PlannedAttempt(candidate=run, key=key_of(run, repeat), patience=patience)

@@ -10,7 +10,6 @@ from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.run import AttemptKey
 from ultrabench.store.claim import claim
 from ultrabench.store.events import (
     EVENTS,
@@ -113,10 +112,6 @@ class Agents:
             allocation=self.name, reason=reason, source="agent", job=self.job, elapsed_s=10.0
         )
         self.journal.write(end)
-
-
-def key_of(run, repeat=0, attempt=0):
-    return AttemptKey(run.run_id, repeat, attempt)
 
 
 def keys(allocation):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.configs import told
-from tests.unit.allocations import PLAN, jobs_of, open_sweep
+from tests.unit.allocations import PLAN, jobs_of, open_sweep, todo_of
 from tests.unit.allocations import made_of as allocations_of
 from ultrabench.launchers.allocate import shapes
 from ultrabench.result import Status
@@ -14,7 +14,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import read_allocation
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, SweepState
-from ultrabench.sweep.running.attempts import AttemptsLeft, PlannedAttempt
+from ultrabench.sweep.running.attempts import AttemptsLeft
 from ultrabench.sweep.running.price import (
     ALLOCATION_START_S,
     PlannedJob,
@@ -26,10 +26,6 @@ from ultrabench.sweep.running.price import (
 CONTROLS = {run.nodes: run.spec.run_id for run in controls(PLAN).values()}
 HOUR = 3600.0
 START_S = ALLOCATION_START_S["cpu"]
-
-
-def todo_of(run, repeat=0, attempt=0):
-    return PlannedAttempt(candidate=run, key=AttemptKey(run.spec.run_id, repeat, attempt))
 
 
 def decided(*todo, untried=()):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.allocations import jobs_of
+from tests.unit.allocations import jobs_of, key_of
 from tests.unit.allocations import made_of as allocations_of
 from tests.unit.launchers.played import (
     CONTROL,
@@ -16,7 +16,6 @@ from tests.unit.launchers.played import (
     OTHERS,
     Agents,
     Played,
-    key_of,
     keys,
     plan,
     reconciler_of,

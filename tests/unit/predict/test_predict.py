@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import layouts, shapes
+from tests.unit.predict.test_step_time import spec_of
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
@@ -21,11 +22,7 @@ CONFIGS = {name: replace(CONFIG, profile=load_profile(name)) for name in NAMES}
 
 
 def predicted(layout, shape, *, profile="ultrabench", seq_len=4096, precision="bf16", nodes=1):
-    spec = RunSpec(
-        shape=shape, workload=Workload(seq_len=seq_len, gbs=layout.gbs), layout=layout,
-        kernel=KernelConfig(name="embedded", precision=precision), nodes=nodes,
-        gpus_per_node=layout.world_size // nodes,
-    )  # fmt: skip
+    spec = spec_of(layout, shape, nodes=nodes, precision=precision, seq_len=seq_len)
     peak = CONFIG.hardware.peak(precision, nodes, None, 1)
     return predictor(CONFIGS[profile], nodes, peak).predict(spec)
 

@@ -7,20 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.configs import left, told
-from tests.unit.allocations import CONFIG, PLAN, with_launcher
+from tests.unit.allocations import CONFIG, PLAN, key_of, todo_of, with_launcher
 from ultrabench.result import Status
-from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, SweepState
-from ultrabench.sweep.running.attempts import PlannedAttempt
 from ultrabench.sweep.running.price import ROUND_S, START_S, allocation_limit_s, pack, run_limit_s
 
 ONE = [r for r in PLAN.runs if r.nodes == 1]
 TWO = [r for r in PLAN.runs if r.nodes == 2]
 RUNS = [*ONE[:3], *TWO[:3]]
-
-
-def key_of(run, repeat=0, attempt=0):
-    return AttemptKey(run.spec.run_id, repeat, attempt)
 
 
 def holds(state, name, *runs):
@@ -109,10 +103,6 @@ def test_nothing_is_lost_by_holding_back(data):
 
 def lasting(run, seconds):
     return replace(run, predicted=replace(run.prediction, duration_s=seconds))
-
-
-def todo_of(run, repeat=0, patience=1.0):
-    return PlannedAttempt(candidate=run, key=key_of(run, repeat), patience=patience)
 
 
 def of_model(run, name):

@@ -9,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.configs import told
-from tests.unit.allocations import PLAN, first_allocations, jobs_of, open_sweep, with_launcher
+from tests.unit.allocations import PLAN, first_allocations, jobs_of, open_sweep, todo_of, with_launcher
 from ultrabench.errors import ConfigError
 from ultrabench.result import Status
-from ultrabench.run import AttemptKey
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.running.attempts import PlannedAttempt
 from ultrabench.sweep.running.price import (
     ALLOCATION_START_S,
     CONTROL_SHARE,
@@ -31,10 +29,6 @@ from ultrabench.sweep.running.price import (
 
 SWEEP = ["sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[1,2]", "sweep.strategy=exhaustive"]
 BIG = make_plan(load_config([*SWEEP, "launcher=slurm", "max_p_oom=1"]))
-
-
-def todo_of(run):
-    return PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0))
 
 
 def lasts(todo):
