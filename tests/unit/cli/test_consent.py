@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import typer
 
-from tests.unit.allocations import PLAN, with_launcher
+from tests.unit.allocations import PLAN
 from tests.unit.cli.conftest import one_line
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine
 from ultrabench.errors import ConfigError
@@ -100,26 +100,6 @@ def test_the_price_is_shown_by_cell(capsys, typed):
 def test_the_limit_of_the_partition_is_that_of_the_largest_job(capsys):
     ask(100.0, cluster=replace(CLUSTER, max_limit_s=240.0))
     assert "time limit 4 minutes" in capsys.readouterr().err
-
-
-def test_the_jobs_are_told_as_they_are(capsys):
-    plan = make_plan(
-        load_config(["sweep=playbook", "launcher=slurm", "model=8B", "sweep.nodes=[1]", "measure.confirm=1"])
-    )
-    ask(1e6, plan=plan, cluster=CLUSTER)
-    told = capsys.readouterr().err
-    jobs = price_of(plan).jobs
-    longest, limits = max(j.predicted_s for j in jobs) / 60, [j.limit_s / 60 for j in jobs]
-    assert (
-        f"to {longest:.0f} predicted minutes (launcher.allocation_minutes=20; longer where one run needs it"
-        in told
-    )
-    assert f"time limits {min(limits):.0f} to {max(limits):.0f} minutes" in told
-    plan = replace(plan, candidates=plan.candidates[:1])
-    ask(1e6, plan=replace(plan, config=with_launcher(plan.config, pack=1, time_minutes=60)))
-    lines = capsys.readouterr().err.splitlines()
-    assert "1 job of " in lines[-2]
-    assert lines[-2].endswith("launcher.pack=1), time limit 60 minutes (launcher.time_minutes)")
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,13 @@ def test_plan_top_names_only_what_fits(ultrabench):
     ("overrides", "told"),
     [([], "predicted minutes (launcher.allocation_minutes=10), time limit "),
      (["launcher=slurm", "launcher.pack=4"], "launcher.pack=4 besides the control run), time limit"),
-     (["launcher=slurm", "launcher.time_minutes=30"], "time limit 30 minutes (launcher.time_minutes)")],
+     (["launcher=slurm", "launcher.pack=1"], "launcher.pack=1), time limit"),
+     (["launcher=slurm", "launcher.time_minutes=30"], "time limit 30 minutes (launcher.time_minutes)"),
+     (["launcher=slurm", "sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[1]"], "takes at most 20%), time limits ")],
 )  # fmt: skip
 def test_plan_tells_what_its_price_holds_for(ultrabench, overrides, told):
-    assert told in ultrabench("sweep", "plan", "model=tiny", *overrides)[1]
+    words = overrides if "sweep=playbook" in overrides else ["model=tiny", *overrides]
+    assert told in ultrabench("sweep", "plan", *words)[1]
 
 
 def test_plan_warns_of_a_program_that_is_not_here(ultrabench):
