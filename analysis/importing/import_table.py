@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ultrabench.analysis.importing.derived import completed
-from ultrabench.analysis.importing.table_map import KINDS, UNITS, Source, TableMap
+from ultrabench.analysis.importing.table_map import KINDS, UNITS, Source, TableMap, condition
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, INT, SCHEMA, TEXT
 from ultrabench.errors import ConfigError, UltrabenchError, require_known, unknown_name
@@ -44,12 +44,13 @@ def import_csv(path: Path, given: TableMap) -> Imported:
     used = [source.column for sources in given.columns.values() for source in sources]
     require_known(f"column of {path}", header, *used)
     rows, doubts, repeats = list[Row](), defaultdict[str, Counter[str]](Counter), Counter[str]()
+    conditions = {reason: [condition(text) for text in texts] for reason, texts in given.doubts.items()}
     for number, texts in enumerate(told, start=2):
         try:
             row, reasons = completed(_converted(texts, given), given.models)
         except ConfigError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
-        reasons += [reason for reason, all_of in given.doubts.items() if all(c.holds(row) for c in all_of)]
+        reasons += [reason for reason, all_of in conditions.items() if all(holds(row) for _, holds in all_of)]
         row["suspect"] = "; ".join(filter(None, (row.get("suspect"), *reasons))) or None
         row |= {"sweep": row.get("sweep") or path.stem, "source": row.get("source") or path.name}
         row["repeat"] = repeats[row["run_id"]]

@@ -2,12 +2,13 @@
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from ultrabench.allowed import one_of, require_allowed
+from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA, TEXT
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.record import from_dict, value_from
@@ -52,24 +53,6 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
-    """A comparison of a column with a value; it does not hold where the column is null."""
-
-    column: str
-    comparison: str
-    value: str
-
-    def holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether it holds for a row of ours; columns of numbers are compared as numbers."""
-        found = row.get(self.column)
-        if found is None:
-            return False
-        if KINDS.get(self.column, INT) in (INT, FLOAT):
-            return _COMPARISONS[self.comparison](found, float(self.value))
-        return _COMPARISONS[self.comparison](str(found).lower(), self.value.lower())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TableMap:
     """How the rows of a table become rows of results."""
 
@@ -79,7 +62,7 @@ class TableMap:
     """Our column -> its value where the sources have none."""
     models: dict[str, str] = field(default_factory=dict)
     """Name of a model in the table -> name for model=NAME, whose sizes the rows have unless they tell others."""
-    doubts: dict[str, tuple[Condition, ...]] = field(default_factory=dict)
+    doubts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Reason to doubt a row -> conditions that all have to hold; it becomes part of the column `suspect`."""
 
     def __post_init__(self) -> None:
@@ -90,8 +73,8 @@ class TableMap:
         for name, value in (*translated, *self.constants.items()):
             if value is not None:
                 value_from(kinds[KINDS[name]], value, name)
-        conditions = [condition for given in self.doubts.values() for condition in given]
-        require_known("column of results", {*KINDS, "tokens_per_step"}, *(c.column for c in conditions))
+        compared = [condition(text)[0] for texts in self.doubts.values() for text in texts]
+        require_known("column of results", {*KINDS, "tokens_per_step"}, *compared)
         if split := [reason for reason in self.doubts if "; " in reason]:
             raise ConfigError(f"doubt {split[0]!r} holds '; ', which stands between reasons; use a comma")
 
@@ -110,7 +93,7 @@ def read_map(path: Path) -> TableMap:
         doubts = values.get("doubts") or {}
         if not isinstance(doubts, dict):
             raise ConfigError("doubts is no mapping of reasons to conditions")
-        doubts = {reason: [_condition(text) for text in _several(given)] for reason, given in doubts.items()}
+        doubts = {reason: [str(text) for text in _several(given)] for reason, given in doubts.items()}
         return from_dict(TableMap, {**values, "columns": columns, "doubts": doubts}, where="")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; see docs/importing.md") from error
@@ -135,13 +118,22 @@ def _several(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [given]
 
 
-def _condition(text: Any) -> dict[str, str]:
-    parts = str(text).split()
+def condition(text: str) -> tuple[str, Callable[[Row], bool]]:
+    """The column that a condition such as `gpus > 8` compares, and whether the condition holds for a row.
+
+    It does not hold for null. Columns of numbers are compared as numbers.
+
+    Raises:
+        ConfigError: the text is no comparison, or compares a number with a word.
+    """
+    parts = text.split()
     if len(parts) != 3 or parts[1] not in _COMPARISONS:
         raise ConfigError(f"condition {text!r}; write COLUMN, one of {' '.join(_COMPARISONS)}, and a value")
-    column, comparison, value = parts
+    column, compare, value = parts[0], _COMPARISONS[parts[1]], parts[2].lower()
+    if KINDS.get(column, INT) not in (INT, FLOAT):
+        return column, lambda row: row.get(column) is not None and compare(str(row[column]).lower(), value)
     try:
-        float(value if KINDS.get(column, INT) in (INT, FLOAT) else 0)
+        number = float(value)
     except ValueError:
         raise ConfigError(f"condition {text!r}; {column} is a number: compare it with one") from None
-    return {"column": column, "comparison": comparison, "value": value}
+    return column, lambda row: row.get(column) is not None and compare(row[column], number)

@@ -224,7 +224,7 @@ def test_numbers_that_no_column_can_hold(ultrabench):
     ("doubt", "told"),
     [("a: [pp is 1]", "condition 'pp is 1'; write COLUMN, one of = != < >, and a value"),
      ("a: [pp > x]", "condition 'pp > x'; pp is a number"), ("a: [ppp > 1]", "did you mean pp?"),
-     ("'a; b': [pp > 1]", "doubt 'a; b' holds '; '"), ("a: null", "condition None"), ("a: mbs > one", "mbs is a number")],
+     ("'a; b': [pp > 1]", "doubt 'a; b' holds '; '"), ("a: null", "condition 'None'"), ("a: mbs > one", "mbs is a number")],
 )  # fmt: skip
 def test_doubts_that_cannot_be_checked(ultrabench, doubt, told):
     Path("map.yaml").write_text(f"{MAP}doubts: {{{doubt}}}\n")
