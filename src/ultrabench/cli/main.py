@@ -15,9 +15,8 @@ from ultrabench.cli.configs import configs
 from ultrabench.cli.doctor import doctor
 from ultrabench.cli.import_tables import import_table
 from ultrabench.cli.kernel.commands import kernel_app
-from ultrabench.cli.plot import plot
 from ultrabench.cli.predict.commands import predict_app
-from ultrabench.cli.results import collect_sweeps, heatmap, report
+from ultrabench.cli.results import collect_sweeps, heatmap, plot, report
 from ultrabench.cli.sweep.commands import sweep_app
 from ultrabench.errors import ConfigError, DiskError, UltrabenchError, may_pass
 
