@@ -112,9 +112,7 @@ def follow_again(launcher, number):
     assert launcher.returncode == 128 + number
     assert "Traceback" not in output
     last = output.splitlines()[-1]
-    assert last.startswith(
-        f"ended by {number.name}: no longer followed; what runs here goes on. Follow again: "
-    )
+    assert last.startswith(f"ended by {number.name}: no longer followed; what runs here goes on. ")
     told = last.partition("Follow again: ")[2].partition("; end it: ultrabench sweep cancel t")[0]
     first, *words = shlex.split(told)
     assert first == "ultrabench"

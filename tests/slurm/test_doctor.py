@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -30,13 +29,6 @@ def test_all_checks_pass(sweeps):
     assert list(sweeps.folder.iterdir()) == [], "it leaves nothing behind"
 
 
-def test_without_accounting(bare):
-    checks = doctor(bare, "sweep.nodes=[1]")
-    assert {n for n, c in checks.items() if c["status"] != "pass"} == {"accounting"}
-    assert checks["accounting"]["status"] == "warn"
-    assert "works without" in checks["accounting"]["told"]
-
-
 @pytest.mark.parametrize(
     ("word", "told", "remedy"),
     [
@@ -58,26 +50,6 @@ def test_a_job_that_does_not_work(sweeps, word, told, remedy):
     assert told in checks["job"]["told"]
     assert remedy in checks["job"]["remedy"]
     assert list(checks)[-1] == "job", "nothing is said of a node that nobody saw"
-
-
-def test_other_sources_on_the_node(sweeps, tmp_path):
-    """A node whose ultrabench has another kernel."""
-    import ultrabench
-
-    package, other = os.path.dirname(ultrabench.__file__), tmp_path / "other"
-    other.mkdir()
-    subprocess.run(["cp", "-rL", package, str(other / "ultrabench")], check=True)
-    with (other / "ultrabench/kernel/__init__.py").open("a") as file:
-        file.write("# older\n")
-    words = f"import sys; sys.path.insert(0, {str(other)!r}); sys.argv = sys.argv[1:]"
-    code = f"{words}; from ultrabench.agent.checkup import main; sys.exit(main())"
-    python = other / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -P -c "{code}" $3 $4\n')
-    python.chmod(0o755)
-    checks = doctor(sweeps, f"launcher.python={python}", code=1)
-    assert checks["Python on the node"]["status"] == "fail"
-    assert str(other / "ultrabench") in checks["Python on the node"]["told"]
-    assert "install the same version" in checks["Python on the node"]["remedy"]
 
 
 def test_ctrl_c_cancels_the_job(sweeps, slurm):

@@ -72,9 +72,7 @@ def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(node, stop, 
     group, there = group_of(node, stop, pair)
     there.sendall(json.dumps(message).encode() + b"\n")
     group.listen(5.0)
-    assert group.progress.fault or "the agent of node 1 (local-1) sent an invalid message" in str(
-        group.interrupted
-    )
+    assert group.progress.fault or "node 1 (local-1) sent an invalid message" in str(group.interrupted)
     assert (group.lost, group.avoid) == (None, [])
 
 

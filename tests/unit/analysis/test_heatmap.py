@@ -62,9 +62,7 @@ def test_the_caption_names_winners_whose_interval_is_wider_than_the_target():
     wide = [cell(nodes=n, ci_reached=False, step_time_ci95_rel=0.1 * n) for n in (1, 2)]
     met = cell(nodes=4, ci_reached=True, step_time_ci95_rel=0.9)
     (text,) = [t for t, _ in texts_of(figure([*wide, met], title="t")) if "wider than its target" in t]
-    told = (
-        "In 2 of 3 cells the interval of the best is wider than its target, up to +- 20.0 % (1B on 2 nodes)."
-    )
+    told = "2 of 3 cells the interval of the best is wider than its target, up to +- 20.0 % (1B on 2 nodes)."
     assert told in " ".join(text.split())
     weights = {t.get_text(): t.get_fontweight() for t in figure([wide[1], met], title="t").findobj(Text)}
     assert (weights["43.2 %"], weights["interval +- 20.0 %"]) == ("bold", "bold")

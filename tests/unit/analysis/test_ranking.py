@@ -164,9 +164,7 @@ def test_a_ratio_is_as_unsure_as_both_its_times_and_its_spread_between_allocatio
     assert not close(1.1, 1.1)
 
 
-@pytest.mark.parametrize(
-    ("given", "near"), [("tokens_per_s_per_gpus", "tokens_per_s_per_gpu"), ("model", "")]
-)
+@pytest.mark.parametrize(("given", "near"), [("tokens_per_s_per_gp", "tokens_per_s_per_gpu"), ("model", "")])
 def test_rank_by_what_is_no_numeric_column(given, near):
     with pytest.raises(ConfigError, match=f"did you mean {near}" if near else "unknown column"):
         cells_of(row("a", 1.0), rank_by=given)

@@ -76,9 +76,7 @@ class Slurm:
 
     def ended(self, name=A, held_s=None):
         start = Start(job_id="57_0")
-        end = AllocationEnded(
-            allocation=name, job=start, reason="all tasks done", elapsed_s=1.0, held_s=held_s
-        )
+        end = AllocationEnded(allocation=name, job=start, reason="all done", elapsed_s=1.0, held_s=held_s)
         self.held[name].ends[start] = end
 
     def observe(self, *jobs, after=0.0):

@@ -241,7 +241,5 @@ def test_the_module_command_of_a_login_shell_works_in_a_job(tmp_path):
     environ = dict(line.split("=", 1) for line in told.split("\0") if line)
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\nmodule load cuda\n")
-    done = subprocess.run(
-        ["bash", script], env=inherited(environ), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["bash", script], env=inherited(environ), capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("loaded cuda\n", "")

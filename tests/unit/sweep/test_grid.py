@@ -303,9 +303,7 @@ def test_a_grid_of_millions_is_refused_with_its_size_before_it_is_enumerated():
     wide = [f"sweep.{axis}=[{values}]" for axis in ("tp", "pp", "mbs", "gas")]
     config = load_config(["model=tiny", "sweep.nodes=[1]", "sweep.zero_stage=[0,1]", *wide])
     began = time.process_time()
-    with pytest.raises(
-        ConfigError, match=r"have 2,000,000 combinations; .* narrow sweep.tp \(100 values\), "
-    ):
+    with pytest.raises(ConfigError, match=r"have 2,000,000 combinations; .* narrow sweep.tp \(100 values\)"):
         make_plan(config)
     assert time.process_time() - began < 1.0
 
@@ -330,7 +328,5 @@ def test_shards_are_all_ranks_those_of_a_node_or_a_number():
         (8, 3, 3): (rule, "dp_shard=3 does not divide dp*cp=2 (dp=2, cp=1); take dp_shard=all"),
         (8, 3, 8): (rule, "dp_shard=8 does not divide dp*cp=2 (dp=2, cp=1); take dp_shard=all"),
     }  # fmt: skip
-    with pytest.raises(
-        ConfigError, match=r"sweep.dp_shard=\['nod'\]; each must be all, node or a number >= 2"
-    ):
+    with pytest.raises(ConfigError, match=r"sweep.dp_shard=\['nod'\]; each must be all, node or a number"):
         load_config([*words, "sweep.dp_shard=[nod]"])

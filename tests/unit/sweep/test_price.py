@@ -82,9 +82,7 @@ def test_a_control_run_takes_a_small_share_of_its_allocation():
         todo = [todo_of(r) for r in BIG.runs if r.cell == cell and r.fits]
         whole = pack(todo, BIG.config, {cell: control})
         control_s, short_s = control.prediction.duration_s, 60 * BIG.config.launcher.allocation_minutes
-        totals = [
-            control_s + sum(lasts(t) for t in group if t.key.run_id != control.run_id) for group in whole
-        ]
+        totals = [control_s + sum(lasts(t) for t in g if t.key.run_id != control.run_id) for g in whole]
         assert all(control_s <= CONTROL_SHARE * total for total in totals[:-1])
         for group, total in zip(whole, totals, strict=True):
             needed_s = max(short_s, control_s / CONTROL_SHARE + lasts(group[-1]), control_s + lasts(group[0]))

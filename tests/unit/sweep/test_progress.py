@@ -141,9 +141,7 @@ def test_nodes_that_were_held_for_nothing_are_wasted(status):
 @pytest.mark.parametrize(("agents", "hours"), [((), 0.0), ((LeadingAgent(host="gpu01"),), 2.0)])
 def test_an_end_that_nobody_timed_counts_to_the_limit_if_agents_had_started(agents, hours):
     state = SweepState()
-    state.allocations["a"] = AllocationState(
-        name="a", nodes=1, limit_s=2 * HOUR, agents=agents, ends=ends(None)
-    )
+    state.allocations["a"] = AllocationState(name="a", nodes=1, limit_s=7200, agents=agents, ends=ends(None))
     between = {"between_runs": pytest.approx(hours * GPUS)} if hours else {}
     assert gpu_hours(state, GPUS) == (0.0, between)
 

@@ -22,9 +22,7 @@ SMALL = replace(PLAN, candidates=PLAN.runs[:6])
 
 
 def failed(*results, run_id="r"):
-    return [
-        AttemptState(key=AttemptKey(run_id, 0, n), result=r, time=float(n)) for n, r in enumerate(results)
-    ]
+    return [AttemptState(key=AttemptKey(run_id, 0, n), result=r, time=n) for n, r in enumerate(results)]
 
 
 def result(status="hang", hosts=("a",), **more):
