@@ -1,6 +1,6 @@
 """Draws how step times of B differ from those of A: a point for each layout, sorted, with a panel for each model."""
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from typing import Any
 
 import pandas as pd
@@ -39,7 +39,8 @@ def figure(found: Comparison) -> Figure:
         raise ConfigError(f"no layout has a step time in A and in B; {without}")
     models = list(rows.sort_values(["num_params", "model"])["model"].unique())
     heading = f"Step times of {found.title}: {counted(len(rows), 'layout')}"
-    whole, middle, panels = panel_grid(len(models), title=heading, notes=_notes(found), sharey=True)
+    note = "\n".join(_notes(found))
+    whole, middle, panels = panel_grid(len(models), title=heading, notes=note, sharey=True)
     winners = found.winners.to_dict("records")
     won = {(w["model"], w["nodes"], w[side]) for w in winners for side in ("best_a", "best_b")}
     a, b = (name if len(name) <= 14 else f"{name[:12]}.." for name in found.names)
@@ -75,18 +76,17 @@ def _draw(axes: Axes, held: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
     axes.set_xlim(0.2, number + 1)
 
 
-def _notes(found: Comparison) -> str:
-    """The note under the figure: what was left out, and which cells another layout wins."""
-    won = [
-        f"{w['model']} on {counted(w['nodes'], 'node')}: {w['best_a']} -> {w['best_b']}"
-        for w in found.winners.to_dict("records")
-    ]
-    more = [f"and in {counted(len(won) - _NAMED, 'cell')} more"] * (len(won) > _NAMED)
-    changes = {name: found.differing[name] for name in MAY_DIFFER if name in found.differing}
-    told = ", ".join(f"{name} {a} -> {b}" for name, (a, b) in changes.items())
-    lines = [
-        f"A is {found.names[0]}, B is {found.names[1]}. From A to B: {told or 'no other hardware, kernel or precision known'}.",
-        " ".join(found.notes),
-        "Grey band: differences up to the threshold. Above 1 x, B is slower.",
-    ]
-    return "\n".join([*lines, *(["Cells that another layout wins in B:"] * bool(won)), *won[:_NAMED], *more])
+def _notes(found: Comparison) -> Iterator[str]:
+    """The lines under the figure: what was left out, and which cells another layout wins."""
+    changes = [f"{name} {a} -> {b}" for name, (a, b) in found.differing.items() if name in MAY_DIFFER]
+    told = ", ".join(changes) or "no other hardware, kernel or precision known"
+    yield f"A is {found.names[0]}, B is {found.names[1]}. From A to B: {told}."
+    yield " ".join(found.notes)
+    yield "Grey band: differences up to the threshold. Above 1 x, B is slower."
+    won = found.winners.to_dict("records")
+    if won:
+        yield "Cells that another layout wins in B:"
+    for cell in won[:_NAMED]:
+        yield f"{cell['model']} on {counted(cell['nodes'], 'node')}: {cell['best_a']} -> {cell['best_b']}"
+    if len(won) > _NAMED:
+        yield f"and in {counted(len(won) - _NAMED, 'cell')} more"

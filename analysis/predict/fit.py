@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from statistics import quantiles
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ultrabench.analysis.predict.cases import Case
+from ultrabench.record import values_of
 from ultrabench.sweep.predict.profile import Quantiles
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
@@ -38,7 +39,8 @@ def fit_time(given: Sequence[Case], prior: TimeConstants) -> TimeConstants:
     where soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants
     that are 0 stay 0.
     """
-    names = [f.name for f in fields(prior) if f.name not in NOT_FITTED and _positive(getattr(prior, f.name))]
+    fitted = ((name, value) for name, value in values_of(prior).items() if name not in NOT_FITTED)
+    names = [name for name, value in fitted if isinstance(value, float) and value > 0]
     ridge = RIDGE[len(given) < FEW_RUNS]
     return fit_constants(prior, names, lambda now: log_errors(given, now), ERROR_SCALE, ridge)
 
@@ -73,10 +75,6 @@ def fit_constants(
         return np.concatenate([soft, (logs - start) / ridge])
 
     return constants(least_squares(residuals, start, max_nfev=10, diff_step=1e-3).x)
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, float) and value > 0
 
 
 def left_out_errors(
