@@ -21,6 +21,8 @@ _SHAPE = tuple(field.name for field in fields(ModelShape))
 
 _NEEDED = ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "seq_len", "kernel", "precision")
 """Columns whose defaults would be a guess."""
+_OPTIONS = ("precision", "compile", "attention")
+"""Columns that are options of the kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class MeasuredRun:
 
 
 _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "spec")
+_READ = frozenset({*_COLUMNS, *_SHAPE, *_NEEDED, *AXES, *_OPTIONS, "model", "gbs", "gpus_per_node"})
 
 
 def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], Counter[str]]:
@@ -64,7 +67,7 @@ def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], Counter[str]]:
     tell model, batch and layout in full are left out, too; they are counted by reason in the second value.
     """
     runs, left_out = list[MeasuredRun](), Counter[str]()
-    for row in table.to_pylist():
+    for row in table.select([name for name in table.column_names if name in _READ]).to_pylist():
         if row["status"] in _NOT_RUN or row["model"] is None:
             continue
         try:
@@ -93,7 +96,7 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
     records = {
         "shape": shape_of(row),
         "layout": part(Layout, "row.layout", *AXES),
-        "kernel": part(KernelConfig, "row.kernel", "precision", "compile", "attention", **of_kernel),
+        "kernel": part(KernelConfig, "row.kernel", *_OPTIONS, **of_kernel),
         "workload": part(Workload, "row.workload", "seq_len", "gbs"),
     }
     whole = {name: known[name] for name in ("nodes", "gpus_per_node") if name in known}

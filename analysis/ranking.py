@@ -155,7 +155,8 @@ def rank_and_order(table: pa.Table) -> tuple[list[Cell], list[list[Row]]]:
 
 
 def _cells(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by: str) -> list[Cell]:
-    won = dict(iter(winners.groupby("cell")))
+    won, first = dict(iter(winners.groupby("cell"))), winners.drop_duplicates("cell")
+    best = dict(zip(first["cell"], final.take(first.index.to_numpy()).to_pylist(), strict=True))
     shown = "mfu" if rank_by == DEFAULT_RANK_BY else rank_by
     several = frame.loc[frame["status"] != "rejected", [*AXES]].nunique() > 1
     varied = tuple(name for name in AXES if several[name])
@@ -168,13 +169,13 @@ def _cells(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by:
     for head, (n, held) in zip(heads, frame.groupby("cell"), strict=True):
         shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)}
         shared |= {"shown_column": shown, "varied_axes": varied, **_counts(ends[n].values())}
-        cells.append(_cell(final, held, won.get(n), shared, ends[n]))
+        cells.append(_cell(final, held, won.get(n), best.get(n, {}), shared, ends[n]))
     return cells
 
 
 def _boards(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by: str) -> list[list[Row]]:
-    rows = final.to_pylist()
     rest = frame[frame["status"] != "rejected"]
+    rows = dict(zip(rest.index, final.take(rest.index.to_numpy()).to_pylist(), strict=True))
     worst_first = sorted(range(len(rest)), key=lambda n: _outcome(rows[rest.index[n]]))
     rest = rest.iloc[worst_first].drop_duplicates(_RUN, keep="last")
     runs = pd.concat([winners, rest.assign(best=False, as_good_as_best=False)]).drop_duplicates(_RUN)
@@ -319,19 +320,20 @@ def _cell(
     final: pa.Table,
     held: pd.DataFrame,
     winners: pd.DataFrame | None,
+    best: Row,
     shared: Row,
     ends: Mapping[str, Sequence[End]],
 ) -> Cell:
     """The cell of the rows `held` of the table `final`; `winners` is None when no row may win.
 
     Args:
+        best: the row of the best run.
         shared: the fields that do not depend on the best run.
         ends: run_id -> the ends of its repeats.
     """
     if winners is None:
         status, reason = why_empty(final.take(held.index.to_numpy()).to_pylist())
         return Cell(status=status, reason=reason, **shared)
-    (best,) = final.slice(winners.index[0], 1).to_pylist()
     return Cell(
         as_good_as_best=tuple(winners.loc[winners["as_good_as_best"], "run_id"]),
         ranked_by=winners["ranked_by"].iloc[0],

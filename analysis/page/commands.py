@@ -2,7 +2,7 @@
 
 import functools
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from ultrabench.analysis.rows import Row
@@ -13,8 +13,7 @@ def launch_words(row: Row) -> str:
     """The words of `sweep plan` and `sweep launch` that make a sweep of one layout; unknown values are left out."""
     words = {**_names(row), "kernel.precision": row["precision"], "sweep.nodes": [row["nodes"]]}
     words |= {f"sweep.{name}": row[name] for name in ("seq_len", "gbs")}
-    words |= {f"sweep.{name}": [value] for name, value in _axes(row) if name != "dp"}
-    return _joined(words)
+    return f"{_joined(words)} {_of_layout(*map(row.get, AXES))[0]}".strip()
 
 
 def predict_words(row: Row, profiles: Collection[str]) -> str:
@@ -26,7 +25,7 @@ def predict_words(row: Row, profiles: Collection[str]) -> str:
     imported = row["source"] is not None and row["kernel"] in profiles
     words = {**_names(row), "profile": row["kernel"] if imported else None}
     words |= {name: row[name] for name in ("precision", "nodes", "seq_len")}
-    return _joined(words | {name: value for name, value in _axes(row) if value != "all"})
+    return f"{_joined(words)} {_of_layout(*map(row.get, AXES))[1]}".strip()
 
 
 def _names(row: Row) -> Row:
@@ -34,16 +33,18 @@ def _names(row: Row) -> Row:
     return {name: row[name] for name in ("model", "hardware", *(["kernel"] if row["source"] is None else []))}
 
 
-def _axes(row: Row) -> Iterator[tuple[str, Any]]:
-    """The axes of a layout with the words of a sweep; those that do not count for its schedule are left out."""
-    counts = {
-        "pp_schedule": row["pp_schedule"] != "none",
-        "virtual_stages": row["pp_schedule"] == "interleaved",
-    }
-    for name in AXES:
-        value = "all" if name == "dp_shard" and row[name] == 0 else row[name]
-        if value is not None and counts.get(name, True):
-            yield name, value
+@functools.cache  # for a layout is run with many models and numbers of nodes
+def _of_layout(*values: Any) -> tuple[str, str]:
+    """The words of a sweep and of a prediction for the AXES; those that do not count for the schedule are left out."""
+    told = dict(zip(AXES, values, strict=True))
+    if told["pp_schedule"] == "none":
+        del told["pp_schedule"]
+    if told.get("pp_schedule") != "interleaved":
+        del told["virtual_stages"]
+    known = {name: value for name, value in told.items() if value is not None}
+    of_sweep = known | ({"dp_shard": "all"} if known.get("dp_shard") == 0 else {})
+    words = {f"sweep.{name}": [value] for name, value in of_sweep.items() if name != "dp"}
+    return _joined(words), _joined({name: value for name, value in of_sweep.items() if value != "all"})
 
 
 def _joined(words: Row) -> str:

@@ -1,6 +1,8 @@
 """The results as the document that the scripts of the page read: ranked rows in compact columns, and the cells."""
 
+import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,8 +27,11 @@ from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.stage_memory import PARTS
 
 _KEY = ("sweep", "run_id", "repeat", "attempt")
+_key_of = operator.itemgetter(*_KEY)
 _ORDER = (*_KEY, "step_time_s", "reason", "job_id")
-_READ = (*_KEY, *AXES, "status", "suspect", "rule", "reason", "model", "hardware", "kernel", "source", "precision", "nodes",
+_REJECTED = ("model", "nodes", "rule", "reason")
+"""Columns that are told of rejected layouts."""
+_READ = (*_KEY, *AXES, "status", "suspect", "model", "hardware", "kernel", "source", "precision", "nodes",
          "seq_len", "gbs")  # fmt: skip
 """Columns that the texts of a row are made of."""
 _UNRANKED = dict.fromkeys(("rank", "cell", "mark", "repeats_failed"))
@@ -61,14 +66,13 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _ORDER])
     cells, places = _ranked(table)
     told = _told(table, public)
-    rows = [
-        row | places.get(tuple(row[name] for name in _KEY), _UNRANKED) | {"number": n}
-        for n, row in enumerate(table.select(_READ).to_pylist())
-    ]
-    rejected = [row for row in rows if row["status"] == "rejected"]
-    shown = sorted((row for row in rows if row["status"] != "rejected"), key=_rank_first)
-    in_order = table.take(pa.array((row["number"] for row in shown), pa.int64()))
-    columns = {name: _plain(in_order[name]) for name in told} | _derived(shown, _predicted_parts(table))
+    is_rejected = pc.fill_null(pc.equal(table["status"], "rejected"), False)
+    rejected = table.filter(is_rejected).select(_REJECTED).to_pylist()
+    others = table.filter(pc.invert(is_rejected))
+    rows = [row | places.get(_key_of(row), _UNRANKED) for row in others.select(_READ).to_pylist()]
+    order = sorted(range(len(rows)), key=lambda n: _rank_first(rows[n]))
+    shown, in_order = [rows[n] for n in order], others.take(pa.array(order, pa.int64()))
+    columns = {name: _plain(in_order[name]) for name in told} | _derived(shown, _predicted_parts(others))
     return {
         "public": public,
         "made_with": made_with(table),
@@ -154,12 +158,14 @@ def _derived(rows: Sequence[Row], parts: Mapping[str, Mapping[str, int]]) -> dic
     """
     profiles, nothing = files("profiles"), dict[str, int]()
     held = [nothing if row["rank"] is None else parts.get(row["run_id"], nothing) for row in rows]
+    # A layout is run with many models and numbers of nodes.
+    layout_of = functools.cache(lambda *values: layout_words(dict(zip(AXES, values, strict=True))))
     state = [row["status"] or ("pending" if row["attempt"] is None else "running") for row in rows]
     return {
         **{name: [row[name] for row in rows] for name in _UNRANKED},
         "state": state,
         "doubt": ["in doubt" if row["suspect"] else "none" for row in rows],
-        "layout": [" ".join(filter(None, layout_words(row))) or None for row in rows],
+        "layout": [" ".join(filter(None, layout_of(*map(row.get, AXES)))) or None for row in rows],
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
         "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],
         **{f"predicted_{part}_bytes": [found.get(part) for found in held] for part in PARTS},
@@ -204,7 +210,7 @@ def _plain(column: pa.ChunkedArray) -> list[Any]:
 
 def _rejected(rows: Sequence[Row]) -> list[Row]:
     """Model, nodes and rule of layouts that are never tried, with their number and an example of the reason."""
-    names = ("model", "nodes", "rule")
+    names = _REJECTED[:3]
     counts = Counter(tuple(row[name] for name in names) for row in rows)
     example = {tuple(row[name] for name in names): row["reason"] for row in reversed(rows)}
     return [
