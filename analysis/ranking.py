@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 from math import inf
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -155,7 +156,8 @@ def rank_and_order(table: pa.Table) -> tuple[list[Cell], list[list[Row]]]:
 
 
 def _cells(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by: str) -> list[Cell]:
-    won, first = dict(iter(winners.groupby("cell"))), winners.drop_duplicates("cell")
+    won = dict(iter(winners[["cell", "run_id", "ranked_by", "as_good_as_best"]].groupby("cell")))
+    first = winners.drop_duplicates("cell")
     best = dict(zip(first["cell"], final.take(first.index.to_numpy()).to_pylist(), strict=True))
     shown = "mfu" if rank_by == DEFAULT_RANK_BY else rank_by
     several = frame.loc[frame["status"] != "rejected", [*AXES]].nunique() > 1
@@ -165,11 +167,11 @@ def _cells(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by:
     trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
     usual = trusted_first.drop_duplicates("cell").sort_values("cell")
     heads = final.take(usual.index.to_numpy()).to_pylist()
-    cells = []
-    for head, (n, held) in zip(heads, frame.groupby("cell"), strict=True):
+    cells, rows_of = [], frame.groupby("cell").indices
+    for head, n in zip(heads, usual["cell"], strict=True):
         shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)}
         shared |= {"shown_column": shown, "varied_axes": varied, **_counts(ends[n].values())}
-        cells.append(_cell(final, held, won.get(n), best.get(n, {}), shared, ends[n]))
+        cells.append(_cell(final, rows_of[n], won.get(n), best.get(n), shared, ends[n]))
     return cells
 
 
@@ -318,21 +320,21 @@ def _counts(ends: Collection[Sequence[End]]) -> Row:
 
 def _cell(
     final: pa.Table,
-    held: pd.DataFrame,
+    held: Any,
     winners: pd.DataFrame | None,
-    best: Row,
+    best: Row | None,
     shared: Row,
     ends: Mapping[str, Sequence[End]],
 ) -> Cell:
     """The cell of the rows `held` of the table `final`; `winners` is None when no row may win.
 
     Args:
-        best: the row of the best run.
+        best: the row of the best run, None where there is none.
         shared: the fields that do not depend on the best run.
         ends: run_id -> the ends of its repeats.
     """
-    if winners is None:
-        status, reason = why_empty(final.take(held.index.to_numpy()).to_pylist())
+    if winners is None or best is None:
+        status, reason = why_empty(final.take(held).to_pylist())
         return Cell(status=status, reason=reason, **shared)
     return Cell(
         as_good_as_best=tuple(winners.loc[winners["as_good_as_best"], "run_id"]),

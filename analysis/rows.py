@@ -76,17 +76,20 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
         time_s, control_s = row.get("step_time_s"), control.get(attempt.allocation or "")
         row["control_ratio"] = control_s / time_s if time_s and control_s else None
         doubts = (suspects.get(attempt.key), impossible(row.get("mfu")))
-        return row | {"suspect": "; ".join(filter(None, doubts)) or None}
+        row["suspect"] = "; ".join(filter(None, doubts)) or None
+        return row
 
+    # Of a cell only the layout differs from row to row.
+    cell_of = functools.cache(lambda shape, **place: _base(sweep, sweep.kernel, place, shape))
     for candidate in plan:
-        shape = shapes.get(candidate["model"])
-        base = _base(sweep, sweep.kernel, candidate | {"rule": None, "reason": None}, shape)
-        tried = attempts.pop(candidate["run_id"], [])
-        if not tried:
-            run_id = candidate["run_id"]
-            yield base | _not_attempted(candidate, dominated.get(run_id), unpromising.get(run_id))
-        for attempt in tried:
+        run_id, shape = candidate["run_id"], shapes.get(candidate["model"])
+        base = cell_of(shape, nodes=candidate["nodes"], pp_schedule=candidate["pp_schedule"])
+        base = {**base, **candidate, "rule": None, "reason": None}
+        for attempt in (tried := attempts.pop(run_id, [])):
             yield outcome(base, attempt, shape)
+        if not tried:
+            base |= _not_attempted(candidate, dominated.get(run_id), unpromising.get(run_id))
+            yield base
     for attempt in (attempt for tried in attempts.values() for attempt in tried):
         base, shape = _claimed(sweep, attempt, warn)
         yield outcome(base, attempt, shape)

@@ -111,9 +111,9 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
     status |= {i: a.result.status.value if a.result else "running" for i, a in final.items()}
     doubts, rates = measured(planned, state, device)
     useful, wasted = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
-    by_nodes: dict[int, Counter[str]] = {}
+    by_nodes = defaultdict[int, Counter[str]](Counter)
     for run in planned:
-        by_nodes.setdefault(run.nodes, Counter())[status[run.run_id]] += 1
+        by_nodes[run.nodes][status[run.run_id]] += 1
     left = {run_id for run_id, s in status.items() if s in UNSETTLED}
     if search := searching(state):
         told, open_runs = state.config, (run for run in planned if run.run_id not in dominated)

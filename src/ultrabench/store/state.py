@@ -1,6 +1,7 @@
 """The state of a sweep, computed from its journal; the order in which events are read does not matter."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -161,7 +162,7 @@ class Fold:
         self.num_lines = 0
         """Number of lines that were added."""
         self._controls: dict[tuple[int, str], events.ControlEvent] = {}
-        self._ranks: dict[AttemptKey | str, dict[str, _Rank]] = {}
+        self._ranks: dict[AttemptKey | str, dict[str, _Rank]] = defaultdict(dict)
         """Attempt or allocation -> field -> precedence of the line that set the field."""
 
     def add(self, lines: Iterable[events.Line]) -> SweepState:
@@ -177,53 +178,45 @@ class Fold:
                     self._controls[event.generation, canonical_json(to_dict(event))] = event
                 case event:
                     self._add_to_allocation(event, line)
-        if len(self.state.attempts) > known:  # so that whoever sorts them has little to do
-            self.state.attempts = dict(sorted(self.state.attempts.items()))
+        if len(attempts := self.state.attempts) > known:  # so that whoever sorts them has little to do
+            self.state.attempts = {key: attempts[key] for key in sorted(attempts, key=tuple)}
         self._apply_controls()
         return self.state
 
     def _add_to_attempt(self, event: events.AttemptEvent, line: events.Line) -> None:
-        rank = (line.writer, line.seq, line.digest)
-        key = event.key
-        attempt = self.state.attempts.get(key)
+        rank, key = (line.writer, line.seq, line.digest), event.key
+        attempt, ranks = self.state.attempts.get(key), self._ranks[key]
         if attempt is None:
             attempt = self.state.attempts[key] = AttemptState(key=key)
-        values = _shared(event, attempt)
         match event:
             case events.Claimed():
-                values["time"] = line.time
+                _set(attempt, ranks, rank, "time", line.time)
             case events.Started():
-                values["started"] = True
+                _set(attempt, ranks, rank, "started", True)
             case events.Phase():
-                values["phase"] = event.name  # steps and step_time_s have the same name in both
+                _set(attempt, ranks, rank, "phase", event.name)
             case events.Result():
                 trust = 3 if type(event) is events.Result else _TRUST.get(event.source, 0)
-                self._set(attempt, (trust, line.digest), {"result": values.pop("result")})
-        self._set(attempt, rank, values)
+                _set(attempt, ranks, (trust, line.digest), "result", event.result)
+        for name in _names_shared(type(event), AttemptState):
+            _set(attempt, ranks, rank, name, getattr(event, name))
 
     def _add_to_allocation(self, event: events.AllocationEvent, line: events.Line) -> None:
-        rank = (line.writer, line.seq, line.digest)
+        rank, ranks = (line.writer, line.seq, line.digest), self._ranks[event.allocation]
         held = self.state.allocations.setdefault(event.allocation, AllocationState(name=event.allocation))
         match event:
             case events.AllocationPlanned() | events.Submitted():
-                self._set(held, rank, _shared(event, held))
+                for name in _names_shared(type(event), AllocationState):
+                    _set(held, ranks, rank, name, getattr(event, name))
             case events.Submitting():
-                self._set(held, rank, {"submission": (line.writer, line.seq)})
+                _set(held, ranks, rank, "submission", (line.writer, line.seq))
             case events.Preflight():
-                self._set(held, (event.restart, line.digest), {"preflight": event.found})
+                _set(held, ranks, (event.restart, line.digest), "preflight", event.found)
             case events.AllocationStarted():
                 agents = {repr(agent): agent for agent in (*held.agents, event.agent)}
                 held.agents = tuple(sorted(agents.values(), key=lambda a: (a.job, repr(a))))
             case events.AllocationEnded():
                 _add_end(held.ends, event)
-
-    def _set(self, held: AttemptState | AllocationState, rank: _Rank, values: dict[str, Any]) -> None:
-        """Sets fields that no line of higher precedence has set; empty values are ignored."""
-        ranks = self._ranks.setdefault(held.key if isinstance(held, AttemptState) else held.name, {})
-        for name, value in values.items():
-            if (value or value not in (None, {})) and ranks.get(name, rank) <= rank:
-                ranks[name] = rank
-                setattr(held, name, value)
 
     def _apply_controls(self) -> None:
         """Applies launches, pauses and cancels in order; a later launch lifts a cancel, but not a pause."""
@@ -242,14 +235,16 @@ class Fold:
 
 
 _names_shared: Callable[[Any, Any], list[str]] = functools.cache(
-    lambda event, state: [field.name for field in fields(event) if hasattr(state, field.name)]
+    lambda event, state: [f.name for f in fields(event) if f.name != "result" and hasattr(state, f.name)]
 )
-"""Names of the fields that a class of events and a class of states have both."""
+"""Names of the fields that a class of events and a class of states have both, without the result."""
 
 
-def _shared(event: events.Event, state: AttemptState | AllocationState) -> dict[str, Any]:
-    """The fields of an event that a state has, too."""
-    return {name: getattr(event, name) for name in _names_shared(type(event), type(state))}
+def _set(held: object, ranks: dict[str, _Rank], rank: _Rank, name: str, value: Any) -> None:
+    """Sets a field, unless a line of higher precedence has set it or the value is empty."""
+    if (value or value not in (None, {})) and ranks.get(name, rank) <= rank:
+        ranks[name] = rank
+        setattr(held, name, value)
 
 
 def _add_end(ends: dict[events.Start, events.AllocationEnded], end: events.AllocationEnded) -> None:
