@@ -65,7 +65,7 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
     doubts: dict[object, list[str]] = defaultdict(list)
     for of, reason in chain(*found, state.disputed.items()):
         doubts[of].append(reason)
-    oks = ((key, attempt.allocation, attempt.ok) for key, attempt in state.attempts.items() if attempt.ok)
+    oks = ((key, a.allocation, ok) for key, a in state.attempts.items() if (ok := a.ok))
     told = {key: [*_own(ok, slack), *doubts.get(held, ()), *doubts.get(key, ())] for key, held, ok in oks}
     return {key: "; ".join(reasons) for key, reasons in told.items() if reasons}
 
@@ -91,8 +91,8 @@ def control_times(state: SweepState) -> dict[str, float]:
     """Allocation -> median step time of its control run in seconds, where that run ended ok."""
     found = {}
     for key, attempt in state.attempts.items():
-        held, ok = state.allocations.get(attempt.allocation or ""), attempt.ok
-        if held and held.control == key.run_id and ok and ok.step_times_s:
+        held = state.allocations.get(attempt.allocation or "")
+        if held and held.control == key.run_id and (ok := attempt.ok) and ok.step_times_s:
             found[held.name] = median(ok.step_times_s)
     return found
 
@@ -115,8 +115,8 @@ def _clocks(state: SweepState, slack: float) -> Iterator[tuple[AttemptKey, str]]
     """
     clocks: dict[str, dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in state.attempts.items():
-        if attempt.ok and attempt.ok.sm_clock_hz is not None:
-            clocks[key.run_id][key] = attempt.ok.sm_clock_hz
+        if (ok := attempt.ok) and ok.sm_clock_hz is not None:
+            clocks[key.run_id][key] = ok.sm_clock_hz
     for by_key in clocks.values():
         for key, share in _slower(by_key, RATES * slack).items():
             yield key, f"its SM clock was {share:.2f} of the median of {len(by_key)} measurements of this run"

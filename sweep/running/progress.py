@@ -169,8 +169,11 @@ def _runs_per_hour(state: SweepState) -> float | None:
 
 def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
     """run_id -> the attempt that stands for the run: an ok one of any repeat, else the latest."""
-    final = final_attempts(state).values()
-    return {attempt.key.run_id: attempt for attempt in (*final, *(a for a in final if a.ok))}
+    found: dict[str, AttemptState] = {}
+    for (run_id, _), attempt in final_attempts(state).items():
+        if (held := found.get(run_id)) is None or attempt.ok or not held.ok:
+            found[run_id] = attempt
+    return found
 
 
 def settled_runs(state: SweepState) -> dict[str, Status]:

@@ -1,8 +1,8 @@
 """The events of a sweep's journal, and how they are written as lines of a journal file."""
 
-import hashlib
 import json
 import re
+import zlib
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, get_args
 
@@ -231,8 +231,8 @@ class Line(NamedTuple):
     """Number of the line among those of its writer, counted from 0."""
     time: float
     """When the line was written, in seconds since 1970, by the clock of its writer."""
-    digest: str = ""
-    """Hash of the whole line."""
+    checksum: int = 0
+    """CRC-32 of the whole line, which orders lines of one writer and number that differ."""
 
 
 _encoder = json.JSONEncoder(
@@ -287,6 +287,5 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
     head = _head_of(text)
     if head.event not in EVENTS:
         return None
-    digest = hashlib.sha256(text).hexdigest()[:16]
     event: Event = _event_of[head.event](text)
-    return Line(event=event, writer=head.writer, seq=head.seq, time=head.time, digest=digest)
+    return Line(event=event, writer=head.writer, seq=head.seq, time=head.time, checksum=zlib.crc32(text))

@@ -152,7 +152,7 @@ class Fold:
     """Computes a state from the lines of a journal as they are added.
 
     Reports of a result have a fixed precedence: an agent's result, an agent's failure, what Slurm reports,
-    what a launcher concludes. For everything else the line with the largest (writer, seq, digest) counts.
+    what a launcher concludes. For everything else the line with the largest (writer, seq, checksum) counts.
     Time stamps decide nothing, because clocks differ.
     """
 
@@ -184,7 +184,7 @@ class Fold:
         return self.state
 
     def _add_to_attempt(self, event: events.AttemptEvent, line: events.Line) -> None:
-        rank, key = (line.writer, line.seq, line.digest), event.key
+        rank, key = (line.writer, line.seq, line.checksum), event.key
         attempt, ranks = self.state.attempts.get(key), self._ranks[key]
         if attempt is None:
             attempt = self.state.attempts[key] = AttemptState(key=key)
@@ -197,12 +197,12 @@ class Fold:
                 _set(attempt, ranks, rank, "phase", event.name)
             case events.Result():
                 trust = 3 if type(event) is events.Result else _TRUST.get(event.source, 0)
-                _set(attempt, ranks, (trust, line.digest), "result", event.result)
+                _set(attempt, ranks, (trust, line.checksum), "result", event.result)
         for name in _names_shared(type(event), AttemptState):
             _set(attempt, ranks, rank, name, getattr(event, name))
 
     def _add_to_allocation(self, event: events.AllocationEvent, line: events.Line) -> None:
-        rank, ranks = (line.writer, line.seq, line.digest), self._ranks[event.allocation]
+        rank, ranks = (line.writer, line.seq, line.checksum), self._ranks[event.allocation]
         held = self.state.allocations.setdefault(event.allocation, AllocationState(name=event.allocation))
         match event:
             case events.AllocationPlanned() | events.Submitted():
@@ -211,7 +211,7 @@ class Fold:
             case events.Submitting():
                 _set(held, ranks, rank, "submission", (line.writer, line.seq))
             case events.Preflight():
-                _set(held, ranks, (event.restart, line.digest), "preflight", event.found)
+                _set(held, ranks, (event.restart, line.checksum), "preflight", event.found)
             case events.AllocationStarted():
                 agents = {repr(agent): agent for agent in (*held.agents, event.agent)}
                 held.agents = tuple(sorted(agents.values(), key=lambda a: (a.job, repr(a))))
