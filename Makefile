@@ -11,7 +11,7 @@ KINDS ?=
 # Options of `make gpu-check`, such as GPU_CHECK="--only memory" or GPU_CHECK=--cpu.
 GPU_CHECK ?=
 # The parts of `make test`.
-PARTS := check unit-cli unit-others parity local-a-to-f local-g-to-z slurm-n slurm-t slurm-others
+PARTS := check unit-cli unit-others parity local-a-to-f local-g-to-z slurm-d-to-n slurm-t slurm-others
 
 .PHONY: quickstart gallery test unit env format slurm-test chaos mutations bench gpu-check slurm-bench clean $(PARTS)
 
@@ -51,12 +51,12 @@ local-a-to-f: env
 	$(BIN)/pytest tests/local/test_[a-f]*.py
 local-g-to-z: env
 	$(BIN)/pytest tests/local/test_[g-z]*.py
-slurm-n: env
-	$(BIN)/pytest tests/slurm/test_n*.py
+slurm-d-to-n: env
+	$(BIN)/pytest tests/slurm/test_[d-n]*.py
 slurm-t: env
 	$(BIN)/pytest tests/slurm/test_t*.py
 slurm-others: env
-	$(BIN)/pytest tests/slurm/test_[!nt]*.py
+	$(BIN)/pytest tests/slurm/test_[!d-nt]*.py
 
 slurm-test: env
 	$(BIN)/pytest -m slurm
