@@ -68,7 +68,6 @@ def test_every_profile_predicts_a_layout(ultrabench, profile):
 
 
 def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
-    pytest.importorskip("scipy")
     code, out, _ = ultrabench("predict", "calibrate", runs(TRUTH), "--json")
     found = json.loads(out)
     assert (code, found["runs"], found["prior"]) == (0, 8, "ultrabench")

@@ -3,11 +3,10 @@
 import json
 import os
 import stat
-import sys
 
 import pytest
 
-from ultrabench.cli import main as cli
+from tests.unit.cli.conftest import ultrabench  # noqa: F401
 
 CONFIG = """\
 AccountingStorageEnforce = none
@@ -70,42 +69,36 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path, monkeypatch):
+def site(tmp_path, alone, monkeypatch):
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "nobody"))
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
     return Site(tmp_path / "bin")
 
 
 @pytest.fixture
-def doctor(site, monkeypatch, capsys):
+def doctor(site, ultrabench):  # noqa: F811
     """Runs `ultrabench doctor --json`: exit code, checks by name, stderr."""
 
     def run(*words, write=True):
         if write:
             site.write()
-        monkeypatch.setattr(sys, "argv", ["ultrabench", "doctor", *words, "--json"])
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        said = capsys.readouterr()
-        checks = json.loads(said.out) if said.out else []
+        code, out, said = ultrabench("doctor", *words, "--json")
+        checks = json.loads(out) if out else []
         assert all(set(c) == {"name", "status", "told", "remedy"} for c in checks)
         assert all(bool(c["remedy"]) == (c["status"] in ("warn", "fail")) for c in checks), checks
-        return left.value.code, {c["name"]: c for c in checks}, said.err
+        return code, {c["name"]: c for c in checks}, said
 
     return run
 
 
-def test_a_site_without_fault(doctor, site, tmp_path):
+def test_a_site_without_fault(doctor, site, alone):
     code, checks, said = doctor("--wait", "0")
     assert code == 0
     assert {c["status"] for name, c in checks.items() if name != "job"} == {"pass"}
     assert checks["job"]["status"] == "skip"
     assert "launcher=slurm: Slurm answers here" in said
     assert "hopper (the default): UP, 8 nodes, no time limit; others: debug" in checks["partition"]["told"]
-    assert list((tmp_path / "here").iterdir()) == [], "it leaves nothing behind"
+    assert list(alone.iterdir()) == [], "it leaves nothing behind"
     assert not [line for line in site.asked if line.startswith("sbatch")]
 
 
@@ -240,12 +233,12 @@ def test_mistakes_where_there_is_no_slurm(doctor, words, code, line):
     assert (got, line in said) == (code, True), said
 
 
-def test_write(doctor, site, tmp_path):
+def test_write(doctor, site, alone):
     words = ("cluster=alps", "--write", "--name", "alps", "--wait", "0")
     code, checks, _ = doctor(*words)
     assert code == 0
     assert checks["partition"]["told"].startswith("hopper (the default)")
-    path = tmp_path / "here/ultrabench/cluster/alps.yaml"
+    path = alone / "ultrabench/cluster/alps.yaml"
     assert "partition: hopper\ngres: gpu:h100:8\n" in path.read_text()
     asked = "\n".join(site.asked)
     for question in ("scontrol show config", "scontrol --all", "sinfo --all", "show assoc", "show user"):
@@ -258,11 +251,11 @@ def test_write(doctor, site, tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["alps.yaml"]
 
 
-def test_write_for_one_partition(doctor, tmp_path):
+def test_write_for_one_partition(doctor, alone):
     words = ("--write", "--partition", "debug", "--name", "short", "sweep.nodes=[1]", "--wait", "0")
     code, checks, _ = doctor(*words)
     assert (code, checks["partition"]["told"].partition(":")[0]) == (0, "debug")
-    text = (tmp_path / "here/ultrabench/cluster/short.yaml").read_text()
+    text = (alone / "ultrabench/cluster/short.yaml").read_text()
     assert "partition: debug\n" in text
     assert "# UP, 2 nodes (2 a job), up to 30 min; nodes up: 2" in text
     code, _, said = doctor("--write", "--partition", "debog", "--name", "other", "--wait", "0")

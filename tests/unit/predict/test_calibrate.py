@@ -65,7 +65,6 @@ def median_error(given, constants):
 
 @pytest.fixture(scope="module")
 def fitted():
-    pytest.importorskip("scipy")
     return calibrate(measured(TRUTH, 20), BASE, name="mine", date="2026-11-22")
 
 
@@ -95,7 +94,6 @@ def test_the_file_of_a_profile_is_read_back(fitted, tmp_path, monkeypatch):
 
 
 def test_noise_alone_does_not_make_a_profile_worse():
-    pytest.importorskip("scipy")
     for seed in range(2):
         found = calibrate(measured(BASE.time, 8, noise=0.05, seed=seed), BASE, name="mine", date="2026-11-22")
         assert median_error(measured(BASE.time, 40, noise=0, seed=9), found.profile.time) < 0.03
@@ -140,14 +138,12 @@ def test_too_few_runs_are_one_line_with_the_remedy():
 
 @pytest.mark.parametrize("factor", [1000, 0.1])
 def test_step_times_in_another_unit_make_no_profile(factor):
-    pytest.importorskip("scipy")
     runs = [replace(case.run, step_time_s=factor * case.run.step_time_s) for case in measured(BASE.time, 20)]
     with pytest.raises(ConfigError, match=r"half of 20 runs are off by .* check the seconds, hardware"):
         calibrate(cases(runs)[0], BASE, name="mine", date="2026-11-22")
 
 
 def test_no_efficiency_is_above_1():
-    pytest.importorskip("scipy")
     fast = replace(BASE.time, gemm_efficiency=0.99, attention_efficiency=0.99)
     runs = [replace(case.run, step_time_s=0.6 * case.run.step_time_s) for case in measured(fast, 30)]
     found = fit_time(cases(runs)[0], fast)
@@ -239,7 +235,6 @@ def test_a_cell_has_runs_of_the_same_model_and_batch_and_enough_of_them():
 
 
 def test_a_model_that_is_left_out_is_scored_with_the_constants_of_the_others():
-    pytest.importorskip("scipy")
     given = measured(TRUTH, 24)
     mixed = [
         case
@@ -253,7 +248,6 @@ def test_a_model_that_is_left_out_is_scored_with_the_constants_of_the_others():
 
 
 def test_the_memory_of_a_model_that_is_left_out_is_fitted_to_the_others():
-    pytest.importorskip("scipy")
     nanotron = load_profile("nanotron")
     prior = memory_constants("nanotron", nanotron.memory)
     runs = [replace(case.run, peak_mem_reserved_rank0_bytes=2**34) for case in measured(nanotron.time, 16)]

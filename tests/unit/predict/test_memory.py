@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import divisors
@@ -152,7 +152,6 @@ def peaks(spec, framework, **words):
 
 
 @pytest.mark.parametrize("framework", PROFILES)
-@settings(max_examples=25)
 @given(data=st.data())
 def test_more_tokens_need_more_memory_and_less_sharding_never_less(framework, data):
     spec = data.draw(runs())
@@ -167,7 +166,6 @@ def test_more_tokens_need_more_memory_and_less_sharding_never_less(framework, da
         assert max(peaks(spec, framework, zero_stage=spec.layout.zero_stage - 1)) >= max(now)
 
 
-@settings(max_examples=25)
 @given(data=st.data())
 @pytest.mark.parametrize("framework", PROFILES)
 def test_parts_add_up_to_the_peak(framework, data):

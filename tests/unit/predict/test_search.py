@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ultrabench.analysis.figures.picture import render
@@ -92,7 +93,6 @@ def test_an_uncertain_profile_is_believed_less():
 
 
 def test_conditioning_one_by_one_is_the_gaussian_process():
-    np = pytest.importorskip("numpy")
     times_s = {"t1m1": 1.3, "t4m2": 1.7, "t8m4": 3.0}
     cell = [r for r in CELL if r.run_id in times_s or r.run_id == "t2m1"]
     place = np.array([[math.log2(r.layout.tp), math.log2(r.layout.mbs)] for r in cell])
