@@ -7,10 +7,6 @@ from dataclasses import replace
 import pytest
 
 from ultrabench.errors import ConfigError, UltrabenchError
-from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
-from ultrabench.run import AttemptKey
-from ultrabench.store.state import AttemptState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import Launch, next_attempts
@@ -49,12 +45,3 @@ def refused(line: str, kind: type[UltrabenchError] = ConfigError) -> Iterator[No
         yield
     assert line in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def told(state, run, status, repeat=0, attempt=0, *, allocation=None, claimed=True, **result):
-    """Adds an attempt of a run to a state; it has ended if there is a status."""
-    times = {"step_times_s": (0.1,)} if status == Status.OK else {}
-    ended = None if status is None else RunResult(status=status, **times | result)
-    key, spec = AttemptKey(run.run_id, repeat, attempt), to_dict(run.spec) if claimed else None
-    state.attempts[key] = AttemptState(key=key, allocation=allocation, spec=spec, result=ended)
-    return state

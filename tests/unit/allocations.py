@@ -1,4 +1,4 @@
-"""Open sweeps and allocations made by hand, for tests of what is submitted."""
+"""Open sweeps, allocations and attempts made by hand, for tests of what is submitted."""
 
 import uuid
 from dataclasses import replace
@@ -7,10 +7,12 @@ from pathlib import Path
 from tests.configs import left
 from ultrabench.launchers.allocate import allocations
 from ultrabench.launchers.open_sweep import OpenSweep
+from ultrabench.record import to_dict
+from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalReader, JournalWriter
-from ultrabench.store.state import SweepState
+from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
@@ -65,3 +67,12 @@ def key_of(run, repeat=0, attempt=0):
 def todo_of(run, repeat=0, patience=1.0):
     """An attempt of a run that is due."""
     return PlannedAttempt(candidate=run, key=key_of(run, repeat), patience=patience)
+
+
+def told(state, run, status, repeat=0, attempt=0, *, allocation=None, claimed=True, **result):
+    """Adds an attempt of a run to a state; it has ended if there is a status."""
+    times = {"step_times_s": (0.1,)} if status == Status.OK else {}
+    ended = None if status is None else RunResult(status=status, **times | result)
+    key, spec = key_of(run, repeat, attempt), to_dict(run.spec) if claimed else None
+    state.attempts[key] = AttemptState(key=key, allocation=allocation, spec=spec, result=ended)
+    return state

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.configs import told
-from tests.unit.allocations import PLAN, jobs_of, open_sweep, todo_of
+from tests.unit.allocations import PLAN, jobs_of, open_sweep, todo_of, told
 from tests.unit.allocations import made_of as allocations_of
 from ultrabench.launchers.allocate import shapes
 from ultrabench.result import Status

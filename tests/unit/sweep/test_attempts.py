@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.configs import left, retry, told
+from tests.configs import left, retry
 from tests.strategies import FAILURES
-from tests.unit.allocations import open_sweep
+from tests.unit.allocations import open_sweep, told
 from tests.unit.launchers.played import Played, reconciler_of
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.configs import left, told
-from tests.unit.allocations import CONFIG, PLAN, key_of, todo_of, with_launcher
+from tests.configs import left
+from tests.unit.allocations import CONFIG, PLAN, key_of, todo_of, told, with_launcher
 from ultrabench.result import Status
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.running.price import ROUND_S, START_S, allocation_limit_s, pack, run_limit_s

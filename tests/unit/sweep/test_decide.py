@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.configs import told
-from tests.unit.allocations import PLAN, with_launcher
+from tests.unit.allocations import PLAN, told, with_launcher
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen

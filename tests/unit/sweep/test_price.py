@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.configs import told
-from tests.unit.allocations import PLAN, first_allocations, jobs_of, open_sweep, todo_of, with_launcher
+from tests.unit.allocations import PLAN, first_allocations, jobs_of, open_sweep, todo_of, told, with_launcher
 from ultrabench.errors import ConfigError
 from ultrabench.result import Status
 from ultrabench.store.state import SweepState

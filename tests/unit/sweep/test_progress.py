@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.configs import told
-from tests.unit.allocations import PLAN
+from tests.unit.allocations import PLAN, told
 from ultrabench.cli.sweep.live import panel
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
