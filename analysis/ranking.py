@@ -89,6 +89,7 @@ _KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
 _TABLE = ("source", "model", "hardware", "kernel", "precision", "seq_len")
 """Columns that are equal in imported rows whose doubts do not put them into another cell or panel."""
 _RUN = ["cell", "run_id"]
+_MARKS = ("ranked_by", "best", "as_good_as_best")
 _ORDER = (
     "run_id", "repeat", "attempt", "sweep", "status", "tokens_per_s_per_gpu", "suspect", "rule", "reason", "source",
 )  # fmt: skip
@@ -177,8 +178,9 @@ def _cells(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by:
 
 def _boards(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by: str) -> list[list[Row]]:
     rest = frame[frame["status"] != "rejected"]
-    rows = dict(zip(rest.index, final.take(rest.index.to_numpy()).to_pylist(), strict=True))
-    worst_first = sorted(range(len(rest)), key=lambda n: _outcome(rows[rest.index[n]]))
+    known = final.take(rest.index.to_numpy()).to_pylist()
+    rows = dict(zip(rest.index, known, strict=True))
+    worst_first = sorted(range(len(rest)), key=lambda n: _outcome(known[n]))
     rest = rest.iloc[worst_first].drop_duplicates(_RUN, keep="last")
     runs = pd.concat([winners, rest.assign(best=False, as_good_as_best=False)]).drop_duplicates(_RUN)
     oks = runs[runs["status"] == "ok"]
@@ -190,10 +192,12 @@ def _boards(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by
     front = runs["best"] | runs["as_good_as_best"]
     runs["tier"] = [-1 if won else _tier(rows[i]) for i, won in zip(runs.index, front, strict=True)]
     runs = runs.sort_values(["cell", "tier", "goodness", "run_id"], ascending=[True, True, False, True])
-    marks = runs[["ranked_by", "best", "as_good_as_best"]].to_dict("records")
     ends = _ends(final, frame)
-    held = zip(count(1), runs.index, runs["cell"], runs["run_id"], marks, strict=False)
-    told = [{"rank": n, **rows[i], **mark, **_repeats(ends[cell][run])} for n, i, cell, run, mark in held]
+    held = zip(count(1), runs.index, *(runs[name] for name in (*_RUN, *_MARKS)), strict=False)
+    told = [
+        {"rank": n, **rows[i], **dict(zip(_MARKS, marks, strict=True)), **_repeats(ends[cell][run])}
+        for n, i, cell, run, *marks in held
+    ]
     return [[told[n] for n in at] for at in runs.reset_index().groupby("cell").indices.values()]
 
 

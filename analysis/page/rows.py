@@ -91,9 +91,10 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
 
 def encoded(values: Sequence[Any]) -> dict[str, Any]:
     """A column as its distinct values and a code for each row, -1 for null; as its values if most are distinct."""
-    known = sorted({value for value in values if value is not None})
-    if 2 * len(known) > len(values) > 8:
+    distinct = {value for value in values if value is not None}
+    if 2 * len(distinct) > len(values) > 8:
         return {"values": [*values]}
+    known = sorted(distinct)
     code = {value: n for n, value in enumerate(known)}
     return {"known": known, "codes": [-1 if value is None else code[value] for value in values]}
 

@@ -153,8 +153,8 @@ def _latest_failures(
     runs: Mapping[str, Candidate], final: Mapping[str, AttemptState]
 ) -> tuple[tuple[Candidate, AttemptState], ...]:
     """The field `failures` of the progress."""
-    ended = ((runs[i], a) for i, a in final.items() if a.result and not a.ok)
-    failed = [(run, a) for run, a in ended if a.result and a.result.status not in INTERRUPTED]
+    others = {Status.OK, *INTERRUPTED}
+    failed = [(runs[i], a) for i, a in final.items() if a.result and a.result.status not in others]
     return tuple(sorted(failed, key=lambda pair: pair[1].time or 0.0)[-5:])
 
 

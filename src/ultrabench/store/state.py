@@ -11,6 +11,8 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store import events
 
+_OK = Status.OK  # since Python 3.11 looks up members of an enumeration slowly, and this one a million times
+
 
 @dataclass(slots=True, kw_only=True)
 class AttemptState:
@@ -39,7 +41,8 @@ class AttemptState:
     @property
     def ok(self) -> RunResult | None:
         """Its result if it ended with the status ok, else None."""
-        return self.result if self.result and self.result.status == Status.OK else None
+        result = self.result
+        return result if result is not None and result.status is _OK else None
 
 
 @dataclass(slots=True, kw_only=True)
