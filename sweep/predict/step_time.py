@@ -4,7 +4,7 @@ Symbols: h, f, V are the sizes of the model, s is the sequence length; T = mbs*s
 micro-batch on one rank, m = gas is the number of micro-batches, i the rank on the axis pp, t_i its time for one
 micro-batch, forward and backward:
 
-    t = m*max(t_i) + bubble + (m + pp - 1)*t_p2p + t_dp + t_optimizer + t_rest
+    t = m*max(t_i) + bubble + t_pp + t_dp + t_optimizer + t_rest
 """
 
 import math
@@ -45,7 +45,7 @@ class StepTime(NamedTuple):
     dp: float
     """Gradients and parameters between data-parallel ranks, beyond what computing hides."""
     pp: float
-    """Exchanges between pipeline ranks."""
+    """Exchanges between pipeline ranks, but for those that are made while ranks wait for the slowest one."""
     bubble: float
     """What the slowest rank waits while the pipeline fills and drains."""
     optimizer: float
@@ -234,6 +234,9 @@ def predict_step_time(
     slowest, gpu_s, pass_s, all_s = _passes(ranks, block, move_s, _layer_launch_s(spec, network, c), c)
     even = all_s / layout.pp  # a rank's share if none waited
     busy = gas * (1 - c.wait_shared * (1 - even / pass_s))
+    # Ranks exchange while they wait for the slowest one, on average for `waits_s`.
+    exchanges_s = _exchanges_s(spec, tokens * shape.hidden_size * word / tp, network, c)
+    waits_s = busy * pass_s - gas * even
     gemm, attention, memory_bound, tp_s, cp_s = (
         busy * (a * slowest.layers + b * slowest.again + d * slowest.heads)
         for a, b, d in zip(*block, strict=True)
@@ -251,7 +254,7 @@ def predict_step_time(
         tp=tp_s,
         cp=cp_s,
         dp=dp_s + zero_s,
-        pp=_exchanges_s(spec, tokens * shape.hidden_size * word / tp, network, c),
+        pp=max(0.0, exchanges_s - waits_s),
         bubble=(1 - c.wait_shared) * (all_s - pass_s) * waiting(layout) / max(1, layout.pp - 1),
         optimizer=held + c.optimizer_layer_s * layers,
         rest=c.rest_s,
