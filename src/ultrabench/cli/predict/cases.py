@@ -27,7 +27,8 @@ def open_cases(
     for source in sources:
         found, unusable = measured_runs(open_results(source, results_dir, warn)[2])
         runs += found
-        unknown.update({reason.partition(": ")[0]: n for reason, n in unusable.items()})
+        for reason, number in unusable.items():
+            unknown[reason.partition(": ")[0]] += number
     if unknown:
         reasons = "; ".join(f"{n:,}: {reason}" for reason, n in unknown.most_common(5))
         say(f"{counted(unknown.total(), 'row')} cannot be predicted ({reasons})")
