@@ -23,7 +23,7 @@ def table_file(meaning: str) -> Any:
 def require_parquet(path: Path | None) -> Path | None:
     """The name of a table to write; raises ConfigError when it does not end in .parquet."""
     if path is not None and path.suffix != ".parquet":
-        raise ConfigError(f"-o {path}; tables are written as parquet: name a file that ends in .parquet")
+        raise ConfigError(f"{path}; tables are written as parquet: name a file that ends in .parquet")
     return path
 
 

@@ -238,7 +238,7 @@ def test_doubts_that_cannot_be_checked(ultrabench, doubt, told):
         (["--map", "map.yaml", "nanotron", "runs.csv"], "needs one format or one map"),
         (["nanotrom", "runs.csv"], "unknown format to import 'nanotrom'; did you mean nanotron?"),
         (["nanotron", "none.csv"], "cannot read none.csv: No such file or directory; give a CSV file"),
-        (["nanotron", "runs.csv", "-o", "out.csv"], "-o out.csv; tables are written as parquet"),
+        (["nanotron", "runs.csv", "-o", "out.csv"], "out.csv; tables are written as parquet"),
         (["--map", "none.yaml", "runs.csv"], "cannot read none.yaml"),
         (["--map", "runs.csv", "runs.csv"], "runs.csv: it has no mapping `columns`"),
         (["nanotron", "."], "cannot read .: Is a directory; give a CSV file"),
