@@ -79,17 +79,17 @@ def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> It
         row["suspect"] = "; ".join(filter(None, doubts)) or None
         return row
 
-    # Of a cell only the layout differs from row to row.
+    # The rows of a cell differ only in their layouts.
     cell_of = functools.cache(lambda shape, **place: _base(sweep, sweep.kernel, place, shape))
     for candidate in plan:
         run_id, shape = candidate["run_id"], shapes.get(candidate["model"])
         base = cell_of(shape, nodes=candidate["nodes"], pp_schedule=candidate["pp_schedule"])
         base = {**base, **candidate, "rule": None, "reason": None}
-        for attempt in (tried := attempts.pop(run_id, [])):
-            yield outcome(base, attempt, shape)
+        tried = attempts.pop(run_id, [])
         if not tried:
-            base |= _not_attempted(candidate, dominated.get(run_id), unpromising.get(run_id))
-            yield base
+            yield base | _not_attempted(candidate, dominated.get(run_id), unpromising.get(run_id))
+        for attempt in tried:
+            yield outcome(base, attempt, shape)
     for attempt in (attempt for tried in attempts.values() for attempt in tried):
         base, shape = _claimed(sweep, attempt, warn)
         yield outcome(base, attempt, shape)

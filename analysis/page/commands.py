@@ -33,7 +33,7 @@ def _names(row: Row) -> Row:
     return {name: row[name] for name in ("model", "hardware", *(["kernel"] if row["source"] is None else []))}
 
 
-@functools.cache  # for a layout is run with many models and numbers of nodes
+@functools.cache  # because a layout is run with many models and numbers of nodes
 def _of_layout(*values: Any) -> tuple[str, str]:
     """The words of a sweep and of a prediction for the AXES; those that do not count for the schedule are left out."""
     told = dict(zip(AXES, values, strict=True))
@@ -51,6 +51,6 @@ def _joined(words: Row) -> str:
     return " ".join(_word(name, str(value)) for name, value in words.items() if value is not None)
 
 
-@functools.cache  # for most words are those of many rows
+@functools.cache  # because many rows share most of their words
 def _word(name: str, value: str) -> str:
     return shlex.quote(f"{name}={value.replace(chr(39), '')}")

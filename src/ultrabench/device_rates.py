@@ -15,6 +15,7 @@ Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and
 """
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from ultrabench.rank_report import is_number, number
@@ -81,9 +82,8 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
     """
     columns = {name: _slowest(probe.get(name)) for name in DEVICE_RATES}
     columns |= {f"{name}{infix}_busbw_bytes_per_s": None for infix in SCOPES.values() for name in OPERATIONS}
-    for row in sorted(
-        bandwidths(probe), key=lambda row: row["bytes"]
-    ):  # the largest size comes last and stays
+    # The largest size comes last and stays.
+    for row in sorted(bandwidths(probe), key=itemgetter("bytes")):
         columns[f"{row['operation']}{SCOPES[row['scope']]}_busbw_bytes_per_s"] = row["busbw_bytes_per_s"]
     return columns
 
