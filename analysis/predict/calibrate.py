@@ -15,7 +15,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.record import to_dict
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
-from ultrabench.sweep.predict.profile import Profile, words_of
+from ultrabench.sweep.predict.profile import Profile, features
 
 MIN_RUNS = 5
 """Smallest number of runs with which a fit can be checked on runs left out of it."""
@@ -83,10 +83,10 @@ def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> 
 
 
 def measured(known: Sequence[Case], base: Profile) -> dict[str, tuple[Any, ...]]:
-    """The words of these runs and of those that `base` was fitted to, as `Profile.measured` has them."""
+    """The features of these runs and of those that `base` was fitted to, in the form of `Profile.measured`."""
     found = {name: {*values} for name, values in base.measured.items()}
     for case in known:
-        for name, value in words_of(case.run.spec, case.hardware.gpu).items():
+        for name, value in features(case.run.spec, case.hardware.gpu).items():
             found.setdefault(name, set()).add(value)
     ends = ((name, sorted(values)) for name, values in found.items())
     return {n: (*v,) if isinstance(v[0], str) else (v[0], v[-1]) for n, v in ends}

@@ -22,7 +22,7 @@ from ultrabench.sweep.predict.stage_memory import (
 VERSIONS = ("latest", "run-ahead", "before-fix", "old")
 """The versions of nanotron and its environment, latest first, that the Ultra-Scale Playbook was measured with."""
 AHEAD_LAYERS = 28
-"""Number of layers by whose forwards the host is ahead of the device at most; a backward counts as two forwards."""
+"""Largest number of forwards of a layer by which the host is ahead of the device; a backward counts as two of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

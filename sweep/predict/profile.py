@@ -46,7 +46,7 @@ class Profile:
     quality: dict[str, Any] = field(default_factory=dict)
     """What predictions reached on rows that the constants were not fitted to; nothing was measured where empty."""
     measured: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Word of `words_of` -> its values in the runs that the constants were fitted to, of numbers the smallest and the
+    """Name in `features` -> its values in the runs that the constants were fitted to, of numbers the smallest and the
     largest; empty where they are not known."""
 
     def __post_init__(self) -> None:
@@ -65,9 +65,9 @@ class Profile:
         return self.interval.get(regime) or self.interval["all"]
 
     def unmeasured(self, spec: RunSpec, gpu: str) -> list[str]:
-        """The words of a run that no run of the fit had, such as `zero_stage=3 (0 to 1)`."""
+        """The features of a run that no run of the fit had, such as `zero_stage=3 (0 to 1)`."""
         found = []
-        for name, value in words_of(spec, gpu).items():
+        for name, value in features(spec, gpu).items():
             known, is_word = self.measured.get(name, (value,)), isinstance(value, str)
             if value not in known if is_word else not min(known) <= value <= max(known):
                 told = (", " if is_word else " to ").join(dict.fromkeys(map(str, known)))
@@ -75,8 +75,8 @@ class Profile:
         return found
 
 
-def words_of(spec: RunSpec, gpu: str) -> dict[str, int | str]:
-    """What decides whether a run is like those that a profile was fitted to; `gpu` is the name of the accelerator."""
+def features(spec: RunSpec, gpu: str) -> dict[str, int | str]:
+    """The values by which a run is like or unlike those that a profile was fitted to; `gpu` names the accelerator."""
     axes = ("tp", "pp", "cp", "zero_stage", "mbs", "pp_schedule", "recompute")
     run: dict[str, int | str] = {"gpu": gpu, "nodes": spec.nodes, "seq_len": spec.workload.seq_len}
     return run | {"precision": spec.kernel.precision} | {name: getattr(spec.layout, name) for name in axes}

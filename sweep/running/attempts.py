@@ -32,7 +32,8 @@ MAX_CONTENDERS = 4
 LINKS = ("allreduce_busbw_bytes_per_s", "allgather_busbw_bytes_per_s")
 """Columns of the rates that predictions take from preflights."""
 LATEST = 3
-"""Number of allocations whose median rates count: fewer follow a change of the cluster sooner, more an ill one less."""
+"""Number of latest allocations whose median rate counts: so many that a single slow one does not decide, and so few
+that a change of the cluster soon does."""
 
 
 def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
@@ -83,8 +84,8 @@ def on_measured_links(
 ) -> list[Candidate]:
     """The runs of a cell with the step times that are predicted for the links that allocations have measured.
 
-    The median of the latest allocations of as many nodes counts. Where there is none, or its launch was of a version
-    with other constants, the step times are those of the plan, for links as in the data sheet.
+    The median of the latest allocations of as many nodes counts. Where none of them has measured its links, or the
+    launch was of a version with other constants, the step times are those of the plan, with the links of the data sheet.
 
     Args:
         config: the configuration of the latest launch, which holds hardware and profile.
