@@ -285,7 +285,7 @@ def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
     """The sentences under the figure that its cells give; `other` is what compare_ratio is relative to."""
     every = counted(len(cells), "cell")
     if formulas := {cell.flops_formula for cell in cells if cell.shown_column == "mfu" and cell.mfu} - {None}:
-        yield f"FLOPs of MFU by the formula {', '.join(map(str, formulas))}."
+        yield f"FLOPs of MFU by the formula {', '.join(sorted(map(str, formulas)))}."
     if any(cell.compare_ratio is not None for cell in cells):
         yield f"1.00x: as many tokens/s/GPU as the best of {other}."
     differing = {
