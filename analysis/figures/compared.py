@@ -67,10 +67,8 @@ def _draw(axes: Axes, held: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
     axes.plot(held.index[framed] + 1, held["ratio"][framed], **_WON)
     last, number = held.iloc[-1], len(held)
     side, away = ("right", -9) if number > 1 else ("left", 9)
-    axes.annotate(
-        last["layout"], (number, last["ratio"]), (away, 0), textcoords="offset points", fontsize=6, color=GREY,
-        ha=side, va="center",
-    )  # fmt: skip
+    small: dict[str, Any] = {"fontsize": 6, "color": GREY, "ha": side, "va": "center"}
+    axes.annotate(last["layout"], (number, last["ratio"]), (away, 0), textcoords="offset points", **small)
     step = max(1, round(number / 10))
     axes.set_xticks(sorted({1, number, *range(step, number - step // 2, step)}))
     axes.set_xlim(0.2, number + 1)

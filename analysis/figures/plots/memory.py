@@ -220,10 +220,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     whole, middle, (axes,) = panel_grid(1, title=heading, notes=notes, height=3.6)
     handles, below = list[Any](), pd.Series(0.0, bars.index)
     for part, colour, hatch in zip(PARTS, COLOURS, _HATCHES, strict=False):
-        handles.append(
-            axes.bar(bars.index, bars[part] / unit, 0.7, below / unit, facecolor=colour, hatch=hatch, edgecolor="white",
-                     linewidth=0.4, label=part)
-        )  # fmt: skip
+        look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
+        handles.append(axes.bar(bars.index, bars[part] / unit, 0.7, below / unit, label=part, **look))
         below = below + bars[part]
     if memory / unit < top:
         limit = f"{memory / unit:,.4g} {name} of {first['gpu']}"

@@ -11,7 +11,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store import events
 
-_OK = Status.OK  # since Python 3.11 looks up members of an enumeration slowly, and this one a million times
+_OK = Status.OK  # a name of its own, because Python 3.11 looks up members of an enumeration slowly
 
 
 @dataclass(slots=True, kw_only=True)
