@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
+from tests.chaos.target import processes
 from tests.local.conftest import PEAK
-from ultrabench.processes import command_line, own_processes, tag_of
 
 pytestmark = pytest.mark.local
 
@@ -59,21 +59,6 @@ def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
     assert {(r["cause"], r["confirmed"]) for r in rows if r["mbs"] == 256} == {("cpu_oom", True)}
 
 
-def _ranks(bench):
-    """Forked ranks: children of the fork servers, which share their command line."""
-    servers = [
-        pid
-        for pid in own_processes()
-        if "ultrabench.agent.ranks.fork_server" in command_line(pid)
-        and (tag_of(pid) or "").split(":")[0] in bench.allocations()
-    ]
-    parents = {}
-    for pid in servers:
-        with open(f"/proc/{pid}/stat") as stat:
-            parents[pid] = int(stat.read().rpartition(")")[2].split()[1])
-    return sorted(pid for pid, parent in parents.items() if parent in parents)
-
-
 def test_killed_ranks_and_agents_are_told_and_their_runs_made_again(bench):
     words = [
         *QUICK, "name=t", "sweep.nodes=2", "sweep.tp=1", "sweep.pp=1", "sweep.mbs=1", "sweep.gas=2",
@@ -82,7 +67,7 @@ def test_killed_ranks_and_agents_are_told_and_their_runs_made_again(bench):
     ]  # fmt: skip
     launcher = bench.start("sweep", "launch", *words)
     bench.wait_for(bench.measuring)
-    os.kill(_ranks(bench)[-1], signal.SIGKILL)
+    os.kill(processes(bench.folder, "rank")[-1].pid, signal.SIGKILL)
     bench.wait_for(lambda: '"status":"crash"' in bench.journal())
     before = bench.journal().count('"name":"measure"')
     bench.wait_for(lambda: bench.journal().count('"name":"measure"') > before)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.target import environment
 from ultrabench.processes import command_line, own_processes, tag_of
 
 pytestmark = pytest.mark.local
@@ -14,13 +15,10 @@ pytestmark = pytest.mark.local
 
 def agent(bench, node, prefix=""):
     """The agent of this simulated node, in an allocation whose name begins like this."""
-    for pid in [*own_processes()]:
-        words = command_line(pid)
-        ours = "ultrabench.agent" in words and str(bench.folder) in words[-1]
-        if ours and Path(words[-1]).name.startswith(prefix):
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if f"SUBMITIT_LOCAL_GLOBALID={node}".encode() in environ:
-                return pid
+    for pid in bench.agents():
+        allocation = Path(["", *command_line(pid)][-1]).name
+        if allocation.startswith(prefix) and environment(pid).get("SUBMITIT_LOCAL_GLOBALID") == f"{node}":
+            return pid
     return None
 
 
@@ -36,9 +34,9 @@ def test_frozen_agents_end_their_allocations_and_the_runs_go_on(bench, monkeypat
         bench.wait_for(lambda begun=begun: len(bench.executions()) > begun)
         size = "n1-" if agent(bench, 0, "n1-") else "n2-"
         frozen = next((one for one in sorted(left) if one[0] == size), None)
-        if frozen:
+        if frozen and (found := agent(bench, frozen[1], size)):
             left.remove(frozen)
-            os.kill(agent(bench, frozen[1], size) or 0, signal.SIGSTOP)
+            os.kill(found, signal.SIGSTOP)
     output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, output
     assert bench.leftovers() == []

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.target import processes
 from tests.local.conftest import PEAK
-from tests.local.test_embedded import _ranks
 
 pytestmark = pytest.mark.local
 
@@ -36,7 +36,7 @@ def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
     ]  # fmt: skip
     launcher = bench.start("sweep", "launch", *words)
     bench.wait_for(bench.measuring)
-    os.kill(_ranks(bench)[-1], signal.SIGSTOP)
+    os.kill(processes(bench.folder, "rank")[-1].pid, signal.SIGSTOP)
     output, _ = launcher.communicate(timeout=200)
     assert launcher.returncode == 0, output
     ((row, told),) = hung(bench).values()
