@@ -123,12 +123,15 @@ def not_promising(runs: Iterable[Candidate], state: SweepState) -> dict[str, str
 def expected(runs: Iterable[Candidate], state: SweepState, max_p_oom: float, batch: int) -> list[Candidate]:
     """The runs that the adaptive search is expected to begin yet, if all measurements are as predicted.
 
+    They have the predictions of the plan, since prices are those of the data sheet whatever links were measured.
+
     Args:
         runs: those of a plan that are not `left_out`.
         batch: number of runs of a cell that are made at the same time.
     """
-    cells = outcomes(runs, state, max_p_oom)
-    return [run for own, tried in cells for run in expected_runs(own, tried, batch)]
+    planned = {run.run_id: run for run in runs}
+    cells = outcomes(planned.values(), state, max_p_oom)
+    return [planned[run.run_id] for own, tried in cells for run in expected_runs(own, tried, batch)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,6 +161,14 @@ def test_what_is_left_out_is_explained_by_the_measured_links():
     assert not_promising(LARGE.runs, state) == reasons[0], "a launch of an older version told less"
 
 
+def test_runs_that_are_expected_later_have_the_price_of_the_plan_whatever_links_were_measured():
+    one = replace(LARGE, config=replace(LARGE.config, batch=1))
+    attempts = [t for job in price_of(one, on_links(probed("a", 7, 13e9, 6.5e9))).jobs for t in job.attempts]
+    planned = {run.run_id: run for run in LARGE.runs}
+    assert len({t.key.run_id for t in attempts}) > 1
+    assert all(t.candidate == planned[t.key.run_id] for t in attempts)
+
+
 def test_the_price_is_that_of_the_runs_that_are_expected():
     (runs, hours), (all_runs, all_hours) = (price_of(p).runs["8B", 8] for p in (PLAN, EXHAUSTIVE))
     assert 2 <= runs < all_runs / 5
