@@ -281,8 +281,6 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
         SweepFolderError: the line has a newer schema; the message names `path`, the file that holds it.
         DAMAGED: the text is no event.
     """
-    if rb"\ud" in text:  # msgspec refuses halves of surrogate pairs, which earlier versions wrote
-        text = json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace")
     version = _version_of(text).v
     if version > SCHEMA_VERSION:
         raise SweepFolderError(f"{path} has schema {version}; we read up to {SCHEMA_VERSION}: upgrade it")

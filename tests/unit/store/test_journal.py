@@ -74,13 +74,6 @@ def test_a_result_with_bytes_that_are_no_utf8_is_read_again(tmp_path):
     assert found.event.result.evidence == {"tail": ["?? ok \u00e9"]}
 
 
-def test_a_line_with_escaped_halves_of_surrogate_pairs_of_an_earlier_version_is_read(tmp_path):
-    config = {"path": os.fsdecode(b"caf\xe9"), "pair": "\U0001f600", "backslash": "\\ud800"}
-    (tmp_path / "launcher-1.jsonl").write_bytes(line(event="launched", config=config))
-    (found,) = read_journal(tmp_path, pytest.fail)
-    assert found.event.config == config | {"path": "caf?"}
-
-
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = {"v": 1, "writer": "w", "seq": 0, "time": 0.0, "event": "cancel", "generation": 1}
 
