@@ -343,15 +343,15 @@ def _differing(a: pa.Table, b: pa.Table) -> dict[str, tuple[str, str]]:
 def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> Iterator[str]:
     """Sentences about what was compared and what was left out."""
     both = rows[rows["ratio"].notna()]
-    yield f"{counted(len(rows), 'layout')} tried in both, {len(both):,} of them have a step time in both."
+    yield f"{counted(len(rows), 'layout')} tried in both, {len(both):,} of them with a step time in both."
     if stopped := int(both["stopped"].sum()):
         yield f"{stopped:,} of them were stopped early in A or in B, as slower than the best of their cell."
     short = both.loc[both["p_least"] > ALPHA, "p_least"]
     if len(short):
         why = f"because a side has too few steps (p is {short.min():.2g} or more)"
         yield f"{len(short):,} of them could not become significant, {why}."
+    if untested := int(both["p_value"].isna().sum()):
+        yield f"{untested:,} of them were not tested, because a side has a single step time."
     suspect = [sum(row["suspect"] is not None for row in side) for side in tried]
     if any(suspect):
         yield f"Suspect rows are left out: {suspect[0]:,} of A and {suspect[1]:,} of B."
-    if untested := int(both["p_value"].isna().sum()):
-        yield f"{untested:,} of them not tested, because a side has a single step time."

@@ -86,7 +86,7 @@ def _notes(pairs: pd.DataFrame, piped: pd.DataFrame) -> str:
         "equal nodes, batch, tp, cp, mbs, ZeRO stage and recomputation. Beside the bubble they hold messages, uneven "
         "stages and what data parallelism costs less; below 0 the pipeline is faster.\nNot drawn: "
         f"{counted(alone, 'measured run')} with pp > 1 that no run at pp=1 is like, and "
-        f"{counted(left, 'ok row')} with pp > 1 that are suspect, stopped early or repeats."
+        f"{counted(left, 'ok row')} with pp > 1, as suspect, stopped early or repeats."
     )
 
 

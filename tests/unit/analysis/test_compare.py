@@ -81,7 +81,7 @@ def test_a_single_step_is_not_tested():
     found = compare(*(table_of(each.to_pandas()) for each in (a, b)), 0.05)
     assert found.rows["p_value"].isna().all()
     assert found.rows["ratio"].notna().all()
-    assert "20 of them not tested, because a side has a single step time." in found.notes
+    assert "20 of them were not tested, because a side has a single step time." in found.notes
 
 
 def test_stopped_runs_are_counted_and_a_lost_power_is_told(ultrabench, tmp_path, monkeypatch):  # noqa: F811
