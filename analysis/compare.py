@@ -51,7 +51,7 @@ class Comparison:
     names: tuple[str, str]
     """Names of A and B."""
     threshold: float
-    """Relative difference of step times up to which it is no finding."""
+    """Largest relative difference of step times that is no finding."""
     rows: pd.DataFrame
     """One row for each layout that was tried in both, sorted by ratio: model, batch and layout, status and
     median step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that so
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """What is compared with what."""
+        """The names of both tables, such as `new against old`."""
         return f"{self.names[1]} against {self.names[0]}"
 
     @property

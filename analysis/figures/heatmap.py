@@ -50,7 +50,7 @@ _SMALL: dict[str, Any] = {"fontsize": 7.5, "color": GREY}
 _COLOURS = "viridis"
 """A colour map of matplotlib that stays readable in grey print and for colour-blind readers."""
 _DARK_COLOURS = 120 / 256
-"""Part of the colour map whose relative luminance is below 0.2 (WCAG 2.2), so that light text is readable on it."""
+"""Share of the colour map, from its dark end, on which light text is readable: luminance below 0.2 (WCAG 2.2)."""
 
 
 class Grid:

@@ -35,7 +35,7 @@ _READ = (*_KEY, *AXES, "status", "suspect", "model", "hardware", "kernel", "sour
          "seq_len", "gbs")  # fmt: skip
 """Columns that the texts of a row are made of."""
 _UNRANKED = dict.fromkeys(("rank", "cell", "mark", "repeats_failed"))
-"""The columns that rank a row in its cell, for a row that is not the one that stands for its run."""
+"""The columns that rank a row in its cell, null for a row that does not stand for its run."""
 _TOO_LONG = ("schema_version", "step_times_s", "bandwidths")
 """Columns that stay out of the page for their size; the parquet file has them."""
 

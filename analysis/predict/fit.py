@@ -80,7 +80,7 @@ def fit_constants(
 def left_out_errors(
     given: Sequence[S], fit: Callable[[Sequence[S]], T], errors: Callable[[Sequence[S], T], Sequence[float]]
 ) -> list[float]:
-    """The errors of runs with constants that were fitted without them: without every fifth run in turn."""
+    """The errors of runs, each with constants that were fitted without it: every fifth run in turn is left out."""
     found = [0.0] * len(given)
     for fold in range(FOLDS):
         fitted = fit([run for n, run in enumerate(given) if n % FOLDS != fold])

@@ -82,7 +82,7 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
     """
     columns = {name: _slowest(probe.get(name)) for name in DEVICE_RATES}
     columns |= {f"{name}{infix}_busbw_bytes_per_s": None for infix in SCOPES.values() for name in OPERATIONS}
-    # The largest size comes last and stays.
+    # The largest size comes last, so that its bandwidth replaces those of smaller ones.
     for row in sorted(bandwidths(probe), key=itemgetter("bytes")):
         columns[f"{row['operation']}{SCOPES[row['scope']]}_busbw_bytes_per_s"] = row["busbw_bytes_per_s"]
     return columns

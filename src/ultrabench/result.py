@@ -42,7 +42,7 @@ SLOWER = "slower_than_best"
 """`RunResult.stopped` of a run that was stopped early, because the best run of its cell is faster."""
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots, as msgspec takes long to fill empty ones with defaults
+@dataclass(frozen=True, kw_only=True)  # no slots: msgspec sets defaults in them slowly
 class RunResult:
     """The facts of one attempt; what follows from them, such as mfu, is computed by `ultrabench collect`."""
 

@@ -30,7 +30,7 @@ class Stage:
         return tables * shape.embedding_params + body
 
     def num_recomputed(self, every: int) -> int:
-        """Number of layers of this stage that are recomputed where each `every`-th layer of the model is; 0 means none."""
+        """Number of layers of this stage that are recomputed if each `every`-th layer of the model is; 0 if `every` is 0."""
         return (self.first_layer + self.num_layers) // every - self.first_layer // every if every else 0
 
     def matmul_params(self, shape: ModelShape) -> int:
@@ -74,6 +74,6 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
 def stages_by_rank(
     shape: ModelShape, layout: Layout, *, ties_advance: bool = False
 ) -> list[tuple[Stage, ...]]:
-    """The stages that each rank of the pp axis holds, in their order in the model; `split_stages` cuts them."""
+    """The stages that each rank of the pp axis holds, in the order of the model, as `split_stages` divides it."""
     stages = split_stages(shape, layout.num_stages, ties_advance=ties_advance)
     return [tuple(stages[index] for index in layout.stages_of(rank)) for rank in range(layout.pp)]

@@ -77,7 +77,7 @@ def main() -> None:
         sys.stdout.flush()
     except OSError:  # reported above; Python must not write the rest again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    gc.freeze()  # otherwise Python looks for cycles in all that is left before it exits
+    gc.freeze()  # otherwise Python searches all objects for cycles before it exits
     sys.exit(code if isinstance(code, int) else 0)
 
 

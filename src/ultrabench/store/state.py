@@ -181,7 +181,7 @@ class Fold:
                     self._controls[event.generation, canonical_json(to_dict(event))] = event
                 case event:
                     self._add_to_allocation(event, line)
-        if len(attempts := self.state.attempts) > known:  # so that whoever sorts them has little to do
+        if len(attempts := self.state.attempts) > known:  # sorted here, so that others sort fast
             self.state.attempts = {key: attempts[key] for key in sorted(attempts, key=tuple)}
         self._apply_controls()
         return self.state
