@@ -68,9 +68,10 @@ class Profile:
         """The features of a run that no run of the fit had, such as `zero_stage=3 (0 to 1)`."""
         found = []
         for name, value in features(spec, gpu).items():
-            known, is_word = self.measured.get(name, (value,)), isinstance(value, str)
-            if value not in known if is_word else not min(known) <= value <= max(known):
-                told = (", " if is_word else " to ").join(dict.fromkeys(map(str, known)))
+            known = self.measured.get(name, (value,))
+            are_numbers = bool(known) and all(isinstance(each, int | float) for each in (*known, value))
+            if not min(known) <= value <= max(known) if are_numbers else value not in known:
+                told = (" to " if are_numbers else ", ").join(dict.fromkeys(map(str, known)))
                 found.append(f"{name}={value} ({told})")
         return found
 
