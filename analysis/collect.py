@@ -60,14 +60,19 @@ def parquet(table: pa.Table) -> bytes:
     return bytes(buffer.getvalue())
 
 
+_ESSENTIAL = ("model", "nodes", "status", "tokens_per_s_per_gpu")
+"""Columns by which runs are grouped, counted and ranked."""
+
+
 def read_parquet(path: Path) -> pa.Table:
     """The result table of a parquet file: first all columns of the schema, then other columns of the file.
 
-    A column that the file lacks is null. If another program has removed the metadata of the file, the schema
+    A column that the file lacks is null, but for the essential ones. If another program has removed the metadata of the file, the schema
     version is taken from the column schema_version.
 
     Raises:
-        SweepFolderError: the file cannot be read, has no version or run_id of results, or has a newer schema.
+        SweepFolderError: the file cannot be read, has no version or run_id of results, lacks an essential column,
+            or has a newer schema.
     """
     try:
         table = pq.read_table(path)
@@ -81,6 +86,9 @@ def read_parquet(path: Path) -> pa.Table:
     if version > RESULTS_SCHEMA_VERSION:
         rule = f"this ultrabench reads up to {RESULTS_SCHEMA_VERSION}: upgrade it"
         raise SweepFolderError(f"{path} has schema {version}; {rule}")
+    if lacking := [name for name in _ESSENTIAL if name not in table.column_names]:
+        rule = f"no answer is right without {', '.join(_ESSENTIAL)}; give a table that has them"
+        raise SweepFolderError(f"{path} lacks the column {lacking[0]}; {rule}")
     return conform(table, path)
 
 

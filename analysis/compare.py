@@ -85,13 +85,13 @@ class Comparison:
 
     @property
     def warning(self) -> str | None:
-        """A sentence if most layouts with a step time in both could not become significant."""
+        """A sentence if most layouts with a step time in both could not become significant if they alone differed."""
         both = self.rows[self.rows["ratio"].notna()]
-        untestable = int((~(both["p_least"] <= ALPHA)).sum())
+        untestable = int((~(both["p_least"] <= _p_alone(both))).sum())
         if 2 * untestable <= len(both):
             return None
         told = f"{untestable:,} of {counted(len(both), 'layout')} have too few measured steps"
-        rest = "to be significant, however much they differ; any of them may be slower: measure more steps"
+        rest = "to be significant alone, however much they differ; some may be slower: measure more steps"
         return f"{told} {rest}"
 
     @property
@@ -340,16 +340,22 @@ def _differing(a: pa.Table, b: pa.Table) -> dict[str, tuple[str, str]]:
     return found
 
 
+def _p_alone(rows: pd.DataFrame) -> float:
+    """The largest p by which one layout is significant, corrected for all, if no other one differs."""
+    return ALPHA / max(1, int(rows["p_value"].notna().sum()))
+
+
 def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> Iterator[str]:
     """Sentences about what was compared and what was left out."""
     both = rows[rows["ratio"].notna()]
     yield f"{counted(len(rows), 'layout')} tried in both, {len(both):,} of them with a step time in both."
     if stopped := int(both["stopped"].sum()):
         yield f"{stopped:,} of them were stopped early in A or in B, as slower than the best of their cell."
-    short = both.loc[both["p_least"] > ALPHA, "p_least"]
+    needed = _p_alone(both)
+    short = both.loc[both["p_least"] > needed, "p_least"]
     if len(short):
-        why = f"because a side has too few steps (p is {short.min():.2g} or more)"
-        yield f"{len(short):,} of them could not become significant, {why}."
+        why = f"because a side has too few steps: p is {short.min():.2g} or more, of at most {needed:.2g}"
+        yield f"{len(short):,} of them could not become significant if each alone differed, {why}."
     if untested := int(both["p_value"].isna().sum()):
         yield f"{untested:,} of them were not tested, because a side has a single step time."
     suspect = [sum(row["suspect"] is not None for row in side) for side in tried]

@@ -64,11 +64,14 @@ def _draw(axes: Axes, held: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
         shown = held[held["finding"].isna() if finding is None else held["finding"] == finding]
         axes.plot(shown.index + 1, shown["ratio"], markeredgewidth=0, **look)
     framed = [cell in won for cell in zip(held["model"], held["nodes"], held["layout"], strict=True)]
-    axes.plot(held.index[framed] + 1, held["ratio"][framed], **_WON)
+    if any(framed):  # without a point it would have no size in the layout
+        axes.plot(held.index[framed] + 1, held["ratio"][framed], clip_on=False, **_WON)
     last, number = held.iloc[-1], len(held)
-    side, away = ("right", -9) if number > 1 else ("left", 9)
-    small: dict[str, Any] = {"fontsize": 6, "color": GREY, "ha": side, "va": "center"}
-    axes.annotate(last["layout"], (number, last["ratio"]), (away, 0), textcoords="offset points", **small)
+    # It is above all others, which are not larger.
+    side, place, away = ("right", "bottom", (4, 8)) if number > 1 else ("left", "center", (9, 0))
+    small: dict[str, Any] = {"fontsize": 6, "color": GREY, "ha": side, "va": place}
+    axes.annotate(last["layout"], (number, last["ratio"]), away, textcoords="offset points", **small)
+    axes.margins(y=0.15)
     step = max(1, round(number / 10))
     axes.set_xticks(sorted({1, number, *range(step, number - step // 2, step)}))
     axes.set_xlim(0.2, number + 1)

@@ -30,8 +30,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     if not len(known):
         none = f"{counted(len(runs), 'run')} here, none with a prediction, as imported rows are"
         raise ConfigError(f"{none}; predict them with: ultrabench predict validate FILE.parquet -o FILE.png")
-    whole = "On CPUs measured memory is that of the process, with Python and torch, which predictions leave out.\n"
-    return known, whole * ("cpu" in set(table["hardware"].to_pylist())) + notes(table, all_runs)
+    return known, notes(table, all_runs)
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
