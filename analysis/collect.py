@@ -67,8 +67,8 @@ _ESSENTIAL = ("model", "nodes", "status", "tokens_per_s_per_gpu")
 def read_parquet(path: Path) -> pa.Table:
     """The result table of a parquet file: first all columns of the schema, then other columns of the file.
 
-    A column that the file lacks is null, but for the essential ones. If another program has removed the metadata of the file, the schema
-    version is taken from the column schema_version.
+    A column that the file lacks is null, but for the essential ones, without which the file is refused. If another
+    program has removed the metadata of the file, the schema version is taken from the column schema_version.
 
     Raises:
         SweepFolderError: the file cannot be read, has no version or run_id of results, lacks an essential column,
