@@ -122,6 +122,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("peak_mem_allocated_bytes", INT, "Largest of all ranks."),
         column("peak_mem_reserved_bytes", INT, "Largest of all ranks; on CPUs the resident set."),
         column("peak_mem_reserved_rank0_bytes", INT, "Value of rank 0 alone, as other benchmarks publish it."),
+        column("allocator_retries", INT, "How often the allocator of a rank found its GPU full and gave unused memory back; the rank waits each time."),
         column("init_time_s", FLOAT, "From the start of the ranks to the end of the first step."),
         column("predicted_step_time_s", FLOAT, "Prediction made before the run."),
         column("predicted_peak_mem_bytes", INT, "Prediction made before the run."),

@@ -109,6 +109,7 @@ def classify(
         peak_mem_allocated_bytes=_largest(progress.ranks, "allocated_bytes"),
         peak_mem_reserved_bytes=_largest(progress.ranks, "reserved_bytes"),
         peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),
+        allocator_retries=_largest(progress.ranks, "allocator_retries"),
         init_time_s=progress.first_step - progress.started if progress.first_step else None,
         started_at=progress.started_at,
         probe=progress.probe,

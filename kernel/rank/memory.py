@@ -53,17 +53,20 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
         return
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak(device: torch.device) -> dict[str, int | None]:
-    """The largest allocated_bytes and the largest reserved_bytes of this rank since `reset_peak`.
+    """The largest allocated_bytes and reserved_bytes of this rank since `reset_peak`, and the allocator_retries.
 
-    On CPUs the resident set counts as reserved bytes, and the allocated bytes are unknown.
+    At a retry the allocator finds the GPU full, waits for it, gives what it holds without need back, and tries
+    again. On CPUs the resident set counts as reserved bytes; the other numbers are unknown.
     """
     if device.type != "cuda":
-        return {"allocated_bytes": None, "reserved_bytes": _status_bytes("VmHWM")}
+        return {"allocated_bytes": None, "reserved_bytes": _status_bytes("VmHWM"), "allocator_retries": None}
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return {"allocated_bytes": allocated, "reserved_bytes": reserved}
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    return {"allocated_bytes": allocated, "reserved_bytes": reserved, "allocator_retries": retries}

@@ -59,7 +59,7 @@ class Report:
 
     Each line is one JSON object with an `event`. This class adds the `time` in seconds since 1970. The events
     are phase {name}, store {port}, environment {...}, step {seconds, tokens, loss, gradient_norm},
-    ran {options}, memory {allocated_bytes, reserved_bytes}, error {kind, message}, done {...} and stack_dump {pid}.
+    ran {options}, memory {allocated_bytes, reserved_bytes, allocator_retries}, error {kind, message}, done {...} and stack_dump {pid}.
     A program of the user may write the same lines itself. With stack_dump a process promises to write its
     Python stacks beside the report on SIGUSR1, and its last collectives on SIGUSR2.
     """
@@ -207,7 +207,7 @@ _BYTES: dict[str, Callable[[Any], Any]] = dict.fromkeys((*_AMOUNTS, "limit_bytes
 FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "phase": {"name": _NAME, "time": number},
     "step": {"step": _count, "seconds": number, "loss": _loss, "gradient_norm": number, "measured": bool},
-    "memory": _BYTES,
+    "memory": {**_BYTES, "allocator_retries": _count},
     "ran": {"options": _variables},
     "store": {"port": lambda value: _count(value) if is_number(value) and 0 < value < 2**16 else None},
     "environment": {

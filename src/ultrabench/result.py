@@ -86,6 +86,8 @@ class RunResult:
     """Largest peak of reserved bytes among all ranks; on CPUs, of the resident set."""
     peak_mem_reserved_rank0_bytes: int | None = None
     """Peak of reserved bytes of rank 0, as other benchmarks publish it."""
+    allocator_retries: int | None = None
+    """How often the allocator of a rank found its GPU full and gave back what it held without need, at most."""
     init_time_s: float | None = None
     """Seconds from the start of the ranks to the end of the first step."""
     started_at: float | None = None
