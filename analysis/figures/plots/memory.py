@@ -56,6 +56,8 @@ _CUT = 2.2
 """Largest height of the scale, as a multiple of the memory of a GPU."""
 _NUMBER_WIDTH = 0.3
 """Inches that a bar with a number has."""
+_THINNEST = 0.005
+"""Share of the height of the scale below which a part of a bar cannot be seen."""
 _MARKS = {
     "measured": ("measured, largest of all ranks", "o"),
     "measured_rank0": ("measured, rank 0", "s"),
@@ -220,8 +222,11 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     whole, middle, (axes,) = panel_grid(1, title=heading, notes=notes, height=3.6)
     handles, below = list[Any](), pd.Series(0.0, bars.index)
     for part, colour, hatch in zip(PARTS, COLOURS, _HATCHES, strict=False):
+        if not (largest := bars[part].max() / unit):
+            continue
+        told = part if largest > _THINNEST * top else f"{part} (at most {largest:.2g} {name})"
         look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
-        handles.append(axes.bar(bars.index, bars[part] / unit, 0.7, below / unit, label=part, **look))
+        handles.append(axes.bar(bars.index, bars[part] / unit, 0.7, below / unit, label=told, **look))
         below = below + bars[part]
     if memory / unit < top:
         limit = f"{memory / unit:,.4g} {name} of {first['gpu']}"

@@ -47,6 +47,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     names, lines = list(drawn["panel"].unique()), sorted(drawn["line"].unique())
     follows = _FOLLOW.get(axis, "dp and gas")
     about = f"Thin lines: runs that differ only in {axis}, and in {follows} as follows from it."
+    if not any(drawn.groupby(by)[axis].nunique().max() > 1 for by in ("equal", ["panel", "line"])):
+        about = f"No line has two values of {axis}, so that none is drawn; choose another --axis."
     about += f" Reserved memory: {drawn['memory_of'].iloc[0]}.\n{notes}"
     heading = f"Throughput and memory over {axis}, best and all else equal: {title}"
     whole, middle, panels = panel_grid(2 * len(names), title=heading, notes=about)

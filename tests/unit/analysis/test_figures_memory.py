@@ -119,6 +119,15 @@ def test_the_note_tells_defaults_moments_of_peaks_and_words_without_a_row():
     assert "No row has" not in points(LAYOUT, table_of(*RUNS), axis="tp")[1]
 
 
+def test_the_legend_tells_parts_that_are_too_thin_to_be_seen():
+    figure = drawn("memory", axis="tp", model="llama3-8b")[1]
+    names = [text.get_text() for text in figure.subfigs[1].legends[0].get_texts()]
+    assert "weights" in names
+    assert [name for name in names if "buffers" in name] == ["buffers (at most 0.36 GiB)"]
+    megatron = drawn("memory", axis="tp", model="llama3-8b", profile="megatron", seq_len=8192)[1]
+    assert "buffers" not in str(megatron.subfigs[1].legends[0].get_texts())
+
+
 def drawn(kind, table=None, axis=None, **layout):
     """The points of a figure of a layout, and the figure."""
     points, make = prepared(kind, table, title="", axis=axis, layout=layout)

@@ -162,6 +162,13 @@ def test_scaling_says_which_memory_it_shows_and_when_none_is_known():
         drawn("scaling", table_of(row("a", suspect="x")))
 
 
+def test_scaling_says_that_no_line_has_two_values():
+    rows = [row("a"), row("b", nodes=2, tp=2)]
+    told = "No line has two values of tp"
+    assert told in drawn("scaling", table_of(*rows), axis="tp")[1]
+    assert told not in drawn("scaling", table_of(*rows, row("c", tp=2, dp=4)), axis="tp")[1]
+
+
 def test_pareto_marks_and_names_the_runs_that_no_other_beats():
     rows = [
         row("fast", rate=200.0, dp_shard=None),
