@@ -31,8 +31,10 @@ def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
     return pa.Table.from_arrays([*arrays], schema=SCHEMA) if rows else SCHEMA.empty_table()
 
 
-def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, Path, pa.Table]:
-    """The name, the default path of a figure, and the result table of a sweep or a parquet file.
+def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, str, pa.Table]:
+    """The name of a sweep or a parquet file, how the default paths of its figures begin, and its result table.
+
+    `runs.parquet` in the folder of a sweep is named as the sweep; figures of other files begin with the file's name.
 
     Args:
         source: name or folder of a sweep, or path of a parquet file; None means the newest in `results`.
@@ -43,14 +45,27 @@ def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, Pa
     """
     if source is not None and source.endswith(".parquet"):
         path = Path(source)
-        return path.stem, path.with_suffix(".png"), read_parquet(path)
+        if path.name == "runs.parquet" and SweepFolder(path.parent).sweep_json.exists():
+            return path.resolve().parent.name, f"{path.parent}/", read_parquet(path)
+        return path.stem, f"{path.with_suffix('')}-", read_parquet(path)
     if source is not None and (Path(source).is_file() or source.endswith(_OTHER_FILES)):
         todo = "results are read from a sweep or a .parquet file of ultrabench collect or import"
         if source.endswith(".csv"):
             todo += f": ultrabench import {source} --map MAP.yaml"
         raise ConfigError(f"{source} is no parquet file; {todo}")
     folder = find_sweep(source, results)
-    return folder.name, folder.path / "heatmap.png", collect([folder], warn)
+    return folder.name, f"{folder.path}/", collect([folder], warn)
+
+
+def told_apart(*opened: Sequence[str]) -> tuple[str, str]:
+    """The names of two results; those that are equal are replaced by the last parts of their paths that differ.
+
+    Args:
+        opened: the name of each and how the paths of its figures begin, as `open_results` gives them.
+    """
+    (a, b), paths = zip(*opened, strict=True)
+    parts = zip(*(reversed(Path(path).resolve().parts) for path in paths), strict=False)
+    return next((pair for pair in parts if a == b and pair[0] != pair[1]), (a, b))
 
 
 def parquet(table: pa.Table) -> bytes:

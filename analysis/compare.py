@@ -38,6 +38,12 @@ SLOWER, FASTER, FAILING, RUNNING_AGAIN = "slower", "faster", "failing", "running
 """Findings about a layout of B."""
 _FAULTS = frozenset({"oom", "crash", "hang", "timeout", "invalid"})
 """Ends that the training program may have caused; others, such as node_fail, are the cluster's."""
+_MACHINE = (
+    "peak_flops_per_s", "gemm_flops_per_s", "memory_copy_bytes_per_s", "sm_clock_hz", "allreduce_busbw_bytes_per_s",
+)  # fmt: skip
+"""Rates of the machine itself, which no layout and no program changes."""
+_SAME_RATE = 0.01
+"""Relative difference up to which a rate of the machine is the same, whatever the threshold."""
 _CONTEXT = (
     "sweep", "cluster", "hardware", "gpu_name", "kernel", "kernel_version", "kernel_digest", "precision", "compile",
     "git_commit", "torch_version", "cuda_version", "nccl_version", "driver_version",
@@ -133,7 +139,11 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
         winners=_changed((rank(a), rank(b)), (in_a, in_b), slice(len(work))),
         differing=_differing(a, b),
         only=(len(in_a) - len(both), len(in_b) - len(both)),
-        notes=(*_left_out(tried, frame), *chance),
+        notes=(
+            *_machine([(in_a[key], in_b[key]) for key in both], threshold),
+            *_left_out(tried, frame),
+            *chance,
+        ),
     )
 
 
@@ -227,7 +237,7 @@ def _tried(table: pa.Table) -> list[Row]:
     """The final rows of runs that train a model and were tried, in an order that their content gives."""
     run = pc.field("status").is_valid() & ~pc.field("status").isin(["rejected", "skipped"])
     ends = ("run_id", "sweep", "repeat", "status", "suspect", "stopped", "step_times_s", "step_time_s")
-    wanted = dict.fromkeys((*ends, "seq_len", "gbs", *MODEL, "nodes", *AXES, *MAY_DIFFER))
+    wanted = dict.fromkeys((*ends, "seq_len", "gbs", *MODEL, "nodes", *AXES, *MAY_DIFFER, *_MACHINE))
     rows: list[Row] = final_runs(table).filter(run).select([*wanted]).to_pylist()
     return sorted(rows, key=lambda row: (row["run_id"], str(row["sweep"]), row["repeat"] or 0, str(row)))
 
@@ -340,9 +350,25 @@ def _differing(a: pa.Table, b: pa.Table) -> dict[str, tuple[str, str]]:
     return found
 
 
+def _machine(both: Sequence[tuple[list[Row], list[Row]]], threshold: float) -> Iterator[str]:
+    """A sentence that names the rates of the machine that differ, in the median of the layouts in both tables."""
+    told = []
+    for name in _MACHINE:
+        rates = [[[row[name] for row in rows if row[name]] for rows in pair] for pair in both]
+        ratios = [median(b) / median(a) for a, b in rates if a and b]
+        if ratios and abs(log(ratio := median(ratios))) > log(1 + max(threshold, _SAME_RATE)):
+            told.append(f"{name} is {ratio:.2f} x")
+    if told:
+        yield f"In B the machine has other rates, from which other step times may come: {', '.join(told)}."
+
+
 def _p_alone(rows: pd.DataFrame) -> float:
     """The largest p by which one layout is significant, corrected for all, if no other one differs."""
     return ALPHA / max(1, int(rows["p_value"].notna().sum()))
+
+
+def _of_them(number: int) -> str:
+    return f"{number:,} of them {'was' if number == 1 else 'were'}"
 
 
 def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> Iterator[str]:
@@ -350,14 +376,14 @@ def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> Iterator[st
     both = rows[rows["ratio"].notna()]
     yield f"{counted(len(rows), 'layout')} tried in both, {len(both):,} of them with a step time in both."
     if stopped := int(both["stopped"].sum()):
-        yield f"{stopped:,} of them were stopped early in A or in B, as slower than the best of their cell."
+        yield f"{_of_them(stopped)} stopped early in A or in B, as slower than the best of the cell."
     needed = _p_alone(both)
     short = both.loc[both["p_least"] > needed, "p_least"]
     if len(short):
         why = f"because a side has too few steps: p is {short.min():.2g} or more, of at most {needed:.2g}"
         yield f"{len(short):,} of them could not become significant if each alone differed, {why}."
     if untested := int(both["p_value"].isna().sum()):
-        yield f"{untested:,} of them were not tested, because a side has a single step time."
+        yield f"{_of_them(untested)} not tested, because a side has a single step time."
     suspect = [sum(row["suspect"] is not None for row in side) for side in tried]
     if any(suspect):
         yield f"Suspect rows are left out: {suspect[0]:,} of A and {suspect[1]:,} of B."

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
 
-from ultrabench.errors import require_known
+from ultrabench.errors import ConfigError
 
 GREY = "#5c5c5c"
 """Colour of the notes and of the labels of axes."""
@@ -36,7 +36,9 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
         ConfigError: `path` ends in an unknown suffix; then `make` is not called.
     """
     suffix = path.suffix.lower()
-    require_known("kind of picture", _METADATA, suffix or path.name)
+    if suffix not in _METADATA:
+        rule = "figures are written as .png, .svg or .pdf: name a file that ends in one of these"
+        raise ConfigError(f"{path}; {rule}")
     buffer = io.BytesIO()
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")

@@ -36,17 +36,17 @@ def compare(
     """Compare results B with A: which layouts are slower or fail?
 
     The exit code is 1 if a layout is significantly slower than the threshold allows, or fails only in B."""
-    from ultrabench.analysis.collect import open_results
+    from ultrabench.analysis.collect import open_results, told_apart
     from ultrabench.analysis.compare import compare as compared
     from ultrabench.cli.tables import print_json, say, warn
 
-    (name_a, _, table_a), (name_b, _, table_b) = (open_results(each, results_dir, warn) for each in (a, b))
-    found = compared(table_a, table_b, threshold, (name_a, name_b))
+    (*opened_a, table_a), (*opened_b, table_b) = (open_results(each, results_dir, warn) for each in (a, b))
+    found = compared(table_a, table_b, threshold, told_apart(opened_a, opened_b))
     if output is not None:
         _write(found, output)
         say(f"wrote {counted(len(found.rows), 'layout')} to {output}")
     if json_:
-        sides = {"a": name_a, "b": name_b, "only_a": found.only[0], "only_b": found.only[1]}
+        sides = {"a": found.names[0], "b": found.names[1], "only_a": found.only[0], "only_b": found.only[1]}
         names = ("threshold", "differing", "regressions", "median_ratio", "notes", "warning")
         tables = {"winners": found.winners, "rows": found.rows}
         rows = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}

@@ -53,14 +53,15 @@ def heatmap(
 ) -> None:
     """Draw the best layout of each model and number of nodes."""
     from ultrabench.analysis.cells import compared_with, notes
-    from ultrabench.analysis.collect import open_results
+    from ultrabench.analysis.collect import open_results, told_apart
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say, warn
 
-    name, default, table = open_results(source, results_dir, warn)
+    name, begin, table = open_results(source, results_dir, warn)
     cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), ""
     if other is not None:
-        label, _, others = open_results(other, results_dir, warn)
+        label, place, others = open_results(other, results_dir, warn)
+        name, label = told_apart((name, begin), (label, place))
         cells = compared_with(cells, rank(others, rank_by=rank_by, include_suspects=include_suspects))
     if json_:
         print_json([cell.to_json() for cell in cells])
@@ -70,7 +71,7 @@ def heatmap(
 
     by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
     note = "".join(f"Ranked by {column}. " for column in by[:1]) + notes(table, include_suspects)
-    path = output or default
+    path = output or Path(f"{begin}heatmap.png")
     draw(path, lambda: figure(cells, title=name, notes=note, compared_with=label))
     close = sum(bool(cell.as_good_as_best) for cell in cells)
     tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
@@ -98,12 +99,13 @@ def plot(
 
     source, settings = _split(given or [])
     if KINDS[kind].of_layout:
-        name, default, table = open_results(source, results_dir, warn) if source else ("", Path(kind), None)
+        nothing = "", f"{Path.cwd()}/", None
+        name, begin, table = open_results(source, results_dir, warn) if source else nothing
         options = {"layout": settings}
     else:
-        name, default, table = open_results(source, results_dir, warn)
+        name, begin, table = open_results(source, results_dir, warn)
         table, options = rows_where(table, settings), {}
-    path = output or default.with_name(f"{kind}.png")
+    path = output or Path(f"{begin}{kind}{f'-{axis}' if axis else ''}.png")
     drawn, make = prepared(kind, table, title=name, axis=axis, **options)
     draw(path, make)
     runs = runs_drawn(kind, drawn)
@@ -146,8 +148,8 @@ def report(
     from ultrabench.analysis.page.rows import document
     from ultrabench.cli.tables import print_json, say, warn
 
-    name, default, table = open_results(source, results_dir, warn)
-    path = output or default.with_name("report.html")
+    name, begin, table = open_results(source, results_dir, warn)
+    path = output or Path(f"{begin}report.html")
     held = document(table, public=public)
     made = page(held, title=name).encode()
     write_result(path, made)

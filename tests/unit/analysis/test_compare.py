@@ -149,6 +149,29 @@ def test_the_command_is_for_ci(ultrabench, tmp_path, monkeypatch):  # noqa: F811
     assert "seq_len is 64 in A and 128 in B" in one_line(ultrabench, "compare", "a.parquet", "c.parquet")
 
 
+def test_equal_names_and_another_machine_are_told_apart(ultrabench, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    rates = {"peak_flops_per_s": 1e10, "gemm_flops_per_s": 8e9, "sm_clock_hz": None}
+    for name, own in (("old", rates), ("new", rates | {"gemm_flops_per_s": 4e9})):
+        (tmp_path / name / "x").mkdir(parents=True)
+        (tmp_path / name / "x/runs.parquet").write_bytes(parquet(table(1, **own)))
+    code, out, _ = ultrabench("compare", "old/x/runs.parquet", "new/x/runs.parquet")
+    assert code == 0
+    assert "A is old, B is new;" in out
+    told = "other rates, from which other step times may come: gemm_flops_per_s is 0.50 x."
+    assert f"In B the machine has {told}" in out
+    ultrabench("heatmap", "old/x/runs.parquet", "--compare", "new/x/runs.parquet", "-o", "f.svg")
+    assert "as the best of new" in (tmp_path / "f.svg").read_text()
+    assert "machine" not in " ".join(compare(table(1, **rates), table(2, **rates), 0.0).notes)
+
+
+def test_one_run_of_them_was_stopped():
+    rows = table(1).to_pandas()
+    rows.loc[0, "stopped"] = "slower_than_best"
+    notes = compare(table_of(rows), table(1), 0.05).notes
+    assert "1 of them was stopped early in A or in B, as slower than the best of the cell." in notes
+
+
 def test_nothing_in_common_names_the_columns():
     with pytest.raises(ConfigError, match="A has 20 tried runs, B 0, and no layout is in both"):
         compare(table(1), table(1).slice(0, 0), 0.05)

@@ -111,7 +111,7 @@ WITH_A_SWEEP = [
     ("collect nothing", "unknown sweep 'nothing'"),
     ("collect -o results/quick-cpu/sweep.json/x.parquet",
      "cannot write results/quick-cpu/sweep.json/x.parquet"),
-    ("heatmap -o map.docx", "unknown kind of picture '.docx'"),
+    ("heatmap -o results", "results; figures are written as .png, .svg or .pdf: name a file"),
     ("heatmap --rank-by speed", "speed"),
     ("plot comm",
      "no bandwidths here; measure them with: ultrabench sweep launch sweep=comm"),

@@ -48,8 +48,21 @@ def test_a_mistake_is_one_line(ultrabench, sweep, words, told):
 
 def test_a_layout_is_drawn_without_results(ultrabench, tmp_path):
     code, _, said = ultrabench("plot", "schedule", "pp=2", "gas=3")
-    assert (code, said) == (0, "drew schedule.png\n")
+    assert (code, said) == (0, f"drew {tmp_path}/schedule.png\n")
     assert (tmp_path / "schedule.png").stat().st_size > 10_000
+
+
+def test_figures_of_two_tables_and_of_two_axes_have_names_of_their_own(ultrabench, tmp_path, sweep):
+    ultrabench("collect")
+    for name in ("a", "b", "runs"):
+        pq.write_table(table_of(*RUNS), tmp_path / f"{name}.parquet")
+    pairs = [("a", "a-"), ("b", "b-"), ("runs", "runs-"), ("results/quick-cpu/runs", "results/quick-cpu/")]
+    for table, begin in pairs:
+        assert ultrabench("report", f"{table}.parquet")[2].endswith(f" to {begin}report.html\n")
+        assert f" to {begin}heatmap.png" in ultrabench("heatmap", f"{table}.parquet")[2]
+    for axis in ("tp", "dp"):
+        assert f" to a-scaling-{axis}.png" in ultrabench("plot", "scaling", "a.parquet", "--axis", axis)[2]
+    assert "quick-cpu: ultrabench report" in (sweep.path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("kind", OF_RESULTS)
