@@ -34,6 +34,10 @@ def test_a_known_cause_counts_instead_of_its_status():
     assert decide_retry(failed(once), POLICY).again
     assert not decide_retry(failed(once, once), POLICY).again
     assert not decide_retry(failed(result("crash", cause="assertion")), POLICY).again
+    assert decide_retry(failed(result("invalid", cause="wrong_gpu")), POLICY).again
+    assert not decide_retry(failed(result("invalid", cause="unmeasured")), POLICY).again, (
+        "it reports none again"
+    )
 
 
 def test_the_same_failure_on_other_nodes_is_deterministic():
