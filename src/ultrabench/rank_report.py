@@ -139,6 +139,8 @@ class NewLines:
         """Whether there may be more in the file than the last call has read."""
         self.skipped = 0
         """Number of lines that were skipped because they are too long."""
+        self.lines = 0
+        """Number of lines that were read or skipped."""
         self._offset = 0
         self._skipping = False
         """Whether the next byte to read is inside a line that is skipped."""
@@ -163,6 +165,7 @@ class NewLines:
             self.skipped += not self._skipping
             self._skipping = True
         self._offset += len(whole) + len(newline)
+        self.lines += whole.count(b"\n") + len(newline)
         if self._skipping and newline:
             self._skipping = False
             whole = whole.partition(b"\n")[2]

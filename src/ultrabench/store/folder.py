@@ -5,6 +5,7 @@ import contextlib
 import os
 import shlex
 import socket
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass
@@ -65,6 +66,22 @@ class SweepFolder:
         """Folder of the logs and the evidence of one attempt."""
         return self.path / "logs" / key.run_id / f"{key.repeat}.{key.attempt}"
 
+    def require_writable(self) -> None:
+        """Makes a folder where this one is or will be, and removes it again.
+
+        Raises:
+            SweepFolderError: the folder cannot be written.
+        """
+        there = next(path for path in (self.path, *self.path.parents) if path.exists())
+        try:
+            os.rmdir(tempfile.mkdtemp(dir=there, prefix=".probe-"))
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> SweepFolderError:
+        failure = f"cannot write the results folder {self.path}: {error.strerror}"
+        return SweepFolderError(f"{failure}; choose another with results_dir=FOLDER")
+
     def create(self) -> None:
         """Makes the folder and its subfolders, and checks that hard links work, which claims need.
 
@@ -78,8 +95,7 @@ class SweepFolder:
             probe.write_text("")
             _require_links(probe)
         except OSError as error:
-            failure = f"cannot write the results folder {self.path}: {error.strerror}"
-            raise SweepFolderError(f"{failure}; choose another with results_dir=FOLDER") from error
+            raise self._unwritable(error) from error
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink()

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import socket
 import time
 import uuid
@@ -111,16 +112,21 @@ class JournalReader:
         more = True
         while more:
             skipped = file.skipped
-            for text in filter(bytes.strip, file.read_bytes().split(b"\n")):
+            texts = file.read_bytes().split(b"\n")
+            for number, text in enumerate(texts, start=file.lines - len(texts) + 1):
+                if not text.strip():
+                    continue
                 try:
                     line = decode(text, path)
                 except DAMAGED:
-                    self.warn(f"{path.name}: skipped a corrupt line ({text[:40]!r}...)")
+                    run = re.search(rb'"run_id":"(\w+)"', text)
+                    told = f" about run {run[1].decode()}" if run else ""
+                    self.warn(f"{path}:{number}: skipped a corrupt line{told} ({text[:40]!r}...)")
                     continue
                 if line:
                     yield line
             if file.skipped > skipped:
-                self.warn(f"{path.name}: skipped a line of more than {MAX_LINE_BYTES >> 20} MiB")
+                self.warn(f"{path}: skipped a line of more than {MAX_LINE_BYTES >> 20} MiB")
             more = file.behind
 
 

@@ -147,6 +147,7 @@ def test_a_line_of_500_mb_is_passed_over_in_little_memory(tmp_path):
     with path.open("ab") as file:
         file.write(b" and ended\n")
     assert lines.read() == ["begun and ended"]
+    assert lines.lines == 4
 
 
 def test_a_call_reads_a_bounded_part_and_all_lines_are_read_once(tmp_path):

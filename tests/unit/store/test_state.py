@@ -166,7 +166,7 @@ def test_a_corrupt_line_is_skipped_with_a_warning(corrupt):
     warnings = []
     assert read([text([before]) + corrupt + b"\n" + text([after])], warnings.append) == [before, after]
     assert len(warnings) == 1
-    assert warnings[0].startswith("0.jsonl: skipped a corrupt line")
+    assert "0.jsonl:2: skipped a corrupt line (" in warnings[0]
 
 
 def test_what_later_versions_write():
