@@ -48,12 +48,15 @@ MISTAKES = [
     ("sweep show 1 --sweep runs.parquet", "ultrabench sweep top runs.parquet, or ultrabench report runs.parquet"),
     ("collect mine", "no sweep 'mine', as there is no sweep in results/; start one with: ultrabench sweep launch"),
     ("sweep plan --tensor-model-parallel-size 2", "a setting has no dashes: sweep.tp=[2]"),
+    ("sweep status --sweep mine", "a sweep is named by a word alone, as in ultrabench sweep status NAME"),
+    ("predict tp=2 --profile mine", "a setting has no dashes: profile=NAME"),
     ("kernel dryrun nodes=2 tp=16",
      "cannot run: tp=16 does not divide num_key_value_heads=8; choose another"),
     ("kernel dryrun pp=4 zero_stage=2", "cannot run: zero_stage=2 with pp=4 would run as zero_stage=1"),
     ("kernel dryrun cp=8 seq_len=4100", "cannot run: 2*cp=16 does not divide seq_len=4100"),
     ("sweep launch results_dir=FILE/r", "FILE/r"),
     ("sweep launch --results-dir 'FILE/r, s'", "FILE/r, s"),
+    ("sweep launch results_dir=/proc/r", "cannot write the results folder /proc/r/quick-cpu"),
     ("sweep launch --reuse some", "--reuse some; must be same"),
     ("sweep launch launcher=slurm kernel=command kernel.command=[/opt/no-such/python]",
      "kernel.command names /opt/no-such/python, which is not here"),
@@ -237,7 +240,7 @@ def test_corrupt_journal_lines_are_warned_of(ultrabench, sweep):
     (sweep.journal / "bad.jsonl").write_text("garbage\n")
     code, out, err = ultrabench("sweep", "status", "--json")
     assert (code, json.loads(out)["by_status"]["ok"]) == (0, 1)
-    assert err.startswith("warning: bad.jsonl: skipped a corrupt line")
+    assert err.startswith(f"warning: {sweep.journal}/bad.jsonl:1: skipped a corrupt line")
     assert err.count("\n") == 1
 
 

@@ -74,7 +74,7 @@ def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     assert found["fitted"] == {"step_time": 8, "memory": 0}
     assert found["after"]["median_error"] < found["before"]["median_error"]
     assert load_profile("mine").prior == "ultrabench"
-    _, out, err = ultrabench("predict", "validate", "runs.parquet", "--profile", "mine", "--json")
+    _, out, err = ultrabench("predict", "validate", "runs.parquet", "profile=mine", "--json")
     assert json.loads(out)["profile"]["source"] in err
     assert "are those of the fit" in err
     assert json.loads(out)["all"]["step_time"]["median_error"] < found["before"]["median_error"] / 2

@@ -28,10 +28,14 @@ ProfileName = Annotated[
 
 
 class _LayoutFirst(TyperGroup):
-    """The group `predict`, whose command `layout` need not be named before NAME=VALUE."""
+    """The group `predict`, whose command `layout` need not be named before NAME=VALUE.
+
+    Its other commands take `profile=NAME` like all of ultrabench, besides `--profile NAME`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments, with `layout` in front where they begin with no command."""
+        if args[:1] and args[0] in self.commands.keys() - {"layout"}:
+            args = [f"--{word}" if word.startswith("profile=") else word for word in args]
         given = args[:1] and args[0] not in (*self.commands, "--help")
         named = given and any("=" in word for word in args)
         return super().parse_args(ctx, ["layout", *args] if named else args)

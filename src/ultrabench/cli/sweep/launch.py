@@ -55,6 +55,7 @@ def run_launch(
     require_program(config)
     require_local(config)  # before the plan, which may take seconds
     folder = folder_of(config)
+    folder.require_writable()  # before this machine is measured, which takes seconds
     if detach and config.launcher.name == "local":
         require_runs(make_plan(config))
         return _leave_in_background(folder)
