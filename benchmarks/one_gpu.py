@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch._dynamo.variables import distributed as compiled
 from torch.futures import Future
 
 from ultrabench.cli.kernel.check import check_spec
@@ -153,6 +154,8 @@ def shared_gpu() -> Iterator[None]:
         return {"GPUs": 1024} if "GPUs" in bodies else forked(bodies, limit_s)
 
     dist.Backend.register_backend(BACKEND, Staged, devices=["cpu", "cuda"])  # type: ignore[arg-type]
+    if hasattr(compiled, "ProcessGroupVariable"):  # torch 2.11 compiles no call of a subclass otherwise
+        compiled.ProcessGroupVariable.is_process_group = lambda value: isinstance(value, dist.ProcessGroup)
     with (
         patch.object(dist, "init_process_group", init), patch.object(parity, "run_forked", run),
         patch.object(parity, "_own_device", lambda spec, _: own_device(spec, 0)),

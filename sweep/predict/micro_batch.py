@@ -64,16 +64,18 @@ def micro_batch(
     every: int,
     word: int,
     layer: int,
+    compiled: bool,
 ) -> MicroBatch:
     """The sizes of a micro-batch of `tokens`, with `own_len` tokens of a sequence on the rank.
 
-    Each `every`-th layer keeps its input only; `layer` is the number of parameters of a layer.
+    Each `every`-th layer keeps its input only; `layer` is the number of parameters of a layer. The backward of a
+    compiled layer computes silu(gate) again.
     """
     h, q, kv, f = shape.hidden_size, shape.q_width, shape.kv_width, shape.intermediate_size
     a, gathers, t = shape.num_attention_heads, tp > 1, tokens / tp
     tw, hidden, gathered = t * word, t * word * h, tokens * word * h
-    heads = a + shape.num_key_value_heads
-    whole = tw * (4 * h + 2 * q + 2 * kv + 4 * f) + 4 * t * (a + 2)
+    heads, wide = a + shape.num_key_value_heads, (3 if compiled else 4) * f
+    whole = tw * (4 * h + 2 * q + 2 * kv + wide) + 4 * t * (a + 2)
     whole += shape.qk_norm * (tw * (q + kv) + 4 * t * heads)
     selective = tw * (h + 2 * q + kv + f + 2 * h * gathers) + 4 * t * a
     kept = {"selective": selective, "attention": whole - 4 * t * a}.get(recompute, whole)
@@ -85,7 +87,7 @@ def micro_batch(
 
     def work(new: int) -> float:
         """The most, with gradients of all weights so far if `new` is 1, and those of one product if it is 0."""
-        attention = hidden - tw * (4 * f + 2 * h) - 4 * t + new * (3 * down + out)
+        attention = hidden - tw * (wide + 2 * h) - 4 * t + new * (3 * down + out)
         most = max(
             hidden + 2 * f * tw + down,
             attention + tw * (2 * q + 2 * kv) + circling,

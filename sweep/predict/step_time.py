@@ -272,6 +272,8 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
     tp = spec.layout.tp
     own = c.layer_launch_tp_s if tp > 1 else c.layer_launch_s
     own *= c.compiled_launch if spec.compiles else 1
+    if spec.layout.recompute == "selective" and not spec.compiles:
+        own += c.selective_launch_s
     if not links.slow:
         return own
     hops = c.tp_calls * _tp_hops_s(tp, links, c)

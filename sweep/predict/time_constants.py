@@ -110,6 +110,8 @@ class TimeConstants:
     """Seconds of the host for each layer of a rank in the optimizer."""
     rest_s: NonNegative
     """Seconds of a step outside all of this."""
+    selective_launch_s: NonNegative = 0.0
+    """Seconds that the host needs in addition for a layer which torch recomputes selectively and did not compile."""
     wait_shared: Share = 0.0
     """Share of the time for which a pipeline rank waits that others gain, because they share processors with it."""
     ties_advance: bool = False

@@ -37,6 +37,9 @@ class UltrabenchMemory:
     """The part of activations, logits and buffers that the allocator holds beyond them."""
     base_bytes: NonNegative
     """Bytes that the allocator holds in any run; on CPUs the resident set of a rank beside its tensors."""
+    reduce_stream_bytes: NonNegative
+    """Bytes for each parameter whose gradient the rank sums that the allocator holds for the stream which reduces
+    gradients: what is freed there serves no other stream."""
     zbv_margin: NonNegative
     """What the schedule zbv needs beyond the activations of its micro-batches in flight, as a part of them."""
     limit: MemoryLimit
@@ -163,14 +166,15 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
     every, ring = layout.full_every, layout.cp > 1
     key = _model_and_cut(spec)
     ranks = rank_stages(*key)
+    layer, compiled = ranks[0].stages[0].layer, spec.compiles
     m = micro_batch(
-        spec.shape, tokens, own_len, layout.tp, ring, layout.recompute, every, word, ranks[0].stages[0].layer
+        spec.shape, tokens, own_len, layout.tp, ring, layout.recompute, every, word, layer, compiled
     )
     scale = 2 if spec.kernel.precision == "fp64" else 1
     gas = layout.gas  # more than three add nothing but activations in flight, which `_Peak` adds
     if layout.pp_schedule in ("none", "1f1b"):
         gas = min(gas, 3)
-    batch = tokens, own_len, ring, word, gas, max(1, layout.zero_stage), layout.recompute
+    batch = tokens, own_len, ring, word, gas, max(1, layout.zero_stage), layout.recompute, compiled
     peaks, found = _peaks(key, *batch), list[StageMemory]()
     for rank, own in enumerate(ranks):
         if own.less and not every_rank:
@@ -231,6 +235,7 @@ def _stage_memory(
     buffers = scale * work + 16 * layout.gas * m.tokens  # the batch: inputs and targets
     kept, logits, optimizer = scale * kept, scale * logits, _states_bytes(own, scale)
     reserve = c.base_bytes + c.fragmentation * (kept + logits + buffers)
+    reserve += c.reduce_stream_bytes * sum(s.shard for s in own.stages)
     return StageMemory(
         rank, phase, scale * weights, scale * gradients, optimizer, kept, logits, buffers, reserve
     )

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +10,9 @@ from ultrabench.analysis.schema import SCHEMA
 from ultrabench.record import values_of
 from ultrabench.sweep.config.compose import files
 from ultrabench.sweep.config.load import load_profile
+
+H100 = Path(__file__).parents[3] / "benchmarks" / "h100"
+"""Results of runs on one H100; no constant comes from those of unseen.parquet."""
 
 
 def row_of(case):
@@ -56,6 +60,17 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench, runs, tmp_path):
     assert "step time of healthy rows, profile ultrabench: 8 rows (0 excluded)" in out
     assert out.count("memory and OOM of all rows") == 1
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ["runs", "unseen"])
+def test_our_kernel_is_predicted_as_it_ran_on_a_gpu(ultrabench, name):
+    found = json.loads(ultrabench("predict", "validate", str(H100 / f"{name}.parquet"), "--json").stdout)[
+        "all"
+    ]
+    assert found["step_time"]["median_error"] < 0.05
+    assert found["memory"]["median_error"] < 0.01
+    assert found["memory"]["p90_error"] < 0.03
+    assert found["oom"]["accuracy"] == 1
 
 
 @pytest.mark.parametrize("profile", sorted(files("profiles")))

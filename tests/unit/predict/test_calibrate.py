@@ -29,9 +29,9 @@ from ultrabench.sweep.predict.step_time import predict_step_time
 
 BASE = load_profile("ultrabench")
 TRUTH = replace(
-    BASE.time, gemm_efficiency=0.7, layer_launch_s=6e-4, layer_launch_tp_s=1.2e-3, dp_link_efficiency=0.5
+    BASE.time, gemm_efficiency=0.55, layer_launch_s=1.4e-3, layer_launch_tp_s=2e-3, dp_link_efficiency=0.5
 )
-"""A card of more power and a faster host than the profile knows."""
+"""A card of less power and a faster host than the profile knows."""
 
 
 def run_of(spec, time_s, **columns):
