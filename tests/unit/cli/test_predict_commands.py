@@ -64,9 +64,8 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench, runs, tmp_path):
 
 @pytest.mark.parametrize("name", ["runs", "unseen"])
 def test_our_kernel_is_predicted_as_it_ran_on_a_gpu(ultrabench, name):
-    found = json.loads(ultrabench("predict", "validate", str(H100 / f"{name}.parquet"), "--json").stdout)[
-        "all"
-    ]
+    _, out, _ = ultrabench("predict", "validate", str(H100 / f"{name}.parquet"), "--json")
+    found = json.loads(out)["all"]
     assert found["step_time"]["median_error"] < 0.05
     assert found["memory"]["median_error"] < 0.01
     assert found["memory"]["p90_error"] < 0.03
