@@ -67,6 +67,8 @@ def fit_constants(
     def constants(logs: np.ndarray) -> T:
         now: dict[str, Any] = {name: math.exp(x) for name, x in zip(names, logs, strict=True)}
         now |= {name: min(x, 1.0) for name, x in now.items() if name.endswith(("_efficiency", "_shared"))}
+        if "smooth_power" in now:  # less would be slower than the GPU and its host one after the other
+            now["smooth_power"] = max(1.0, now["smooth_power"])
         return replace(prior, **now)  # type: ignore[type-var]
 
     def residuals(logs: np.ndarray) -> np.ndarray:

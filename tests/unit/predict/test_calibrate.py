@@ -13,7 +13,7 @@ from ultrabench.analysis.figures.plots.predicted import validated
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
 from ultrabench.analysis.predict.cases import cases, default_profile, exclusions
-from ultrabench.analysis.predict.fit import fit_time, intervals
+from ultrabench.analysis.predict.fit import fit_constants, fit_time, intervals
 from ultrabench.analysis.predict.nanotron import fit_memory, nanotron_version, usable
 from ultrabench.analysis.predict.replay import cells_of
 from ultrabench.analysis.predict.validate import metrics, table, without_own_group
@@ -91,6 +91,14 @@ def test_the_file_of_a_profile_is_read_back(fitted, tmp_path, monkeypatch):
     assert again.measured["tp"] == (min(s.layout.tp for s in specs), max(s.layout.tp for s in specs))
     assert median_error(measured(TRUTH, 9, seed=2), again.time) < 0.03
     assert again.time.gemm_efficiency == pytest.approx(fitted.profile.time.gemm_efficiency, rel=1e-3)
+
+
+def test_the_soft_maximum_of_gpu_and_host_is_at_most_their_sum():
+    prior = replace(BASE.time, smooth_power=1.2)
+    found = fit_constants(
+        prior, ["smooth_power"], lambda now: [now.smooth_power - 0.4], scale=0.1, ridge=0.25
+    )
+    assert found.smooth_power == 1
 
 
 def test_noise_alone_does_not_make_a_profile_worse():
