@@ -1,5 +1,6 @@
 """Numbers as texts with their units, as tables, figures and messages show them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from ultrabench.hardware import GIB
@@ -36,6 +37,13 @@ def memory(held_bytes: float | None, rank0_bytes: float | None = None) -> str | 
     if gib < 1:
         return f"{gib * 1024:.0f} MiB"
     return f"{gib:.1f} GiB" if gib >= 10 else f"{gib:.2f} GiB"
+
+
+def scale_end(values: Iterable[float | None]) -> float:
+    """Upper end of a colour scale: the smallest round number that no value exceeds; None is no value."""
+    most = max((value for value in values if value is not None), default=0.0)
+    steps = [0.1, 0.2, 0.5, 1, 2, 5, *range(10, 201, 10)]
+    return next((step for step in steps if step >= most), most)
 
 
 _FRACTIONS = ("mfu", "hfu", "p_oom", "_rel", "_share")

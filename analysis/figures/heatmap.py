@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ultrabench.analysis.cells import Cell, layout_words, tried
 from ultrabench.analysis.figures.picture import GREY, wrapped
-from ultrabench.analysis.numbers import count, memory, too_wide, with_unit
+from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with_unit
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
@@ -192,7 +192,7 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     height = top + _TITLE_LINE * len(heading) + _TOP
     picture = Figure(figsize=(width, height), facecolor="white")
     picture.text(left / width, 1 - _TOP / height, "\n".join(heading), va="top", linespacing=1.25, **_TITLE)
-    end = _scale_end(cells)
+    end = scale_end(map(_scaled, cells))
     for grid in grids:
         wide, high = grid.size
         down = top - _HEADER - high
@@ -272,13 +272,6 @@ def _panel_title(cell: Cell) -> str:
         tokens = "" if cell.seq_len is None else f" ({count(cell.gbs * cell.seq_len)} tokens)"
         parts.append(f"gbs {cell.gbs:,}{tokens}")
     return " | ".join(parts)
-
-
-def _scale_end(cells: Sequence[Cell]) -> float:
-    """Upper end of the colour scale: the smallest round number that no cell exceeds."""
-    most = max((value for cell in cells if (value := _scaled(cell)) is not None), default=0.0)
-    steps = [0.1, 0.2, 0.5, 1, 2, 5, *range(10, 201, 10)]
-    return next((float(step) for step in steps if step >= most), most)
 
 
 def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:

@@ -1,5 +1,5 @@
 "use strict";
-// The figures of the shown rows; each has its numbers as a table, and is drawn when it comes into view.
+// The figures of the shown rows; each has its numbers as a table, and is drawn when it comes into view or when nothing else happens.
 
 const MEASURES = {
   mfu: "MFU (% of peak)", tokens_per_s_per_gpu: "tokens per second and GPU", step_time_s: "step time (s)",
@@ -19,8 +19,11 @@ const FIGURES = [
   { id: "links", title: "Bandwidth of the links", points: linkPoints, draw: drawLines },
 ];
 const stale = new Set();
+const dark = matchMedia("(prefers-color-scheme: dark)");
 const views = {}; // figure -> what Bokeh shows of it
 let queue = Promise.resolve(); // figures are drawn one after another
+const CALM_MS = 1000; // after so long without a change those out of view are drawn, too, so that the page can be printed
+let calm;
 
 // The value of a measure of MEASURES in its unit; null where it is unknown.
 function measure(name, row) {
@@ -95,6 +98,7 @@ function blank(points, words, hover) {
     x_range: new Bokeh.Range1d({ start: -0.6, end: words.length - 0.4 }), y_range: new Bokeh.DataRange1d({ start: 0 }), background_fill_color: null, border_fill_color: null, outline_line_color: null });
   made.toolbar.active_drag = null; // a finger on the figure scrolls the page
   made.toolbar.logo = null;
+  made.toolbar.stylesheets = ["@media print { :host { display: none; } }"];
   made.add_tools(new Bokeh.HoverTool({ tooltips: hover }));
   for (const [axis, label] of [[made.xaxis, nameOf(points.across)], [made.yaxis, points.label]])
     Object.assign(axis, { axis_label: label, axis_label_text_color: ink, major_label_text_color: ink, axis_line_color: grid, major_tick_line_color: grid, minor_tick_line_color: null });
@@ -150,7 +154,7 @@ function markerOf(n) {
 const AT = { field: "at" }, UP = { field: "y" };
 
 function drawEvery(points) {
-  const alpha = matchMedia("(prefers-color-scheme: dark)").matches ? 0.95 : 0.65;
+  const alpha = dark.matches ? 0.95 : 0.65;
   return withSeries(points, (made, words, mine, look, n) => {
     for (const sound of [true, false]) {
       const found = mine.filter(({ row }) => mayWin(row) === sound), source = sourceOf(found, words, jitter);
@@ -196,7 +200,7 @@ async function drawFigure(figure) {
   const box = element("div", {});
   place.replaceChildren(box);
   views[figure.id] = await Bokeh.Plotting.show(made, box);
-  place.dataset.drawn = "true";
+  place.dataset.drawn = dark.matches ? "dark" : "light";
 }
 
 // Frees the memory of the last drawing of a figure.
@@ -216,6 +220,10 @@ function fillNumbers(figure, points = figure.points(shownRows())) {
   const lines = points.found.map(({ series, x, y, row }) => [String(series), String(x), String(Number(y.toPrecision(4))), value("layout", row ?? -1) ?? ""]);
   const made = table(`${figure.title}: ${points.label}`, ["series", nameOf(points.across), "value", "layout"], lines);
   document.getElementById(`numbers-${figure.id}`).lastChild.replaceChildren(made);
+}
+
+function drawAll() {
+  if (window.Bokeh) FIGURES.forEach(drawLater);
 }
 
 // Makes the places of the figures; each is drawn when it comes into view or is in view and has become stale.
@@ -242,6 +250,9 @@ function buildFigures(place) {
 function figuresChanged() {
   for (const figure of FIGURES) {
     stale.add(figure.id);
+    delete document.getElementById(`picture-${figure.id}`).dataset.drawn;
     if (document.getElementById(figure.id).dataset.seen === "true") drawLater(figure);
   }
+  clearTimeout(calm);
+  calm = setTimeout(drawAll, CALM_MS);
 }

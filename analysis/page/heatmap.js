@@ -4,17 +4,12 @@
 const VIRIDIS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"];
 const FAILED = ["ok", "oom", "skipped", "pending", "running"]; // every other state is a failure
 const runsOf = cellRows();
-const best = largestMfu();
 
 // The ranked rows of each cell, in the order of the leaderboard.
 function cellRows() {
   const found = held.cells.map(() => []);
   for (let row = 0; row < rows; row++) if (value("cell", row) !== null) found[value("cell", row)].push(row);
   return found;
-}
-
-function largestMfu() {
-  return Math.max(0, ...held.cells.map((_, cell) => value("mfu", winner(runsOf[cell])) ?? 0));
 }
 
 // The first row that may win: ok, not in doubt and not stopped as slower.
@@ -67,10 +62,12 @@ function fillCell(button, cell, runs) {
   const headline = at < 0 ? "" : mfu !== null ? text("mfu", mfu) : `${short(value("tokens_per_s_per_gpu", at) ?? 0)} tok/s/GPU`;
   const whole = runs.length === runsOf[cell].length;
   const why = whole ? told.reason ?? "" : runs.length ? "no shown layout may win" : "no layout is shown";
-  const lines = at < 0 ? [[why, "why"]] : [[headline, "headline"], [value("layout", at), "layout"], [memoryOf(at), ""]];
+  const wide = value("ci_reached", at) === false ? value("step_time_ci95_rel", at) : null;
+  const interval = wide === null ? [] : [[`+- ${percent(wide)}`, "sure"]];
+  const lines = at < 0 ? [[why, "why"]] : [[headline, `headline ${wide === null ? "sure" : ""}`], ...interval, [value("layout", at), "layout"], [memoryOf(at), ""]];
   if (runs.length) lines.push([[value("repeats_failed", at), tally(runs)].filter(Boolean).join(", "), "small"]);
   button.replaceChildren(...lines.map(([words, kind]) => element("span", { class: kind }, words)));
-  const colour = at < 0 || mfu === null || !best ? null : viridis(mfu / best);
+  const colour = at < 0 || mfu === null ? null : viridis(100 * mfu / held.mfu_end);
   button.style.background = colour ? `rgb(${colour})` : "";
   button.style.color = colour ? (isDark(colour) ? "#fff" : "#111") : "";
   button.classList.toggle("empty", at < 0);

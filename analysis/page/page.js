@@ -147,15 +147,16 @@ function figureChanged({ target }) {
 function buildRest() {
   const left = held.public ? " Host names, paths, users, accounts and all free texts are left out." : "";
   const number = held.rejected.reduce((sum, one) => sum + one.number, 0);
-  const forbidden = number ? `, and ${counted(number, "layout")} that a rule forbids` : "";
+  const byKernel = held.rejected.reduce((sum, one) => sum + (one.rule === "kernel" ? one.number : 0), 0);
+  const forbidden = number ? `, and ${counted(number, "layout")} rejected: ${grouped(number - byKernel)} by rules, ${grouped(byKernel)} by the kernel` : "";
   document.getElementById("about").textContent = `${counted(rows, "row")}${forbidden}. ${held.made_with}${left}`;
   document.getElementById("how").textContent = held.cells.length
-    ? "Each cell shows the fastest layout that is not in doubt, with its MFU, peak memory, and what became of the others; its colour is the MFU, yellow where it is highest. Activate a cell to see all of its layouts."
+    ? `Each cell shows the fastest layout that is not in doubt, with its MFU, the interval of its step time where that is wider than its target, its peak memory, and what became of the others; its colour is the MFU, from purple (0 %) to yellow (${held.mfu_end} %). Activate a cell to see all of its layouts.`
     : "No row trains a model, so that there is nothing to rank.";
   const rejected = held.rejected.map((r) => [r.model ?? "", text("nodes", r.nodes), grouped(r.number), r.rule ?? "", r.example ?? ""]);
   document.getElementById("rejected").append(rejected.length
-    ? table("Layouts that a rule forbids", ["model", "nodes", "layouts", "rule", "for example"], rejected)
-    : element("p", {}, "This table names no layout that a rule forbids."));
+    ? table("Rejected layouts", ["model", "nodes", "layouts", "rule", "for example"], rejected)
+    : element("p", {}, "This table names no rejected layout."));
   const origin = ["source", "sweep", "cluster", "hardware", "gpu_name", "kernel", "kernel_version", "kernel_digest", "precision", "flops_formula", "peak_flops_per_s", "peak_source", "git_commit", "torch_version", "cuda_version", "nccl_version", "driver_version"];
   const lines = origin.filter((name) => distinct(name).length).map((name) => [name, distinct(name).slice(0, MOST_VALUES).map((v) => text(name, v)).join(", ")]);
   document.getElementById("origin").append(table("Origin of the rows", ["column", "values"], lines));
@@ -175,7 +176,7 @@ function start() {
     event.preventDefault(); // the fragment keeps the filters
     document.getElementById("best").focus();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", figuresChanged);
+  dark.addEventListener("change", () => matchMedia("print").matches || figuresChanged()); // paper is light
   addEventListener("DOMContentLoaded", figuresChanged); // then the scripts of Bokeh have run, too
   const follow = () => {
     const { cell, run } = state;

@@ -13,13 +13,14 @@ import pyarrow.compute as pc
 from ultrabench.analysis import schema
 from ultrabench.analysis.cells import Cell, layout_words, made_with, repeats_failed
 from ultrabench.analysis.measured import measured_runs
+from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.page.commands import launch_words, predict_words
 from ultrabench.analysis.predict.cases import cases, default_profile
 from ultrabench.analysis.ranking import rank_and_order
 from ultrabench.analysis.rows import Row
-from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, MODEL, SCHEMA, type_name
+from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
 from ultrabench.errors import ConfigError
-from ultrabench.layout import AXES
+from ultrabench.layout import AXES, TEXT_AXES
 from ultrabench.result import SLOWER, Status
 from ultrabench.sweep.config.compose import files
 from ultrabench.sweep.config.load import load_profile
@@ -42,11 +43,15 @@ _TOO_LONG = ("schema_version", "step_times_s", "bandwidths")
 NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
          "driver_version")  # fmt: skip
 """Names in a public page; of a name that is a path only the last part is told."""
-PUBLIC = frozenset({
-    *(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *MODEL, *AXES, "run_id", "precision",
-    "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by", "kernel_digest", "flops_formula", "attention",
-})  # fmt: skip
-"""The only columns of a public page: none of them holds a host, a path, a user, an account or a free text."""
+WORDS = (*TEXT_AXES, "run_id", "precision", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
+         "kernel_digest", "flops_formula", "attention")  # fmt: skip
+"""Texts of a public page that ultrabench itself writes; `suspect` is replaced by `in doubt`."""
+PUBLIC = frozenset({*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *WORDS})
+"""The only columns of a public page: none of them holds a host, a path, a user, an account or a free text.
+
+All numbers are public, since ids of jobs, users and hosts are texts in the schema; a text is public only if it is
+named here.
+"""
 
 
 def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
@@ -65,6 +70,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     table = _without_texts(table) if public else table
     table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _ORDER])
     cells, places = _ranked(table)
+    panels = [*dict.fromkeys(cell.panel for cell in cells)]
     told = _told(table, public)
     is_rejected = pc.fill_null(pc.equal(table["status"], "rejected"), False)
     rejected = table.filter(is_rejected).select(_REJECTED).to_pylist()
@@ -80,7 +86,8 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "columns": {
             name: encoded(values) for name, values in columns.items() if any(v is not None for v in values)
         },
-        "cells": cells,
+        "cells": [_cell(cell, panels) for cell in cells],
+        "mfu_end": scale_end(cell.mfu and 100 * cell.mfu for cell in cells),
         "axes": [*AXES],
         "parts": [*PARTS],
         "rejected": _rejected(rejected),
@@ -117,7 +124,7 @@ def _without_texts(table: pa.Table) -> pa.Table:
     return table
 
 
-def _ranked(table: pa.Table) -> tuple[list[Row], dict[tuple[Any, ...], Row]]:
+def _ranked(table: pa.Table) -> tuple[list[Cell], dict[tuple[Any, ...], Row]]:
     """The cells of a table, and the values of a ranked row in _KEY -> the columns that rank it in its cell."""
     cells, boards = rank_and_order(table)
     tried = [n for n, cell in enumerate(cells) if cell.status != "rejected"]  # the others have no runs
@@ -126,8 +133,7 @@ def _ranked(table: pa.Table) -> tuple[list[Row], dict[tuple[Any, ...], Row]]:
         for n, board in zip(tried, boards, strict=True)
         for rank, run in enumerate(board, 1)
     }
-    panels = [*dict.fromkeys(cell.panel for cell in cells)]
-    return [_cell(cell, panels) for cell in cells], places
+    return cells, places
 
 
 def _mark(run: Row) -> Row:

@@ -10,9 +10,9 @@ import pytest
 from tests.unit.analysis.page_tables import failed, page, repeated, row, small, table
 from ultrabench.analysis.measured import spec_of
 from ultrabench.analysis.page.commands import launch_words, predict_words
-from ultrabench.analysis.page.rows import PUBLIC, document, encoded
+from ultrabench.analysis.page.rows import NAMES, PUBLIC, WORDS, document, encoded
 from ultrabench.analysis.ranking import rank
-from ultrabench.analysis.schema import SCHEMA
+from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA
 from ultrabench.layout import Layout
 from ultrabench.sweep.arguments import PREDICTED, read_run
 from ultrabench.sweep.config.load import load_config, load_profile
@@ -88,8 +88,16 @@ def test_a_public_page_tells_no_text_that_is_not_allowed():
     assert PLANTED in page(table(*rows), title="s")
 
 
-def test_what_is_public_is_a_column_and_no_free_text():
+def test_what_is_public_is_a_number_or_a_text_that_was_chosen_by_name():
     assert set(SCHEMA.names) >= PUBLIC
+    texts = {column.name for column in SCHEMA if column.type not in (INT, FLOAT, BOOL)}
+    assert PUBLIC & texts == {*NAMES, *WORDS}
+    numbers = {
+        name
+        for name in set(SCHEMA.names) - texts
+        if re.search("(^|_)(ids?|user|host|path|account)(_|$)", name)
+    }
+    assert not numbers, "an id is a text, which is not public unless it is named"
     assert PUBLIC.isdisjoint(
         {"sweep", "cluster", "reason", "hostnames", "suspect_hosts", "source", "job_id", "allocation"}
     )
@@ -119,6 +127,13 @@ def test_a_page_of_probes_or_of_nothing_ranks_nothing():
     for results in (table(), table(probe)):
         assert shown(results)["cells"] == []
         assert "nothing to rank" in page(results, title="s")
+
+
+def test_the_colour_scale_is_that_of_the_heatmap():
+    """Round: in percent the smallest of 0.1, 0.2, 0.5, 1, 2, 5, 10, 20 and so on that no MFU exceeds."""
+    assert shown(small())["mfu_end"] == 40
+    assert shown(table(row(1, mfu=0.0011)))["mfu_end"] == 0.2
+    assert shown(table())["mfu_end"] == 0.1
 
 
 def test_a_cell_of_rejected_layouts_alone_has_its_reason():

@@ -3,9 +3,10 @@
 import re
 import shutil
 
+import matplotlib
 import pytest
 
-from tests.unit.analysis.page_tables import large, page, repeated, row, small, table
+from tests.unit.analysis.page_tables import failed, large, page, repeated, row, small, table
 from ultrabench.analysis.cells import tried
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.ranking import rank
@@ -77,6 +78,29 @@ def test_a_cell_counts_the_runs_as_the_heatmap_does(opened):
     assert tried(cell) == ["1 of 2 repeats failed", "6 tried", "1 oom", "2 failed", "1 in doubt"]
     assert "GPU hours of runs" in tab.locator("#hours").inner_text()
     assert f"{', '.join(tried(cell))}, 1 to come" in tab.locator(".heatmap button").inner_text()
+
+
+def test_a_cell_looks_as_in_the_heatmap(opened):
+    rows = [row(1, mfu=0.3), row(2, nodes=2, mfu=0.4, ci_reached=False, step_time_ci95_rel=0.53)]
+    refused = [
+        failed(n, "rejected", "no", rule=rule, attempt=None)
+        for n, rule in enumerate(("heads", "kernel", "heads"))
+    ]
+    tab = opened(table(*rows, *refused))
+    texts = tab.locator(".heatmap button").all_inner_texts()
+    assert "+-" not in texts[0]
+    assert "40.0 %\n+- 53.0 %\n" in texts[1]
+    weights = tab.locator(".headline").evaluate_all(
+        "all => all.map((one) => getComputedStyle(one).fontWeight)"
+    )
+    assert weights == ["700", "400"]
+    colours = [
+        tuple(round(255 * c) for c in matplotlib.colormaps["viridis"](share)[:3]) for share in (0.75, 1.0)
+    ]
+    shown = tab.locator(".heatmap button").evaluate_all("all => all.map((one) => one.style.background)")
+    for colour, told in zip(colours, shown, strict=True):
+        assert [int(n) for n in re.findall(r"\d+", told)] == pytest.approx(colour, abs=4)
+    assert "3 layouts rejected: 2 by rules, 1 by the kernel" in tab.locator("#about").inner_text()
 
 
 def test_a_filter_is_kept_in_the_fragment_and_a_link_opens_it(opened):
@@ -171,6 +195,20 @@ def test_figures_are_drawn_when_seen_and_have_their_numbers_as_a_table(opened):
         ["weights", "1B on 1"],
         ["gradients", "1B on 1"],
     ]
+
+
+def test_a_print_is_light_and_has_all_figures_and_no_controls(opened):
+    tab = opened(small())
+    tab.emulate_media(color_scheme="dark")
+    for figure in ("every", "best-of", "memory", "links"):  # without scrolling to them
+        tab.wait_for_selector(f"#picture-{figure}[data-drawn=dark]")
+    tab.emulate_media(color_scheme="dark", media="print")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not any(tab.locator(name).is_visible() for name in ("#filters", "#axes", "#links summary"))
+    assert tab.locator("[data-drawn=dark]").count() == 4
+    tab.evaluate("figuresChanged()")
+    told = tab.evaluate("getComputedStyle(document.getElementById('picture-links'), '::before').content")
+    assert told == '"This figure was not drawn yet: print again."'
 
 
 def test_texts_of_numbers_are_those_of_the_terminal(opened):
