@@ -20,10 +20,10 @@ from ultrabench.run import RunSpec
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
+from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold, with_lost
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.plan_table import formula_of, place_of, read_rows, runs_of, shapes_of
-from ultrabench.sweep.running.attempts import left_out, not_promising
+from ultrabench.sweep.running.attempts import dominated_by, left_out, not_promising
 from ultrabench.sweep.running.outliers import control_times, impossible, suspect_attempts, with_loss_outliers
 
 Row = dict[str, Any]
@@ -58,7 +58,7 @@ def sweep_rows(folder: SweepFolder, warn: Warn) -> list[Row]:
 
 
 def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> Iterator[Row]:
-    state = with_loss_outliers(told)
+    state = with_loss_outliers(with_lost(told))
     attempts = state.by_run()
     final = {attempt.key for attempt in final_attempts(state).values()}
     circumstances = {name: _circumstances(allocation) for name, allocation in state.allocations.items()}
@@ -126,13 +126,12 @@ def _sizes(shape: ModelShape | None) -> Row:
     return {} if shape is None else {k: getattr(shape, k) for k in MODEL if k != "model"}
 
 
-def _not_attempted(candidate: Row, dominated_by: str | None, unpromising: str | None) -> Row:
+def _not_attempted(candidate: Row, dominator: str | None, unpromising: str | None) -> Row:
     """The status columns of a candidate without an attempt: rejected, skipped, or null while it waits."""
     row: Row = {"status": None, "is_final": True}
-    if dominated_by is not None:
-        why = "which had not enough memory with a smaller micro-batch, a higher ZeRO stage or more recomputation"
-        reason = f"dominated by {dominated_by}, {why}"
-        return row | {"status": Status.SKIPPED.value, "reason": reason, "dominated_by": dominated_by}
+    if dominator is not None:
+        reason = dominated_by(dominator)
+        return row | {"status": Status.SKIPPED.value, "reason": reason, "dominated_by": dominator}
     if unpromising is not None:
         return row | {"status": Status.SKIPPED.value, "reason": unpromising}
     if candidate["decision"] in (Status.REJECTED, Status.SKIPPED):

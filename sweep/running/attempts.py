@@ -58,6 +58,12 @@ def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
     return found
 
 
+def dominated_by(run_id: str) -> str:
+    """The reason of a run that is left out because the run `run_id` ran out of memory."""
+    why = "which had not enough memory with a smaller micro-batch, a higher ZeRO stage or more recomputation"
+    return f"dominated by {run_id}, {why}"
+
+
 def outcomes(
     runs: Iterable[Candidate], state: SweepState, max_p_oom: float
 ) -> Iterator[tuple[list[Candidate], Tried]]:
@@ -167,6 +173,8 @@ class PlannedAttempt:
     key: AttemptKey
     patience: float = 1.0
     """Factor on the time limit, larger than 1 after a time-out."""
+    pause_s: float = 0.0
+    """Seconds to wait after the end of the failed attempt that it follows."""
     rests: bool = False
     """Whether it has to wait, because the failed attempt that it follows ended only a moment ago."""
 
@@ -231,6 +239,22 @@ def next_attempts(
         untried=untried,
         broken=broken(state, config.retry, launch.ended_s),
     )
+
+
+def attempts_after(
+    runs: Sequence[Candidate], state: SweepState, old: frozenset[AttemptKey] | None = None
+) -> list[PlannedAttempt]:
+    """The attempts that follow those of `runs` by the retry policy and the repeats of the latest launch.
+
+    Args:
+        old: attempts that ended before the launch that makes the others; None means all, as for the next launch.
+    """
+    with contextlib.suppress(ConfigError, KeyError):  # no launch is recorded, or only one of another version
+        policy = from_dict(RetryPolicy, state.config["retry"], skip_unknown=True)
+        launch = Launch(old=frozenset(state.attempts) if old is None else old)
+        following = _Following(state, state.by_run(), policy, launch, frozenset())
+        return following.wanted(runs, range(state.config["repeats"]))
+    return []
 
 
 def _searched(
@@ -329,5 +353,6 @@ class _Following:
             candidate=run,
             key=last.key._replace(attempt=last.key.attempt + 1),
             patience=2.0**timeouts,
+            pause_s=pause_s,
             rests=self.launch.ended_s.get(last.key, math.inf) < pause_s,
         )

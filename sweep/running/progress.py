@@ -9,13 +9,21 @@ from typing import Any
 from ultrabench.result import INTERRUPTED, Status
 from ultrabench.run import AttemptKey
 from ultrabench.step_time import ci95_rel
-from ultrabench.store.state import AttemptState, SweepState, final_attempts
+from ultrabench.store.state import AttemptState, SweepState, final_attempts, with_lost
+from ultrabench.sweep.config.sweep_config import OUTSIDE
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.running.attempts import expected, left_out, not_promising, searching
+from ultrabench.sweep.running.attempts import (
+    attempts_after,
+    dominated_by,
+    expected,
+    left_out,
+    not_promising,
+    searching,
+)
 from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attempts, with_loss_outliers
 
-UNSETTLED = frozenset({"pending", "running", *INTERRUPTED})
-"""Statuses of runs that are not settled."""
+UNSETTLED = frozenset({"pending", "running"})
+"""Statuses of runs that are not settled; a failed run is not settled either if it will be tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +35,15 @@ class SweepProgress:
     by_status: dict[str, int]
     """Status -> number of runs that have it; running, pending and skipped are counted, too."""
     by_nodes: dict[int, dict[str, int]]
+    settled_by_nodes: Counter[int]
+    settled: frozenset[str]
+    """run_ids of the runs that are over: measured, skipped, or failed and not tried again."""
+    again: dict[AttemptKey, float]
+    """Failed attempt that stands for a run and that another one follows -> seconds to wait after its end."""
+    again_by_status: Counter[str]
+    """Status of these attempts -> their number."""
+    skipped: dict[str, str]
+    """run_id of each skipped run -> the reason."""
     running: tuple[tuple[Candidate, AttemptState], ...]
     """Runs that are running now, with their attempts."""
     waiting: int
@@ -34,12 +51,12 @@ class SweepProgress:
     attempts: int
     useful_gpu_hours: float
     wasted_by_status: dict[str, float]
-    to_go: int | None
-    """Number of runs that the adaptive search is expected to make yet, with those that have begun; None for an
-    exhaustive sweep, which makes all that are left."""
+    to_go: int
+    """Number of runs that are expected to be made yet, with those that have begun: all that are left or, of an
+    adaptive search, a few of them; 0 when it is over."""
     eta_s: float | None
-    """Seconds that are left: the predicted duration of the remaining runs, corrected by how long finished
-    runs took, divided by the number of running allocations. None before the first result."""
+    """Seconds that are left: the predicted duration of the runs to go, corrected by how long finished runs took,
+    divided by the number of running allocations; 0 when it is over. None before the first result."""
     runs_per_hour: float | None
     """How many attempts began in an hour, by the latest ones; None before the third."""
     best: tuple[tuple[Candidate, float], ...]
@@ -49,17 +66,12 @@ class SweepProgress:
     suspects: dict[AttemptKey, str]
     """Attempts whose measurement is in doubt -> all reasons."""
     failures: tuple[tuple[Candidate, AttemptState], ...]
-    """The last five runs whose latest attempt failed and was not interrupted, the newest last."""
+    """The last five runs whose latest attempt failed by itself or with its node or agent, the newest last."""
 
     @property
     def left(self) -> int:
-        """Number of runs that are pending, running or interrupted."""
-        return sum(self.by_status.get(status, 0) for status in UNSETTLED)
-
-    @property
-    def interrupted(self) -> int:
-        """Number of runs whose latest attempt was interrupted."""
-        return sum(self.by_status.get(status, 0) for status in INTERRUPTED)
+        """Number of runs that are pending, running or tried again."""
+        return self.runs - len(self.settled)
 
     @property
     def wasted_gpu_hours(self) -> float:
@@ -71,6 +83,7 @@ class SweepProgress:
         return {
             "sweep": self.sweep,
             "runs": self.runs,
+            "settled": len(self.settled),
             "by_status": self.by_status,
             "gpu_hours": {
                 "useful": round(self.useful_gpu_hours, 6),
@@ -96,17 +109,24 @@ class SweepProgress:
         }
 
 
-def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device: str) -> SweepProgress:
+def progress(
+    sweep: str,
+    planned: Sequence[Candidate],
+    state: SweepState,
+    device: str,
+    old: frozenset[AttemptKey] | None = None,
+) -> SweepProgress:
     """The progress of `planned` according to `state`.
 
     Args:
         device: the torch device type of the hardware, cuda or cpu.
+        old: attempts that ended before the launch that goes on; None tells what the next launch would try again.
     """
-    state = with_loss_outliers(state)
+    state = with_loss_outliers(with_lost(state))
     runs = {r.run_id: r for r in planned}
     final = {run_id: a for run_id, a in standing_attempts(state).items() if run_id in runs}
     dominated = left_out(planned, state)
-    skipped = dominated | not_promising(planned, state)
+    skipped = {i: dominated_by(other) for i, other in dominated.items()} | not_promising(planned, state)
     status = {run_id: "skipped" if run_id in skipped else "pending" for run_id in runs}
     status |= {i: a.result.status.value if a.result else "running" for i, a in final.items()}
     doubts, rates = measured(planned, state, device)
@@ -114,8 +134,11 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
     by_nodes = defaultdict[int, Counter[str]](Counter)
     for run in planned:
         by_nodes[run.nodes][status[run.run_id]] += 1
-    left = {run_id for run_id, s in status.items() if s in UNSETTLED}
-    if search := searching(state):
+    failed = [runs[i] for i, a in final.items() if a.result and not a.ok and i not in dominated]
+    again = {final[t.key.run_id].key: t.pause_s for t in attempts_after(failed, state, old)}
+    left = {i for i, s in status.items() if s in UNSETTLED} | {key.run_id for key in again}
+    settled = frozenset(runs.keys() - left)
+    if searching(state):
         told, open_runs = state.config, (run for run in planned if run.run_id not in dominated)
         later = expected(
             open_runs, state, float(told.get("max_p_oom", 1.0)), int(told["sweep"].get("batch", 1))
@@ -130,13 +153,18 @@ def progress(sweep: str, planned: Sequence[Candidate], state: SweepState, device
         runs=len(runs),
         by_status=dict(sorted(Counter(status.values()).items())),
         by_nodes={n: dict(sorted(c.items())) for n, c in sorted(by_nodes.items())},
+        settled_by_nodes=Counter(run.nodes for run in planned if run.run_id in settled),
+        settled=settled,
+        again=again,
+        again_by_status=Counter(status[key.run_id] for key in again),
+        skipped={run_id: reason for run_id, reason in skipped.items() if status[run_id] == "skipped"},
         running=tuple((runs[i], final[i]) for i, s in status.items() if s == "running"),
         waiting=unended.count(False),
         attempts=len(state.attempts),
         useful_gpu_hours=useful,
         wasted_by_status=wasted,
-        to_go=len(left) if search else None,
-        eta_s=left_s * median(ratios) / max(1, unended.count(True)) if ratios else None,
+        to_go=len(left),
+        eta_s=left_s * median(ratios) / max(1, unended.count(True)) if ratios else None if left else 0.0,
         runs_per_hour=_runs_per_hour(state),
         best=_best(planned, rates),
         wide={
@@ -177,9 +205,9 @@ def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
 
 
 def settled_runs(state: SweepState) -> dict[str, Status]:
-    """run_id -> status of each run whose standing attempt has ended without being interrupted."""
+    """run_id -> status of each run whose standing attempt has ended, unless the next launch tries it again anyway."""
     ended = ((run_id, a.result.status) for run_id, a in standing_attempts(state).items() if a.result)
-    return {run_id: status for run_id, status in ended if status not in INTERRUPTED}
+    return {run_id: status for run_id, status in ended if status not in OUTSIDE}
 
 
 def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, float]]:

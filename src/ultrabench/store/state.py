@@ -270,3 +270,22 @@ def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:
         if held is None or not held.ok:
             final[key.run_id, key.repeat] = attempt
     return final
+
+
+def with_lost(state: SweepState) -> SweepState:
+    """A copy of `state` in which attempts without a result are `lost` if their allocation has ended.
+
+    The next launch records them as lost. Their results were not written, or the lines of these are damaged.
+    """
+    ended = {name for name, held in state.allocations.items() if held.ended is not None}
+    lost = {
+        key: replace(
+            a,
+            result=RunResult(
+                status=Status.LOST, reason=f"no result in the journal; {a.allocation} has ended"
+            ),
+        )
+        for key, a in state.attempts.items()
+        if a.result is None and a.allocation in ended
+    }
+    return replace(state, attempts=state.attempts | lost)

@@ -12,6 +12,8 @@ from ultrabench import __version__
 from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
+from ultrabench.store.events import AllocationEnded
+from ultrabench.store.journal import JournalWriter
 
 OK, CRASHED = (run.run_id for run in QUICK.runs[:2])
 HEAVY = {"torch", "pandas", "scipy", "matplotlib", "seaborn", "hydra", "submitit", "numpy"}
@@ -141,12 +143,26 @@ def test_status_tells_ooms_failures_and_time_between_runs_apart(ultrabench, swee
     assert "last failures and OOMs" in out
 
 
-def test_status_counts_an_interrupted_run_as_left(ultrabench, sweep):
+def test_status_counts_a_cancelled_run_as_left(ultrabench, sweep):
     record(sweep, QUICK.runs[2], status=Status.CANCELLED, reason="ended by SIGTERM", duration_s=9.0)
     out = " ".join(ultrabench("sweep", "status")[1].split())
-    assert f"2 of {len(QUICK.runs)} runs settled (1 crash, 1 ok), 1 interrupted, " in out
-    assert re.search(r"\d+% of them in interrupted runs, \d+% of them in failed runs", out)
+    assert f"2 of {len(QUICK.runs)} runs settled (1 crash, 1 ok), 1 cancelled to be tried again, " in out
+    assert re.search(r"\d+% of them in cancelled runs, \d+% of them in failed runs", out)
     assert "ended by SIGTERM" not in out
+
+
+def test_a_damaged_result_counts_as_the_next_launch_will_count_it(ultrabench, sweep):
+    writer = JournalWriter(sweep.journal, "agent")
+    writer.write(AllocationEnded(allocation="n1", reason="all tasks done", source="agent"))
+    path = next(path for path in sweep.journal.iterdir() if path != writer.path)
+    path.write_text(path.read_text().replace('"event":"result"', '"event":{result"'))
+    _, out, err = ultrabench("sweep", "status")
+    assert f"{path}:3: skipped a corrupt line about run {OK}" in err
+    assert f"1 of {len(QUICK.runs)} runs settled (1 crash), 1 lost to be tried again" in out
+    assert "running" not in out
+    assert as_json(ultrabench, "sweep", "show", OK)["attempts"][0]["result"]["status"] == "lost"
+    assert as_json(ultrabench, "sweep", "retry", "--dry-run", "--only", "lost")[0]["run_id"] == OK
+    assert "lost" in ultrabench("sweep", "top")[1]
 
 
 def test_status_collect_retry_and_show_tell_of_doubtful_and_invalid_numbers(ultrabench, sweep):

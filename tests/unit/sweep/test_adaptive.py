@@ -63,14 +63,17 @@ def test_a_cell_is_over_after_few_runs_and_the_rest_has_reasons():
     told = not_promising(PLAN.runs, state)
     assert tried.isdisjoint(told)
     assert all(reason.startswith(("not promising: ", "predicted ")) for reason in told.values())
-    counts = progress("s", PLAN.runs, state, "cuda").by_status
+    now = progress("s", PLAN.runs, state, "cuda")
+    counts, ends = now.by_status, {run.run_id for run in PLAN.runs}
+    assert (now.to_go, now.left, now.skipped.keys()) == (0, 0, ends - tried)
     assert "pending" not in counts
     assert counts["skipped"] == len(PLAN.runs) - len(made)
     begun = progress("s", PLAN.runs, state_of(batches[0]), "cuda")
-    assert 0 < (begun.to_go or 0) <= len(made) < begun.by_status["pending"] == begun.left
+    assert 0 < begun.to_go <= len(made) < begun.by_status["pending"] == begun.left
     assert f", about {begun.to_go} to go" in str(counts_line(begun, busy=True))
     state.launched = Launched(generation=2, config={"sweep": {"strategy": "exhaustive"}})
-    assert progress("s", PLAN.runs, state, "cuda").to_go is None
+    now = progress("s", PLAN.runs, state, "cuda")
+    assert now.to_go == now.left == len(PLAN.runs) - len(made)
 
 
 def test_a_cell_waits_for_its_batch_and_every_launch_proposes_the_same():

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.allocations import PLAN, told
+from tests.unit.allocations import PLAN, key_of, told
 from ultrabench.cli.sweep.live import panel
 from ultrabench.result import Status
-from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
+from ultrabench.store.events import AllocationEnded, Launched, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.running.progress import gpu_hours, measured, progress
 
@@ -29,23 +29,27 @@ def ends(*seconds, held_s=None):
     return {Start(restart=n): replace(end, elapsed_s=s) for n, s in enumerate(seconds)}
 
 
-def standing(*attempts):
-    state = SweepState()
+def standing(*attempts, old=None):
+    state = SweepState(launched=Launched(generation=1, config=PLAN.config.resolved))
+    state = held(state, "over", 1, HOUR)
     for repeat, attempt, status in attempts:
-        told(state, ONE, status, repeat, attempt)
-    return progress("s", PLANNED, state, "cuda")
+        if status == "no result":
+            told(state, ONE, None, repeat, attempt, allocation="over")
+        else:
+            told(state, ONE, status, repeat, attempt, cause="killed" if status == Status.CRASH else None)
+    return progress("s", PLANNED, state, "cuda", old)
 
 
 @pytest.mark.parametrize(
     ("attempts", "status"),
     [
-        ([], "pending"), ([(0, 0, None)], "running"), ([(0, 0, Status.CRASH)], "crash"),
+        ([], "pending"), ([(0, 0, None)], "running"), ([(0, 0, Status.OOM), (0, 1, Status.OOM)], "oom"),
         ([(0, 0, Status.CRASH), (0, 1, None)], "running"), ([(0, 0, Status.HANG), (0, 1, Status.OK)], "ok"),
         ([(0, 0, Status.OK), (1, 0, Status.CRASH)], "ok"), ([(0, 0, Status.CRASH), (1, 0, Status.OK)], "ok"),
         ([(0, 0, Status.CRASH), (1, 0, Status.OK), (2, 0, None)], "ok"),
         ([(0, 0, Status.CRASH), (3, 0, Status.LOST)], "lost"),
         ([(0, 0, Status.CRASH), (1, 0, None)], "running"), ([(0, 0, Status.CANCELLED)], "cancelled"),
-        ([(0, 0, Status.CRASH), (0, 1, Status.PREEMPTED)], "preempted"),
+        ([(0, 0, Status.CRASH), (0, 1, Status.PREEMPTED)], "preempted"), ([(0, 0, "no result")], "lost"),
     ],
 )  # fmt: skip
 def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
@@ -54,11 +58,22 @@ def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
     assert now.by_status == ({"pending": len(PLANNED)} if status == "pending" else {status: 1} | rest)
     assert sum(now.by_nodes[ONE.nodes].values()) == sum(r.nodes == ONE.nodes for r in PLANNED)
     assert [r.run_id for r, _ in now.running] == ([ONE.spec.run_id] if status == "running" else [])
-    interrupted = status in ("cancelled", "preempted")  # the next launch tries the run again
-    failed = not interrupted and status not in ("pending", "running", "ok")
-    assert (now.left, now.interrupted) == (len(PLANNED) - (failed or status == "ok"), interrupted)
-    assert [r.run_id for r, _ in now.failures] == ([ONE.spec.run_id] if failed else [])
+    assert [r.run_id for r, _ in now.failures] == ([ONE.spec.run_id] if status in ("lost", "oom") else [])
+    again = {status: 1} if status in ("lost", "cancelled", "preempted") else {}  # by the next launch
+    assert (now.left, now.again_by_status) == (len(PLANNED) - (status in ("ok", "oom")), again)
+    assert [key.run_id for key in now.again] == [ONE.run_id] * len(again)
     assert now.attempts == len(attempts)
+
+
+def test_a_failed_run_is_settled_when_no_further_attempt_follows():
+    killed = [(0, n, Status.CRASH) for n in range(2)]
+    assert standing(*killed[:1]).again == {key_of(ONE): 30.0}
+    assert ONE.run_id in standing(*killed).settled
+    lost = [(0, n, Status.LOST) for n in range(6)]
+    assert standing(*lost).again == {key_of(ONE, attempt=5): 0.0}
+    assert ONE.run_id in standing(*lost, old=frozenset()).settled, (
+        "this launch gives it up, the next does not"
+    )
 
 
 def test_running_layouts_have_their_step_time_and_the_sweep_its_rate():

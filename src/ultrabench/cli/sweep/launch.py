@@ -40,7 +40,7 @@ from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.remedy import require_runs
 from ultrabench.sweep.running.attempts import Launch, next_attempts
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, price_of, within_limit
-from ultrabench.sweep.running.progress import progress, settled_runs
+from ultrabench.sweep.running.progress import UNSETTLED, progress, settled_runs
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
@@ -129,9 +129,14 @@ def follow(
             interrupt(sweep, launcher)  # ends what was submitted meanwhile
         _say_stopped(reconciler, state, display_name)
         return 1
+    if failed := [run.run_id for run, a in now.failures if a.result and a.result.status not in ANSWERS]:
+        told, again = (
+            f"ultrabench sweep {words} {display_name}" for words in (f"show {failed[-1]}", "retry")
+        )
+        say(f"next: {told} shows why that run failed; {again} tries failed runs again")
     if Status.OK in now.by_status:
         say(f"next: ultrabench {'plot comm' if config.kernel.kind == 'probe' else 'heatmap'} {display_name}")
-    return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in ("running", "pending")))
+    return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in UNSETTLED))
 
 
 def _say_stopped(reconciler: Reconciler, state: SweepState, display_name: str) -> None:

@@ -1,6 +1,7 @@
 """The output of a launch: a live table on a terminal, and a line for each attempt that has ended."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
@@ -30,6 +31,10 @@ class Display(Live):
         self._by_id = {run.run_id: run for run in planned}
         self._ended: set[AttemptKey] | None = None
         """Attempts whose end was shown, and those that had ended before the first state; None before that."""
+        self._old = frozenset[AttemptKey]()
+        """Attempts that had ended before the first state."""
+        self._settled = frozenset[str]()
+        """run_ids of the runs that were settled when lines were last printed."""
 
     def start(self, refresh: bool = False) -> None:
         """Starts the table if stderr is a terminal."""
@@ -37,19 +42,30 @@ class Display(Live):
             super().start(refresh)
 
     def show(self, state: SweepState, alive: frozenset[str]) -> None:
-        """Shows a new state: a line for each attempt that has ended since and, on a terminal, the table."""
+        """Shows a new state: a line for each attempt that has ended since and, on a terminal, the table.
+
+        Each line begins with the number of settled runs; runs that are skipped from now on have one together.
+        """
         ended = {key for key, attempt in state.attempts.items() if attempt.result is not None}
-        self._ended = ended if self._ended is None else self._ended
+        first, self._ended = self._ended is None, ended if self._ended is None else self._ended
         new = sorted(ended - self._ended)
-        if not (new or self.is_started):
+        if not (new or first or self.is_started):
             return
-        now = progress(self._sweep, self._planned, state, self._device)
+        self._old = frozenset(ended) if first else self._old
+        now = progress(self._sweep, self._planned, state, self._device, self._old)
+        settled = {*now.settled} if first else {*self._settled & now.settled}
         for key in new:
             self._ended.add(key)
             if run := self._by_id.get(key.run_id):
-                settled = len({k.run_id for k in self._ended} & self._by_id.keys())
-                line = attempt_line(run, state.attempts[key], now.suspects.get(key))
-                self._console.print_line(Text(f"[{settled}/{now.runs}] ").append(line))
+                settled |= now.settled & {key.run_id}
+                line = attempt_line(run, state.attempts[key], now.suspects.get(key), now.again.get(key))
+                self._console.print_line(Text(f"[{len(settled)}/{now.runs}] ").append(line))
+        if skipped := [run for run in self._planned if run.run_id in now.skipped.keys() - settled]:
+            settled |= {run.run_id for run in skipped}
+            such = f"{counted(len(skipped), 'run')} skipped, such as" if len(skipped) > 1 else "skipped"
+            told = f"[{len(settled)}/{now.runs}] {such} {_name(skipped[0])}: {now.skipped[skipped[0].run_id]}"
+            self._console.print_line(Text(told, style_of("skipped")))
+        self._settled = now.settled
         self.update(panel(now, bool(alive), bar=True))
 
     def say(self, note: str) -> None:
@@ -57,17 +73,29 @@ class Display(Live):
         self._console.print_line(note)
 
 
-def attempt_line(run: Candidate, attempt: AttemptState, doubt: str | None = None) -> Text:
-    """One line about an attempt that has ended, in the colour of its status; a doubtful number is marked."""
+def _name(run: Candidate) -> str:
+    return f"{run.run_id} {run.shape.name} {counted(run.nodes, 'node')} {run.layout.label()}"
+
+
+def attempt_line(
+    run: Candidate, attempt: AttemptState, doubt: str | None = None, again_s: float | None = None
+) -> Text:
+    """One line about an attempt that has ended, in the colour of its status; a doubtful number is marked.
+
+    Args:
+        again_s: seconds until the run may be tried again; None where it is not.
+    """
     result, key = attempt.result, attempt.key
     assert result is not None
     if result.stopped == SLOWER:
         doubt = "slower than the best of its cell, stopped early"
-    text = f"{run.run_id} {run.shape.name} {counted(run.nodes, 'node')} {run.layout.label()}"
+    text = _name(run)
     text += f" (repeat {key.repeat})" if key.repeat else ""
     text += f" (attempt {key.attempt})" if key.attempt else ""
     found = _numbers(run, result) if result.status == Status.OK else f"{result.status}, {result.reason}"
     text += f": {found}" + (f" ({doubt})" if doubt else "")
+    if again_s is not None:
+        text += f"; trying again{f' in {again_s:.0f} s at the earliest' if again_s else ''}"
     return Text(text, style_of(result.status, bool(doubt)))
 
 
@@ -91,25 +119,22 @@ def panel(now: SweepProgress, busy: bool, bar: bool = False) -> RenderableType:
 
 def counts_line(now: SweepProgress, busy: bool) -> Text:
     """A line such as `quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours`."""
-    shown = ", ".join(f"{n} {s}" for s, n in now.by_status.items() if s not in UNSETTLED)
+    over = Counter({s: n for s, n in now.by_status.items() if s not in UNSETTLED}) - now.again_by_status
+    shown, again = (", ".join(f"{n} {s}" for s, n in some.items()) for some in (over, now.again_by_status))
     total = now.useful_gpu_hours + now.wasted_gpu_hours
-    between, ooms = (now.wasted_by_status.get(name, 0.0) for name in ("between_runs", "oom"))
-    broken_off = sum(now.wasted_by_status.get(name, 0.0) for name in INTERRUPTED)
-    failed = now.wasted_gpu_hours - between - ooms - broken_off
-    parts = {
-        "in OOMs": ooms,
-        "in interrupted runs": broken_off,
-        "in failed runs": failed,
-        "between runs": between,
-    }
+    spent, between = now.wasted_by_status, now.wasted_by_status.get("between_runs", 0.0)
+    named = {"in OOMs": "oom"} | {f"in {status} runs": str(status) for status in sorted(INTERRUPTED)}
+    parts = {how: spent.get(status, 0.0) for how, status in named.items()}
+    failed = now.wasted_gpu_hours - between - sum(parts.values())
+    parts |= {"in failed runs": failed, "between runs": between}
     lost = (f", {part / total:.0%} of them {how}" for how, part in parts.items() if part >= 0.005 * total > 0)
     eta = f", ETA {duration(now.eta_s)}" if now.left and busy and now.eta_s is not None else ""
     if eta and now.runs_per_hour is not None:
         eta += f" at {now.runs_per_hour:.3g} runs an hour"
     text = f"{now.sweep}: {now.runs - now.left} of {counted(now.runs, 'run')} settled"
     text += f" ({shown})" if shown else ""
-    text += f", {now.interrupted} interrupted" if now.interrupted else ""
-    text += f", about {now.to_go} to go" if now.to_go and now.left else ""
+    text += f", {again} to be tried again" if again else ""
+    text += f", about {now.to_go} to go" if now.to_go < now.left else ""
     return Text(f"{text}{eta}, {hours(total)} GPU hours{''.join(lost)}")
 
 

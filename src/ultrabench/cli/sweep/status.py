@@ -15,7 +15,7 @@ from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.running.progress import UNSETTLED, SweepProgress, progress
+from ultrabench.sweep.running.progress import SweepProgress, progress
 
 WATCH_S = 1.0
 """Seconds between two looks of `sweep status --watch`."""
@@ -73,13 +73,12 @@ def _standing(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str
 def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
     above = [Text(standing, style="yellow")] if standing else []
     # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
-    lines = (_of_nodes(nodes, counts) for nodes, counts in now.by_nodes.items())
+    lines = (_of_nodes(n, counts, now.settled_by_nodes[n]) for n, counts in now.by_nodes.items())
     return Group(*above, panel(now, busy=standing is None, bar=bar), *map(Text, lines))
 
 
-def _of_nodes(nodes: int, counts: Mapping[str, int]) -> str:
+def _of_nodes(nodes: int, counts: Mapping[str, int], settled: int) -> str:
     """A line such as `2 nodes: 12 of 19 runs settled: 11 ok, 1 oom, 7 pending`."""
     runs = sum(counts.values())
-    settled = runs - sum(counts.get(status, 0) for status in UNSETTLED)
     ends = ", ".join(f"{number} {status}" for status, number in counts.items())
     return f"{counted(nodes, 'node')}: {settled} of {counted(runs, 'run')} settled: {ends}"
