@@ -24,6 +24,8 @@ RANK_START_S = {"cuda": 20.0, "cpu": 0.6}
 """Device type -> seconds from the start of a run to its first step; on CPUs, for each rank of the host."""
 LIKELY_OOM = 0.5
 """P(OOM) above which a run is predicted not to fit into memory."""
+NEARLY_FULL = 0.976
+"""Share of a GPU's memory that an allocator can hold; on an H100 the driver and the context take 2.1 of 80 GiB."""
 NOTABLE = 0.1
 """Share of a step above which what is no computing is called the limit of a layout."""
 
@@ -44,8 +46,8 @@ class Prediction:
     p_oom: float
     """Probability that the run does not fit into memory."""
     limited_by: str
-    """What costs the layout most: memory where it is unlikely to fit; else launch, bubble or communication, if
-    one of them takes a notable part of the step; else compute."""
+    """What costs the layout most: memory where it is unlikely to fit, or its allocator has to give its reserve back
+    and wait; else launch, bubble or communication, if one of them takes a notable part of the step; else compute."""
     duration_s: float
     """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
 
@@ -83,6 +85,7 @@ class Predictor:
         low, high = self.profile.quantiles(regime(spec, self.links))
         # The limit of a process counts from what it held before its tensors.
         held = self.memory.base_bytes if hardware.device == "cpu" else 0.0
+        full = hardware.device == "cuda" and peak > NEARLY_FULL * hardware.mem_bytes
         return Prediction(
             step_time_s=time_s,
             step_time_low_s=time_s * math.exp(low),
@@ -90,7 +93,7 @@ class Predictor:
             peak_mem_bytes=int(peak),
             memory_share=peak / (hardware.mem_bytes + held),
             p_oom=chance,
-            limited_by="memory" if chance > LIKELY_OOM else _limit(times, time_s),
+            limited_by="memory" if full or chance > LIKELY_OOM else _limit(times, time_s),
             duration_s=begin_s + (self.measure.priced_s(time_s) if chance <= LIKELY_OOM else 0.0),
         )
 
@@ -130,7 +133,7 @@ def with_links(
         step_time_s=times.total,
         step_time_low_s=times.total * math.exp(low),
         step_time_high_s=times.total * math.exp(high),
-        limited_by=told.limited_by if told.p_oom > LIKELY_OOM else _limit(times, times.total),
+        limited_by="memory" if told.limited_by == "memory" else _limit(times, times.total),
     )
 
 
