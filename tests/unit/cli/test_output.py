@@ -63,6 +63,25 @@ def test_plan_top_names_the_best_of_each_cell(ultrabench, sweep):
     assert (measured["run_id"], measured["step_time_s"]) == (OK, pytest.approx(0.1))
 
 
+def test_plan_of_a_sweep_that_has_begun_prices_what_is_left(ultrabench, sweep):
+    words, total = ("sweep", "plan", "model=tiny"), len(QUICK.runs)
+    begun = as_json(ultrabench, *words)
+    record(sweep, QUICK.runs[2])
+    left = as_json(ultrabench, *words)
+    assert (begun["settled"], left["settled"], begun["runs"], left["runs"]) == (2, 3, total, total)
+    assert 0 < left["cells"][0]["predicted_gpu_hours"] < begun["cells"][0]["predicted_gpu_hours"]
+    assert f"\n3 of {total} runs settled: the price is that of what is left\n" in ultrabench(*words)[1]
+    for run in QUICK.runs[3:]:
+        record(sweep, run)
+    over = as_json(ultrabench, *words)
+    assert (over["settled"], over["predicted_gpu_hours"]) == (total, 0)
+    assert over["notes"] == [f"{total} of {total} runs settled: nothing is left to run"]
+    other = ultrabench(*words, "sweep.seq_len=32", "--json")
+    assert json.loads(other[1])["settled"] == 0
+    assert "would be refused: " in other[2]
+    assert "start a new one with name=NAME" in other[2]
+
+
 def test_plan_top_tells_how_sure_a_prediction_is_and_what_limits_a_layout(ultrabench):
     words = ("sweep", "plan", "model=8B", "hardware=h100x8", "--top", "2")
     first, second = as_json(ultrabench, *words)["top"]

@@ -2,7 +2,8 @@
 
 import sys
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
-from ultrabench.launchers.open_sweep import folder_of, in_force, require_program
+from ultrabench.launchers.open_sweep import folder_of, in_force, require_program, require_same
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import SweepState, fold
+from ultrabench.store.state import SweepState, fold, with_lost
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import PRUNED, Plan, make_plan
@@ -25,41 +26,59 @@ from ultrabench.sweep.remedy import nothing_fits, require_runs
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import with_loss_outliers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
-from ultrabench.sweep.running.progress import measured
+from ultrabench.sweep.running.progress import measured, progress
 
 COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fit": "predicted_to_fit"}
 """Column of the table -> key of a cell in the JSON document."""
 
 
 def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int | None) -> None:
-    """Prints the counts of a plan by cell and rule, its price, and the layouts to try first."""
-    plan = within_limit(require_runs(make_plan(in_force(load_config(overrides)))))
+    """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first."""
+    config = in_force(load_config(overrides))
+    known, state, rate = find_sweep_json(folder_of(config)), SweepState(), dict[str, Any]()
     try:
-        require_program(plan.config)
+        if known is not None:
+            require_same(known, config, folder_of(config).path)
+            state = with_loss_outliers(with_lost(fold(read_journal(folder_of(config).journal, warn))))
+            if not config.hardware.peak_flops_per_s:  # as measured for that sweep
+                rate = {"core_flops_per_s": known.core_flops_per_s, "cores": known.cores or 1}
+        require_program(config)
     except ConfigError as error:
         warn(f"a launch from here would be refused: {error}")
+    plan = within_limit(require_runs(make_plan(config, **rate)))
     if output is not None:
         write_plan(plan.candidates, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
-    best = recommend(plan, top) if top else []
-    price, summary = price_of(plan), plan.summary()
-    _tell_expected(summary, price, plan.config.strategy == "adaptive")
-    priced = f"priced for launcher={plan.config.launcher.name}: {jobs_line(price, plan.config)}"
-    lacking = nothing_fits(plan, {(row["model"], row["nodes"]) for row in best})
-    notes = [*lacking, interval_line(price), *too_long(plan), priced]
+    now = progress(config.name, plan.runs, state, config.hardware.device)
+    best = recommend(plan, top, measured(plan.runs, state, config.hardware.device)[1]) if top else []
+    price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
+    _tell_expected(summary, plan, price, now.settled - now.skipped.keys())
+    notes = [*nothing_fits(plan, {(row["model"], row["nodes"]) for row in best})]
+    if now.settled:
+        left = "the price is that of what is left" if price.jobs else "nothing is left to run"
+        notes.append(f"{len(now.settled):,} of {counted(len(plan.runs), 'run')} settled: {left}")
+    if price.jobs:
+        priced = f"priced for launcher={config.launcher.name}: {jobs_line(price, config)}"
+        notes += [interval_line(price), *too_long(plan), priced]
     if as_json:
         print_json(_document(summary, price, notes) | ({"top": best} if top else {}))
         return
     show(*_page(plan, price, summary, best), *notes)
 
 
-def _tell_expected(summary: dict[str, Any], price: Price, adaptive: bool) -> None:
-    """Makes `runs` the number of runs that are expected, and `runs_at_most` that of those that may be made."""
+def _tell_expected(summary: dict[str, Any], plan: Plan, price: Price, made: Set[str]) -> None:
+    """Makes `runs` the number of runs that are expected, and `runs_at_most` that of those that may be made.
+
+    Args:
+        made: run_ids of the runs that are settled and were not skipped.
+    """
     for cell in (*summary["cells"], summary):
         cell["runs_at_most"] = cell["runs"]
-    if adaptive:
+    if plan.config.strategy == "adaptive":
+        made_in = Counter(run.cell for run in plan.runs if run.run_id in made)
         for cell in summary["cells"]:
-            cell["runs"] = price.runs.get((cell["model"], cell["nodes"]), (0, 0.0))[0]
+            key = cell["model"], cell["nodes"]
+            cell["runs"] = price.runs.get(key, (0, 0.0))[0] + made_in[key]
         summary["runs"] = sum(cell["runs"] for cell in summary["cells"])
 
 
@@ -114,13 +133,16 @@ def _percent(share: float) -> str:
     return "<1 %" if share < 0.01 else f"{100 * share:.0f} %"
 
 
-def recommend(plan: Plan, top: int) -> list[Row]:
+def recommend(plan: Plan, top: int, rates: Mapping[str, float | None]) -> list[Row]:
     """The `top` best runs of each cell, first by measured and then by predicted tokens/s/GPU.
 
     A run that is not measured must be likely to fit. A measured run that may not win its cell, such as a suspect,
     is left out, and the interval of the others is their step time alone.
+
+    Args:
+        rates: run_id -> measured tokens/s/GPU; None for a run that may not win.
     """
-    rates, best = _measured(plan), list[Row]()
+    best = list[Row]()
     for (model, nodes), runs in plan.cells.items():
         rows = list[Row]()
         for run in runs:
@@ -138,18 +160,6 @@ def recommend(plan: Plan, top: int) -> list[Row]:
                 rows.append({**name, **speed, **memory, **why})
         best += sorted(rows, key=lambda row: (row["why"], -row["tokens_per_s_per_gpu"]))[:top]
     return best
-
-
-def _measured(plan: Plan) -> dict[str, float | None]:
-    """run_id -> tokens/s/GPU that the sweep of this name has measured; None for a run that may not win."""
-    folder = folder_of(plan.config)
-    known = find_sweep_json(folder)
-    if known is None:
-        return {}
-    state, device = with_loss_outliers(fold(read_journal(folder.journal))), plan.config.hardware.device
-    if known.core_flops_per_s and not plan.config.hardware.peak_flops_per_s:  # as measured for that sweep
-        plan = make_plan(plan.config, core_flops_per_s=known.core_flops_per_s, cores=known.cores or 1)
-    return measured(plan.runs, state, device)[1]
 
 
 def print_script(overrides: list[str]) -> None:
