@@ -73,8 +73,9 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
         ConfigError: a name, a value or a file cannot be used; the message is one line.
     """
     named = [o for o in overrides if re.match(r"\+*(sweep\.models|model)=", o)]
-    if len({o.lstrip("+").partition("=")[0] for o in named}) > 1:
-        raise ConfigError(f"{' '.join(named)}: model=NAME means sweep.models=[NAME]; give only one of them")
+    if len(named) > 1:
+        rule = "model=NAME means sweep.models=[NAME]; give only one of them, such as sweep.models=[tiny,mini]"
+        raise ConfigError(f"{' '.join(named)}: {rule}")
     tree = compose_tree([_model_list(o) for o in overrides])
     sweep = tree.get("sweep")
     names = _as_list(sweep.pop("models", None) or []) if isinstance(sweep, dict) else []

@@ -110,6 +110,9 @@ def validate(
         print_json(measured | {"profile": scored})
         return
     for scope, all_ in measured.items():
+        if scope == "all" and not measured["healthy"]["excluded"]:
+            show("step time of all rows: the same, since none is excluded", "")
+            continue
         reasons = ", ".join(f"{n:,} {why}" for why, n in all_["excluded_by_reason"].items())
         title = f"step time of {scope} rows, profile {used.name}: {all_['rows']:,} rows ({all_['excluded']:,} excluded)"
         _show(f"{title}: {reasons}" if reasons else title, TIME, all_, _time)

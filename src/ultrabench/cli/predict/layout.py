@@ -24,6 +24,7 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.arguments import PREDICTED, read_run
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import predictor
+from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.predict.stage_memory import PARTS
 
 BAR = 40
@@ -83,7 +84,8 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
     stages, limit = found["stages"], f"{found['rank_mem_bytes'] / GIB:g} GiB"
     largest = max(stages, key=lambda stage: stage["peak_bytes"])
     at = f"pipeline rank {largest['pp_rank']}, {largest['phase']}" if len(stages) > 1 else largest["phase"]
-    yield f"{spec.shape.name}, {found['label']}, {counted(found['world_size'], 'GPU')} of {config.hardware.name}"
+    where = f"{counted(found['world_size'], 'GPU')} of {config.hardware.name}"
+    yield f"{spec.shape.name}, {found['label']}, {where}, sequences of {spec.workload.seq_len:,} tokens"
     yield _bars(f"\nmemory at its peak ({at}), {name}", found["memory"], 1 / unit)
     if len(stages) > 1:
         rows, columns = [], ("phase", *PARTS, "peak_bytes")
@@ -93,7 +95,9 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
             rows.append((names, parts[0], *(f"{part / unit:.2f}" for part in parts[1:])))
         heads = ("rank", "at", *(f">{part}" for part in (*PARTS, "peak")))
         yield table(f"\nmemory of each pipeline rank, {name}", *heads, rows=rows)
-    likely = "likely to fit" if found["limited_by"] != "memory" else "unlikely to fit"
+    likely = "unlikely to fit" if found["p_oom"] > LIKELY_OOM else "likely to fit"
+    if found["limited_by"] == "memory" and found["p_oom"] <= LIKELY_OOM:
+        likely += ", but the allocator has to give its reserve back and waits, which the time leaves out"
     yield f"peak {found['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * found['p_oom']:.1f} %"
     yield _bars("\nstep time, ms", found["time"], 1e3)
     mfu = "" if found["mfu"] is None else f", MFU {100 * found['mfu']:.1f} %"
