@@ -1,5 +1,7 @@
 """Every end of a run gets its own name, from evidence, and the sweep goes on; no process is left."""
 
+import re
+
 import pytest
 
 pytestmark = pytest.mark.local
@@ -24,8 +26,11 @@ def test_statuses_retry_and_table(bench):
         f"sweep.mbs={list(BEHAVIOURS)}", f"sweep.gas={gas}", "measure.run_limit_s=4",
         "measure.race=null", "measure.start_deadline_s=600",
     )  # fmt: skip
-    bench.run("sweep", "launch", *overrides, code=1)
+    done = bench.done("sweep", "launch", *overrides)
+    assert done.returncode == 1
+    (shown,) = re.findall(r"^next: ultrabench sweep show (\w{16}) t shows why", done.stderr, re.MULTILINE)
     rows = bench.rows()
+    assert shown in {r["run_id"] for r in rows if r["is_final"] and r["status"] not in ("ok", "oom")}
     last = {BEHAVIOURS[r["mbs"]]: r for r in rows if r["is_final"]}
     for behaviour, (status, text) in EXPECTED.items():
         row = last[behaviour]
