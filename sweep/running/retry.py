@@ -88,7 +88,9 @@ def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
 
 
 def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
-    """Nodes that must not be used again -> the reason, the worst node first."""
+    """Nodes that must not be used again -> the reason, the worst node first; none of a sweep on this machine alone."""
+    if state.config.get("launcher", {}).get("name") == "local":
+        return {}
     blamed: dict[str, set[str]] = defaultdict(set)
     ends = [end for allocation in state.allocations.values() for end in allocation.ends.values()]
     failed = {node: "its agent gave it up" for end in ends for node in end.avoid}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.events import AllocationEnded, Start
+from ultrabench.store.events import AllocationEnded, Launched, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import FAILURES
@@ -90,6 +90,8 @@ def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed():
     one, two = failed(hang, hang, run_id="r"), failed(hang, run_id="s")
     assert excluded(state_of(*one), POLICY) == {}
     assert excluded(state_of(*one, *two), POLICY) == {"bad": "suspected in 2 runs"}
+    here = Launched(generation=1, config={"launcher": {"name": "local"}})
+    assert excluded(replace(state_of(*one, *two), launched=here), POLICY) == {}, "there is no other node"
     assert excluded(state_of(*one, *two), replace(POLICY, forgive=("bad",))) == {}
     wrong = result("invalid", suspect_hosts=("bad",))  # what a program computes or reports is no node's fault
     assert excluded(state_of(*failed(wrong, run_id="r"), *failed(wrong, run_id="s")), POLICY) == {}
