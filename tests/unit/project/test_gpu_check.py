@@ -160,3 +160,16 @@ def test_a_line_on_processes_of_this_machine(tmp_path):
     lines = json.loads((tmp_path / "out.json").read_text())["lines"]
     assert {key: line["status"] for key, line in lines.items()} == {"check: dp=1 gas=2 fp64": "pass"}
     assert "of 1e-10" in done.stdout
+
+
+@pytest.mark.parity
+def test_ranks_that_share_a_device_train_as_one_process_does():
+    layouts = ("dp=2 tp=2 zero_stage=3", "pp=2 gas=2", "cp=2")
+    options = ("--device", "cpu", "--precision", "fp64", "--processes", "1")
+    done = subprocess.run(
+        (sys.executable, "benchmarks/one_gpu.py", *options, *layouts),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout.count("| pass |")) == (0, len(layouts)), done.stdout + done.stderr
