@@ -37,7 +37,7 @@ class UltrabenchMemory:
     """The part of activations, logits and buffers that the allocator holds beyond them."""
     base_bytes: NonNegative
     """Bytes that the allocator holds in any run; on CPUs the resident set of a rank beside its tensors."""
-    reduce_stream_bytes: NonNegative
+    reduce_stream_bytes: NonNegative = 0.0
     """Bytes for each parameter whose gradient the rank sums that the allocator holds for the stream which reduces
     gradients: what is freed there serves no other stream."""
     zbv_margin: NonNegative
