@@ -129,7 +129,8 @@ def _block(work: _Work, links: Network, peak: float, stream: float, c: TimeConst
     up, down = _gemm_s(tokens, 2 * f / tp, h, peak, c), _gemm_s(tokens, h, f / tp, peak, c)
     forward = qkv + _gemm_s(tokens, h, q / tp, peak, c) + up + down
     attention = _attention_s(work, peak, c)
-    traffic = tokens / tp * (c.hidden_bytes * h + c.ffn_bytes * f) / stream
+    head_norms = c.head_norm_bytes * (q + kv) * shape.qk_norm
+    traffic = tokens / tp * (c.hidden_bytes * h + c.ffn_bytes * f + head_norms) / stream
     traffic *= c.compiled_traffic if work.compiled else 1
     call = _tp_call_s(tokens * h * work.word, tp, links, c)
     kept_down = down if tp == 1 else 0.0

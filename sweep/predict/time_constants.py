@@ -110,6 +110,8 @@ class TimeConstants:
     """Seconds of the host for each layer of a rank in the optimizer."""
     rest_s: NonNegative
     """Seconds of a step outside all of this."""
+    head_norm_bytes: NonNegative = 0.0
+    """Memory traffic of the norms of queries and keys (qk_norm), for each token and channel of them."""
     selective_launch_s: NonNegative = 0.0
     """Seconds that the host needs in addition for a layer which torch recomputes selectively and did not compile."""
     wait_shared: Share = 0.0
