@@ -3,13 +3,14 @@
 import base64
 import hashlib
 import importlib.util
-import json
 from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
+
+import msgspec
 
 _SCRIPTS = ("columns.js", "heatmap.js", "runs.js", "figures.js", "page.js")
 
@@ -30,7 +31,7 @@ def page(held: Mapping[str, Any], *, title: str) -> str:
         title=escape("ultrabench report" if held["public"] else f"{title}: ultrabench report"),
         policy=policy,
         style=_text("page.css"),
-        data=json.dumps(held, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        data=msgspec.json.encode(held).decode().replace("<", "\\u003c"),
         ours=ours,
         plotting="\n".join(plotting),
     )

@@ -126,7 +126,7 @@ def _without_texts(table: pa.Table) -> pa.Table:
 
 def _ranked(table: pa.Table) -> tuple[list[Cell], dict[tuple[Any, ...], Row]]:
     """The cells of a table, and the values of a ranked row in _KEY -> the columns that rank it in its cell."""
-    cells, boards = rank_and_order(table)
+    cells, boards = rank_and_order(table, (*_KEY, "status", "suspect", "stopped"))
     tried = [n for n, cell in enumerate(cells) if cell.status != "rejected"]  # the others have no runs
     places = {
         tuple(run[name] for name in _KEY): {"rank": rank, "cell": n, **_mark(run)}
