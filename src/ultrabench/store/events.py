@@ -159,7 +159,7 @@ class AllocationEnded:
         require_allowed(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Claimed(OfAttempt):
     """Event: an allocation has claimed an attempt, so that no other allocation may run it."""
 
@@ -171,7 +171,7 @@ class Claimed(OfAttempt):
     predicted: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Started(OfAttempt):
     """Event: the ranks of an attempt are being started."""
 
@@ -180,7 +180,7 @@ class Started(OfAttempt):
     """Node-local folder of the leading agent, in which logs are written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Phase(OfAttempt):
     """Event: rank 0 of an attempt has reached a new phase, or has measured further steps in it."""
 
@@ -193,7 +193,7 @@ class Phase(OfAttempt):
     """Median of these steps in seconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Result(OfAttempt):
     """Event: an attempt ended with status ok."""
 
@@ -205,7 +205,7 @@ class Result(OfAttempt):
     result: RunResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Failed(Result):
     """Event: an attempt ended with another status than ok."""
 
@@ -281,11 +281,17 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
         SweepFolderError: the line has a newer schema; the message names `path`, the file that holds it.
         DAMAGED: the text is no event.
     """
-    version = _version_of(text).v
+    try:
+        head = _head_of(text)
+    except msgspec.ValidationError:
+        _require_known(_version_of(text).v, path)
+        raise
+    _require_known(head.v, path)
+    if (event_of := _event_of.get(head.event)) is None:
+        return None
+    return Line(event_of(text), head.writer, head.seq, head.time, zlib.crc32(text))
+
+
+def _require_known(version: int, path: object) -> None:
     if version > SCHEMA_VERSION:
         raise SweepFolderError(f"{path} has schema {version}; we read up to {SCHEMA_VERSION}: upgrade it")
-    head = _head_of(text)
-    if head.event not in EVENTS:
-        return None
-    event: Event = _event_of[head.event](text)
-    return Line(event=event, writer=head.writer, seq=head.seq, time=head.time, checksum=zlib.crc32(text))
