@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ultrabench.analysis.rows import Warn, sweep_rows
+from ultrabench.analysis.rows import Warn, sweep_table
 from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_KEY
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.store.folder import SweepFolder, find_sweep
@@ -24,11 +24,7 @@ def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
     Raises:
         SweepFolderError: a folder is no sweep folder, or was written with a newer schema.
     """
-    names = SCHEMA.names
-    # Row by row, because looking into all rows once for each column takes several times as long.
-    rows = [tuple(map(row.get, names)) for folder in folders for row in sweep_rows(folder, warn)]
-    arrays = map(pa.array, zip(*rows, strict=True), SCHEMA.types)
-    return pa.Table.from_arrays([*arrays], schema=SCHEMA) if rows else SCHEMA.empty_table()
+    return pa.concat_tables([sweep_table(folder, warn) for folder in folders]).combine_chunks()
 
 
 def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, str, pa.Table]:

@@ -2,11 +2,15 @@
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
 from ultrabench.device_rates import bandwidths, summary
@@ -22,7 +26,7 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold, with_lost
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
-from ultrabench.sweep.plan_table import formula_of, place_of, read_rows, runs_of, shapes_of
+from ultrabench.sweep.plan_table import OF_RUNS, formula_of, place_of, read_plan, rows_of, runs_of, shapes_of
 from ultrabench.sweep.running.attempts import dominated_by, left_out, not_promising
 from ultrabench.sweep.running.outliers import control_times, impossible, suspect_attempts, with_loss_outliers
 
@@ -30,17 +34,33 @@ Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
 
 Warn = Callable[[str], None]
+_Cell = tuple[str, int, str]
 
 _PREDICTED = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
 """Columns that a claim's prediction gives, where their names have no `predicted_`."""
 _OF_TRAINING = frozenset({"zero_shards", "gbs", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED})
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
 _SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled", "evidence"}
-_MEASURED = {f.name for f in fields(RunResult)} & {*SCHEMA.names} - _SPEED_OR_OTHER_TYPE
+_OF_CANDIDATES = (
+    "run_id",
+    "model",
+    "nodes",
+    "pp_schedule",
+    "decision",
+    "rule",
+    "reason",
+    "gpus",
+    "gbs",
+    "seq_len",
+)
+"""Columns of the plan from which rows are made one by one; all others are copied as a whole."""
+_MEASURED = sorted({f.name for f in fields(RunResult)} & {*SCHEMA.names} - _SPEED_OR_OTHER_TYPE)
 """Columns that are copied from a result."""
+_measured_of = operator.attrgetter(*_MEASURED)
+_evidence_text = json.JSONEncoder(sort_keys=True).encode
 
 
-def sweep_rows(folder: SweepFolder, warn: Warn) -> list[Row]:
+def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
     """The rows of a sweep, finished or not: runs of the plan in its order, then runs no longer in the plan.
 
     Raises:
@@ -49,50 +69,88 @@ def sweep_rows(folder: SweepFolder, warn: Warn) -> list[Row]:
     sweep = read_sweep_json(folder)
     if not folder.plan.exists():
         warn(f"{folder.name}: no plan.parquet; candidates that were never attempted are missing")
-    plan = read_rows(folder.plan) if folder.plan.exists() else []
+    plan = read_plan(folder.plan) if folder.plan.exists() else SCHEMA.empty_table()
     state = fold(read_journal(folder.journal, warn))
-    rows = _rows(sweep, plan, state, warn)
+    bases = _bases(sweep, plan, shapes_of(sweep, state))
+    found = [*_rows(sweep, plan, bases, state, warn)]
+    own, at = _columns([row for _, row in found]), pa.array([n for n, _ in found], pa.int64())
+    shared = {name: column.take(at) for name, column in _planned(plan, bases).items()}
     if sweep.kernel.kind == "probe":
-        return [{k: v for k, v in row.items() if k not in _OF_TRAINING} for row in rows]
-    return list(rows)
+        own, shared = ({k: v for k, v in held.items() if k not in _OF_TRAINING} for held in (own, shared))
+    arrays = []
+    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
+        known = [held[name] for held in (own, shared) if name in held] or [pa.nulls(len(found), kind)]
+        arrays.append(pc.coalesce(*known))
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
-def _rows(sweep: SweepJson, plan: list[Row], told: SweepState, warn: Warn) -> Iterator[Row]:
+def _columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
+    """Name -> array of each column that a row has."""
+    named = frozenset[str]().union(*rows)
+    kinds = pa.struct([column for column in SCHEMA if column.name in named])
+    return dict(zip(kinds.names, pa.array(rows, kinds).flatten(), strict=True))
+
+
+def _cells(plan: pa.Table) -> list[_Cell]:
+    """For each candidate its model, number of nodes and schedule."""
+    return [*zip(*(plan[name].to_pylist() for name in ("model", "nodes", "pp_schedule")), strict=True)]
+
+
+def _bases(sweep: SweepJson, plan: pa.Table, shapes: Mapping[str, ModelShape]) -> dict[_Cell, Row]:
+    """The columns that candidates share which have the same model, number of nodes and schedule."""
+    return {
+        cell: _base(sweep, sweep.kernel, {"nodes": cell[1], "pp_schedule": cell[2]}, shapes.get(cell[0]))
+        for cell in dict.fromkeys(_cells(plan))
+    }
+
+
+def _planned(plan: pa.Table, bases: Mapping[_Cell, Row]) -> dict[str, pa.ChunkedArray]:
+    """The columns that the plan tells, with a value for each candidate; it is not told why one was rejected."""
+    number = {cell: n for n, cell in enumerate(bases)}
+    at = pa.array(map(number.__getitem__, _cells(plan)), pa.int64())
+    told = [name for name in plan.column_names if name in SCHEMA.names and name not in ("rule", "reason")]
+    columns = {name: column.take(at) for name, column in _columns([*bases.values()]).items()}
+    return columns | {name: plan[name].cast(SCHEMA.field(name).type) for name in told}
+
+
+def _rows(
+    sweep: SweepJson, plan: pa.Table, bases: Mapping[_Cell, Row], told: SweepState, warn: Warn
+) -> Iterator[tuple[int | None, Row]]:
+    """For each row the number of its candidate in the plan, None where it has none, and the columns of its own."""
     state = with_loss_outliers(with_lost(told))
     attempts = state.by_run()
     final = {attempt.key for attempt in final_attempts(state).values()}
     circumstances = {name: _circumstances(allocation) for name, allocation in state.allocations.items()}
     control, suspects = control_times(state), suspect_attempts(state, device=sweep.hardware.device)
     shapes, formula = shapes_of(sweep, state), formula_of(sweep, state)
-    runs = list(runs_of(sweep, (row for row in plan if row["model"] in shapes), state))
+    candidates = [*rows_of(plan, _OF_CANDIDATES)]
+    known = (row["decision"] == "run" and row["model"] in shapes for row in candidates)
+    runs = list(runs_of(sweep, rows_of(plan, OF_RUNS, kept=known), state))
     dominated = left_out(runs, state)
     unpromising = not_promising((run for run in runs if run.run_id not in dominated), state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
-        row = _attempted(base, attempt, circumstances.get(attempt.allocation or "", {}))
+        row = _attempted(attempt, circumstances.get(attempt.allocation or "", {}), base.get("gpus"))
         row["is_final"] = attempt.key in final
         # A run that is invalid only because of its loss keeps the speeds that its agent measured.
-        row |= _speed(row, told.attempts[attempt.key].result, shape, formula)
+        row |= _speed(base, told.attempts[attempt.key].result, shape, formula)
         time_s, control_s = row.get("step_time_s"), control.get(attempt.allocation or "")
         row["control_ratio"] = control_s / time_s if time_s and control_s else None
         doubts = (suspects.get(attempt.key), impossible(row.get("mfu")))
         row["suspect"] = "; ".join(filter(None, doubts)) or None
         return row
 
-    # The rows of a cell differ only in their layouts.
-    cell_of = functools.cache(lambda shape, **place: _base(sweep, sweep.kernel, place, shape))
-    for candidate in plan:
-        run_id, shape = candidate["run_id"], shapes.get(candidate["model"])
-        base = cell_of(shape, nodes=candidate["nodes"], pp_schedule=candidate["pp_schedule"])
-        base = {**base, **candidate, "rule": None, "reason": None}
-        tried = attempts.pop(run_id, [])
+    for n, candidate in enumerate(candidates):
+        tried = attempts.pop(run_id := candidate["run_id"], [])
         if not tried:
-            yield base | _not_attempted(candidate, dominated.get(run_id), unpromising.get(run_id))
+            yield n, _not_attempted(candidate, dominated.get(run_id), unpromising.get(run_id))
+            continue
+        base = bases[candidate["model"], candidate["nodes"], candidate["pp_schedule"]] | candidate
         for attempt in tried:
-            yield outcome(base, attempt, shape)
+            yield n, outcome(base, attempt, shapes.get(candidate["model"]))
     for attempt in (attempt for tried in attempts.values() for attempt in tried):
         base, shape = _claimed(sweep, attempt, warn)
-        yield outcome(base, attempt, shape)
+        yield None, base | outcome(base, attempt, shape)
 
 
 def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape | None) -> Row:
@@ -149,16 +207,19 @@ def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, 
     return _base(sweep, spec.kernel, place_of(spec), spec.shape), spec.shape
 
 
-def _attempted(base: Row, attempt: AttemptState, circumstances: Row) -> Row:
-    """The row of one attempt without its speeds; it has no status while there is no result."""
+def _attempted(attempt: AttemptState, circumstances: Row, gpus: int | None) -> Row:
+    """The columns of one attempt but its speeds; it has no status while there is no result.
+
+    Args:
+        gpus: ranks of the run, where they are known.
+    """
     return {
-        **base,
         **attempt.key._asdict(),
         "allocation": attempt.allocation,
-        **_known({name: attempt.predicted.get(name.removeprefix("predicted_")) for name in _PREDICTED}),
+        **{name: attempt.predicted.get(name.removeprefix("predicted_")) for name in _PREDICTED},
         **circumstances,
         **({"job_id": attempt.job.job_id} if attempt.job else {}),
-        **(_measured(attempt.result, base.get("gpus")) if attempt.result else {}),
+        **(_measured(attempt.result, gpus) if attempt.result else {}),
     }
 
 
@@ -179,10 +240,10 @@ def _circumstances(allocation: AllocationState) -> Row:
 
 
 def _measured(result: RunResult, gpus: int | None) -> Row:
-    row: Row = {name: getattr(result, name) for name in _MEASURED}
+    row: Row = dict(zip(_MEASURED, _measured_of(result), strict=True))
     if result.probe:
         row |= summary(result.probe) | {"bandwidths": bandwidths(result.probe) or None}
-    row["evidence"] = json.dumps(result.evidence, sort_keys=True) if result.evidence else None
+    row["evidence"] = _evidence_text(result.evidence) if result.evidence else None
     if result.sm_clock_hz is not None or result.throttled is not None:
         row["throttled"] = result.throttled is not None
     if result.started_at is not None:

@@ -1,10 +1,10 @@
 """Writes and reads plan.parquet: one row for each candidate, with decision, reason and prediction."""
 
 import functools
-import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ Row = dict[str, Any]
 """Column name -> value."""
 _COLUMNS = {f.name: f.name if f.name == "p_oom" else f"predicted_{f.name}" for f in fields(Prediction)}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
-_OF_RUNS = (
+OF_RUNS = [
     "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", *AXES, *_COLUMNS.values(),
-)  # fmt: skip
+]  # fmt: skip
 """Columns that `runs_of` reads."""
 
 NULLABLE = pa.schema({"rule": pa.string(), "reason": pa.string()})
@@ -82,23 +82,38 @@ def write_plan(candidates: Iterable[Candidate], path: Path) -> None:
         raise SweepFolderError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
-def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
-    """The rows of a plan.parquet in the plan's order; with `runs_only`, only runs and what `runs_of` reads of them.
+def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of a plan.parquet in the plan's order, with all columns or only some.
 
     Raises:
         SweepFolderError: the file is missing or cannot be read.
     """
     try:
-        file = pq.ParquetFile(path)  # read_table would import pandas, which takes longer
-        table = file.read(columns=[*_OF_RUNS] if runs_only else None)
-        names, columns = table.column_names, [column.to_pylist() for column in table.columns]
-        kept = (not runs_only or decision == "run" for decision in table["decision"].to_pylist())
-        lines = itertools.compress(zip(*columns, strict=True), kept)
-        return [dict(zip(names, line, strict=True)) for line in lines]
+        return pq.ParquetFile(path).read(
+            columns=columns
+        )  # read_table would import pandas, which takes longer
     except FileNotFoundError:
         raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None
     except (OSError, pa.ArrowException) as error:
         raise SweepFolderError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
+
+
+def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
+    """The rows of `read_plan`; with `runs_only`, only runs and what `runs_of` reads of them."""
+    table = read_plan(path, OF_RUNS if runs_only else None)
+    runs = (decision == "run" for decision in table["decision"].to_pylist()) if runs_only else None
+    return [*rows_of(table, kept=runs)]
+
+
+def rows_of(
+    table: pa.Table, columns: Sequence[str] | None = None, kept: Iterable[bool] | None = None
+) -> Iterator[Row]:
+    """The rows of a table, all or those that are `kept`, with all columns or some; `to_pylist` takes longer."""
+    names = [name for name in table.column_names if columns is None or name in columns]
+    lines = zip(*(table[name].to_pylist() for name in names), strict=True)
+    return (
+        dict(zip(names, line, strict=True)) for line in (lines if kept is None else compress(lines, kept))
+    )
 
 
 def shapes_of(sweep: SweepJson, state: SweepState) -> dict[str, ModelShape]:

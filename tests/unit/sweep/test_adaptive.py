@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.cli.conftest import record
-from ultrabench.analysis.rows import sweep_rows
+from ultrabench.analysis.collect import collect
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.sweep.show import show_run
 from ultrabench.errors import ConfigError
@@ -201,7 +201,7 @@ def test_rows_and_show_tell_why_a_run_was_left_out(tmp_path, capsys):
     JournalWriter(folder.journal, "agent").write(Launched(generation=1, config=PLAN.config.resolved))
     for todo in search()[1]:
         record(folder, todo.candidate, step_times_s=(1.1 * todo.candidate.prediction.step_time_s,) * 6)
-    rows = {row["run_id"]: row for row in sweep_rows(folder, print)}
+    rows = {row["run_id"]: row for row in collect([folder], print).to_pylist()}
     assert rows[first[0].key.run_id]["status"] == "ok"
     left = [rows[run.run_id] for run in PLAN.runs if rows[run.run_id]["status"] == "skipped"]
     assert len(left) > len(PLAN.runs) / 2
