@@ -12,7 +12,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import T, from_dict
+from ultrabench.record import from_dict
 from ultrabench.result import Status
 from ultrabench.run import RunSpec, Workload
 
@@ -85,21 +85,16 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
     """
     if unknown := [name for name in _NEEDED if row[name] is None]:
         raise ConfigError(f"row lacks {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
-    known = {name: value for name, value in row.items() if value is not None}
-
-    def part(cls: Any, where: str, *names: str, **more: Any) -> Any:
-        return _record(cls, where, *(more | {n: known[n] for n in names if n in known}).items())
-
-    program, version = row["kernel"], known.get("kernel_version", "")
+    program, version = row["kernel"], row.get("kernel_version") or ""
     of_kernel: dict[str, Any] = {"name": program, "version": int(version) if version.isdecimal() else 1}
     of_kernel |= {} if program == "embedded" else {"kind": "command", "command": (program,)}
     records = {
         "shape": shape_of(row),
-        "layout": part(Layout, "row.layout", *AXES),
-        "kernel": part(KernelConfig, "row.kernel", *_OPTIONS, **of_kernel),
-        "workload": part(Workload, "row.workload", "seq_len", "gbs"),
+        "layout": _part(Layout, "row.layout", row, AXES),
+        "kernel": _part(KernelConfig, "row.kernel", row, _OPTIONS, **of_kernel),
+        "workload": _part(Workload, "row.workload", row, ("seq_len", "gbs")),
     }
-    whole = {name: known[name] for name in ("nodes", "gpus_per_node") if name in known}
+    whole = {name: row[name] for name in ("nodes", "gpus_per_node") if row.get(name) is not None}
     return from_dict(RunSpec, records | whole, where="row")
 
 
@@ -109,11 +104,16 @@ def shape_of(row: Mapping[str, Any]) -> ModelShape:
     Raises:
         ConfigError: a size is unknown, or sizes contradict each other.
     """
-    known = {name: row[name] for name in _SHAPE if row.get(name) is not None}
-    shape: ModelShape = _record(ModelShape, "row.shape", ("name", row.get("model")), *known.items())
+    shape: ModelShape = _part(ModelShape, "row.shape", row, _SHAPE, name=row.get("model"))
     return shape
 
 
+def _part(kind: Any, where: str, row: Mapping[str, Any], names: tuple[str, ...], /, **more: Any) -> Any:
+    """The part of a run that `more` and those of the columns `names` make which the row knows."""
+    return _record(kind, where, names, *map(row.get, names), *more.items())
+
+
 @functools.lru_cache(maxsize=4096)  # many rows have equal parts, and checking them takes longer than reading
-def _record(kind: type[T], where: str, *values: tuple[str, Any]) -> T:
-    return from_dict(kind, dict(values), where=where)
+def _record(kind: Any, where: str, names: tuple[str, ...], *held: Any) -> Any:
+    known = {name: value for name, value in zip(names, held, strict=False) if value is not None}
+    return from_dict(kind, dict(held[len(names) :]) | known, where=where)

@@ -8,12 +8,12 @@ from typing import Any
 from ultrabench.analysis.rows import Row
 from ultrabench.layout import AXES
 
+_CELL = ("model", "hardware", "kernel", "source", "precision", "nodes", "seq_len", "gbs")
+
 
 def launch_words(row: Row) -> str:
     """The words of `sweep plan` and `sweep launch` that make a sweep of one layout; unknown values are left out."""
-    words = {**_names(row), "kernel.precision": row["precision"], "sweep.nodes": [row["nodes"]]}
-    words |= {f"sweep.{name}": row[name] for name in ("seq_len", "gbs")}
-    return f"{_joined(words)} {_of_layout(*map(row.get, AXES))[0]}".strip()
+    return f"{_of_cell(*map(row.get, _CELL))[0]} {_of_layout(*map(row.get, AXES))[0]}".strip()
 
 
 def predict_words(row: Row, profiles: Collection[str]) -> str:
@@ -22,15 +22,26 @@ def predict_words(row: Row, profiles: Collection[str]) -> str:
     Args:
         profiles: names of known profiles; an imported row is predicted with that of its kernel.
     """
-    imported = row["source"] is not None and row["kernel"] in profiles
-    words = {**_names(row), "profile": row["kernel"] if imported else None}
-    words |= {name: row[name] for name in ("precision", "nodes", "seq_len")}
-    return f"{_joined(words)} {_of_layout(*map(row.get, AXES))[1]}".strip()
+    profile = row["kernel"] if row["source"] is not None and row["kernel"] in profiles else None
+    return f"{_of_cell(*map(row.get, _CELL), profile)[1]} {_of_layout(*map(row.get, AXES))[1]}".strip()
 
 
-def _names(row: Row) -> Row:
-    """Model, hardware and kernel; the kernel of an imported row is no kernel that can be run here."""
-    return {name: row[name] for name in ("model", "hardware", *(["kernel"] if row["source"] is None else []))}
+@functools.cache  # because many layouts are run with the same model and number of nodes
+def _of_cell(*values: Any) -> tuple[str, str]:
+    """The words of a sweep and of a prediction for the values of _CELL and, if there is one, a profile.
+
+    The kernel of an imported row is left out, since it is no kernel that can be run here.
+    """
+    model, hardware, kernel, source, precision, nodes, seq_len, gbs, *profile = values
+    names = {"model": model, "hardware": hardware, "kernel": kernel if source is None else None}
+    batch = {"sweep.nodes": [nodes], "sweep.seq_len": seq_len, "sweep.gbs": gbs}
+    told = {
+        "profile": profile[0] if profile else None,
+        "precision": precision,
+        "nodes": nodes,
+        "seq_len": seq_len,
+    }
+    return _joined(names | {"kernel.precision": precision} | batch), _joined(names | told)
 
 
 @functools.cache  # because a layout is run with many models and numbers of nodes
@@ -48,9 +59,5 @@ def _of_layout(*values: Any) -> tuple[str, str]:
 
 
 def _joined(words: Row) -> str:
-    return " ".join(_word(name, str(value)) for name, value in words.items() if value is not None)
-
-
-@functools.cache  # because many rows share most of their words
-def _word(name: str, value: str) -> str:
-    return shlex.quote(f"{name}={value.replace(chr(39), '')}")
+    told = (f"{name}={value}" for name, value in words.items() if value is not None)
+    return " ".join(shlex.quote(word.replace("'", "")) for word in told)

@@ -98,12 +98,12 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
 
 def encoded(values: Sequence[Any]) -> dict[str, Any]:
     """A column as its distinct values and a code for each row, -1 for null; as its values if most are distinct."""
-    distinct = {value for value in values if value is not None}
+    distinct = {*values} - {None}
     if 2 * len(distinct) > len(values) > 8:
         return {"values": [*values]}
     known = sorted(distinct)
-    code = {value: n for n, value in enumerate(known)}
-    return {"known": known, "codes": [-1 if value is None else code[value] for value in values]}
+    code = {value: n for n, value in enumerate(known)} | {None: -1}
+    return {"known": known, "codes": [*map(code.__getitem__, values)]}
 
 
 def _told(table: pa.Table, public: bool) -> list[str]:
