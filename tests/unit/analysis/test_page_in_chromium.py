@@ -206,8 +206,8 @@ def test_a_print_is_light_and_has_all_figures_and_no_controls(opened):
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not any(tab.locator(name).is_visible() for name in ("#filters", "#axes", "#links summary"))
     assert tab.locator("[data-drawn=dark]").count() == 4
-    tab.evaluate("figuresChanged()")
-    told = tab.evaluate("getComputedStyle(document.getElementById('picture-links'), '::before').content")
+    content = "getComputedStyle(document.getElementById('picture-links'), '::before').content"
+    told = tab.evaluate(f"() => (figuresChanged(), {content})")  # before it is drawn again
     assert told == '"This figure was not drawn yet: print again."'
 
 
