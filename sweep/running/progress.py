@@ -128,7 +128,7 @@ def progress(
     dominated = left_out(planned, state)
     skipped = {i: dominated_by(other) for i, other in dominated.items()} | not_promising(planned, state)
     status = {run_id: "skipped" if run_id in skipped else "pending" for run_id in runs}
-    status |= {i: a.result.status.value if a.result else "running" for i, a in final.items()}
+    status |= {i: str(a.result.status) if a.result else "running" for i, a in final.items()}
     doubts, rates = measured(planned, state, device)
     useful, wasted = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
     by_nodes = defaultdict[int, Counter[str]](Counter)
@@ -223,7 +223,7 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
         if result and result.duration_s is not None and spec:
             hours = result.duration_s * spec["nodes"] * spec["gpus_per_node"] / 3600
             ran[attempt.allocation] += hours
-            by_status[result.status.value] += hours
+            by_status[str(result.status)] += hours
     held = {n: a.held_s * a.nodes * gpus_per_node / 3600 for n, a in state.allocations.items()}
     between = sum(max(0.0, hours - ran[name]) for name, hours in held.items())
     useful = by_status.pop(Status.OK.value, 0.0)

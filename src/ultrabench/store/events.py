@@ -4,7 +4,7 @@ import json
 import re
 import zlib
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
 
@@ -222,7 +222,7 @@ NAMES = {kind: re.sub(r"(?<=.)(?=[A-Z])", "_", kind.__name__).lower() for kind i
 EVENTS: dict[str, type[Event]] = {name: kind for kind, name in NAMES.items()}
 
 
-class Line(NamedTuple):
+class Line(msgspec.Struct, frozen=True):
     """A line of a journal: an event, its writer and its time."""
 
     event: Event
