@@ -1,5 +1,6 @@
 """The cells of a ranking (model, nodes, hardware, kernel, precision and batch) and the sentences about them."""
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -133,6 +134,7 @@ def best_outcome(statuses: Iterable[str | None]) -> str | None:
     return max(statuses, key=outcome_order)
 
 
+@functools.cache  # because there are few statuses and many runs
 def outcome_order(status: str | None) -> tuple[int, str]:
     """A sort key of statuses by which the last one of the repeats of a run is the one that it counts with."""
     if status in NOT_TRIED:

@@ -77,7 +77,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     others = table.filter(pc.invert(is_rejected))
     rows = [row | places.get(_key_of(row), _UNRANKED) for row in others.select(_READ).to_pylist()]
     order = sorted(range(len(rows)), key=lambda n: _rank_first(rows[n]))
-    shown, in_order = [rows[n] for n in order], others.take(pa.array(order, pa.int64()))
+    shown, in_order = [rows[n] for n in order], others.select(told).take(pa.array(order, pa.int64()))
     columns = {name: _plain(in_order[name]) for name in told} | _derived(shown, _predicted_parts(others))
     return {
         "public": public,
