@@ -108,9 +108,11 @@ def read_regular(path: str | os.PathLike[str], start: int, most: int) -> bytes:
     """
     flags = os.O_NONBLOCK | os.O_NOCTTY
     with open(path, "rb", 0, opener=lambda name, given: os.open(name, given | flags)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        return os.pread(file.fileno(), most, start)
+        # A buffer of `most` bytes may be far too large, and files of /proc have no size.
+        return os.pread(file.fileno(), min(most, max(found.st_size - start, 4096)), start)
 
 
 def read_part(path: str | os.PathLike[str], start: int, most: int) -> bytes:
