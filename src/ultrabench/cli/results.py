@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultrabench.analysis.figures.kinds import KINDS, prepared, rows_where, runs_drawn
-from ultrabench.cli.options import RESULTS, Json, RankBy, ResultsDir, Source, table_file
+from ultrabench.cli.options import RESULTS, Json, RankBy, ResultsDir, Source, start_no_threads, table_file
 from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known, require_once
 from ultrabench.store.folder import find_sweep, write_whole
 
@@ -27,6 +27,7 @@ Sweeps = Annotated[
 
 def collect_sweeps(sweeps: Sweeps = None, output: Table = None, results_dir: ResultsDir = RESULTS) -> None:
     """Collect the journals of sweeps into one parquet file."""
+    start_no_threads()
     from ultrabench.analysis.cells import doubts
     from ultrabench.analysis.collect import collect, parquet
     from ultrabench.cli.tables import say, warn
@@ -52,6 +53,7 @@ def heatmap(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Draw the best layout of each model and number of nodes."""
+    start_no_threads()
     from ultrabench.analysis.cells import compared_with, notes
     from ultrabench.analysis.collect import open_results, told_apart
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
@@ -95,6 +97,7 @@ def plot(
         _print_kinds()
         return
     require_known("figure", KINDS, kind)
+    start_no_threads()
     from ultrabench.analysis.collect import open_results
 
     source, settings = _split(given or [])
@@ -143,6 +146,7 @@ def report(
     """Write one page with all results, which opens without a network."""
     if output is not None and output.suffix not in (".html", ".htm"):
         raise ConfigError(f"-o {output}; the page is HTML: name a file that ends in .html")
+    start_no_threads()
     from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.page.page import page
     from ultrabench.analysis.page.rows import document

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, Overrides, RankBy, ResultsDir, Source, table_file
+from ultrabench.cli.options import (
+    RESULTS,
+    Json,
+    Overrides,
+    RankBy,
+    ResultsDir,
+    Source,
+    start_no_threads,
+    table_file,
+)
 from ultrabench.errors import ConfigError
 from ultrabench.store.folder import find_sweep
 
@@ -97,6 +106,7 @@ def status(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Show what runs, what failed and the best runs so far."""
+    start_no_threads()
     from ultrabench.cli.sweep.status import show_status
 
     show_status(find_sweep(sweep, results_dir), watch, json_)
