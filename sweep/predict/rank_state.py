@@ -25,6 +25,8 @@ class StageSizes(NamedTuple):
     shard: int
     layer: int
     """Parameters of one layer, whole."""
+    down: int
+    """Its last matrix."""
     last: int
     """Norm and head, whole; 0 where they are one group with the embedding."""
     first: int
@@ -57,7 +59,7 @@ def rank_stages(
         return -(-rows // shards) * shards * columns
 
     layer, norm, table = sum(padded(*m) for m in matrices), padded(h, 1), padded(shape.vocab_size // tp, h)
-    tied = shape.tie_word_embeddings and pp == 1
+    tied, down = shape.tie_word_embeddings and pp == 1, padded(h, f)
 
     def sizes(stage: Stage) -> StageSizes:
         last = 0 if tied else norm * stage.has_norm + table * stage.has_head
@@ -65,7 +67,7 @@ def rank_stages(
         whole = last + first + layer * stage.num_layers
         ends = stage.has_embedding + stage.has_head + stage.has_norm - tied
         tensors = len(matrices) * stage.num_layers + ends
-        return StageSizes(stage, shards, whole, whole // shards, layer, last, first, tensors, tied)
+        return StageSizes(stage, shards, whole, whole // shards, layer, down, last, first, tensors, tied)
 
     ranks = _ranks(shape, pp, virtual, schedule, every)
     return tuple(RankStages(like, less, tuple(map(sizes, stages))) for like, less, stages in ranks)
@@ -103,8 +105,8 @@ class RankState(NamedTuple):
     """Bytes of the stage's gradients of earlier micro-batches."""
     sharded: bool = False
     """Whether those are shards, since each micro-batch reduces its own."""
-    copied: bool = False
-    """Whether parameters were gathered in this micro-batch."""
+    copied: int = 0
+    """Parameters that this micro-batch gathered last, whose buffer stays until its forward ends."""
     forward: bool = False
     """Whether a forward with the loss comes before the backward."""
     reduces: bool = False
@@ -126,17 +128,17 @@ def rank_states(layout: Layout, m: MicroBatch, rank: RankStages, number: int) ->
     if layout.virtual_stages > 1:
         return _interleaved_states(layout, m, rank.stages, number)
     (s,) = rank.stages
-    one, alone = m.kept_by(s.stage), m.rope + m.layer_kept(s.stage.first_layer)
+    one, alone = m.kept_by(s.stage), m.left_by(s.stage)
     if layout.pp > 1:
         return _pipeline_states(layout, m, s, number, one, alone)
-    late, gas, sharded = layout.zero_stage == 3, layout.gas, layout.zero_stage >= 2
+    late, gas, sharded, last = layout.zero_stage == 3, layout.gas, layout.zero_stage >= 2, s.last or s.layer
     summed = 4.0 * (s.shard if sharded else s.whole)
-    states = [RankState(s, one, alone, 0.0, sharded, True, True, gas == 1 or sharded, gas == 1 or late)]
+    states = [RankState(s, one, alone, 0.0, sharded, last, True, gas == 1 or sharded, gas == 1 or late)]
     if gas > 1:
-        states.append(RankState(s, one, alone, summed, sharded, late, True, True, True))
+        states.append(RankState(s, one, alone, summed, sharded, late * last, True, True, True))
     if gas > 2 and not late:
         states.append(RankState(s, one, alone, summed, sharded, forward=True, reduces=sharded))
-        if s.shards == 1:  # the first micro-batch has nothing that this one has not
+        if s.shards == 1 or not sharded:  # the first micro-batch holds less
             del states[0]
     return states
 
@@ -144,23 +146,27 @@ def rank_states(layout: Layout, m: MicroBatch, rank: RankStages, number: int) ->
 def _pipeline_states(
     layout: Layout, m: MicroBatch, s: StageSizes, rank: int, one: float, alone: float
 ) -> list[RankState]:
-    """The first backward, a later one with as many micro-batches in flight, and the last, which alone reduces."""
-    gas, flight = layout.gas, in_flight(layout, rank)
-    afab, head = layout.pp_schedule == "afab", s.stage.has_head
-    sent = m.hidden * (1 + (0 < rank < layout.pp - 1) - (afab and head))
-    kept = sent + flight * one
-    if head and afab:  # all micro-batches share one gradient of the head, which is fp32 once it is a sum
-        kept -= (gas - 1) * m.table - (2 * m.table if m.word == 2 and gas > 1 else 0)
-    summed, left, ends = 4.0 * s.whole, kept - one + alone, gas == 1
-    states = [RankState(s, kept, left, 0.0, copied=flight == 1, forward=True, reduces=ends, frees=ends)]
+    """The first backward, a later one with as many micro-batches in flight, and the last, which alone reduces.
+
+    A message is held while it may be waited for: under afab outputs and gradients until the step ends, under 1f1b the
+    latest gradient and, in steady state, the last output of the warm-up that was sent alone.
+    """
+    gas, flight, afab = layout.gas, in_flight(layout, rank), layout.pp_schedule == "afab"
+    received, sent, ends = m.hidden * (rank < layout.pp - 1), m.hidden * (rank > 0), gas == 1
+    shared, left = m.table_kept if afab and s.stage.has_head else 0.0, sent + afab * received
+    one, later, summed = one - shared, gas > flight, 4.0 * s.whole
+    rest, layer = received + (flight - 1) * one, s.layer * (s.stage.num_layers > 0)
+    copied = (s.last or layer) if flight == 1 else layer * (layout.zero_stage == 3)
+    states = [RankState(s, rest + one + shared, rest + alone, 0.0, False, copied, True, ends, ends)]
     if gas > 2:
-        less = 0 if gas > flight else one
-        states.append(RankState(s, kept - less, left - less, summed, forward=gas > flight))
-        if gas > flight > 1:  # it holds all that the first one does
+        rest += left - one * (not later) + m.hidden * (later and flight > 1 and gas >= 2 * flight - 1)
+        states.append(RankState(s, rest + one, rest + alone, summed, forward=later, gathered=not later))
+        if later:  # it holds more than the first one
             del states[0]
     if gas > 1:
-        last = RankState(s, one + sent, alone + sent, summed, forward=flight == 1, reduces=True, frees=True)
-        states.append(last._replace(gathered=flight > 1))
+        rest = received + (left * (gas - 1) if afab else left)
+        last = RankState(s, rest + one, rest + alone, summed, False, 0, flight == 1, True, True, flight > 1)
+        states.append(last)
     return states
 
 
@@ -192,7 +198,7 @@ def _turn_state(
                 weights += m.word * (other.whole if gathered else other.last)
     summed = 4.0 * s.whole * (turn.ended[turn.chunk] > 0)
     return RankState(
-        s, kept, kept - one + m.rope + m.layer_kept(s.stage.first_layer), summed,
+        s, kept, kept - one + m.left_by(s.stage), summed,
         forward=s.stage.has_head, reduces=turn.last, frees=turn.last, gathered=turn.gathered[turn.chunk],
         weights=weights, gradients=gradients, ends_forward=turn.forward,
     )  # fmt: skip

@@ -52,88 +52,108 @@ _Moment = tuple[str, float, float, float, float, float]
 """Phase, and bytes of gathered weights, gradients, activations, logits and buffers."""
 
 
-def _reduction(params: int, w: int, shards: int, at: RankState) -> float:
-    """Bytes while the gradients of a group are added up or reduced, without what was summed before."""
-    whole_sum = at.summed > 0 and not at.sharded
+def _reduction(params: int, end: int, w: int, at: RankState) -> float:
+    """Bytes while the gradients of a group are added up or reduced, without what was summed before.
+
+    fully_shard holds that of the group's last matrix, with `end` parameters, until its shards are reduced.
+    """
     if at.reduces:
-        return 4 * params if whole_sum else max((w + 4) * params, 4 * params * (1 + 1 / shards))
+        end, part = end * (at.stage.shards > 1), params / at.stage.shards
+        if at.summed > 0 and not at.sharded:
+            return 4 * max(params, part + end)
+        return max((w + 4) * params, 4 * (params + part) + w * end)
     if w > 2:  # gradients are added in place
         return 0 if at.summed else w * params
-    return w * params if at.summed else (w + 4) * params
+    return w * params if at.summed else 4 * params + w * end
+
+
+def _drained(layout: Layout, at: RankState) -> bool:
+    """Whether an earlier backward took the gradient of the head's weights that all micro-batches share."""
+    return at.summed > 0 and layout.pp_schedule == "afab"
 
 
 def _moments(m: MicroBatch, layout: Layout, at: RankState) -> list[_Moment]:
     s = at.stage
     if at.ends_forward:  # the last layer's parameters and the buffer in which they were gathered
         return [(FORWARD, m.word * (s.last + 2 * s.layer), at.summed, at.kept, 0.0, m.layer - m.kept)]
-    moments = [*_head_moments(m, layout, at)]
+    loss = m.gathered + m.table_kept * (not _drained(layout, at)) if s.stage.has_head else 0.0
+    moments = [*_head_moments(m, layout, at, at.kept - loss)]
     if s.stage.num_layers:
-        moments += _layer_moments(m, layout, at)
+        moments += _layer_moments(m, layout, at, at.kept - loss)
     if s.stage.has_embedding:
         moments += _embedding_moments(m, layout, at)
     return moments
 
 
-def _head_moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator[_Moment]:
+def _head_moments(m: MicroBatch, layout: Layout, at: RankState, kept: float) -> Iterator[_Moment]:
     """The end of forward with the loss, and the backward of head and norm."""
     s, w, shards, late = at.stage, m.word, at.stage.shards, layout.zero_stage == 3
     head = s.stage.has_head
-    table, tied = m.table if head else 0.0, w * s.first if s.tied else 0
+    drained, tied = head and _drained(layout, at), w * s.first if s.tied else 0
+    table = m.table if head and not drained else 0.0
     gathered = w * s.last + tied if late else w * s.whole
-    copy = w * (s.last or s.layer) if shards > 1 and at.copied else 0
-    kept = at.kept - (m.gathered + table if head else 0.0)
+    copy = w * at.copied * (shards > 1)
     if head and at.forward:
-        loss = m.loss - m.hidden * (not (s.stage.has_norm or s.tied))
+        loss = m.loss - m.hidden * (not (s.stage.has_norm or s.tied)) + m.rope * (not s.stage.num_layers)
+        if layout.pp_schedule == "afab" and layout.gas > 2:
+            loss += max(0.0, m.second_loss - (layout.gas - 2) * (m.kept_by(s.stage) - m.table_kept))
         yield FORWARD, gathered + copy, at.summed, kept, loss, 0.0
+    ahead = w * s.layer if late and shards > 1 and s.stage.num_layers else 0
     if head:
-        ahead = w * s.layer if late and shards > 1 and s.stage.num_layers else 0
         yield BACKWARD, gathered + ahead, at.summed, at.kept, m.gathered + table, 0.0
     if s.stage.has_norm:
-        yield BACKWARD, gathered, at.summed + table, kept, 0.0, m.hidden * head + m.norm_work
-        freed, pending = w * s.last if at.frees else 0, table if s.tied else 0.0
-        gradients = at.summed + pending + _reduction(s.last, w, shards, at)
-        yield BACKWARD, gathered - freed, gradients, kept, 0.0, m.hidden
-    else:
+        freed, new = w * s.last if at.frees else 0, table * (w == 2 or not at.summed or at.sharded)
+        yield BACKWARD, gathered + ahead, at.summed + new, kept, 0.0, m.hidden * head + m.norm_work
+        last = 0 if drained and not at.reduces else s.last  # that of the norm alone is small
+        gradients = at.summed + table * s.tied + _reduction(last, last, w, at)
+        yield BACKWARD, gathered + ahead - freed, gradients, kept, 0.0, 0.0
+    elif at.copied or not s.stage.num_layers:
         yield BACKWARD, gathered + copy, at.summed, kept, 0.0, 3 * m.hidden
 
 
-def _layer_moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator[_Moment]:
-    """The backward of the last layer, which comes first, of the one before it, and of the first one.
+def _layer_moments(m: MicroBatch, layout: Layout, at: RankState, kept: float) -> Iterator[_Moment]:
+    """The backward of the last layer, which comes first, of the first one, and of the one before it or of the second.
 
     Each has two moments: its own work, and the reduction of its gradients. Meanwhile the buffer of the reduction
     before is in use, and ZeRO-3 gathers the next layer.
     """
     s, w, shards, late, layer = at.stage, m.word, at.stage.shards, layout.zero_stage == 3, at.stage.layer
-    top, head, layers = s.stage.first_layer + s.stage.num_layers - 1, s.stage.has_head, s.stage.num_layers
+    top, layers = s.stage.first_layer + s.stage.num_layers - 1, s.stage.num_layers
     tied, pending = (w * s.first, m.table) if s.tied else (0, 0.0)
-    kept, held = at.kept - m.hidden - (m.gathered + m.table if head else 0.0), m.layer_kept(top)
+    kept, held = kept - m.hidden * s.stage.has_norm, m.layer_kept(top)
     others = s.whole - layer - s.first
     ends = layer if layers > 1 else s.last
     first = others, at.alone, m.layer_kept(s.stage.first_layer), ends
     places = [(s.last, kept, held, s.last), first]
-    if layers > 2:
+    if layers > 2 and late and not at.frees:  # then a layer may leave more than it held
+        second = m.layer_kept(s.stage.first_layer + 1)
+        places.insert(1, (others - layer, at.alone + second, second, layer))
+    elif layers > 2:
         places.insert(1, (s.last + layer, kept - held, m.layer_kept(top - 1), layer))
     if not late and m.full <= 1:  # then layers hold ever less activations
         if at.summed and not at.reduces:  # weights and gradients stay as they are
             places = places[:1]
         elif w * at.frees + 4 * (at.summed > 0) >= 4 / shards:  # they get less, too, or are summed as shards
             places = places[:2]
-    work = m.work_in_place if w > 2 and at.summed and not at.sharded else m.work
+    work, end_work = m.work_in_place if w > 2 and at.summed and not at.sharded else m.work
     for done, activations, own, before in places:
-        gathered = w * (s.whole - (done if at.frees else 0))
+        gathered, copy = w * (s.whole - (done if at.frees else 0)), 0.0
+        came = done > s.last or s.stage.has_norm
         if at.gathered and late:
             gathered -= w * s.first
         elif late:
             ahead = layer if shards > 1 and done < others else 0
             stays = 0 if at.frees else done
+            copy = w * layer + m.hidden * came if shards > 1 and not ahead else 0.0
             gathered = w * (layer + ahead + stays) + tied
         summed = (at.summed or 4 * done) + pending
         if at.reduces:
             new = 4 * done / shards - 4 * done * (at.summed > 0)
             summed = at.summed + pending + (0 if at.sharded and at.summed else new)
         waiting = 4 * before if at.reduces else 0
-        yield BACKWARD, gathered, summed + waiting, activations, 0.0, m.layer - own + work
-        freed, gradients = w * layer if at.frees else 0, summed + _reduction(layer, w, shards, at)
+        more = m.layer - own + (work if came else end_work)
+        yield BACKWARD, gathered, summed + waiting, activations, 0.0, max(more, copy) if copy else more
+        freed, gradients = w * layer if at.frees else 0, summed + _reduction(layer, s.down, w, at)
         yield BACKWARD, gathered - freed, gradients, activations - own, 0.0, m.hidden
 
 
@@ -141,17 +161,19 @@ def _embedding_moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator
     """The backward of the embedding, whose gradient is dense, and its reduction; a tied one is added to the head's."""
     s, w, shards, first = at.stage, m.word, at.stage.shards, at.stage.first
     done, dense = 4 * (s.whole - first), (3 if s.tied else 1) * w * first
-    kept = at.alone - m.rope - m.layer_kept(s.stage.first_layer)
+    kept = at.alone - m.left_by(s.stage) + m.hidden * (not s.stage.has_norm)
     if not at.reduces:
-        gathered = w * (s.whole - first if layout.zero_stage == 3 else s.whole)
-        yield BACKWARD, gathered, (at.summed or done) + dense, kept, 0.0, m.gathered
+        gathered, summed = w * (s.whole - first if layout.zero_stage == 3 else s.whole), at.summed or done
+        yield BACKWARD, gathered, summed + dense, kept, 0.0, m.gathered
+        if not at.summed:
+            yield BACKWARD, gathered, summed + _reduction(first, first, w, at), kept, 0.0, 0.0
         if layout.zero_stage == 3 and shards > 1 and at.forward:  # the next forward gathers the embedding
             yield FORWARD, gathered + 2 * w * first, at.summed, kept, 0.0, 0.0
         return
     gradients = at.summed if at.sharded and at.summed else done / shards + 4 * first * (at.summed > 0)
     gathered = 0 if at.frees else w * (s.whole - first)
     yield BACKWARD, gathered + w * first, gradients + dense + 4 * s.layer, kept, 0.0, m.gathered
-    yield OPTIMIZER, gathered, gradients + _reduction(first, w, shards, at), 0.0, 0.0, 0.0
+    yield OPTIMIZER, gathered, gradients + _reduction(first, first * (not s.tied), w, at), 0.0, 0.0, 0.0
 
 
 def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = True) -> tuple[StageMemory, ...]:
@@ -163,24 +185,24 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
     """
     layout, word = spec.layout, min(4, BYTES[spec.kernel.precision])
     tokens, own_len = layout.mbs * spec.workload.seq_len // layout.cp, spec.workload.seq_len // layout.cp
-    every, ring = layout.full_every, layout.cp > 1
     key = _model_and_cut(spec)
     ranks = rank_stages(*key)
     layer, compiled = ranks[0].stages[0].layer, spec.compiles
     m = micro_batch(
-        spec.shape, tokens, own_len, layout.tp, ring, layout.recompute, every, word, layer, compiled
-    )
+        spec.shape, tokens, own_len, layout.tp, layout.cp, layout.recompute, layout.full_every, word, layer,
+        compiled, min(layout.gas, 3) if layout.pp_schedule == "afab" else 1,
+    )  # fmt: skip
     scale = 2 if spec.kernel.precision == "fp64" else 1
     gas = layout.gas  # more than three add nothing but activations in flight, which `_Peak` adds
     if layout.pp_schedule in ("none", "1f1b"):
         gas = min(gas, 3)
-    batch = tokens, own_len, ring, word, gas, max(1, layout.zero_stage), layout.recompute, compiled
+    batch = tokens, own_len, layout.cp, word, gas, max(1, layout.zero_stage), layout.recompute, compiled
     peaks, found = _peaks(key, *batch), list[StageMemory]()
     for rank, own in enumerate(ranks):
         if own.less and not every_rank:
             continue
         flight = in_flight(layout, rank)
-        like = own.like, flight == 1, flight < layout.gas
+        like = own.like, flight == 1, flight < layout.gas, 2 * flight - 1 <= layout.gas
         if (peak := peaks.get(like)) is None:
             peak = peaks[like] = _peak(layout, m, own, rank)
         found.append(_stage_memory(layout, m, own, rank, peak.moment(flight), c, scale))
@@ -188,7 +210,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
 
 
 @lru_cache(maxsize=16384)
-def _peaks(*of: object) -> "dict[tuple[int, bool, bool], _Peak]":
+def _peaks(*of: object) -> "dict[tuple[int, bool, bool, bool], _Peak]":
     """A place for the peaks of the ranks of layouts that differ in nothing that decides them; it is empty at first."""
     return {}
 
