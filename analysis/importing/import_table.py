@@ -42,6 +42,9 @@ def import_csv(path: Path, given: TableMap) -> Imported:
     """
     header, told = _read(path)
     used = [source.column for sources in given.columns.values() for source in sources]
+    if not {*used} & {*header}:
+        has = f"{path} has none of the {len({*used})} columns that this format or map reads, such as {used[0]!r}"
+        raise ConfigError(f"{has}; its columns: {', '.join(header[:10])}")
     require_known(f"column of {path}", header, *used)
     rows, doubts, repeats = list[Row](), defaultdict[str, Counter[str]](Counter), Counter[str]()
     conditions = {reason: [condition(text) for text in texts] for reason, texts in given.doubts.items()}

@@ -213,6 +213,12 @@ def test_what_a_map_cannot_say(ultrabench, change, told):
     assert told in one_line(ultrabench, "import", "--map", "map.yaml", table)
 
 
+def test_a_table_of_another_format_is_named(ultrabench):
+    told = one_line(ultrabench, "import", "nanotron", write("three.csv", {"a": "1", "b": "2"}))
+    assert "three.csv has none of the 27 columns that this format or map reads, such as 'job_id'" in told
+    assert told.endswith("its columns: a, b")
+
+
 def test_numbers_that_no_column_can_hold(ultrabench):
     table = write("table.csv", ROW | {"sharding": "none", "mbs": "9e30"})
     Path("map.yaml").write_text(MAP)

@@ -205,6 +205,8 @@ def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatc
     monkeypatch.setattr(time, "sleep", sleep)
     code, out, err = ultrabench("sweep", "status", "--watch", *more)
     assert (code, err, bool(out)) == (0, "", True)
+    if "--json" not in more:  # where stdout is no terminal, a page for each number of settled runs
+        assert out.count("runs settled (") == 1 + runs
     assert len(naps) == 3 * runs
     after = everything(unreachable)
     assert {path: after[path] for path in before} == before

@@ -57,7 +57,7 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench, runs, tmp_path):
     assert (tmp_path / "f.svg").read_text().startswith("<?xml")
     code, out, _ = ultrabench("predict", "validate", "runs.parquet")
     assert code == 0
-    assert "step time of healthy rows, profile ultrabench: 8 rows (0 excluded)" in out
+    assert "step time of healthy rows, profile ultrabench: 8 runs (0 excluded)" in out
     assert out.count("memory and OOM of all rows") == 1
     assert max(map(len, out.splitlines())) <= 80
 

@@ -17,7 +17,7 @@ from ultrabench.errors import ConfigError, counted, require_known
 Metrics = dict[str, Any]
 """Errors of predictions, as `ultrabench.analysis.predict.validate.metrics` gives them."""
 
-TIME = ("rows", "> 2x", "median", "90 %", "in 80 %", "rank corr.", "top 5", "regret")
+TIME = ("runs", "> 2x", "median", "90 %", "in 80 %", "rank corr.", "top 5", "regret")
 """Columns of the errors of step times; `> 2x` counts rows that took more than twice as long as predicted."""
 MEMORY = ("median", "90 %", "OOM right", "borderline", "wrong prune", "OOM caught")
 """Columns of the errors of memory."""
@@ -114,7 +114,8 @@ def validate(
             show("step time of all rows: the same, since none is excluded", "")
             continue
         reasons = ", ".join(f"{n:,} {why}" for why, n in all_["excluded_by_reason"].items())
-        title = f"step time of {scope} rows, profile {used.name}: {all_['rows']:,} rows ({all_['excluded']:,} excluded)"
+        runs = f"{all_['step_time']['rows']:,} runs ({all_['excluded']:,} excluded)"
+        title = f"step time of {scope} rows, profile {used.name}: {runs}"
         _show(f"{title}: {reasons}" if reasons else title, TIME, all_, _time)
         told = ", ".join(f"{k} {_percent(v)}" for k, v in all_["interval"]["regimes"].items())
         show(f"{scope} rows in their 80 % interval by regime: {told or 'none'}", "")
@@ -136,7 +137,7 @@ def _time(m: Metrics) -> tuple[str, ...]:
     """The texts of one line, in the order of TIME."""
     time, planning, correlation = m["step_time"], m["planning"], m["step_time"]["spearman_in_cell"]
     return (
-        f"{m['rows']:,}", f"{m['more_than_twice']:,}", _percent(time["median_error"]), _percent(time["p90_error"]),
+        f"{time['rows']:,}", f"{m['more_than_twice']:,}", _percent(time["median_error"]), _percent(time["p90_error"]),
         _percent(m["interval"]["coverage"]), "-" if correlation is None else f"{correlation:.3f}",
         _percent(planning["best_in_top5"]), _percent(planning["top1_regret"]),
     )  # fmt: skip

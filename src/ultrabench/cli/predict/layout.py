@@ -115,10 +115,10 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
     if nearest := found["nearest"]:
         rows = []
         for run in nearest:
-            ratio = f"{run['step_time_s'] / run['predicted_step_time_s']:.2f}"
+            ratio = f"{run['predicted_step_time_s'] / run['step_time_s']:.2f}"
             numbers = (f"{run['step_time_s']:.3g}", ratio, f"{run['tokens_per_s_per_gpu']:,.0f}")
             rows.append((run["sweep"], run["nodes"], run["layout"], run["seq_len"], *numbers, run["run_id"]))
-        heads = ("sweep", ">nodes", "layout", ">seq_len", ">step s", ">/ predicted", ">tokens/s/GPU", "run")
+        heads = ("sweep", ">nodes", "layout", ">seq_len", ">step s", ">x predicted", ">tokens/s/GPU", "run")
         yield table("\nmeasured runs that are most alike", *heads, rows=rows)
 
 

@@ -28,6 +28,12 @@ def show_status(folder: SweepFolder, watch: bool, as_json: bool) -> None:
         for now, standing in looks:
             document = now.as_json() | {"standing": standing}
         print_json(document)
+    elif watch and not out().is_terminal:
+        told = None
+        for now, standing in looks:
+            if now.by_nodes != told:
+                show(_page(now, standing), "")
+            told = now.by_nodes
     elif watch:
         with Live(console=out(), auto_refresh=False) as live:
             for now, standing in looks:
