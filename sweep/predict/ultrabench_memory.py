@@ -161,7 +161,7 @@ def _embedding_moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator
     """The backward of the embedding, whose gradient is dense, and its reduction; a tied one is added to the head's."""
     s, w, shards, first = at.stage, m.word, at.stage.shards, at.stage.first
     done, dense = 4 * (s.whole - first), (3 if s.tied else 1) * w * first
-    kept = at.alone - m.left_by(s.stage) + m.hidden * (not s.stage.has_norm)
+    kept = at.alone - m.rope - m.layer_kept(s.stage.first_layer)
     if not at.reduces:
         gathered, summed = w * (s.whole - first if layout.zero_stage == 3 else s.whole), at.summed or done
         yield BACKWARD, gathered, summed + dense, kept, 0.0, m.gathered
