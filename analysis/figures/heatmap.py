@@ -43,6 +43,8 @@ _TOP, _TITLE_LINE, _NOTE_LINE = 0.2, 0.26, 0.17
 """Heights in inches of the margin above the title, of a line of the title and of a line of the notes."""
 _RIGHT, _HEADER, _AXIS = 1.15, 0.42, 0.62
 """Inches around the squares of a panel: for the colour bar, the title of the panel and the node labels."""
+_MOST_PANELS = 24
+"""Largest number of panels of one heatmap, which lie below each other."""
 _NAME_WIDTH = 22
 """Largest number of characters of a model's name on one line."""
 _TITLE: dict[str, Any] = {"fontsize": 14, "fontweight": "bold"}
@@ -176,11 +178,15 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
         compared_with: name of what compare_ratio is relative to.
 
     Raises:
-        ConfigError: there are no cells.
+        ConfigError: there are no cells, or more than _MOST_PANELS panels.
     """
     if not cells:
         raise ConfigError("the table has no cells; plan a sweep, or draw links with: ultrabench plot comm")
     grids = _grids(cells, compared_with)
+    if len(grids) > _MOST_PANELS:
+        groups = f"{counted(len(cells), 'cell')} in {len(grids)} groups of hardware, kernel, precision, seq_len and gbs"
+        rule = f"a heatmap holds {_MOST_PANELS} groups; show them on a page: ultrabench report"
+        raise ConfigError(f"{groups}, {rule}; or list them: ultrabench heatmap --json")
     left = max(1.25, 0.35 + 0.1 * max(min(len(cell.model), _NAME_WIDTH) for cell in cells))
     width = max(7.0, left + max(grid.size[0] for grid in grids) + _RIGHT)
     room = width - left

@@ -206,3 +206,9 @@ def test_what_cannot_be_drawn():
         render(lambda: figure([cell()], title="t"), Path("f.jpg"))
     with pytest.raises(ConfigError, match="no cells"):
         figure([], title="t")
+    many = [cell(nodes=nodes, gbs=gbs) for gbs in range(25) for nodes in (1, 2)]
+    with pytest.raises(
+        ConfigError, match=r"^50 cells in 25 groups of .* holds 24 groups; .*ultrabench report"
+    ):
+        figure(many, title="t")
+    assert figure(many[:-2], title="t").axes
