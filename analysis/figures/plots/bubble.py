@@ -84,7 +84,7 @@ def _notes(pairs: pd.DataFrame, piped: pd.DataFrame) -> str:
         "Lines: idle time if all stages take the same time, backward twice that of forward, and messages none; xN: N "
         f"stages on each rank.\nPoints ({len(pairs) - alone}): 1 - step time without pipeline / step time with it, at "
         "equal nodes, batch, tp, cp, mbs, ZeRO stage and recomputation. Beside the bubble they hold messages, uneven "
-        "stages and what data parallelism costs less; below 0 the pipeline is faster.\nNot drawn: "
+        "stages and what data parallelism costs less. Below 0: faster than without a pipeline.\nNot drawn: "
         f"{counted(alone, 'measured run')} with pp > 1 that no run at pp=1 is like, and "
         f"{counted(left, 'ok row')} with pp > 1, as suspect, stopped early or repeats."
     )

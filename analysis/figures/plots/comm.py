@@ -45,7 +45,11 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         if run["status"] == "ok" and None not in (told[column] for column, _ in _RATES.values())
     ]
     if not found:
-        raise ConfigError("no bandwidths here; measure them with: ultrabench sweep launch sweep=comm")
+        jobs = [name for name in table.column_names if name.endswith("_busbw_bytes_per_s")]
+        page = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
+        told = page if any(table[name].null_count < len(table) for name in jobs) else ""
+        rule = "no bandwidths by size here; measure them with: ultrabench sweep launch sweep=comm"
+        raise ConfigError(f"{rule}{told}")
     places = sorted({f"{run['hardware']} of {run['cluster']}" for run in found})
     if len(places) > 1:
         raise ConfigError(f"bandwidths of {len(places)} places ({'; '.join(places)}): plot one at a time")

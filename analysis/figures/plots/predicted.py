@@ -30,7 +30,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     if not len(known):
         none = f"{counted(len(runs), 'run')} here, none with a prediction, as imported rows are"
         raise ConfigError(f"{none}; predict them with: ultrabench predict validate FILE.parquet -o FILE.png")
-    return known, notes(table, all_runs)
+    today = "those of a profile of today: ultrabench predict validate FILE.parquet -o FILE.png"
+    return known, f"Predictions of the table, made before the runs; {today}\n{notes(table, all_runs)}"
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:

@@ -101,8 +101,12 @@ def test_bandwidths_of_one_size_on_one_node_have_a_plain_scale(tmp_path):
 
 def test_nothing_to_draw_and_two_places_are_mistakes(tmp_path):
     trained = make_sweep(tmp_path / "trained", [candidate(spec_of(LAYOUTS[0]))])
-    with pytest.raises(ConfigError, match="sweep=comm"):
-        points(table_of(trained))
+    none = table_of(trained)
+    with pytest.raises(ConfigError, match=r"sweep=comm$"):
+        points(none)
+    at = none.schema.get_field_index("allreduce_busbw_bytes_per_s")
+    with pytest.raises(ConfigError, match=r"sweep=comm; draw .* ultrabench report"):
+        points(none.set_column(at, none.schema.field(at), [[4e11] * len(none)]))
     table = table_of(sweep(tmp_path / "comm", (1, 0, probe(1.0, 1.0, 2**20))))
     at = table.schema.get_field_index("cluster")
     elsewhere = table.set_column(at, table.schema.field(at), [["elsewhere"]])

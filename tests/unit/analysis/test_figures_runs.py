@@ -214,6 +214,7 @@ def test_predicted_has_runs_with_a_prediction_and_says_what_is_missing():
         "Predicted against measured, 2 runs: sweep",
         "measured step time (s)",
         "predicted peak memory (GiB)",
+        "Predictions of the table, made before the runs; those of a profile of today",
     ):
         assert word in text
     assert "not predicted" in drawn("predicted", table_of(rows[1]))[1]

@@ -81,7 +81,7 @@ def test_a_table_without_anything_to_draw_is_one_line(ultrabench, tmp_path, kind
     pq.write_table(table, tmp_path / "t.parquet")
     words = ["tp=8"] if kind == "memory" else []
     said = one_line(ultrabench, "plot", kind, str(tmp_path / "t.parquet"), *words)
-    assert (told if kind != "comm" or "t.parquet" in told else "no bandwidths here") in said
+    assert (told if kind != "comm" or "t.parquet" in told else "no bandwidths by size here") in said
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OF_RESULTS if kind != "comm"])
