@@ -175,4 +175,5 @@ def write_result(path: Path, data: bytes) -> None:
     try:
         write_whole(path, data)
     except OSError as error:
-        raise SweepFolderError(f"cannot write {path}: {error.strerror}; choose another -o FILE") from error
+        why = error.strerror if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise SweepFolderError(f"cannot write {path}: {why}; choose another -o FILE") from error
