@@ -17,6 +17,7 @@ from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
 from ultrabench.run import RunSpec
 from ultrabench.sweep.arguments import PREDICTED, config_of, read_arguments, run_of
+from ultrabench.sweep.config.compose import files
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, OPTIMIZER, PARTS
@@ -45,6 +46,11 @@ _FOLLOWS = {"tp": "dp", "pp": "dp", "cp": "dp", "dp": "nodes"}
 """Axis -> the argument that changes with it."""
 _USUAL = {"mbs": 1, "gas": "pp", "zero_stage": 0, "recompute": "none"}
 """Axes of layouts that are named where they are not given -> their usual values."""
+_OF_ROWS = {
+    "model": "model", "hardware": "hardware", "profile": "kernel",
+    **{name: name for name in ("nodes", "seq_len", "mbs", "gas")},
+}  # fmt: skip
+"""Argument -> the column of results that gives its default."""
 _MOMENTS = {
     FORWARD: "at the end of a forward, before its gradients",
     BACKWARD: "in backward",
@@ -79,14 +85,17 @@ def points(
 
     Args:
         layout: arguments as `ultrabench predict` takes them.
-        table: results in which runs of these layouts are looked up.
+        table: results in which runs of these layouts are looked up, and whose values are defaults.
 
     Raises:
         ConfigError: an argument is wrong, or no value of the axis can run.
     """
     asked = [f"{name}={value}" for name, value in layout.items()]
-    given = PREDICTED | read_arguments(asked, (*PREDICTED, "precision"), "model=llama3-8b tp=8")
-    config, runs = config_of(given), None if table is None or axis == "stage" else final(table)
+    asked_for = read_arguments(asked, (*PREDICTED, "precision"), "model=llama3-8b tp=8")
+    runs = None if table is None else final(table)
+    known = {} if runs is None else _values(runs, asked_for)
+    given = PREDICTED | {name: values[0] for name, values in known.items()} | asked_for
+    config, runs = config_of(given), None if axis == "stage" else runs
     rows = [row for own in _variants(given, config, axis) for row in _rows(own, config, runs, axis)]
     if all(row["shown"] == "impossible" for row in rows):
         first = f"{axis}={rows[0]['value']}: " if axis != "stage" else ""
@@ -94,13 +103,41 @@ def points(
     whole, across = given | _USUAL | given, (axis, _FOLLOWS.get(axis))
     words = {name: f"{name}={at}" for name, at in whole.items() if name not in across}
     fixed = " ".join(word for name, word in words.items() if name in ("model", *layout))
-    usual = [word for name, word in words.items() if name not in ("model", "kernel", "profile", *layout)]
+    usual = [
+        word for name, word in words.items() if name not in ("kernel", *layout) and whole[name] is not None
+    ]
+    several = [
+        f"{len(at)} values of {name}" for name, at in known.items() if len(at) > 1 and name not in across
+    ]
     drawn = pd.DataFrame(rows).assign(
         model=config.models[0].name, fixed=fixed, gpu=config.hardware.gpu, mem_bytes=config.hardware.mem_bytes
     )
     told = [f"Defaults: {' '.join(usual)}."] if usual else []
+    told += [f"The rows have {', '.join(several)}: choose with NAME=VALUE."] if several else []
     told += [*_notes(drawn, config), *(() if runs is None else _found(drawn, runs, config))]
     return drawn, "\n".join(told)
+
+
+def _values(runs: pd.DataFrame, given: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Argument that is not given -> its values in the rows, the default first.
+
+    This is the smallest model that has a configuration, with the smallest numbers, but the largest gas, since
+    above pp it changes no memory.
+    """
+    found = {}
+    for name, column in _OF_ROWS.items():
+        values = [*runs[column].dropna().unique()]
+        if name in ("model", "hardware"):
+            values = [at for at in values if at in files(name)]
+        elif name == "profile":  # those of the embedded kernel follow from the hardware
+            values = [at for at in values[:1] if at in files("profiles") and "kernel" not in given]
+        else:
+            values = sorted(map(int, values), reverse=name == "gas")
+        if name in given:
+            runs = runs[runs[column] == given[name]]
+        elif values:
+            found[name], runs = values, runs[runs[column] == values[0]]
+    return found
 
 
 def _variants(given: dict[str, Any], config: SweepConfig, axis: str) -> Iterator[dict[str, Any]]:

@@ -99,6 +99,25 @@ def test_measured_runs_of_the_layouts_are_marked_in_any_order_of_rows():
     assert b"1 more are suspect" in one
 
 
+def test_what_is_not_given_is_that_of_the_rows():
+    rows = [
+        row("a", model="8B", tp=2, dp=4, gas=16, kernel="nanotron", seq_len=2048),
+        row("b", model="1B", num_params=10**9, tp=2, dp=8, gas=4, nodes=2, mbs=4, kernel="nanotron", hardware="a100-80x8"),
+        row("c", model="1B", num_params=10**9, tp=2, dp=8, gas=8, nodes=2, mbs=4, kernel="nanotron", hardware="a100-80x8"),
+        row("d", model="mine", num_params=10**8, kernel="nanotron"),
+    ]  # fmt: skip
+    found, told = points({}, table_of(*rows), axis="tp")
+    defaults = "model=1B hardware=a100-80x8 profile=nanotron nodes=2 seq_len=4096 mbs=4 gas=8"
+    assert told.startswith(
+        f"Defaults: {defaults} zero_stage=0 recompute=none.\nThe rows have 2 values of model,"
+    )
+    assert [*found["shown"]].count("measured") == 2
+    assert points({"model": "8B"}, table_of(*rows), axis="tp")[1].startswith(
+        "Defaults: hardware=h100x8 profile"
+    )
+    assert "Defaults: model=llama3-8b" in points({}, table_of(rows[3]), axis="tp")[1]
+
+
 def test_a_measured_peak_far_above_the_prediction_is_inside_the_scale():
     held = {
         "hardware": "cpu", "precision": "fp32", "model": "tiny", "seq_len": 64, "nodes": 2, "dp": 4, "gas": 8,
