@@ -32,8 +32,9 @@ function readFragment() {
     else if (name === "y" && UPWARDS.includes(wanted)) state.y = wanted;
     else if (name !== "run" && location.hash.includes("=")) unknown.push(`${name}=${wanted}`);
   }
-  if (state.cell < 0) unknown.push(`cell=${given.get("cell")}`);
   if (state.cell < 0) state.cell = null;
+  closeExcluded();
+  if (given.has("cell") && state.cell === null) unknown.push(`cell=${given.get("cell")}`);
   return unknown;
 }
 
@@ -44,6 +45,13 @@ function writeFragment(isStep) {
   if (state.x !== ACROSS[0]) told.set("x", state.x);
   if (state.y !== UPWARDS[0]) told.set("y", state.y);
   history[isStep ? "pushState" : "replaceState"](null, "", `#${told}`);
+}
+
+// Closes the cell and the run that the filters exclude.
+function closeExcluded() {
+  const shown = state.cell === null ? [] : runsOf[state.cell].filter(isShown);
+  if (!shown.some((row) => value("run_id", row) === state.run)) state.run = null;
+  if (!shown.length) state.cell = null;
 }
 
 function isShown(row) {
@@ -96,7 +104,7 @@ function draw(unknown = []) {
   runsOf.forEach((runs, cell) => fillCell(buttons[cell], cell, runs.filter(isShown)));
   drawRuns();
   drawHours(shown);
-  const asked = unknown.length ? ` The link asks for ${unknown.join(", ")}, which this page does not have.` : "";
+  const asked = unknown.length ? ` The link asks for ${unknown.join(", ")}, which this page does not show.` : "";
   document.getElementById("count").textContent = `${grouped(shown.length)} of ${counted(rows, "row")} shown.${asked}`;
   if (window.Bokeh) figuresChanged();
   performance.measure("draw", "draw-begin");
@@ -133,6 +141,7 @@ function filterChanged(event) {
   const { name, value: wanted } = event.target;
   delete state.filters[name];
   if (wanted !== "") state.filters[name] = distinct(name).find((v) => String(v) === wanted);
+  closeExcluded();
   writeFragment(false);
   draw();
 }

@@ -119,6 +119,26 @@ def test_a_filter_is_kept_in_the_fragment_and_a_link_opens_it(opened):
     assert again.evaluate("location.hash") == "#cell=8B%2C2"
 
 
+def test_an_empty_cell_says_once_how_its_runs_ended(opened):
+    tab = opened(table(*(failed(n, "oom", "CUDA out of memory") for n in range(3))))
+    assert tab.locator(".heatmap button").inner_text() == "all 3 oom"
+
+
+def test_a_filter_closes_the_cell_and_the_layout_that_it_excludes(opened):
+    link = f"#cell=1B%2C1&run={0:016x}"
+    tab = opened(small(), link)
+    model, tp = (tab.get_by_role("combobox", name=name, exact=True) for name in ("model", "tp"))
+    tp.select_option("1")
+    assert tab.evaluate("location.hash") == f"#tp=1&{link[1:]}"
+    tp.select_option("4")
+    assert tab.evaluate("location.hash") == "#tp=4&cell=1B%2C1"
+    model.select_option("8B")
+    assert tab.evaluate("location.hash") == "#tp=4&model=8B"
+    assert not tab.locator("#runs").is_visible()
+    told = opened(small(), "#cell=1B%2C1&model=8B").locator("#count").inner_text()
+    assert "The link asks for cell=1B,1, which this page does not show" in told
+
+
 def test_a_link_to_a_run_opens_it_and_the_skip_link_keeps_the_filters(opened):
     tab = opened(large(1600), f"#cell=1B%2C2&run={1401:016x}")
     assert f"Run {1401:016x}" in tab.locator(".about-run").inner_text()
@@ -139,7 +159,7 @@ def test_a_public_page_has_commands_for_the_layout_and_none_for_the_sweep(opened
 def test_a_link_with_unknown_values_says_so(opened):
     tab = opened(small(), "#tp=16&nobody=1&status=oom")
     told = tab.locator("#count").inner_text()
-    assert "1 of 40 rows shown. The link asks for tp=16, nobody=1, which this page does not have" in told
+    assert "1 of 40 rows shown. The link asks for tp=16, nobody=1, which this page does not show" in told
 
 
 def test_a_suspect_run_wins_no_cell_and_is_marked(opened):
@@ -157,6 +177,9 @@ def test_an_empty_table_is_an_honest_page(opened, public):
 def test_a_phone_scrolls_only_tables_sideways(opened):
     tab = opened(small(), "#cell=8B,2", width=400)
     assert tab.evaluate("document.documentElement.scrollWidth") == 400
+    box, shadow = tab.locator("#runs-table .scroll").first, "rgba(128, 128, 128, 0.6)"
+    assert box.evaluate("box => box.scrollWidth > box.clientWidth")
+    assert shadow in box.evaluate("box => getComputedStyle(box).backgroundImage")
 
 
 def drawn(tab, figure):
