@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 import ultrabench
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
+from ultrabench.sweep.running.outliers import low_peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,7 @@ def tried(cell: Cell) -> list[str]:
 
 
 def doubts(table: pa.Table) -> list[str]:
-    """One line about suspect rows and one about invalid rows, if there are any, each with an example."""
+    """Lines about suspect rows, about invalid rows, each with an example, and about a peak that is too low."""
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
@@ -184,7 +186,12 @@ def doubts(table: pa.Table) -> list[str]:
         f"{len(found)} of {counted(len(rows), 'row')}: {what}, such as {found[0][0]}: {found[0][1]}"
         for found, what in named
         if found
-    ]
+    ] + low_peak_in(table)
+
+
+def low_peak_in(table: pa.Table) -> list[str]:
+    """The line of `low_peak` about the rows of a table."""
+    return low_peak(pc.max(pc.if_else(pc.is_null(table["suspect"]), table["mfu"], None)).as_py())
 
 
 def notes(table: pa.Table, include_suspects: bool = False) -> str:
@@ -204,7 +211,7 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
     if suspect := sum(row["suspect"] is not None for row in rows):
         wins = "may win cells" if include_suspects else "win no cell"
         told += f". Suspect: {suspect:,} of {counted(len(rows), 'row')}, which {wins}"
-    return f"Layouts: {told}. {made_with(table)}"
+    return ". ".join((f"Layouts: {told}", *low_peak_in(table), made_with(table)))
 
 
 def made_with(table: pa.Table) -> str:

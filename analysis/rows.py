@@ -136,7 +136,7 @@ def _rows(
         row |= _speed(base, told.attempts[attempt.key].result, shape, formula)
         time_s, control_s = row.get("step_time_s"), control.get(attempt.allocation or "")
         row["control_ratio"] = control_s / time_s if time_s and control_s else None
-        doubts = (suspects.get(attempt.key), impossible(row.get("mfu")))
+        doubts = (suspects.get(attempt.key), impossible(row.get("mfu"), sweep.hardware.device))
         row["suspect"] = "; ".join(filter(None, doubts)) or None
         return row
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis import schema
-from ultrabench.analysis.cells import Cell, layout_words, made_with, repeats_failed
+from ultrabench.analysis.cells import Cell, layout_words, low_peak_in, made_with, repeats_failed
 from ultrabench.analysis.measured import measured_runs
 from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.page.commands import launch_words, predict_words
@@ -81,7 +81,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     columns = {name: _plain(in_order[name]) for name in told} | _derived(shown, _predicted_parts(others))
     return {
         "public": public,
-        "made_with": made_with(table),
+        "made_with": ". ".join((*low_peak_in(table), made_with(table))),
         "rows": len(shown),
         "columns": {
             name: encoded(values) for name, values in columns.items() if any(v is not None for v in values)

@@ -30,7 +30,7 @@ RATES, TIMES, RANKS = 0.15, 0.10, 0.25
 """Relative differences up to which a measurement is normal: of rates and clocks, of the step time of a
 control run, and between the step times of ranks."""
 SHARED_CORES_FACTOR = 10.0
-"""Factor on RATES, TIMES and RANKS for CPU cores, which other programs may use at the same time."""
+"""Factor on RATES, TIMES, RANKS and the largest mfu for CPU cores, which other programs may use, too."""
 
 _Key = TypeVar("_Key")
 
@@ -82,9 +82,19 @@ def step_time_s(result: RunResult | None) -> float | None:
     return median(result.step_times_s)
 
 
-def impossible(mfu: float | None) -> str | None:
+def impossible(mfu: float | None, device: str = "cuda") -> str | None:
     """Why a measurement with this mfu (a fraction) is doubtful; None where the mfu is possible or unknown."""
-    return f"mfu {mfu:.2f} is above 1: steps or peak are measured wrongly" if (mfu or 0.0) > 1 else None
+    most = 1 if device == "cuda" else SHARED_CORES_FACTOR
+    wrong = mfu and mfu > most
+    return f"mfu {mfu:.2f} is above {most:g}: steps or peak are measured wrongly" if wrong else None
+
+
+def low_peak(mfu: float | None) -> list[str]:
+    """A line if `mfu`, the highest of the runs that are not in doubt, shows that the peak is too low; else none."""
+    why = (
+        "the peak is too low, as if measured beside other programs, and so mfu is too high; speeds are right"
+    )
+    return [f"mfu up to {mfu:.2f} is above 1: {why}"] if mfu and mfu > 1 else []
 
 
 def control_times(state: SweepState) -> dict[str, float]:

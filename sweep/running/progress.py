@@ -244,7 +244,7 @@ def measured(
         run, ok = runs.get(key.run_id), attempt.ok
         if run and ok and ok.step_times_s:
             rate = run.tokens_per_s_per_gpu(ok)
-            if told := "; ".join(filter(None, (doubts.get(key), impossible(run.mfu(rate))))):
+            if told := "; ".join(filter(None, (doubts.get(key), impossible(run.mfu(rate), device)))):
                 doubts[key] = told
             if counted[key.run_id, key.repeat] is attempt:
                 rates[key.run_id] += [rate] if may_win(ok.status, ok.stopped, told or None) else []

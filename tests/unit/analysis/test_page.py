@@ -42,6 +42,13 @@ def test_rows_are_in_the_order_of_the_leaderboard_and_every_attempt_is_there():
     assert told["rejected"][0]["example"] == "tp=3 does not divide 8"
 
 
+@pytest.mark.parametrize("public", [False, True])
+def test_a_peak_that_is_too_low_is_told(public):
+    (fast,) = small().slice(0, 1).to_pylist()
+    told = shown(pa.Table.from_pylist([fast | {"mfu": 1.41}], schema=SCHEMA), public=public)
+    assert told["made_with"].startswith("mfu up to 1.41 is above 1: the peak is too low")
+
+
 def test_the_row_of_a_run_counts_as_in_the_heatmap():
     columns = shown(repeated())["columns"]
     states = [state for state, place in zip(columns["state"], columns["rank"], strict=True) if place]

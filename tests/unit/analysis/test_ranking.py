@@ -255,6 +255,13 @@ def test_notes_count_the_suspect_rows_and_say_whether_they_may_win():
     assert "1 of 2 rows, which may win cells. Made" in notes(table, include_suspects=True)
 
 
+def test_notes_and_doubts_tell_a_peak_that_is_too_low_by_rows_that_are_not_in_doubt():
+    table = pa.Table.from_pylist([row("a", 1410.0), row("b", 1900.0, suspect="hot")], schema=SCHEMA)
+    told = doubts(table)[-1]
+    assert told.startswith("mfu up to 1.41 is above 1: the peak is too low")
+    assert f"win no cell. {told}. Made" in notes(table)
+
+
 def test_a_cell_shows_mfu_or_the_column_that_was_asked_for():
     rows = row("a", 5.0, mfu=0.38, source_mfu=0.443), row("b", status="oom", nodes=2)
     for options, shown in (({}, ("mfu", 0.38)), ({"rank_by": "source_mfu"}, ("source_mfu", 0.443))):

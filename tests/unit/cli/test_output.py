@@ -335,6 +335,21 @@ def test_what_may_not_win_a_cell_is_named_as_best_by_no_command(ultrabench, swee
     assert doubted == {f"{run.run_id}.0.0" for run in outrun[:2]}
 
 
+def test_a_peak_of_cpus_that_was_measured_too_low_is_told_and_costs_no_run_its_cell(ultrabench, sweep):
+    usual = as_json(ultrabench, "sweep", "top")[0]
+    fast = next(run for run in QUICK.runs[2:] if run.nodes == usual["nodes"])
+    step_time_s = fast.spec.tokens_per_step / usual["tokens_per_s_per_gpu"] / fast.layout.world_size
+    record(sweep, fast, step_times_s=(step_time_s * usual["mfu"] / 1.41,) * 6)
+    best = as_json(ultrabench, "sweep", "top")[0]
+    found = [best[name] for name in ("run_id", "mfu", "suspect", "best")]
+    assert found == [fast.run_id, pytest.approx(1.41), None, True]
+    assert as_json(ultrabench, "sweep", "status")["suspects"] == {}
+    out = ultrabench("sweep", "status")[1]
+    assert fast.layout.label() in out.split("best so far")[1]
+    for told in (out, ultrabench("sweep", "top")[2], ultrabench("collect")[2]):
+        assert "mfu up to 1.41 is above 1: the peak is too low" in " ".join(told.split())
+
+
 def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, tmp_path):
     run = QUICK.runs[0]
     told = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron")

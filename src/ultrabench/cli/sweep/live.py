@@ -18,6 +18,7 @@ from ultrabench.result import INTERRUPTED, SLOWER, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.plan import Candidate
+from ultrabench.sweep.running.outliers import low_peak
 from ultrabench.sweep.running.progress import UNSETTLED, SweepProgress, progress
 
 
@@ -172,3 +173,5 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
         yield Text("  ").append(attempt_line(run, attempt))
     for key, why in [*now.suspects.items()][:1]:
         yield Text(f"{len(now.suspects)} suspect and winning no cell, such as {key}: {why}", "yellow")
+    for why in low_peak(max((run.mfu(rate) or 0.0 for run, rate in now.best), default=None)):
+        yield Text(why, "yellow")
