@@ -19,7 +19,7 @@ from ultrabench.sweep.running import attempts
 SCHEDULES = "sweep.pp_schedule=[1f1b,afab,interleaved,zbv]"
 PLAN = make_plan(load_config(["sweep=playbook", "model=1B", "sweep.nodes=[1]", SCHEDULES, "max_p_oom=1"]))
 RUNS = PLAN.runs
-NEARLY = 0.998
+NEARLY = 0.996
 """With afab, whose micro-batches are all kept, half as many of twice the size need fewer small buffers."""
 
 
