@@ -94,7 +94,7 @@ def low_peak(mfu: float | None) -> list[str]:
     why = (
         "the peak is too low, as if measured beside other programs, and so mfu is too high; speeds are right"
     )
-    return [f"mfu up to {mfu:.2f} is above 1: {why}"] if mfu and mfu > 1 else []
+    return [f"MFU up to {mfu:.2f} is above 1: {why}"] if mfu and mfu > 1 else []
 
 
 def control_times(state: SweepState) -> dict[str, float]:

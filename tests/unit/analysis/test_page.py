@@ -46,7 +46,7 @@ def test_rows_are_in_the_order_of_the_leaderboard_and_every_attempt_is_there():
 def test_a_peak_that_is_too_low_is_told(public):
     (fast,) = small().slice(0, 1).to_pylist()
     told = shown(pa.Table.from_pylist([fast | {"mfu": 1.41}], schema=SCHEMA), public=public)
-    assert told["made_with"].startswith("mfu up to 1.41 is above 1: the peak is too low")
+    assert told["made_with"].startswith("MFU up to 1.41 is above 1: the peak is too low")
 
 
 def test_the_row_of_a_run_counts_as_in_the_heatmap():

@@ -258,7 +258,7 @@ def test_notes_count_the_suspect_rows_and_say_whether_they_may_win():
 def test_notes_and_doubts_tell_a_peak_that_is_too_low_by_rows_that_are_not_in_doubt():
     table = pa.Table.from_pylist([row("a", 1410.0), row("b", 1900.0, suspect="hot")], schema=SCHEMA)
     told = doubts(table)[-1]
-    assert told.startswith("mfu up to 1.41 is above 1: the peak is too low")
+    assert told.startswith("MFU up to 1.41 is above 1: the peak is too low")
     assert f"win no cell. {told}. Made" in notes(table)
 
 

@@ -347,7 +347,7 @@ def test_a_peak_of_cpus_that_was_measured_too_low_is_told_and_costs_no_run_its_c
     out = ultrabench("sweep", "status")[1]
     assert fast.layout.label() in out.split("best so far")[1]
     for told in (out, ultrabench("sweep", "top")[2], ultrabench("collect")[2]):
-        assert "mfu up to 1.41 is above 1: the peak is too low" in " ".join(told.split())
+        assert "MFU up to 1.41 is above 1: the peak is too low" in " ".join(told.split())
 
 
 def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, tmp_path):
