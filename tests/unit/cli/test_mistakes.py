@@ -117,7 +117,7 @@ WITH_A_SWEEP = [
     ("heatmap -o results", "results; figures are written as .png, .svg or .pdf: name a file"),
     ("heatmap --rank-by speed", "speed"),
     ("plot comm",
-     "no bandwidths here; measure them with: ultrabench sweep launch sweep=comm"),
+     "no bandwidths by size here; measure them with: ultrabench sweep launch sweep=comm"),
 ]  # fmt: skip
 """The same beside a sweep."""
 READERS = (
