@@ -24,11 +24,11 @@ from ultrabench.run import RunSpec
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold, with_lost
+from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.plan_table import OF_RUNS, formula_of, place_of, read_plan, rows_of, runs_of, shapes_of
 from ultrabench.sweep.running.attempts import dominated_by, left_out, not_promising
-from ultrabench.sweep.running.outliers import control_times, impossible, suspect_attempts, with_loss_outliers
+from ultrabench.sweep.running.outliers import control_times, for_answers, impossible, suspect_attempts
 
 Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
@@ -42,17 +42,8 @@ _OF_TRAINING = frozenset({"zero_shards", "gbs", "seq_len", "compile", *MODEL, *A
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
 _SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled", "evidence"}
 _OF_CANDIDATES = (
-    "run_id",
-    "model",
-    "nodes",
-    "pp_schedule",
-    "decision",
-    "rule",
-    "reason",
-    "gpus",
-    "gbs",
-    "seq_len",
-)
+    "run_id", "model", "nodes", "pp_schedule", "decision", "rule", "reason", "gpus", "gbs", "seq_len",
+)  # fmt: skip
 """Columns of the plan from which rows are made one by one; all others are copied as a whole."""
 _MEASURED = sorted({f.name for f in fields(RunResult)} & {*SCHEMA.names} - _SPEED_OR_OTHER_TYPE)
 """Columns that are copied from a result."""
@@ -117,7 +108,7 @@ def _rows(
     sweep: SweepJson, plan: pa.Table, bases: Mapping[_Cell, Row], told: SweepState, warn: Warn
 ) -> Iterator[tuple[int | None, Row]]:
     """For each row the number of its candidate in the plan, None where it has none, and the columns of its own."""
-    state = with_loss_outliers(with_lost(told))
+    state = for_answers(told)
     attempts = state.by_run()
     final = {attempt.key for attempt in final_attempts(state).values()}
     circumstances = {name: _circumstances(allocation) for name, allocation in state.allocations.items()}

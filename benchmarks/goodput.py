@@ -23,12 +23,8 @@ from cluster import cluster, output
 from ultrabench.launchers.slurm.job import duration_s
 
 ONE_JOB = (
-    "launcher=slurm",
-    "launcher.max_jobs=1",
-    "launcher.max_nodes=1",
-    "launcher.poll_s=1",
-    "measure.race=null",
-)
+    "launcher=slurm", "launcher.max_jobs=1", "launcher.max_nodes=1", "launcher.poll_s=1", "measure.race=null",
+)  # fmt: skip
 """Preflight and control are as usual; no run stops early, since runs started by a cold torchrun do not, either."""
 ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
 

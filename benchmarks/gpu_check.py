@@ -137,6 +137,12 @@ def machine_lines(at: Machine) -> Iterator[Line]:
     yield f"doctor hardware={at.hardware}", doctor
 
 
+def differences(result: dict[str, Any]) -> str:
+    """What a check found: each difference beside the largest that is allowed."""
+    return ", ".join(f"{k} {float(result[f'{k}_diff'] or 'inf'):.2g} of {result[f'{k}_allowed']:.2g}"
+                     for k in ("loss", "grad", "param"))  # fmt: skip
+
+
 def check_line(at: Machine, layout: str, precision: str, *more: str) -> Line:
     """A layout compared with one process."""
     options = ["--device", at.device, "--precision", precision, *more]
@@ -145,12 +151,10 @@ def check_line(at: Machine, layout: str, precision: str, *more: str) -> Line:
         result = run_ultrabench("kernel", "check", *layout.split(), *options, "--json")
         if not result or result["error"]:
             return False, (result or {}).get("error") or "refused, see above"
-        found = ", ".join(f"{k} {float(result[f'{k}_diff'] or 'inf'):.2g} of {result[f'{k}_allowed']:.2g}"
-                          for k in ("loss", "grad", "param"))  # fmt: skip
         lost = len(result["missing_gradients"])
         missing = f"{lost} gradients missing, " if lost else ""
         graphs = f", {result['graphs']} graphs" if "--compile" in more else ""
-        return result["passed"], f"{missing}{found}{graphs}"
+        return result["passed"], f"{missing}{differences(result)}{graphs}"
 
     return " ".join([layout, precision, *more]), compare
 

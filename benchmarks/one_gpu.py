@@ -28,6 +28,7 @@ from torch.futures import Future
 
 from ultrabench.cli.kernel.check import check_spec
 from ultrabench.kernel.check import parity
+from ultrabench.processes import thread_variables
 from ultrabench.record import from_dict, to_dict
 
 BACKEND = "staged"
@@ -98,7 +99,7 @@ class Staged(dist.ProcessGroup):
         return self._in_place("broadcast", tensors, opts or c10d.BroadcastOptions())
 
     def _allgather_base(self, out: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        return self._run(self._gloo._allgather_base, [out], [own], opts or c10d.AllgatherOptions())
+        return self.allgather_into_tensor_coalesced([out], [own], opts)
 
     def allgather_into_tensor_coalesced(
         self, outs: list[Tensor], ins: list[Tensor], opts: Any = None
@@ -114,7 +115,7 @@ class Staged(dist.ProcessGroup):
         return done()
 
     def _reduce_scatter_base(self, out: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        return self._run(self._gloo._reduce_scatter_base, [out], [own], opts or c10d.ReduceScatterOptions())
+        return self.reduce_scatter_tensor_coalesced([out], [own], opts)
 
     def reduce_scatter_tensor_coalesced(
         self, outs: list[Tensor], ins: list[Tensor], opts: Any = None
@@ -166,15 +167,12 @@ def shared_gpu() -> Iterator[None]:
 
 def checked(device: str, precision: str, line: str) -> tuple[str, dict[str, Any]]:
     """What a process says of one layout."""
-    layout, compiled, _ = line.partition("--compile")
-    options = {"device": device, "precision": precision, "compile": bool(compiled), "dump": None}
+    layout, compile_, _ = line.partition("--compile")
+    options = {"device": device, "precision": precision, "compile": bool(compile_), "dump": None}
     spec = check_spec(layout.split(), options)
-    command = [sys.executable, "-P", __file__, "--rank"]
-    env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, input=json.dumps(to_dict(spec)), stdout=subprocess.PIPE, text=True, env=env
-    )
-    return line, json.loads(done.stdout) if done.returncode == 0 else {"passed": False, "error": "no answer"}
+    command, env = [sys.executable, "-P", __file__, "--rank"], os.environ | thread_variables(1)
+    ran = subprocess.run(command, input=json.dumps(to_dict(spec)), stdout=subprocess.PIPE, text=True, env=env)
+    return line, json.loads(ran.stdout) if ran.returncode == 0 else {"passed": False, "error": "no answer"}
 
 
 def main() -> int:
@@ -189,17 +187,14 @@ def main() -> int:
         with shared_gpu():
             print(json.dumps(to_dict(parity.run_check(from_dict(parity.CheckSpec, json.load(sys.stdin))))))
         return 0
+    from gpu_check import differences  # it starts a thread, which a process that forks ranks may not have
+
     failed = 0
     with ThreadPoolExecutor(words.processes) as pool:
         for line, result in pool.map(partial(checked, words.device, words.precision), words.layouts):
             failed += not result["passed"]
-            found = ", ".join(f"{k} {result[f'{k}_diff']:.2g} of {result[f'{k}_allowed']:.2g}"
-                              for k in ("loss", "grad", "param") if result.get(f"{k}_diff") is not None)  # fmt: skip
-            told = result.get("error") or found
-            print(
-                f"| {line} | {'pass' if result['passed'] else 'FAIL'} | {result.get('seconds', 0):.0f} s | {told} |",
-                flush=True,
-            )
+            verdict, told = "pass" if result["passed"] else "FAIL", result.get("error") or differences(result)
+            print(f"| {line} | {verdict} | {result.get('seconds', 0):.0f} s | {told} |", flush=True)
     return int(failed > 0)
 
 

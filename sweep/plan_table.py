@@ -89,9 +89,8 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         SweepFolderError: the file is missing or cannot be read.
     """
     try:
-        return pq.ParquetFile(path).read(
-            columns=columns
-        )  # read_table would import pandas, which takes longer
+        file = pq.ParquetFile(path)  # read_table would import pandas, which takes longer
+        return file.read(columns=columns)
     except FileNotFoundError:
         raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None
     except (OSError, pa.ArrowException) as error:
@@ -110,10 +109,9 @@ def rows_of(
 ) -> Iterator[Row]:
     """The rows of a table, all or those that are `kept`, with all columns or some; `to_pylist` takes longer."""
     names = [name for name in table.column_names if columns is None or name in columns]
-    lines = zip(*(table[name].to_pylist() for name in names), strict=True)
-    return (
-        dict(zip(names, line, strict=True)) for line in (lines if kept is None else compress(lines, kept))
-    )
+    lines: Iterable[tuple[Any, ...]] = zip(*(table[name].to_pylist() for name in names), strict=True)
+    lines = lines if kept is None else compress(lines, kept)
+    return (dict(zip(names, line, strict=True)) for line in lines)
 
 
 def shapes_of(sweep: SweepJson, state: SweepState) -> dict[str, ModelShape]:

@@ -40,7 +40,7 @@ class MicroBatch(NamedTuple):
     """What the backward of a layer has at most beyond what the layer keeps; and of the stage's last layer, where the
     gradient of its output came as a message, which stays."""
     work_in_place: tuple[float, float]
-    """The same where the gradients of weights are added in place to those of earlier micro-batches."""
+    """What `work` is where the gradients of weights are added in place to those of earlier micro-batches."""
     norm_work: float
     rope: float
 

@@ -20,7 +20,7 @@ from ultrabench.device_rates import summary
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.state import AllocationState, SweepState
+from ultrabench.store.state import AllocationState, SweepState, with_lost
 
 FEWEST = 3
 """Smallest number of comparable measurements, or of comparable layouts, among which one can be an outlier."""
@@ -210,6 +210,11 @@ class LossGroup:
     def text(self, loss: float) -> str:
         """A loss with one digit more than losses within the tolerance have in common."""
         return f"{loss:.{2 - math.floor(math.log10(self.tolerance))}g}"
+
+
+def for_answers(state: SweepState) -> SweepState:
+    """A copy of `state` as answers are made from it: with lost attempts, and with losses that are outliers."""
+    return with_loss_outliers(with_lost(state))
 
 
 def with_loss_outliers(state: SweepState) -> SweepState:

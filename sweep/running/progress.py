@@ -9,7 +9,7 @@ from typing import Any
 from ultrabench.result import INTERRUPTED, Status
 from ultrabench.run import AttemptKey
 from ultrabench.step_time import ci95_rel
-from ultrabench.store.state import AttemptState, SweepState, final_attempts, with_lost
+from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.config.sweep_config import OUTSIDE
 from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.running.attempts import (
@@ -20,7 +20,7 @@ from ultrabench.sweep.running.attempts import (
     not_promising,
     searching,
 )
-from ultrabench.sweep.running.outliers import impossible, may_win, suspect_attempts, with_loss_outliers
+from ultrabench.sweep.running.outliers import for_answers, impossible, may_win, suspect_attempts
 
 UNSETTLED = frozenset({"pending", "running"})
 """Statuses of runs that are not settled; a failed run is not settled either if it will be tried again."""
@@ -122,7 +122,7 @@ def progress(
         device: the torch device type of the hardware, cuda or cpu.
         old: attempts that ended before the launch that goes on; None tells what the next launch would try again.
     """
-    state = with_loss_outliers(with_lost(state))
+    state = for_answers(state)
     runs = {r.run_id: r for r in planned}
     final = {run_id: a for run_id, a in standing_attempts(state).items() if run_id in runs}
     dominated = left_out(planned, state)

@@ -278,14 +278,13 @@ def with_lost(state: SweepState) -> SweepState:
     The next launch records them as lost. Their results were not written, or the lines of these are damaged.
     """
     ended = {name for name, held in state.allocations.items() if held.ended is not None}
+
+    def lost_in(allocation: str | None) -> RunResult:
+        return RunResult(status=Status.LOST, reason=f"no result in the journal; {allocation} has ended")
+
     lost = {
-        key: replace(
-            a,
-            result=RunResult(
-                status=Status.LOST, reason=f"no result in the journal; {a.allocation} has ended"
-            ),
-        )
-        for key, a in state.attempts.items()
-        if a.result is None and a.allocation in ended
+        key: replace(attempt, result=lost_in(attempt.allocation))
+        for key, attempt in state.attempts.items()
+        if attempt.result is None and attempt.allocation in ended
     }
     return replace(state, attempts=state.attempts | lost)

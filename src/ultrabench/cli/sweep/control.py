@@ -18,13 +18,13 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.events import Cancel, Launched, Pause
 from ultrabench.store.folder import SweepFolder, living_launchers, write_whole
 from ultrabench.store.journal import JournalWriter, read_journal
-from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold, with_lost
+from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.config.sweep_config import FAILURES
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
-from ultrabench.sweep.running.outliers import with_loss_outliers
+from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.progress import progress
 from ultrabench.sweep.running.retry import decide_retry, excluded
 
@@ -32,7 +32,7 @@ from ultrabench.sweep.running.retry import decide_retry, excluded
 def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: bool, as_json: bool) -> int:
     """Tries failed runs again, even where the retry policy would not; returns the exit code."""
     state, plan = _open(folder)
-    state = with_loss_outliers(with_lost(state))
+    state = for_answers(state)
     chosen = _failed(folder, state, only, run)
     rows = [_retry_row(a, state, plan) for a in chosen]
     if as_json:

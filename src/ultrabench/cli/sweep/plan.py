@@ -17,14 +17,14 @@ from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.open_sweep import folder_of, in_force, require_program, require_same
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import SweepState, fold, with_lost
+from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import PRUNED, Plan, make_plan
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.remedy import nothing_fits, require_runs
 from ultrabench.sweep.running.attempts import next_attempts
-from ultrabench.sweep.running.outliers import with_loss_outliers
+from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
 from ultrabench.sweep.running.progress import measured, progress
 
@@ -39,7 +39,7 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
     try:
         if known is not None:
             require_same(known, config, folder_of(config).path)
-            state = with_loss_outliers(with_lost(fold(read_journal(folder_of(config).journal, warn))))
+            state = for_answers(fold(read_journal(folder_of(config).journal, warn)))
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 rate = {"core_flops_per_s": known.core_flops_per_s, "cores": known.cores or 1}
         require_program(config)

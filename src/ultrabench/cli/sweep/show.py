@@ -26,10 +26,10 @@ from ultrabench.record import to_dict
 from ultrabench.result import SLOWER
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import JournalReader
-from ultrabench.store.state import AttemptState, Fold, SweepState, with_lost
+from ultrabench.store.state import AttemptState, Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan_table import read_rows
-from ultrabench.sweep.running.outliers import with_loss_outliers
+from ultrabench.sweep.running.outliers import for_answers
 
 FOLLOW_S = 0.3
 """Seconds between two looks at the log that `sweep logs -f` follows."""
@@ -204,7 +204,7 @@ def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
 def _state_reader(folder: SweepFolder) -> Callable[[], SweepState]:
     """A function that returns the current state; each call reads only what is new in the journal."""
     reader, known = JournalReader(folder.journal, warn), Fold()
-    return lambda: with_loss_outliers(with_lost(known.add(reader.poll())))
+    return lambda: for_answers(known.add(reader.poll()))
 
 
 def find_run(
